@@ -1,8 +1,8 @@
-"""What this machine runs kernels on: capability and SMs of its GPUs, and which packages it has.
+"""Facts of this machine: capability and SMs of its GPUs, and installed packages.
 
-Each fact is asked once and kept by ``MACHINE``, and so is every reason that follows from facts
-alone (``cached``). ``MACHINE.forget`` asks again; ``pretend`` lets tests, and lists of what another
-GPU would run, have another machine for a while.
+``MACHINE`` caches each fact, and results that follow from facts alone (``cached``).
+``MACHINE.forget`` clears these caches; ``pretend`` replaces facts for a while, for tests and for
+lists of what another GPU would run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_CACHED = 1 << 16  # entries of a cache whose arguments are sizes
 
 @dataclass(frozen=True)
 class Pretended:
-    """Facts in place of those of the machine; None: as it is.
+    """Facts that replace those of the machine; None keeps one.
 
     Attributes:
         capability: Compute capability of every CUDA device.
@@ -43,25 +43,25 @@ class Machine:
 
     Attributes:
         pretended: Facts that hold in place of the machine's.
-        caches: Of all functions whose results follow from facts.
+        caches: Caches of all functions whose results follow from facts.
     """
 
     pretended: Pretended = field(default_factory=Pretended)
     caches: list[Any] = field(default_factory=list)
 
     def cached(self, function: F) -> F:
-        """Decorator: keep results, which may depend on facts, until ``forget``."""
-        found = functools.lru_cache(maxsize=_MOST_CACHED)(function)
-        self.caches.append(found)
-        return found  # type: ignore[return-value]
+        """Decorator: cache results, which may depend on facts, until ``forget``."""
+        memo = functools.lru_cache(maxsize=_MOST_CACHED)(function)
+        self.caches.append(memo)
+        return memo  # type: ignore[return-value]
 
     def pretend(self, **facts: Any) -> None:
-        """Have other facts from now on; see ``Pretended``."""
+        """Replace facts from now on; see ``Pretended``."""
         self.pretended = replace(self.pretended, **facts)
         self.forget()
 
     def forget(self) -> None:
-        """Ask for every fact again."""
+        """Clear all caches."""
         for cache in self.caches:
             cache.cache_clear()
 
@@ -97,13 +97,13 @@ def has(package: str) -> bool:
 
 @contextmanager
 def pretend(**facts: Any) -> Iterator[Callable[..., None]]:
-    """Have other facts inside the block, in all threads.
+    """Replace facts inside the block, in all threads.
 
     Args:
         **facts: Fields of ``Pretended``; others stay as they are.
 
     Yields:
-        What changes facts further, until the block ends.
+        A function that replaces more facts, until the block ends.
     """
     before = MACHINE.pretended
     MACHINE.pretend(**facts)

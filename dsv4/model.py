@@ -11,15 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from dsv4._requests import (
-    INTEGERS,
-    check_tokens,
-    check_vocabulary,
-    checked_count,
-    checked_prompts,
-    checked_rows,
-    checked_stops,
-)
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
@@ -30,10 +21,19 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
-from dsv4.sampling import Sampler
+from dsv4.serving.arguments import (
+    INTEGERS,
+    check_tokens,
+    check_vocabulary,
+    checked_count,
+    checked_prompts,
+    checked_rows,
+    checked_stops,
+)
+from dsv4.serving.sampling import Sampler
 
 if TYPE_CHECKING:
-    from dsv4._checkpoint.report import LoadReport
+    from dsv4.checkpoint.report import LoadReport
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import dsv4
-from dsv4 import _cli
+from dsv4 import __main__ as command_line
 from dsv4.compilation import bundle as _bundle
 from dsv4.compilation import compiler, steps
 from dsv4.compilation import warmup as _warmup
@@ -59,10 +59,10 @@ def test_versions_and_help_are_printed_by_the_module():
 
 
 def test_help(capsys):
-    assert _cli.main([]) == 0
+    assert command_line.main([]) == 0
     assert "warmup" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["warmup", "--help"])
+        command_line.main(["warmup", "--help"])
     text = capsys.readouterr().out
     assert ended.value.code == 0
     for word in ("--arch", "--preset", "--config", "--out", "$DSV4_KERNELS", "examples:"):
@@ -82,14 +82,14 @@ def test_help(capsys):
 )
 def test_wrong_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        _cli.main(arguments)
+        command_line.main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys):
     out = tmp_path / "kernels.dsv4"
-    assert _cli.main(["warmup", "--arch", ARCH, "--out", str(out), "--workers", "3"]) == 0
+    assert command_line.main(["warmup", "--arch", ARCH, "--out", str(out), "--workers", "3"]) == 0
     assert asked[1:] == [
         (getattr(dsv4.ModelConfig, preset)(activation=activation), ARCH, 8192, 3)
         for activation in ("bf16", "nvfp4")
@@ -105,14 +105,14 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
 def test_a_configuration_file(asked, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     arguments = ["warmup", "--arch", ARCH, "--activation", "bf16", "--config", str(tmp_path)]
-    assert _cli.main(arguments) == 1
+    assert command_line.main(arguments) == 1
     assert capsys.readouterr().err.startswith("python -m dsv4 warmup: ")
 
 
 def test_a_failed_kernel_is_named_and_no_bundle_is_written(asked, tmp_path, capsys):
     asked[0]["kernel 7"] = "no such instruction"
     out = tmp_path / "kernels.dsv4"
-    assert _cli.main(["warmup", "--arch", ARCH, "--quiet", "--out", str(out)]) == 1
+    assert command_line.main(["warmup", "--arch", ARCH, "--quiet", "--out", str(out)]) == 1
     printed = capsys.readouterr()
     assert (printed.out, out.exists()) == ("", False)
     assert printed.err == "failed: kernel 7: no such instruction\n"
@@ -120,14 +120,14 @@ def test_a_failed_kernel_is_named_and_no_bundle_is_written(asked, tmp_path, caps
 
 def test_a_missing_folder_is_found_before_anything_is_compiled(asked, tmp_path, capsys):
     arguments = ["warmup", "--arch", ARCH, "--out", str(tmp_path / "none" / "b")]
-    assert _cli.main(arguments) == 1
+    assert command_line.main(arguments) == 1
     assert len(asked) == 1
     assert "is no folder" in capsys.readouterr().err
 
 
 def test_where_kernels_are_interpreted_it_says_so(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert _cli.main(["warmup", "--arch", ARCH]) == 1
+    assert command_line.main(["warmup", "--arch", ARCH]) == 1
     assert "TRITON_INTERPRET is set" in capsys.readouterr().err
 
 

@@ -18,7 +18,7 @@ from dsv4.checkpoint import load, save
 from dsv4.config import ModelConfig
 from dsv4.layers import calibrate, pack_, quantize_, unpack_
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.sampling import Sampler
+from dsv4.serving.sampling import Sampler
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
 

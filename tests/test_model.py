@@ -11,7 +11,7 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers import quantize_
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.sampling import Sampler
+from dsv4.serving.sampling import Sampler
 from dsv4.testing.configs import chunkings, tiny_configs
 from dsv4.testing.models import random_model, transformers_twin
 

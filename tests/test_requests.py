@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dsv4.config import ModelConfig
 from dsv4.layers import quantize_
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.sampling import Sampler
+from dsv4.serving.sampling import Sampler
 from dsv4.testing.models import random_model
 
 CONFIG = ModelConfig.tiny()

@@ -1,1 +1,1 @@
-"""Products by libraries that torch brings along."""
+"""GEMMs by libraries that torch ships."""

@@ -1,6 +1,6 @@
-"""Product of quantised activations with an NVFP4 weight by torch's own block-scaled product.
+"""GEMM of quantised activations with an NVFP4 weight by torch's block-scaled GEMM.
 
-``torch.nn.functional.scaled_mm`` hands it to cuBLAS, which has it on Blackwell. Its float32 sums
+``torch.nn.functional.scaled_mm`` calls cuBLAS, which has it on Blackwell. Its float32 sums
 are multiplied by the global scales here, row by row and segment by segment: its own global scale
 is one number for a whole matrix.
 """
@@ -38,11 +38,11 @@ def gemm(args: GemmArgs) -> torch.Tensor:
         else:
             block = swizzle_scales(args.scales[part])
         group = x if groups == 1 else x[:, g]
-        out[:, g] = _product(group, args.codes[part], block, alpha[g], args.input_scale)
+        out[:, g] = _scaled_mm(group, args.codes[part], block, alpha[g], args.input_scale)
     return out if x.dim() == 3 else out[:, 0]
 
 
-def _product(
+def _scaled_mm(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,

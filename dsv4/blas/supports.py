@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from dsv4._unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.cute.runtime.architectures import BLACKWELL
 from dsv4.device import capability, dotted
 from dsv4.dispatch import Call
 from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 
 def scaled_mm(call: Call) -> str | None:
-    """For ``gemm`` by torch's block-scaled matrix product."""
+    """For ``gemm`` by torch's block-scaled GEMM."""
     args: GemmArgs = call.args
     reason = _operands(args) or _not_blackwell(call.device)
     if reason:
@@ -46,8 +46,8 @@ def _operands(args: GemmArgs) -> str | None:
 
 def _not_blackwell(device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"block-scaled products run on a CUDA GPU, the tensors are on {device}"
+        return f"block-scaled GEMMs run on a CUDA GPU, the tensors are on {device}"
     if capability(device) not in BLACKWELL:
-        found = dotted(device)
-        return f"block-scaled products are asked of compute capability 10.0 and 10.3, not {found}"
+        version = dotted(device)
+        return f"block-scaled GEMMs run on compute capability 10.0 and 10.3, not {version}"
     return None

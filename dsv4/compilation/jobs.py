@@ -79,7 +79,7 @@ class TritonJob:
     """Compiles a specialisation of a Triton kernel.
 
     Attributes:
-        request: A ``dsv4.triton._images.Request``.
+        request: A ``dsv4.triton._runtime.kernel_store.Request``.
     """
 
     request: Any
@@ -102,21 +102,21 @@ class TritonJob:
     @property
     def file_name(self) -> str:
         """In the folder of compiled kernels."""
-        from dsv4.triton import _images
+        from dsv4.triton._runtime import kernel_store
 
-        return _images.file_name(self.key)
+        return kernel_store.file_name(self.key)
 
     def stored(self) -> bytes | None:
         """The kernel's file if it is in a bundle or on disk."""
-        from dsv4.triton import _images
+        from dsv4.triton._runtime import kernel_store
 
-        return _images.stored_file(self.request)
+        return kernel_store.stored_file(self.request)
 
     def run(self) -> Compiled:
         """Compile it."""
-        from dsv4.triton import _images
+        from dsv4.triton._runtime import kernel_store
 
-        return Compiled(self.key, self.request.name, _images.compile_request(self.request))
+        return Compiled(self.key, self.request.name, kernel_store.compile_request(self.request))
 
 
 @dataclass(frozen=True, eq=False)

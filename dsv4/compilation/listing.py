@@ -38,7 +38,7 @@ class Listing:
     @property
     def key(self) -> bytes:
         """SHA-256 of all that the list depends on."""
-        from dsv4.triton import _images as triton_images
+        from dsv4.triton._runtime import kernel_store as triton_images
 
         made_from = [self.recipe, self.target.arch, self.target.sms, self.max_tokens]
         made_from += [Versions.current(), digest((".",)), triton_images.environment()]
@@ -61,7 +61,7 @@ class Listing:
 
     def stored(self) -> Steps | None:
         """The list, without requests; None if it is not kept, or a kernel of it is not."""
-        from dsv4.triton import _images as triton_images
+        from dsv4.triton._runtime import kernel_store as triton_images
 
         def decode(file: bytes) -> dict[str, Any]:
             return json.loads(sealed_file.decode(_MAGIC, self.key, file))

@@ -408,7 +408,7 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     from triton.runtime.jit import JITFunction
 
     from dsv4.cute import indexer as cute_indexer
-    from dsv4.triton import _images, _launch
+    from dsv4.triton._runtime import kernel_store, launch_options
 
     capability = target.capability
     names: list[str] = []
@@ -427,9 +427,9 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
         (JITFunction, "run", listed),
-        (_launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
-        (_launch, "capability", lambda tensor: capability),
-        (_launch, "sm_count", lambda device: target.sms),
+        (launch_options, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
+        (launch_options, "capability", lambda tensor: capability),
+        (launch_options, "sm_count", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
         (
             cute_indexer,
@@ -448,7 +448,7 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
         device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), steps)
         driver.set_active(device)
         undo.callback(lambda: [k.device_caches.pop(steps, None) for k in kernels.values()])
-        undo.enter_context(_images.collecting(collect))
+        undo.enter_context(kernel_store.collecting(collect))
         yield names
 
 

@@ -259,7 +259,7 @@ def _load(gpu: torch.device, job: KernelJob) -> None:
     if isinstance(job, CuteJob):
         cute_gemm.warmup([job.plan], gpu)
     else:
-        importlib.import_module("dsv4.triton._images").load_stored(job.request, gpu)
+        importlib.import_module("dsv4.triton._runtime.kernel_store").load_stored(job.request, gpu)
 
 
 def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:

@@ -7,16 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from dsv4._unsupported import (
-    gapped,
-    gemm_dtypes,
-    many_segments,
-    misaligned,
-    not_both_nvfp4,
-    not_in_fragments,
-    not_swizzled,
-    ragged_groups,
-)
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts
 from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
@@ -38,6 +28,16 @@ from dsv4.ops.grouped_gemm import (
     GroupedGemmSwigluQuantizeArgs,
 )
 from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.ops.unsupported import (
+    gapped,
+    gemm_dtypes,
+    many_segments,
+    misaligned,
+    not_both_nvfp4,
+    not_in_fragments,
+    not_swizzled,
+    ragged_groups,
+)
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
 from dsv4.triton import supports as triton
 

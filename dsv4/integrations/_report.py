@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsv4._checkpoint.mxfp4 import Conversion
+    from dsv4.checkpoint.mxfp4 import Conversion
     from dsv4.layers.pack import Packing
 
 

@@ -226,8 +226,8 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4._checkpoint.arguments import as_dtype, check_reserve
     from dsv4.checkpoint import Checkpoint, fill
+    from dsv4.checkpoint.arguments import as_dtype, check_reserve
     from dsv4.compilation.warmup import warm_loaded
 
     modeling = _modeling()

@@ -135,12 +135,12 @@ class AtomicSteps:
     ) -> torch.Tensor:
         """Pages of what the first token of each step sees raw."""
         size, columns = layer.window.page_size, layer.window_table.shape[1]
-        places = [
+        cells = [
             (row, number % columns)
             for row, start, _ in steps
             for number in range(self._window_low(start) // size, -(-start // size))
         ]
-        rows, column = to_device(places, layer.window_table.device).unbind(1)
+        rows, column = to_device(cells, layer.window_table.device).unbind(1)
         return layer.window_table[rows, column].clamp(min=0).to(torch.int64)
 
     def _check_repeated(self, steps: Sequence[tuple[int, int, int]]) -> None:
@@ -163,8 +163,8 @@ class AtomicSteps:
 
     def _save_pages(self, ratio: int, growths: Sequence[Growth], record: StepRecord) -> None:
         """Save pages that have to be as before when their table is."""
-        found = [self._tables[ratio].overwrites(growth) for growth in growths]
-        pages = [page for page in found if page is not None]
+        overwritten = [self._tables[ratio].overwrites(growth) for growth in growths]
+        pages = [page for page in overwritten if page is not None]
         record.saved += save(
             [data for layer in self.layers for data in layer.pools(ratio)], 0, pages
         )

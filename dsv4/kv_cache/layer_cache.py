@@ -14,7 +14,7 @@ from dsv4.ops import _check
 from dsv4.ops.kv_cache import check_pages
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 
-WINDOW_PAGE = 64  # entries per page of raw key-values
+WINDOW_PAGE = 64  # entries per page of raw KV entries
 BLOCK = 256  # tokens that one page of compressed entries stands for
 
 
@@ -23,7 +23,7 @@ class LayerCache:
     """What one layer remembers of every sequence.
 
     Attributes:
-        window: Raw key-values; a sequence owns a ring of ``window_capacity`` entries.
+        window: Raw KV entries; a sequence owns a ring of ``window_capacity`` entries.
         window_table: ``[S, P]`` int64, pages of the ring.
         sliding_window: Positions a token sees raw, itself included.
         ratio: Tokens per compressed entry, 0 for a sliding-window layer.
@@ -128,17 +128,17 @@ class LayerCache:
         """Bytes that a sequence of so many tokens occupies; see ``PagedCache``."""
         size, columns = self.window.page_size, self.window_table.shape[1]
         count = -(-min(tokens, self.sliding_window) // size) if grows else columns
-        found = {"window": min(count, columns) * self.window.page_bytes()}
+        sizes = {"window": min(count, columns) * self.window.page_bytes()}
         if self.compressed is None or self.compressed_table is None or self.state is None:
-            return found
+            return sizes
         columns = self.compressed_table.shape[1]
         count = -(-(tokens // self.ratio) // self.compressed.page_size) if grows else columns
-        found["compressed"] = count * self.compressed.page_bytes()
-        found["state"] = self.state[0].nbytes
+        sizes["compressed"] = count * self.compressed.page_bytes()
+        sizes["state"] = self.state[0].nbytes
         if self.indexer_pages is not None and self.indexer_state is not None:
-            found["indexer"] = count * self.indexer_pages.page_bytes()
-            found["state"] += self.indexer_state[0].nbytes
-        return found
+            sizes["indexer"] = count * self.indexer_pages.page_bytes()
+            sizes["state"] += self.indexer_state[0].nbytes
+        return sizes
 
     def _compressed(self) -> tuple[Pages, torch.Tensor]:
         if self.compressed is None or self.compressed_table is None:
@@ -184,7 +184,7 @@ class CacheSize:
         max_chunk: Most new tokens of one sequence in one step.
         pool_tokens: Tokens of all sequences together whose compressed entries have room; None: each
             sequence has pages of its own for ``max_tokens``.
-        window_pages: Pages of raw key-values, of each layer, in all.
+        window_pages: Pages of raw KV entries, of each layer, in all.
     """
 
     sequences: int
@@ -194,7 +194,7 @@ class CacheSize:
     window_pages: int | None = None
 
     def window_entries(self, config: ModelConfig) -> int:
-        """Raw key-values that a step of one sequence reads and writes, at most."""
+        """Raw KV entries that a step of one sequence reads and writes, at most."""
         return min(config.sliding_window - 1 + self.max_chunk, self.max_tokens)
 
 
@@ -239,14 +239,14 @@ class LayerBuilder:
         if self.size.window_pages is not None:
             return self.size.window_pages
         # A window that begins within a page for each sequence, and one chunk of the largest size.
-        each = -(-self.config.sliding_window // WINDOW_PAGE) + 1
-        return self.size.sequences * min(each, columns) + columns
+        pages = -(-self.config.sliding_window // WINDOW_PAGE) + 1
+        return self.size.sequences * min(pages, columns) + columns
 
     def _with_compressed(self, layer: LayerCache, ratio: int, overlap: bool) -> LayerCache:
         page_size, config = max(1, BLOCK // ratio), self.config  # 64 at ratio 4, 2 at ratio 128
         columns = -(-max(1, self.size.max_tokens // ratio) // page_size)
-        room = -(-max(1, (self.size.pool_tokens or 0) // ratio) // page_size)
-        table, count = self._place(ratio, f"compressed (ratio {ratio})", page_size, columns, room)
+        pages = -(-max(1, (self.size.pool_tokens or 0) // ratio) // page_size)
+        table, count = self._place(ratio, f"compressed (ratio {ratio})", page_size, columns, pages)
         layer = replace(
             layer,
             ratio=ratio,
@@ -346,13 +346,13 @@ class _LayerCheck:
         self._present("indexer_state", layer.indexer_state, overlap)
         self._pages("window", layer.window, config.head_dim, ENTRY_FORMATS)
         self._table("window_table", layer.window_table, layer.window)
-        self._room("window_table", layer.window_capacity, self.size.window_entries(config))
+        self._check_entries("window_table", layer.window_capacity, self.size.window_entries(config))
         if layer.compressed is None or layer.compressed_table is None or layer.state is None:
             return
         self._pages("compressed", layer.compressed, config.head_dim, ENTRY_FORMATS)
         self._table("compressed_table", layer.compressed_table, layer.compressed)
         entries = self.size.max_tokens // ratio
-        self._room("compressed_table", layer.compressed_capacity, entries)
+        self._check_entries("compressed_table", layer.compressed_capacity, entries)
         self._state("state", layer.state, overlap, config.head_dim)
         if layer.indexer_pages is None or layer.indexer_state is None:
             return
@@ -367,15 +367,15 @@ class _LayerCheck:
     def _op(self) -> str:
         return f"PagedCache: layer {self.index}"
 
-    def _same(self, name: str, found: int, wanted: int) -> None:
-        if found != wanted:
-            raise ValueError(f"{self._op}: {name} is {found}, wanted {wanted}")
+    def _same(self, name: str, value: int, expected: int) -> None:
+        if value != expected:
+            raise ValueError(f"{self._op}: {name} is {value}, wanted {expected}")
 
-    def _present(self, name: str, value: object, wanted: bool) -> None:
-        if (value is not None) != wanted:
-            found, asked = ("None", "one") if wanted else ("given", "None")
+    def _present(self, name: str, value: object, expected: bool) -> None:
+        if (value is not None) != expected:
+            state, asked = ("None", "one") if expected else ("given", "None")
             kind = self.config.layer_type(self.index)
-            raise ValueError(f"{self._op}: {name} is {found}, wanted {asked} for {kind}")
+            raise ValueError(f"{self._op}: {name} is {state}, wanted {asked} for {kind}")
 
     def _pages(self, name: str, pages: Pages, dim: int, formats: Sequence[str]) -> None:
         check_pages(self._op, name, pages, formats)
@@ -398,11 +398,11 @@ class _LayerCheck:
             )
         self.seen.add((id(table), pages.num_pages))
 
-    def _room(self, name: str, found: int, wanted: int) -> None:
-        if found < wanted:
+    def _check_entries(self, name: str, entries: int, least: int) -> None:
+        if entries < least:
             raise ValueError(
-                f"{self._op}: {name} has room for {found} entries of a sequence, wanted at least "
-                f"{wanted} for max_tokens {self.size.max_tokens} and max_chunk "
+                f"{self._op}: {name} has room for {entries} entries of a sequence, wanted at least "
+                f"{least} for max_tokens {self.size.max_tokens} and max_chunk "
                 f"{self.size.max_chunk}"
             )
 

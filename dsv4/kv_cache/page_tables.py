@@ -334,8 +334,8 @@ class PageTable:
         """Bring the table on the device up to date, in stream order and without waiting."""
         if not self._changes:
             return
-        places = [[row, column, page] for (row, column), page in self._changes.items()]
-        rows, columns, pages = to_device(places, self.table.device).unbind(1)
+        changes = [[row, column, page] for (row, column), page in self._changes.items()]
+        rows, columns, pages = to_device(changes, self.table.device).unbind(1)
         self.table.index_put_((rows, columns), pages)
         self._changes.clear()
 

@@ -1,4 +1,4 @@
-"""The paged cache of a model: raw key-values, compressed entries, compressor state.
+"""The paged cache of a model: raw KV entries, compressed entries, compressor state.
 
 Every tensor is allocated once. Which slot a token reads or writes is tensor arithmetic on sequence
 rows, positions and page tables, so a captured graph replays with other values. On the host run
@@ -73,7 +73,7 @@ class PagedCache(AtomicSteps):
             pool_tokens: Tokens of all sequences together whose compressed entries have room, in
                 pools that the sequences share; each sequence rounds up to whole pages. None: no
                 pools.
-            window_pages: Pages of raw key-values in their pool; None: enough for a window of every
+            window_pages: Pages of raw KV entries in their pool; None: enough for a window of every
                 sequence and one chunk of ``max_chunk``. Several chunks in one step need more.
 
         Raises:
@@ -245,7 +245,7 @@ class PagedCache(AtomicSteps):
             table.flush()
 
     def fork(self, source: int) -> int:
-        """A new sequence that goes on where ``source`` is, to continue both apart.
+        """A new sequence that goes on where ``source`` is, to continue both independently.
 
         From pools it shares the pages of compressed entries that are full, which nobody writes
         again; windows, open pages and compressor state are copied. Without pools all is copied.
@@ -285,8 +285,8 @@ class PagedCache(AtomicSteps):
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():
-            room = table.pool.free + table.own_pages(target)
-            self._check_room("copy", table, table.fork_pages(source, sealed[ratio]), room)
+            free = table.pool.free + table.own_pages(target)
+            self._check_pages("copy", table, table.fork_pages(source, sealed[ratio]), free)
         self.reset(target)
         try:
             for ratio, table in self._tables.items():
@@ -368,7 +368,7 @@ class PagedCache(AtomicSteps):
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
         for ratio, table in self._tables.items():
             need = sum(growth.pages for growth in growths[ratio])
-            self._check_room("prepare", table, need, table.pool.free)
+            self._check_pages("prepare", table, need, table.pool.free)
         if self._within is None or not self._records:
             self._save_states(steps, record)
         for ratio, table in self._tables.items():
@@ -385,15 +385,15 @@ class PagedCache(AtomicSteps):
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
         grow = self._tables[ratio].growth
         if ratio:
-            found = [grow(row, 0, end // ratio) for row, _, end in steps]
+            growths = [grow(row, 0, end // ratio) for row, _, end in steps]
         else:
-            found = [grow(row, self._window_low(start), end) for row, start, end in steps]
-        return [growth for growth in found if growth is not None]
+            growths = [grow(row, self._window_low(start), end) for row, start, end in steps]
+        return [growth for growth in growths if growth is not None]
 
     def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
         """Pages that windows have left since the last step, by row and number."""
-        found = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
-        return {row: found[row] for row in sorted(found) if found[row]}
+        stale = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
+        return {row: stale[row] for row in sorted(stale) if stale[row]}
 
     def _trim(self, record: StepRecord | None = None) -> None:
         """Evict the pages that windows have left since the last step."""
@@ -408,11 +408,11 @@ class PagedCache(AtomicSteps):
                 window.trim(row, self._window_low(self._tokens[row]))
         self._grown.clear()
 
-    def _check_room(self, what: str, table: PageTable, need: int, room: int) -> None:
-        if need > room:
+    def _check_pages(self, what: str, table: PageTable, need: int, free: int) -> None:
+        if need > free:
             window = table is self._tables.get(0)
             raise CacheFullError(
-                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {room} of "
+                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {free} of "
                 f"{table.pool.size} are free; free a sequence, "
                 f"{'give a step fewer tokens, ' if window else ''}or make the cache with a larger "
                 f"{'window_pages' if window else 'pool_tokens'}"
@@ -517,7 +517,7 @@ class PagedCache(AtomicSteps):
     def check_tables(self) -> None:
         """Raise if a page table points outside its pool: for brought tables that were changed.
 
-        Reads the tables back from the device, so it is for looking for mistakes, not for each step.
+        Reads the tables back from the device, so use it for debugging, not for each step.
 
         Raises:
             ValueError: naming the layer, the table and the page.
@@ -556,10 +556,10 @@ class PagedCache(AtomicSteps):
         if self._fits is not None and self._fits[0] is config and self._fits[1] == dtype:
             return
         if config is not self.config:
-            for name, found, wanted in _shaping(self.config, config):
-                if found != wanted:
+            for name, own, expected in _shaping(self.config, config):
+                if own != expected:
                     raise ValueError(
-                        f"PagedCache: made for {name} {found}, wanted {wanted} as the model has"
+                        f"PagedCache: made for {name} {own}, wanted {expected} as the model has"
                     )
         for i, layer in enumerate(self.layers):
             data = layer.window.data

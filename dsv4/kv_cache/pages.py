@@ -5,7 +5,7 @@ A slot is a global entry number, ``page * page_size + entry``; -1 stands for no 
 | format | entry | bytes of an entry |
 |---|---|---|
 | ``"plain"`` | a row of floats | by its dtype |
-| ``"fp8"`` | key-value: E4M3, bfloat16, E8M0 scales (``EntryLayout``) | 584 of 448 + 64 dims |
+| ``"fp8"`` | KV: E4M3, bfloat16, E8M0 scales (``EntryLayout``) | 584 of 448 + 64 dims |
 | ``"index_fp8"`` | index key: E4M3, one float32 scale (``IndexLayout``) | 132 of 128 dims |
 | ``"index_mxfp4"`` | index key: E2M1 pairs, E8M0 scales (``IndexLayout``) | 68 of 128 dims |
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-ENTRY_FORMATS = ("fp8", "plain")  # of key-values
+ENTRY_FORMATS = ("fp8", "plain")  # of KV entries
 COMPACT_FORMATS = ("index_fp8", "index_mxfp4")  # of index keys, which may be "plain" as well
 PAGE_FORMATS = (*ENTRY_FORMATS, *COMPACT_FORMATS)
 GROUP = 64  # NoPE dims that share one E8M0 scale

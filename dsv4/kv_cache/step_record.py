@@ -1,4 +1,4 @@
-"""What it takes to undo a step of a cache that did not come to its end."""
+"""Records to undo an unfinished step of a cache."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from dsv4.quant.formats import (
     QuantizedTensor,
     format_named,
 )
-from dsv4.reference.fragments import apart
+from dsv4.reference.fragments import deinterleaved
 
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 _SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
@@ -111,7 +111,7 @@ class ExpertWeights(FixedDtypeModule):
         if self.format is None:
             return getattr(self, name).to(dtype)
         dense = dequantize(self.quantized_weight(name), dtype)
-        return apart(dense) if self._in_turn(name) else dense
+        return deinterleaved(dense) if self._in_turn(name) else dense
 
     def _in_turn(self, name: str) -> bool:
         """Whether the rows are gate and up in turn."""
@@ -137,7 +137,7 @@ class ExpertWeights(FixedDtypeModule):
             codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
         else:
             linear = one.with_layout(LINEAR)
-            codes, scales = apart(linear.codes), apart(_bytes(linear.scales))
+            codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
         segments = (self.intermediate_dim, self.intermediate_dim)

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.quant import fragments
 from dsv4.quant.scales import swizzle_scales, unswizzle_scales
-from dsv4.reference.fragments import apart, in_turns
+from dsv4.reference.fragments import deinterleaved, interleaved
 
 Writes = Iterator[tuple[torch.Tensor, torch.Tensor]]
 _CODES = 1 << 22  # that are moved at once
@@ -32,8 +32,8 @@ def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes
         yield scales, moved
         return
     if pairs:
-        yield codes, in_turns(codes)
-        yield scales, in_turns(scales)
+        yield codes, interleaved(codes)
+        yield scales, interleaved(scales)
     yield from _pieces(fragments.pack, codes, scales, torch.float8_e4m3fn)
 
 
@@ -46,8 +46,8 @@ def unpacking(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
         return
     yield from _pieces(fragments.unpack, codes, scales, torch.uint8)
     if pairs:
-        yield codes, apart(codes)
-        yield scales, apart(scales)
+        yield codes, deinterleaved(codes)
+        yield scales, deinterleaved(scales)
 
 
 def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
@@ -59,8 +59,8 @@ def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
         pairs: As of ``packing``.
     """
     if pairs:
-        yield codes, in_turns(codes)
-        yield scales, in_turns(scales)
+        yield codes, interleaved(codes)
+        yield scales, interleaved(scales)
     yield scales, swizzle_scales(scales).view(scales.shape)
 
 
@@ -69,8 +69,8 @@ def unswizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Wr
     linear = scales.view(codes.shape[0], -1)
     yield linear, unswizzle_scales(scales, *linear.shape)
     if pairs:
-        yield codes, apart(codes)
-        yield linear, apart(linear)
+        yield codes, deinterleaved(codes)
+        yield linear, deinterleaved(linear)
 
 
 def _pieces(

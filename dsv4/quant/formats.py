@@ -77,7 +77,7 @@ LAYOUTS = (LINEAR, SWIZZLED, FRAGMENTS)
 
 @dataclass(frozen=True)
 class Format:
-    """What the bytes of a quantised matrix mean.
+    """A number format: what the bytes of a quantised matrix are.
 
     Attributes:
         name: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
@@ -159,7 +159,7 @@ class QuantizedTensor:
             uint8 ``[*batch, N, K/16]``, see ``dsv4.quant.fragments``; the codes are moved too.
         global_scale: float32 ``[*batch, G]`` or None. It multiplies. G is 1, the number of
             ``segments``, or N (one per row).
-        format: What the bytes mean.
+        format: The number format.
         layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
             and scales moved for Hopper's tensor cores, NVFP4 only). Of a result for others also
             ``"swizzled_128x4_experts"``, see ``swizzle_expert_scales``; no operator takes it.
@@ -236,8 +236,8 @@ class QuantizedTensor:
             ValueError: if a layout is unknown, or not one of the format's, or the matrix is not a
                 whole number of its tiles, or (fragments) a block scale is negative.
         """
-        for one in (layout, self.layout):
-            check_layout(self.format, one)
+        for name in (layout, self.layout):
+            check_layout(self.format, name)
         if layout == self.layout:
             return self
         if self.layout == FRAGMENTS:
@@ -273,7 +273,7 @@ class QuantizedTensor:
             ValueError: if a shape does not fit, or a scale is not finite or not above zero.
         """
         if "_sound" not in self.__dict__:
-            # Once per value: a product of a microsecond would spend more time here than running.
+            # Once per value, because these checks take longer than a GEMM of a microsecond.
             _check_storage(self)
             _check_global_scale(self)
             object.__setattr__(self, "_sound", True)
@@ -288,8 +288,8 @@ def _check_storage(q: QuantizedTensor) -> None:
         raise TypeError(f"{name}: codes have dtype {q.codes.dtype}, wanted {q.format.codes_dtype}")
     scale_dtypes = (torch.uint8,) if q.layout == FRAGMENTS else q.format.scale_dtypes
     if q.scales.dtype not in scale_dtypes:
-        wanted = " or ".join(map(str, scale_dtypes))
-        raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {wanted}")
+        dtypes = " or ".join(map(str, scale_dtypes))
+        raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {dtypes}")
     if q.codes.dim() < 2:
         raise ValueError(f"{name}: codes have shape {list(q.codes.shape)}, wanted [..., N, bytes]")
     check_layout(q.format, q.layout)
@@ -321,9 +321,9 @@ def _check_global_scale(q: QuantizedTensor) -> None:
     *batch, count = q.global_scale.shape or (0,)
     counts = (len(q.segments),) if q.segments else (1, q.rows)
     if tuple(batch) != tuple(q.codes.shape[:-2]) or count not in counts:
-        wanted = " or ".join(str([*q.codes.shape[:-2], c]) for c in counts)
+        shapes = " or ".join(str([*q.codes.shape[:-2], c]) for c in counts)
         raise ValueError(
-            f"{name}: global_scale has shape {list(q.global_scale.shape)}, wanted {wanted}"
+            f"{name}: global_scale has shape {list(q.global_scale.shape)}, wanted {shapes}"
         )
 
 
@@ -370,8 +370,8 @@ def check_positive(name: str, scale: torch.Tensor) -> None:
     bad = ~(torch.isfinite(scale) & (scale > 0))
     if bool(bad.any()):
         where = torch.nonzero(bad)[0].tolist()
-        found = float(scale[tuple(where)])
-        raise ValueError(f"{name} is {found} at {where}, wanted finite values above 0")
+        number = float(scale[tuple(where)])
+        raise ValueError(f"{name} is {number} at {where}, wanted finite values above 0")
 
 
 def expand_segments(global_scale: torch.Tensor, segments: Sequence[int], rows: int) -> torch.Tensor:
@@ -416,8 +416,8 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     for part in parts:
         same = (part.format, part.columns, part.codes.shape[:-2], part.scales.dtype)
-        wanted = (first.format, first.columns, first.codes.shape[:-2], first.scales.dtype)
-        if same != wanted:
+        expected = (first.format, first.columns, first.codes.shape[:-2], first.scales.dtype)
+        if same != expected:
             raise ValueError(f"parts differ: {part!r} beside {first!r}")
     high = first.format.block[0]
     if any(part.rows % high for part in parts[:-1]):
@@ -449,7 +449,7 @@ def from_compressed_tensors(
     scale: torch.Tensor,
     global_scale: torch.Tensor,
 ) -> QuantizedTensor:
-    """A compressed-tensors NVFP4 matrix with its global scale turned to multiply.
+    """A compressed-tensors NVFP4 matrix with a global scale that multiplies.
 
     compressed-tensors stores ``2688 / amax`` and divides by it (specification, section 11.4); here
     the scale multiplies, so it is inverted in float32, once. ``input_global_scale`` needs the same
@@ -495,7 +495,7 @@ def invert_global_scale(scale: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """What ``mxfp4_to_nvfp4`` could not keep.
+    """The values that ``mxfp4_to_nvfp4`` changed.
 
     Attributes:
         inexact: Bool ``[*batch, N, K/32]``: blocks whose values changed.

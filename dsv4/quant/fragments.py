@@ -1,8 +1,8 @@
 """The layout in which Hopper's tensor cores take NVFP4 weights: ``"fragments_16x64"``.
 
 A matrix is cut into tiles of 16 rows and 64 columns, stored row of tiles by row of tiles. In a tile
-every lane of a warp finds its own operands of four ``m16n8k16`` products in 16 consecutive bytes,
-and needs no shift by a lane number to take them apart:
+every lane of a warp finds its own operands of four ``m16n8k16`` MMAs in 16 consecutive bytes,
+and needs no shift by a lane number to separate them:
 
 * Lane ``l`` owns rows ``l // 4`` and ``l // 4 + 8`` (``h`` = 0, 1). Word ``j`` of its four 32-bit
   words holds columns ``16 j + 8 k + 2 (l % 4) + e`` for ``k``, ``e`` in 0, 1: one block of 16
@@ -20,7 +20,7 @@ The product of the two bfloat16 is exactly ``code * scale * 2^-7``. A tile keeps
 ``[l // 4][j][h]``.
 
 Nothing is lost: ``unpack`` gives back every bit. With ``pairs`` the first half of the linear rows
-(gate) and the second (up) stand in turn in the tiles: row ``2 i`` is row ``i`` of the first half.
+(gate) and the second (up) are interleaved in the tiles: row ``2 i`` is row ``i`` of the first half.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Linear NVFP4 codes and scales to fragments, on the device of ``codes``.
 
-    Beside the result and contiguous arguments, the reference needs memory for about 100 MB of
+    Besides the result and contiguous arguments, the reference needs memory for about 100 MB of
     intermediate values, with ``pairs`` for a copy of the arguments; Triton for nothing.
 
     Args:
         codes: uint8 ``[*batch, N, K/2]``, low nibble = even column.
         scales: float8_e4m3fn ``[*batch, N, K/16]``.
-        pairs: Whether to put the rows of both halves in turn.
+        pairs: Whether to interleave the rows of both halves.
 
     Returns:
         uint8 ``[*batch, N, K/2]`` and uint8 ``[*batch, N, K/16]``.

@@ -85,8 +85,8 @@ def unswizzle_scales(swizzled: torch.Tensor, rows: int, columns: int) -> torch.T
     """
     *batch, size = swizzled.shape
     if size != swizzled_size(rows, columns):
-        wanted = swizzled_size(rows, columns)
-        raise ValueError(f"swizzled scales have {size} entries, wanted {wanted}")
+        expected = swizzled_size(rows, columns)
+        raise ValueError(f"swizzled scales have {size} entries, wanted {expected}")
     high, wide = -(-rows // 128), -(-columns // 4)
     tiles = swizzled.view(torch.uint8).reshape(*batch, high, wide, 32, 4, 4)
     moved = tiles.movedim((-5, -4, -3, -2, -1), (-5, -2, -3, -4, -1))
@@ -163,5 +163,5 @@ def unswizzle_expert_scales(
     tiles = expert_tiles(rows, offsets.shape[0] - 1)
     padded = unswizzle_scales(swizzled, 128 * tiles, columns).view(torch.uint8)
     nothing = torch.zeros((1, columns), dtype=torch.uint8, device=swizzled.device)
-    found = torch.cat([padded, nothing])[expert_rows(offsets, rows)]
-    return found.view(swizzled.dtype)
+    gathered = torch.cat([padded, nothing])[expert_rows(offsets, rows)]
+    return gathered.view(swizzled.dtype)

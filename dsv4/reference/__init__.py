@@ -1,1 +1,1 @@
-"""The meaning of every operator, in plain PyTorch: the oracle of every test."""
+"""Reference implementation of every operator, in plain PyTorch: the oracle of every test."""

@@ -19,8 +19,8 @@ def put_rows(target: torch.Tensor, index: torch.Tensor, rows: torch.Tensor) -> N
     """
     if index.shape[0] == 0 or target.shape[0] == 0:
         return
-    place, rows = merge_skipped(index, rows, target[:1])
-    target[place] = rows
+    target_row, rows = merge_skipped(index, rows, target[:1])
+    target[target_row] = rows
 
 
 def merge_skipped(
@@ -32,5 +32,5 @@ def merge_skipped(
     first = keep.to(torch.int8).argmax(0, keepdim=True)
     wide = [-1] + [1] * (rows.ndim - 1)
     instead = torch.where(keep[first].view(wide), rows[first], row_zero)
-    place = torch.where(keep, index, index[first].clamp(min=0))
-    return place, torch.where(keep.view(wide), rows, instead)
+    target_row = torch.where(keep, index, index[first].clamp(min=0))
+    return target_row, torch.where(keep.view(wide), rows, instead)

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.attention``."""
+"""Reference implementation of ``dsv4.ops.attention``."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
         ]
         absent = torch.cat([slots[part] for *_, slots in pools], dim=1) < 0
         kv = torch.cat(entries, dim=1)
-        found = _attend(q[part].to(wide), kv, absent, args.sink.to(wide), args.scale)
+        attended = _attend(q[part].to(wide), kv, absent, args.sink.to(wide), args.scale)
         if args.cos is not None and args.sin is not None:
-            turn = args.cos[part].to(wide).unsqueeze(1), args.sin[part].to(wide).unsqueeze(1)
-            found = rope(RopeArgs(found, *turn, inverse=True))
-        out[part] = found.to(q.dtype)
+            angles = args.cos[part].to(wide).unsqueeze(1), args.sin[part].to(wide).unsqueeze(1)
+            attended = rope(RopeArgs(attended, *angles, inverse=True))
+        out[part] = attended.to(q.dtype)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.compressor``."""
+"""Reference implementation of ``dsv4.ops.compressor``."""
 
 from __future__ import annotations
 
@@ -179,12 +179,12 @@ def _store_state(
     new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
     owner = torch.where(cu.diff() > 0, sequences.to(torch.int64), -1).unsqueeze(-1)
     written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))
-    place = owner * source.slots + position.remainder(source.slots)
-    place = torch.where(written & (owner >= 0), place, -1).flatten()
-    if place.shape[0] == 0 or state.shape[0] == 0:
+    state_row = owner * source.slots + position.remainder(source.slots)
+    state_row = torch.where(written & (owner >= 0), state_row, -1).flatten()
+    if state_row.shape[0] == 0 or state.shape[0] == 0:
         return
-    place, new = merge_skipped(place, new.flatten(0, 1), state[0, :1])
-    state[place // source.slots, place % source.slots] = new
+    state_row, new = merge_skipped(state_row, new.flatten(0, 1), state[0, :1])
+    state[state_row // source.slots, state_row % source.slots] = new
 
 
 def compress_write(args: CompressWriteArgs) -> None:

@@ -11,13 +11,13 @@ from dsv4.quant.fragments import PLACES, ROWS, scale_bytes
 _CHUNK = 1 << 22
 
 
-def in_turns(rows: torch.Tensor) -> torch.Tensor:
-    """``[*batch, 2 I, columns]``, gate rows first, with gate and up rows in turn."""
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """``[*batch, 2 I, columns]``, gate rows first, to interleaved gate and up rows."""
     return rows.unflatten(-2, (2, -1)).transpose(-3, -2).flatten(-3, -2)
 
 
-def apart(rows: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``in_turns``."""
+def deinterleaved(rows: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``interleaved``."""
     return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2)
 
 
@@ -26,7 +26,7 @@ def pack(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.quant.fragments.pack``; scales are uint8."""
     if pairs:
-        codes, scales = in_turns(codes), in_turns(scales)
+        codes, scales = interleaved(codes), interleaved(scales)
     encode = scale_bytes().to(codes.device)
     packed, moved = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (codes, scales))
     for source, target, scale_source, scale_target in _chunks(codes, packed, scales, moved):
@@ -48,7 +48,7 @@ def unpack(
     for source, target, scale_source, scale_target in _chunks(codes, linear, scales, moved):
         target.copy_(_unpack_codes(source))
         scale_target.copy_(decode[_move_scales(scale_source, inverse=True).int()])
-    return (apart(linear), apart(moved)) if pairs else (linear, moved)
+    return (deinterleaved(linear), deinterleaved(moved)) if pairs else (linear, moved)
 
 
 def _chunks(
@@ -62,9 +62,9 @@ def _chunks(
         yield tuple(t[start : start + height] for t in flat)
 
 
-def _bits(place: tuple[int, int, int, int], odd: int) -> list[int]:
+def _bits(index: tuple[int, int, int, int], odd: int) -> list[int]:
     """Where the bits of a column's code stand in a word, the sign first."""
-    return [(bit + 16 * odd) % 32 for bit in place]
+    return [(bit + 16 * odd) % 32 for bit in index]
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:

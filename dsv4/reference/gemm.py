@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.gemm``."""
+"""Reference implementation of ``dsv4.ops.gemm``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dsv4.reference._precision import compute_dtype
 from dsv4.reference.quantize import fake_quantized, operand
 
 
-def product(
+def matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
     weight_scale: torch.Tensor | None,
@@ -49,11 +49,11 @@ def gemm(args: GemmArgs) -> torch.Tensor:
         row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0])
         row = row.to(compute)
     if args.groups == 1:
-        return product(args.x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
+        return matmul(args.x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
     rows = args.codes.shape[0] // args.groups
     parts = []
     for g in range(args.groups):
         part = slice(g * rows, (g + 1) * rows)
         scale = None if row is None else row[part]
-        parts.append(product(args.x[:, g], weight[part], scale, args.activation, args.input_scale))
+        parts.append(matmul(args.x[:, g], weight[part], scale, args.activation, args.input_scale))
     return torch.stack(parts, 1).to(args.out_dtype)

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.gemm_swiglu``."""
+"""Reference implementation of ``dsv4.ops.gemm_swiglu``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.grouped_gemm``, all its operators."""
+"""Reference implementation of ``dsv4.ops.grouped_gemm``: all its operators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference.gemm import product
+from dsv4.reference.gemm import matmul
 from dsv4.reference.quantize import operand, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
@@ -49,8 +49,8 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
             row = row.to(compute)
         scale = None if args.input_scale is None else args.input_scale[expert : expert + 1]
         of_rows = None if args.row_scale is None else args.row_scale[start:end]
-        found = product(x[start:end], matrix, row, args.activation, scale, of_rows)
-        out[start:end] = found.to(args.out_dtype)
+        group = matmul(x[start:end], matrix, row, args.activation, scale, of_rows)
+        out[start:end] = group.to(args.out_dtype)
     return out
 
 

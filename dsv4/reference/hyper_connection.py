@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.hyper_connection``."""
+"""Reference implementation of ``dsv4.ops.hyper_connection``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hc_pre(args: HcPreArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     post = 2 * torch.sigmoid(mixes[..., n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = mixes[..., 2 * n :] * scale[2] + base[2 * n :]
     comb = _sinkhorn(logits.unflatten(-1, (n, n)), args.hc_eps, args.iterations)
-    return _collapse(wide, pre, args.streams.dtype), post.contiguous(), comb.contiguous()
+    return _mix_streams(wide, pre, args.streams.dtype), post.contiguous(), comb.contiguous()
 
 
 def hc_post(args: HcPostArgs) -> torch.Tensor:
@@ -78,7 +78,7 @@ def hc_head(args: HcHeadArgs) -> torch.Tensor:
     wide = args.streams.to(compute_dtype(args.streams))
     mixes = _mixes(wide, args.fn, args.norm_eps)
     pre = torch.sigmoid(mixes * args.scale.to(wide.dtype) + args.base.to(wide.dtype)) + args.hc_eps
-    return _collapse(wide, pre, args.streams.dtype)
+    return _mix_streams(wide, pre, args.streams.dtype)
 
 
 def _mixes(wide: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
@@ -87,7 +87,7 @@ def _mixes(wide: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tenso
     return torch.nn.functional.linear(flat, fn.to(wide.dtype)) * inverse_rms(flat, norm_eps)
 
 
-def _collapse(wide: torch.Tensor, pre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _mix_streams(wide: torch.Tensor, pre: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (pre.unsqueeze(-1) * wide).sum(-2).to(dtype).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.indexer``."""
+"""Reference implementation of ``dsv4.ops.indexer``."""
 
 from __future__ import annotations
 
@@ -63,23 +63,23 @@ def _round_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 def indexer_queries(args: IndexerQueriesArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_queries``."""
-    turned = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
+    q = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
     if not args.rotate_quantize:
-        return turned
-    return indexer_rotate_quantize(IndexerRotateQuantizeArgs(turned))
+        return q
+    return indexer_rotate_quantize(IndexerRotateQuantizeArgs(q))
 
 
 def quantize_index_queries(
     args: QuantizeIndexQueriesArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.indexer.quantize_index_queries``."""
-    turned = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
+    q = rope(RopeArgs(args.q, args.cos.unsqueeze(-2), args.sin.unsqueeze(-2), False))
     if args.rotate:
-        turned = rotated(turned)
+        q = rotated(q)
     folded = args.weights.to(compute_dtype(args.weights)) * args.weight_scale
     if args.query_format == "mxfp4":
-        return *quantize_mxfp4(QuantizeMxfp4Args(turned, LINEAR)), folded
-    codes, scale = quantize_fp8_rows(turned)
+        return *quantize_mxfp4(QuantizeMxfp4Args(q, LINEAR)), folded
+    codes, scale = quantize_fp8_rows(q)
     return codes, torch.empty_like(codes[..., :0], dtype=torch.float8_e8m0fnu), folded * scale
 
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.kv_cache``."""
+"""Reference implementation of ``dsv4.ops.kv_cache``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def write_kv(args: WriteKvArgs) -> None:
     if args.entries.shape[0] == 0 or data.shape[0] == 0:
         return
     if args.entry_format == "plain":
-        place, rows = merge_skipped(args.slots, args.entries.to(data.dtype), data[0, :1])
-        data[place // args.page_size, place % args.page_size] = rows
+        slot, rows = merge_skipped(args.slots, args.entries.to(data.dtype), data[0, :1])
+        data[slot // args.page_size, slot % args.page_size] = rows
         return
     layout = entry_layout(args.entry_format, args.head_dim, args.rope_dim)
     zero = torch.zeros(1, dtype=torch.int64, device=args.slots.device)
     page, column = _bytes_of(layout, args.page_size, zero)
-    place, rows = merge_skipped(args.slots, _encode(args.entries, layout), data[page, column])
-    page, column = _bytes_of(layout, args.page_size, place)
+    slot, rows = merge_skipped(args.slots, _encode(args.entries, layout), data[page, column])
+    page, column = _bytes_of(layout, args.page_size, slot)
     data[page, column] = rows
 
 
@@ -43,12 +43,12 @@ def read_kv(args: ReadKvArgs) -> torch.Tensor:
         return torch.zeros(
             *args.slots.shape, args.head_dim, dtype=args.dtype, device=args.data.device
         )
-    place = args.slots.to(torch.int64).clamp(min=0)
+    slot = args.slots.to(torch.int64).clamp(min=0)
     if args.entry_format == "plain":
-        out = args.data[place // args.page_size, place % args.page_size].to(args.dtype)
+        out = args.data[slot // args.page_size, slot % args.page_size].to(args.dtype)
     else:
         layout = entry_layout(args.entry_format, args.head_dim, args.rope_dim)
-        page, column = _bytes_of(layout, args.page_size, place)
+        page, column = _bytes_of(layout, args.page_size, slot)
         out = _decode(args.data[page, column], layout).to(args.dtype)
     return out.masked_fill((args.slots < 0).unsqueeze(-1), 0)
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.moe``."""
+"""Reference implementation of ``dsv4.ops.moe``."""
 
 from __future__ import annotations
 

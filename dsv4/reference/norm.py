@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.norm``."""
+"""Reference implementation of ``dsv4.ops.norm``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Meaning of ``dsv4.ops.quantize``: one definition of every rounding, the same on every device.
+"""Reference implementation of ``dsv4.ops.quantize``.
 
-Divisions are by tensors on the input's device: torch divides a CUDA tensor by a Python number as a
-product with its reciprocal, which rounds differently from the CPU's division.
+One definition of every rounding, the same on every device.
+
+Divisions are by tensors on the input's device: torch divides a CUDA tensor by a Python number by
+multiplying with its reciprocal, which rounds differently from the CPU's division.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ def dynamic_global_scale(amax: torch.Tensor) -> torch.Tensor:
     return torch.where(amax == 0, 1.0, scale)
 
 
-def _global_scale(amax: torch.Tensor, given: torch.Tensor | None, scaling: str) -> torch.Tensor:
+def _global_scale(amax: torch.Tensor, fixed: torch.Tensor | None, scaling: str) -> torch.Tensor:
     """float32 ``[*batch, G]`` from the block maxima ``[*batch, N, Kb]``, or the one given."""
-    if given is not None:
-        return given.clone()
+    if fixed is not None:
+        return fixed.clone()
     if scaling == "token":
         return dynamic_global_scale(amax.amax(-1))
     if amax.shape[-2] == 0:
@@ -81,8 +83,8 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
 
 def _power_of_two_scale(amax: torch.Tensor, element_max: float) -> torch.Tensor:
     """E8M0 bytes (int32) of ``2 ** ceil(log2(max(amax, element_max * 2^-126) / element_max))``."""
-    floor = element_max * _SMALLEST_NORMAL
-    ratio = amax.clamp(min=floor) / _constant(element_max, amax)
+    least = element_max * _SMALLEST_NORMAL
+    ratio = amax.clamp(min=least) / _constant(element_max, amax)
     bits = ratio.view(torch.int32)
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
 

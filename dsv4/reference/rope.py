@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.rope``."""
+"""Reference implementation of ``dsv4.ops.rope``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def rope(args: RopeArgs) -> torch.Tensor:
     cos, sin = cos.to(wide), sin.to(wide)
     if args.inverse:
         sin = -sin
-    kept = x.shape[-1] - 2 * cos.shape[-1]
-    even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
-    return torch.cat((x[..., :kept], turned.flatten(-2).to(x.dtype)), -1)
+    unrotated = x.shape[-1] - 2 * cos.shape[-1]
+    even, odd = x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
+    return torch.cat((x[..., :unrotated], rotated.flatten(-2).to(x.dtype)), -1)
 
 
 def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

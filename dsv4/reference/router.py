@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.router``."""
+"""Reference implementation of ``dsv4.ops.router``."""
 
 from __future__ import annotations
 

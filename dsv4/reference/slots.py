@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.slots``."""
+"""Reference implementation of ``dsv4.ops.slots``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meaning of ``dsv4.ops.swiglu``."""
+"""Reference implementation of ``dsv4.ops.swiglu``."""
 
 from __future__ import annotations
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dsv4._requests import check_choice
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.sampling import Sampler
+from dsv4.serving.arguments import check_choice
 from dsv4.serving.kept_runner import Capacity, Lease, lease
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.sampler import FAILED
+from dsv4.serving.sampling import Sampler
 
 
 def generate(

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4._requests import checked_count
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._setup import why_eager
 from dsv4.serving._weights import Weights
+from dsv4.serving.arguments import checked_count
 from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.prefix_cache import BLOCK

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dsv4 import dispatch
-from dsv4._unsupported import float64_tensor
 from dsv4.device import no_triton
 from dsv4.kv_cache.page_tables import to_device
+from dsv4.ops.unsupported import float64_tensor
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.sampler import Parameters, Variant, greedy, sample
 

@@ -77,7 +77,7 @@ def _is_nan(tensor: torch.Tensor) -> torch.Tensor:
 def ulp_distance(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Number of representable values between two tensors of one floating dtype, int64.
 
-    Zero and negative zero are 0 apart; NaN beside NaN is 0, NaN beside a number is 2^62.
+    Zero and negative zero are 0 apart; NaN and NaN are 0 apart, NaN and a number 2^62.
     """
     _same_kind(actual, expected)
     if not actual.dtype.is_floating_point or actual.element_size() == 1:

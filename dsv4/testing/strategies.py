@@ -162,10 +162,10 @@ def overlapping(draw: st.DrawFn, like: torch.Tensor) -> torch.Tensor:
 def group_sizes(groups: int, largest: int = 12) -> st.SearchStrategy[list[int]]:
     """Rows of each of ``groups`` groups; empty ones and one-takes-all included."""
     spread = st.lists(st.integers(0, largest), min_size=groups, max_size=groups)
-    one = st.tuples(st.integers(0, groups - 1), st.integers(1, largest)).map(
+    single = st.tuples(st.integers(0, groups - 1), st.integers(1, largest)).map(
         lambda pair: [pair[1] if i == pair[0] else 0 for i in range(groups)]
     )
-    return st.one_of(spread, one)
+    return st.one_of(spread, single)
 
 
 def partitions(total: int) -> st.SearchStrategy[list[int]]:

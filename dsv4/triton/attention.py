@@ -1,13 +1,14 @@
 """Kernels of ``dsv4.ops.attention``: a tile of heads of one token against blocks of its entries.
 
-An entry is expanded to bfloat16 once, in shared memory, where both products read it: with the
-queries over its dims, and with the weights of the softmax over the entries. Tokens that are too few
-to fill a GPU have their blocks dealt out in turn to several programs, each of which leaves its sums
-in float32 beside the logit they are relative to; a second launch adds them in their order.
+An entry is dequantized to bfloat16 once, into shared memory, where both GEMMs read it: queries
+times entries (K: the dims), and softmax weights times entries (K: the entries). Where tokens are
+too few to fill a GPU, several programs split a token's blocks (KV splits, program s takes every
+``splits``-th block from s on). Each program stores its float32 sums and the logit that they are
+relative to; a second launch adds them in their order.
 
 Columns of a tile are groups of 64 dims: those with a scale each, then those of the rotary
-embedding; a group that is not full is padded. Every tile is in two halves, so that one half is in
-registers while it is expanded.
+embedding; a group that is not full is padded. Every tile is in two halves, so that only one half is
+in registers while it is dequantized.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ import triton.language as tl
 
 from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.triton import _launch
-from dsv4.triton._entries import page_stride
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.cache_entries import page_stride
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _GROUP = tl.constexpr(GROUP)
-_SCAN = 1024  # slots that a program looks at together
-_FEW_SLOTS = 2048  # of a token up to which programs that share it do not look for the last one
+_SCAN = 1024  # slots that a program reads together to find the last one
+_FEW_SLOTS = 2048  # slots of a token up to which its KV splits do not search for the last one
 _MOST_SPLITS = 128
-_MOST_PROGRAMS = 4  # that share tokens, of each that fits an SM
-_TOGETHER = 16384  # sums that a program of the second launch holds at a time
+_MOST_PROGRAMS = 4  # of split tokens, for each program that an SM holds at a time
+_MERGED_SUMS = 16384  # sums that a program of the second launch holds at a time
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A launch, and what the choice of one goes by, in clock cycles of an SM.
+    """Sizes of a launch, and its cost in clock cycles of an SM by which ``plan`` chooses.
 
     Attributes:
-        heads: Of a tile.
+        heads: Heads of a tile.
         block: Entries of a block.
-        warps: Of a program.
-        stages: One more than the blocks that are asked for ahead.
+        warps: Warps of a program.
+        stages: Pipeline stages: one more than the blocks that are prefetched.
         resident: Programs of an SM.
-        cycles: What a block costs an SM.
-        latency: For how long a program waits for a block beside that.
-        start: What a program costs beside its blocks.
+        cycles: Cost of a block.
+        latency: Further time for which a program waits for a block.
+        start: Cost of a program without its blocks.
     """
 
     heads: int
@@ -63,7 +64,7 @@ class Shape:
 # Fitted to times on an H200. Blocks of 16 are not among them: of three groups or more Triton 3.6
 # then makes wrong results.
 _SHAPES = (Shape(64, 64, 8, 2, 1, 8100, 0, 4000), Shape(16, 32, 4, 3, 2, 3700, 600, 6000))
-# Of a launch, in cycles, and of the bytes that an SM moves in one.
+# Cycles of a launch, and bytes that an SM moves per cycle.
 _LAUNCH, _BYTES = 3000, 20
 
 
@@ -77,12 +78,12 @@ def _dot(a, b, c):
 
 @triton.jit
 def _last(slots, width, CHUNK: tl.constexpr):
-    """One more than the place of the last slot that is not negative."""
-    place = tl.arange(0, CHUNK)
+    """One more than the index of the last slot that is not negative."""
+    index = tl.arange(0, CHUNK)
     last = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, width, CHUNK):
-        slot = tl.load(slots + begin + place, mask=begin + place < width, other=-1)
-        last = tl.maximum(last, tl.where(slot >= 0, begin + place + 1, 0))
+        slot = tl.load(slots + begin + index, mask=begin + index < width, other=-1)
+        last = tl.maximum(last, tl.where(slot >= 0, begin + index + 1, 0))
     return tl.max(last, 0)
 
 
@@ -124,7 +125,7 @@ def _groups(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
 ):
-    """COUNT groups of ``"fp8"`` entries, ``[BLOCK, 64 COUNT]``; ``start``: where their data lie."""
+    """COUNT groups of ``"fp8"`` entries, ``[BLOCK, 64 COUNT]``; ``start`` points to their data."""
     SCALED: tl.constexpr = (NOPE + _GROUP - 1) // _GROUP
     column = tl.arange(0, _GROUP)[None, :]
     if COUNT > 1:
@@ -142,8 +143,8 @@ def _groups(
         mask = read[:, None]
         if (BEGIN + 1 - SCALED) * _GROUP > ROPE:
             mask = mask & (column < ROPE)
-        place = (start + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + column
-        return tl.load(place, mask=mask, other=0.0)
+        address = (start + NOPE).to(tl.pointer_type(tl.bfloat16))[:, None] + column
+        return tl.load(address, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -184,8 +185,8 @@ def _entries(
         start = data + (page * stride + entry * (NOPE + 2 * ROPE))
         scales = page
         if NOPE > 0:
-            place = data + (page * stride + (size * (NOPE + 2 * ROPE) + entry * 8))
-            scales = tl.load(place.to(tl.pointer_type(tl.int64)), mask=read, other=0)
+            address = data + (page * stride + (size * (NOPE + 2 * ROPE) + entry * 8))
+            scales = tl.load(address.to(tl.pointer_type(tl.int64)), mask=read, other=0)
         COUNT: tl.constexpr = HALF // _GROUP
         left = _groups(start, scales, read, 0, COUNT, NOPE, ROPE)
         return left, _groups(start, scales, read, COUNT, COUNT, NOPE, ROPE)
@@ -196,7 +197,7 @@ def _entries(
 
 
 @triton.jit
-def _query_place(
+def _query_address(
     pointer,
     head,
     heads,
@@ -212,13 +213,13 @@ def _query_place(
 
 @triton.jit
 def _finite_origin(top):
-    """What exponents are relative to: 0 where there is nothing, so that no Inf - Inf arises."""
+    """The logit that exponents are relative to; 0 where there is none, to avoid Inf - Inf."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
 @triton.jit
-def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
-    """The last TURNED dims of ``x [ROWS, COLUMNS]`` by the opposite of a token's angles.
+def _rotated_back(x, cos, sin, dim, D: tl.constexpr, ROTATED_DIMS: tl.constexpr):
+    """Rotate the last ROTATED_DIMS dims of ``x [ROWS, COLUMNS]`` back by a token's angles.
 
     ``dim [COLUMNS]`` are those of the columns; the two of a pair follow one another, the first at
     an even column.
@@ -226,12 +227,12 @@ def _turned_back(x, cos, sin, dim, D: tl.constexpr, TURNED: tl.constexpr):
     ROWS: tl.constexpr = x.shape[0]
     PAIRS: tl.constexpr = x.shape[1] // 2
     even, odd = tl.split(tl.reshape(dim, [PAIRS, 2]))
-    mask = (even >= D - TURNED) & (odd < D)
-    c, s = load_angles(cos, sin, 0, (even - (D - TURNED)) // 2, mask, True)
+    mask = (even >= D - ROTATED_DIMS) & (odd < D)
+    c, s = load_angles(cos, sin, 0, (even - (D - ROTATED_DIMS)) // 2, mask, True)
     c = tl.broadcast_to(c[None, :], [ROWS, PAIRS])
     s = tl.broadcast_to(s[None, :], [ROWS, PAIRS])
-    # Dims beside those stay as they are: an infinity times a sine of 0 would be NaN.
-    return tl.where((dim >= D - TURNED)[None, :], rotate(x, c, s), x)
+    # Other dims are selected past the rotation: an infinity times a sine of 0 would be NaN.
+    return tl.where((dim >= D - ROTATED_DIMS)[None, :], rotate(x, c, s), x)
 
 
 @fast_launch
@@ -244,7 +245,7 @@ def _attend_kernel(
     compressed_slots,
     sink,
     out,
-    parts,
+    partials,
     tops,
     totals,
     cos,
@@ -263,7 +264,7 @@ def _attend_kernel(
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
     HALF: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED_DIMS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -271,19 +272,19 @@ def _attend_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """HEADS heads of one token; with SPLIT, against every ``splits``-th block, into ``parts``."""
+    """HEADS heads of one token; with SPLIT over every ``splits``-th block, into ``partials``."""
     wait_for_inputs(PDL)
     D: tl.constexpr = NOPE + ROPE
     token = tl.program_id(1).to(tl.int64)
-    part = tl.program_id(2)
+    split = tl.program_id(2)
     head = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     window_slots += token * width
     compressed_slots += token * second_width
     q += token * token_stride
-    place, mask = _query_place(q, head, heads, head_stride, 0, HALF, NOPE, ROPE)
-    left_query = tl.load(place, mask=mask, other=0.0)
-    place, mask = _query_place(q, head, heads, head_stride, HALF, HALF, NOPE, ROPE)
-    right_query = tl.load(place, mask=mask, other=0.0)
+    address, mask = _query_address(q, head, heads, head_stride, 0, HALF, NOPE, ROPE)
+    left_query = tl.load(address, mask=mask, other=0.0)
+    address, mask = _query_address(q, head, heads, head_stride, HALF, HALF, NOPE, ROPE)
+    right_query = tl.load(address, mask=mask, other=0.0)
     if SCAN > 0:
         width = _last(window_slots, width, SCAN)
         second_width = _last(compressed_slots, second_width, SCAN)
@@ -293,7 +294,7 @@ def _attend_kernel(
     right_sum = tl.zeros([HEADS, HALF], tl.float32)
     top = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
-    for block in tl.range(part, blocks, splits, num_stages=STAGES):
+    for block in tl.range(split, blocks, splits, num_stages=STAGES):
         second = block >= first
         number = (block - tl.where(second, first, 0)) * BLOCK + tl.arange(0, BLOCK)
         slots = tl.where(second, compressed_slots, window_slots)
@@ -310,7 +311,7 @@ def _attend_kernel(
         # Always so. Products that lead to other products in the same region of code are given to
         # warps by rows alone, and half of the warps would repeat what the others compute.
         if blocks > 0:
-            # Two scaled sums: one product would be made of both, in turn, if they were added first.
+            # Two scaled sums: if they were added first, Triton would make one GEMM of both.
             logits = left_dots * scale + right_dots * scale
             logits = tl.where((slot >= 0)[None, :], logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
@@ -323,14 +324,14 @@ def _attend_kernel(
         left_sum = _dot(weight, left, left_sum * factor[:, None])
         right_sum = _dot(weight, right, right_sum * factor[:, None])
     if SPLIT:
-        row = (token * splits + part) * heads + head
+        row = (token * splits + split) * heads + head
         tl.store(tops + row, top, mask=head < heads)
         tl.store(totals + row, total, mask=head < heads)
-        parts += (token * splits + part) * (heads * D)
-        place, mask = _query_place(parts, head, heads, D, 0, HALF, NOPE, ROPE)
-        tl.store(place, left_sum, mask=mask)
-        place, mask = _query_place(parts, head, heads, D, HALF, HALF, NOPE, ROPE)
-        tl.store(place, right_sum, mask=mask)
+        partials += (token * splits + split) * (heads * D)
+        address, mask = _query_address(partials, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(address, left_sum, mask=mask)
+        address, mask = _query_address(partials, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(address, right_sum, mask=mask)
     else:
         logit = widen(tl.load(sink + head, mask=head < heads, other=0.0))
         origin = _finite_origin(tl.maximum(top, logit))
@@ -339,26 +340,26 @@ def _attend_kernel(
         factor = tl.where(total == 0, 0.0, factor / total)[:, None]
         left_sum *= factor
         right_sum *= factor
-        if TURNED > 0:
-            cos += token * (TURNED // 2)
-            sin += token * (TURNED // 2)
-            if HALF > NOPE or HALF > D - TURNED:
+        if ROTATED_DIMS > 0:
+            cos += token * (ROTATED_DIMS // 2)
+            sin += token * (ROTATED_DIMS // 2)
+            if HALF > NOPE or HALF > D - ROTATED_DIMS:
                 dim = _dims(0, HALF, NOPE, ROPE)
-                left_sum = _turned_back(left_sum, cos, sin, dim, D, TURNED)
+                left_sum = _rotated_back(left_sum, cos, sin, dim, D, ROTATED_DIMS)
             dim = _dims(HALF, HALF, NOPE, ROPE)
-            right_sum = _turned_back(right_sum, cos, sin, dim, D, TURNED)
+            right_sum = _rotated_back(right_sum, cos, sin, dim, D, ROTATED_DIMS)
         out += token * (heads * D)
         dtype: tl.constexpr = out.dtype.element_ty
-        place, mask = _query_place(out, head, heads, D, 0, HALF, NOPE, ROPE)
-        tl.store(place, narrow(left_sum, dtype), mask=mask)
-        place, mask = _query_place(out, head, heads, D, HALF, HALF, NOPE, ROPE)
-        tl.store(place, narrow(right_sum, dtype), mask=mask)
+        address, mask = _query_address(out, head, heads, D, 0, HALF, NOPE, ROPE)
+        tl.store(address, narrow(left_sum, dtype), mask=mask)
+        address, mask = _query_address(out, head, heads, D, HALF, HALF, NOPE, ROPE)
+        tl.store(address, narrow(right_sum, dtype), mask=mask)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
-    parts,
+    partials,
     tops,
     totals,
     sink,
@@ -368,39 +369,39 @@ def _merge_kernel(
     heads,
     splits,
     D: tl.constexpr,
-    TURNED: tl.constexpr,
+    ROTATED_DIMS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token: the sums of all its programs, in their order."""
+    """One head of one token: add the sums of all its KV splits in their order."""
     wait_for_inputs(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logit = widen(tl.load(sink + head))
     first = token * splits * heads + head
-    part = tl.arange(0, SPLITS)
-    top = tl.load(tops + first + part * heads, mask=part < splits, other=float("-inf"))
-    total = tl.load(totals + first + part * heads, mask=part < splits, other=0.0)
+    split = tl.arange(0, SPLITS)
+    top = tl.load(tops + first + split * heads, mask=split < splits, other=float("-inf"))
+    total = tl.load(totals + first + split * heads, mask=split < splits, other=0.0)
     origin = _finite_origin(tl.maximum(tl.max(top, 0), logit))
     total = tl.sum(total * tl.exp(top - origin), 0) + tl.exp(logit - origin)
     column = tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
     for begin in tl.static_range(0, SPLITS, ROWS):
-        part = begin + tl.arange(0, ROWS)
-        top = tl.load(tops + first + part * heads, mask=part < splits, other=float("-inf"))
-        place = parts + (first + part * heads)[:, None] * D + column[None, :]
-        mask = (part < splits)[:, None] & (column < D)[None, :]
-        value = tl.load(place, mask=mask, other=0.0)
+        split = begin + tl.arange(0, ROWS)
+        top = tl.load(tops + first + split * heads, mask=split < splits, other=float("-inf"))
+        address = partials + (first + split * heads)[:, None] * D + column[None, :]
+        mask = (split < splits)[:, None] & (column < D)[None, :]
+        value = tl.load(address, mask=mask, other=0.0)
         sums += tl.sum(value * tl.exp(top - origin)[:, None], 0)
     sums = tl.where(total == 0, 0.0, sums / total)
-    if TURNED > 0:
-        cos += token * (TURNED // 2)
-        sin += token * (TURNED // 2)
-        turned = _turned_back(tl.reshape(sums, [1, COLUMNS]), cos, sin, column, D, TURNED)
-        sums = tl.reshape(turned, [COLUMNS])
-    place = out + (token * heads + head) * D + column
-    tl.store(place, narrow(sums, out.dtype.element_ty), mask=column < D)
+    if ROTATED_DIMS > 0:
+        cos += token * (ROTATED_DIMS // 2)
+        sin += token * (ROTATED_DIMS // 2)
+        rotated = _rotated_back(tl.reshape(sums, [1, COLUMNS]), cos, sin, column, D, ROTATED_DIMS)
+        sums = tl.reshape(rotated, [COLUMNS])
+    address = out + (token * heads + head) * D + column
+    tl.store(address, narrow(sums, out.dtype.element_ty), mask=column < D)
 
 
 def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
@@ -419,22 +420,24 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     q = q if q.stride(-1) == 1 else q.contiguous()
     window_slots, compressed_slots = window_slots.contiguous(), compressed_slots.contiguous()
     sink = sink.contiguous()
-    turned = 0 if cos is None else 2 * cos.shape[1]
+    rotated = 0 if cos is None else 2 * cos.shape[1]
     cos, sin = (sink if table is None else table.contiguous() for table in (cos, sin))
     tokens, heads, d = q.shape
     widths = (window_slots.shape[1], compressed_slots.shape[1])
     rope = args.rope_dim if args.window_format == "fp8" else 0
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
-    wide = groups > 2 and (_launch.capability(q) or (9, 0))[0] == 9
-    shape, splits = plan(tokens, heads, d, widths, _launch.sm_count(q.device), wide)
-    kept = (tokens, splits, heads) if splits > 1 else (0,)
-    parts = torch.empty((*kept, d), dtype=torch.float32, device=q.device)
-    tops, totals = (torch.empty(kept, dtype=torch.float32, device=q.device) for _ in range(2))
+    wide = groups > 2 and (launch_options.capability(q) or (9, 0))[0] == 9
+    shape, splits = plan(tokens, heads, d, widths, launch_options.sm_count(q.device), wide)
+    split_shape = (tokens, splits, heads) if splits > 1 else (0,)
+    partials = torch.empty((*split_shape, d), dtype=torch.float32, device=q.device)
+    tops, totals = (
+        torch.empty(split_shape, dtype=torch.float32, device=q.device) for _ in range(2)
+    )
     if args.window_format != "fp8" and shape.heads > 16:
-        # Entries go to both products as they are, and Triton 3.6 fails to ask for such ahead.
+        # Both GEMMs read the entries as they are stored; Triton 3.6 fails to prefetch such loads.
         shape = replace(shape, block=min(shape.block, 32), stages=1)
-    with _launch.on(q):
+    with launch_options.on(q):
         # Tiles of a token follow one another, so that all but the first find its entries in L2.
         _attend_kernel[(triton.cdiv(heads, shape.heads), tokens, splits)](
             q,
@@ -444,7 +447,7 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             compressed_slots,
             sink,
             out,
-            parts,
+            partials,
             tops,
             totals,
             cos,
@@ -461,33 +464,33 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
             SECOND_PAGE=compressed_page_size,
             NOPE=d - rope,
             ROPE=rope,
-            HALF=GROUP * max(1, _launch.power_of_two(groups) // 2),
-            TURNED=0 if splits > 1 else turned,
+            HALF=GROUP * max(1, launch_options.power_of_two(groups) // 2),
+            ROTATED_DIMS=0 if splits > 1 else rotated,
             HEADS=shape.heads,
             BLOCK=shape.block,
             SPLIT=splits > 1,
             SCAN=0 if splits > 1 and sum(widths) <= _FEW_SLOTS else _SCAN,
             STAGES=shape.stages,
             num_warps=shape.warps,
-            **_launch.options(q),
+            **launch_options.options(q),
         )
         if splits > 1:
-            _merge(parts, tops, totals, sink, out, (cos, sin, turned))
+            _merge(partials, tops, totals, sink, out, (cos, sin, rotated))
     return out
 
 
 def _merge(
-    parts: torch.Tensor,
+    partials: torch.Tensor,
     tops: torch.Tensor,
     totals: torch.Tensor,
     sink: torch.Tensor,
     out: torch.Tensor,
     angles: tuple[torch.Tensor, torch.Tensor, int],
 ) -> None:
-    tokens, splits, heads, d = parts.shape
-    columns, padded = _launch.power_of_two(d), _launch.power_of_two(splits)
+    tokens, splits, heads, d = partials.shape
+    columns, padded = launch_options.power_of_two(d), launch_options.power_of_two(splits)
     _merge_kernel[(tokens, heads)](
-        parts,
+        partials,
         tops,
         totals,
         sink,
@@ -496,12 +499,12 @@ def _merge(
         heads,
         splits,
         D=d,
-        TURNED=angles[2],
+        ROTATED_DIMS=angles[2],
         COLUMNS=columns,
         SPLITS=padded,
-        ROWS=min(padded, max(1, _TOGETHER // columns)),
+        ROWS=min(padded, max(1, _MERGED_SUMS // columns)),
         num_warps=4,
-        **_launch.options(out),
+        **launch_options.options(out),
     )
 
 
@@ -509,7 +512,7 @@ def _merge(
 def plan(
     tokens: int, heads: int, d: int, widths: tuple[int, int], sm_count: int, wide: bool
 ) -> tuple[Shape, int]:
-    """The launch that takes the fewest cycles by estimate, and among how many a token is split.
+    """The launch of the fewest estimated cycles, and its number of KV splits.
 
     ``wide``: whether tiles of more than 16 heads may be taken.
     """

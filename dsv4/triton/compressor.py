@@ -22,16 +22,17 @@ import triton.language as tl
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops._library import as_record
 from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
-from dsv4.triton import _entries, _launch, _rows
-from dsv4.triton._angles import cos_sin
-from dsv4.triton._entries import store_entries
-from dsv4.triton._hadamard import hadamard_row, rotate_quantize_row
-from dsv4.triton._index_entries import store_keys
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import conversion
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import rotate
+from dsv4.triton._lib import cache_entries, row_tiles
+from dsv4.triton._lib.angles import cos_sin
+from dsv4.triton._lib.cache_entries import store_entries
+from dsv4.triton._lib.hadamard import hadamard_row, rotate_quantize_row
+from dsv4.triton._lib.index_keys import store_keys
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import conversion
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
 _ABSENT = tl.constexpr(float("-inf"))
@@ -41,8 +42,8 @@ _STEP = tl.constexpr(4)  # new tokens of an open window stored together
 # Entries of the batch looked at together. A kernel for 1024 took twice as long to compile as one
 # for 256 (2.3 to 3.7 s).
 _SCANS = (1, 32, 64, 256)
-_WARPS = 2048  # no more of them, and rows are few
-_FAR = 1 << 31  # elements
+_WARPS = 2048  # warps of all programs up to which rows count as few
+_FAR = 1 << 31  # elements that 32-bit offsets reach
 
 
 @triton.jit
@@ -120,17 +121,17 @@ def _load_state(state, slot, column, mask):
     ``state``: pointer to the sequence's row, then the strides of slot, kind and column.
     """
     row, by_slot, by_kind, by_column = state
-    place = row + (slot * by_slot + column * by_column)
-    k = tl.load(place, mask=mask, other=0.0)
-    return k, tl.load(place + by_kind, mask=mask, other=_ABSENT)
+    address = row + (slot * by_slot + column * by_column)
+    k = tl.load(address, mask=mask, other=0.0)
+    return k, tl.load(address + by_kind, mask=mask, other=_ABSENT)
 
 
 @triton.jit
 def _store_state(state, slot, column, mask, kv, score):
     row, by_slot, by_kind, by_column = state
-    place = row + (slot * by_slot + column * by_column)
-    tl.store(place, kv, mask=mask)
-    tl.store(place + by_kind, score, mask=mask)
+    address = row + (slot * by_slot + column * by_column)
+    tl.store(address, kv, mask=mask)
+    tl.store(address + by_kind, score, mask=mask)
 
 
 @triton.jit
@@ -146,13 +147,13 @@ def _merge(new, k, s, a, x, y):
 
 @triton.jit
 def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCAN: tl.constexpr):
-    """Whose windows a program pools, by a scan over the batch.
+    """Find the window that a program pools, by a scan over the batch.
 
     Returns ``(b, tail, before, total)``: the entry (``count``: it is a tail too many), which of its
     tails, and the closed windows of the entries before it and of all.
     """
     cu, starts, sequences = batch
-    wanted = program - count
+    number = program - count
     b = tl.full([], 0, tl.int32)
     skipped, before, total, tails = b, b, b, b
     for begin in range(0, count, SCAN):
@@ -167,13 +168,13 @@ def _locate(batch, count, program, HEADS: tl.constexpr, RATIO: tl.constexpr, SCA
         closed = tl.where(live, closed, 0).to(tl.int32)
         tail = tl.maximum(closed - HEADS, 0)
         after = tails + tl.cumsum(tail, 0)
-        ahead = tl.where(wanted < 0, i < program, after <= wanted) & inside
-        b += tl.sum(ahead.to(tl.int32), 0)
-        skipped += tl.sum(tl.where(ahead, tail, 0), 0)
-        before += tl.sum(tl.where(ahead, closed, 0), 0)
+        earlier = tl.where(number < 0, i < program, after <= number) & inside
+        b += tl.sum(earlier.to(tl.int32), 0)
+        skipped += tl.sum(tl.where(earlier, tail, 0), 0)
+        before += tl.sum(tl.where(earlier, closed, 0), 0)
         total += tl.sum(closed, 0)
         tails += tl.sum(tail, 0)
-    return b, wanted - skipped, before, total
+    return b, number - skipped, before, total
 
 
 @triton.jit
@@ -289,7 +290,7 @@ def _head(
     EARLIER: tl.constexpr = RATIO if OVERLAP else 0
     first, start, end, row = _entry(batch, b)
     base, by_row, by_slot, by_kind, by_column = state
-    kept = (base + row * by_row, by_slot, by_kind, by_column)
+    entry_state = (base + row * by_row, by_slot, by_kind, by_column)
     window = start // RATIO
     here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
     lag = _clip(start - window * RATIO)
@@ -298,7 +299,7 @@ def _head(
     if (closed > 0) | (slot.shape[0] <= _STEP):
         _renew(
             tokens,
-            kept,
+            entry_state,
             batch,
             count,
             out,
@@ -320,7 +321,7 @@ def _head(
             for half in tl.static_range(1 + OVERLAP):
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
-                _store_state(kept, i + here, column, inside, widen(k), _score(s, a))
+                _store_state(entry_state, i + here, column, inside, widen(k), _score(s, a))
         _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
@@ -328,7 +329,7 @@ def _head(
 @triton.jit
 def _renew(
     tokens,
-    kept,
+    entry_state,
     batch,
     count,
     out,
@@ -354,13 +355,13 @@ def _renew(
     new = (slot >= lag) & (slot < tl.minimum(_clip(end - window * RATIO), RATIO)) & inside
     old = (slot < tl.where(closed > 0, lag, 0)) & inside
     k, s, a = _load_tokens(tokens, token, slot, own, new)
-    x, y = _load_state(kept, slot + here, own, old)
+    x, y = _load_state(entry_state, slot + here, own, old)
     if OVERLAP:
         k0, s0, a0 = _load_tokens(tokens, token, slot, channel, new)
-        x0, y0 = _load_state(kept, slot + here, channel, old)
+        x0, y0 = _load_state(entry_state, slot + here, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
-        before = _load_state(kept, slot + (RATIO - here), channel, there)
-    place, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
+        before = _load_state(entry_state, slot + (RATIO - here), channel, there)
+    out_row, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
         # The windows that follow hold new tokens alone; loaded before anything waits for a load.
@@ -381,32 +382,34 @@ def _renew(
             values = _pool(kv, score, before[0], before[1], RATIO, True)
         else:
             values = _pool(kv, score, kv, score, RATIO, False)
-        _store_row(out, place, position, row, values, slot, channel, CHANNELS)
+        _store_row(out, out_row, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
-        ahead = ((window + closed) % 2).to(tl.int32) * EARLIER  # first slot of the window now open
-        _store_state(kept, slot + ahead, own, begun, widen(ka), _score(sa, aa))
+        earlier = ((window + closed) % 2).to(
+            tl.int32
+        ) * EARLIER  # first slot of the window now open
+        _store_state(entry_state, slot + earlier, own, begun, widen(ka), _score(sa, aa))
         if OVERLAP:
-            _store_state(kept, slot + ahead, channel, begun, widen(ka0), _score(sa0, aa0))
+            _store_state(entry_state, slot + earlier, channel, begun, widen(ka0), _score(sa0, aa0))
             # The window before is the one that was open, unless another has closed since.
-            previous = slot + (RATIO - ahead)
+            previous = slot + (RATIO - earlier)
             if SEVERAL:
                 kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
-                _store_state(kept, previous, own, new | later, kb1, sb1)
+                _store_state(entry_state, previous, own, new | later, kb1, sb1)
                 kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
-                _store_state(kept, previous, channel, new | later, kb1, sb1)
+                _store_state(entry_state, previous, channel, new | later, kb1, sb1)
                 if closed > 1:
                     values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
                     position += RATIO
-                    _store_row(out, place + 1, position, row, values, slot, channel, CHANNELS)
+                    _store_row(out, out_row + 1, position, row, values, slot, channel, CHANNELS)
             else:
-                _store_state(kept, previous, own, new, kv, score)
-                _store_state(kept, previous, channel, new, kv0, score0)
+                _store_state(entry_state, previous, own, new, kv, score)
+                _store_state(entry_state, previous, channel, new, kv0, score0)
     else:
         # The window stays open.
-        _store_state(kept, slot + here, own, new, widen(k), _score(s, a))
+        _store_state(entry_state, slot + here, own, new, widen(k), _score(s, a))
         if OVERLAP:
-            _store_state(kept, slot + here, channel, new, widen(k0), _score(s0, a0))
+            _store_state(entry_state, slot + here, channel, new, widen(k0), _score(s0, a0))
 
 
 @triton.jit
@@ -424,7 +427,7 @@ def _tail(
     SCAN: tl.constexpr,
 ):
     """Pool one window of new tokens alone."""
-    b, tail, place, total = _locate(batch, count, number, 1 + OVERLAP, RATIO, SCAN)
+    b, tail, out_row, total = _locate(batch, count, number, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, number, total, slot, channel, CHANNELS)
     if b < count:
         first, start, _, row = _entry(batch, b)
@@ -441,17 +444,17 @@ def _tail(
         if OVERLAP:
             kv0, score0 = widen(k0), _score(s0, a0)
         values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-        place += skipped
-        _store_row(out, place, window * RATIO, row, values, slot, channel, CHANNELS)
+        out_row += skipped
+        _store_row(out, out_row, window * RATIO, row, values, slot, channel, CHANNELS)
 
 
 @triton.jit
-def _store_row(target, place, position, owner, values, slot, channel, CHANNELS: tl.constexpr):
-    """Row ``place`` of pooled, positions and owners."""
+def _store_row(target, out_row, position, owner, values, slot, channel, CHANNELS: tl.constexpr):
+    """Row ``out_row`` of pooled, positions and owners."""
     pooled, positions, owners = target
-    place = place.to(tl.int64)
-    _store_pooled(pooled + place * CHANNELS, values, slot, channel, CHANNELS)
-    first, here = channel == 0, place + tl.zeros_like(channel)
+    out_row = out_row.to(tl.int64)
+    _store_pooled(pooled + out_row * CHANNELS, values, slot, channel, CHANNELS)
+    first, here = channel == 0, out_row + tl.zeros_like(channel)
     tl.store(positions + here, position, mask=first)
     tl.store(owners + here, owner, mask=first)
 
@@ -471,19 +474,19 @@ def _store_pooled(row, values, slot, channel, CHANNELS: tl.constexpr):
 
     Every thread of a channel holds its sum. One of them stores it, and none hands it to another.
     """
-    place = row + (channel + tl.zeros_like(slot))
-    values = tl.broadcast_to(values[None, :], place.shape)
-    tl.store(place, values, mask=(slot == 0) & (channel < CHANNELS))
+    address = row + (channel + tl.zeros_like(slot))
+    values = tl.broadcast_to(values[None, :], address.shape)
+    tl.store(address, values, mask=(slot == 0) & (channel < CHANNELS))
 
 
 def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
     """Channels of a head and of a tail, and warps of either, for that many rows.
 
     Few rows: a thread has little of a tile, because its instructions take longer than a load. Many:
-    as much as its registers hold, because a warp's instructions beside those for its numbers count;
+    as much as its registers hold, because a warp's instructions per tile count, too;
     heads, which hold more for each number, are narrow.
     """
-    limit = _launch.power_of_two(channels)
+    limit = launch_options.power_of_two(channels)
     few = min(limit, max(16, 128 // slots))
     warps = _warps(slots * few, 512)
     if rows * triton.cdiv(channels, few) * warps <= _WARPS:
@@ -499,7 +502,7 @@ def _warps(numbers: int, share: int) -> int:
 
 def _with_stride(x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
     """Rows and their stride; copied where 32-bit offsets do not reach over ``slots`` of them."""
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     if slots * rows.stride(0) >= _FAR:
         rows = rows.contiguous()
     return rows, rows.stride(0)
@@ -517,10 +520,10 @@ def compressor_update(
     owners = torch.empty_like(positions)
     if batch == 0:
         return pooled.zero_(), positions.fill_(-1), owners.fill_(-1)
-    head, tail, warps = _tiles(_launch.power_of_two(ratio), channels, rows)
+    head, tail, warps = _tiles(launch_options.power_of_two(ratio), channels, rows)
     heads, tails = triton.cdiv(channels, head), triton.cdiv(channels, tail)
     programs, several = batch * heads + (rows - batch) * tails, rows > batch
-    with _launch.on(kv):
+    with launch_options.on(kv):
         _update_kernel[(programs,)](
             tuple(part for x in (kv, args.score, args.ape) for part in _with_stride(x, ratio)),
             (args.state, *args.state.stride()),
@@ -532,13 +535,15 @@ def compressor_update(
             RATIO=ratio,
             OVERLAP=args.overlap,
             CHANNELS=channels,
-            SLOTS=_launch.power_of_two(ratio),
+            SLOTS=launch_options.power_of_two(ratio),
             HEAD_WIDTH=head,
             TAIL_WIDTH=tail,
             SCAN=next(size for size in _SCANS if size >= min(batch, _SCANS[-1])),
             SEVERAL=several,
             num_warps=warps,
-            **_launch.options(kv, few=not several and _launch.are_few(programs, warps)),
+            **launch_options.options(
+                kv, few=not several and launch_options.are_few(programs, warps)
+            ),
         )
     return pooled, positions, owners
 
@@ -583,13 +588,13 @@ def _entry_kernel(
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
-    turning = (pair >= 0) & (pair < ROTATED // 2)
+    rotating = (pair >= 0) & (pair < ROTATED // 2)
     # No branch around rows without an owner: loads behind it would be a trip to memory more.
     row = tl.load(owners + program)
     position = tl.load(positions + program)
     values = tl.load(pooled + program * DIM + column, mask=column < DIM, other=0.0)
     scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
-    frequency = tl.load(frequencies + pair, mask=turning, other=0.0)
+    frequency = tl.load(frequencies + pair, mask=rotating, other=0.0)
     own_table = table + tl.maximum(row, 0) * table_stride
     pages = tl.where(row >= 0, table_pages, 0)
     slots = _slot(own_table, pages, position // RATIO, PAGE_SIZE)
@@ -615,8 +620,8 @@ def _slot(table, pages, number, PAGE_SIZE: tl.constexpr):
     """Slot of entry ``number`` of a sequence, int64 ``[1]``; negative where it has no page."""
     page = number // PAGE_SIZE + tl.arange(0, 1)
     inside = page < pages
-    place = tl.load(table + page, mask=inside, other=-1).to(tl.int64)
-    return tl.where(inside, place * PAGE_SIZE + number % PAGE_SIZE, -1)
+    physical = tl.load(table + page, mask=inside, other=-1).to(tl.int64)
+    return tl.where(inside, physical * PAGE_SIZE + number % PAGE_SIZE, -1)
 
 
 def compress_write(args: CompressWriteArgs) -> None:
@@ -626,8 +631,10 @@ def compress_write(args: CompressWriteArgs) -> None:
     pooled, positions, owners = compressor_update(as_record(CompressorUpdateArgs, args))
     table = args.page_table if args.page_table.stride(1) == 1 else args.page_table.contiguous()
     fp8 = args.entry_format == "fp8"
-    block = _entries.block(args.head_dim) if fp8 else _launch.power_of_two(args.head_dim)
-    with _launch.on(pooled):
+    block = (
+        cache_entries.block(args.head_dim) if fp8 else launch_options.power_of_two(args.head_dim)
+    )
+    with launch_options.on(pooled):
         _entry_kernel[(pooled.shape[0],)](
             pooled,
             positions,
@@ -636,7 +643,7 @@ def compress_write(args: CompressWriteArgs) -> None:
             args.inv_freq.contiguous(),
             args.eps,
             args.data,
-            _entries.page_stride(args.data),
+            cache_entries.page_stride(args.data),
             table,
             table.stride(0),
             table.shape[1] if args.data.shape[0] else 0,
@@ -649,10 +656,10 @@ def compress_write(args: CompressWriteArgs) -> None:
             COMPACT=args.entry_format if args.entry_format in COMPACT_FORMATS else None,
             CONVERT=conversion(args.data),
             ROTATE_QUANTIZE=args.rotate_quantize,
-            DTYPE=_rows.TYPES[args.dtype],
-            TABLE=_rows.TYPES[args.table_dtype],
+            DTYPE=row_tiles.TYPES[args.dtype],
+            TABLE=row_tiles.TYPES[args.table_dtype],
             num_warps=min(16, max(1, block // 128)),
-            **_launch.options(pooled),
+            **launch_options.options(pooled),
         )
 
 
@@ -661,8 +668,8 @@ def _load_window(source, first, slot, column, mask):
     """kv and score as stored of rows ``first + slot``; elsewhere 0, -inf."""
     kv, kv_stride, score, score_stride = source
     k = tl.load(kv + first * kv_stride + (slot * kv_stride + column), mask=mask, other=0.0)
-    place = score + first * score_stride + (slot * score_stride + column)
-    return k, tl.load(place, mask=mask, other=_ABSENT)
+    address = score + first * score_stride + (slot * score_stride + column)
+    return k, tl.load(address, mask=mask, other=_ABSENT)
 
 
 @fast_launch
@@ -719,10 +726,10 @@ def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
     previous = None
     if args.previous_kv is not None and args.previous_score is not None:
         previous = args.previous_kv.contiguous(), args.previous_score.contiguous()
-    slots, rows = _launch.power_of_two(ratio), sequences * windows
+    slots, rows = launch_options.power_of_two(ratio), sequences * windows
     _, width, warps = _tiles(slots, channels, rows)
     slices = triton.cdiv(channels, width)
-    with _launch.on(kv):
+    with launch_options.on(kv):
         _windows_kernel[(rows * slices,)](
             (*_with_stride(kv, ratio), *_with_stride(args.score, ratio)),
             previous,
@@ -735,6 +742,6 @@ def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
             SLOTS=slots,
             WIDTH=width,
             num_warps=max(warps, width // 128),  # numbers of 4 bytes take more registers
-            **_launch.options(kv, few=_launch.are_few(rows * slices, warps)),
+            **launch_options.options(kv, few=launch_options.are_few(rows * slices, warps)),
         )
     return out

@@ -10,11 +10,11 @@ import triton.language as tl
 
 from dsv4.ops.quantize import DequantizeArgs
 from dsv4.quant import formats
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import e4m3_value, narrow, wait_for_inputs
-from dsv4.triton._nvfp4 import scale_columns, scale_offset, scale_rows
-from dsv4.triton._nvfp4_tile import as_bytes, tile_shape, tile_warps
+from dsv4.triton._lib.numerics import e4m3_value, narrow, wait_for_inputs
+from dsv4.triton._lib.nvfp4 import scale_columns, scale_offset, scale_rows
+from dsv4.triton._lib.nvfp4_tile import as_bytes, tile_shape, tile_warps
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _TILE = tl.constexpr(128)
 
@@ -50,8 +50,8 @@ def _store_decoded(out, packed, scale, total, inside):
     """Bytes ``[N, 4]`` as 8 columns at ``out [N, 1]``: ``(code * scale) * total``."""
     values = tl.join(_e2m1_value(packed & 15), _e2m1_value(packed >> 4))
     values = tl.reshape(values, [packed.shape[0], 8]) * scale[:, None] * total
-    place = out + tl.arange(0, 8)[None, :]
-    tl.store(place, narrow(values, out.dtype.element_ty), mask=inside[:, None])
+    address = out + tl.arange(0, 8)[None, :]
+    tl.store(address, narrow(values, out.dtype.element_ty), mask=inside[:, None])
 
 
 @fast_launch
@@ -82,9 +82,9 @@ def _unpack_kernel(
     block = tl.program_id(1) * BLOCKS + group % BLOCKS
     inside = (row < rows) & (block < blocks)
     piece = ((matrix * rows + row) * blocks + block)[:, None]
-    place = codes + piece * 8 + tl.arange(0, 4)[None, :]
-    first = tl.load(place, mask=inside[:, None], other=0)
-    last = tl.load(place + 4, mask=inside[:, None], other=0)
+    address = codes + piece * 8 + tl.arange(0, 4)[None, :]
+    first = tl.load(address, mask=inside[:, None], other=0)
+    last = tl.load(address + 4, mask=inside[:, None], other=0)
     scales += matrix * scale_rows * scale_columns
     offset = scale_offset(row, block // 2 if E8M0 else block, scale_columns, SWIZZLED)
     scale = _scale_value(tl.load(scales + offset, mask=inside, other=0), E8M0)
@@ -108,12 +108,12 @@ def _decode_fp8_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
     inside = (row < rows) & (column < columns)
-    place = (matrix * rows + row) * columns + column
-    loaded = tl.load(codes + place, mask=inside, other=0)
+    offset = (matrix * rows + row) * columns + column
+    loaded = tl.load(codes + offset, mask=inside, other=0)
     tile = matrix * tl.cdiv(rows, _TILE) + tl.program_id(0) * ROWS // _TILE
     scale = _scale_value(tl.load(scales + tile * tl.num_programs(1) + tl.program_id(1)), E8M0)
     values = narrow(e4m3_value(loaded) * scale, out.dtype.element_ty)
-    tl.store(out + place, values, mask=inside)
+    tl.store(out + offset, values, mask=inside)
 
 
 def dequantize(args: DequantizeArgs) -> torch.Tensor:
@@ -142,8 +142,8 @@ def _launch_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, e8
     count = out.numel() // (rows * columns)
     tall = 32
     grid = (triton.cdiv(rows, tall), triton.cdiv(columns, 128), count)
-    options: dict[str, Any] = _launch.options(out)
-    with _launch.on(out):
+    options: dict[str, Any] = launch_options.options(out)
+    with launch_options.on(out):
         _decode_fp8_kernel[grid](
             codes, scales, out, rows, columns, E8M0=e8m0, ROWS=tall, num_warps=8, **options
         )
@@ -162,7 +162,7 @@ def _launch_unpack(
     wide = scale_columns(blocks // 2 if e8m0 else blocks, swizzled)
     tall, across = tile_shape(blocks, False)
     count = out.numel() // (rows * blocks * 16)
-    with _launch.on(out):
+    with launch_options.on(out):
         _unpack_kernel[(triton.cdiv(rows, tall), triton.cdiv(blocks, across), count)](
             codes,
             scales,
@@ -180,5 +180,5 @@ def _launch_unpack(
             ROWS=tall,
             BLOCKS=across,
             num_warps=tile_warps(tall * across),
-            **_launch.options(out),
+            **launch_options.options(out),
         )

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_TILES = 8  # of a program, side by side: 256 bytes of codes of each of 16 rows
+_TILES = 8  # tiles of a program, side by side: 256 bytes of codes of each of 16 rows
 
 
 @triton.jit
@@ -43,12 +43,12 @@ def _last(byte):
 
 
 @triton.jit
-def _taken(word, place):
+def _taken(word, index):
     """Both codes that stand at a place (0 to 3), as a byte; ``word`` is uint32."""
-    rotated = _rotated(word, place % 3 * 3)
+    rotated = _rotated(word, index % 3 * 3)
     both = ((rotated >> 6) & 0x70007) | ((rotated >> 12) & 0x80008)
     last = ((word >> 3) & 0x30003) | ((word << 2) & 0xC000C)
-    both = tl.where(place == 3, last, both)
+    both = tl.where(index == 3, last, both)
     return (both & 15) | ((both >> 12) & 0xF0)
 
 
@@ -96,8 +96,8 @@ def _pack_kernel(
 ):
     """TILES tiles of a row of them; ``packed`` as int32."""
     row_tile, first = tl.program_id(0), tl.program_id(1) * TILES
-    place = tl.arange(0, TILES * 128)
-    tile, lane, j = first + place // 128, place % 128 // 4, place % 4
+    index = tl.arange(0, TILES * 128)
+    tile, lane, j = first + index // 128, index % 128 // 4, index % 4
     inside, width = tile < tiles, tiles * 32
     column = tile * 32 + j * 8 + lane % 4
     above = codes + _linear_row(row_tile, lane // 4, rows, PAIRS) * width + column
@@ -108,13 +108,13 @@ def _pack_kernel(
     word |= _rotated(_first(tl.load(above + 4, mask=inside, other=0).to(tl.uint32)), 26)
     word |= _last(tl.load(below + 4, mask=inside, other=0).to(tl.uint32))
     start = row_tile.to(tl.int64) * tiles
-    tl.store(packed + (start + first) * 128 + place, word, mask=inside)
+    tl.store(packed + (start + first) * 128 + index, word, mask=inside)
 
-    place = tl.arange(0, TILES * 64)
-    tile, row = first + place // 64, place % 64 // 8 + place % 2 * 8
-    source = _linear_row(row_tile, row, rows, PAIRS) * (tiles * 4) + tile * 4 + place % 8 // 2
+    index = tl.arange(0, TILES * 64)
+    tile, row = first + index // 64, index % 64 // 8 + index % 2 * 8
+    source = _linear_row(row_tile, row, rows, PAIRS) * (tiles * 4) + tile * 4 + index % 8 // 2
     byte = tl.load(scales + source, mask=tile < tiles, other=0).to(tl.int32)
-    target = moved + (start + first) * 64 + place
+    target = moved + (start + first) * 64 + index
     tl.store(target, _biased(byte).to(tl.uint8), mask=tile < tiles)
 
 
@@ -161,7 +161,7 @@ def pack(
     codes, scales = codes.contiguous(), scales.contiguous()
     packed, moved = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
-        with _launch.on(codes):
+        with launch_options.on(codes):
             _pack_kernel[_grid(codes)](
                 codes,
                 scales,
@@ -171,7 +171,7 @@ def pack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.in_order(codes),
+                **launch_options.in_order(codes),
             )
     return packed, moved
 
@@ -185,7 +185,7 @@ def unpack(
         codes = codes.clone()  # words are read
     linear, moved = torch.empty_like(codes), torch.empty_like(scales)
     if codes.numel():
-        with _launch.on(codes):
+        with launch_options.on(codes):
             _unpack_kernel[_grid(codes)](
                 codes.view(torch.int32),
                 scales,
@@ -195,7 +195,7 @@ def unpack(
                 codes.shape[-1] // 32,
                 PAIRS=pairs,
                 TILES=_TILES,
-                **_launch.in_order(codes),
+                **launch_options.in_order(codes),
             )
     return linear, moved
 

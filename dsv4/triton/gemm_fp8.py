@@ -1,9 +1,9 @@
-"""Product with an FP8 weight, one scale per 128 x 128 block.
+"""GEMM with an FP8 weight, one scale per 128 x 128 block.
 
-The weight's tile is the left operand of the tensor cores and the tokens are the right one: the
-codes are widened to bfloat16 in registers, exactly, and 16 tokens do not leave the instruction half
-empty. Each block of 128 columns is summed by the tensor cores in float32, times its scale, and
-added in float32 in ascending order. That sum has to stay in float32's range before its scale too:
+The weight's tile is the left operand of the tensor cores (M) and the tokens are the right one (N):
+the codes are widened to bfloat16 in registers, exactly, and 16 tokens still fill the instruction.
+Each block of 128 columns is summed by the tensor cores in float32, times its scale, and added in
+float32 in ascending order. That sum has to stay in float32's range before its scale too:
 it may overflow where a value of ``x`` passes 2^112.
 """
 
@@ -19,9 +19,10 @@ import triton.language as tl
 
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
-from dsv4.triton import _launch, _rows
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
@@ -39,7 +40,7 @@ def _scale_value(scale):
 
 
 @triton.jit
-def _block_product(codes, x):
+def _block_gemm(codes, x):
     """``codes [N, 128]`` (bits of E4M3) times ``x [T, 128]`` transposed, float32 ``[N, T]``."""
     if INTERPRETED:
         return tl.dot(e4m3_value(codes), tl.trans(widen(x)), input_precision="ieee")
@@ -76,11 +77,11 @@ def _tile(tiles, token_tiles, TOGETHER: tl.constexpr):
 
     Programs that run at one time then share both operands in L2.
     """
-    place = tl.program_id(0)
-    band = place // (TOGETHER * tiles)
+    number = tl.program_id(0)
+    band = number // (TOGETHER * tiles)
     wide = tl.minimum(token_tiles - band * TOGETHER, TOGETHER)
-    place -= band * (TOGETHER * tiles)
-    return place // wide, band * TOGETHER + place % wide
+    number -= band * (TOGETHER * tiles)
+    return number // wide, band * TOGETHER + number % wide
 
 
 @fast_launch
@@ -112,7 +113,7 @@ def _gemm_kernel(
     """ROWS rows of one group's weight by TOKENS tokens over ``length`` blocks of 128 columns.
 
     Tiles begin at multiples of ROWS of the whole weight, not of the group: so each lies within one
-    row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the parts ``[S, T, G, N]``.
+    row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
     """
     wait_for_inputs(PDL)
     row_tile, token_tile = _tile(tiles, token_tiles, TOGETHER)
@@ -122,7 +123,7 @@ def _gemm_kernel(
     first = (begin // ROWS + row_tile) * ROWS
     row = first + tl.arange(0, ROWS)
     token = token_tile.to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    kept, inside = (row >= begin) & (row < begin + rows), token < tokens
+    owned, inside = (row >= begin) & (row < begin + rows), token < tokens
     x += group.to(tl.int64) * group_stride
     blocks = tl.cdiv(columns, _BLOCK)
     # A group's last tile may have none of its rows, and the weight's none at all: no scales either.
@@ -132,21 +133,21 @@ def _gemm_kernel(
     code_places = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
     x_places = x + token[:, None] * x_stride + column[None, :]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    # Scales are loaded one block ahead: a scalar's load is not pipelined.
+    # The scale of the next block is prefetched, because Triton does not pipeline a scalar's load.
     following = tl.load(scales + tl.minimum(start, blocks - 1))
     for block in tl.range(start, end, num_stages=STAGES):
         scale = _scale_value(following)
         following = tl.load(scales + tl.minimum(block + 1, blocks - 1))
         done = block * _BLOCK
-        code_mask, x_mask = kept[:, None], inside[:, None]
+        code_mask, x_mask = owned[:, None], inside[:, None]
         if not WHOLE:
             code_mask &= (done + column < columns)[None, :]
             x_mask &= (done + column < columns)[None, :]
         code = tl.load(code_places + done, mask=code_mask, other=0)
         value = tl.load(x_places + done, mask=x_mask, other=0.0)
-        total += _block_product(code, value) * scale
+        total += _block_gemm(code, value) * scale
     target = (token * groups + group)[:, None] * rows + (row - begin)[None, :]
-    stored = inside[:, None] & kept[None, :]
+    stored = inside[:, None] & owned[None, :]
     if SPLIT:
         target += part.to(tl.int64) * tokens * groups * rows
         tl.store(out + target, tl.trans(total), mask=stored)
@@ -161,7 +162,7 @@ def _gemm_kernel(
 @fast_launch
 @triton.jit
 def _sum_kernel(
-    parts,
+    partials,
     x,
     x_stride,
     group_stride,
@@ -176,36 +177,36 @@ def _sum_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS sums of one token and group: ``parts [S, T, G, N]`` added in their order."""
+    """ROWS sums of one token and group: ``partials [S, T, G, N]`` added in their order."""
     wait_for_inputs(PDL)
-    place = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    kept = row < rows
-    parts += place * rows
-    total = tl.load(parts + row, mask=kept, other=0.0)
+    inside = row < rows
+    partials += pair * rows
+    total = tl.load(partials + row, mask=inside, other=0.0)
     for _ in tl.static_range(1, SPLITS):
-        parts += count
-        total += tl.load(parts + row, mask=kept, other=0.0)
-    x += place % groups * group_stride
-    token = tl.zeros([1], tl.int64) + place // groups
+        partials += count
+        total += tl.load(partials + row, mask=inside, other=0.0)
+    x += pair % groups * group_stride
+    token = tl.zeros([1], tl.int64) + pair // groups
     total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
     if SCALED:
-        total *= tl.load(row_scale + place)
+        total *= tl.load(row_scale + pair)
     values = narrow(total, out.dtype.element_ty)
-    tl.store(out + (place * rows + row)[:, None], values, mask=kept[:, None])
+    tl.store(out + (pair * rows + row)[:, None], values, mask=inside[:, None])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one product is cut.
+    """Tiling of one GEMM.
 
     Attributes:
-        rows: Of the weight, in one program.
-        tokens: In one program.
+        rows: Rows of the weight in one program.
+        tokens: Tokens in one program.
         length: Blocks of 128 columns in one program.
-        splits: Programs that share one tile of the result, each with its own columns.
-        warps: Of a program.
-        stages: Blocks of columns on their way or in use.
+        splits: Split-K: programs that share one tile of the result, each with its own columns.
+        warps: Warps of a program.
+        stages: Pipeline stages, in blocks of columns.
     """
 
     rows: int
@@ -223,18 +224,18 @@ _MOST_SPLITS = 16
 def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
-    ``rows`` are those of a group. Columns that end within a block take small tiles, whose registers
-    have room for loads of single values.
+    ``rows`` are those of a group. Columns that end within a block take small tiles, which
+    leave registers for loads of single values.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:
         high, wide, warps, stages = 128, 128, 8, 4
     else:
         high, warps = 64, 4
-        wide = min(64 if whole else 32, max(16, _launch.power_of_two(tokens)))
+        wide = min(64 if whole else 32, max(16, launch_options.power_of_two(tokens)))
         stages = {16: 6, 32: 5, 64: 4}[wide]
     blocks = triton.cdiv(columns, BLOCK)
-    tiles = row_tiles(rows, groups, high) * groups * triton.cdiv(tokens, wide)
+    tiles = tiles_of_group(rows, groups, high) * groups * triton.cdiv(tokens, wide)
     sums = tokens * groups * rows
 
     def cycles(length: int) -> float:
@@ -245,7 +246,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
         block = max(high * BLOCK / 20, high * wide * BLOCK / 1300)
         busy = triton.cdiv(programs, sm_count) * length * block
         alone = triton.cdiv(programs, 2 * sm_count) * length * max(600.0, block)
-        # The second launch, and parts that are written and read.
+        # The second launch, and partials that are written and read.
         second = 2500 + 8 * sums * splits / (20 * sm_count) if splits > 1 else 0.0
         return max(busy, alone) + second
 
@@ -254,7 +255,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
     return Plan(high, wide, length, triton.cdiv(blocks, length), warps, stages)
 
 
-def row_tiles(rows: int, groups: int, high: int) -> int:
+def tiles_of_group(rows: int, groups: int, high: int) -> int:
     """Tiles of one group, whose rows may begin within a tile."""
     return triton.cdiv(rows, high) + (1 if groups > 1 and rows % high else 0)
 
@@ -262,7 +263,7 @@ def row_tiles(rows: int, groups: int, high: int) -> int:
 def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    Allocates float32 parts ``[S, T, G, N]`` where the columns are shared by S programs.
+    Allocates float32 partials ``[S, T, G, N]`` where the columns are shared by S programs.
     """
     x = args.x
     rows, columns = args.codes.shape[0] // args.groups, args.codes.shape[1]
@@ -273,7 +274,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
     x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
-    _launch_product(x, _rows.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
+    _launch_gemm(x, row_tiles.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
     return out
 
 
@@ -291,7 +292,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _launch_product(
+def _launch_gemm(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
@@ -301,15 +302,15 @@ def _launch_product(
     """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
     tokens, groups, columns = x.shape
     rows = codes.shape[0] // groups
-    cut = plan(tokens, rows, columns, groups, _launch.sm_count(x.device))
+    cut = plan(tokens, rows, columns, groups, launch_options.sm_count(x.device))
     target = out
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, rows)
         target = torch.empty(shape, dtype=torch.float32, device=x.device)
-    tiles, token_tiles = row_tiles(rows, groups, cut.rows), triton.cdiv(tokens, cut.tokens)
+    tiles, token_tiles = tiles_of_group(rows, groups, cut.rows), triton.cdiv(tokens, cut.tokens)
     scale_bytes = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
-    options: dict[str, Any] = {"SCALED": row_scale is not None, **_launch.options(x)}
-    with _launch.on(x):
+    options: dict[str, Any] = {"SCALED": row_scale is not None, **launch_options.options(x)}
+    with launch_options.on(x):
         _gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
             x,
             *_strides(x),
@@ -334,7 +335,7 @@ def _launch_product(
             **options,
         )
         if cut.splits > 1:
-            block = min(256, _launch.power_of_two(rows))
+            block = min(256, launch_options.power_of_two(rows))
             _sum_kernel[(tokens * groups, triton.cdiv(rows, block))](
                 target,
                 x,

@@ -1,4 +1,4 @@
-"""Product and SwiGLU as two operators, each by the best of its own implementations."""
+"""GEMM and SwiGLU as two operators, each by the best of its own implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dsv4.ops.swiglu import SwigluArgs
 
 
 def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
-    """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``. Allocates the product in float32."""
+    """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``. Allocates the float32 result of the GEMM."""
     wide = torch.float64 if args.x.dtype == torch.float64 else torch.float32
     gate_up = dispatch.first("gemm", as_record(GemmArgs, args, groups=1, out_dtype=wide))
     return dispatch.first(

@@ -1,12 +1,12 @@
 """Kernels of ``dsv4.ops.hyper_connection``, for four streams.
 
-A collapse needs the product of ``fn`` with a token's flattened streams before it can begin, so it
-takes two launches. The first spreads the product over the GPU (``_mixing_product``). The second
-adds the parts in their order, makes the coefficients (``_mixing``) and collapses. The streams are
-read twice: 9 rows of H are moved where 5 would do. For a few tokens the write-back of the sublayer
-before is part of the first launch; for many it is one of its own, because a program of the product
-then wants columns of one stream. Likewise the norm of few and short rows is quantised by the second
-launch, and of others by a further one.
+``hc_pre`` needs the GEMM of ``fn`` with a token's flattened streams before it can begin, so it
+takes two launches. The first spreads the GEMM over the GPU (``_lib/mixing_gemm.py``). The second
+adds the partial sums in their order, makes the coefficients (``_lib/mixing.py``) and mixes the
+streams. The streams are read twice: 9 rows of H are moved where 5 would do. For few tokens the
+write-back of the sublayer before (``hc_post``) is done in the first launch. For many it has its own
+launch, because a program of the GEMM then reads columns of one stream. Likewise the second launch
+quantises the norm of few and short rows; a third quantises others.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from dsv4.ops.hyper_connection import (
 )
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
-from dsv4.triton import _launch, _mixing_product
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._mixing import (
+from dsv4.triton._lib import mixing_gemm
+from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton._lib.mixing import (
     coefficients_kernel,
     coefficients_of_token,
     logits_of,
     parameters_of,
     summed,
 )
-from dsv4.triton._mixing_product import Parts, parts_of, parts_of_few
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib.mixing_gemm import Partials, partials_of, partials_of_small_m
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     conversion,
     dynamic_scale,
@@ -46,20 +46,21 @@ from dsv4.triton._nvfp4 import (
     is_moderate,
     largest,
 )
-from dsv4.triton._nvfp4_tile import Output
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton._lib.nvfp4_tile import Output
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms, shared_sum, spread
 from dsv4.triton.quantize import quantize_nvfp4
 
-# Of a thread of the write-back, of few tokens: with no number the compiler saves registers, and
-# loads wait for loads. Of many: with more of them fewer programs would fit.
+# Registers of a thread of the write-back. Few tokens: without a number the compiler saves some,
+# so that loads wait for earlier loads. Many tokens: with more registers fewer programs would fit.
 _REGISTERS = 128
 _REGISTERS_OF_MANY = 72
-# Up to so many tokens and columns the norm is quantised in the launch that makes it: else registers
-# are short there, and a launch of its own takes less time.
+# Up to this many tokens and columns the launch that makes the norm quantises it, too. Above,
+# registers are short there, and a launch of its own takes less time.
 _FEW_QUANTIZED, _WIDEST_QUANTIZED = 128, 4096
-_FEW = tl.constexpr(64)  # programs
+_FEW_PROGRAMS = tl.constexpr(64)  # up to which the parameters are prefetched
 _LANES = 32  # tokens whose coefficients a program makes, one to a thread, where tokens are many
 
 
@@ -82,13 +83,13 @@ def _post_kernel(
         column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
         inside = column < hidden
         wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
-        place = token * 4 * hidden + column
-        x0, x1, x2, x3 = load_streams(x, place, hidden, inside)
+        offset = token * 4 * hidden + column
+        x0, x1, x2, x3 = load_streams(x, offset, hidden, inside)
         mixers = load_mixers(post, comb, token)
         DTYPE: tl.constexpr = out.dtype.element_ty
         for k in tl.static_range(4):
             mixed = mixed_stream(wide, x0, x1, x2, x3, mixers[k])
-            tl.store(out + place + k * hidden, narrow(mixed, DTYPE), mask=inside)
+            tl.store(out + offset + k * hidden, narrow(mixed, DTYPE), mask=inside)
 
 
 def hc_post(args: HcPostArgs) -> torch.Tensor:
@@ -100,10 +101,10 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     tokens = out.numel() // (4 * hidden)
     # Small slices while there are few tokens, so that they spread over the GPU.
     block, warps = (256, 2) if tokens < 64 else (1024, 4)
-    block = min(block, _launch.power_of_two(hidden))
+    block = min(block, launch_options.power_of_two(hidden))
     slices = -(-hidden // block)
-    few = _launch.are_few(tokens * slices, warps)
-    with _launch.on(out):
+    few = launch_options.are_few(tokens * slices, warps)
+    with launch_options.on(out):
         _post_kernel[(tokens * slices,)](
             args.y.contiguous(),
             args.streams.contiguous(),
@@ -115,7 +116,7 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
             BLOCK=block,
             num_warps=warps,
             maxnreg=_REGISTERS if few else _REGISTERS_OF_MANY,
-            **_launch.options(out, few=few),
+            **launch_options.options(out, few=few),
         )
     return out
 
@@ -135,8 +136,8 @@ def _store_codes(
     bits, product = block_scales(amax, finite, shared, False, MODERATE)
     packed = e2m1_codes(widen(values), product, CONVERT, MODERATE)
     block = tl.arange(0, values.shape[0])
-    place = codes + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
-    tl.store(place, packed, mask=(block < blocks)[:, None])
+    address = codes + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+    tl.store(address, packed, mask=(block < blocks)[:, None])
     tl.store(scales + block, bits, mask=block < blocks)
 
 
@@ -176,7 +177,7 @@ def _square_sum(values):
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _finish_kernel(
-    parts,
+    partials,
     sums,
     x,
     scale,
@@ -207,13 +208,16 @@ def _finish_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A token has ``slices`` programs that collapse and, with COEFFICIENTS, first one that makes
-    post and comb: its many dependent steps take as long as the collapse, beside it. Parts that
-    are not SQUARED leave that to the collapse, of a whole token then; what post and comb are made
-    of goes to ``sums``, as a single part. The norm is quantised too, with the global scale of
-    SCALE: ``"token"``, ``"one"`` or ``"row"`` given."""
-    # With many programs it was slower: they ask for these lines while they are on their way.
-    if (tl.program_id(0) == 0) & (tl.num_programs(0) <= _FEW):
+    """Mix the streams of a token (``hc_pre``); with NORM and SCALE norm and quantise the result.
+
+    A token has ``slices`` programs. With COEFFICIENTS one more program, the first, makes post and
+    comb: its many dependent steps take as long as the mixing and run in parallel to it. Without
+    SQUARED the partial sums have no squares: a program then has a whole token, sums them up itself
+    and stores the logits and squares to ``sums``, as a single partial sum. SCALE says where the
+    global scale comes from: ``"token"`` computes it, ``"one"`` and ``"row"`` read ``source``.
+    """
+    # With many programs it was slower: they request these lines while they are on their way.
+    if (tl.program_id(0) == 0) & (tl.num_programs(0) <= _FEW_PROGRAMS):
         prefetch_row(scale, 3, 4)
         prefetch_row(base, ROWS, ROW_BLOCK)
         if NORM:
@@ -224,7 +228,7 @@ def _finish_kernel(
     part = tl.program_id(0) % programs
     factor, start = parameters_of(scale, base, ROWS, ROW_BLOCK)
     if COEFFICIENTS and part == 0:
-        values = summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
+        values = summed(partials, token, tokens, splits, SPLITS, ROW_BLOCK)
         coefficients_of_token(
             values, factor, start, token, hidden, post, comb, norm_eps, hc_eps, ITERATIONS
         )
@@ -234,7 +238,7 @@ def _finish_kernel(
         x0, x1, x2, x3 = load_streams(x, token * 4 * hidden + column, hidden, inside)
         if NORM:
             gain = tl.load(weight + column, mask=inside, other=0.0)
-        values = summed(parts, token, tokens, splits, SPLITS, ROW_BLOCK)
+        values = summed(partials, token, tokens, splits, SPLITS, ROW_BLOCK)
         if SQUARED:
             squares = pick(values, ROWS)
         else:
@@ -242,8 +246,8 @@ def _finish_kernel(
             squares = tl.sum(squares, 0)
             if sums is not None:
                 row = tl.arange(0, ROW_BLOCK)
-                found = tl.where(row == ROWS, squares, values)
-                tl.store(sums + token * ROW_BLOCK + row, found)
+                row_sums = tl.where(row == ROWS, squares, values)
+                tl.store(sums + token * ROW_BLOCK + row, row_sums)
         gates = tl.sigmoid(logits_of(values, squares, factor, start, hidden, norm_eps)) + hc_eps
         total = tl.fma(pick(gates, 1), x1, pick(gates, 0) * x0)
         total = tl.fma(pick(gates, 3), x3, tl.fma(pick(gates, 2), x2, total))
@@ -261,7 +265,7 @@ def _finish_kernel(
 
 
 def _finish(
-    parts: Parts,
+    partials: Partials,
     x: torch.Tensor,
     scale: torch.Tensor,
     base: torch.Tensor,
@@ -272,16 +276,16 @@ def _finish(
     iterations: int,
     quantized: Output | None = None,
 ) -> torch.Tensor:
-    """The collapsed streams ``[T, H]``, normed if there is a ``weight``; fills ``coefficients``.
+    """The mixed streams ``[T, H]``, normed if there is a ``weight``.
 
-    And ``quantized``, the norm in NVFP4.
+    Fills ``coefficients``, and ``quantized`` with the norm in NVFP4.
     """
     tokens, _, hidden = x.shape
     out = x.new_empty((tokens, hidden))
     post, comb = coefficients or (None, None)
-    beside = coefficients is not None and tokens < _mixing_product.MANY
-    block = _launch.power_of_two(hidden)
-    if weight is None and parts.squared:
+    in_parallel = coefficients is not None and tokens < mixing_gemm.LARGE_M
+    block = launch_options.power_of_two(hidden)
+    if weight is None and partials.squared:
         block = min(1024, block)
     slices = -(-hidden // block)
     outputs: tuple[torch.Tensor | None, ...] = (None, None, None, None)
@@ -289,15 +293,15 @@ def _finish(
     if quantized is not None:
         codes, scales, total = quantized.tensors
         outputs = (quantized.source, codes, scales.view(torch.uint8), total)
-        given = "one" if total.shape[0] == 1 else "row"
-        scale_of = "token" if quantized.source is None else given
+        shape = "one" if total.shape[0] == 1 else "row"
+        scale_of = "token" if quantized.source is None else shape
     common = (norm_eps, hc_eps, iterations)
     sums = None
-    if coefficients is not None and not parts.squared:
-        sums = torch.empty_like(parts.data[:1])
-    with _launch.on(x):
-        _finish_kernel[(tokens * (slices + beside),)](
-            parts.data,
+    if coefficients is not None and not partials.squared:
+        sums = torch.empty_like(partials.data[:1])
+    with launch_options.on(x):
+        _finish_kernel[(tokens * (slices + in_parallel),)](
+            partials.data,
             sums,
             x,
             scale,
@@ -309,23 +313,23 @@ def _finish(
             *outputs,
             tokens,
             hidden,
-            parts.splits,
+            partials.splits,
             slices,
             *common,
-            COEFFICIENTS=int(beside),
-            SQUARED=parts.squared,
+            COEFFICIENTS=int(in_parallel),
+            SQUARED=partials.squared,
             NORM=weight is not None,
             SCALE=scale_of,
             CONVERT=conversion(x),
-            SPLITS=_launch.power_of_two(parts.splits),
-            ROWS=parts.rows,
-            ROW_BLOCK=parts.row_block,
+            SPLITS=launch_options.power_of_two(partials.splits),
+            ROWS=partials.rows,
+            ROW_BLOCK=partials.row_block,
             BLOCK=block,
-            num_warps=4 if parts.squared else max(4, block // 1024),
-            **_launch.options(x),
+            num_warps=4 if partials.squared else max(4, block // 1024),
+            **launch_options.options(x),
         )
-        if coefficients is not None and not beside:
-            summed = parts.data if sums is None else sums
+        if coefficients is not None and not in_parallel:
+            summed = partials.data if sums is None else sums
             coefficients_kernel[(-(-tokens // _LANES),)](
                 summed,
                 scale,
@@ -336,10 +340,10 @@ def _finish(
                 hidden,
                 summed.shape[0],
                 *common,
-                ROW_BLOCK=parts.row_block,
+                ROW_BLOCK=partials.row_block,
                 LANES=_LANES,
                 num_warps=1,
-                **_launch.options(x),
+                **launch_options.options(x),
             )
     return out
 
@@ -353,7 +357,7 @@ def _wide(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _pre(
-    parts: Parts | None,
+    partials: Partials | None,
     x: torch.Tensor,
     lead: torch.Size,
     scale: torch.Tensor,
@@ -366,11 +370,11 @@ def _pre(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     post = x.new_empty((x.shape[0], 4), dtype=torch.float32)
     comb = x.new_empty((x.shape[0], 4, 4), dtype=torch.float32)
-    if parts is None:
+    if partials is None:
         out = x.new_empty((x.shape[0], x.shape[2]))
     else:
         settings = (norm_eps, hc_eps, iterations)
-        out = _finish(parts, x, scale, base, weight, (post, comb), *settings, quantized)
+        out = _finish(partials, x, scale, base, weight, (post, comb), *settings, quantized)
     return out.view(*lead, x.shape[2]), post.view(*lead, 4), comb.view(*lead, 4, 4)
 
 
@@ -417,9 +421,9 @@ def _pre_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
-    parts = parts_of(x, fn) if x.numel() else None
+    partials = partials_of(x, fn) if x.numel() else None
     settings = (args.norm_eps, args.hc_eps, args.iterations)
-    return _pre(parts, x, lead, scale, base, norm_weight, *settings, quantized)
+    return _pre(partials, x, lead, scale, base, norm_weight, *settings, quantized)
 
 
 def hc_post_pre_norm(
@@ -441,15 +445,15 @@ def _post_pre_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
-    parts, mixed = None, torch.empty_like(x)
-    if 0 < x.shape[0] <= _mixing_product.FEW and x.numel():
+    partials, mixed = None, torch.empty_like(x)
+    if 0 < x.shape[0] <= mixing_gemm.SMALL_M and x.numel():
         before = (args.y.contiguous(), args.post.contiguous(), args.comb.contiguous())
-        parts, mixed = parts_of_few(x, fn, before)
+        partials, mixed = partials_of_small_m(x, fn, before)
     elif x.numel():
         mixed = _flat(hc_post(HcPostArgs(args.y, args.streams, args.post, args.comb)))
-        parts = parts_of(mixed, fn)
+        partials = partials_of(mixed, fn)
     settings = (args.norm_eps, args.hc_eps, args.iterations)
-    made = _pre(parts, mixed, lead, scale, base, args.norm_weight, *settings, quantized)
+    made = _pre(partials, mixed, lead, scale, base, args.norm_weight, *settings, quantized)
     return mixed.view(args.streams.shape), *made
 
 
@@ -460,7 +464,7 @@ def hc_head(args: HcHeadArgs) -> torch.Tensor:
     if x.numel() == 0:
         return x.new_empty((*lead, x.shape[-1]))
     fn, scale, base = _wide(fn, scale, base)
-    parts = parts_of(x, fn)
-    return _finish(parts, x, scale, base, None, None, args.norm_eps, args.hc_eps, 1).view(
+    partials = partials_of(x, fn)
+    return _finish(partials, x, scale, base, None, None, args.norm_eps, args.hc_eps, 1).view(
         *lead, x.shape[2]
     )

@@ -1,7 +1,7 @@
-"""Kernels of ``dsv4.ops.indexer``: queries, scores, and the choice of the highest.
+"""Kernels of ``dsv4.ops.indexer``: queries, indexer logits, and top-k selection.
 
-Scores go to a scratch buffer as integers that order as the scores do (``_index_scores``), then one
-program to a token chooses (``_index_choice``).
+Logits (scores) go to a scratch buffer as integers that order as they do
+(``_lib/index_logits.py``), then one program per token selects the k highest (``_lib/topk.py``).
 """
 
 from __future__ import annotations
@@ -20,34 +20,39 @@ from dsv4.ops.indexer import (
     IndexerSelectArgs,
     QuantizeIndexQueriesArgs,
 )
-from dsv4.triton import _launch, _rows
-from dsv4.triton._hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
-from dsv4.triton._index_choice import select_kernel
-from dsv4.triton._index_entries import e4m3_scale, mxfp4_rows, mxfp4_tile
-from dsv4.triton._index_scores import score_kernel, score_pages_kernel
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.hadamard import hadamard, hadamard_row, rotate_quantize, rotate_quantize_row
+from dsv4.triton._lib.index_keys import e4m3_scale, mxfp4_rows, mxfp4_tile
+from dsv4.triton._lib.index_logits import score_kernel, score_pages_kernel
+from dsv4.triton._lib.numerics import (
     e4m3_tile,
     narrow,
     once,
     wait_for_inputs,
     widen,
 )
-from dsv4.triton._nvfp4 import conversion, larger, largest, narrowed
+from dsv4.triton._lib.nvfp4 import conversion, larger, largest, narrowed
+from dsv4.triton._lib.topk import select_kernel
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_TILE = 256  # values of one program of the query kernel, or 16 times as many
-_FEW, _MANY = 1 << 16, 1 << 20  # values up to which such programs are small, or not large
-_SCORE_BYTES = 64 << 20  # of keys of scores at a time
-_SEARCHED = 8192  # entries up to which a row is searched as it is
-_DIRECT = 16384  # and up to which it is without groups
-_GROUP = 8  # entries per group, or twice as many
-_LONG = 131072  # entries from which groups are the larger ones
-_FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; most of many chosen of long rows
-_SHARED_FROM = 128  # tokens from which neighbours share the tiles of their sequence
+_TILE = 256  # values of a program of the query kernel where values are few; 16 times as many else
+_SMALL_VALUES, _LARGE_VALUES = (
+    1 << 16,
+    1 << 20,
+)  # values up to which programs are small, medium
+_SCORE_BYTES = 64 << 20  # of the scratch buffer: more tokens are scored in several launches
+_SEARCHED = 8192  # entries up to which a row is searched in registers
+_DIRECT = 16384  # entries up to which a row is reduced without groups
+_GROUP = 8  # entries per group; 16 from _LONG entries on
+_LONG = 131072
+_FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; _MOST for large k of long rows
+_SHARED_FROM = 128  # tokens from which neighbours share tiles of their sequence's entries
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-# Of the score kernels: entries per tile, tiles in flight, warps, programs for each SM.
-# By whether tokens share tiles, None for float32 operands; by format where blocks are in pages.
+# Of the logits kernels: entries per tile, pipeline stages, warps, programs per SM. Keys: whether
+# tokens share tiles (``score_kernel``), None for float32 operands; the format of pages
+# (``score_pages_kernel``).
 _SHAPES = {
     False: (64, 3, 4, 4),
     True: (64, 3, 8, 4),
@@ -59,11 +64,11 @@ _SHAPES = {
 
 
 @triton.jit
-def _turn(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """Columns START and following of queries ``x [ROWS, WIDTH]``, turned where they are to be.
+def _rotate_columns(x, cos, sin, inside, START: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
+    """Columns START and following of queries ``x [ROWS, WIDTH]``, rotated where they are to be.
 
-    Interleaved pairs; compiled without contraction, so that both products round as they do in
-    separate operators. Columns that are not turned keep their bits. ``cos`` and ``sin`` point to
+    Interleaved pairs; compiled without contraction, so that both multiplications round as they do
+    in separate operators. Other columns keep their bits. ``cos`` and ``sin`` point to
     the angles of each row.
     """
     ROWS: tl.constexpr = x.shape[0]
@@ -98,7 +103,7 @@ def _load_tiles(
 ):
     """Queries after RoPE: a tuple of tiles ``[ROWS, WIDTH]``, neighbours, zeros past D.
 
-    All are loaded before the first is turned.
+    All are loaded before the first is rotated.
     """
     token_stride, head_stride, cos_stride = strides
     TILES: tl.constexpr = (D + WIDTH - 1) // WIDTH
@@ -112,8 +117,10 @@ def _load_tiles(
     for tile in tl.static_range(TILES):
         values = loaded[tile]  # type: ignore[misc, var-annotated]
         if HALF > 0 and (tile + 1) * WIDTH > D - 2 * HALF:
-            place = token * cos_stride
-            values = _turn(values, cos + place, sin + place, inside, tile * WIDTH, D, HALF)
+            offset = token * cos_stride
+            values = _rotate_columns(
+                values, cos + offset, sin + offset, inside, tile * WIDTH, D, HALF
+            )
         tiles += (values,)  # type: ignore[assignment]
     return tiles
 
@@ -257,7 +264,7 @@ def _store_mxfp4(
 
 def indexer_rotate_quantize(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_rotate_quantize``."""
-    rows = _rows.as_rows(args.x)
+    rows = row_tiles.as_rows(args.x)
     out = torch.empty_like(args.x, memory_format=torch.contiguous_format)
     _launch_queries(rows.unsqueeze(1), None, None, out, True)
     return out
@@ -285,7 +292,7 @@ def quantize_index_queries(
     folded = q.new_empty((tokens, heads), dtype=torch.float32)
     if folded.numel():
         tile = _query_tile(q)
-        with _launch.on(q):
+        with launch_options.on(q):
             _codes_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
                 q,
                 args.cos.contiguous(),
@@ -320,16 +327,16 @@ def _query_tile(q: torch.Tensor) -> dict[str, Any]:
     the fewer values there are, the wider are the tiles, up to a row: more threads share a row.
     """
     tokens, heads, d = q.shape
-    width = _launch.power_of_two(d)
+    width = launch_options.power_of_two(d)
     values = tokens * heads * width
     # Triton knows of a size that it is a multiple of 16, or nothing.
     whole = d % 32 == 0 and q.data_ptr() % 16 == 0 and not any(n % 16 for n in q.stride()[:2])
     if q.dtype != torch.bfloat16 or not whole:
-        rows = _TILE if values <= _MANY else 4 * _TILE
+        rows = _TILE if values <= _LARGE_VALUES else 4 * _TILE
         return {"TILED": False, "ROWS": max(1, rows // width), "WIDTH": width, "num_warps": 1}
-    if values <= _FEW or d % 64:
+    if values <= _SMALL_VALUES or d % 64:
         return {"TILED": True, "ROWS": max(1, _TILE // width), "WIDTH": width, "num_warps": 1}
-    if values <= _MANY:
+    if values <= _LARGE_VALUES:
         tall = max(1, 2 * _TILE // width)
         return {"TILED": True, "ROWS": tall, "WIDTH": width // 2, "num_warps": 1}
     tall = max(8, 16 * _TILE // width)
@@ -348,7 +355,7 @@ def _launch_queries(
     tokens, heads, d = q.shape
     half = 0 if cos is None else cos.shape[1]
     tile = _query_tile(q)
-    with _launch.on(q):
+    with launch_options.on(q):
         _queries_kernel[(triton.cdiv(tokens * heads, tile["ROWS"]),)](
             q,
             cos,
@@ -368,7 +375,7 @@ def _launch_queries(
 
 
 def _without_contraction(tensor: torch.Tensor, few: bool) -> dict[str, Any]:
-    options = _launch.options(tensor, few)
+    options = launch_options.options(tensor, few)
     return {key: False if key == "enable_fp_fusion" else value for key, value in options.items()}
 
 
@@ -412,12 +419,12 @@ def select(
     if out.numel() == 0:
         return out
     sizes, visible = Sizes.of(keys.capacity, out.shape[1]), visible.contiguous()
-    width = 3 * sizes.room if sizes.direct else 0
-    room = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
+    width = 3 * sizes.buffer if sizes.direct else 0
+    buffer = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
     row = (sizes.width, sizes.group, sizes.groups)
     parts = scored(q, query_scales, weights, keys, sequences, visible, out.shape[1], *row, scorer)
     for part, scores, maxima in parts:
-        launch_selection(scores, maxima, room, visible[part], out[part], keys.capacity, sizes)
+        launch_selection(scores, maxima, buffer, visible[part], out[part], keys.capacity, sizes)
     return out
 
 
@@ -489,7 +496,7 @@ def scored(
 
 
 def scratch(like: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
-    """Rows of int32 that nobody has written."""
+    """Uninitialised rows of int32."""
     return torch.empty((tokens, width), dtype=torch.int32, device=like.device)
 
 
@@ -503,9 +510,9 @@ class Sizes:
         group: Entries per group; 0: none is longer than ``direct``.
         width: Numbers in a row of scores: as many as are loaded from it, whatever they are.
         groups: The same of maxima.
-        room: Entries that are chosen among, and groups that they come from.
-        classes: Of which maxima give the threshold that lets entries in.
-        warps: Of a program.
+        buffer: Capacity of the buffer, in entries and in groups.
+        classes: Classes whose maxima give the threshold of the buffer.
+        warps: Warps of a program.
     """
 
     exact: int
@@ -513,7 +520,7 @@ class Sizes:
     group: int
     width: int
     groups: int
-    room: int
+    buffer: int
     classes: int
     warps: int
 
@@ -522,11 +529,11 @@ class Sizes:
         """Sizes for the k highest of ``capacity`` entries."""
         if k == capacity:  # Nothing is chosen: any k.
             return cls(0, 0, 0, 0, 0, 32 * _FEWEST, 32 * _FEWEST, _FEWEST)
-        top = _launch.power_of_two(k)
+        top = launch_options.power_of_two(k)
         usual = _MOST if capacity >= _LONG and top > 512 else _USUAL
-        warps = max(_FEWEST, min(usual, _launch.power_of_two(capacity) // 256))
+        warps = max(_FEWEST, min(usual, launch_options.power_of_two(capacity) // 256))
         warps = min(_MOST, max(warps, top // 128))
-        loaded, room = 8 * 32 * warps, max(32 * warps, 2 * top)
+        loaded, buffer = 8 * 32 * warps, max(32 * warps, 2 * top)
         exact = min(_SEARCHED, loaded)
         group = _GROUP if capacity < _LONG else 2 * _GROUP
         # The maxima of fewer groups than k would let all groups in.
@@ -537,7 +544,7 @@ class Sizes:
             direct = 0
         width = triton.cdiv(capacity, loaded) * loaded
         groups = triton.cdiv(triton.cdiv(capacity, group), loaded) * loaded if group else 0
-        return cls(exact, direct, group, width, groups, room, room, warps)
+        return cls(exact, direct, group, width, groups, buffer, buffer, warps)
 
 
 _CODES = {torch.float8_e4m3fn: "fp8", torch.uint8: "mxfp4"}
@@ -582,13 +589,13 @@ def launch_scores(
         data.dtype if entry_format == "plain" else entry_format,
     )
     narrow_types = operand != torch.float32
-    padded = max(16, _launch.power_of_two(heads))
+    padded = max(16, launch_options.power_of_two(heads))
     shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
     within = narrow_types and shared == 1 and _within_pages(data, page_size, entry_format, d)
     shape = entry_format if within else shared > 1 if narrow_types else None
     block, stages, warps, resident = _SHAPES[shape]
     programs = triton.cdiv(tokens, shared)
-    splits = max(1, resident * _launch.sm_count(q.device) // programs)
+    splits = max(1, resident * launch_options.sm_count(q.device) // programs)
     grid = (programs, min(splits, triton.cdiv(capacity, block)))
     pointers = (weights, data, page_table, sequences, visible, scores, maxima)
     strides = (
@@ -600,18 +607,18 @@ def launch_scores(
         "D": d,
         "KEYS": entry_format,
         "QUERIES": queries,
-        "OPERAND": _rows.TYPES[operand],
+        "OPERAND": row_tiles.TYPES[operand],
         "HEADS": padded,
         "BLOCK": block,
         "GROUP": group,
         "STAGES": stages,
         "num_warps": warps,
-        **_launch.options(q),
+        **launch_options.options(q),
     }
     if within and query_scales is not None:
         q, query_scales = _in_words(q), _in_words(query_scales)
     x = q.view(torch.uint8) if queries == "fp8" else q
-    with _launch.on(q):
+    with launch_options.on(q):
         if within:
             score_pages_kernel[grid](
                 x,
@@ -635,9 +642,9 @@ def launch_scores(
             page_size,
             *q.stride()[:2],
             *strides,
-            PAGE=page_size if page_size == _launch.power_of_two(page_size) else 0,
+            PAGE=page_size if page_size == launch_options.power_of_two(page_size) else 0,
             TOKENS=shared,
-            DIMS=max(16, _launch.power_of_two(d)),
+            DIMS=max(16, launch_options.power_of_two(d)),
             **options,
         )
 
@@ -647,7 +654,7 @@ def _within_pages(data: torch.Tensor, page_size: int, entry_format: str, d: int)
     if page_size % _SHAPES[entry_format][0]:
         return False
     if entry_format == "plain":
-        return d >= 16 and d == _launch.power_of_two(d)
+        return d >= 16 and d == launch_options.power_of_two(d)
     return d == 128 and data.data_ptr() % 16 == 0 and data.stride(0) % 16 == 0
 
 
@@ -660,7 +667,7 @@ def _in_words(x: torch.Tensor) -> torch.Tensor:
 def launch_selection(
     scores: torch.Tensor,
     maxima: torch.Tensor,
-    room: torch.Tensor,
+    buffer: torch.Tensor,
     visible: torch.Tensor,
     out: torch.Tensor,
     capacity: int,
@@ -668,25 +675,25 @@ def launch_selection(
 ) -> None:
     """Choose the highest of each row of scores, as ``scored`` gives them, into ``out``."""
     tokens, k = out.shape
-    with _launch.on(out):
+    with launch_options.on(out):
         select_kernel[(tokens,)](
             scores,
             maxima,
-            room,
+            buffer,
             visible,
             out,
             capacity,
             k,
             scores.stride(0),
             maxima.stride(0),
-            room.stride(0),
-            TOP=_launch.power_of_two(k),
+            buffer.stride(0),
+            TOP=launch_options.power_of_two(k),
             GROUP=sizes.group,
             EXACT=sizes.exact,
             DIRECT=sizes.direct,
-            ROOM=sizes.room,
+            BUFFER=sizes.buffer,
             CLASSES=sizes.classes,
             T=32 * sizes.warps,
             num_warps=sizes.warps,
-            **_launch.options(out),
+            **launch_options.options(out),
         )

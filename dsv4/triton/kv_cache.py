@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
-from dsv4.triton import _entries, _launch, _rotation, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._entries import (
+from dsv4.triton._lib import cache_entries, rotation, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.cache_entries import (
     convert,
     decode_groups,
     encode_groups,
@@ -18,26 +18,27 @@ from dsv4.triton._entries import (
     store_pieces,
     store_rope,
 )
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import narrowed, rounded
-from dsv4.triton._nvfp4_tile import load_pieces, own_part
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import narrowed, rounded
+from dsv4.triton._lib.nvfp4_tile import load_pieces, own_part
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms
 
-_FEW = 128  # entries up to which programs share one
-_MANY = 1 << 16  # entries from which a program reads more of them
+_SHARED_ENTRIES = 128  # entries up to which several programs share an entry
+_MANY_ENTRIES = 1 << 16  # entries above which a program reads 8 of them
 
 
 def _tile(entries: int) -> dict[str, int]:
-    """Entries per program: one while there are few; more than that start too slowly one by one."""
+    """Entries per program: one while there are few; many programs of one start too slowly."""
     return {"ROWS": 1, "num_warps": 4} if entries <= 512 else {"ROWS": 4, "num_warps": 4}
 
 
 def _reading_tile(entries: int) -> dict[str, int]:
     """The same for reading: of very many entries a thread takes 8 columns of four."""
-    return _tile(entries) if entries <= _MANY else {"ROWS": 8, "num_warps": 4}
+    return _tile(entries) if entries <= _MANY_ENTRIES else {"ROWS": 8, "num_warps": 4}
 
 
 def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
@@ -45,7 +46,7 @@ def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
 
 
 def _are_few(entries: int, tile: dict[str, int]) -> bool:
-    return _launch.are_few(*_programs(entries, tile), tile["num_warps"])
+    return launch_options.are_few(*_programs(entries, tile), tile["num_warps"])
 
 
 @triton.jit
@@ -99,12 +100,12 @@ def write_kv(args: WriteKvArgs) -> None:
     count = entries.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
-    entries = _rows.as_rows(entries)
+    entries = row_tiles.as_rows(entries)
     tile = _tile(count)
-    with _launch.on(data):
+    with launch_options.on(data):
         _write_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             entries,
             entries.stride(0),
             args.slots.contiguous(),
@@ -112,10 +113,10 @@ def write_kv(args: WriteKvArgs) -> None:
             NOPE=args.head_dim - args.rope_dim,
             ROPE=args.rope_dim,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(args.head_dim),
-            ROPE_BLOCK=_launch.power_of_two(args.rope_dim),
+            BLOCK=cache_entries.block(args.head_dim),
+            ROPE_BLOCK=launch_options.power_of_two(args.rope_dim),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )
 
 
@@ -147,9 +148,9 @@ def store_rows(out, first, count, values, columns):
     """Store ``[ROWS, BLOCK]`` as rows ``first`` and following of a contiguous matrix."""
     row = (first + tl.arange(0, values.shape[0]))[:, None]
     column = tl.arange(0, values.shape[1])[None, :]
-    place = out + row.to(tl.int64) * columns + column
+    address = out + row.to(tl.int64) * columns + column
     stored = convert(values, out.dtype.element_ty)
-    tl.store(place, stored, mask=(row < count) & (column < columns))
+    tl.store(address, stored, mask=(row < count) & (column < columns))
 
 
 def read_kv(args: ReadKvArgs) -> torch.Tensor:
@@ -162,19 +163,19 @@ def read_kv(args: ReadKvArgs) -> torch.Tensor:
     if count == 0:
         return out
     tile = _reading_tile(count)
-    with _launch.on(data):
+    with launch_options.on(data):
         _read_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             args.slots.contiguous(),
             out,
             count,
             NOPE=args.head_dim - args.rope_dim,
             ROPE=args.rope_dim,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(args.head_dim),
+            BLOCK=cache_entries.block(args.head_dim),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )
     return out
 
@@ -209,10 +210,10 @@ def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, head_dim = rows.shape
     tile = _tile(count)
-    with _launch.on(x):
+    with launch_options.on(x):
         _round_trip_kernel[_programs(count, tile)](
             rows,
             rows.stride(0),
@@ -220,9 +221,9 @@ def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
             count,
             NOPE=head_dim - args.rope_dim,
             ROPE=args.rope_dim,
-            BLOCK=_entries.block(head_dim),
+            BLOCK=cache_entries.block(head_dim),
             **tile,
-            **_launch.options(x, few=_are_few(count, tile)),
+            **launch_options.options(x, few=_are_few(count, tile)),
         )
     return out
 
@@ -259,23 +260,23 @@ def _norm_rope_write_kernel(
         values = load_rows(kv, stride, first, count, NOPE + ROPE, ROWS, BLOCK)
         factor = _load_weight(weight, NOPE, ROWS, BLOCK)
         if ROPE > 0:
-            # The columns that turn once more, so that no other runs the rotation.
+            # The rotated columns are loaded once more, so that no other column runs the rotation.
             rope = load_rows(kv + NOPE, stride, first, count, ROPE, ROWS, ROPE_BLOCK)
             rope_factor = _load_weight(weight + NOPE, ROPE, ROWS, ROPE_BLOCK)
             row = (first + tl.arange(0, ROWS))[:, None]
             pair = tl.arange(0, ROPE_BLOCK // 2)[None, :]
-            turning = (row < count) & (pair < ROPE // 2)
-            c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, turning, False)
+            rotating = (row < count) & (pair < ROPE // 2)
+            c, s = load_angles(cos, sin, row.to(tl.int64) * table_stride, pair, rotating, False)
 
         values = widen(values)
         rms = inverse_rms(tl.sum(values * values, 1), NOPE + ROPE, eps)[:, None]
         values = narrowed(factor * (values * rms), DTYPE)
         store_nope(data, data_stride, where, values, NOPE, ROPE, PAGE_SIZE)
         if ROPE > 0:
-            turned = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
-            turned = narrowed(turned, DTYPE)
+            rotated = rotate(rounded(rope_factor * (widen(rope) * rms), DTYPE), c, s)
+            rotated = narrowed(rotated, DTYPE)
             dim = tl.arange(0, ROPE_BLOCK)[None, :]
-            store_rope(data, data_stride, where, turned, dim, NOPE, ROPE, PAGE_SIZE)
+            store_rope(data, data_stride, where, rotated, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit
@@ -305,10 +306,10 @@ def _norm_rope_write_few_kernel(
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SHARES programs to an entry, of one warp: the last has the columns that turn.
+    """SHARES programs of one warp per entry: the last one owns the rotated columns.
 
-    The others have 256 columns each, 8 to a thread. Each adds up the whole row for itself, so that
-    no warp waits for another.
+    The others own 256 columns each, 8 per thread. Each program sums up the whole row itself, so
+    that no warp waits for another.
     """
     if tl.program_id(0) == 0:
         prefetch_row(weight, NOPE + ROPE, 8 * WHOLE)
@@ -317,12 +318,12 @@ def _norm_rope_write_few_kernel(
     DTYPE: tl.constexpr = kv.dtype.element_ty
     row, part = (tl.program_id(0) // SHARES).to(tl.int64), tl.program_id(0) % SHARES
     kv += row * stride
-    each = tl.arange(0, WHOLE)
+    pieces = tl.arange(0, WHOLE)
     if part < SHARES - 1:
         piece = part * N + tl.arange(0, N)
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
+            loaded = load_pieces(kv, 0, pieces * 0, pieces, pieces < COLUMNS // 8)
             factor = load_pieces(weight, 0, piece * 0, piece, piece < NOPE // 8)
             slot = tl.load(slots + row)
             here = arrival(factor, N) | arrival(slot, N)
@@ -333,23 +334,23 @@ def _norm_rope_write_few_kernel(
             store_pieces(data, data_stride, slot, values, piece, NOPE, ROPE, PAGE_SIZE)
     else:
         piece = tl.arange(0, N)
-        turns = piece < ROPE // 8
+        rotating = piece < ROPE // 8
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
-            loaded = load_pieces(kv, 0, each * 0, each, each < COLUMNS // 8)
-            rope = load_pieces(kv + NOPE, 0, piece * 0, piece, turns)
-            factor = load_pieces(weight + NOPE, 0, piece * 0, piece, turns)
+            loaded = load_pieces(kv, 0, pieces * 0, pieces, pieces < COLUMNS // 8)
+            rope = load_pieces(kv + NOPE, 0, piece * 0, piece, rotating)
+            factor = load_pieces(weight + NOPE, 0, piece * 0, piece, rotating)
             pair = (piece * 4)[:, None] + tl.arange(0, 4)[None, :]
-            c, s = load_angles(cos, sin, row * table_stride, pair, turns[:, None], False)
+            c, s = load_angles(cos, sin, row * table_stride, pair, rotating[:, None], False)
             slot = tl.load(slots + row)
             here = arrival(rope, N) | arrival(factor, N) | arrival(c, N) | arrival(s, N)
             here |= arrival(slot, N)
             rms = _inverse_rms_of(once_here(loaded, here), COLUMNS, eps)
-            turned = rotate(rounded(widen(factor) * (widen(rope) * rms), DTYPE), c, s)
+            rotated = rotate(rounded(widen(factor) * (widen(rope) * rms), DTYPE), c, s)
             slot = slot.to(tl.int64) + tl.zeros([1], tl.int64)
             dim = (piece * 8)[:, None] + tl.arange(0, 8)[None, :]
-            turned = narrowed(turned, DTYPE)
-            store_rope(data, data_stride, slot, turned, dim, NOPE, ROPE, PAGE_SIZE)
+            rotated = narrowed(rotated, DTYPE)
+            store_rope(data, data_stride, slot, rotated, dim, NOPE, ROPE, PAGE_SIZE)
 
 
 @triton.jit
@@ -366,17 +367,17 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     count = kv.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
-    kv = _rows.as_rows(kv)
-    cos, sin, _ = _rotation.tables(kv, cos, sin)
+    kv = row_tiles.as_rows(kv)
+    cos, sin, _ = rotation.tables(kv, cos, sin)
     # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
     rotated = 2 * cos.shape[1]
     tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
-    if count <= _FEW and head_dim % 8 == 0 and rotated % 8 == 0:
-        shares = triton.cdiv(_entries.block(head_dim), 256) + 1
-        with _launch.on(data):
+    if count <= _SHARED_ENTRIES and head_dim % 8 == 0 and rotated % 8 == 0:
+        shares = triton.cdiv(cache_entries.block(head_dim), 256) + 1
+        with launch_options.on(data):
             _norm_rope_write_few_kernel[(count * shares,)](
                 data,
-                _entries.page_stride(data),
+                cache_entries.page_stride(data),
                 kv,
                 kv.stride(0),
                 args.weight.contiguous(),
@@ -390,15 +391,15 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
                 ROPE=rotated,
                 PAGE_SIZE=args.page_size,
                 SHARES=shares,
-                WHOLE=_entries.block(head_dim) // 8,
+                WHOLE=cache_entries.block(head_dim) // 8,
                 num_warps=1,
-                **_launch.options(data, few=True),
+                **launch_options.options(data, few=True),
             )
         return
-    with _launch.on(data):
+    with launch_options.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
             data,
-            _entries.page_stride(data),
+            cache_entries.page_stride(data),
             kv,
             kv.stride(0),
             args.weight.contiguous(),
@@ -411,8 +412,8 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
             NOPE=head_dim - rotated,
             ROPE=rotated,
             PAGE_SIZE=args.page_size,
-            BLOCK=_entries.block(head_dim),
-            ROPE_BLOCK=_launch.power_of_two(rotated),
+            BLOCK=cache_entries.block(head_dim),
+            ROPE_BLOCK=launch_options.power_of_two(rotated),
             **tile,
-            **_launch.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, few=_are_few(count, tile)),
         )

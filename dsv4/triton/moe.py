@@ -1,7 +1,8 @@
 """Kernels of ``dsv4.ops.moe``.
 
-Rows are moved by token: a token's row is read once and written to each of its sorted rows, or its
-sorted rows are read and summed. ``rows`` says where they are, so each of these is one launch.
+A program owns columns of a token: it reads the token's row once and writes it to each of the
+token's sorted rows, or reads the sorted rows and sums them. ``rows`` holds their positions, so each
+of these is one launch.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from dsv4.ops.moe import (
     check_ids,
 )
 from dsv4.quant import formats
-from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import nvfp4, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     dynamic_scale,
     e2m1_codes,
@@ -32,14 +32,14 @@ from dsv4.triton._nvfp4 import (
     larger,
     largest,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     block_peaks,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
     of_block,
     over_threads,
+    own_coordinates,
     own_part,
-    own_places,
     row_peak,
     shared_blocks,
     store_halves,
@@ -47,24 +47,26 @@ from dsv4.triton._nvfp4_tile import (
     sum_of_all,
     tile_warps,
 )
-from dsv4.triton._words import word_of
+from dsv4.triton._lib.words import word_of
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_COUNTED = 4096  # slots up to which every slot is compared with every other
-_QUERIES = 8  # ranks of one program then
-_BLOCK = 256  # slots of one program beyond that
-_TOGETHER = 512  # slots up to which rows are sorted and copied by one launch
-_APART = 32  # tokens up to which every slot is quantised by a program of its own
-_FEW = 256  # programs that quantise, of which there are enough beyond that
-_CLEARED = 4096  # words that a program clears of experts' swizzled scales
-_CLEARED_BY_WARP = 512  # that a warp does, where rows are shared
-_CLEARING = 64  # blocks of a row that such a program codes
+_RANKED_SLOTS = 4096  # slots up to which a slot's rank is found by comparing it with all others
+_QUERIES = 8  # ranks that one program finds then
+_BLOCK = 256  # slots of one program above, by histogram, scan and scatter
+_FUSED_SLOTS = 512  # slots up to which one launch sorts and copies rows
+_SEPARATE_TOKENS = 32  # tokens up to which each slot has a program of its own to quantise it
+_FEW_PROGRAMS = 256  # programs that quantise up to which a row has many threads
+_CLEARED_WORDS = 4096  # words of experts' swizzled scales that a program clears
+_WARP_CLEARED_WORDS = 512  # words that a warp clears, where several programs share a row
+_CLEARING_BLOCKS = 64  # blocks of a row that a program codes where others clear
 
 
 @triton.jit
 def _local_expert(ids, slot, slots, first, EXPERTS: tl.constexpr):
     """Local expert of each slot, int32; EXPERTS where it has none, one more past the last slot."""
-    found = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int64) - first
-    local = tl.where((found >= 0) & (found < EXPERTS), found, EXPERTS).to(tl.int32)
+    expert = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int64) - first
+    local = tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
     return tl.where(slot < slots, local, EXPERTS + 1)
 
 
@@ -119,8 +121,8 @@ def _histogram_kernel(
     wait_for_inputs(PDL)
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     local = _local_expert(ids, slot, slots, first, EXPERTS)
-    place = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
-    tl.store(counts + place, tl.histogram(local, BINS))
+    offset = tl.program_id(0).to(tl.int64) * BINS + tl.arange(0, BINS)
+    tl.store(counts + offset, tl.histogram(local, BINS))
 
 
 @fast_launch
@@ -140,9 +142,9 @@ def _scan_kernel(
     total = tl.zeros([COLUMNS], tl.int32)
     for start in range(0, blocks, CHUNK):
         block = (start + tl.arange(0, CHUNK))[:, None]
-        place = counts + block.to(tl.int64) * BINS + expert[None, :]
-        count = tl.load(place, mask=block < blocks, other=0)
-        tl.store(place, total[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
+        address = counts + block.to(tl.int64) * BINS + expert[None, :]
+        count = tl.load(address, mask=block < blocks, other=0)
+        tl.store(address, total[None, :] + tl.cumsum(count, 0) - count, mask=block < blocks)
         total += tl.sum(count, 0)
     tl.store(totals + expert, total)
 
@@ -169,17 +171,17 @@ def _scatter_kernel(
     expert = tl.arange(0, BINS)
     total = tl.load(totals + expert)
     before = tl.load(counts + block.to(tl.int64) * BINS + expert)
-    place = tl.arange(0, BLOCK)
-    local = _local_expert(ids, block * BLOCK + place, slots, first, EXPERTS)
+    index = tl.arange(0, BLOCK)
+    local = _local_expert(ids, block * BLOCK + index, slots, first, EXPERTS)
     begin = tl.cumsum(total, 0) - total
     if block == 0:
         tl.store(offsets + expert, begin, mask=expert <= EXPERTS)
     own = tl.histogram(local, BINS)
     # Where an expert's first slot of this block goes, less where it is in the sorted block.
     shift = begin + before - (tl.cumsum(own, 0) - own)
-    key = tl.sort(local * BLOCK + place)
+    key = tl.sort(local * BLOCK + index)
     slot = block * BLOCK + key % BLOCK
-    row = place + tl.gather(shift, key // BLOCK, 0)
+    row = index + tl.gather(shift, key // BLOCK, 0)
     tl.store(order + row, slot, mask=slot < slots)
     tl.store(rows + slot, row, mask=slot < slots)
 
@@ -195,11 +197,11 @@ def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch
     if slots == 0:
         return order, offsets.zero_(), rows
     ids = ids.contiguous()
-    if slots > _COUNTED:
+    if slots > _RANKED_SLOTS:
         _permute_blocks(ids, order, offsets, rows, args.first_expert)
         return order, offsets, rows
-    block = max(16, min(1024, _launch.power_of_two(slots)))
-    with _launch.on(ids):
+    block = max(16, min(1024, launch_options.power_of_two(slots)))
+    with launch_options.on(ids):
         _count_kernel[(triton.cdiv(slots + experts + 1, _QUERIES),)](
             ids,
             order,
@@ -211,7 +213,7 @@ def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch
             QUERIES=_QUERIES,
             BLOCK=block,
             num_warps=max(1, block // 256),
-            **_launch.options(ids),
+            **launch_options.options(ids),
         )
     return order, offsets, rows
 
@@ -221,13 +223,13 @@ def _permute_blocks(
 ) -> None:
     slots, experts = ids.numel(), offsets.shape[0] - 1
     blocks = triton.cdiv(slots, _BLOCK)
-    bins = _launch.power_of_two(experts + 2)
+    bins = launch_options.power_of_two(experts + 2)
     columns = min(bins, 32)
     counts = ids.new_empty((blocks, bins), dtype=torch.int32)
     totals = ids.new_empty((bins,), dtype=torch.int32)
     sizes = {"EXPERTS": experts, "BINS": bins, "BLOCK": _BLOCK}
-    options = _launch.options(ids)
-    with _launch.on(ids):
+    options = launch_options.options(ids)
+    with launch_options.on(ids):
         _histogram_kernel[(blocks,)](ids, counts, slots, first, **sizes, num_warps=1, **options)
         _scan_kernel[(bins // columns,)](
             counts,
@@ -235,7 +237,7 @@ def _permute_blocks(
             blocks,
             BINS=bins,
             COLUMNS=columns,
-            CHUNK=min(256, _launch.power_of_two(blocks)),
+            CHUNK=min(256, launch_options.power_of_two(blocks)),
             num_warps=8,
             **options,
         )
@@ -266,23 +268,23 @@ def _gather_kernel(
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first = token * K + tl.program_id(1) * EACH
-    # All loads come before the first store, behind which the compiler would leave them.
-    places = ()
+    # All loads come before the first store, because the compiler moves no load across a store.
+    targets = ()
     for j in tl.static_range(EACH):
-        places += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
+        targets += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
     values = tl.load(x + token * stride + column, mask=column < columns)
     for j in tl.static_range(EACH):
-        place = places[j] * columns + column  # type: ignore[misc]
-        tl.store(out + place, values, mask=column < columns)
+        offset = targets[j] * columns + column  # type: ignore[misc]
+        tl.store(out + offset, values, mask=column < columns)
         if WEIGHTED:
             alone = tl.program_id(0) % chunks == 0
-            tl.store(row_weight + places[j], tl.load(weights + first + j), mask=alone)
+            tl.store(row_weight + targets[j], tl.load(weights + first + j), mask=alone)
 
 
 def _chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Columns per program, and programs per token: small ones while there are few tokens."""
-    block = 1024 if tokens * columns >= 1024 * 4 * _launch.sm_count(device) else 256
-    block = min(block, _launch.power_of_two(columns))
+    block = 1024 if tokens * columns >= 1024 * 4 * launch_options.sm_count(device) else 256
+    block = min(block, launch_options.power_of_two(columns))
     return block, max(1, triton.cdiv(columns, block))
 
 
@@ -306,12 +308,12 @@ def _gather(
     weights: torch.Tensor | None,
     row_weight: torch.Tensor | None,
 ) -> None:
-    (tokens, columns), source = x.shape, _rows.as_rows(x)
+    (tokens, columns), source = x.shape, row_tiles.as_rows(x)
     block, chunks = _chunks(tokens, columns, x.device)
-    # While programs do not fill the GPU, every row of a token has its own.
-    each = 1 if tokens * chunks < _launch.sm_count(x.device) else rows.shape[1]
-    with _launch.on(x):
-        _gather_kernel[(tokens * chunks, rows.shape[1] // each)](
+    # While programs do not fill the GPU, every row of a token has a program of its own.
+    share = 1 if tokens * chunks < launch_options.sm_count(x.device) else rows.shape[1]
+    with launch_options.on(x):
+        _gather_kernel[(tokens * chunks, rows.shape[1] // share)](
             source,
             rows,
             out,
@@ -321,11 +323,11 @@ def _gather(
             columns,
             chunks,
             K=rows.shape[1],
-            EACH=each,
+            EACH=share,
             BLOCK=block,
             WEIGHTED=weights is not None,
             num_warps=_warps(block),
-            **_launch.options(x),
+            **launch_options.options(x),
         )
 
 
@@ -358,24 +360,24 @@ def _sort_kernel(
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
-    place = tl.arange(0, QUERIES)
+    index = tl.arange(0, QUERIES)
     other = _local_expert(ids, slot, slots, first, EXPERTS) * slots + slot
     if program < copying:
         column = program % chunks * BLOCK + tl.arange(0, BLOCK)
         token = program // chunks
         values = tl.load(x + token.to(tl.int64) * stride + column, mask=column < columns)
-        query = token * K + place
+        query = token * K + index
         key = _local_expert(ids, query, slots, first, EXPERTS) * slots + query
         rank = tl.sum((other[None, :] < key[:, None]).to(tl.int32), 1)
         line = out + rank[:, None].to(tl.int64) * columns
-        inside = (place < K)[:, None] & (column < columns)[None, :]
+        inside = (index < K)[:, None] & (column < columns)[None, :]
         tl.store(line + column[None, :], values[None, :], mask=inside)
         # A number per slot: the interpreter takes no mask & a single condition.
-        own = place + program % chunks * QUERIES < K
+        own = index + program % chunks * QUERIES < K
         tl.store(rows + query, rank, mask=own)
         tl.store(row_weight + rank, tl.load(weights + query, mask=own), mask=own)
     else:
-        expert = (program - copying) * QUERIES + place
+        expert = (program - copying) * QUERIES + index
         rank = tl.sum((other[None, :] < (expert * slots)[:, None]).to(tl.int32), 1)
         tl.store(offsets + expert, rank, mask=expert <= EXPERTS)
 
@@ -389,7 +391,7 @@ def moe_sort(
     out = x.new_empty((slots, columns)) if out is None else out
     row_weight = weights.new_empty((slots,))
     weights = weights.contiguous()
-    if slots > _TOGETHER or out.numel() == 0:
+    if slots > _FUSED_SLOTS or out.numel() == 0:
         _, offsets, rows = moe_permute(
             MoePermuteArgs(ids, args.num_experts, args.first_expert, args.num_local_experts)
         )
@@ -399,12 +401,13 @@ def moe_sort(
     check_ids(ids, args.num_experts)
     offsets = ids.new_empty((args.num_local_experts + 1,), dtype=torch.int32)
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
-    source, (tokens, top_k) = _rows.as_rows(x), ids.shape
-    block = min(256, _launch.power_of_two(columns))
+    source, (tokens, top_k) = row_tiles.as_rows(x), ids.shape
+    block = min(256, launch_options.power_of_two(columns))
     chunks = triton.cdiv(columns, block)
-    queries = _launch.power_of_two(max(top_k, _QUERIES))  # at least K, which the kernel counts on
+    # At least K, which the kernel counts on.
+    queries = launch_options.power_of_two(max(top_k, _QUERIES))
     copying = tokens * chunks
-    with _launch.on(x):
+    with launch_options.on(x):
         _sort_kernel[(copying + triton.cdiv(args.num_local_experts + 1, queries),)](
             source,
             ids.contiguous(),
@@ -422,10 +425,10 @@ def moe_sort(
             EXPERTS=args.num_local_experts,
             K=top_k,
             QUERIES=queries,
-            SLOTS=max(16, _launch.power_of_two(slots)),
+            SLOTS=max(16, launch_options.power_of_two(slots)),
             BLOCK=block,
             num_warps=_warps(block),
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return out, row_weight, offsets, rows
 
@@ -441,13 +444,13 @@ def _expert_of(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def _scale_row(offsets, row, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
     """The row of a sorted row's scales: PADDED, behind the rows that pad every expert's to 128."""
-    place = row
+    scale_row = row
     if PADDED:
         expert = tl.arange(0, BLOCK)
         start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
         end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-        place += tl.sum(tl.where(end <= row, (start - end) & 127, 0), 0)
-    return place
+        scale_row += tl.sum(tl.where(end <= row, (start - end) & 127, 0), 0)
+    return scale_row
 
 
 @triton.jit
@@ -476,9 +479,9 @@ def _clear_part(
     rows = sum_of_all(tl.where(own, end - start - (tile - before) * 128, 0).to(tl.int32))
     word = number % parts * CLEARED + tl.arange(0, CLEARED)
     row = word % 128 // 4 + word % 4 * 32
-    place = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
+    address = scales.to(tl.pointer_type(tl.uint32)) + tile * WORDS + word
     empty = tl.zeros([CLEARED], tl.uint32)
-    tl.store(place, empty, mask=(word < WORDS) & (row >= rows))
+    tl.store(address, empty, mask=(word < WORDS) & (row >= rows))
 
 
 @triton.jit
@@ -506,8 +509,8 @@ def _store_row(
 ):
     """Codes and scale bytes of one token to its rows below ``local``.
 
-    All chunks are coded before any is stored: a row's place in the scales is a search among all
-    experts, which every chunk would repeat, and codes take fewer registers than values.
+    All chunks are coded before any is stored: the row's position in the scales is a search among
+    all experts, which every chunk would repeat, and codes take fewer registers than values.
     """
     line = tl.zeros([BLOCKS], tl.int64)
     coded = ()
@@ -520,13 +523,15 @@ def _store_row(
     for j in range(SLOTS):
         row = tl.load(slots + j).to(tl.int64)
         if row < local:
-            place = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
+            scale_row = line + _scale_row(offsets, row, EXPERTS, EXPERT_BLOCK, PADDED)
             for chunk in tl.static_range(CHUNKS):
                 block = chunk * BLOCKS + tl.arange(0, BLOCKS)
                 inside = block < COLUMNS // 16
                 first, last, bits = coded[3 * chunk], coded[3 * chunk + 1], coded[3 * chunk + 2]
                 store_halves(codes, line + row, COLUMNS // 16, block, first, last, inside)
-                store_scales(scales, bits, place, block, inside, padded, SCALE_COLUMNS, SWIZZLED)
+                store_scales(
+                    scales, bits, scale_row, block, inside, padded, SCALE_COLUMNS, SWIZZLED
+                )
 
 
 @triton.jit
@@ -537,7 +542,7 @@ def _code_few(
     scale,
     codes,
     scales,
-    places,
+    targets,
     lines,
     local,
     padded,
@@ -550,18 +555,18 @@ def _code_few(
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
-    """Codes and scale bytes of one token to rows ``places``, zeros to those from ``local`` on.
+    """Codes and scale bytes of one token to rows ``targets``, zeros to those from ``local`` on.
 
     ``lines`` are the rows of their scales; PADDED, a row of no expert has none.
     """
     bits, product = block_scales(amax, finite, scale, False, MODERATE)
     word = word_of(e2m1_codes(values, product, CONVERT, MODERATE))
     inside = piece < COLUMNS // 8
-    first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that have a block
+    first = tl.where(piece % 2 == 0, piece // 2, SCALE_COLUMNS)  # of the two that own a block
     for j in tl.static_range(SLOTS):
-        used = places[j] + tl.zeros_like(piece) < local
-        place = codes.to(tl.pointer_type(tl.uint32)) + places[j] * (COLUMNS // 8) + piece
-        tl.store(place, tl.where(used, word, 0), mask=inside)
+        used = targets[j] + tl.zeros_like(piece) < local
+        address = codes.to(tl.pointer_type(tl.uint32)) + targets[j] * (COLUMNS // 8) + piece
+        tl.store(address, tl.where(used, word, 0), mask=inside)
         line = lines[j] + tl.zeros_like(piece).to(tl.int64)
         if PADDED:
             line = tl.where(used, line, padded)  # where no scale is
@@ -573,7 +578,7 @@ def _quantize_few(
     x,
     slots,
     offsets,
-    given,
+    input_scale,
     codes,
     scales,
     total,
@@ -591,19 +596,19 @@ def _quantize_few(
     EXPERT_BLOCK: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    """A token at ``x`` to SLOTS rows, a thread for 8 columns: few tokens are spread over many."""
+    """A token at ``x`` to SLOTS rows, one thread per 8 columns, so that few tokens have many."""
     expert = tl.arange(0, EXPERT_BLOCK)
-    _, _, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
-    _, _, own = own_places(1, BLOCKS, CHUNKS)
+    _, _, piece = loaded_coordinates(1, BLOCKS, CHUNKS, WHOLE)
+    _, _, own = own_coordinates(1, BLOCKS, CHUNKS)
     loaded = load_pieces(x, 0, piece * 0, piece, piece < COLUMNS // 8)
     local = tl.load(offsets + EXPERTS)
     if PADDED:
         start = tl.load(offsets + expert, mask=expert < EXPERTS, other=0)
         end = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-    places, lines = (), ()
+    targets, lines = (), ()
     for j in tl.static_range(SLOTS):
         row = tl.load(slots + j)
-        places += (row.to(tl.int64),)  # type: ignore[assignment]
+        targets += (row.to(tl.int64),)  # type: ignore[assignment]
         if PADDED:
             row += sum_of_all(tl.where(end <= row, (start - end) & 127, 0))
         lines += (row.to(tl.int64),)  # type: ignore[assignment]
@@ -613,16 +618,16 @@ def _quantize_few(
     amax, finite = finite_amax(of_block(largest(values), 2))
     if STATIC:
         last = tl.load(offsets + 1 + expert, mask=expert < EXPERTS, other=0x7FFFFFFF)
-        owner = sum_of_all((last <= places[0]).to(tl.int32))  # type: ignore[misc]
+        owner = sum_of_all((last <= targets[0]).to(tl.int32))  # type: ignore[misc]
         owner = tl.minimum(owner, EXPERTS - 1)
-        scale = tl.load(given + owner)
+        scale = tl.load(input_scale + owner)
     else:
         scale = dynamic_scale(row_peak(over_threads(block_peaks(loaded), 2 * BLOCKS), 1))
     for j in tl.static_range(SLOTS):
-        place = places[j]  # type: ignore[misc, var-annotated]
+        target = targets[j]  # type: ignore[misc, var-annotated]
         tl.store(
-            total + place,
-            tl.where(place < local, scale, 1.0),
+            total + target,
+            tl.where(target < local, scale, 1.0),
             mask=tl.program_id(0) % CHUNKS == 0,
         )
     if is_moderate(scale):
@@ -633,7 +638,7 @@ def _quantize_few(
             scale,
             codes,
             scales,
-            places,
+            targets,
             lines,
             local,
             padded,
@@ -654,7 +659,7 @@ def _quantize_few(
             scale,
             codes,
             scales,
-            places,
+            targets,
             lines,
             local,
             padded,
@@ -725,7 +730,7 @@ def _gather_quantize_kernel(
     x,
     rows,
     offsets,
-    given,
+    input_scale,
     codes,
     scales,
     total,
@@ -768,7 +773,7 @@ def _gather_quantize_kernel(
                     x,
                     slots,
                     offsets,
-                    given,
+                    input_scale,
                     codes,
                     scales,
                     total,
@@ -828,14 +833,14 @@ def _gather_quantize_kernel(
         halves = ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            address = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
             inside = (block < COLUMNS // 16)[:, None]
-            halves += (tl.load(place, mask=inside, other=0.0),)  # type: ignore[assignment]
-            halves += (tl.load(place + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
+            halves += (tl.load(address, mask=inside, other=0.0),)  # type: ignore[assignment]
+            halves += (tl.load(address + 8, mask=inside, other=0.0),)  # type: ignore[assignment]
         local = tl.load(offsets + EXPERTS)
         if STATIC:
             expert = _expert_of(offsets, tl.load(slots), EXPERTS, EXPERT_BLOCK)
-            scale = tl.load(given + tl.minimum(expert, EXPERTS - 1))
+            scale = tl.load(input_scale + tl.minimum(expert, EXPERTS - 1))
         peaks = ()
         peak = tl.zeros([BLOCKS], tl.float32)
         for chunk in tl.static_range(CHUNKS):
@@ -915,12 +920,12 @@ def _gather_tile(blocks: int, wide: int, programs: int, by_expert: bool) -> dict
     and WHOLE is 0: each goes through its row chunk by chunk. Those that clear experts' scales are
     as large as the others, and are best small.
     """
-    row = _launch.power_of_two(wide)
+    row = launch_options.power_of_two(wide)
     across = min(128, blocks & -blocks)
-    if programs > _FEW and 32 <= across < row and blocks // across <= 8:
+    if programs > _FEW_PROGRAMS and 32 <= across < row and blocks // across <= 8:
         warps = max(1, across // 32)
         return {"BLOCKS": across, "CHUNKS": wide // across, "WHOLE": 0, "num_warps": warps}
-    across = min(row, _CLEARING) if by_expert else shared_blocks(wide, programs)
+    across = min(row, _CLEARING_BLOCKS) if by_expert else shared_blocks(wide, programs)
     sizes = {"BLOCKS": across, "CHUNKS": triton.cdiv(wide, across), "WHOLE": 2 * row}
     return {**sizes, "num_warps": tile_warps(2 * across)}
 
@@ -933,25 +938,25 @@ def moe_gather_quantize(
     columns = x.shape[1]
     count, blocks, experts = rows.numel(), columns // 16, args.offsets.shape[0] - 1
     swizzled, by_expert = args.layout != formats.LINEAR, args.layout == formats.SWIZZLED_EXPERTS
-    wide = _nvfp4.scale_columns(blocks, swizzled)
+    wide = nvfp4.scale_columns(blocks, swizzled)
     tiles = formats.expert_tiles(count, experts)
-    padded = 128 * tiles if by_expert else _nvfp4.scale_rows(count, swizzled)
+    padded = 128 * tiles if by_expert else nvfp4.scale_rows(count, swizzled)
     codes = x.new_empty((count, columns // 2), dtype=torch.uint8)
     shape = (padded * wide,) if swizzled else (padded, wide)
     scales = x.new_empty(shape, dtype=torch.float8_e4m3fn)
     total = x.new_empty((count,), dtype=torch.float32)
     if count == 0:
         return codes, scales, total
-    source, rows = _rows.as_rows(x), rows.contiguous()
+    source, rows = row_tiles.as_rows(x), rows.contiguous()
     top_k = rows.shape[1]
-    each = top_k if args.input_scale is None and x.shape[0] > _APART else 1
-    tile = _gather_tile(blocks, wide, count // each, by_expert)
-    warps, cleared = tile["num_warps"], _CLEARED
-    programs = count // each
+    slots = top_k if args.input_scale is None and x.shape[0] > _SEPARATE_TOKENS else 1
+    tile = _gather_tile(blocks, wide, count // slots, by_expert)
+    warps, cleared = tile["num_warps"], _CLEARED_WORDS
+    programs = count // slots
     if tile["WHOLE"]:
-        programs, cleared = programs * tile["CHUNKS"], _CLEARED_BY_WARP * warps
+        programs, cleared = programs * tile["CHUNKS"], _WARP_CLEARED_WORDS * warps
     programs += tiles * triton.cdiv(32 * wide, cleared) if by_expert else padded - count
-    with _launch.on(x):
+    with launch_options.on(x):
         _gather_quantize_kernel[(programs,)](
             source,
             rows,
@@ -961,22 +966,22 @@ def moe_gather_quantize(
             scales.view(torch.uint8),
             total,
             source.stride(0),
-            count // each,
+            count // slots,
             count,
             padded,
             COLUMNS=columns,
             SCALE_COLUMNS=wide,
             K=top_k,
-            SLOTS=each,
+            SLOTS=slots,
             EXPERTS=experts,
             STATIC=args.input_scale is not None,
             SWIZZLED=swizzled,
             PADDED=by_expert,
             CLEARED=cleared,
-            EXPERT_BLOCK=_launch.power_of_two(experts),
-            CONVERT=_nvfp4.conversion(x),
+            EXPERT_BLOCK=launch_options.power_of_two(experts),
+            CONVERT=nvfp4.conversion(x),
             **tile,
-            **_launch.options(x, few=_launch.are_few(programs, warps)),
+            **launch_options.options(x, few=launch_options.are_few(programs, warps)),
         )
     return codes, scales, total
 
@@ -1018,8 +1023,8 @@ def _combine_kernel(
                 term *= widen(tl.load(weights + token * K + j))
             total = tl.where(used, total + term, total)
         if SHARED:
-            place = shared + token * shared_stride + column
-            total += widen(tl.load(place, mask=inside, other=0.0))
+            address = shared + token * shared_stride + column
+            total += widen(tl.load(address, mask=inside, other=0.0))
         tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
 
 
@@ -1030,13 +1035,13 @@ def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     out = y.new_empty((tokens, columns), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    y = _rows.as_rows(y)
-    shared = None if shared is None else _rows.as_rows(shared)
+    y = row_tiles.as_rows(y)
+    shared = None if shared is None else row_tiles.as_rows(shared)
     block, chunks = _chunks(tokens, columns, y.device)
-    options = _launch.options(y, few=_launch.are_few(tokens * chunks, _warps(block)))
+    options = launch_options.options(y, few=launch_options.are_few(tokens * chunks, _warps(block)))
     if "enable_fp_fusion" in options:
         options["enable_fp_fusion"] = False
-    with _launch.on(y):
+    with launch_options.on(y):
         _combine_kernel[(tokens * chunks,)](
             y,
             args.rows.contiguous(),

@@ -10,11 +10,10 @@ import triton.language as tl
 
 from dsv4.ops.norm import HeadNormRopeArgs, RmsNormArgs, RmsNormPairArgs, RmsNormQuantizeArgs
 from dsv4.quant import formats
-from dsv4.triton import _launch, _nvfp4, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import nvfp4, row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     block_scales,
     dynamic_scale,
     e2m1_codes,
@@ -26,22 +25,24 @@ from dsv4.triton._nvfp4 import (
     rounded,
     scale_offset,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_tile,
     block_peaks,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
+    own_coordinates,
     own_part,
-    own_places,
     quantize_tile,
 )
-from dsv4.triton._prefetch import prefetch_row
-from dsv4.triton._rotation import load_angles, rotate_pairs
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rotation import load_angles, rotate_pairs
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # From here on, rows or heads share programs or threads.
-_SOME = 2048
+_FEW_ROWS = 2048
 _WIDE = 64
 
 
@@ -56,8 +57,9 @@ def inverse_rms(total, columns, eps):
 def shared_sum(values, SPAN: tl.constexpr):
     """The sum of ``values [N]``, the same in ``[32]`` numbers, behind one barrier; see ``spread``.
 
-    SPAN neighbours are a warp's: its sum goes to all threads, and each adds all of them up.
-    ``tl.sum`` would let one warp add them and hand the total out behind a second barrier.
+    A warp has SPAN neighbours: it broadcasts their sum through shared memory, and each thread adds
+    the sums of all warps. ``tl.sum`` would let one warp add them and broadcast the total behind a
+    second barrier.
     """
     N: tl.constexpr = values.shape[0]
     parts = tl.sum(tl.reshape(values, [N // SPAN, SPAN]), 1)
@@ -142,14 +144,15 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, columns = rows.shape
-    tile = _rows.tile(count, columns, x.element_size())
+    tile = row_tiles.tile(count, columns, x.element_size())
     programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
-    # In a loop, the loads of a row that 16 warps share come apart, and it ends with a barrier.
-    few = warps < 16 and _launch.are_few(programs, warps)
+    # No loop for them: in a loop the loads of a row that 16 warps share would be separated, and the
+    # loop would end with a barrier.
+    few = warps < 16 and launch_options.are_few(programs, warps)
     weight = None if weight is None else weight.contiguous()
-    with _launch.on(x):
+    with launch_options.on(x):
         _rms_norm_kernel[(programs,)](
             rows,
             weight,
@@ -159,9 +162,9 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
             columns,
             args.eps,
             WEIGHTED=weight is not None,
-            BLOCK=_launch.power_of_two(columns),
+            BLOCK=launch_options.power_of_two(columns),
             **tile,
-            **_launch.options(x, few=few),
+            **launch_options.options(x, few=few),
         )
     return out
 
@@ -206,12 +209,12 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
     x = args.x
     widths = args.first_weight.shape[0], args.second_weight.shape[0]
     first, second = (x.new_empty((*x.shape[:-1], width)) for width in widths)
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     if rows.shape[0] == 0 or x.shape[-1] == 0:
         return first, second
-    tile = _rows.tile(rows.shape[0], max(widths), x.element_size())
+    tile = row_tiles.tile(rows.shape[0], max(widths), x.element_size())
     programs = 2 * triton.cdiv(rows.shape[0], tile["ROWS"])
-    with _launch.on(x):
+    with launch_options.on(x):
         _pair_kernel[(programs,)](
             rows,
             args.first_weight.contiguous(),
@@ -223,10 +226,10 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
             args.eps,
             FIRST=widths[0],
             SECOND=widths[1],
-            FIRST_BLOCK=_launch.power_of_two(widths[0]),
-            SECOND_BLOCK=_launch.power_of_two(widths[1]),
+            FIRST_BLOCK=launch_options.power_of_two(widths[0]),
+            SECOND_BLOCK=launch_options.power_of_two(widths[1]),
             **tile,
-            **_launch.options(x, few=_launch.are_few(programs, tile["num_warps"])),
+            **launch_options.options(x, few=launch_options.are_few(programs, tile["num_warps"])),
         )
     return first, second
 
@@ -249,7 +252,7 @@ def _head_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS heads in place. A pair is turned by the thread that loaded it, so every address has one
+    """ROWS heads in place. A pair is rotated by the thread that loaded it, so every address has one
     reader and one writer, the same thread.
 
     Where KEPT is odd, the tile begins one column before the head, so that pairs begin at even ones.
@@ -263,19 +266,19 @@ def _head_kernel(
         inside = (head < count) & (column < KEPT + 2 * HALF)
         if KEPT % 2:
             inside = inside & (column >= 0)
-        place = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
-        loaded = tl.load(place, mask=inside, other=0.0)
-        turning = (head < count) & (pair >= 0) & (pair < HALF)
-        c, s = load_angles(cos, sin, token * table_stride, pair, turning, False)
+        address = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
+        loaded = tl.load(address, mask=inside, other=0.0)
+        rotating = (head < count) & (pair >= 0) & (pair < HALF)
+        c, s = load_angles(cos, sin, token * table_stride, pair, rotating, False)
         values = widen(loaded)
         scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
         normed = rounded(values * scale, q.dtype.element_ty)
         even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
         first, second = rotate_pairs(even, odd, c, s)
-        # A turn of 0 would lose the sign of a zero.
-        turned = tl.join(tl.where(turning, first, even), tl.where(turning, second, odd))
-        turned = narrowed(tl.reshape(turned, [ROWS, BLOCK]), q.dtype.element_ty)
-        tl.store(place, turned, mask=inside)
+        # Rotation by 0 would lose the sign of a zero.
+        rotated = tl.join(tl.where(rotating, first, even), tl.where(rotating, second, odd))
+        rotated = narrowed(tl.reshape(rotated, [ROWS, BLOCK]), q.dtype.element_ty)
+        tl.store(address, rotated, mask=inside)
 
 
 def _head_tile(count: int, width: int) -> dict[str, int]:
@@ -283,8 +286,8 @@ def _head_tile(count: int, width: int) -> dict[str, int]:
 
     So up to 4 KiB are added up without a barrier. Few heads are spread over more programs.
     """
-    width = _launch.power_of_two(width)
-    most = 1 if count < _SOME else 2 if count < 16 * _SOME else 4096
+    width = launch_options.power_of_two(width)
+    most = 1 if count < _FEW_ROWS else 2 if count < 16 * _FEW_ROWS else 4096
     return {
         "ROWS": min(most, max(1, 4096 // width)),
         "num_warps": min(16, max(1, width // 4096)),
@@ -300,10 +303,10 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
         return
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    kept = columns - 2 * half
+    unrotated = columns - 2 * half
     tile = _head_tile(count, columns * q.element_size())
     programs = triton.cdiv(count, tile["ROWS"])
-    with _launch.on(q):
+    with launch_options.on(q):
         _head_kernel[(programs,)](
             q,
             cos,
@@ -314,11 +317,11 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
             heads,
             count,
             args.eps,
-            KEPT=kept,
+            KEPT=unrotated,
             HALF=half,
-            BLOCK=_launch.power_of_two(max(2, columns + kept % 2)),
+            BLOCK=launch_options.power_of_two(max(2, columns + unrotated % 2)),
             **tile,
-            **_launch.options(q, few=_launch.are_few(programs, tile["num_warps"])),
+            **launch_options.options(q, few=launch_options.are_few(programs, tile["num_warps"])),
         )
 
 
@@ -337,10 +340,10 @@ def _load_chunks(row, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.co
     """Halves of the blocks of a row, a tuple of ``[BLOCKS, 8]``: two of them for each chunk."""
     halves = ()
     for chunk in tl.static_range(CHUNKS):
-        place = _halves(row, chunk, BLOCKS)
+        address = _halves(row, chunk, BLOCKS)
         inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
-        first = tl.load(place, mask=inside, other=0.0)
-        last = tl.load(place + 8, mask=inside, other=0.0)
+        first = tl.load(address, mask=inside, other=0.0)
+        last = tl.load(address + 8, mask=inside, other=0.0)
         halves += (first, last)  # type: ignore[assignment]
     return halves
 
@@ -366,9 +369,9 @@ def _norm_chunks(
         peak = larger(largest(first), largest(last))
         peaks += (peak,)  # type: ignore[assignment]
         inside = (chunk * BLOCKS + tl.arange(0, BLOCKS) < COLUMNS // 16)[:, None]
-        place = _halves(y, chunk, BLOCKS)
-        tl.store(place, first, mask=inside)
-        tl.store(place + 8, last, mask=inside)
+        address = _halves(y, chunk, BLOCKS)
+        tl.store(address, first, mask=inside)
+        tl.store(address + 8, last, mask=inside)
         normed += (first, last)  # type: ignore[assignment]
     return normed, peaks
 
@@ -397,10 +400,10 @@ def _code_chunks(
         first = e2m1_codes(normed[2 * chunk], product, CONVERT, MODERATE)
         last = e2m1_codes(normed[2 * chunk + 1], product, CONVERT, MODERATE)
         both = tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), [BLOCKS, 8])
-        place = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
-        tl.store(place, both, mask=inside[:, None])
-        place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
-        tl.store(place, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
+        address = codes + row * (COLUMNS // 2) + (block * 8)[:, None] + tl.arange(0, 8)[None, :]
+        tl.store(address, both, mask=inside[:, None])
+        address = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+        tl.store(address, tl.where(inside, bits, 0).to(tl.uint8), mask=block < SCALE_COLUMNS)
 
 
 @fast_launch
@@ -419,7 +422,7 @@ def _norm_quantize_few_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -429,7 +432,7 @@ def _norm_quantize_few_kernel(
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -446,8 +449,8 @@ def _norm_quantize_few_kernel(
             blank_tile(scales, rows, scale_rows, scale_columns, number, 2 * BLOCKS)
     else:
         N: tl.constexpr = 2 * BLOCKS
-        _, row, piece = loaded_places(1, BLOCKS, CHUNKS, WHOLE)
-        _, own_row, own_piece = own_places(1, BLOCKS, CHUNKS)
+        _, row, piece = loaded_coordinates(1, BLOCKS, CHUNKS, WHOLE)
+        _, own_row, own_piece = own_coordinates(1, BLOCKS, CHUNKS)
         chunk = tl.program_id(0) % CHUNKS
         own = own_piece < COLUMNS // 8
         for _ in range(once(PDL)):
@@ -459,8 +462,8 @@ def _norm_quantize_few_kernel(
                 factor = load_pieces(weight, 0, own_piece * 0, own_piece, own)
             here = arrival(factor, N)
             if SOURCE != TOKEN:
-                given = tl.load(source + (tl.program_id(0) // CHUNKS if PER_ROW else 0))
-                here |= arrival(given, N)
+                peaks_or_scale = tl.load(source + (tl.program_id(0) // CHUNKS if PER_ROW else 0))
+                here |= arrival(peaks_or_scale, N)
             loaded = once_here(loaded, here)
             values = widen(loaded)
             square = tl.sum(values * values, 1)
@@ -473,13 +476,13 @@ def _norm_quantize_few_kernel(
                 rms = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
             normed = narrowed(widen(factor) * (values * rms), y.dtype.element_ty)
             if SOURCE == TOKEN:
-                given = block_peaks(normed)
+                peaks_or_scale = block_peaks(normed)
                 normed = own_part(normed, chunk, N)
-            place = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
-            tl.store(place, normed, mask=own[:, None])
+            address = y + (own_row * COLUMNS + own_piece * 8)[:, None] + tl.arange(0, 8)[None, :]
+            tl.store(address, normed, mask=own[:, None])
             quantize_tile(
                 normed,
-                given,
+                peaks_or_scale,
                 source,
                 codes,
                 scales,
@@ -488,7 +491,7 @@ def _norm_quantize_few_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -496,7 +499,7 @@ def _norm_quantize_few_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
             )
 
@@ -597,7 +600,7 @@ def _norm_quantize_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row to a program. Rows that only the layout of the scales has get scales 0."""
+    """One row per program. Padding rows of the layout of the scales get scales 0."""
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)
@@ -625,8 +628,8 @@ def _norm_quantize_kernel(
     else:
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            place = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
-            tl.store(place, tl.zeros([BLOCKS], tl.uint8), mask=block < SCALE_COLUMNS)
+            address = scales + scale_offset(row, block, SCALE_COLUMNS, SWIZZLED)
+            tl.store(address, tl.zeros([BLOCKS], tl.uint8), mask=block < SCALE_COLUMNS)
 
 
 def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
@@ -635,9 +638,9 @@ def _quantize_tile(rows: int, blocks: int) -> dict[str, int]:
     Many rows: several blocks to a thread, so that more programs, each at another step, share a
     SM; but a thread's blocks are in its registers.
     """
-    least = _launch.power_of_two(triton.cdiv(blocks, 4))
-    across = min(512, _launch.power_of_two(blocks))
-    if rows >= _SOME // 8:
+    least = launch_options.power_of_two(triton.cdiv(blocks, 4))
+    across = min(512, launch_options.power_of_two(blocks))
+    if rows >= _FEW_ROWS // 8:
         across = min(across, max(_WIDE, least))
     chunks = triton.cdiv(blocks, across)
     return {"BLOCKS": across, "CHUNKS": chunks, "num_warps": max(1, across // 32)}
@@ -654,11 +657,11 @@ def rms_norm_quantize(
     if rows == 0:
         return y, *out.without_rows()
     swizzled = args.layout == formats.SWIZZLED
-    high = _nvfp4.scale_rows(rows, swizzled)
-    wide = _nvfp4.scale_columns(columns // 16, swizzled)
-    source = _rows.as_rows(x)
+    high = nvfp4.scale_rows(rows, swizzled)
+    wide = nvfp4.scale_columns(columns // 16, swizzled)
+    source = row_tiles.as_rows(x)
     tile = _quantize_tile(rows, wide)
-    with _launch.on(x):
+    with launch_options.on(x):
         if tile["CHUNKS"] == 1:
             out = replace(out, normed=True)
             _norm_quantize_few_kernel[out.grid](
@@ -670,7 +673,7 @@ def rms_norm_quantize(
                 *out.arguments,
                 COLUMNS=columns,
                 WHOLE=out.whole,
-                **{**out.options, **_launch.options(x, few=True)},
+                **{**out.options, **launch_options.options(x, few=True)},
             )
             return y, *out.tensors
         _norm_quantize_kernel[(high,)](
@@ -689,8 +692,8 @@ def rms_norm_quantize(
             TOKEN=out.source is None,
             PER_ROW=out.source is None or out.total.shape[0] != 1,
             SWIZZLED=swizzled,
-            CONVERT=_nvfp4.conversion(x),
+            CONVERT=nvfp4.conversion(x),
             **tile,
-            **_launch.options(x),
+            **launch_options.options(x),
         )
     return y, *out.tensors

@@ -11,11 +11,10 @@ import triton.language as tl
 
 from dsv4.ops.quantize import QuantizeFp8BlockArgs, QuantizeMxfp4Args, QuantizeNvfp4Args
 from dsv4.quant import formats
-from dsv4.triton import _launch, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import e4m3_bits, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import e4m3_bits, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import (
     conversion,
     divisor,
     finite_amax,
@@ -26,7 +25,7 @@ from dsv4.triton._nvfp4 import (
     scale_rows,
     scaled_codes,
 )
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     are_many,
@@ -37,21 +36,23 @@ from dsv4.triton._nvfp4_tile import (
     empty_scales,
     load_halves,
     load_pieces,
-    loaded_places,
+    loaded_coordinates,
     of_block,
     own_part,
     quantize_row,
     quantize_tile,
     store_pieces,
     store_scales,
-    tile_places,
+    tile_coordinates,
     tile_shape,
     tile_warps,
 )
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 # 6 * 2^-126 and 448 * 2^-126 as float32 bits: the least maxima that set a scale.
-_FLOOR_OF_6 = tl.constexpr(0x01C00000)
-_FLOOR_OF_448 = tl.constexpr(0x04E00000)
+_LEAST_OF_6 = tl.constexpr(0x01C00000)
+_LEAST_OF_448 = tl.constexpr(0x04E00000)
 
 # Programs beyond which blocks of few rows share one.
 _PROGRAMS = 264
@@ -73,7 +74,7 @@ def _nvfp4_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -82,7 +83,7 @@ def _nvfp4_kernel(
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,7 +93,7 @@ def _nvfp4_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
+        matrix, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
         x += matrix * rows * stride
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
@@ -111,7 +112,7 @@ def _nvfp4_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -119,7 +120,7 @@ def _nvfp4_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
             )
 
@@ -137,14 +138,14 @@ def _nvfp4_row_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -154,17 +155,17 @@ def _nvfp4_row_kernel(
         blank_scales(scales, scale_rows, scale_columns, SWIZZLED, BLOCKS, CHUNKS)
     else:
         x += (tl.program_id(2).to(tl.int64) * rows + row) * stride
-        firsts, lasts, places = (), (), ()
+        firsts, lasts, block_numbers = (), (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            places += (block,)  # type: ignore[assignment]
-            place = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
-            firsts += (tl.load(place),)  # type: ignore[assignment]
-            lasts += (tl.load(place + 8),)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
+            address = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
+            firsts += (tl.load(address),)  # type: ignore[assignment]
+            lasts += (tl.load(address + 8),)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,
@@ -173,14 +174,14 @@ def _nvfp4_row_kernel(
             blocks,
             scale_rows,
             scale_columns,
-            parts,
+            partials,
             SOURCE,
             PER_ROW,
             WEIGHT,
             SWIZZLED,
             BLOCKS,
             CHUNKS,
-            PARTS,
+            PARTIALS,
             CONVERT,
         )
 
@@ -198,20 +199,20 @@ def _amax_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Largest finite block's amax in every ``parts``-th tile of a matrix."""
+    """Largest finite block's amax in every ``partials``-th tile of a matrix."""
     wait_for_inputs(PDL)
     matrix = tl.program_id(1).to(tl.int64)
-    parts = tl.num_programs(0)
+    partials = tl.num_programs(0)
     group = tl.arange(0, ROWS * BLOCKS)
     x += matrix * rows * stride
     peak = tl.zeros([ROWS * BLOCKS], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, parts):
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, partials):
         row = (tile // chunks).to(tl.int64) * ROWS + group // BLOCKS
         block = tile % chunks * BLOCKS + group % BLOCKS
         first, last = load_halves(x, stride, row, block, (row < rows) & (block < blocks))
         both = larger(largest(first), largest(last))
         peak = tl.maximum(peak, finite_amax(both)[0])
-    tl.store(peaks + matrix * parts + tl.program_id(0), tl.max(peak, 0))
+    tl.store(peaks + matrix * partials + tl.program_id(0), tl.max(peak, 0))
 
 
 def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -220,11 +221,11 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
     out = Output.empty(x, x.shape[-1], args.global_scale, args.scaling, args.layout)
     if out.codes.numel() == 0:
         return out.without_rows()
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     if args.global_scale is None and args.scaling != "token":
         out = replace(out, source=_partial_amax(matrix, matrix.shape[0] // x.shape[-2]))
     arguments = (matrix, matrix.stride(0), *out.arguments)
-    with _launch.on(x):
+    with launch_options.on(x):
         if out.by_row:
             _nvfp4_row_kernel[out.row_grid](*arguments, **out.row_options)
         else:
@@ -233,15 +234,15 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
-    """Block maxima of ``count`` matrices, each in up to 1024 parts: float32 ``[count, parts]``."""
+    """Up to 1024 partial maxima of each of ``count`` matrices: float32 ``[count, partials]``."""
     rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
     tall, across = tile_shape(blocks, False)
     chunks = triton.cdiv(blocks, across)
-    fill = max(1, 16 * _launch.sm_count(matrix.device) // count)
-    parts = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
-    peaks = matrix.new_empty((count, parts), dtype=torch.float32)
-    with _launch.on(matrix):
-        _amax_kernel[(parts, count)](
+    fill = max(1, 16 * launch_options.sm_count(matrix.device) // count)
+    partials = min(triton.cdiv(rows, tall) * chunks, fill, 1024)
+    peaks = matrix.new_empty((count, partials), dtype=torch.float32)
+    with launch_options.on(matrix):
+        _amax_kernel[(partials, count)](
             matrix,
             peaks,
             matrix.stride(0),
@@ -251,19 +252,19 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
             ROWS=tall,
             BLOCKS=across,
             num_warps=tile_warps(tall * across),
-            **_launch.options(matrix),
+            **launch_options.options(matrix),
         )
     return peaks
 
 
 @triton.jit
-def _power_of_two_byte(amax, FLOOR: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
+def _power_of_two_byte(amax, LEAST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
     """E8M0 byte of ``2 ** ceil(log2(amax / largest))``, largest = (1 + MANTISSA / 2^23) 2^EXPONENT.
 
     The exponent of amax less EXPONENT, and one more where its mantissa passes that of ``largest``:
-    a carry out of the mantissa bits. Maxima below FLOOR count as FLOOR.
+    a carry out of the mantissa bits. Maxima below LEAST count as LEAST.
     """
-    bits = tl.maximum(amax.to(tl.int32, bitcast=True), FLOOR)
+    bits = tl.maximum(amax.to(tl.int32, bitcast=True), LEAST)
     return ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
 
 
@@ -292,24 +293,24 @@ def _mxfp4_kernel(
 ):
     """A thread takes a block of 32, in four loads of 8 columns."""
     wait_for_inputs(PDL)
-    matrix, row, block = tile_places(ROWS, BLOCKS)
+    matrix, row, block = tile_coordinates(ROWS, BLOCKS)
     inside = (row < rows) & (block < blocks)
     start = matrix * rows
-    place = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 8)[None, :]
-    a = tl.load(place, mask=inside[:, None], other=0.0)
-    b = tl.load(place + 8, mask=inside[:, None], other=0.0)
-    c = tl.load(place + 16, mask=inside[:, None], other=0.0)
-    d = tl.load(place + 24, mask=inside[:, None], other=0.0)
+    address = x + ((start + row) * stride + block * 32)[:, None] + tl.arange(0, 8)[None, :]
+    a = tl.load(address, mask=inside[:, None], other=0.0)
+    b = tl.load(address + 8, mask=inside[:, None], other=0.0)
+    c = tl.load(address + 16, mask=inside[:, None], other=0.0)
+    d = tl.load(address + 24, mask=inside[:, None], other=0.0)
     peak = larger(larger(largest(a), largest(b)), larger(largest(c), largest(d)))
     amax, finite = finite_amax(peak)
-    byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+    byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
     factor, bound = _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0)
     a, b = scaled_codes(a, factor, bound, CONVERT), scaled_codes(b, factor, bound, CONVERT)
     c, d = scaled_codes(c, factor, bound, CONVERT), scaled_codes(d, factor, bound, CONVERT)
     # Byte 8 i + 4 j + k is byte k of the half j of a and c (i = 0, 1).
     packed = tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), (0, 2, 3, 1))
-    place = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
-    tl.store(place, tl.reshape(packed, [ROWS * BLOCKS, 16]), mask=inside[:, None])
+    address = codes + (((start + row) * blocks + block) * 16)[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(address, tl.reshape(packed, [ROWS * BLOCKS, 16]), mask=inside[:, None])
     bits = tl.where(finite, byte, 255)
     scales += matrix * scale_rows * scale_columns
     store_scales(scales, bits, row, block, inside, scale_rows, scale_columns, SWIZZLED)
@@ -332,19 +333,19 @@ def _mxfp4_few_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A thread takes 8 columns, a quarter of a block: few blocks have many threads."""
-    matrix, row, piece = tile_places(ROWS, 4 * BLOCKS)
+    """A thread takes 8 columns, a quarter of a block, so that few blocks have many threads."""
+    matrix, row, piece = tile_coordinates(ROWS, 4 * BLOCKS)
     block = piece // 4
     line = matrix * rows + row
     scales += matrix * scale_rows * scale_columns
-    # Of the four threads that have a block, the first stores its scale.
+    # Of the four threads that own a block, the first stores its scale.
     first = tl.where(piece % 4 == 0, block, scale_columns)
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         inside = (row < rows) & (block < blocks)
         values = load_pieces(x, stride, line, piece, inside)
         amax, finite = finite_amax(of_block(largest(values), 4))
-        byte = _power_of_two_byte(amax, _FLOOR_OF_6, 0x400000, 2)
+        byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
         packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
         store_pieces(codes, line, 2 * blocks, piece, packed, inside)
         bits = tl.where(finite, byte, 255)
@@ -359,7 +360,7 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     scales = empty_scales(x.shape, x, 32, args.layout, torch.float8_e8m0fnu)
     if codes.numel() == 0:
         return codes, scales
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     blocks, swizzled = columns // 32, args.layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     sizes = (matrix.stride(0), rows, blocks, high, wide)
@@ -371,9 +372,9 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
         "ROWS": tall,
         "BLOCKS": across,
         "CONVERT": conversion(x),
-        **_launch.options(x, few=True),
+        **launch_options.options(x, few=True),
     }
-    with _launch.on(x):
+    with launch_options.on(x):
         if many:
             warps = tile_warps(tall * across)
             _mxfp4_kernel[grid](matrix, codes, as_bytes(scales), *sizes, num_warps=warps, **options)
@@ -390,9 +391,9 @@ def _mxfp4_tile(rows: int, blocks: int, many: bool) -> tuple[int, int]:
     if many:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across
-    groups = _launch.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
+    groups = launch_options.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
     groups = min(128, max(8, groups))
-    across = min(groups, _launch.power_of_two(blocks))
+    across = min(groups, launch_options.power_of_two(blocks))
     return groups // across, across
 
 
@@ -414,8 +415,8 @@ def _fp8_codes(values, shift, high, low, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(place, inside, WHOLE: tl.constexpr):
-    return tl.load(place) if WHOLE else tl.load(place, mask=inside, other=0.0)
+def _load_tile(address, inside, WHOLE: tl.constexpr):
+    return tl.load(address) if WHOLE else tl.load(address, mask=inside, other=0.0)
 
 
 @fast_launch
@@ -445,14 +446,14 @@ def _fp8_block_kernel(
         row, column = tl.arange(0, ROWS)[:, None], tl.program_id(1) * _TILE
         inside = (row < rows - first) & (tl.arange(0, _TILE)[None, :] < columns - column)
         x += start * stride + column
-        place = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
-        loaded = _load_tile(place, inside, WHOLE)
+        address = x + row.to(tl.int64) * stride + tl.arange(0, _TILE)[None, :]
+        loaded = _load_tile(address, inside, WHOLE)
         amax = largest(tl.reshape(loaded, [ROWS * _TILE], can_reorder=True))
         if not amax < float("inf"):
-            magnitude = tl.abs(widen(_load_tile(place, inside, WHOLE)))
+            magnitude = tl.abs(widen(_load_tile(address, inside, WHOLE)))
             amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
         if E8M0:
-            byte = _power_of_two_byte(amax, _FLOOR_OF_448, 0x600000, 8)
+            byte = _power_of_two_byte(amax, _LEAST_OF_448, 0x600000, 8)
             stored = byte.to(tl.uint8)
             shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
         else:
@@ -460,11 +461,11 @@ def _fp8_block_kernel(
             shift, high, low = divisor(stored)
         tile = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
         tl.store(scales + tile * tl.num_programs(1) + tl.program_id(1), stored)
-        values = widen(_load_tile(place, inside, WHOLE) if ROWS == _TILE else loaded)
+        values = widen(_load_tile(address, inside, WHOLE) if ROWS == _TILE else loaded)
         bits = _fp8_codes(values, shift, high, low, E8M0)
         codes += start * columns + column
-        place = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
-        tl.store(place, bits, mask=None if WHOLE else inside)
+        address = codes + row.to(tl.int64) * columns + tl.arange(0, _TILE)[None, :]
+        tl.store(address, bits, mask=None if WHOLE else inside)
 
 
 def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -476,12 +477,12 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
     scales = x.new_empty((*batch, *tiles), dtype=args.scale_dtype)
     if codes.numel() == 0:
         return codes, scales
-    matrix = _rows.as_rows(x)
+    matrix = row_tiles.as_rows(x)
     grid = (*tiles, matrix.shape[0] // rows)
-    tall = min(128, _launch.power_of_two(rows))
+    tall = min(128, launch_options.power_of_two(rows))
     most = 16 if args.scale_dtype == torch.float32 else 8
     warps = min(most, max(1, tall // 2))
-    with _launch.on(x):
+    with launch_options.on(x):
         _fp8_block_kernel[grid](
             matrix,
             as_bytes(codes),
@@ -492,6 +493,6 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
             ROWS=tall,
             WHOLE=rows % tall == 0 and columns % 128 == 0,
             num_warps=warps,
-            **_launch.options(x, few=_launch.are_few(math.prod(grid), warps)),
+            **launch_options.options(x, few=launch_options.are_few(math.prod(grid), warps)),
         )
     return codes, scales

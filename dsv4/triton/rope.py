@@ -1,4 +1,4 @@
-"""Kernels of ``dsv4.ops.rope``: a few rows per program; copied and rotated columns apart."""
+"""Kernels of ``dsv4.ops.rope``: a few rows per program; copied and rotated columns separately."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.rope import RopeArgs, RopeQuantizeArgs, RopeTablesArgs
-from dsv4.triton import _launch, _rotation, _rows
-from dsv4.triton._angles import cos_sin
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import narrow, once, wait_for_inputs, widen
-from dsv4.triton._nvfp4 import narrowed
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib import rotation, row_tiles
+from dsv4.triton._lib.angles import cos_sin
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.nvfp4 import narrowed
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_scales,
     blank_tile,
     block_peaks,
-    loaded_places,
+    loaded_coordinates,
+    own_coordinates,
     own_part,
-    own_places,
     quantize_row,
     quantize_tile,
 )
-from dsv4.triton._rotation import load_angles, rotate
+from dsv4.triton._lib.rotation import load_angles, rotate
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-# Of a thread that keeps 8 blocks of 16: the compiler would take more, and fewer programs would fit.
-# Of one that takes one: with no number the compiler saves registers, and loads wait for loads.
+# Registers of a thread. A thread that keeps 8 blocks of 16: the compiler would take more, and fewer
+# programs would fit. A thread of one block: without a number the compiler saves registers, so that
+# loads wait for earlier loads.
 _REGISTERS = 128
-_TABLE_ROWS = 4  # positions of a program: four angles a thread
+_TABLE_ROWS = 4  # positions of a program, so that a thread has four angles
 
 
 @fast_launch
@@ -55,9 +57,9 @@ def _tables_kernel(
     frequency = tl.load(inv_freq + pair, mask=pair < half, other=0.0)
     c, s = cos_sin(position[:, None] * frequency[None, :])
     inside = (row < count)[:, None] & (pair < half)[None, :]
-    place = row[:, None] * half + pair[None, :]
-    tl.store(cos + place, c, mask=inside)
-    tl.store(sin + place, s, mask=inside)
+    offset = row[:, None] * half + pair[None, :]
+    tl.store(cos + offset, c, mask=inside)
+    tl.store(sin + offset, s, mask=inside)
 
 
 def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +70,7 @@ def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
     if cos.numel() == 0:
         return cos, sin
     count = positions.numel()
-    with _launch.on(positions):
+    with launch_options.on(positions):
         _tables_kernel[(triton.cdiv(count, _TABLE_ROWS),)](
             positions.contiguous(),
             args.inv_freq.contiguous(),
@@ -79,7 +81,7 @@ def rope_tables(args: RopeTablesArgs) -> tuple[torch.Tensor, torch.Tensor]:
             ROWS=_TABLE_ROWS,
             HALF=triton.next_power_of_2(half),
             num_warps=1,
-            **_launch.options(positions),
+            **launch_options.options(positions),
         )
     return cos, sin
 
@@ -95,7 +97,7 @@ def _rope_kernel(
     sharing,
     out,
     count,
-    kept,
+    unrotated,
     half,
     INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -108,24 +110,24 @@ def _rope_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         inside = row < count
         source = x + row.to(tl.int64) * stride
-        target = out + row.to(tl.int64) * (kept + 2 * half)
+        target = out + row.to(tl.int64) * (unrotated + 2 * half)
         column, pair = tl.arange(0, 2 * HALF)[None, :], tl.arange(0, HALF)[None, :]
-        turning = inside & (column < 2 * half)
+        rotating = inside & (column < 2 * half)
         angles = inside & (pair < half)
         start = (row // sharing).to(tl.int64) * table_stride
-        values = tl.load(source + kept + column, mask=turning, other=0.0)
+        values = tl.load(source + unrotated + column, mask=rotating, other=0.0)
         c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
         if KEPT > 0:
             left = tl.arange(0, KEPT)[None, :]
-            copied = inside & (left < kept)
+            copied = inside & (left < unrotated)
             same = tl.load(source + left, mask=copied)
             tl.store(target + left, same, mask=copied)
-        turned = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
-        tl.store(target + kept + column, turned, mask=turning)
+        rotated = narrow(rotate(widen(values), c, s), out.dtype.element_ty)
+        tl.store(target + unrotated + column, rotated, mask=rotating)
 
 
 def _tile(rows: int) -> dict[str, int]:
-    """Rows per program: one while there are few; more than that start too slowly one by one."""
+    """Rows per program: one while there are few; many programs of one row start too slowly."""
     return {"ROWS": 1, "num_warps": 1} if rows <= 1024 else {"ROWS": 16, "num_warps": 4}
 
 
@@ -135,12 +137,12 @@ def rope(args: RopeArgs) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return out
-    rows = _rows.as_rows(x)
+    rows = row_tiles.as_rows(x)
     count, half = rows.shape[0], cos.shape[-1]
-    kept = rows.shape[1] - 2 * half
-    cos, sin, sharing = _rotation.tables(x, cos, sin)
+    unrotated = rows.shape[1] - 2 * half
+    cos, sin, sharing = rotation.tables(x, cos, sin)
     tile = _tile(count)
-    with _launch.on(x):
+    with launch_options.on(x):
         _rope_kernel[(triton.cdiv(count, tile["ROWS"]),)](
             rows,
             rows.stride(0),
@@ -150,19 +152,19 @@ def rope(args: RopeArgs) -> torch.Tensor:
             sharing,
             out,
             count,
-            kept,
+            unrotated,
             half,
             INVERSE=args.inverse,
-            KEPT=_launch.power_of_two(kept) if kept else 0,
-            HALF=_launch.power_of_two(half),
+            KEPT=launch_options.power_of_two(unrotated) if unrotated else 0,
+            HALF=launch_options.power_of_two(half),
             **tile,
-            **_launch.options(x, few=tile["ROWS"] == 1),
+            **launch_options.options(x, few=tile["ROWS"] == 1),
         )
     return out
 
 
 @triton.jit
-def _load_turning(
+def _load_rotating(
     x,
     cos,
     sin,
@@ -177,24 +179,24 @@ def _load_turning(
     ``[N, 8]`` and twice ``[N, 4]``. They lie in one head, and pairs begin at even columns: DIM is a
     multiple of 16, KEPT of 2.
     """
-    place = x + column[:, None] + tl.arange(0, 8)[None, :]
-    values = tl.load(place, mask=inside[:, None], other=0.0)
+    address = x + column[:, None] + tl.arange(0, 8)[None, :]
+    values = tl.load(address, mask=inside[:, None], other=0.0)
     pair = (column % DIM).to(tl.int32)[:, None] // 2 - KEPT // 2 + tl.arange(0, 4)[None, :]
     c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
     return values, c, s
 
 
 @triton.jit
-def _turned(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
-    """What ``_load_turning`` returned, turned, in its dtype: ``[N, 8]``."""
-    turned = narrowed(rotate(widen(values), c, s), values.dtype)
+def _rotated(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
+    """What ``_load_rotating`` returned, rotated, in its dtype: ``[N, 8]``."""
+    rotated = narrowed(rotate(widen(values), c, s), values.dtype)
     in_head = (column % DIM).to(tl.int32)[:, None]
-    # A zero's sign could change by a turn of 0.
-    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, turned, values)
+    # Rotation by 0 could change the sign of a zero.
+    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, rotated, values)
 
 
 @triton.jit
-def _load_turned(
+def _load_rotated(
     x,
     cos,
     sin,
@@ -204,24 +206,24 @@ def _load_turned(
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Those columns, turned: both of the above."""
-    values, c, s = _load_turning(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
-    return _turned(values, c, s, column, DIM, KEPT)
+    """Those columns, rotated: both of the above."""
+    values, c, s = _load_rotating(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+    return _rotated(values, c, s, column, DIM, KEPT)
 
 
 @triton.jit
-def _kept_first(place, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
+def _kept_first(index, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
     """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
 
-    So most programs' chunks have blocks that do not turn, and no warp waits for a turn of few.
+    So the chunks of most programs have no rotated blocks, and no warp waits for a few rotations.
     """
     if KEPT == 0 or KEPT == ALL:
-        return place
+        return index
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        turned = place - heads * KEPT
-        kept = place // KEPT * ALL + place % KEPT
-        other = turned // (ALL - KEPT) * ALL + KEPT + turned % (ALL - KEPT)
-        return tl.where(turned < 0, kept, other)
+        rotated = index - heads * KEPT
+        still = index // KEPT * ALL + index % KEPT
+        other = rotated // (ALL - KEPT) * ALL + KEPT + rotated % (ALL - KEPT)
+        return tl.where(rotated < 0, still, other)
 
 
 @triton.jit
@@ -240,23 +242,23 @@ def _part_of_row(
 ):
     """N pieces of the row from column ``start`` on, which CHUNKS programs share.
 
-    Returns them turned, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
-    row. A chunk that has no columns that turn is not turned: see ``_kept_first``.
+    Returns them rotated, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
+    row. A chunk without rotated columns skips the rotation: see ``_kept_first``.
     """
     ALL: tl.constexpr = DIM // 16
-    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # chunk that has columns that turn
+    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # first chunk with rotated columns
     here = tl.zeros([N], tl.int32)
     numbers, loaded, cosines, sines = (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
-        place = chunk * N + tl.arange(0, N)
-        block = _kept_first(place // 2, HEADS, KEPT // 16, ALL)
-        number = tl.where(place // 2 < HEADS * ALL, 2 * block + place % 2, place)
+        index = chunk * N + tl.arange(0, N)
+        block = _kept_first(index // 2, HEADS, KEPT // 16, ALL)
+        number = tl.where(index // 2 < HEADS * ALL, 2 * block + index % 2, index)
         column = start + number * 8
         if chunk < FIRST:
             inside = (number < pieces)[:, None]
             values = tl.load(x + column[:, None] + tl.arange(0, 8)[None, :], mask=inside, other=0.0)
         else:
-            values, c, s = _load_turning(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
+            values, c, s = _load_rotating(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
             here |= arrival(c, N) | arrival(s, N)
             cosines += (c,)  # type: ignore[assignment]
             sines += (s,)  # type: ignore[assignment]
@@ -269,7 +271,7 @@ def _part_of_row(
         if chunk >= FIRST:
             column = start + numbers[chunk] * 8
             c, s = cosines[chunk - FIRST], sines[chunk - FIRST]
-            values = _turned(values, c, s, column, DIM, KEPT)
+            values = _rotated(values, c, s, column, DIM, KEPT)
         peak = block_peaks(values)
         if chunk == 0:
             own, number, peaks = values, numbers[0], peak  # type: ignore[misc]
@@ -296,7 +298,7 @@ def _rope_quantize_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     KEPT: tl.constexpr,
@@ -309,7 +311,7 @@ def _rope_quantize_kernel(
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -322,8 +324,8 @@ def _rope_quantize_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, N)
     else:
-        token, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
-        _, _, own_piece = own_places(ROWS, BLOCKS, CHUNKS)
+        token, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
+        _, _, own_piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
         x, cos, sin = x + token * stride, cos + token * table_stride, sin + token * table_stride
         column = (row * blocks * 2 + piece) * 8
         for _ in range(once(PDL)):
@@ -335,7 +337,7 @@ def _rope_quantize_kernel(
                     x, cos, sin, start, 2 * blocks, HEADS, DIM, KEPT, INVERSE, N, CHUNKS
                 )
             else:
-                values = _load_turned(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+                values = _load_rotated(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
                 peaks = block_peaks(values) if SOURCE == TOKEN else None
                 values = own_part(values, tl.program_id(0) % CHUNKS, N)
                 own = own_piece
@@ -350,7 +352,7 @@ def _rope_quantize_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -358,7 +360,7 @@ def _rope_quantize_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
                 own,
             )
@@ -380,7 +382,7 @@ def _rope_quantize_row_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     DIM: tl.constexpr,
     KEPT: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -390,7 +392,7 @@ def _rope_quantize_row_kernel(
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -403,24 +405,24 @@ def _rope_quantize_row_kernel(
         HEADS: tl.constexpr = BLOCKS * CHUNKS // (DIM // 16)
         x += token * stride + row.to(tl.int64) * (HEADS * DIM)
         cos, sin = cos + token * table_stride, sin + token * table_stride
-        firsts, lasts, places = (), (), ()
+        firsts, lasts, block_numbers = (), (), ()
         for chunk in tl.static_range(CHUNKS):
-            place = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            block = _kept_first(place, HEADS, KEPT // 16, DIM // 16)
+            index = chunk * BLOCKS + tl.arange(0, BLOCKS)
+            block = _kept_first(index, HEADS, KEPT // 16, DIM // 16)
             inside = block < blocks
             if (chunk + 1) * BLOCKS > HEADS * (KEPT // 16):
-                first = _load_turned(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
-                last = _load_turned(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
+                first = _load_rotated(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
+                last = _load_rotated(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
             else:
                 start = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
                 first, last = tl.load(start), tl.load(start + 8)
             firsts += (first,)  # type: ignore[assignment]
             lasts += (last,)  # type: ignore[assignment]
-            places += (block,)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,
@@ -429,14 +431,14 @@ def _rope_quantize_row_kernel(
             blocks,
             scale_rows,
             scale_columns,
-            parts,
+            partials,
             SOURCE,
             PER_ROW,
             WEIGHT,
             SWIZZLED,
             BLOCKS,
             CHUNKS,
-            PARTS,
+            PARTIALS,
             CONVERT,
         )
 
@@ -455,14 +457,14 @@ def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, t
     )
     if out.codes.numel() == 0:
         return out.without_rows()
-    # Only where a chunk is no wider than a warp are there chunks without a turn.
+    # Only where a chunk is no wider than a warp are there chunks without rotated columns.
     out = replace(out, by_warp=True)
-    rows = _rows.as_rows(args.x.reshape(tokens, heads * dims))
-    cos, sin, _ = _rotation.tables(rows, cos, sin)
+    rows = row_tiles.as_rows(args.x.reshape(tokens, heads * dims))
+    cos, sin, _ = rotation.tables(rows, cos, sin)
     tables = (cos, sin, cos.stride(0))
     options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": args.inverse}
     arguments = (rows, rows.stride(0), *tables, *out.arguments)
-    with _launch.on(args.x):
+    with launch_options.on(args.x):
         if out.by_row:
             _rope_quantize_row_kernel[out.row_grid](
                 *arguments, **options, **out.row_options, maxnreg=_REGISTERS

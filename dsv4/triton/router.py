@@ -1,8 +1,9 @@
-"""Kernels of ``dsv4.ops.router``: one launch for the logits, one that chooses and weighs.
+"""Kernels of ``dsv4.ops.router``: a split-K GEMM for the logits, then top-k and weights.
 
-The second launch takes one token per program. What lies between is float32 ``[splits, T, E]``:
-partial sums over slices of the hidden axis, added in the order of the slices. With one slice and
-float32 logits it is the logits themselves.
+A program of the first launch owns a tile of tokens and experts and a slice of the hidden axis (K);
+a program of the second one owns a token. Between them are float32 ``[splits, T, E]``: partial sums
+over slices of the hidden axis, added in the order of the slices. With one slice and float32 logits
+they are the logits themselves.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.ops.router import RouteHashArgs, RouteTopkArgs, check_ids
-from dsv4.triton import _launch, _rows
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import INTERPRETED, narrow, wait_for_inputs, widen
-from dsv4.triton._prefetch import prefetch_row, prefetch_tile
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.prefetch import prefetch_row, prefetch_tile
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_SLICE = 4096  # columns of a program for few tokens
-_FEW = 4  # tokens up to which products need no matrix instructions
-_MANY = 128  # tokens from which tiles are fetched by tensor descriptors
+_SLICE = 4096  # columns of the hidden axis of a program for small M
+_SMALL_M = 4  # tokens up to which the GEMM uses FMA instructions, not tensor cores
+_LARGE_M = 128  # tokens from which tiles are loaded by TMA
 _MOST_SPLITS = 16
-_PREFETCHED = 64  # tokens up to which reading the weight takes most of the time
+_PREFETCHED = 64  # tokens up to which the weight is prefetched: reading it takes most of the time
 
 _NONE = tl.constexpr(-0x80000000)  # below the key of every score
 _INFINITY = tl.constexpr(0x7F800000)
 _LOG2E = tl.constexpr(1.4426950408889634)
-_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # what float32 leaves of it
+_LOG2E_LOW = tl.constexpr(1.925963033500011e-08)  # log2(e) less its float32 value
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -44,7 +46,7 @@ def _operand(values, dtype: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _few_kernel(
+def _small_m_logits_kernel(
     x,
     weight,
     out,
@@ -75,8 +77,8 @@ def _few_kernel(
     gate = tl.load(weight + column, mask=inside, other=0.0)
     value = tl.load(x + column, mask=inside, other=0.0)
     total = tl.sum(widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND)), 2)
-    place = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
-    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+    offset = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
 @triton.jit
@@ -133,13 +135,13 @@ def _logits_kernel(
             value = tl.load(x + start, mask=inside[None, :], other=0.0)
             gate = tl.load(weight + start, mask=inside[:, None], other=0.0)
         total = _dot(_operand(value, OPERAND), _operand(gate, OPERAND), total)
-    place = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
-    tl.store(out + place, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
+    offset = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
+    tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
-def _many_kernel(
+def _large_m_logits_kernel(
     x,
     weight,
     rest,
@@ -278,15 +280,15 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_choice(weights, ids, place, mask, found, chosen, total, factor, good):
+def _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good):
     weight = _quotient(chosen, total + 1e-20) * factor
-    tl.store(weights + place, tl.where(good == 1, weight, float("nan")), mask=mask)
-    tl.store(ids + place, found.to(tl.int64), mask=mask)
+    tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
+    tl.store(ids + offset, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "top_k"])
-def _choose_kernel(
+def _topk_kernel(
     partials,
     logits,
     bias,
@@ -321,24 +323,24 @@ def _choose_kernel(
     keys = tl.where(inside, _key_of(biased), _NONE)
     bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
     slot = tl.arange(0, SLOTS)
-    found = tl.zeros([SLOTS], tl.int32)
+    experts = tl.zeros([SLOTS], tl.int32)
     chosen = tl.zeros([SLOTS], tl.float32)
     total = 0.0
     for j in range(top_k):
-        one = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
-        keys = tl.where(expert == one, _NONE, keys)
+        best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
+        keys = tl.where(expert == best, _NONE, keys)
         # No score is negative, so that its bits order as it does.
-        score = tl.max(tl.where(expert == one, bits, 0), 0).to(tl.float32, bitcast=True)
+        score = tl.max(tl.where(expert == best, bits, 0), 0).to(tl.float32, bitcast=True)
         total += score
-        found = tl.where(slot == j, one, found)
+        experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
-    place, mask = token * top_k + slot, slot < top_k
-    _store_choice(weights, ids, place, mask, found, chosen, total, factor, good)
+    offset, mask = token * top_k + slot, slot < top_k
+    _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
-def _look_up_kernel(
+def _hash_kernel(
     partials,
     logits,
     table,
@@ -361,8 +363,8 @@ def _look_up_kernel(
     token = tl.program_id(0).to(tl.int64)
     word = tl.load(input_ids + token).to(tl.int64)
     slot = tl.arange(0, SLOTS)
-    place = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
-    entry = tl.load(table + place, mask=slot < top_k, other=0).to(tl.int64)
+    offset = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
+    entry = tl.load(table + offset, mask=slot < top_k, other=0).to(tl.int64)
     expert = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
     _, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
     good = tl.where((word >= 0) & (word < vocabulary), good, 0)
@@ -371,8 +373,8 @@ def _look_up_kernel(
     own = _summed(partials, token, tokens, expert, mask, EXPERTS, SPLITS)
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
-    place = token * top_k + slot
-    _store_choice(weights, ids, place, mask, expert, scores, tl.sum(scores, 0), factor, good)
+    offset = token * top_k + slot
+    _store_experts(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
 
 
 @dataclass(frozen=True)
@@ -392,9 +394,9 @@ class _Tile:
         return triton.cdiv(tokens, self.tokens) * triton.cdiv(experts, width)
 
     def splits(self, tokens: int, experts: int, hidden: int, processors: int) -> int:
-        """Slices of the hidden axis, none of them empty, for which a processor has least to do.
+        """Split-K slices of the hidden axis, none empty, that give an SM the least work.
 
-        A slice more costs about half a step: its sums are written and read.
+        A further slice costs about half a step, because its sums are written and read.
         """
         programs, steps = self.programs(tokens, experts), triton.cdiv(hidden, self.block)
         most = max(1, min(steps, _MOST_SPLITS, 2 * processors // programs))
@@ -407,13 +409,13 @@ class _Tile:
 
 
 def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
-    """Tiles for a number of tokens, as they were measured to be fast on an H200."""
+    """Tiles for a number of tokens; the fastest measured on an H200."""
     if operand == torch.float32:
         return _Tile(32, 32, 32, 2, 4)
     if tokens <= 32:
-        high = max(16, _launch.power_of_two(tokens))
+        high = max(16, launch_options.power_of_two(tokens))
         return _Tile(high, 16 if experts <= 256 else 32, 128, 4, 4)
-    if tokens < _MANY:
+    if tokens < _LARGE_M:
         return _Tile(64, 32, 128, 4, 4)
     if tokens * experts <= 1 << 18:
         return _Tile(64, 64, 128, 4, 4) if experts <= 256 else _Tile(128, 64, 64, 5, 4)
@@ -423,27 +425,27 @@ def _tile(tokens: int, experts: int, operand: torch.dtype) -> _Tile:
 
 
 def _operand_type(x: torch.Tensor, weight: torch.Tensor, logits: torch.dtype) -> torch.dtype:
-    """The type in which products are taken: that of the logits, or a narrower one if exact."""
+    """The operand type of the GEMM: that of the logits, or a narrower one if it is exact."""
     if logits == torch.float32 and x.dtype == weight.dtype:
         return x.dtype
     return logits
 
 
 def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Launch the products: returns float32 ``[splits, T, E]``, perhaps ``logits`` itself."""
+    """Launch the GEMM: returns float32 ``[splits, T, E]``, ``logits`` itself where possible."""
     (tokens, hidden), experts = x.shape, weight.shape[0]
     if hidden == 0:
         return x.new_zeros((1, tokens, experts), dtype=torch.float32)
     x, weight = (m if m.stride(1) == 1 else m.contiguous() for m in (x, weight))
     operand = _operand_type(x, weight, logits.dtype)
     sizes: dict[str, Any] = {"EXPERTS": experts, "HIDDEN": hidden}
-    if tokens <= _FEW:
+    if tokens <= _SMALL_M:
         splits = triton.cdiv(hidden, _SLICE)
         out = _sums(x, logits, splits)
         length = min(hidden, 8 * triton.cdiv(hidden, 8 * splits))
-        block = _launch.power_of_two(length)
-        with _launch.on(x):
-            _few_kernel[(triton.cdiv(experts, 2), splits)](
+        block = launch_options.power_of_two(length)
+        with launch_options.on(x):
+            _small_m_logits_kernel[(triton.cdiv(experts, 2), splits)](
                 x,
                 weight,
                 out,
@@ -451,19 +453,19 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
                 weight.stride(0),
                 tokens,
                 **sizes,
-                OPERAND=_rows.TYPES[operand],
-                TOKENS=_launch.power_of_two(tokens),
+                OPERAND=row_tiles.TYPES[operand],
+                TOKENS=launch_options.power_of_two(tokens),
                 COLUMNS=2,
                 LENGTH=length,
                 BLOCK=block,
                 # One load per thread and row: the assembler would place a second one behind the
-                # products of the first, which wait for memory.
+                # FMAs of the first, which wait for memory.
                 num_warps=max(1, block // 256),
-                **_launch.options(x),
+                **launch_options.options(x),
             )
         return out
     tile = _tile(tokens, experts, operand)
-    splits = tile.splits(tokens, experts, hidden, _launch.sm_count(x.device))
+    splits = tile.splits(tokens, experts, hidden, launch_options.sm_count(x.device))
     out = _sums(x, logits, splits)
     sizes |= {
         "TOKENS": tile.tokens,
@@ -472,12 +474,12 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
         "LENGTH": triton.cdiv(triton.cdiv(hidden, tile.block), splits) * tile.block,
         "STAGES": tile.stages,
         "num_warps": tile.warps,
-        **_launch.options(x),
+        **launch_options.options(x),
     }
     grid = (tile.programs(tokens, experts), splits)
-    with _launch.on(x):
-        if tokens >= _MANY and operand != torch.float32:
-            _launch_many(grid, x.to(operand), weight.to(operand), out, tile, sizes)
+    with launch_options.on(x):
+        if tokens >= _LARGE_M and operand != torch.float32:
+            _launch_large_m(grid, x.to(operand), weight.to(operand), out, tile, sizes)
             return out
         _logits_kernel[grid](
             x,
@@ -486,14 +488,14 @@ def _partial_logits(x: torch.Tensor, weight: torch.Tensor, logits: torch.Tensor)
             x.stride(0),
             weight.stride(0),
             tokens,
-            OPERAND=_rows.TYPES[operand],
+            OPERAND=row_tiles.TYPES[operand],
             PREFETCH=tokens <= _PREFETCHED and hidden % tile.block == 0,
             **sizes,
         )
     return out
 
 
-def _launch_many(
+def _launch_large_m(
     grid: tuple[int, int],
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -502,7 +504,7 @@ def _launch_many(
     sizes: dict[str, Any],
 ) -> None:
     x, weight = _describable(x), _describable(weight)
-    _many_kernel[grid](
+    _large_m_logits_kernel[grid](
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.block]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.block]),
         TensorDescriptor.from_tensor(weight, [tile.rest or tile.columns, tile.block]),
@@ -515,22 +517,22 @@ def _launch_many(
 
 def _describable(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix, or a copy, with rows that begin at multiples of 16 bytes."""
-    each = 16 // matrix.element_size()
-    if matrix.stride(0) % each == 0 and matrix.data_ptr() % 16 == 0:
+    aligned = 16 // matrix.element_size()
+    if matrix.stride(0) % aligned == 0 and matrix.data_ptr() % 16 == 0:
         return matrix
     rows, columns = matrix.shape
-    padded = matrix.new_empty((rows, each * triton.cdiv(columns, each)))[:, :columns]
+    padded = matrix.new_empty((rows, aligned * triton.cdiv(columns, aligned)))[:, :columns]
     return padded.copy_(matrix)
 
 
 def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
-    """Where the products go: float32 ``[splits, T, E]``; ``logits`` itself where it is that."""
+    """Buffer of the GEMM: float32 ``[splits, T, E]``; ``logits`` itself where it has that form."""
     if splits == 1 and logits.dtype == torch.float32:
         return logits.unsqueeze(0)
     return x.new_empty((splits, *logits.shape), dtype=torch.float32)
 
 
-def _choice_warps(block: int) -> int:
+def _topk_warps(block: int) -> int:
     """One warp needs no exchange through shared memory, but must not hold too many logits."""
     return min(16, max(1, block // 1024))
 
@@ -552,20 +554,20 @@ def _route(
     if logits.numel() == 0:
         return logits, weights, ids
     partials = _partial_logits(x, weight, logits)
-    block = _launch.power_of_two(experts)
+    block = launch_options.power_of_two(experts)
     options = {
         "EXPERTS": experts,
         "SPLITS": partials.shape[0],
         # From sizes, not from addresses: kernels are listed on the meta device, where all are 0.
         "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
-        "SLOTS": _launch.power_of_two(top_k),
-        "num_warps": _choice_warps(block),
-        **_launch.options(x),
+        "SLOTS": launch_options.power_of_two(top_k),
+        "num_warps": _topk_warps(block),
+        **launch_options.options(x),
     }
-    with _launch.on(x):
+    with launch_options.on(x):
         if table is None:
-            _choose_kernel[(tokens,)](
+            _topk_kernel[(tokens,)](
                 partials,
                 logits,
                 None if bias is None else bias.contiguous(),
@@ -578,7 +580,7 @@ def _route(
                 **options,
             )
         else:
-            _look_up_kernel[(tokens,)](
+            _hash_kernel[(tokens,)](
                 partials,
                 logits,
                 table,

@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import wait_for_inputs, widen
+from dsv4.triton._lib.numerics import wait_for_inputs, widen
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 _SPLITS = 16  # most CTAs per row
 _BLOCK = 8192  # tokens of a tile of the filters
@@ -72,16 +72,16 @@ def _largest_kernel(
     entry = tl.load(entries + row)
     penalty = tl.load(numbers + entry * 4 + 3).to(tl.float32)
     end = tl.minimum((split + 1) * span, vocab)
-    given = tl.full([BLOCK], float("-inf"), tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
     changed = tl.full([BLOCK], float("-inf"), tl.float32)
     for first in range(split * span, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x, y = _penalised(logits, present, token < end, penalty, row, entry, token, vocab, PENALTY)
-        given = tl.maximum(given, tl.where(x == x, x, float("inf")))
+        top = tl.maximum(top, tl.where(x == x, x, float("inf")))
         changed = tl.maximum(changed, tl.where(y == y, y, float("-inf")))
-    place = largest + (row * tl.num_programs(1) + split) * 2
-    tl.store(place, tl.max(given, 0))
-    tl.store(place + 1, tl.max(changed, 0))
+    address = largest + (row * tl.num_programs(1) + split) * 2
+    tl.store(address, tl.max(top, 0))
+    tl.store(address + 1, tl.max(changed, 0))
 
 
 @triton.jit
@@ -136,29 +136,29 @@ def _weight(relative):
 
 
 @triton.jit
-def _above(relatives, floor, vocab, BLOCK: tl.constexpr):
-    """How many tokens lie above ``floor``, and the sum of their weights."""
+def _above(relatives, bound, vocab, BLOCK: tl.constexpr):
+    """How many tokens lie above ``bound``, and the sum of their weights."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
-        above = x > floor
+        above = x > bound
         count += above.to(tl.int32)
         mass += tl.where(above, _weight(x), 0)
     return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
-def _best_above(relatives, scores, floor, vocab, BLOCK: tl.constexpr):
-    """The token with the best score of those above ``floor``."""
+def _best_above(relatives, scores, bound, vocab, BLOCK: tl.constexpr):
+    """The token with the best score of those above ``bound``."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.full([BLOCK], _NONE, tl.int32)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
         score = tl.load(scores + token, mask=token < vocab, other=float("-inf"))
-        best, at = _better(best, at, tl.where(x > floor, score, float("-inf")), token)
+        best, at = _better(best, at, tl.where(x > bound, score, float("-inf")), token)
     return _best(best, at)[1]
 
 
@@ -220,9 +220,9 @@ def _filter_kernel(
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = row * SPLITS + tl.arange(0, SPLITS)
-    given = tl.max(tl.load(largest + split * 2), 0)
+    top = tl.max(tl.load(largest + split * 2), 0)
     _, token = _best(tl.load(best_scores + split), tl.load(best_tokens + split))
-    finite = (given < float("inf")) & (given > float("-inf"))
+    finite = (top < float("inf")) & (top > float("-inf"))
     if FILTERS:
         entry = tl.load(entries + row)
         temperature = tl.load(numbers + entry * 4)
@@ -234,15 +234,15 @@ def _filter_kernel(
             relatives += row * vocab
             scores += row * vocab
             needed = _needed(relatives, top_k, top_p, vocab, BLOCK)
-            kept = tl.full([], 0, tl.int32)
-            while kept == 0:
-                floor = tl.load(relatives + token)
-                kept = (floor >= lowest).to(tl.int32)
-                if (kept != 0) & ((top_k < vocab) | (top_p < 1)):
-                    count, mass = _above(relatives, floor, vocab, BLOCK)
-                    kept = ((count < top_k) & (mass < needed)).to(tl.int32)
-                if kept == 0:
-                    token = _best_above(relatives, scores, floor, vocab, BLOCK)
+            passes = tl.full([], 0, tl.int32)
+            while passes == 0:
+                bound = tl.load(relatives + token)
+                passes = (bound >= lowest).to(tl.int32)
+                if (passes != 0) & ((top_k < vocab) | (top_p < 1)):
+                    count, mass = _above(relatives, bound, vocab, BLOCK)
+                    passes = ((count < top_k) & (mass < needed)).to(tl.int32)
+                if passes == 0:
+                    token = _best_above(relatives, scores, bound, vocab, BLOCK)
     tl.store(out + row, tl.where(finite, token, -1).to(tl.int64))
 
 
@@ -274,20 +274,20 @@ def sample(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if not rows:
         return out
-    splits = min(_SPLITS, _launch.power_of_two(triton.cdiv(vocab, 4 * _QUADS)))
+    splits = min(_SPLITS, launch_options.power_of_two(triton.cdiv(vocab, 4 * _QUADS)))
     largest = torch.empty(rows, splits, 2, dtype=torch.float32, device=logits.device)
     best_scores = torch.empty(rows, splits, dtype=torch.float32, device=logits.device)
     best_tokens = torch.empty(rows, splits, dtype=torch.int32, device=logits.device)
-    kept = rows if filters else 0  # rows whose scores the filters read
-    relatives = torch.empty(kept, vocab, dtype=torch.float32, device=logits.device)
+    filtered_rows = rows if filters else 0  # rows whose scores the filters read
+    relatives = torch.empty(filtered_rows, vocab, dtype=torch.float32, device=logits.device)
     scores = torch.empty_like(relatives)
     span = 4 * triton.cdiv(vocab, 4 * splits)
-    quads = min(_QUADS, _launch.power_of_two(span // 4))
-    block = min(_BLOCK, _launch.power_of_two(vocab))
+    quads = min(_QUADS, launch_options.power_of_two(span // 4))
+    block = min(_BLOCK, launch_options.power_of_two(vocab))
     penalty = present is not None
     mask = present.view(torch.uint8) if present is not None else logits
-    options = _launch.options(logits)
-    with _launch.on(logits):
+    options = launch_options.options(logits)
+    with launch_options.on(logits):
         _largest_kernel[(rows, splits)](
             logits, entries, numbers, mask, largest, vocab, span,
             PENALTY=penalty, BLOCK=4 * quads, num_warps=4, **options,

@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.slots import EntrySlotsArgs, PrefixSlotsArgs, WindowSlotsArgs
-from dsv4.triton import _launch
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import once, wait_for_inputs
+from dsv4.triton._lib.numerics import once, wait_for_inputs
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_FEW = 1 << 16  # slots up to which a thread has one
-_NARROW = 128  # slots of a program then, else
-_WIDE = 512
+_NARROW_SLOTS = 1 << 16  # slots up to which a program has _NARROW of them, one per thread
+_NARROW = 128
+_WIDE = 512  # slots of a program above
 
 
 @fast_launch
@@ -45,10 +45,10 @@ def _slots_kernel(
         column = (tl.program_id(0) % blocks) * BLOCK + i % BLOCK
         inside = (token < tokens - first) & (column < width)
         sequence = tl.load(sequences + first + token, mask=inside, other=-1).to(tl.int64)
-        place = first * width + (token * width + column)
+        offset = first * width + (token * width + column)
         # An entry of a sequence has 64 bits; a negative one is too large without its sign.
         if KIND == "entry":
-            entry = tl.load(numbers + place, mask=inside, other=-1).to(tl.int64)
+            entry = tl.load(numbers + offset, mask=inside, other=-1).to(tl.int64)
         else:
             number = tl.load(numbers + first + token, mask=inside, other=-1).to(tl.int64)
             if KIND == "prefix":
@@ -57,11 +57,11 @@ def _slots_kernel(
                 entry = _ring(number, width - 1 - column, pages.to(tl.int64) * PAGE_SIZE)
         entry = entry.to(tl.uint64, bitcast=True)
         size = pages.to(tl.uint64) * PAGE_SIZE
-        found = inside & (sequence >= 0) & (entry < size)
+        exists = inside & (sequence >= 0) & (entry < size)
         page = table + sequence * stride + (entry // PAGE_SIZE).to(tl.int64)
-        page = tl.load(page, mask=found, other=0).to(tl.int64)
+        page = tl.load(page, mask=exists, other=0).to(tl.int64)
         slots = page * PAGE_SIZE + (entry % PAGE_SIZE).to(tl.int64)
-        tl.store(out + place, tl.where(found, slots, -1), mask=inside)
+        tl.store(out + offset, tl.where(exists, slots, -1), mask=inside)
 
 
 @triton.jit
@@ -90,13 +90,13 @@ def _launch_slots(
     if table.numel() == 0:
         return out.fill_(-1)
     tokens, width = shape[0], out.numel() // shape[0]
-    tile = _NARROW if out.numel() <= _FEW else _WIDE
-    block = min(tile, _launch.power_of_two(width))
+    tile = _NARROW if out.numel() <= _NARROW_SLOTS else _WIDE
+    block = min(tile, launch_options.power_of_two(width))
     rows = tile // block  # however few tokens there are: their number must not be a constant
     blocks = triton.cdiv(width, block)
     programs = triton.cdiv(tokens, rows) * blocks
     table = table if table.stride(1) == 1 else table.contiguous()
-    with _launch.on(out):
+    with launch_options.on(out):
         _slots_kernel[(programs,)](
             table,
             sequences.contiguous(),
@@ -112,7 +112,7 @@ def _launch_slots(
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
-            **_launch.options(out, few=_launch.are_few(programs, 4)),
+            **launch_options.options(out, few=launch_options.are_few(programs, 4)),
         )
     return out
 

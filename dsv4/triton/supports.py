@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from dsv4._unsupported import (
+from dsv4.device import is_interpreting, no_triton
+from dsv4.dispatch import Call
+from dsv4.ops.attention import SparseAttentionArgs
+from dsv4.ops.compressor import CompressWriteArgs
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
+from dsv4.ops.quantize import DequantizeArgs
+from dsv4.ops.rope import RopeQuantizeArgs
+from dsv4.ops.unsupported import (
     float64_result,
     float64_tensor,
     gapped_pages,
@@ -18,15 +27,6 @@ from dsv4._unsupported import (
     odd_dims,
     wide_row,
 )
-from dsv4.device import is_interpreting, no_triton
-from dsv4.dispatch import Call
-from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.ops.compressor import CompressWriteArgs
-from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
-from dsv4.ops.quantize import DequantizeArgs
-from dsv4.ops.rope import RopeQuantizeArgs
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
@@ -66,7 +66,7 @@ def dequantize(call: Call) -> str | None:
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
     if reason is None and args.layout == FRAGMENTS:
-        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference takes apart"
+        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
 
 
@@ -92,7 +92,7 @@ def fp8_gemm(call: Call) -> str | None:
 
 
 def parts(call: Call) -> str | None:
-    """For an operator whose parts are run one after another."""
+    """For an operator that is composed of other operators."""
     if call.device.type == "cpu" and not is_interpreting():
         return "on the CPU the reference does the same"
     return None
@@ -265,7 +265,7 @@ def attention_sizes(call: Call) -> str | None:
         if pool.shape[0] * size >= 2**31:
             return f"there are {pool.shape[0] * size} slots, wanted fewer than 2^31"
     if args.cos is not None and dims % 2:
-        return f"heads have {dims} dims, of which pairs are turned, wanted an even number"
+        return f"heads have {dims} dims, of which pairs are rotated, wanted an even number"
     return _fp8_entries(call) if args.window_format == "fp8" else None
 
 

@@ -9,35 +9,37 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.swiglu import SwigluArgs, SwigluQuantizeArgs
-from dsv4.triton import _launch, _rows
-from dsv4.triton._arrival import arrival, once_here
-from dsv4.triton._launcher import fast_launch
-from dsv4.triton._numerics import (
+from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.numerics import (
     INTERPRETED,
     narrow,
     once,
     wait_for_inputs,
     widen,
 )
-from dsv4.triton._nvfp4 import narrowed, near_reciprocal
-from dsv4.triton._nvfp4_tile import (
+from dsv4.triton._lib.nvfp4 import narrowed, near_reciprocal
+from dsv4.triton._lib.nvfp4_tile import (
     TOKEN,
     Output,
     blank_scales,
     blank_tile,
     block_peaks,
-    loaded_places,
+    loaded_coordinates,
     own_part,
     quantize_row,
     quantize_tile,
-    tile_places,
+    tile_coordinates,
 )
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
-_PIECES = 128
-# Of a thread that makes two blocks of 16: the compiler would take more, and fewer programs would
-# fit.
+_PIECES = 128  # pieces of 8 outputs of a program, one per thread
+# Registers of a thread that makes two blocks of 16: the compiler would take more, and fewer
+# programs would fit.
 _REGISTERS = 72
-# Of one that makes one: with no number the compiler saves registers, and loads wait for loads.
+# Registers of a thread of one block: without a number the compiler saves registers, so that loads
+# wait for earlier loads.
 _REGISTERS_OF_TILE = 128
 # log2(e) as a sum of two float32 numbers, and ln(2).
 _LOG2_E = tl.constexpr(1.44269502162933349609375)
@@ -115,26 +117,26 @@ def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
     if INTERLEAVED:
         N: tl.constexpr = first.shape[0]
         column = 2 * first[:, None] + eight
-        place = x + (start + 2 * first)[:, None] + eight
-        low = _load_some(place, column, inside, 2 * half)
-        high = _load_some(place + 8, column + 8, inside, 2 * half)
+        address = x + (start + 2 * first)[:, None] + eight
+        low = _load_some(address, column, inside, 2 * half)
+        high = _load_some(address + 8, column + 8, inside, 2 * half)
         gate_low, up_low = tl.split(tl.reshape(low, [N, 4, 2]))
         gate_high, up_high = tl.split(tl.reshape(high, [N, 4, 2]))
         return _weave(gate_low, gate_high), _weave(up_low, up_high)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         column = first[:, None] + eight
-        place = x + (start + first)[:, None] + eight
-        gate = _load_some(place, column, inside, half)
-        return gate, _load_some(place + half, column, inside, half)
+        address = x + (start + first)[:, None] + eight
+        gate = _load_some(address, column, inside, half)
+        return gate, _load_some(address + half, column, inside, half)
 
 
 @triton.jit
-def _load_some(place, column, inside, columns):
-    """What lies at ``place [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
+def _load_some(address, column, inside, columns):
+    """Load from ``address [N, 8]``; 0 where not ``inside [N]``, or past ``columns``."""
     if inside is None:
-        return tl.load(place)
+        return tl.load(address)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return tl.load(place, mask=inside[:, None] & (column < columns), other=0.0)
+        return tl.load(address, mask=inside[:, None] & (column < columns), other=0.0)
 
 
 @fast_launch
@@ -158,7 +160,7 @@ def _swiglu_kernel(
     """ROWS rows by PIECES pieces of 8 outputs."""
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
-        _, row, piece = tile_places(ROWS, PIECES)
+        _, row, piece = tile_coordinates(ROWS, PIECES)
         first = piece * 8
         gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
         if WEIGHTED:
@@ -168,8 +170,8 @@ def _swiglu_kernel(
             values = values * factor[:, None]
         column = first[:, None] + tl.arange(0, 8)[None, :]
         inside = (row < rows)[:, None] & (column < half)
-        place = out + (row * half)[:, None] + column
-        tl.store(place, narrow(values, out.dtype.element_ty), mask=inside)
+        address = out + (row * half)[:, None] + column
+        tl.store(address, narrow(values, out.dtype.element_ty), mask=inside)
 
 
 @fast_launch
@@ -187,7 +189,7 @@ def _swiglu_quantize_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -200,7 +202,7 @@ def _swiglu_quantize_kernel(
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
     WHOLE: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -210,7 +212,7 @@ def _swiglu_quantize_kernel(
             wait_for_inputs(PDL)
             blank_tile(scales, rows, scale_rows, scale_columns, number, ROWS * BLOCKS * 2)
     else:
-        matrix, row, piece = loaded_places(ROWS, BLOCKS, CHUNKS, WHOLE)
+        matrix, row, piece = loaded_coordinates(ROWS, BLOCKS, CHUNKS, WHOLE)
         line = matrix * rows + row
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
@@ -235,7 +237,7 @@ def _swiglu_quantize_kernel(
                 blocks,
                 scale_rows,
                 scale_columns,
-                parts,
+                partials,
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -243,7 +245,7 @@ def _swiglu_quantize_kernel(
                 ROWS,
                 BLOCKS,
                 CHUNKS,
-                PARTS,
+                PARTIALS,
                 CONVERT,
             )
 
@@ -263,7 +265,7 @@ def _swiglu_quantize_row_kernel(
     blocks,
     scale_rows,
     scale_columns,
-    parts,
+    partials,
     INTERLEAVED: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -274,7 +276,7 @@ def _swiglu_quantize_row_kernel(
     SWIZZLED: tl.constexpr,
     BLOCKS: tl.constexpr,
     CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -286,10 +288,10 @@ def _swiglu_quantize_row_kernel(
     else:
         if WEIGHTED:
             factor = widen(tl.load(weight + line))
-        pairs, places = (), ()
+        pairs, block_numbers = (), ()
         for chunk in tl.static_range(CHUNKS):
             block = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            places += (block,)  # type: ignore[assignment]
+            block_numbers += (block,)  # type: ignore[assignment]
             for part in tl.static_range(2):
                 column = block * 16 + part * 8
                 half = blocks * 16
@@ -309,7 +311,7 @@ def _swiglu_quantize_row_kernel(
         quantize_row(
             firsts,
             lasts,
-            places,
+            block_numbers,
             source,
             codes,
             scales,
@@ -318,14 +320,14 @@ def _swiglu_quantize_row_kernel(
             blocks,
             scale_rows,
             scale_columns,
-            parts,
+            partials,
             SOURCE,
             PER_ROW,
             WEIGHT,
             SWIZZLED,
             BLOCKS,
             CHUNKS,
-            PARTS,
+            PARTIALS,
             CONVERT,
         )
 
@@ -353,12 +355,12 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
     out = args.gate_up.new_empty((*args.gate_up.shape[:-1], half), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    x = _rows.as_rows(args.gate_up)
-    pieces = _launch.power_of_two(triton.cdiv(half, 8))
+    x = row_tiles.as_rows(args.gate_up)
+    pieces = launch_options.power_of_two(triton.cdiv(half, 8))
     tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
     bound, flags = _flags(args.limit, args.layout, args.row_weight)
     grid = triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across)
-    with _launch.on(x):
+    with launch_options.on(x):
         _swiglu_kernel[grid](
             x,
             _flat(args.row_weight),
@@ -371,7 +373,7 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
             ROWS=tall,
             PIECES=across,
             num_warps=4,
-            **_launch.options(x, few=_launch.are_few(grid[0] * grid[1], 4)),
+            **launch_options.options(x, few=launch_options.are_few(grid[0] * grid[1], 4)),
         )
     return out
 
@@ -387,10 +389,10 @@ def swiglu_quantize(args: SwigluQuantizeArgs) -> tuple[torch.Tensor, torch.Tenso
     )
     if out.codes.numel() == 0:
         return out.without_rows()
-    x = _rows.as_rows(args.gate_up)
+    x = row_tiles.as_rows(args.gate_up)
     bound, flags = _flags(args.limit, args.layout, args.row_weight)
     arguments = (x, _flat(args.row_weight), x.stride(0), bound, *out.arguments)
-    with _launch.on(x):
+    with launch_options.on(x):
         if out.by_row:
             constants = out.row_options
             if constants["CHUNKS"] <= 2:

@@ -30,7 +30,7 @@ from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
 from dsv4.device import interpret_triton
 from dsv4.quant import fragments
-from dsv4.triton import _launch
+from dsv4.triton._runtime import launch_options
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
 _MULTIPROCESSORS = {90: 132, 100: 148}
@@ -90,13 +90,13 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = compiled
-    _launch.options = lambda tensor, few=False: {
+    launch_options.options = lambda tensor, few=False: {
         "PDL": 2 if few else 1,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    _launch.sm_count = lambda device: _MULTIPROCESSORS[arch]
-    _launch.capability = lambda tensor: (arch // 10, arch % 10)
+    launch_options.sm_count = lambda device: _MULTIPROCESSORS[arch]
+    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
         passed.clear()
         with interpret_triton():

@@ -39,7 +39,7 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.layers import _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
-from dsv4.triton import _launch, _launcher
+from dsv4.triton._runtime import launch_options, launcher
 
 GPU = torch.device("cuda", 0)
 _PROCESSORS = 132
@@ -110,10 +110,10 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of what is replaced while CPU tensors stand for those of an H100."""
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     yield dispatch, "Call", lambda op, args, device, call=dispatch.Call: call(op, args, GPU)
-    yield _launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
-    yield _launch, "capability", lambda tensor: (9, 0)
-    yield _launch, "sm_count", lambda device: _PROCESSORS
-    yield _launcher, "is_on_gpu", lambda tensor: True
+    yield launch_options, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
+    yield launch_options, "capability", lambda tensor: (9, 0)
+    yield launch_options, "sm_count", lambda device: _PROCESSORS
+    yield launcher, "is_on_gpu", lambda tensor: True
     yield _plans, "PLANNED_DEVICES", frozenset({"cpu"})
     yield cuda_driver, "_driver", lambda: cuda
     yield cuda_driver, "tensor_map", lambda address, matrix: bytes(128)

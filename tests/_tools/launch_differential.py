@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 
 from dsv4.cute.runtime import driver as cuda_driver
-from dsv4.triton import _launcher
-from dsv4.triton._launcher import flat, parameter_sizes
+from dsv4.triton._runtime import launcher
+from dsv4.triton._runtime.launcher import flat, parameter_sizes
 from tests._tools.host_time import MockTritonDriver
 
 _STREAM = 0x5EED
@@ -151,9 +151,9 @@ def drivers() -> Iterator[tuple[TritonDriver, CudaDriver]]:
     with ExitStack() as undo:
         for owner, name, value in (
             (cuda_driver, "_driver", lambda: cuda),
-            (_launcher, "is_on_gpu", lambda tensor: True),
-            (_launcher, "current_device", lambda: -1),
-            (_launcher, "stream_of", lambda device: _STREAM),
+            (launcher, "is_on_gpu", lambda tensor: True),
+            (launcher, "current_device", lambda: -1),
+            (launcher, "stream_of", lambda device: _STREAM),
         ):
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
@@ -213,7 +213,7 @@ def neighbours(draw: Callable[..., Any]) -> list[Any]:
 
 
 def compare(
-    fast: _launcher.FastKernel, found: tuple[TritonDriver, CudaDriver], call: tuple[Any, ...]
+    fast: launcher.FastKernel, found: tuple[TritonDriver, CudaDriver], call: tuple[Any, ...]
 ) -> int:
     """Raise unless both launch the same, the second time at the latest by ourselves."""
     by_triton, cuda = found
@@ -232,8 +232,8 @@ def compare(
 def main() -> None:
     counts = {"ours": 0, "triton's": 0}
     with drivers() as found:
-        every = _launcher.FastKernel(_every_type)
-        tuples = _launcher.FastKernel(_tuples)
+        every = launcher.FastKernel(_every_type)
+        tuples = launcher.FastKernel(_tuples)
         chosen = settings(
             max_examples=int(sys.argv[1]), deadline=None, database=None, derandomize=True,
             phases=(Phase.generate,),

@@ -26,7 +26,9 @@ from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.quant.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
-from dsv4.triton import _launch, _nvfp4_tile, moe, norm
+from dsv4.triton import moe, norm
+from dsv4.triton._lib import nvfp4_tile
+from dsv4.triton._runtime import launch_options
 from tests._tools.compile_kernels import _Driver
 from tests._tools.ptx import grid as ptx_grid
 
@@ -62,13 +64,13 @@ def install(arch: int) -> list[str]:
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = run
-    _launch.options = lambda tensor, few=False: {
+    launch_options.options = lambda tensor, few=False: {
         "PDL": 2 if few else 1,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    _launch.sm_count = lambda device: 132
-    _launch.capability = lambda tensor: (arch // 10, arch % 10)
+    launch_options.sm_count = lambda device: 132
+    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
     return ran
 
 
@@ -134,7 +136,7 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
 
 def _of_many() -> None:
     """Let the launchers take what few rows are given for many."""
-    _nvfp4_tile._FEW = norm._SOME = moe._FEW = moe._APART = 0
+    nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
 
 
 _ONE = {"scaling": "static", "global_scale": 0.004}
@@ -166,9 +168,9 @@ def main(arch: int, names: list[str]) -> int:
     """The number of cases that differ."""
     ran = install(arch)
     wrong = 0
-    few = _nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART
+    few = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
     for name in names or CASES:
-        _nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART = few
+        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = few
         if name.startswith("many"):
             _of_many()
         ran.clear()

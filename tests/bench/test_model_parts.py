@@ -31,7 +31,7 @@ class TestOperators:
     def functions(self) -> dict[str, list[str]]:
         """Triton kernels that are launched, with the files that hold them."""
         found: dict[str, list[str]] = {}
-        for path in sorted((Path(dsv4.__file__).parent / "triton").glob("*.py")):
+        for path in sorted((Path(dsv4.__file__).parent / "triton").rglob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 jitted = isinstance(node, ast.FunctionDef) and any(
                     "triton.jit" in ast.unparse(one) for one in node.decorator_list
@@ -67,8 +67,8 @@ class TestOperators:
                 operators.EXPERTS,
             ),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
-            ("_few_kernel", operators.ROUTER),
-            ("_product_few_kernel", operators.HYPER),
+            ("_small_m_logits_kernel", operators.ROUTER),
+            ("_mixing_small_m_kernel", operators.HYPER),
             ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", operators.CUBLAS),
             ("void cublasLt::splitKreduce_kernel<32, 16, int>", operators.CUBLAS),
             ("void at::native::vectorized_elementwise_kernel<4>", operators.TORCH),

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dsv4._checkpoint import names
-from dsv4.checkpoint import load, save
+from dsv4.checkpoint import load, names, save
 from dsv4.model import DeepseekV4ForCausalLM
 from tests.checkpoint.cases import SMALL, make_model
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dsv4._checkpoint.shards import DTYPES, read_header
 from dsv4.checkpoint import Checkpoint, load, save, write
+from dsv4.checkpoint.shards import DTYPES, read_header
 from dsv4.config import ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.model import DeepseekV4ForCausalLM

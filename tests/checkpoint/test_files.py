@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dsv4._checkpoint import names
-from dsv4._checkpoint.shards import DTYPES, Shards, read_header
-from dsv4._checkpoint.writer import ShardWriter
-from dsv4.checkpoint import Checkpoint, save, write
+from dsv4.checkpoint import Checkpoint, names, save, write
+from dsv4.checkpoint.shard_writer import ShardWriter
+from dsv4.checkpoint.shards import DTYPES, Shards, read_header
 from dsv4.config import ModelConfig
 from dsv4.model import DeepseekV4ForCausalLM
 from tests.checkpoint.cases import (

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import device as machine
 from dsv4 import layers
-from dsv4._checkpoint.packing import report_packing
 from dsv4.checkpoint import Checkpoint, fill, load, save
+from dsv4.checkpoint.packing import report_packing
 from dsv4.config import SLIDING, ModelConfig
 from dsv4.cute import supports
 from dsv4.layers import DeepseekV4Experts, Linear

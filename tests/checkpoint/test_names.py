@@ -10,8 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4._checkpoint import names
-from dsv4.checkpoint import CheckpointError, load
+from dsv4.checkpoint import CheckpointError, load, names
 from tests.checkpoint.cases import assert_same_state, calibrated, edit, make_model, saved, state
 
 ATTENTION = {

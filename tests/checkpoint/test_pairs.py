@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dsv4._checkpoint.pairs import tie
 from dsv4.checkpoint import Checkpoint, load, save, write
+from dsv4.checkpoint.pairs import tie
 from dsv4.layers import quantize_
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import NVFP4, QuantizedTensor

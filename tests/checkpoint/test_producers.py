@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dsv4._checkpoint.shards import read_header
 from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, save, write
+from dsv4.checkpoint.shards import read_header
 from dsv4.config import ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear

@@ -17,9 +17,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4._checkpoint import transaction
-from dsv4._checkpoint.writer import ShardWriter
-from dsv4.checkpoint import Checkpoint, CheckpointError, load, recover, save, write
+from dsv4.checkpoint import Checkpoint, CheckpointError, load, recover, save, transaction, write
+from dsv4.checkpoint.shard_writer import ShardWriter
 from dsv4.config import ModelConfig
 from tests.checkpoint.cases import SMALL, make_model, raw, state
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4._checkpoint import names
-from dsv4.checkpoint import CheckpointError, load
+from dsv4.checkpoint import CheckpointError, load, names
 from dsv4.ops.quantize import dequantize
 from dsv4.quant.formats import QuantizedTensor
 

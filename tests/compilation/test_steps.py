@@ -32,7 +32,8 @@ from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, device, dispatch
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.recipe import Recipe
-from dsv4.triton import _images, _launch, moe
+from dsv4.triton import moe
+from dsv4.triton._runtime import kernel_store, launch_options
 
 def static(request):
     place = moe._gather_quantize_kernel.arg_names.index("STATIC")
@@ -42,17 +43,18 @@ real, points = map(json.loads, sys.argv[1:])
 found = {}
 for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
-    before = JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch._device
+    before = JITFunction.run, launch_options.options, device.MACHINE.pretended, dispatch._device
     sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
     shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
     steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
-    assert before == (JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch._device)
+    after = JITFunction.run, launch_options.options, device.MACHINE.pretended, dispatch._device
+    assert before == after
     requests = list(steps.requests.values())
     for request in requests:
         assert request.arch == arch
         assert request.options["launch_pdl"] or request.options["enable_fp_fusion"]
         if real:
-            _images.compile_request(request)
+            kernel_store.compile_request(request)
     ran = [[*key, sorted(ran.kernels), ran.objections] for key, ran in steps.ran.items()]
     if (preset, activation, arch) == ("flash", "nvfp4", "sm_100a"):
         both = {static(r) for r in requests if r.name == "_gather_quantize_kernel"}
@@ -103,8 +105,8 @@ def check(name, compiled, ran):
     else:
         assert sorted(by_op["gemm"]) == ["cublas", "cute"]
         assert sorted(by_op["gemm_swiglu"]) == ["cute", "parts"]
-        assert "_expand_kernel" in by_op["gemm"]["cublas"][0]
-        assert {"_expand_kernel", "_swiglu_kernel"} <= set(by_op["gemm_swiglu"]["parts"][0])
+        assert "_dequantize_kernel" in by_op["gemm"]["cublas"][0]
+        assert {"_dequantize_kernel", "_swiglu_kernel"} <= set(by_op["gemm_swiglu"]["parts"][0])
         assert "wanted at most 64" in by_op["gemm"]["cublas"][1]["cute"]
         assert [list(by_op[op]) for op in sorted(PRODUCTS)[2:]] == [["cute"], ["cute"]]
     quantises = name.endswith("nvfp4") and not blackwell
@@ -180,7 +182,7 @@ class TestWarmup:
         def steps(self):
             ran = {
                 ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
-                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_expand_kernel"}),
+                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_dequantize_kernel"}),
             }
             requests = {key: SimpleNamespace(key=key, name="k") for key in (b"0", b"1", b"2")}
             return _steps.Steps(ran, requests)
@@ -192,7 +194,7 @@ class TestWarmup:
         assert (done.triton, done.triton_compiled, done.compiled) == (3, 1, 0)
         assert done.operators == (
             Operator("rope", "triton", ("_rope_kernel",)),
-            Operator("gemm", "cublas", ("_expand_kernel",), (("cute", "too many"),)),
+            Operator("gemm", "cublas", ("_dequantize_kernel",), (("cute", "too many"),)),
         )
         lines = str(done).splitlines()
         assert lines[0].startswith(f"{done.kernels} CuTeDSL kernels, {done.compiled} of them ")
@@ -200,7 +202,7 @@ class TestWarmup:
             ["compiled:"],
             ["rope", "triton:", "_rope_kernel"],
             ["no", "kernel", "of", "its", "own:"],
-            ["gemm", "cublas:", "_expand_kernel;", "not", "cute:", "too", "many"],
+            ["gemm", "cublas:", "_dequantize_kernel;", "not", "cute:", "too", "many"],
         ]
 
     def test_a_list_that_cannot_be_made_is_said(self, monkeypatch, caplog):

@@ -108,7 +108,7 @@ def test_the_number_of_kernels_is_bounded(found):
     recipe = Recipe.of(dsv4.ModelConfig.flash())
     warm = found(recipe, Target("sm_90a"))
     names = set(warm.values())
-    assert {"_few_kernel", "_slots_kernel", "_filter_kernel", "_pack_kernel"} <= names
+    assert {"_small_m_logits_kernel", "_slots_kernel", "_filter_kernel", "_pack_kernel"} <= names
     assert len(warm) < 320
 
 
@@ -146,7 +146,8 @@ from triton.runtime.jit import JITFunction
 from dsv4.compilation import steps as _steps
 from dsv4.debug import compilations
 from dsv4.ops.slots import WindowSlotsArgs
-from dsv4.triton import _launch, slots
+from dsv4.triton import slots
+from dsv4.triton._runtime import launch_options
 
 run = JITFunction.run
 def only_compile(self, *args, grid, warmup, **kwargs):
@@ -154,7 +155,7 @@ def only_compile(self, *args, grid, warmup, **kwargs):
     kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
     return kernel
 JITFunction.run = only_compile
-_launch.options = lambda tensor, few=False: {"PDL": 1, "launch_pdl": True}
+launch_options.options = lambda tensor, few=False: {"PDL": 1, "launch_pdl": True}
 driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
 table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
 for tokens in (3, 3, 4, 16):
@@ -218,7 +219,7 @@ def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
 def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeypatch):
     recipe = Recipe.of(dsv4.ModelConfig.flash())
     steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(1, 1, 256),)))
-    triton_images = pytest.importorskip("dsv4.triton._images")
+    triton_images = pytest.importorskip("dsv4.triton._runtime.kernel_store")
     request = next(r for r in steps.requests.values() if r.name == "_slots_kernel")
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     compiled = worker(TritonJob(request))
@@ -237,7 +238,7 @@ def test_keys_do_not_depend_on_what_was_hashed_before():
     """Triton 3.6 hashes a kernel otherwise if a function that it calls was hashed before."""
     script = """
         from triton.backends.compiler import GPUTarget
-        from dsv4.triton._images import request_of
+        from dsv4.triton._runtime.kernel_store import request_of
         from dsv4.triton.norm import _rms_norm_kernel as kernel
         from dsv4.triton.swiglu import _swiglu_kernel as other
 

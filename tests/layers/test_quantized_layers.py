@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import layers
-from dsv4._checkpoint.slots import ExpertsSlot
+from dsv4.checkpoint.expert_slots import ExpertsSlot
 from dsv4.config import ModelConfig
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import dequantize, gemm, quantize

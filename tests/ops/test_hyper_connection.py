@@ -679,8 +679,8 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
 )
 def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
     """Programs of 16, 64 and 256 tokens, slices with and without a rest: in budget of float64."""
-    kernels = pytest.importorskip("dsv4.triton._mixing_product")
-    monkeypatch.setattr(kernels, "MANY", many)
+    kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
+    monkeypatch.setattr(kernels, "LARGE_M", many)
     case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, torch.bfloat16)
     fn = fn / (4 * hidden) ** 0.5
@@ -695,12 +695,12 @@ def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
 def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
     """One token to a thread gives what one token to a program gives, up to the order of sums."""
     pytest.importorskip("triton")
-    from dsv4.triton import _mixing_product as kernels
+    from dsv4.triton._lib import mixing_gemm as kernels
 
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     args = build(case, device, torch.bfloat16)
     few = hc_pre(*args, **PRE)
-    monkeypatch.setattr(kernels, "MANY", 1)
+    monkeypatch.setattr(kernels, "LARGE_M", 1)
     many = hc_pre(*args, **PRE)
     for got, want in zip(many, few, strict=True):
         assert_within_budget(got, want.double(), 1e-4 * want.double().abs() + 1e-5)
@@ -708,8 +708,8 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
 
 def test_many_tokens_at_an_odd_address(device, monkeypatch):
     """Which no tensor descriptor takes."""
-    kernels = pytest.importorskip("dsv4.triton._mixing_product")
-    monkeypatch.setattr(kernels, "MANY", 5)
+    kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
+    monkeypatch.setattr(kernels, "LARGE_M", 5)
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     streams, *parameters = build(case, device, torch.bfloat16)
     odd = streams.new_empty(streams.numel() + 1)[1:].view(streams.shape).copy_(streams)

@@ -212,8 +212,8 @@ def test_many_queries_are_what_few_are(device, dims, tokens, heads, dtype, most,
     And rows that are not loaded 16 bytes at a time: Triton's maximum of a group was wrong for them.
     """
     kernels = pytest.importorskip("dsv4.triton.indexer")
-    monkeypatch.setattr(kernels, "_FEW", 0)
-    monkeypatch.setattr(kernels, "_MANY", most)
+    monkeypatch.setattr(kernels, "_SMALL_VALUES", 0)
+    monkeypatch.setattr(kernels, "_LARGE_VALUES", most)
     q, cos, sin = queries_of(5, tokens, heads, *dims, dtype, device)
     q[-1, -1, 0], q[0, 0], q[-1, 1] = torch.nan, 0, q[-1, 1] * 2.0**-100
     q = torch.nn.functional.pad(q, (0, pad))[..., : dims[0]]

@@ -445,7 +445,7 @@ def test_gather_quantize_is_its_parts(
 
     Also with rows that several programs share.
     """
-    monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
     ids, experts, seed = routing
     x = fuzz.normal(seed, (ids.shape[0], 16 * blocks), dtype)
     if x.numel() and kind != 1.0:

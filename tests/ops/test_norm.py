@@ -28,9 +28,10 @@ COLUMNS = st.integers(1, 96)
 def many(monkeypatch):
     """A few rows take the way of many: some share a program, some have several blocks a thread."""
     pytest.importorskip("triton")
-    from dsv4.triton import _rows, norm
+    from dsv4.triton import norm
+    from dsv4.triton._lib import row_tiles
 
-    monkeypatch.setattr(_rows, "_MANY", 4)
+    monkeypatch.setattr(row_tiles, "_MANY_ROWS", 4)
     monkeypatch.setattr(norm, "_SOME", 4)
 
 
@@ -446,7 +447,7 @@ class TestQuantized:
 
         Also with rows that several programs share.
         """
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
         x = strategies.normal(seed, (rows, 16 * blocks), dtype).to(device)
         if rows and kind != 1.0:
             x[seed % rows, seed % (16 * blocks)] = kind

@@ -73,7 +73,7 @@ class TestBorders:
         subnormal numbers up: where the product is tiny or huge, a division whose intermediate
         values underflow or overflow rounds wrongly.
         """
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
         scale = (strategies.normal(seed, (8,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         block = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -94,7 +94,7 @@ class TestBorders:
     @given(seed=strategies.seeds(), exponent=st.integers(-140, 100), few=st.sampled_from([0, 256]))
     def test_block_scales_at_the_borders_of_e4m3(self, device, monkeypatch, seed, exponent, few):
         """Block maxima within 2 ulp of a tie between two scales, subnormal ones too."""
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
         scale = (strategies.normal(seed, (16,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         byte = torch.randint(0, 0x7E, (16,), generator=strategies.generator(seed))
@@ -131,14 +131,14 @@ class TestBorders:
         """All mantissas of a divisor, the seven numbers around each border, as the module says."""
         triton = pytest.importorskip("triton")
         tl = triton.language
-        from dsv4.triton import _nvfp4
+        from dsv4.triton._lib import nvfp4
 
         @triton.jit
         def kernel(wrong, BLOCK: tl.constexpr):
             start = tl.program_id(0) * BLOCK
             bits = 0x3F800000 + start + tl.arange(0, BLOCK)
             divisor = bits.to(tl.float32, bitcast=True)
-            shift, high, low = _nvfp4.divisor(divisor)
+            shift, high, low = nvfp4.divisor(divisor)
             bad = tl.where(high == tl.div_rn(1.0, divisor), 0, 1)
             for sixteenth in range(16):
                 border = 1.0 + sixteenth * 0.0625
@@ -146,7 +146,7 @@ class TestBorders:
                     x = ((divisor * border).to(tl.int32, bitcast=True) + ulp).to(
                         tl.float32, bitcast=True
                     )
-                    got = _nvfp4.quotient(x, shift, high, low)
+                    got = nvfp4.quotient(x, shift, high, low)
                     want = tl.div_rn(x, divisor)
                     bad += ((got > border) != (want > border)).to(tl.int32)
                     bad += ((got < border) != (want < border)).to(tl.int32)
@@ -162,9 +162,9 @@ class TestBorders:
         """By 2688 and by 448, as one division; of numbers near the least scale, too."""
         triton = pytest.importorskip("triton")
         tl = triton.language
-        from dsv4.triton import _nvfp4
+        from dsv4.triton._lib import nvfp4
 
-        function = getattr(_nvfp4, name)
+        function = getattr(nvfp4, name)
         divisor = {"dynamic_scale": 2688.0, "fp8_block_scale": 448.0}[name]
 
         @triton.jit
@@ -190,13 +190,13 @@ class TestBorders:
         """
         triton = pytest.importorskip("triton")
         tl = triton.language
-        from dsv4.triton import _nvfp4
+        from dsv4.triton._lib import nvfp4
 
         @triton.jit
         def kernel(x, products, codes, CONVERT: tl.constexpr, BLOCK: tl.constexpr):
             row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
             values = tl.load(x + row[:, None] * 8 + tl.arange(0, 8)[None, :])
-            packed = _nvfp4.e2m1_codes(values, tl.load(products + row), CONVERT, True)
+            packed = nvfp4.e2m1_codes(values, tl.load(products + row), CONVERT, True)
             tl.store(codes + row[:, None] * 4 + tl.arange(0, 4)[None, :], packed)
 
         mantissas = 1 + torch.arange(128) / 128
@@ -217,7 +217,7 @@ class TestBorders:
         values = torch.cat((beside, -beside[:, :2], others), -1).cuda()
         product = product.cuda()
         codes = torch.empty((size, 4), dtype=torch.uint8, device="cuda")
-        kernel[(size // 128,)](values, product, codes, _nvfp4.conversion(codes), BLOCK=128)
+        kernel[(size // 128,)](values, product, codes, nvfp4.conversion(codes), BLOCK=128)
         want = encode_e2m1(values.float() / product[:, None])
         assert_bitwise(codes, pack(torch.where(product[:, None] > 0, want, 0)), "code")
 
@@ -241,8 +241,8 @@ class TestTiles:
         Memory that a kernel forgets to write is full of NaN here.
         """
         # From how many rows on, other tiles; and of how many blocks on, rows are shared.
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
         x = draw.build(shape, dtype, device)
         static = 0.01 if scaling == "static" else None
         arguments = {"scaling": scaling, "layout": layout, "global_scale": static}
@@ -338,8 +338,8 @@ def test_replays_of_a_graph(scaling, layout):
 @pytest.mark.parametrize("scaling", ["static", "token"])
 def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scaling):
     """Rows by the kernels of many rows, with scales of usual size and far from it."""
-    monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", 0)
-    monkeypatch.setattr("dsv4.triton.norm._SOME", 0)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", 0)
+    monkeypatch.setattr("dsv4.triton.norm._FEW_ROWS", 0)
     x = strategies.normal(exponent, (2, 2048), torch.float32) * 2.0 ** (exponent + 8)
     scale = torch.full((1,), 2.0**exponent, device=device) if scaling == "static" else None
     arguments = {"scaling": scaling, "global_scale": scale}

@@ -376,7 +376,7 @@ class TestRopeQuantize:
     def test_bits_are_those_of_the_parts(
         self, device, monkeypatch, draw, tokens, shape, dtype, inverse, scaling, layout, part
     ):
-        monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
         heads, dims, half, groups = shape
         x = draw.build((tokens, heads, dims), dtype, device)
         cos, sin = (t[:, 0] for t in tables_for(tokens, half, draw.seed, device))

@@ -396,7 +396,7 @@ def check_routing(x, weight, bias, top_k):
 def test_slices_of_the_hidden_axis(device, monkeypatch, tokens, dtype):
     """Sizes that fill no tile, cut in as many slices as a GPU would like."""
     if device.type == "cpu":
-        launch = pytest.importorskip("dsv4.triton._launch")
+        launch = pytest.importorskip("dsv4.triton._runtime.launch_options")
         monkeypatch.setattr(launch, "sm_count", lambda device: 16)
     x = fuzz.normal(0, (tokens, 600), dtype).to(device)
     weight = (fuzz.normal(1, (40, 600)) / 20).to(dtype).to(device)

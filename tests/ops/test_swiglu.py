@@ -299,8 +299,8 @@ def test_fused_quantisation_equals_its_parts(
 
     Also with the tiles that are meant for many rows, and with rows that several programs share.
     """
-    monkeypatch.setattr("dsv4.triton._nvfp4_tile._PART", part)
-    monkeypatch.setattr("dsv4.triton._nvfp4_tile._FEW", few)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
     x = draw.build((*rows, 32 * blocks), dtype, device)
     weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None
     scale = torch.full((1,), 0.003, device=device) if static else None

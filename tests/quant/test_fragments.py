@@ -244,13 +244,13 @@ class TestExpansion:
     def test_every_code_times_every_scale(self, device):
         """Bitwise: the product of the two is exact in bfloat16."""
         pytest.importorskip("triton")
-        from dsv4.triton.gemm import expand
+        from dsv4.triton.gemm import dequantize_packed
 
         weight = every_pair().to(device)
         want = dequantize(weight, torch.float64)
         assert torch.equal(want.to(torch.bfloat16).double(), want)
         packed = weight.with_layout(FRAGMENTS)
-        got = expand(packed.codes, packed.scales)
+        got = dequantize_packed(packed.codes, packed.scales)
         finite = want[:ALL_SCALES, :16]
         values = decode_e2m1(unpack(weight.codes), torch.float64)[:ALL_SCALES, :16]
         scales = weight.scales.double()[:ALL_SCALES, :1]
@@ -260,12 +260,12 @@ class TestExpansion:
     @given(seed=strategies.seeds(), rows=st.integers(1, 3), columns=st.integers(1, 9))
     def test_any_shape(self, device, seed, rows, columns):
         pytest.importorskip("triton")
-        from dsv4.triton.gemm import expand
+        from dsv4.triton.gemm import dequantize_packed
 
         weight = drawn(seed, (16 * rows, 64 * columns)).to(device)
         plain = dataclasses.replace(weight, global_scale=torch.ones(1, device=device))
         packed = plain.with_layout(FRAGMENTS)
-        got, want = expand(packed.codes, packed.scales), dequantize(plain)
+        got, want = dequantize_packed(packed.codes, packed.scales), dequantize(plain)
         assert torch.equal(got.float().nan_to_num(7.0), want.nan_to_num(7.0))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from dsv4.sampling import Sampler
 from dsv4.serving import Runner, SamplingOptions, kept_runner, release
 from dsv4.serving.generation import generate
 from dsv4.serving.kept_runner import KeptRunner
+from dsv4.serving.sampling import Sampler
 from tests.serving.cases import ToyModel, packed, plain_text
 
 GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())

@@ -16,11 +16,11 @@ import dsv4
 from dsv4 import debug
 from dsv4.compilation.warmup import Warmup
 from dsv4.layers import quantize_
-from dsv4.sampling import Sampler
 from dsv4.serving import Runner, SamplingOptions, _setup, kept_runner, prepare, prompts, release
 from dsv4.serving._capture import CaptureError
 from dsv4.serving.graphs import Graphs, default_buckets
 from dsv4.serving.kept_runner import Capacity, KeptRunner
+from dsv4.serving.sampling import Sampler
 from dsv4.testing.models import random_model
 from tests._tools.taped import replayed
 from tests.serving.cases import ToyModel, assert_empty, packed, plain_text

@@ -12,7 +12,7 @@ import triton.language as tl  # noqa: E402
 
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget  # noqa: E402
 from dsv4.testing.strategies import generator  # noqa: E402
-from dsv4.triton import _angles  # noqa: E402
+from dsv4.triton._lib import angles as kernels  # noqa: E402
 
 KERNELS = ("triton",)
 REFERENCE = False
@@ -22,7 +22,7 @@ BLOCK = 4096
 @triton.jit
 def _cos_sin(x, cos, sin, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    c, s = _angles.cos_sin(tl.load(x + i))
+    c, s = kernels.cos_sin(tl.load(x + i))
     tl.store(cos + i, c)
     tl.store(sin + i, s)
 

@@ -21,7 +21,7 @@ from tests.ops.test_captured_operators import WIDE, assert_same
 
 pytest.importorskip("triton")
 from dsv4.ops import _plans
-from dsv4.triton._launcher import integer_class, parameter_sizes, scalar_class
+from dsv4.triton._runtime.launcher import integer_class, parameter_sizes, scalar_class
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 
@@ -58,7 +58,7 @@ def test_tritons_launcher_is_made_when_triton_launches(monkeypatch: pytest.Monke
     """Triton 3.6 compiles C for each: 16 s of a start went there."""
     import triton
 
-    from dsv4.triton import _images
+    from dsv4.triton._runtime import kernel_store
 
     made, launched = [], []
 
@@ -78,7 +78,7 @@ def test_tritons_launcher_is_made_when_triton_launches(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     kernel: Any = Kernel()
     for _ in range(2):
-        _images.load(kernel)
+        kernel_store.load(kernel)
     assert (kernel.module, made, vars(driver)) == (1, [], {})
     for i in range(3):
         kernel.run(i)
@@ -89,7 +89,7 @@ def test_tritons_launcher_is_made_when_triton_launches(monkeypatch: pytest.Monke
 def test_every_kernel_that_is_launched_is_launched_fast() -> None:
     """A launch that a tape did not see would be missing when the tape is replayed."""
     launched, fast = set(), set()
-    for path in Path(dsv4.triton.__file__).parent.glob("*.py"):
+    for path in Path(dsv4.triton.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
                 launched.add(ast.unparse(node.func.value))

@@ -9,7 +9,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from dsv4.testing.assertions import assert_bitwise  # noqa: E402
-from dsv4.triton import _numerics  # noqa: E402
+from dsv4.triton._lib import numerics  # noqa: E402
 
 KERNELS = ("triton",)
 REFERENCE = False
@@ -18,35 +18,35 @@ REFERENCE = False
 @triton.jit
 def _narrow(x, y, n, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, _numerics.narrow(tl.load(x + i, mask=i < n), DTYPE), mask=i < n)
+    tl.store(y + i, numerics.narrow(tl.load(x + i, mask=i < n), DTYPE), mask=i < n)
 
 
 @triton.jit
 def _widen(x, y, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, _numerics.widen(tl.load(x + i, mask=i < n)), mask=i < n)
+    tl.store(y + i, numerics.widen(tl.load(x + i, mask=i < n)), mask=i < n)
 
 
 @triton.jit
 def _e4m3_bits(x, y, n, TILE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + i, mask=i < n)
-    bits = _numerics.e4m3_tile(value) if TILE else _numerics.e4m3_bits(value)
+    bits = numerics.e4m3_tile(value) if TILE else numerics.e4m3_bits(value)
     tl.store(y + i, bits, mask=i < n)
 
 
 @triton.jit
 def _e4m3_value(x, y, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + i, _numerics.e4m3_value(tl.load(x + i, mask=i < n)), mask=i < n)
+    tl.store(y + i, numerics.e4m3_value(tl.load(x + i, mask=i < n)), mask=i < n)
 
 
 @triton.jit
 def _exponents(x, y, z, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exponent = _numerics.ceil_log2(tl.load(x + i, mask=i < n, other=1.0))
+    exponent = numerics.ceil_log2(tl.load(x + i, mask=i < n, other=1.0))
     tl.store(y + i, exponent, mask=i < n)
-    tl.store(z + i, _numerics.power_of_two(tl.minimum(exponent, 127)), mask=i < n)
+    tl.store(z + i, numerics.power_of_two(tl.minimum(exponent, 127)), mask=i < n)
 
 
 def around(values):

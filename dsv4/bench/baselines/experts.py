@@ -27,7 +27,7 @@ import torch
 
 from dsv4 import ops
 from dsv4.quant.formats import LINEAR, QuantizedTensor
-from dsv4.reference.fragments import apart
+from dsv4.reference.fragments import deinterleaved
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
 _SPARE = 16 << 30  # bytes that inputs and results of every size take besides weights
@@ -196,7 +196,7 @@ def transformers_experts(
     config._experts_implementation = implementation
     with torch.device("meta"):
         module = models.DeepseekV4Experts(config).requires_grad_(False)
-    both = apart(_stacked(gate_up))
+    both = deinterleaved(_stacked(gate_up))
     for name, weight in (("gate_up_proj", both), ("down_proj", _stacked(down))):
         assert getattr(module, name).shape == weight.shape
         setattr(module, name, torch.nn.Parameter(weight, requires_grad=False))

@@ -6,7 +6,7 @@ lane of the first 8 stores it.
 
 Numerics. The scale takes two IEEE divisions. A code needs the quotient by ``block scale * global
 scale`` only as far as the borders of E2M1 can tell: the reciprocal is known to some 46 bits, as a
-sum of two numbers; ``dsv4.triton._nvfp4`` says why that is enough.
+sum of two numbers; ``dsv4.triton._lib.nvfp4`` says why that is enough.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A cubin is loaded once per process, for all GPUs; a launch costs a few microseconds. Nothing here
 needs CuTeDSL, so a process whose kernels are on disk starts without importing it. Triton's kernels
-are launched with the same pieces (``dsv4.triton._launcher``).
+are launched with the same pieces (``dsv4.triton._runtime.launcher``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Top-k selection from long rows of indexer logits: positions of the k highest keys, ascending.
 
-Keys are unsigned integers that order as the logits do (``dsv4.triton._index_scores``); 0: no entry.
-Of equal keys the first ones are selected. ``topk_cluster`` has the variant of few rows,
+Keys are unsigned integers that order as the logits do (``dsv4.triton._lib.index_logits``); 0: no
+entry. Of equal keys the first ones are selected. ``topk_cluster`` has the variant of few rows,
 ``topk_rows`` the device functions of both that keep keys in order.
 
 Tiling and ownership

@@ -180,16 +180,16 @@ MUTANTS = (
         "pitfall 4",
         "the output is rotated by the reference forwards",
         REFERENCE + "attention:sparse_attention",
-        "RopeArgs(found, *turn, inverse=True)",
-        "RopeArgs(found, *turn, inverse=False)",
+        "RopeArgs(attended, *angles, inverse=True)",
+        "RopeArgs(attended, *angles, inverse=False)",
         ATTENTION + "4_the_last_dims_are_turned_back",
     ),
     Mutant(
         "pitfall 4",
         "the result is rounded before it is turned",
         REFERENCE + "attention:sparse_attention",
-        "RopeArgs(found, *turn, inverse=True)",
-        "RopeArgs(found.to(q.dtype), *turn, inverse=True)",
+        "RopeArgs(attended, *angles, inverse=True)",
+        "RopeArgs(attended.to(q.dtype), *angles, inverse=True)",
         ATTENTION + "4_the_turned_result_is_rounded_once",
     ),
     Mutant(
@@ -230,8 +230,8 @@ MUTANTS = (
         "pitfall 5",
         "split halves instead of pairs",
         REFERENCE + "rope:rope",
-        "x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
-        "x[..., kept:].to(wide).chunk(2, -1)",
+        "x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
+        "x[..., unrotated:].to(wide).chunk(2, -1)",
         ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(
@@ -246,14 +246,14 @@ MUTANTS = (
         "pitfall 5",
         "the first dims are rotated",
         REFERENCE + "rope:rope",
-        "kept = x.shape[-1] - 2 * cos.shape[-1]\n"
-        "even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
-        "kept = x.shape[-1] - 2 * cos.shape[-1]\n"
-        "if kept:\n"
-        "    swapped = torch.cat((x[..., -kept:], x[..., :-kept]), -1)\n"
-        "    swapped = rope(swapped[..., kept:], cos, sin, False)\n"
-        "    return torch.cat((swapped, x[..., -kept:]), -1)\n"
-        "even, odd = x[..., kept:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
+        "unrotated = x.shape[-1] - 2 * cos.shape[-1]\n"
+        "even, odd = x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
+        "unrotated = x.shape[-1] - 2 * cos.shape[-1]\n"
+        "if unrotated:\n"
+        "    swapped = torch.cat((x[..., -unrotated:], x[..., :-unrotated]), -1)\n"
+        "    swapped = rope(swapped[..., unrotated:], cos, sin, False)\n"
+        "    return torch.cat((swapped, x[..., -unrotated:]), -1)\n"
+        "even, odd = x[..., unrotated:].to(wide).unflatten(-1, (-1, 2)).unbind(-1)",
         ROPE + "test_pitfall_5_last_dims_in_interleaved_pairs",
     ),
     Mutant(

@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "quantised gate and up keep different global scales",
-        "dsv4._checkpoint.pairs:Pairing._values",
+        "dsv4.checkpoint.pairs:Pairing._values",
         "tied = tie(first.with_layout('linear'), second.with_layout('linear'))\n"
         "if tied is None:\n"
         "    self.untied.append(gate[0])\n"
@@ -30,15 +30,15 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "plain gate and up are quantised apart",
-        "dsv4._checkpoint.pairs:Pairing._values",
-        "wanted == {NVFP4}",
-        "not wanted",
+        "dsv4.checkpoint.pairs:Pairing._values",
+        "formats == {NVFP4}",
+        "not formats",
         TIED,
     ),
     Mutant(
         "checkpoint",
         "the common global scale with the old block scales",
-        "dsv4._checkpoint.pairs:_encoded",
+        "dsv4.checkpoint.pairs:_encoded",
         "own == common",
         "own",
         TESTS + "pairs.py::test_scales_a_power_of_two_apart_are_tied_exactly",
@@ -46,15 +46,15 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "block scales rounded for a common global scale",
-        "dsv4._checkpoint.pairs:_encoded",
-        "coded.double() * common == wanted",
-        "coded.double() * common > 0.9 * wanted",
+        "dsv4.checkpoint.pairs:_encoded",
+        "coded.double() * common == scales",
+        "coded.double() * common > 0.9 * scales",
         TESTS + "pairs.py::test_what_is_tied_keeps_every_value",
     ),
     Mutant(
         "checkpoint",
         "different global scales are not said",
-        "dsv4._checkpoint.pairs:Pairing._values",
+        "dsv4.checkpoint.pairs:Pairing._values",
         "self.untied.append(gate[0])",
         "pass",
         TESTS + "pairs.py::test_pairs_that_cannot_be_tied_keep_their_values_and_it_is_said",
@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "BF16 block scales rounded to powers of two",
-        "dsv4._checkpoint.entries:Entry.read",
+        "dsv4.checkpoint.entries:Entry.read",
         "scales.float",
         "scales.float().log2().round().exp2",
         NARROW,
@@ -70,7 +70,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "BF16 block scales are not known",
-        "dsv4._checkpoint.entries:_format",
+        "dsv4.checkpoint.entries:_format",
         "(*FP8_BLOCK.scale_dtypes, *_WIDENED)",
         "FP8_BLOCK.scale_dtypes",
         TOOLS,
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "the later of two spellings wins",
-        "dsv4._checkpoint.entries:group",
+        "dsv4.checkpoint.entries:group",
         "if other is not info:\n"
         "    text = f'{other} and {info} are both {_logical(canonical, last)}, wanted one "
         "of them'\n"
@@ -93,7 +93,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "sinks may hold anything",
-        "dsv4._checkpoint.entries:Entry._check_plain",
+        "dsv4.checkpoint.entries:Entry._check_plain",
         "bad = ~torch.isfinite(values)",
         "if self.name.endswith('.sinks'):\n    return\nbad = ~torch.isfinite(values)",
         SINKS,
@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "the gate projection of late linear experts is not known",
-        "dsv4._checkpoint.names:",
+        "dsv4.checkpoint.names:",
         "{**_EXPERT, 'wgate': 'gate_proj'}",
         "_EXPERT",
         TOOLS,
@@ -109,18 +109,18 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "input_scale_2 of Quark is not read",
-        "dsv4._checkpoint.entries:_input_scale",
+        "dsv4.checkpoint.entries:_input_scale",
         "names_of = ('input_global_scale',) if packed else ('input_scale', 'input_scale_2')\n"
-        "found = [parts[last] for last in _INPUT_SCALES if last in parts]",
+        "input_scales = [parts[last] for last in _INPUT_SCALES if last in parts]",
         "names_of = ('input_global_scale',) if packed else ('input_scale', 'input_scale_2')\n"
         "parts = {k: v for k, v in parts.items() if k != 'input_scale_2'}\n"
-        "found = [parts[last] for last in _INPUT_SCALES if last in parts]",
+        "input_scales = [parts[last] for last in _INPUT_SCALES if last in parts]",
         TESTS + "tools.py::test_input_scale_2_of_quark_is_an_input_scale",
     ),
     Mutant(
         "checkpoint",
         "a DSpark head is taken for MTP layers",
-        "dsv4._checkpoint.opened:Checkpoint.mtp_layers",
+        "dsv4.checkpoint.reader:Checkpoint.mtp_layers",
         "0 if self.has_dspark else len(self._draft_layers())",
         "len(self._draft_layers())",
         TESTS + "drafts.py::test_the_main_model_of_a_dspark_checkpoint_loads_and_it_is_said",
@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant(
         "checkpoint",
         "what is left out is not said",
-        "dsv4._checkpoint.report:left_out",
+        "dsv4.checkpoint.report:left_out",
         "_logger.warning",
         "_logger.debug",
         TESTS + "tools.py::test_scales_of_a_kv_cache_are_accepted_and_it_is_said",

@@ -97,9 +97,9 @@ MUTANTS = (
     Mutant(
         "HF",
         "norms are rounded to the dtype of the model",
-        "dsv4._checkpoint.options:Options.plain_dtype",
-        "torch.promote_types(wanted, stored) if names.is_norm(name) else wanted",
-        "wanted",
+        "dsv4.checkpoint.options:Options.plain_dtype",
+        "torch.promote_types(dtype, stored) if names.is_norm(name) else dtype",
+        "dtype",
         SETTINGS + "loading_in_bfloat16_rounds_no_norm",
     ),
 )

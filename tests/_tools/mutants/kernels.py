@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "pitfall 11",
         "a kernel whose bias weighs, too",
-        TRITON + "router:_choose_kernel",
+        TRITON + "router:_topk_kernel",
         "tl.where(inside, scores, 0.0)",
         "tl.where(inside, tl.maximum(biased, 0.0), 0.0)",
         "tests/ops/test_router.py::test_bias_is_for_the_selection_alone",
@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "pitfall 13",
         "a kernel that shows an entry too few",
-        TRITON + "_index_choice:select_kernel",
+        TRITON + "_lib.topk:select_kernel",
         "tl.minimum(tl.load(visible + token), capacity).to(tl.int32)",
         "tl.minimum(tl.load(visible + token), capacity).to(tl.int32) - 1",
         INDEXER + "13_a_decode_step_sees_every_entry",
@@ -74,9 +74,9 @@ MUTANTS = (
     Mutant(
         "pitfall 17",
         "a kernel whose codes run over the RoPE dims",
-        TRITON + "_entries:store_nope",
-        "tl.store(place, codes, mask=written & (column < NOPE))",
-        "tl.store(place, codes, mask=written & (column < NOPE + 1))",
+        TRITON + "_lib.cache_entries:store_nope",
+        "tl.store(address, codes, mask=written & (column < NOPE))",
+        "tl.store(address, codes, mask=written & (column < NOPE + 1))",
         KV + "17_rope_dims_hold_one_value",
     ),
     Mutant(
@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant(
         "pitfall 20",
         "a kernel that writes slot -1",
-        TRITON + "_entries:store_nope",
+        TRITON + "_lib.cache_entries:store_nope",
         "BLOCK: tl.constexpr = values.shape[1]\nwritten = (slots >= 0)[:, None]",
         "BLOCK: tl.constexpr = values.shape[1]\n"
         "slots = tl.maximum(slots, 0)\n"
@@ -100,7 +100,7 @@ MUTANTS = (
     Mutant(
         "pitfall 22",
         "a kernel that shows one entry at least",
-        TRITON + "_index_choice:select_kernel",
+        TRITON + "_lib.topk:select_kernel",
         "tl.minimum(tl.load(visible + token), capacity)",
         "tl.maximum(tl.minimum(tl.load(visible + token), capacity), 1)",
         INDEXER + "22_nothing_visible",

@@ -119,7 +119,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "a kernel for aligned pointers, whatever they are",
-        TRITON + "_launcher:FastKernel._launch",
+        TRITON + "_runtime.launcher:FastKernel._launch",
         "(unaligned and tuple([address % _ALIGNMENT == 0 for address in addresses]), "
         "*map(_get_device, tensors), *map(_dtype, tensors), *map(scalar_class, scalars), "
         "*layout.constants(parts), *options.values())",
@@ -130,7 +130,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "integers that are multiples of 16 and others alike",
-        TRITON + "_launcher:integer_class",
+        TRITON + "_runtime.launcher:integer_class",
         "(int, value == 1, value % _ALIGNMENT == 0, width)",
         "(int, value == 1, width)",
         TRITONS_OWN,
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "1 is an integer like others",
-        TRITON + "_launcher:integer_class",
+        TRITON + "_runtime.launcher:integer_class",
         "(int, value == 1, value % _ALIGNMENT == 0, width)",
         "(int, value % _ALIGNMENT == 0, width)",
         CLASSES,
@@ -146,7 +146,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "integers of 32 and of 64 bits alike",
-        TRITON + "_launcher:integer_class",
+        TRITON + "_runtime.launcher:integer_class",
         "(int, value == 1, value % _ALIGNMENT == 0, width)",
         "(int, value == 1, value % _ALIGNMENT == 0)",
         CLASSES,
@@ -154,7 +154,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "any constants",
-        TRITON + "_launcher:FastKernel._launch",
+        TRITON + "_runtime.launcher:FastKernel._launch",
         "(unaligned and tuple([address % _ALIGNMENT == 0 for address in addresses]), "
         "*map(_get_device, tensors), *map(_dtype, tensors), *map(scalar_class, scalars), "
         "*layout.constants(parts), *options.values())",
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "the grid of the launch before",
-        TRITON + "_launcher:Launch.__call__",
+        TRITON + "_runtime.launcher:Launch.__call__",
         "mine.grid != grid",
         "mine.grid is None",
         TRITONS_OWN,
@@ -174,7 +174,7 @@ MUTANTS = (
     Mutant(
         "P3",
         "no blocks begin early",
-        TRITON + "_launcher:_Buffers.__init__",
+        TRITON + "_runtime.launcher:_Buffers.__init__",
         "programmatic if metadata.launch_pdl else plain",
         "plain",
         TRITONS_OWN,

@@ -52,7 +52,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a file's reciprocals taken for the scales",
-        "dsv4._checkpoint.entries:Entry._scalar",
+        "dsv4.checkpoint.entries:Entry._scalar",
         "value.reciprocal() if self.reciprocal else value",
         "value",
         RECIPROCALS,
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "a file's input reciprocal taken for the scale",
-        "dsv4._checkpoint.entries:Entry.read_input_scale",
+        "dsv4.checkpoint.entries:Entry.read_input_scale",
         "self._scalar(self.input_scale, device)",
         "self.shards.read(self.input_scale, device).reshape(1)",
         RECIPROCALS,
@@ -68,7 +68,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "weight scales written without inverting",
-        "dsv4._checkpoint.layouts:_nvfp4",
+        "dsv4.checkpoint.layouts:_nvfp4",
         "invert_global_scale(value.global_scale.reshape(1))",
         "value.global_scale.reshape(1)",
         RECIPROCALS,
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "pitfall 25",
         "input scales written without inverting",
-        "dsv4._checkpoint.layouts:_nvfp4",
+        "dsv4.checkpoint.layouts:_nvfp4",
         "invert_global_scale(input_scale.reshape(1).float())",
         "input_scale.reshape(1).float()",
         RECIPROCALS,
@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "pitfall 26",
         "a missing input_scale is not noticed",
-        "dsv4._checkpoint.slots:ExpertsSlot._missing_input_scales",
+        "dsv4.checkpoint.expert_slots:_missing_input_scales",
         "entry.format == NVFP4 and entry.input_scale is None",
         "False",
         DAMAGED,
@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "pitfall 26",
         "an input_scale of 0 is accepted",
-        "dsv4._checkpoint.entries:Entry.read_input_scale",
+        "dsv4.checkpoint.entries:Entry.read_input_scale",
         "self._scalar(self.input_scale, device)",
         "self.shards.read(self.input_scale, device).reshape(1)",
         DAMAGED,
@@ -124,7 +124,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "gate and up of a file take the smaller input scale",
-        "dsv4._checkpoint.slots:ExpertsSlot._largest",
+        "dsv4.checkpoint.expert_slots:ExpertsSlot._largest",
         "max((s for s in row if s is not None), default=None, key=float)",
         "min((s for s in row if s is not None), default=None, key=float)",
         PRODUCERS + "test_gate_and_up_use_the_larger_input_scale",
@@ -132,7 +132,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "a range of experts takes the input scales of the first ones",
-        "dsv4._checkpoint.slots:ExpertsSlot._largest",
+        "dsv4.checkpoint.expert_slots:ExpertsSlot._largest",
         "zip(PROJECTIONS, self.names_of(expert), strict=True)",
         "((p, f'{self.name}.{expert}.{p}.weight') for p in PROJECTIONS)",
         PRODUCERS + "test_a_range_of_experts_takes_its_own_input_scales",
@@ -140,7 +140,7 @@ MUTANTS = (
     Mutant(
         "pitfall 27",
         "an expert without calibration data keeps its placeholder",
-        "dsv4._checkpoint.entries:Entry.read_input_scale",
+        "dsv4.checkpoint.entries:Entry.read_input_scale",
         "None if self.reciprocal and bool(value == 1.0) else value",
         "value",
         PRODUCERS + "test_uncalibrated_experts_take_the_largest_scale",
@@ -499,7 +499,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "a file's E8M0 scales read by value",
-        "dsv4._checkpoint.entries:Entry.read",
+        "dsv4.checkpoint.entries:Entry.read",
         "scales = self.shards.read(self.scales, device)\nself._check_scales(scales)",
         "scales = self.shards.read(self.scales, device)\n"
         "if scales.dtype == torch.float8_e8m0fnu:\n"
@@ -552,7 +552,7 @@ MUTANTS = (
     Mutant(
         "pitfall 35",
         "a file's packed codes converted, not viewed",
-        "dsv4._checkpoint.entries:Entry.read",
+        "dsv4.checkpoint.entries:Entry.read",
         "weight.view",
         "weight.float().clamp(min=0).to",
         PRODUCERS + "test_packed_codes_stay_bytes",
@@ -560,7 +560,7 @@ MUTANTS = (
     Mutant(
         "pitfall 36",
         "MTP tensors left out on writing",
-        "dsv4._checkpoint.items:items_of",
+        "dsv4.checkpoint.items:items_of",
         "if isinstance(slot, ExpertsSlot):\n"
         "    yield from _experts_items(slot, format_of)\n"
         "elif hasattr(slot.module, 'set_weight'):\n"

@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant(
         "start",
         "a compiled kernel that is not kept",
-        TRITON + "_images:_compiled",
+        TRITON + "_runtime.kernel_store:_compiled",
         "cubin_cache.keep(file_name(request.key), encode(made, request.key))",
         "encode(made, request.key)",
         WARM + "test_a_kernel_is_compiled_once_for_all_processes",

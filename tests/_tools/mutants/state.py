@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         "pitfall 18",
         "nobody waits for the launch in front",
-        TRITON + "_numerics:wait_for_inputs",
+        TRITON + "_lib.numerics:wait_for_inputs",
         "tl_cuda.gdc_wait()",
         "",
         BEHIND,

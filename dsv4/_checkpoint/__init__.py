@@ -1,1 +1,0 @@
-"""The parts of ``dsv4.checkpoint``: files, names, tensor groups, filling, layouts."""

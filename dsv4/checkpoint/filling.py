@@ -1,0 +1,156 @@
+"""Put the values of a checkpoint into a module tree; the files are mapped layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dsv4.checkpoint import names
+from dsv4.checkpoint.arguments import as_dtype, name_matcher
+from dsv4.checkpoint.dry_run import dry_run
+from dsv4.checkpoint.module_tree import slots_of
+from dsv4.checkpoint.options import Options
+from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_packing
+from dsv4.checkpoint.problems import raise_all
+from dsv4.checkpoint.progress import Progress
+from dsv4.checkpoint.reader import Checkpoint
+from dsv4.checkpoint.report import Filled, left_out
+from dsv4.checkpoint.slots import Slot
+from dsv4.layers.pack import Packer
+
+
+def fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    prefix: str = "",
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    activation: str = "bf16",
+    mxfp4: str | None = "keep",
+    pack: bool | str = False,
+    input_scales: str = "stored",
+    float32: Collection[str] = (),
+    ignore: Sequence[str] = (),
+    check_values: bool = True,
+    progress: bool = True,
+) -> Filled:
+    """Fill a module tree that has transformers' names.
+
+    Everything is checked before anything is written: names, shapes and dtypes from the headers,
+    then (``check_values``) the values. Modules with ``set_weight`` and ``set_expert`` take
+    quantised weights as they are; into all others quantised weights are dequantised.
+
+    Args:
+        model: Any module; parameters on meta are created, others replaced.
+        checkpoint: The checkpoint to read.
+        prefix: Prefix that the checkpoint's names have and the module's do not, e.g. ``"model."``.
+        device: Device of the values; None keeps each parameter's device, and puts meta on the CPU.
+        dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
+            for what is dequantised). Tensors that are float32 by definition are never narrower, and
+            weights of norms never narrower than stored.
+        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
+        mxfp4: As for ``load``.
+        pack: As for ``load``. Each layer is packed as soon as it has its weight.
+        input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
+            ``"token"`` leaves them out, so that NVFP4 layers make one per token.
+        float32: Canonical names of other plain tensors that are never narrower than float32.
+        ignore: Shell patterns of canonical names that the model need not have, e.g. ``"mtp.*"``.
+        check_values: Read all values once before writing any. Without it a bad value is found
+            while filling, and what was filled before it stays.
+        progress: Whether to show a progress bar on stderr.
+
+    Returns:
+        What was packed and converted.
+
+    Raises:
+        CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
+            examples; or naming the first tensor with a bad value.
+        TypeError: if ``dtype`` is not a floating torch.dtype.
+        ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
+    """
+    dtype = as_dtype(dtype)
+    choice = PackChoice.of(pack, dtype or checkpoint.dtype)
+    target = None if device is None else torch.device(device)
+    mode = mxfp4_mode(mxfp4, choice, torch.device("cpu") if target is None else target)
+    if input_scales not in ("stored", "token"):
+        raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
+    options = Options(target, dtype, activation, mode, input_scales, frozenset(float32))
+    filling = _Filling(slots_of(model, prefix), checkpoint, options, progress)
+    nbytes = filling.check_headers(ignore)
+    if check_values:
+        filling.check_values(nbytes)
+    packer = choice.packer(model)
+    filling.run(nbytes, packer)
+    options.conversion.report(checkpoint.path)
+    if packer is not None:
+        report_packing(checkpoint.path, model, packer.report)
+    return Filled(None if packer is None else packer.report, options.conversion)
+
+
+@dataclass(frozen=True)
+class _Filling:
+    """The passes over the slots of a module tree that one call of ``fill`` makes.
+
+    Attributes:
+        slots: The parts of the module tree.
+        checkpoint: Source of the values.
+        options: How values become those of the model.
+        progress: Whether to show progress.
+    """
+
+    slots: Sequence[Slot]
+    checkpoint: Checkpoint
+    options: Options
+    progress: bool
+
+    def check_headers(self, ignore: Sequence[str]) -> int:
+        """Compare names, shapes and dtypes, and log tensors without effect.
+
+        Returns:
+            The bytes to read.
+
+        Raises:
+            CheckpointError: listing what does not fit.
+        """
+        source = self.checkpoint
+        ignored = name_matcher(ignore)
+        plan = dry_run(self.slots, source.entries, source.stray, self.options, ignored)
+        raise_all(f"{source.path} does not fit the model", plan.problems, plan.notes)
+        for reason, unused in source.unused.items():
+            left_out(source.path, len(unused), reason)
+        return plan.nbytes
+
+    def check_values(self, nbytes: int) -> None:
+        """Read all values once."""
+        entries, options = self.checkpoint.entries, self.options
+        bar = Progress("checking", nbytes, self.progress)
+        self._each_slot(bar, lambda slot: slot.check_values(entries, options))
+
+    def run(self, nbytes: int, packer: Packer | None) -> None:
+        """Fill every slot, and pack its layer before the next one is read."""
+
+        def fill_slot(slot: Slot) -> None:
+            slot.fill(self.checkpoint.entries, self.options)
+            if packer is not None:
+                packer.pack(slot.module)
+
+        self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
+
+    def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:
+        """Pass every slot to ``action``, and unmap the files after each layer."""
+        entries = self.checkpoint.entries
+        layer = ""
+        try:
+            for slot in self.slots:
+                if names.layer_of(slot.name) != layer:
+                    layer = names.layer_of(slot.name)
+                    self.checkpoint.close()
+                action(slot)
+                bar.advance(sum(entries[e.name].nbytes for e in slot.expected(entries)))
+        finally:
+            self.checkpoint.close()
+        bar.finish()

@@ -1,0 +1,158 @@
+"""Build a model from a checkpoint folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
+from dsv4.checkpoint.filling import fill
+from dsv4.checkpoint.reader import Checkpoint
+from dsv4.checkpoint.report import mtp_layers, report_of
+from dsv4.config import ModelConfig
+from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
+
+if TYPE_CHECKING:
+    from dsv4.model import DeepseekV4ForCausalLM
+
+
+def load(
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    numerics: str = "deepseek",
+    activation: str = "bf16",
+    dtype: torch.dtype | str | None = None,
+    mtp: bool | None = None,
+    mxfp4: str | None = None,
+    pack: bool | str = True,
+    reserve_tokens: int = STEP_TOKENS,
+    input_scales: str = "stored",
+    prepare: bool | str = True,
+    progress: bool = True,
+) -> DeepseekV4ForCausalLM:
+    """A model from a checkpoint folder, ready to run on its device.
+
+    Each weight has the format it is stored in, but for MXFP4 (``mxfp4``). NVFP4 weights are packed
+    for the device's tensor cores (``pack``), each layer as soon as it is read; no value changes.
+    Memory holds the model and less than one layer more: the files are mapped a part at a time.
+
+    ``save`` and ``state_dict`` write a packed model as an unpacked one. MXFP4 weights that were
+    converted are written as NVFP4 with the same values, and as MXFP4 by ``save`` with
+    ``layout="deepseek"`` (with ``"nvidia"``, those of MTP layers).
+
+    Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
+    holds (NaN, infinite weights, scales of 0) are refused. safetensors has no checksum: a byte of a
+    value that was changed into another finite value cannot be seen. Compare digests of the files
+    with those of their publisher where that matters.
+
+    The model's ``load_report`` says what was found and left out; the logger ``dsv4.checkpoint``
+    says the same, with a warning for each kind of tensor that was left out.
+
+    Args:
+        path: Folder with config.json and safetensors.
+        device: Where the model goes.
+        numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
+        activation: ``"bf16"`` or ``"nvfp4"``.
+        dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
+            sinks, hyper-connections and biases are not rounded to it.
+        mtp: Multi-token-prediction layers. None loads those whose tensors are there, whatever
+            config.json says. True demands at least one, and as many as config.json says. False
+            leaves them out. This package has no layers for a DSpark draft head: None and False
+            leave it out, True raises.
+        mxfp4: What to do with MXFP4 weights, for which there are no packed kernels.
+            ``"lossless"`` converts a matrix to NVFP4 if no value changes, which holds if the
+            exponents of its block scales differ by at most 17; gate and up of an expert get one
+            global scale where that changes no value. Otherwise the matrix stays MXFP4 (in an
+            expert: all experts of the layer), and a warning says so. ``"nvfp4"`` converts all and
+            rounds where that is needed; ``"keep"`` converts none. None: ``"lossless"`` where the
+            experts are packed, else ``"keep"``.
+        pack: True packs the layers for which the device has kernels that take packed weights: NVFP4
+            ones of a bfloat16 model on GPUs of compute capability 9.0, 10.0 and 10.3, linear layers
+            from 8.0 on. On a CPU none is packed. ``"fragments_16x64"`` or ``"swizzled_128x4"``
+            packs in this layout on any device, see ``dsv4.layers.pack_``. False keeps the layout of
+            the checkpoint. The logger says which layers are not packed and why.
+        reserve_tokens: On a GPU, tokens of a step whose memory PyTorch's allocator gets now, see
+            ``dsv4.layers.warm_allocator``: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro.
+            Larger steps get more when they come. 0: none.
+        input_scales: ``"stored"``: with ``activation="nvfp4"``, routed experts in NVFP4 need the
+            calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
+            out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
+            later.
+        prepare: On a GPU, what is done now so that the first prompt takes no longer than later
+            ones. True: the kernels of all steps are compiled, in parallel processes, or loaded if
+            they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
+            ``generate`` is made for one sequence of 8192 tokens and its CUDA graphs are captured
+            (``dsv4.serving.prepare``, which says what memory that holds until
+            ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
+            ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
+            nothing; kernels are compiled at their first launch. Without memory for it, or where a
+            capture fails, a warning says so, and the first ``generate`` does it.
+        progress: Whether to show progress on stderr.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
+            the layers or scales that were demanded.
+        FileNotFoundError: if there is no such folder, or no config.json in it.
+        TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
+            ``reserve_tokens`` no integer.
+        torch.OutOfMemoryError: if the device has no room for the model and a step.
+        ValueError: if an option is unknown, or config.json is not a configuration this package
+            implements.
+    """
+    from dsv4.compilation.warmup import warm_loaded
+    from dsv4.model import DeepseekV4ForCausalLM
+
+    dtype = as_dtype(dtype)
+    check_reserve(reserve_tokens)
+    check_prepare(prepare)
+    with Checkpoint.open(path) as checkpoint:
+        config = _configuration(checkpoint, numerics, activation, mtp)
+        drafts = config.num_nextn_predict_layers
+        with torch.device("meta"):
+            model = DeepseekV4ForCausalLM(config)
+        filled = fill(
+            model,
+            checkpoint,
+            device=device,
+            dtype=dtype,
+            activation=activation,
+            mxfp4=mxfp4,
+            pack=pack,
+            input_scales=input_scales,
+            ignore=() if drafts else ("mtp.*", "model.mtp.*"),
+            check_values=False,  # nothing to protect: on an error the model is dropped
+            progress=progress,
+        )
+        model.load_report = report_of(checkpoint, drafts, input_scales, filled)
+    warm_allocator(model, reserve_tokens, model.dtype)
+    model.eval()
+    if prepare:
+        warmed = warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
+        # Without its kernels a step could raise, which is for the step's caller.
+        if prepare is True and warmed is not None and not warmed.failed:
+            _prepare_generation(model)
+    return model
+
+
+def _configuration(
+    checkpoint: Checkpoint, numerics: str, activation: str, mtp: bool | None
+) -> ModelConfig:
+    """The configuration of the model to build, no larger than the checkpoint's tensors.
+
+    Raises:
+        CheckpointError: if the tensors are fewer, or the MTP layers that ``mtp`` demands missing.
+    """
+    config = checkpoint.config(numerics=numerics, activation=activation)
+    drafts = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
+    config = config.replace(num_nextn_predict_layers=drafts)
+    checkpoint.check_size(config)
+    return config
+
+
+def _prepare_generation(model: DeepseekV4ForCausalLM) -> None:
+    from dsv4 import serving
+
+    serving.prepare(model)

@@ -1,0 +1,107 @@
+"""Choose the layers to pack while a checkpoint is read, and report those that are not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dsv4.checkpoint.mxfp4 import MODES
+from dsv4.cute import supports
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import PACKED_LAYOUTS, Linear
+from dsv4.layers.pack import Packer, Packing
+from dsv4.quant.formats import FP8_BLOCK
+
+_logger = logging.getLogger("dsv4.checkpoint")
+# Of the weights of linear layers, those for which other kernels take the layout of the checkpoint.
+_UNPACKED = (None, FP8_BLOCK)
+
+
+@dataclass(frozen=True)
+class PackChoice:
+    """The checked argument ``pack``.
+
+    Attributes:
+        enabled: Whether layers are packed.
+        layout: The layout of all packed layers; None for the one that the device's kernels take.
+        dtype: Of the inputs of the layers.
+    """
+
+    enabled: bool
+    layout: str | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, pack: bool | str, dtype: torch.dtype) -> PackChoice:
+        """The checked argument.
+
+        Raises:
+            ValueError: if it is none of True, False and the layouts.
+        """
+        if isinstance(pack, bool):
+            return cls(pack, None, dtype)
+        if pack not in PACKED_LAYOUTS:
+            layouts = " or ".join(map(repr, PACKED_LAYOUTS))
+            raise ValueError(f"pack is {pack!r}, wanted True, False, {layouts}")
+        return cls(True, pack, dtype)
+
+    def experts_packed(self, device: torch.device) -> bool:
+        """Whether NVFP4 experts on a device are packed."""
+        if not self.enabled or self.layout is not None:
+            return self.enabled
+        return supports.no_packed_weights(device, self.dtype, experts=True) is None
+
+    def packer(self, model: nn.Module) -> Packer | None:
+        """What packs the layers of a model; None if none is to be."""
+        return Packer(model, self._layout_for) if self.enabled else None
+
+    def _layout_for(self, layer: Linear | DeepseekV4Experts) -> str:
+        """The layout of a layer; ValueError if no kernel takes it packed."""
+        if self.layout is not None:
+            return self.layout
+        experts = isinstance(layer, DeepseekV4Experts)
+        device = layer.gate_up_proj.device if isinstance(layer, DeepseekV4Experts) else layer.device
+        reason = supports.no_packed_weights(device, self.dtype, experts=experts)
+        if reason is not None:
+            raise ValueError(reason)
+        return supports.packed_layout(device, layer.activation)
+
+
+def mxfp4_mode(mxfp4: str | None, choice: PackChoice, device: torch.device) -> str:
+    """The checked argument ``mxfp4``; None converts where the result is packed.
+
+    Raises:
+        ValueError: if it is unknown.
+    """
+    if mxfp4 is None:
+        return "lossless" if choice.experts_packed(device) else "keep"
+    if mxfp4 not in MODES:
+        raise ValueError(f"mxfp4 is {mxfp4!r}, wanted one of {', '.join(map(repr, MODES))}")
+    return mxfp4
+
+
+def report_packing(path: Path, model: nn.Module, packing: Packing) -> None:
+    """Log how many layers are packed, and once for each reason which are not.
+
+    It is a warning where a GPU runs a layer without a kernel for that.
+    """
+    layers = dict(model.named_modules())
+    _logger.info("%s: %d layers are packed", path, len(packing.packed))
+    reasons: dict[tuple[bool, str], list[str]] = {}
+    for name, reason in packing.kept.items():
+        reasons.setdefault((_slow(layers[name]), reason), []).append(name)
+    for (slow, reason), names in reasons.items():
+        level = logging.WARNING if slow else logging.INFO
+        text = "%s: %d layers are not packed: %s. The first: %s"
+        _logger.log(level, text, path, len(names), reason, names[0])
+
+
+def _slow(layer: nn.Module) -> bool:
+    if isinstance(layer, DeepseekV4Experts):
+        return layer.gate_up_proj.device.type != "cpu"
+    assert isinstance(layer, Linear)
+    return layer.device.type != "cpu" and layer.format not in _UNPACKED

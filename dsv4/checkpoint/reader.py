@@ -1,0 +1,144 @@
+"""An open checkpoint: which tensors a folder has, each read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.checkpoint import bounds, names
+from dsv4.checkpoint.entries import group
+from dsv4.checkpoint.folder import open_folder
+from dsv4.checkpoint.items import Item
+from dsv4.checkpoint.shards import Shards, TensorInfo
+from dsv4.config import ModelConfig, config_json
+from dsv4.quant.formats import QuantizedTensor
+
+
+class Checkpoint:
+    """The tensors of a folder, none of them read yet.
+
+    Attributes:
+        path: The folder.
+        values: config.json as it is.
+        entries: Logical tensors by canonical name (transformers' names with one entry per expert,
+            see ``dsv4.checkpoint.names``).
+        stray: Names of tensors that belong to no known entry.
+        unused: Names of known tensors that have no effect here, by the reason.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        values: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+        paths: Mapping[str, Path] | None = None,
+    ) -> None:
+        self.path = path
+        self.values = dict(values)
+        self._shards = Shards(path, paths)
+        grouped = group(tensors, self._shards)
+        self.entries, self.stray, self.unused = grouped.entries, grouped.stray, grouped.unused
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read config.json, the index and all headers of a folder; no tensor data.
+
+        Where a save was killed while it moved its files into the folder, the new checkpoint is
+        read, wherever its files are.
+
+        Raises:
+            MissingCheckpointError: if there is no such folder or no config.json in it; it is a
+                CheckpointError and a FileNotFoundError.
+            CheckpointError: if a shard is missing or truncated, a file is no regular one or changes
+                meanwhile, the index leaves the folder or disagrees with the shards, a tensor is
+                there in two spellings, or the tensors of a matrix do not fit together.
+        """
+        folder = open_folder(path)
+        return cls(folder.path, folder.values, folder.tensors, folder.paths)
+
+    def config(self, *, numerics: str = "deepseek", activation: str = "bf16") -> ModelConfig:
+        """The model's configuration; see ``ModelConfig.from_dict``."""
+        return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
+
+    def check_size(self, config: ModelConfig) -> None:
+        """Refuse a configuration of more layers, experts or dimensions than the tensors have.
+
+        To be called before a model is built of it: the work of building is bounded by nothing else.
+
+        Raises:
+            CheckpointError: naming the first such field.
+        """
+        bounds.check(config, self.entries, self.stray)
+
+    @property
+    def producer(self) -> str:
+        """Who quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
+        ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
+        what it is.
+        """
+        return config_json.producer(self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a model that keeps the dtypes stored here: that of the embedding."""
+        entry = self.entries.get("model.embed_tokens.weight")
+        return torch.bfloat16 if entry is None or entry.format else entry.weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether there are tensors of a multi-token-prediction layer."""
+        return self.mtp_layers > 0
+
+    @property
+    def mtp_layers(self) -> int:
+        """Number of multi-token-prediction layers, found in the tensors; 0 for a DSpark draft."""
+        return 0 if self.has_dspark else len(self._draft_layers())
+
+    @property
+    def has_dspark(self) -> bool:
+        """Whether there are tensors of a DSpark draft head, which stands in the place of MTP."""
+        return any(names.is_dspark(name) for name in self.stray)
+
+    def _draft_layers(self) -> set[str]:
+        return {names.layer_of(name) for name in self.entries if names.is_mtp(name)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.entries
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
+        """One tensor by canonical name.
+
+        Raises:
+            KeyError: if there is none of that name.
+            CheckpointError: if its values are not finite.
+        """
+        return self.entries[name].read(device)
+
+    def items(self) -> Iterator[Item]:
+        """All tensors, one at a time, for ``write``."""
+        for name, entry in self.entries.items():
+            yield name, entry.read(), entry.read_input_scale()
+
+    def close(self) -> None:
+        """Unmap the files; reading maps them again."""
+        self._shards.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Checkpoint({str(self.path)!r}, {len(self.entries)} tensors, "
+            f"{self.nbytes / 1e9:.2f} GB, producer={self.producer!r})"
+        )

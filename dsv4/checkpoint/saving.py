@@ -1,0 +1,115 @@
+"""Write a model or a stream of tensors as a checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.checkpoint import layouts, transaction
+from dsv4.checkpoint.arguments import as_dtype, name_matcher
+from dsv4.checkpoint.expert_slots import ExpertsSlot
+from dsv4.checkpoint.folder import existing
+from dsv4.checkpoint.items import Item, items_of
+from dsv4.checkpoint.module_tree import slots_of
+from dsv4.checkpoint.pairs import Pairing
+from dsv4.checkpoint.shard_writer import ShardWriter
+from dsv4.config import ModelConfig
+
+
+def recover(path: str | Path) -> bool:
+    """Complete a save that was killed while it moved its files into a folder.
+
+    ``load`` reads such a folder as it is, and the next ``save`` completes it. Other programs find
+    no config.json until then.
+
+    Returns:
+        Whether there was such a save.
+
+    Raises:
+        BlockingIOError: if a save into the folder is under way.
+    """
+    return transaction.recover(existing(path))
+
+
+def save(
+    source: nn.Module | Iterable[Item],
+    path: str | Path,
+    *,
+    layout: str = "nvidia",
+    config: Any = None,
+    max_shard_bytes: int = 5 << 30,
+    overwrite: bool = False,
+    plain: Sequence[str] = (),
+    plain_dtype: torch.dtype | None = torch.bfloat16,
+) -> None:
+    """Write a model as a checkpoint folder: shards, index and config.json.
+
+    Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
+    ``dsv4.checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
+    ``load`` converted from MXFP4 are stored as NVFP4 with the same values, or as MXFP4 again where
+    that is the layout's format: all in ``"deepseek"``, those of MTP layers in ``"nvidia"``.
+
+    Gate and up of an MLP in NVFP4 get one global scale, because engines take one for both; where
+    that would change a value they keep their own, and the logger ``dsv4.checkpoint`` warns once
+    with their number. A checkpoint that is replaced stays whole until the new one is, whatever
+    fails, and only its own files go: see ``dsv4.checkpoint.transaction``. The disk must have room
+    for both.
+
+    Args:
+        source: A model of this package or of transformers, or a stream of (canonical name, tensor,
+            input scale or None); a stream is written as it comes, and of it no more is held than
+            gate projections whose up projection has not come.
+        path: Folder, made if missing.
+        layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
+            ``"bf16"``.
+        config: ModelConfig or transformers' config; default ``source.config``.
+        max_shard_bytes: A new shard is begun rather than exceed this.
+        overwrite: Whether to replace a checkpoint that is there.
+        plain: Shell patterns of canonical names that stay plain whatever the layout.
+        plain_dtype: Dtype of plain weights; None keeps each one's own.
+
+    Raises:
+        FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or a file that
+            is not the checkpoint's is in the way.
+        BlockingIOError: if another save into the folder is under way.
+        ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
+    """
+    if layout not in layouts.LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
+    configuration = ModelConfig.of(_config_of(source, config))
+    target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
+    stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source
+    pairing = Pairing(target)
+    with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
+        for name, value, input_scale in pairing.convert(stream):
+            for stored, tensor in target.encode(name, value, input_scale):
+                writer.add(stored, tensor)
+        writer.finish(layouts.documents(target, configuration))
+    pairing.report(path)
+
+
+def _config_of(source: Any, config: Any) -> Any:
+    """The configuration to save with, which a model of DeepSeek-V4 has."""
+    if isinstance(source, nn.Module):
+        own = getattr(source, "config", None) if config is None else config
+        if own is None or not any(isinstance(s, ExpertsSlot) for s in slots_of(source)):
+            raise ValueError(
+                f"source is {type(source).__name__}, wanted a DeepseekV4ForCausalLM of dsv4 or of "
+                "transformers, or a stream of (name, tensor, input scale)"
+            )
+        return own
+    if isinstance(source, (str, bytes, Mapping)) or not isinstance(source, Iterable):
+        raise TypeError(
+            f"source is {type(source).__name__}, wanted a model, or a stream of "
+            "(name, tensor, input scale)"
+        )
+    if config is None:
+        raise ValueError("config is None, wanted one: a stream has none of its own")
+    return config
+
+
+write = save

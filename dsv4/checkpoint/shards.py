@@ -1,0 +1,223 @@
+"""Reading safetensors shards: what they hold, and single tensors as private copies.
+
+The safetensors package does the reading. Added here: one error that names the file, and handles
+that are closed early, because the pages of a mapped file stay in memory until it is unmapped and
+reading a checkpoint would otherwise fill the memory with the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from dsv4.config.json_file import irregular
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# A shard is unmapped after each of so many parts of it: often enough that few of its pages are in
+# memory, seldom enough that parsing the header again costs little compared with reading.
+_PARTS = 32
+
+
+# Bounds of a header: the published checkpoint with the most tensors, in one file, would have 22 MB
+# and 145,116 of them.
+_MAX_HEADER = 32 << 20
+_MAX_TENSORS = 200_000
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read: the message names the file or tensor and what is wrong."""
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError):
+    """A folder that does not exist or holds no config.json; also a FileNotFoundError."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as its file's header describes it.
+
+    Attributes:
+        name: The tensor's name.
+        file: The file's name.
+        dtype: Its dtype.
+        shape: Its shape.
+        mark: What tells the file from one that takes its name later, see ``file_mark``.
+    """
+
+    name: str
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    mark: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} ({DTYPE_NAMES[self.dtype]} {list(self.shape)})"
+
+
+def file_mark(path: Path) -> tuple[int, ...] | None:
+    """Device, number, size and time of change of a file; None if it cannot be asked."""
+    try:
+        info = path.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def read_header(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file, whose data must fill it to the last byte.
+
+    Args:
+        path: The file.
+        name: What messages call it; default the last part of ``path``.
+
+    Raises:
+        CheckpointError: if the file is missing, no regular file, truncated, not a safetensors file,
+            has a header longer than any published one, or holds a tensor whose dtype is not one of
+            ``DTYPES``.
+    """
+    name = name or path.name
+    mark = file_mark(path)
+    _check_header(path, name)
+    with _open(path, name) as file:
+        return {key: _info(name, key, file.get_slice(key), mark) for key in file.keys()}  # noqa: SIM118
+
+
+def _check_header(path: Path, name: str) -> None:
+    """Refuse what would take long or much memory to open, before it is opened."""
+    try:
+        kind = irregular(path.stat().st_mode)
+        if kind is not None:
+            raise CheckpointError(f"{name}: cannot be opened: it is {kind}, wanted a regular file")
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_HEADER:
+                raise CheckpointError(
+                    f"{name}: truncated or not a safetensors file: its header would have {length} "
+                    f"bytes, wanted at most {_MAX_HEADER}"
+                )
+            header = file.read(length)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name}: the shard is missing from {path.parent}") from error
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be opened: {error}") from error
+    tables = header.count(b"{")
+    if tables > _MAX_TENSORS:
+        raise CheckpointError(
+            f"{name}: its header names {tables} tensors, wanted at most {_MAX_TENSORS}"
+        )
+
+
+def _open(path: Path, name: str) -> safe_open:
+    """A handle; the package compares header and length of the file, so damage shows here."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{name}: the shard is missing from {path.parent}") from error
+    except OSError as error:
+        raise CheckpointError(f"{name}: cannot be opened: {error}") from error
+    except SafetensorError as error:
+        mark = file_mark(path)
+        size = mark[2] if mark else 0
+        raise CheckpointError(
+            f"{name}: truncated or not a safetensors file ({size} bytes): {str(error)[:300]}"
+        ) from error
+
+
+def _info(file: str, name: str, tensor: Any, mark: tuple[int, ...] | None) -> TensorInfo:
+    dtype = tensor.get_dtype()
+    if dtype not in DTYPES:
+        raise CheckpointError(f"{file}: {name} has dtype {dtype}, wanted {', '.join(DTYPES)}")
+    return TensorInfo(name, file, DTYPES[dtype], tuple(tensor.get_shape()), mark)
+
+
+class Shards:
+    """The files of one folder, mapped when first read.
+
+    Args:
+        folder: The folder.
+        paths: Paths of files that are elsewhere, by name.
+    """
+
+    def __init__(self, folder: Path, paths: Mapping[str, Path] | None = None) -> None:
+        self.folder = folder
+        self._paths = dict(paths or {})
+        self._handles: dict[str, safe_open] = {}
+        self._left: dict[str, int] = {}  # bytes to read before the handle is closed
+
+    def read(
+        self, info: TensorInfo, device: torch.device | str = "cpu", part: int | None = None
+    ) -> torch.Tensor:
+        """A private copy of one tensor, or of ``part`` of it, on ``device``; the file may go.
+
+        Raises:
+            CheckpointError: if the file is damaged or no longer what its header was.
+        """
+        mapped = self._mapped(info)
+        copy = (mapped if part is None else mapped[part]).to(device, copy=True)
+        del mapped  # a view, which would keep the file mapped
+        self._left[info.file] -= copy.nbytes
+        if self._left[info.file] <= 0:
+            del self._handles[info.file]
+        return copy
+
+    def _mapped(self, info: TensorInfo) -> torch.Tensor:
+        if info.file not in self._handles:
+            path = self._paths.get(info.file, self.folder / info.file)
+            self._handles[info.file] = self._sound(info, path)
+            self._left[info.file] = info.mark[2] // _PARTS if info.mark else 0
+        try:
+            mapped = self._handles[info.file].get_tensor(info.name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{info.file}: {info} cannot be read: {error}") from error
+        if mapped.dtype != info.dtype or mapped.shape != info.shape:
+            raise CheckpointError(
+                f"{info.file}: has changed since it was opened: {info} is now "
+                f"{DTYPE_NAMES.get(mapped.dtype, mapped.dtype)} {list(mapped.shape)}"
+            )
+        return mapped
+
+    @staticmethod
+    def _sound(info: TensorInfo, path: Path) -> safe_open:
+        """A handle of the file whose header was read, not of one that took its name since.
+
+        Tensors of two files that had one name would make a model of neither.
+        """
+        # Before, because a pipe would block; after, because what is mapped stays what it is.
+        changed = info.mark is not None and file_mark(path) != info.mark
+        handle = None if changed else _open(path, info.file)
+        if handle is None or (info.mark is not None and file_mark(path) != info.mark):
+            raise CheckpointError(
+                f"{info.file}: has changed since it was opened, when {info} was in it: "
+                "open the checkpoint again"
+            )
+        return handle
+
+    def close(self) -> None:
+        """Unmap every file; reading maps them again."""
+        self._handles.clear()

@@ -1,0 +1,1 @@
+"""Device functions that several Triton operators share, and the kernels that they split off."""

@@ -1,0 +1,136 @@
+"""Conversions that Triton's interpreter gets wrong, made right and the same everywhere.
+
+What the interpreter of Triton 3.6 to 3.9 was seen to do: float32 to bfloat16 truncates, and both
+directions are wrong for subnormal numbers; float32 to float8e4nv rounds subnormals wrongly and
+wraps past 448. So kernels convert through these functions alone. Compiled, each is the hardware's
+own conversion; interpreted, integer arithmetic with the same result, NaN's bits apart. Both are
+tested over every bit pattern of the narrow type and its neighbourhood.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra import cuda as tl_cuda
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+# Warps of all programs up to which a kernel lets the next one become resident before it waits.
+_SMALL = tl.constexpr(320)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """First statement of every kernel, before any load or store; of those with ``once``, within it.
+
+    With programmatic dependent launch the kernel is resident while the preceding one still runs;
+    here it waits until that one's stores are visible, and lets the next one become resident.
+    """
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def once(PDL: tl.constexpr):
+    """1: of ``for _ in range(once(PDL))``, whose body begins with ``wait_for_inputs``.
+
+    Where programs are few (``launch_options.options``) it is opaque to the compiler. What does not
+    depend on inputs, the addresses above all, does not change from pass to pass, so it is
+    computed before the first, while the kernel has to wait. Kernels that wait take
+    slots of SMs, so that programs spread less evenly; so only a small kernel lets the next one in
+    before its own inputs are there.
+    """
+    if PDL == 2:
+        programs = tl.num_programs(0).to(tl.int64) * tl.num_programs(1) * tl.num_programs(2)
+        if programs * tl_cuda.num_warps() <= _SMALL:
+            tl_cuda.gdc_launch_dependents()
+        return tl.where(tl.program_id(0) < tl.num_programs(0), 1, tl.num_programs(0))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return 1
+
+
+@triton.jit
+def widen(x):
+    """bfloat16, float16 or float32 to float32, exactly.
+
+    bfloat16 by its bits, compiled too: of two in a register each takes one instruction then, where
+    the conversion of the upper one would take two.
+    """
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 to ``dtype`` (bfloat16, float16 or float32), to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, 0x7FC0, rounded)
+        return rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def e4m3_bits(x):
+    """float32 to the nearest E4M3 (ties to even, saturating at 448, NaN to 0x7F), uint8 bits."""
+    if INTERPRETED:
+        magnitude = tl.minimum(tl.abs(x), 448.0)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        # Normal: keep 3 of 23 mantissa bits, move the exponent bias from 127 to 7.
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+        # Subnormal (below 2^-6): adding 2^14 rounds to multiples of 2^-9 in the low mantissa bits.
+        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
+        code = tl.where(magnitude < 0.015625, subnormal, normal)
+        code = tl.where(x != x, 0x7F, code)
+        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+        return tl.where(x != x, code, code | sign).to(tl.uint8)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def e4m3_tile(x):
+    """``e4m3_bits`` of a tile of which a thread has neighbours: four of them make a word."""
+    if INTERPRETED:
+        return e4m3_bits(x)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+        "=r,f,f,f,f",
+        [x],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
+def e4m3_value(bits):
+    """Value of E4M3 bits (uint8) as float32; 0x7F and 0xFF are NaN."""
+    if INTERPRETED:
+        wide = bits.to(tl.int32)
+        exponent, mantissa = (wide >> 3) & 15, wide & 7
+        normal = ((exponent + 120) << 23) | (mantissa << 20)
+        value = tl.where(
+            exponent == 0,
+            mantissa.to(tl.float32) * 0.001953125,
+            normal.to(tl.float32, bitcast=True),
+        )
+        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
+        return tl.where(wide >= 128, -value, value)
+    return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """``2 ** exponent`` as float32 for int32 exponents -126 to 127, by its bits."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def ceil_log2(value):
+    """``ceil(log2(value))`` of positive, finite, normal float32 values, int32, exactly."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits >> 23) - 127 + ((bits & 0x7FFFFF) != 0).to(tl.int32)

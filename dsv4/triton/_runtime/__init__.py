@@ -1,0 +1,1 @@
+"""Launch Triton kernels: options, the launcher, and the store of compiled kernels."""

@@ -1,0 +1,69 @@
+"""What every launcher needs: the right device, and how the kernel is to be started."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from dsv4 import device as machine
+from dsv4.cute.runtime.launch import on as cuda_device
+
+_FEW_WARPS = 1024
+_NOWHERE = contextlib.nullcontext()
+
+
+def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Make the tensor's device the current one: Triton launches there, on its current stream."""
+    return cuda_device(tensor.get_device()) if tensor.is_cuda else _NOWHERE
+
+
+def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
+    """Keyword arguments of every launch: programmatic dependent launch where the GPU has it.
+
+    Contraction of ``a * b + c`` to one rounding is asked for, because its default differs between
+    versions of Triton. ``PDL`` goes to the kernel, which must begin with ``wait_for_inputs(PDL)``;
+    ``launch_pdl`` to the launcher. Without a GPU (the interpreter) or before Hopper: off.
+
+    Args:
+        tensor: One that the kernel takes.
+        few: Whether programs are few, of a kernel that has ``numerics.once``. They then wait with
+            their addresses known (PDL is 2, not 1), which was slower where there were many.
+    """
+    if tensor.device.type != "cuda":
+        return {"PDL": 0}
+    if machine.capability(tensor.device)[0] < 9:
+        return {"PDL": 0, "enable_fp_fusion": True}
+    return {"PDL": 2 if few else 1, "launch_pdl": True, "enable_fp_fusion": True}
+
+
+def are_few(programs: int, warps: int) -> bool:
+    """Whether a kernel of so many programs of ``warps`` warps each has few."""
+    return programs * warps <= _FEW_WARPS
+
+
+def in_order(tensor: torch.Tensor) -> dict[str, Any]:
+    """The same for a kernel that writes weights, without programmatic launch and without ``PDL``.
+
+    GEMMs load their weights before the preceding kernel has ended, and would find what was there
+    before.
+    """
+    return {name: value for name, value in options(tensor).items() if "pdl" not in name.lower()}
+
+
+def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Compute capability of the tensor's GPU; None on the CPU."""
+    if tensor.device.type != "cuda":
+        return None
+    return machine.capability(tensor.device)
+
+
+def sm_count(device: torch.device) -> int:
+    """SMs of a GPU; 1 on the CPU."""
+    return machine.sms(device)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value`` and at least 1."""
+    return 1 << max(0, value - 1).bit_length()
