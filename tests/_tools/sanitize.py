@@ -42,7 +42,9 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
     """Run the operators named, or all; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
-        if all(dispatch.implementations(one)[0].name == "reference" for one in operators(op)):
+        if all(
+            dispatch.implementations(operator)[0].name == "reference" for operator in operators(op)
+        ):
             continue
         for preset, tokens in sizes:
             for case in cases(op, preset, tokens):

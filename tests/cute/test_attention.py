@@ -464,13 +464,13 @@ def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
     launcher._fitting_plan.cache_clear()
     # Of 36 steps 9 blocks have 4 each, or 2 of twice as many entries, and 8 have 5; of 20, both
     # have 3.
-    wanted = {
+    expected = {
         ((128, 1024), 7): NarrowPlan(16),
         ((128, 1024), 8): NarrowPlan(9, 64),
         ((128, 512), 8): NarrowPlan(8),
         ((128, 1024), 10): NarrowPlan(8),
     }
-    for (widths, clusters), plan in wanted.items():
+    for (widths, clusters), plan in expected.items():
         assert launcher._fitting_plan(NarrowPlan(16), widths, clusters, 0) == plan
         assert launcher._fitting_plan(NarrowPlan(), widths, clusters, 0) == NarrowPlan()
     assert launcher._fitting_plan(NarrowPlan(), (128, 512), 16, 0) == NarrowPlan()

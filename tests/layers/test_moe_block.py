@@ -45,13 +45,13 @@ def _few_tokens_have_streams():
 def block(kind, layer=5, **changes):
     """Of sizes that the kernels can have: K is a multiple of 128."""
     config = ModelConfig.tiny(**{**SIZES, **changes})
-    found = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
-    randomize_(found, 1)
+    result = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
+    randomize_(result, 1)
     if kind != "plain":
-        layers.quantize_(found)
+        layers.quantize_(result)
     if kind == "packed":
-        assert layers.pack_(found).kept == {}
-    return found.to(torch.bfloat16)
+        assert layers.pack_(result).kept == {}
+    return result.to(torch.bfloat16)
 
 
 def inputs(seed, module, tokens, device="cpu"):
@@ -94,8 +94,8 @@ class TestOnCpu:
         shared = module.shared_experts(x)
         expected = module.experts(x, ids, weights, shared)
         said.clear()
-        found = module.experts(x, ids, weights, lambda: said.append("shared") or shared)
-        assert_bitwise(found, expected, "experts")
+        actual = module.experts(x, ids, weights, lambda: said.append("shared") or shared)
+        assert_bitwise(actual, expected, "experts")
         assert said[-2:] == ["shared", "moe_combine"]
 
     @pytest.mark.parametrize("filling", [4096, 3])
@@ -184,8 +184,8 @@ class TestRanges:
         total = torch.zeros_like(x)
         for first, last in pairwise([0, *sorted(cuts), SIZES["n_routed_experts"]]):
             total += part_of(whole, layer, first, last - first)(x, *ids)
-        wanted = whole(x, *ids)
-        assert (total - wanted).norm() <= 1e-12 * wanted.norm()
+        expected = whole(x, *ids)
+        assert (total - expected).norm() <= 1e-12 * expected.norm()
 
     def test_experts_that_there_are_not(self):
         config = ModelConfig.tiny()
@@ -272,9 +272,9 @@ class TestOrder:
         monkeypatch.setattr(dispatch, "run", record)
         (x,) = inputs(1, module, 3)
         module(x)
-        room = {op: leave for op, leave in asked.items() if leave}
-        assert room == dict.fromkeys(("gemm_swiglu", "gemm"), moe._LEFT)
-        assert len(asked) > len(room)
+        reserved = {op: leave for op, leave in asked.items() if leave}
+        assert reserved == dict.fromkeys(("gemm_swiglu", "gemm"), moe._LEFT)
+        assert len(asked) > len(reserved)
         module(x[:, :2])
         assert not any(asked.values())
 
@@ -307,9 +307,9 @@ class TestOnGpu:
         module = block(kind, layer).cuda()
         for seed in range(20):
             args = inputs(seed, module, tokens, "cuda")
-            found = module(*args)
+            result = module(*args)
             with serially():
-                assert_bitwise(found, module(*args), f"input {seed}")
+                assert_bitwise(result, module(*args), f"input {seed}")
 
     @pytest.mark.parametrize("slow", ["input", "shared_experts", "experts"])
     @torch.inference_mode()
@@ -326,10 +326,10 @@ class TestOnGpu:
             if slow == "input":
                 torch.cuda._sleep(5_000_000)
             x.copy_(new)
-            found = module(x)
+            result = module(x)
             x.fill_(math.nan)  # on the current stream, after the block
             with serially():
-                assert_bitwise(found, module(new), f"input {seed}")
+                assert_bitwise(result, module(new), f"input {seed}")
 
     @pytest.mark.parametrize("slow", ["input", "gate", "inner", "down_proj", "experts"])
     @torch.inference_mode()
@@ -350,9 +350,9 @@ class TestOnGpu:
             if slow == "input":
                 torch.cuda._sleep(5_000_000)
             x.copy_(new)
-            found = module(x)
+            actual = module(x)
             x.fill_(math.nan)  # on the current stream, after the block
-            assert_bitwise(found, expected[seed], f"input {seed}")
+            assert_bitwise(actual, expected[seed], f"input {seed}")
 
     @torch.inference_mode()
     def test_layers_after_each_other_and_no_pause(self):
@@ -365,11 +365,11 @@ class TestOnGpu:
                 expected = module(expected)
         torch.cuda.synchronize()
         for _ in range(20):
-            found = x
+            actual = x
             torch.cuda._sleep(1_000_000)
             for module in stack:
-                found = module(found)
-            assert_bitwise(found, expected, "stack")
+                actual = module(actual)
+            assert_bitwise(actual, expected, "stack")
 
     @torch.inference_mode()
     def test_on_streams_of_the_caller(self):
@@ -378,13 +378,13 @@ class TestOnGpu:
         with serially():
             expected = module(x)
         torch.cuda.synchronize()
-        streams, found = [torch.cuda.Stream() for _ in range(3)], []
+        streams, actual = [torch.cuda.Stream() for _ in range(3)], []
         for turn in range(30):
             with torch.cuda.stream(streams[turn % 3]):
-                found.append(module(x))
+                actual.append(module(x))
         torch.cuda.synchronize()
-        for turn, one in enumerate(found):
-            assert_bitwise(one, expected, f"turn {turn}")
+        for turn, output in enumerate(actual):
+            assert_bitwise(output, expected, f"turn {turn}")
 
     @pytest.mark.parametrize("layer", LAYERS)
     @pytest.mark.parametrize("tokens", [1, 7, 300, 4100])
