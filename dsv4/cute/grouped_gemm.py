@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4._counters import zeros
-from dsv4._nearly import nearly_done
 from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.grouped_problem import Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
@@ -26,7 +24,13 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
+from dsv4.cute.sm90.grouped_gemm_plans import (
+    GroupedSmallMPlan,
+    GroupedWgmmaPlan,
+    Share,
+    counts_tiles,
+    shares,
+)
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmSwigluArgs,
@@ -36,9 +40,9 @@ from dsv4.ops.grouped_gemm import (
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.quant.formats import SWIZZLED_EXPERTS
 
-# Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
-# ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
-# layout without any content.
+# Parameters of the kernels, in the order of ``GroupedSmallMKernel.kernel`` and
+# ``GroupedWgmmaKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X,
+# and a layout without any content.
 FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"i" * 8, "f")
 PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 10, *"iiiii", "q", *"i" * 9, "f")
 _BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@10q")
@@ -48,9 +52,6 @@ _FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
 # Their fields, without the names.
 _Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
-# Rows up to which launches are noted for a tape, which would not call ``nearly_done`` as early as
-# products of many rows have to. The host launches those faster than the GPU runs them.
-_NOTED = 1024
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -162,10 +163,9 @@ def _product(
     counters = 0
     prepared = _prepared(*kind, get_ident())
     if prepared.counted:
-        numbers = zeros(len(prepared.launches), x.device)
+        numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
         counters = numbers.data_ptr()
-    elif tokens <= _NOTED:
-        nearly_done()  # before the launches are noted, because it launches others
+    else:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
         return
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
@@ -186,8 +186,6 @@ def _launch_all(
     """
     prepared = _prepared(*kind, get_ident())
     for i, (launch, few) in enumerate(prepared.launches):
-        if i == prepared.fullest:
-            nearly_done()
         if few:  # which reads the weight by itself, and has no counter
             launch(stream, addresses[1:])
         else:
@@ -211,13 +209,10 @@ class _Prepared(NamedTuple):
     Attributes:
         launches: Each with whether it is of the kernel for few rows.
         counted: Whether their blocks count tiles.
-        fullest: Where they do, the launch for experts of about as many rows as the average, behind
-            which there are few tiles; else the first.
     """
 
     launches: tuple[tuple[Launch, bool], ...]
     counted: bool
-    fullest: int
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,16 +244,14 @@ def _prepared(
         )
         for i, share in enumerate(found)
     )
-    few = [isinstance(share.plan, GroupedFewPlan) for share in found]
+    few = [isinstance(share.plan, GroupedSmallMPlan) for share in found]
     counted = len(found) > 1 and counts_tiles(experts, tokens)
-    mean = tokens / experts.experts
-    fullest = next(i for i, share in enumerate(found) if share.above < mean)
-    return _Prepared(tuple(zip(launches, few, strict=True)), counted, fullest if counted else 0)
+    return _Prepared(tuple(zip(launches, few, strict=True)), counted)
 
 
 def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:
     """What a kernel is told of the experts that are its, and of what it need not wait for."""
-    if isinstance(share.plan, GroupedFewPlan):
+    if isinstance(share.plan, GroupedSmallMPlan):
         return share.most, 2 if beside else int(settled)
     return share.above, share.most, beside
 
@@ -275,7 +268,7 @@ def _launch(
     kernel = loaded(plan, architecture(device))
     resident = kernel.prepare(device)
     rows, sizes = tokens[0], (tokens[1], experts.experts)
-    if isinstance(plan, GroupedFewPlan):
+    if isinstance(plan, GroupedSmallMPlan):
         after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
         return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
     tiles, k_blocks = experts.rows // 16, experts.columns // 64
@@ -291,7 +284,7 @@ def _launch(
 
 def plans(
     experts: Experts, max_tokens: int, arch: str = HOPPER
-) -> list[GroupedPlan | GroupedFewPlan]:
+) -> list[GroupedWgmmaPlan | GroupedSmallMPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
     stand, tokens = [], 1
     while tokens < max_tokens:

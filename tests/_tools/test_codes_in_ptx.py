@@ -26,7 +26,7 @@ def coded(block, scale):
     """Bytes of codes and the scale byte of 16 bfloat16, as two lanes make them together."""
     words = block.view(torch.int16).numpy().view(np.uint32)
     halves = np.concatenate([words & 0x7FFF, words >> 16 & 0x7FFF])
-    byte, *divisor = CODES._block_scale(int(halves.max()) << 16, np.float32(scale))
+    byte, divisor = CODES._block_scale(int(halves.max()) << 16, np.float32(scale))
     codes = [
         CODES._packed(
             [CODES._rounded(int(w), half, divisor) for half in range(2) for w in words[i : i + 4]]

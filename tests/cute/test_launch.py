@@ -12,19 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4._counters import one_launch_of_zeros
-from dsv4._leaving import leaving
-from dsv4._nearly import nearly_done, when_nearly_done
 from dsv4.cute import gemm, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
-from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90 import grouped_gemm_plans
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
+from dsv4.cute.sm90.grouped_gemm_plans import EVERY, GroupedSmallMPlan, Share
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -117,7 +114,7 @@ def test_a_context_that_is_current_stays(monkeypatch):
 
 
 def one_share(expected, tokens, arch=HOPPER):
-    plan = grouped_plan.choose(expected, tokens, arch)
+    plan = grouped_gemm_plans.choose(expected, tokens, arch)
     return () if plan is None else (Share(plan, 0, EVERY),)
 
 
@@ -144,7 +141,9 @@ def _kernel_of(plan):
     return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
 
 
-def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=()):
+def launched(
+    driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=(), reserve_sms=0
+):
     product = Product(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, SmallMPlan)
@@ -158,7 +157,7 @@ def launched(driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segmen
     out = gemm.gemm(GemmArgs(
         x, codes, block, scale, segments, "nvfp4", "fragments_16x64", "bf16", None, groups,
         torch.bfloat16,
-    ))  # fmt: skip
+    ), reserve_sms)  # fmt: skip
     addresses = [t.data_ptr() for t in (codes, block, scale, x)] + [0, out.data_ptr()]
     return plan, addresses, driver.launches
 
@@ -214,23 +213,22 @@ def test_many_tokens(driver, plan):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("leave", [0, 20, 200])
+@pytest.mark.parametrize("reserve_sms", [0, 20, 200])
 @pytest.mark.parametrize("plan", MANY, ids=repr)
-def test_many_tokens_leave_multiprocessors_to_others(driver, plan, leave):
+def test_many_tokens_reserve_sms(driver, plan, reserve_sms):
     driver.plan = plan
-    with leaving(leave):
-        _, _, [(inside, *_)] = launched(driver, 300)
-    _, _, [(outside, *_)] = launched(driver, 300)
-    assert driver.early == [leave == 0, True]
-    # A block of many takes tiles in turn, a cluster has one.
-    assert inside == (outside if plan.blocks > 1 else max(1, outside - leave))
+    _, _, [(reserving, *_)] = launched(driver, 300, reserve_sms=reserve_sms)
+    _, _, [(whole, *_)] = launched(driver, 300)
+    assert driver.early == [reserve_sms == 0, True]
+    # Single CTAs are persistent, a cluster has one tile.
+    assert reserving == (whole if plan.blocks > 1 else max(1, whole - reserve_sms))
 
 
-def test_few_tokens_leave_nothing(driver):
-    with leaving(20):
-        _, _, [(inside, *_)] = launched(driver, 5)
-    assert driver.launches[0][0] == inside
-    assert driver.early == [True]
+def test_few_tokens_reserve_nothing(driver):
+    _, _, [(reserving, *_)] = launched(driver, 5, reserve_sms=20)
+    _, _, [(whole, *_)] = launched(driver, 5)
+    assert reserving == whole
+    assert driver.early == [True, True]
 
 
 @pytest.mark.parametrize("plan", MANY, ids=repr)
@@ -296,7 +294,7 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
     assert [flat(values)[6] for _, _, _, values in launches] == [16] * 4
     product, x = Grouped(HIDDEN, INNER), torch.empty(3000, INNER).bfloat16()
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
-    assert isinstance(product.plan, GroupedFewPlan)
+    assert isinstance(product.plan, GroupedSmallMPlan)
     assert values["tokens"] == 3000
     assert set(driver.archs) == {arch}
     assert driver.maps == []
@@ -374,7 +372,7 @@ class Grouped:
         )
         self.shares = grouped_gemm.shares(self.wanted, max(x.shape[0], 1), driver.arch)
         self.plan = self.shares[-1].plan
-        few = [isinstance(share.plan, GroupedFewPlan) for share in self.shares]
+        few = [isinstance(share.plan, GroupedSmallMPlan) for share in self.shares]
         kinds = (grouped_gemm.PARAMETERS, grouped_gemm.FEW_PARAMETERS)
         driver.kinds = [kinds[is_few] for is_few in few]
         driver.launches, driver.maps = [], []
@@ -397,10 +395,10 @@ class Grouped:
         out = self.out[0] if isinstance(self.out, tuple) else self.out
         own = (self.codes, self.block, self.scale, x, out, self.offsets)
         named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
-        if not isinstance(self.plan, GroupedFewPlan):  # tensor copies read them
+        if not isinstance(self.plan, GroupedSmallMPlan):  # tensor copies read them
             del named["codes"], named["scales"]
         none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
-        none |= {} if isinstance(self.plan, GroupedFewPlan) else {"counter": 0}
+        none |= {} if isinstance(self.plan, GroupedSmallMPlan) else {"counter": 0}
         return {**named, **none, "row_scale": row_scale, "row_weight": row_weight}
 
 
@@ -409,7 +407,7 @@ def told_of(product, x):
     tokens, row_tiles = x.shape[0], product.rows // 16
     expected = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
     expected |= {"stride": x.stride(0), "most": NEVER}
-    if isinstance(product.plan, GroupedFewPlan):
+    if isinstance(product.plan, GroupedSmallMPlan):
         return expected | {"early": 0}
     expected |= {"above": 0, "beside": 0}
     k_blocks, plan = product.columns // 64, product.plan
@@ -424,7 +422,7 @@ def told_of(product, x):
 def described_of(product, x):
     """What tensor copies are told of the operands."""
     plan = product.plan
-    if isinstance(plan, GroupedFewPlan):
+    if isinstance(plan, GroupedSmallMPlan):
         return []
     tiles, k_blocks = EXPERTS * product.rows // 16, product.columns // 64
     of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.tma_tokens)
@@ -445,7 +443,7 @@ def test_experts(driver, tokens, dtype):
     [(grid, threads, stream, values)] = product(
         driver, grouped_gemm.grouped_gemm, x, segments=(), dtype=dtype
     )
-    few = isinstance(product.plan, GroupedFewPlan)
+    few = isinstance(product.plan, GroupedSmallMPlan)
     assert few == (tokens <= FEW)
     assert (product.out.shape, product.out.dtype) == ((tokens, HIDDEN), dtype)
     # As many blocks as fit the GPU: how many tiles there are is known to the kernel alone.
@@ -471,7 +469,7 @@ def test_settled_offsets(driver):
 @pytest.mark.parametrize("settled", [False, True])
 def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, tokens, settled):
     """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     launches = product(
         driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
@@ -483,7 +481,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     assert all(bound[1] == following[0] for bound, following in itertools.pairwise(bounds))
     assert [values["tokens"] for values in arguments] == [0] * (len(arguments) - 1) + [tokens]
     waits = [values.get("beside", values.get("early")) for values in arguments]
-    few = [isinstance(share.plan, GroupedFewPlan) for share in product.shares]
+    few = [isinstance(share.plan, GroupedSmallMPlan) for share in product.shares]
     assert waits == [0, *(2 if bound else 1 for bound in few[1:])]
     assert [values["map_rows"] for values in arguments if "map_rows" in values].count(tokens) == (
         len(arguments) - sum(few)
@@ -495,7 +493,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
     """Where blocks take tiles as they are done: in memory that holds zeros."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     held, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
@@ -510,50 +508,8 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
     assert places == [start + 4 * i for i in range(len(launches))]
 
 
-def test_products_together_have_one_tensor_of_counters(driver, monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
-    product, x = Grouped(HIDDEN, INNER), torch.empty(300, INNER).bfloat16()
-    held, zeros = [], torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
-    places = []
-    with one_launch_of_zeros():
-        for _ in range(2):
-            launches = product(driver, grouped_gemm.grouped_gemm, x)
-            places += [values["counter"] for *_, values in launches]
-        assert len(held) == 1
-        start, bytes_ = held[0].data_ptr(), held[0].nbytes
-        assert places == [start + 4 * i for i in range(2 * len(launches))]
-        while len(held) == 1:  # more than there are
-            launches = product(driver, grouped_gemm.grouped_gemm, x)
-            places = [values["counter"] for *_, values in launches]
-        assert places[0] == held[1].data_ptr()
-        assert not any(start <= place < start + bytes_ for place in places)
-    product(driver, grouped_gemm.grouped_gemm, x)
-    assert len(held) == 3
-
-
-@pytest.mark.parametrize("tokens", [FEW, 192, 300, 460, 1000])
-def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monkeypatch, tokens):
-    """Once; before the first launch where blocks do not take tiles as they are done."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
-    product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
-    called = []
-    with when_nearly_done(lambda: called.append(len(driver.launches))):
-        product(driver, grouped_gemm.grouped_gemm, x)
-        [before] = called
-        nearly_done()
-        product(driver, grouped_gemm.grouped_gemm, x)
-    assert called == [before]
-    if not grouped_plan.counts_tiles(product.wanted, tokens):
-        assert before == 0
-        return
-    share = product.shares[before]
-    assert share.above < tokens / EXPERTS <= share.most
-    assert before > 0
-
-
 @pytest.mark.parametrize(
-    ("segments", "scales", "expected"),
+    ("segments", "scales", "told"),
     [
         ((), 1, (1, NEVER, NEVER, NEVER, 0)),
         ((), HIDDEN, (HIDDEN, NEVER, NEVER, NEVER, 1)),
@@ -563,20 +519,20 @@ def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monk
     ],
 )
 @pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_scales_of_experts(driver, tokens, segments, scales, expected):
+def test_scales_of_experts(driver, tokens, segments, scales, told):
     """Scales of an expert, rows at which the next one holds, whether every row has its own."""
     x = torch.empty(tokens, INNER).bfloat16()
     [(_, _, _, values)] = Grouped(HIDDEN, INNER, scales)(
         driver, grouped_gemm.grouped_gemm, x, segments=segments
     )
     names = ("scales_each", "cut0", "cut1", "cut2", "scale_rows")
-    assert tuple(values[name] for name in names) == expected
+    assert tuple(values[name] for name in names) == told
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(10.0, 10.0), (None, math.inf)])
+@pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_swiglu_of_experts(driver, tokens, limit, expected, weighted):
+def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
     product = Grouped(2 * INNER, HIDDEN, 2 * INNER)
     x, weight = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(tokens)
     [(grid, threads, _, values)] = product(
@@ -586,7 +542,7 @@ def test_swiglu_of_experts(driver, tokens, limit, expected, weighted):
     assert (grid, threads) == (132, product.plan.threads)
     assert product.out.shape == (tokens, INNER)
     never = {"cut0": NEVER, "cut1": NEVER, "cut2": NEVER}
-    scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": expected}
+    scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": told}
     addresses = product.addresses(x, row_weight=weight.data_ptr() if weighted else 0)
     assert values == {**told_of(product, x), **addresses, **never, **scales}
 
@@ -627,9 +583,7 @@ def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
     """Whatever dtype and stride they come in."""
     seen, product_of = [], grouped_gemm._product
     monkeypatch.setattr(
-        grouped_gemm,
-        "_product",
-        lambda *arguments: seen.append(arguments[5]) or product_of(*arguments),
+        grouped_gemm, "_product", lambda *told: seen.append(told[5]) or product_of(*told)
     )
     weight = torch.ones(SOME, 2, dtype=torch.bfloat16)[:, 0]
     x = torch.empty(SOME, HIDDEN).bfloat16()
@@ -664,7 +618,7 @@ def test_rows_of_experts_apart_and_misaligned(driver, tokens):
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, odd)
     assert values["x"] != odd.data_ptr()
     assert values["stride"] == INNER
-    assert [arguments.stride for _, arguments in driver.maps[:1]] in ([], [INNER])
+    assert [told.stride for _, told in driver.maps[:1]] in ([], [INNER])
 
 
 def test_no_rows_launch_nothing(driver):

@@ -12,12 +12,27 @@ lines, by ``sync_warp`` or a named barrier.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from dsv4.cute.device import ptx
+
+
+class Vector(NamedTuple):
+    """Where eight results of a token, which are 16 bytes of bfloat16, belong.
+
+    Attributes:
+        token: Of the result.
+        row: First of the eight rows of the result.
+        rows: Of the whole result.
+    """
+
+    token: Int32
+    row: Int32
+    rows: Int32
 
 
 def swiglu_outputs(values: Sequence[Float32], limit: Float32, lane: Int32) -> list[Float32]:

@@ -1,94 +1,148 @@
-"""Results in NVFP4, bit for bit as ``dsv4.reference.quantize`` makes them of bfloat16.
+"""NVFP4 results in epilogues, bit for bit as ``dsv4.reference.quantize`` makes them of bfloat16.
 
-A block of 16 results is held by two neighbouring lanes, 8 each. Its scale takes two IEEE divisions.
-A code takes the quotient by ``block scale * global scale`` as far as borders of E2M1 can tell: the
-reciprocal to some 46 bits, as a sum of two numbers; ``dsv4.triton._nvfp4`` says why that is enough.
+Ownership. A block of 16 results is held by two neighbouring lanes, 8 each, packed two to a word.
+Both compute the block's scale, so that a single exchange (of the largest magnitude) is enough; the
+lane of the first 8 stores it.
+
+Numerics. The scale takes two IEEE divisions. A code needs the quotient by ``block scale * global
+scale`` only as far as the borders of E2M1 can tell: the reciprocal is known to some 46 bits, as a
+sum of two numbers; ``dsv4.triton._nvfp4`` says why that is enough.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import Vector
 
-Value = Any
+# Magnitude bits of two bfloat16 in a word. Magnitudes order as unsigned integers do.
 _MAGNITUDES = 0x7FFF7FFF
 
 
+class BlockScales(NamedTuple):
+    """Where the block scales of results go, one byte for 16 results.
+
+    Attributes:
+        address: Of the first token's scales, row after row; where they are swizzled, of the scales
+            of all experts.
+        first_row: Row of the first token among the swizzled rows; None where they are linear.
+    """
+
+    address: Int64
+    first_row: Int32 | None = None
+
+
+class QuantizedOutput(NamedTuple):
+    """Where NVFP4 results go, and what they are quantized by.
+
+    Attributes:
+        codes: Address of the first token's codes, two to a byte.
+        block_scales: Where the block scales go.
+        global_scale: The global scale of the results.
+    """
+
+    codes: Int64
+    block_scales: BlockScales
+    global_scale: Float32
+
+
+class Divisor(NamedTuple):
+    """What the quotients of a block have in common.
+
+    Reciprocal and quotient are times 2^-14, because E5M2 has its subnormal numbers where E2M1 has
+    them.
+
+    Attributes:
+        factor: Power of two that numerators are multiplied by, so that the reciprocal is normal.
+        high: The reciprocal of the divisor, rounded.
+        low: What the rounded reciprocal lacks.
+        limit: The largest quotient.
+        sign: The sign bit, or 0 where all codes must be 0.
+    """
+
+    factor: Float32
+    high: Float32
+    low: Float32
+    limit: Float32
+    sign: Uint32
+
+
 @cute.jit
-def store_coded(words: Value, places: Value, where: Value, there: Value) -> None:
-    """Eight results as codes, of which neighbouring lanes have a block; all lanes together.
+def store_quantized(
+    words: Sequence[Uint32], output: QuantizedOutput, vector: Vector, exists: Boolean
+) -> None:
+    """All lanes together: quantize and store eight results a lane, a block for two neighbours.
 
     Args:
         words: 8 bfloat16, in order.
-        places: Addresses of codes and block scales, and the global scale. Where scales are
-            swizzled, the address of all of them, with the row in which the first token's are.
-        where: Token, first of the results, and how many a token has.
-        there: Whether they are to be stored.
+        output: Where they go.
+        vector: Which results they are.
+        exists: Whether they are stored.
     """
-    codes_at, scales_at, scale = places
-    token, row, rows = where
-    codes, byte = coded(words, scale)
-    if there:
-        line = Int64(token) * rows + row
-        ptx.store_global(codes_at + line // 2, codes)
-        if row % 16 == 0:
-            if cutlass.const_expr(isinstance(scales_at, tuple)):
-                start, first = scales_at
-                place = swizzled_place(first + token, row // 16, rows // 16)
-                ptx.store_global_byte(start + place, byte)
+    codes, scale_byte = quantize_half_block(words, output.global_scale)
+    if exists:
+        offset = Int64(vector.token) * vector.rows + vector.row
+        ptx.store_global(output.codes + offset // 2, codes)
+        # The lane of the first half of the block stores its scale.
+        if vector.row % 16 == 0:
+            scales = output.block_scales
+            if cutlass.const_expr(scales.first_row is not None):
+                row = scales.first_row + vector.token
+                swizzled = swizzled_offset(row, vector.row // 16, vector.rows // 16)
+                ptx.store_global_byte(scales.address + swizzled, scale_byte)
             else:
-                ptx.store_global_byte(scales_at + line // 16, byte)
+                ptx.store_global_byte(scales.address + offset // 16, scale_byte)
 
 
-def swizzled_place(row: Value, block: Value, blocks: Value) -> Value:
-    """Where a scale byte lies in the 128x4-swizzled layout, as ``dsv4.quant.scales.scale_offset``.
+def swizzled_offset(row: Int32, block: Int32, blocks: Int32) -> Int64:
+    """Offset of a scale byte in the 128x4-swizzled layout, as ``dsv4.quant.scales.scale_offset``.
 
     Args:
-        row: Of all experts' rows, padded to whole 128s each.
-        block: Of the row's.
+        row: Among all experts' rows, each expert's padded to a multiple of 128.
+        block: Of 16 results of the row.
         blocks: Of a row, a multiple of 4.
     """
-    place = (row & 31) * 16 + (row >> 5 & 3) * 4 + (block >> 2) * 512 + (block & 3)
-    return Int64(row & -128) * blocks + place
+    tile = (row & 31) * 16 + (row >> 5 & 3) * 4 + (block >> 2) * 512 + (block & 3)
+    return Int64(row & -128) * blocks + tile
 
 
-def coded(words: Sequence[Value], scale: Value) -> Value:
-    """Codes and scale byte of a block, of which this lane has one half and ``lane ^ 1`` the other.
+def quantize_half_block(words: Sequence[Uint32], global_scale: Float32) -> tuple[Uint32, Uint32]:
+    """Quantize the half of a block that this lane has; ``lane ^ 1`` has the other half.
 
     Args:
         words: 8 bfloat16, in order.
-        scale: The global scale, float32.
+        global_scale: The global scale of the results.
 
     Returns:
-        The lane's 8 codes in a word, in order; the block's E4M3 byte, the same in both lanes.
+        The lane's 8 codes in a word, in order, and the block's E4M3 byte, the same in both lanes.
     """
-    most = words[0] & Uint32(_MAGNITUDES)
+    largest = words[0] & Uint32(_MAGNITUDES)
     for word in words[1:]:
-        most = ptx.max_u16x2(most, word & Uint32(_MAGNITUDES))
-    most = ptx.max_u16x2(most, Uint32(cute.arch.shuffle_sync_bfly(most, 1)))
+        largest = ptx.max_u16x2(largest, word & Uint32(_MAGNITUDES))
+    largest = ptx.max_u16x2(largest, Uint32(cute.arch.shuffle_sync_bfly(largest, 1)))
     # As integers NaN is above infinity, and that above every number.
-    peak = cutlass.max(most << Uint32(16), most & Uint32(0x7FFF0000))
-    byte, *divisor = _block_scale(peak, scale)
+    peak = cutlass.max(largest << Uint32(16), largest & Uint32(0x7FFF0000))
+    scale_byte, divisor = _block_scale(peak, global_scale)
+    # Even results, then odd ones, as ``_packed`` takes them.
     values = [_rounded(word, half, divisor) for half in range(2) for word in words]
-    return _packed(values), byte
+    return _packed(values), scale_byte
 
 
-def _block_scale(peak: Value, scale: Value) -> tuple[Value, ...]:
+def _block_scale(peak: Uint32, global_scale: Float32) -> tuple[Uint32, Divisor]:
     """The scale byte of a block, and what divisions by its scale have in common.
 
-    That is a power of two for the numerators; the reciprocal as a sum of two; the largest quotient;
-    the sign bit, or 0 where the codes must be 0. Reciprocal and quotient are times 2^-14, where
-    E5M2 has its subnormal numbers where E2M1 has them.
+    The byte is ``peak / 6 / global_scale`` in E4M3, at most 448. Peaks that are infinite or NaN,
+    and global scales that are not above 0 and finite, give the byte 127 (NaN) and codes of 0.
 
     Args:
         peak: Bits of the block's largest magnitude in float32.
-        scale: The global scale.
+        global_scale: The global scale.
     """
     code = """
         { .reg .f32 a, p, s, e, n; .reg .pred q, r; .reg .b16 h, l, u; .reg .b32 w;
@@ -129,15 +183,21 @@ def _block_scale(peak: Value, scale: Value) -> tuple[Value, ...]:
         selp.f32 {$w4}, a, 0f00000000, r;
         selp.b32 {$w5}, 0x80000000, 0, r; }
     """
-    kinds = [Uint32, Float32, Float32, Float32, Float32, Uint32]
-    return tuple(ptx.assembly(code, kinds, [peak, scale]))
+    types = [Uint32, Float32, Float32, Float32, Float32, Uint32]
+    scale_byte, *divisor = ptx.assembly(code, types, [peak, global_scale])
+    return scale_byte, Divisor(*divisor)
 
 
-def _rounded(word: Value, half: int, divisor: Sequence[Value]) -> Value:
-    """One of two bfloat16 over the divisor as a number of E2M1 times 2^-14, with its sign.
+def _rounded(word: Uint32, half: int, divisor: Divisor) -> Float32:
+    """One of two bfloat16 over the divisor, as a number of E2M1 times 2^-14 with its sign.
 
-    Rounded by addition of 2^22 times the power of two below it, 2^-14 at least, which leaves a
+    Adding 2^22 times the power of two at or below the quotient, 2^-14 at least, rounds to a
     multiple of half that power; ties go to the even code.
+
+    Args:
+        word: Two bfloat16.
+        half: Which of them, 0 or 1.
+        divisor: Of their block.
     """
     code = """
         { .reg .f32 x, l, q, p; .reg .b32 w, b;
@@ -160,11 +220,15 @@ def _rounded(word: Value, half: int, divisor: Sequence[Value]) -> Value:
         mov.b32 {$w0}, b; }
     """
     widen = "shl.b32 w, {$r0}, 16;" if half == 0 else "and.b32 w, {$r0}, 0xFFFF0000;"
-    return ptx.assembly(code.replace("WIDEN", widen), [Float32], [word, *divisor])
+    value: Float32 = ptx.assembly(code.replace("WIDEN", widen), [Float32], [word, *divisor])
+    return value
 
 
-def _packed(values: Sequence[Value]) -> Value:
-    """Codes of four even values, then four odd ones. A byte of E5M2: sign, 000, code, 0."""
+def _packed(values: Sequence[Float32]) -> Uint32:
+    """Codes of four even values and four odd ones, in order, in a word.
+
+    E5M2 of such a value is exact: sign, 000, the three bits of the code, 0.
+    """
     code = """
         { .reg .b16 a, b; .reg .b32 x, y, z;
         cvt.rn.satfinite.e5m2x2.f32 a, {$r1}, {$r0}; cvt.rn.satfinite.e5m2x2.f32 b, {$r3}, {$r2};
@@ -176,4 +240,5 @@ def _packed(values: Sequence[Value]) -> Value:
         shl.b32 x, y, 3; and.b32 x, x, 0x70707070; or.b32 z, z, x;
         and.b32 y, y, 0x80808080; or.b32 {$w0}, z, y; }
     """
-    return ptx.assembly(code, [Uint32], values)
+    codes: Uint32 = ptx.assembly(code, [Uint32], values)
+    return codes

@@ -28,17 +28,22 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import Vector
 from dsv4.cute.device.expert_scheduler import (
-    all_tiles,
-    clear_codes,
+    ExpertTable,
+    GroupedTileOrder,
+    Lines,
+    QuantizedLines,
     clear_lines,
     clear_padding,
+    clear_quantized_lines,
     count_tiles,
+    end_row,
     find_tile,
-    last_row,
     padding_before,
+    total_tiles,
 )
-from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.device.quantize import BlockScales, QuantizedOutput, store_quantized
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm100 import _tcgen05 as tcgen05
 from dsv4.cute.sm100.dense import DenseKernel, any_codes, any_scales
@@ -187,7 +192,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         full, empty, sums_full, sums_empty = self._barriers(Uint32(barriers_at.toint()))
         tiles_at = Uint32(smem.allocate_array(Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(Int32, MOST_EXPERTS + 1).toint())
-        table = (tiles_at, rows_at, experts)
+        table = ExpertTable(tiles_at, rows_at, experts)
         cute.arch.griddepcontrol_launch_dependents()
 
         if warp == COPY_WARP:
@@ -203,8 +208,8 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         self._meet()
         tcgen05.after_wait()
         memory = Uint32(ptx.load_shared_int(slot))
-        order = (table, row_blocks)
-        tiles = (block // self.blocks, grid // self.blocks, all_tiles(table) * row_blocks)
+        order = GroupedTileOrder(table, row_blocks)
+        tiles = (block // self.blocks, grid // self.blocks, total_tiles(table) * row_blocks)
 
         if warp == COPY_WARP:
             copies = (
@@ -222,14 +227,15 @@ class GroupedKernel(GroupedPlan, DenseKernel):
                 x_scales, (Uint32(room.toint()), full, empty), tiles, order, (steps, lane)
             )
         elif warp == CLEAR_WARP:
-            lines = (last_row(table) + block, tokens, grid)
+            lines = Lines(end_row(table) + block, tokens, grid)
             if cutlass.const_expr(self.quantized_out):
                 columns = rows // 16 * self.tile_outputs
-                results = (out, None if self.swizzled_out else block_scales, row_scale)
-                clear_codes(results, lines, columns, lane, 32)
+                linear = None if self.swizzled_out else block_scales
+                results = QuantizedLines(out, linear, row_scale)
+                clear_quantized_lines(results, lines, columns, lane, 32)
                 if cutlass.const_expr(self.swizzled_out):
-                    walk = (Int32(block), grid, tokens)
-                    clear_padding(block_scales, table, walk, columns, lane, 32)
+                    cta = Int32(block)
+                    clear_padding(block_scales, table, cta, grid, tokens, columns, lane, 32)
             else:
                 clear_lines(out, lines, rows // 16 * (self.tile_bytes // 16), lane, 32)
         else:
@@ -358,7 +364,7 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         start, padded = Int64(first), first
         if self.swizzled_out:
             lane = cute.arch.thread_idx()[0] % 32
-            padded = first + padding_before(order[0], expert, lane)
+            padded = first + padding_before(order.table, expert, lane)
         at = (
             of_experts + Int64(expert) * scales_each * 4,
             of_tokens + start * 4,
@@ -367,7 +373,9 @@ class GroupedKernel(GroupedPlan, DenseKernel):
             turned,
             weight + start * 4,
             codes_scale + Int64(expert) * 4,
-            (block_scales, padded) if self.swizzled_out else block_scales + start * (rows // 32),
+            BlockScales(block_scales, padded)
+            if self.swizzled_out
+            else BlockScales(block_scales + start * (rows // 32)),
             row_scale + start * 4,
         )
         return row_block, Int32(0), count, at
@@ -403,6 +411,8 @@ class GroupedKernel(GroupedPlan, DenseKernel):
         """As there, or as codes, of which neighbouring lanes have a block."""
         if self.quantized_out:
             words, scale = ptx.load_shared(at, 4), ptx.load_global_float(places[6])
-            store_coded(words, (places[3], places[7], scale), where, there)
+            store_quantized(
+                words, QuantizedOutput(places[3], places[7], scale), Vector(*where), there
+            )
         else:
             DenseKernel._write_eight(self, at, places, where, there)

@@ -39,6 +39,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import (
+    Vector,
     outputs_in_order,
     swiglu_output_row,
     swiglu_outputs,
@@ -132,20 +133,6 @@ class Bounds(NamedTuple):
     groups: Int32
     k_blocks: Int32
     limit: Float32
-
-
-class Vector(NamedTuple):
-    """Where eight results of a token belong.
-
-    Attributes:
-        token: Of the result.
-        row: First of the eight rows of the result.
-        rows: Of the whole result.
-    """
-
-    token: Int32
-    row: Int32
-    rows: Int32
 
 
 class WgmmaEpilogue(PlannedKernel):

@@ -112,16 +112,17 @@ def tiles_of(counts, spare, block, row_blocks):
     module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
     here = blackwell_emulator._HERE
     offsets = memory.add(np.array([0, *itertools.accumulate(counts)], np.int32))
-    table = (1024, 1024 + 4 * (MOST_EXPERTS + 1), len(counts))
+    table = module.ExpertTable(1024, 1024 + 4 * (MOST_EXPERTS + 1), len(counts))
 
     def body():
         if here.warp == TURN_WARP:
             module.count_tiles(offsets, table, block, here.lane)
         blackwell_emulator.meet(here.cluster.meeting)
         if here.thread == 0:
-            total = module.all_tiles(table) * row_blocks
-            result.extend(module.find_tile(t, (table, row_blocks), block) for t in range(total))
-            assert module.last_row(table) == sum(counts)
+            total = module.total_tiles(table) * row_blocks
+            order = module.GroupedTileOrder(table, row_blocks)
+            result.extend(module.find_tile(t, order, block) for t in range(total))
+            assert module.end_row(table) == sum(counts)
 
     blackwell_emulator.Cluster(plan_of((64, 1)), 0, 1).run(body)
     return result

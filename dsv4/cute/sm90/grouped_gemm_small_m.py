@@ -30,18 +30,22 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.expert_scheduler import (
-    all_tiles,
-    clear_codes,
+    ExpertTable,
+    Lines,
+    QuantizedLines,
+    RowCounts,
     clear_lines,
     clear_padding,
+    clear_quantized_lines,
     count_tiles,
-    find_expert_together,
-    last_row,
+    end_row,
+    find_expert_by_warp,
     padding_before,
+    total_tiles,
 )
-from dsv4.cute.device.quantize import coded, swizzled_place
+from dsv4.cute.device.quantize import quantize_half_block, swizzled_offset
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.grouped_plan import PLACES, STATE_BYTES, GroupedFewPlan
+from dsv4.cute.sm90.grouped_gemm_plans import PLACES, STATE_BYTES, GroupedSmallMPlan
 from dsv4.cute.sm90.small_m_tile import (
     CODE_BYTES,
     PARTIAL_BYTES,
@@ -63,10 +67,10 @@ _DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
 _PADDED = STATE_BYTES - 4
 
 
-class GroupedFewKernel(SmallMTile):
+class GroupedSmallMKernel(SmallMTile):
     """The kernel of one configuration."""
 
-    plan: GroupedFewPlan
+    plan: GroupedSmallMPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -153,7 +157,7 @@ class GroupedFewKernel(SmallMTile):
         early: Int32,
         limit: Float32,
     ) -> None:
-        """See the module; arguments as in ``GroupedKernel.kernel``.
+        """See the module; arguments as in ``GroupedWgmmaKernel.kernel``.
 
         ``early`` is 1 where the offsets are older than the kernel in front of this one: the first
         weights are asked for before that one's results, the rows of X, are waited for. It is 2
@@ -234,15 +238,19 @@ class GroupedFewKernel(SmallMTile):
             if thread == 0:
                 self._proceed(state)
             ahead = self._begin(weight, of_x, state, table, row_tiles, early >= 0)
-        lines = (last_row(table) + block, tokens, grid)
+        lines = Lines(end_row(table) + block, tokens, grid)
         if cutlass.const_expr(self.plan.quantized_out):
             if cutlass.const_expr(self.plan.swizzled_out):
                 # Anew, so that the thread's number is not kept, and spilled, while multiplying.
                 of_warp, of_lane = self._reread_lane(state + _ZERO)
-                thread, walk = of_warp * 32 + of_lane, (Int32(block), grid, tokens)
-                clear_padding(block_scales, table, walk, row_tiles * 16, thread, self.plan.threads)
-            room = (out, None if self.plan.swizzled_out else block_scales, row_scale)
-            clear_codes(room, lines, row_tiles * 16, thread, self.plan.threads)
+                thread, cta = of_warp * 32 + of_lane, Int32(block)
+                clear_padding(
+                    block_scales, table, cta, grid, tokens, row_tiles * 16, thread,
+                    self.plan.threads,
+                )  # fmt: skip
+            linear = None if self.plan.swizzled_out else block_scales
+            cleared = QuantizedLines(out, linear, row_scale)
+            clear_quantized_lines(cleared, lines, row_tiles * 16, thread, self.plan.threads)
         else:
             clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.plan.threads)
         if early == 2:
@@ -271,7 +279,7 @@ class GroupedFewKernel(SmallMTile):
             x_full,
             counts,
             state,
-            (tiles_at, tiles_at + 4 * (MOST_EXPERTS + 1), experts),
+            ExpertTable(tiles_at, tiles_at + 4 * (MOST_EXPERTS + 1), experts),
         )
 
     def _goes_on(self, state: Value) -> Value:
@@ -285,10 +293,10 @@ class GroupedFewKernel(SmallMTile):
         row_tiles, block, grid = sizes
         if lane < STATE_BYTES // 4:
             ptx.store_shared_int(state + Uint32(lane * 4), Int32(0))
-        count_tiles(offsets, table, self.plan.segment_rows, lane, (Int32(0), most))
+        count_tiles(offsets, table, self.plan.segment_rows, lane, RowCounts(Int32(0), most))
         cute.arch.sync_warp()
         if lane == 0:
-            total, blocks = Uint32(all_tiles(table) * row_tiles), Uint32(grid)
+            total, blocks = Uint32(total_tiles(table) * row_tiles), Uint32(grid)
             each = total // blocks
             more = total - each * blocks
             for end in cutlass.range_constexpr(2):
@@ -336,7 +344,7 @@ class GroupedFewKernel(SmallMTile):
         segment = Int32(Uint32(begin) // Uint32(row_tiles))
         first = begin - segment * row_tiles
         end = cutlass.min(last, (segment + 1) * row_tiles)
-        expert, before, start, stop = find_expert_together(segment, table, lane)
+        expert, before, start, stop = find_expert_by_warp(segment, table, lane)
         start += (segment - before) * self.plan.segment_rows
         if cutlass.const_expr(self.plan.swizzled_out):
             padded = start + padding_before(table, expert, lane)
@@ -551,7 +559,7 @@ class GroupedFewKernel(SmallMTile):
         factor = ptx.load_global_float(codes_scale)
         number = lane % (16 * self.plan.token_tiles)  # a token has two lanes
         words = ptx.load_shared(output.buffer + Uint32(number * 16), 4)
-        eight, byte = coded(words, factor)
+        eight, byte = quantize_half_block(words, factor)
         token = number // 2
         if token < there and lane == number:
             block = (row + token) * units + unit
@@ -560,7 +568,7 @@ class GroupedFewKernel(SmallMTile):
                 if cutlass.const_expr(self.plan.swizzled_out):
                     of_all, padded = block_scales
                     padded = ptx.load_shared_int(padded) + token
-                    ptx.store_global_byte(of_all + swizzled_place(padded, unit, units), byte)
+                    ptx.store_global_byte(of_all + swizzled_offset(padded, unit, units), byte)
                 else:
                     ptx.store_global_byte(block_scales + block, byte)
                 if unit == 0:

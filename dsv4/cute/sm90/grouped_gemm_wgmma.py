@@ -26,23 +26,29 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.epilogue import Vector
 from dsv4.cute.device.expert_scheduler import (
-    all_tiles,
-    clear_codes,
+    ExpertTable,
+    GroupedTileOrder,
+    Lines,
+    QuantizedLines,
+    RowCounts,
     clear_lines,
     clear_padding,
+    clear_quantized_lines,
     count_tiles,
+    end_row,
     find_tile,
-    last_row,
     padding_before,
+    total_tiles,
 )
-from dsv4.cute.device.quantize import store_coded
+from dsv4.cute.device.quantize import BlockScales, QuantizedOutput, store_quantized
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_wgmma import LaneWeights, Loop, Position, WgmmaKernel
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
-from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
+from dsv4.cute.sm90.grouped_gemm_plans import SLOTS, GroupedWgmmaPlan
 from dsv4.cute.sm90.wgmma_copies import Pipeline, fake_weights, fake_x
-from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread, Vector
+from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread
 
 Value = Any
 
@@ -66,14 +72,14 @@ class GroupedOutput(NamedTuple):
     out: Int64
     x: Int64
     weights: list[list[Float32]]
-    block_scales: Value
+    block_scales: BlockScales
     codes_scale: Int64
 
 
-class GroupedKernel(WgmmaKernel):
+class GroupedWgmmaKernel(WgmmaKernel):
     """The kernel of one configuration."""
 
-    plan: GroupedPlan
+    plan: GroupedWgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -242,7 +248,7 @@ class GroupedKernel(WgmmaKernel):
         empty = full + 8 * self.plan.stages
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
-        table = (tiles_at, rows_at, experts)
+        table = ExpertTable(tiles_at, rows_at, experts)
         if warp == self.plan.mma_warps and lane < self.plan.stages:
             ptx.mbarrier_init(full + Uint32(lane * 8), 1)
             ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
@@ -257,9 +263,9 @@ class GroupedKernel(WgmmaKernel):
         # Not before: what a product of settled offsets follows has seen them.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            count_tiles(offsets, table, self.plan.token_block, lane, (above, most))
+            count_tiles(offsets, table, self.plan.token_block, lane, RowCounts(above, most))
         cute.arch.sync_threads()
-        order = (table, row_blocks)
+        order = GroupedTileOrder(table, row_blocks)
         steps = k_blocks // self.plan.stage_k_blocks
 
         if warp >= self.plan.mma_warps:
@@ -276,15 +282,16 @@ class GroupedKernel(WgmmaKernel):
                     (steps, row_tiles),
                 )
             else:
-                lines = (last_row(table) + first, tokens, stride)
+                lines = Lines(end_row(table) + first, tokens, stride)
                 among = thread - 32 * (self.plan.mma_warps + 1)
                 if cutlass.const_expr(self.plan.quantized_out):
-                    room = (out, None if self.plan.swizzled_out else block_scales, row_scale)
+                    linear = None if self.plan.swizzled_out else block_scales
+                    results = QuantizedLines(out, linear, row_scale)
                     columns = row_tiles * self.tile_outputs
-                    clear_codes(room, lines, columns, among, 96)
+                    clear_quantized_lines(results, lines, columns, among, 96)
                     if cutlass.const_expr(self.plan.swizzled_out):
-                        walk = (Int32(first), stride, tokens)
-                        clear_padding(block_scales, table, walk, columns, among, 96)
+                        cta = Int32(first)
+                        clear_padding(block_scales, table, cta, stride, tokens, columns, among, 96)
                 else:
                     clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
         else:
@@ -336,9 +343,9 @@ class GroupedKernel(WgmmaKernel):
                     out=out + Int64(start) * row_tiles * self.tile_bytes,
                     x=x_at + Int64(start) * token_stride * 2,
                     weights=self._weights_among(fetched[1], lane),
-                    block_scales=(block_scales, padded)
+                    block_scales=BlockScales(block_scales, padded)
                     if self.plan.swizzled_out
-                    else block_scales + Int64(start) * (row_tiles // 2),
+                    else BlockScales(block_scales + Int64(start) * (row_tiles // 2)),
                     codes_scale=codes_scale + Int64(expert) * 4,
                 )
                 if cutlass.const_expr(self.plan.quantized_out):  # noqa: SIM102 - one is constant
@@ -536,8 +543,7 @@ class GroupedKernel(WgmmaKernel):
 
     def _total(self, order: Value) -> Value:
         """Tiles of all experts' rows and columns of results."""
-        table, row_blocks = order
-        return all_tiles(table) * row_blocks
+        return total_tiles(order.table) * order.row_blocks
 
     def _find(self, tile: Value, order: Value) -> Value:
         """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
@@ -558,7 +564,8 @@ class GroupedKernel(WgmmaKernel):
         if cutlass.const_expr(self.plan.quantized_out):
             # Of a line that is not there, what another lane has.
             words, scale = self._load_vector(at), ptx.load_global_float(output.codes_scale)
-            store_coded(words, (output.out, output.block_scales, scale), vector, exists)
+            quantized = QuantizedOutput(output.out, output.block_scales, scale)
+            store_quantized(words, quantized, vector, exists)
         elif exists:
             words = self._load_vector(at)
             place = (Int64(vector.token) * vector.rows + vector.row) * 2
