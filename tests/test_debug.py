@@ -385,7 +385,7 @@ def test_a_graph_counts_on_every_replay():
 @pytest.mark.gpu
 def test_a_graph_of_packed_experts_counts_on_every_replay():
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+        pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
     config = ModelConfig.tiny(n_routed_experts=EXPERTS, hidden_size=256, moe_intermediate_size=128)
     experts = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
     experts.quantize()

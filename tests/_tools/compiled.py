@@ -25,9 +25,9 @@ from tests.cute.sm100 import test_grouped as test_sm100_grouped
 ARCHITECTURES = ("sm_100a", "sm_103a")
 # Column and what an instruction begins with.
 COUNTED = {
-    "block-scaled products": "UTCOMMA",
+    "block-scaled MMAs": "UTCOMMA",
     "scales to tensor memory": "UTCCP",
-    "tensor copies": "UTMALDG",
+    "TMA copies": "UTMALDG",
     "of them multicast": "UTMALDG.3D.MULTICAST",
     "mma.sync": "HMMA",
     "bulk copies": "UBLKCP",

@@ -176,7 +176,7 @@ def main(arch: int, names: list[str]) -> int:
             with interpret_triton():
                 CASES[name]()
             result = "equal"
-        except Exception as error:  # a case is told of, and the next is run
+        except Exception as error:  # a case is reported, and the next is run
             wrong += 1
             result = f"{type(error).__name__}: {error}"
         print(f"{name} | {' '.join(ran)} | {result}", flush=True)

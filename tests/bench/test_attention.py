@@ -206,7 +206,7 @@ def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
 
 
 def test_which_of_transformers_are_timed(monkeypatch):
-    """Eager on a GPU or where rivals are asked for, compiled where Inductor is."""
+    """Eager on a GPU or where baselines are asked for, compiled where Inductor is."""
     step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
     requests = []
 
@@ -282,7 +282,7 @@ class Library:
         return torch.einsum("thn,tnd->thd", weights, entries).to(q.dtype) * self.factor, None, None
 
 
-def test_flash_mla_is_told_where_entries_of_padded_pages_are():
+def test_flash_mla_gets_where_entries_of_padded_pages_are():
     data = torch.arange(2 * 37440, dtype=torch.int32).view(2, 37440)
     entries = flash_mla._cache(data, 64, 512, 64)
     assert entries.shape == (2, 64, 1, 584)

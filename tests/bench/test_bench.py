@@ -132,7 +132,7 @@ def test_products_are_packed_wherever_groups_are_whole_tiles():
 
 
 @pytest.mark.parametrize("name", ["q_a+kv", "o_a w4a4"])
-def test_the_budget_of_a_packed_product_is_that_of_the_weight_in_rows(name: str):
+def test_the_budget_of_a_packed_gemm_is_that_of_the_weight_in_rows(name: str):
     (case,) = (c for c in cases("gemm", "tiny", 3) if c.name == name)
     packed = case.build(Draw(0, CPU))
     rows = dataclasses.replace(packed, args=(packed.args[0], packed.args[1].with_layout("linear")))
@@ -452,7 +452,7 @@ def test_a_rest_comes_before_every_timed_run(monkeypatch: pytest.MonkeyPatch):
     assert done == ["a", "b", 0.25, "a", "b", 0.25, "a", "b"]
 
 
-def test_rested_times_stand_beside_those_back_to_back(
+def test_cooled_down_times_stand_beside_sustained_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     rests = []
@@ -490,7 +490,7 @@ def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch):
     assert result.floor_us(0, 10**6) == pytest.approx(1 / result.bf16_tflops)
 
 
-def test_rivals_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_baselines_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(rivals, "RIVALS", {})
     rivals.register("rope", "sleepy")(lambda problem: lambda: None)
     rivals.register("rope", "unable")(lambda problem: None)
@@ -499,7 +499,7 @@ def test_rivals_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert set(json.loads(path.read_text())["rows"][0]["rivals"]) == {"sleepy"}
 
 
-def test_a_rival_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_baseline_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """However many inputs there are: a compiler takes seconds to refuse each of them."""
     asked: list[str] = []
     monkeypatch.setattr(measure, "_copies", lambda case, options, problem: [problem] * 3)

@@ -1,4 +1,4 @@
-"""``python -m dsv4.bench moe``: its routings, checks, rivals and files."""
+"""``python -m dsv4.bench moe``: its routings, checks, baselines and files."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_uniform_is_even_and_the_others_of_single_too():
     assert float(result[1]) < 1.02 * 3 / 4 / 15
 
 
-def test_zipf_ranks_experts_anew_for_each_seed():
+def test_zipf_ranks_experts_again_for_each_seed():
     most = {
         int(torch.bincount(moe_parts.zipf(Draw(seed, CPU), 500, 2, 64).flatten()).argmax())
         for seed in range(8)
@@ -343,7 +343,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     assert printed[-1] == f"PASSED: {len(rows)} checks passed"
 
 
-def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
+def test_cooled_down_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
     seen = []
     measured = timing.measure
 
@@ -358,7 +358,7 @@ def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, m
     parts = [f"tiny single {part}" for part in moe_parts.PARTS]
     layers = ["tiny router layer", "tiny router layer rested"]
     assert cases == [*parts, *(f"{part} rested" for part in parts)] * 2 + layers * 2
-    # Each part twice, and what rivals have, in the condition of the line they are printed in.
+    # Each part twice, and what baselines have, in the condition of the line they are printed in.
     assert seen.count(0.25) * 2 == len(seen) >= len(cases)
     printed = capsys.readouterr().out.splitlines()
     place = [line.split("  ")[0] for line in printed].index("shapes")
@@ -453,7 +453,7 @@ def measured(monkeypatch, tmp_path: Path, **rivals) -> list[dict]:
     return rows_of(tmp_path / "r.json")
 
 
-def test_a_rival_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
+def test_a_baseline_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
     def fails(gate_up, down):
         raise OSError("no compiler\nand more")
 
@@ -499,7 +499,7 @@ def test_grouped_mm_multiplies_what_was_packed(layer):
     moe_rivals.compare(made, inputs.rows, inputs.offsets, (layer.gate_up, layer.down))
 
 
-def test_a_rival_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
+def test_a_baseline_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
     def halves(gate_up, down):
         made = one_after_another(gate_up, down)
         return dataclasses.replace(made, down=lambda x, ends: made.down(x, ends) / 2)
@@ -552,7 +552,7 @@ def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
     assert all(set(row["rivals"]) == {"humming"} for row in beside)
 
 
-def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
+def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
     device = torch.device("cuda")
@@ -561,7 +561,7 @@ def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
         moe_rivals._room(device, 48 << 30)
 
 
-def test_rivals_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
+def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     prepared = []
     makers = {name: lambda *_, name=name: prepared.append(name) for name in ("One (note)", "Two")}
     monkeypatch.setattr(moe_rivals, "RIVALS", makers)
@@ -573,7 +573,7 @@ def test_rivals_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_rivals_are_named():
+def test_baselines_are_named():
     theirs = (f"transformers {kind} (bf16 weights)" for kind in THEIRS)
     assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING, *theirs}
 

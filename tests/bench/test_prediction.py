@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_page_is_what_it_writes():
-    """``python -m dsv4.bench.prediction > results/model_b200.md`` writes it anew."""
+    """``python -m dsv4.bench.prediction > results/model_b200.md`` writes it again."""
     assert (prediction.RESULTS.parent / "model_b200.md").read_text() == prediction.markdown()
 
 

@@ -1,4 +1,4 @@
-"""Rivals of the bench: found without their libraries, prepared on copies, compiled when asked."""
+"""Baselines of the bench: found without libraries, prepared on copies, compiled when asked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _norm(*args: torch.Tensor) -> Problem:
     return Problem(ops.rms_norm, args, {"eps": 1e-6}, lambda *_: pytest.fail("judged"), 0)
 
 
-def test_importing_the_rivals_imports_no_library():
+def test_importing_the_baselines_imports_no_library():
     code = """
 import sys
 import dsv4.bench.rivals
@@ -54,7 +54,7 @@ print([name for name in names if name in sys.modules])
     assert done.stdout == "[]\n"
 
 
-def test_rivals_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_baselines_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rivals, "RIVALS", {})
     asked = []
 
@@ -73,7 +73,7 @@ def test_rivals_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("asked", ["Quick (no norm)", "quick", "QUICK"])
-def test_a_rival_is_named_without_its_note_too(asked: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rivals, "RIVALS", {})
     for name in ("Quick (no norm)", "Quick (in place)", "Quicker"):
         rivals.register("rope", name)(lambda problem: lambda: 1)
@@ -123,7 +123,7 @@ def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("error", [NotImplementedError, AssertionError, TypeError, ValueError])
 @pytest.mark.parametrize("late", [False, True])
-def test_what_is_refused_is_no_rival(error: type[Exception], late: bool, caplog):
+def test_what_is_refused_is_no_baseline(error: type[Exception], late: bool, caplog):
     def run():
         raise error("a shape of mine")
 
@@ -132,7 +132,7 @@ def test_what_is_refused_is_no_rival(error: type[Exception], late: bool, caplog)
     assert f"library: op: {error.__name__}: a shape of mine" in caplog.text
 
 
-def test_a_mistake_is_not_a_refusal():
+def test_a_programming_error_is_not_a_refusal():
     def run():
         raise KeyError("mine")
 
@@ -187,7 +187,7 @@ def test_sizes_without_end_are_compiled():
         assert rival(_norm(torch.randn(tokens, 8), None)) is not None
 
 
-def test_what_cannot_be_compiled_is_no_rival():
+def test_what_cannot_be_compiled_is_no_baseline():
     for op in READS_VALUES:
         assert inductor.of_reference("aot_eager")(_problem(op)) is None
 
@@ -232,7 +232,7 @@ def _multiplier(log: list, wrong: float = 0.0):
     return packed._checked(make)
 
 
-def test_packed_rivals_get_the_weight_once_in_rows_with_one_scale():
+def test_packed_baselines_get_the_weight_once_in_rows_with_one_scale():
     log: list = []
     prepare, library = _multiplier(log), SimpleNamespace(__name__="fake")
     for tokens in (5, 9, 3):
@@ -245,7 +245,7 @@ def test_packed_rivals_get_the_weight_once_in_rows_with_one_scale():
     torch.testing.assert_close(weight.global_scale, problem.args[1].global_scale[:1])
 
 
-def test_a_wrong_packed_rival_is_left_out(caplog):
+def test_a_wrong_packed_baseline_is_left_out(caplog):
     prepare, library = _multiplier([], wrong=0.05), SimpleNamespace(__name__="other")
     args = _prepare.captured(_case("q_a+kv")).args
     assert _prepare.attempt(lambda: prepare(library, args), "") is None
@@ -254,7 +254,7 @@ def test_a_wrong_packed_rival_is_left_out(caplog):
 
 
 @pytest.mark.parametrize("name", ["q_a+kv w4a4", "o_a", "q_b fp8"])
-def test_packed_rivals_refuse_what_they_do_not_do(name: str):
+def test_packed_baselines_refuse_what_they_do_not_do(name: str):
     prepare, library = _multiplier([]), SimpleNamespace(__name__="fake")
     with pytest.raises(ValueError, match=r"to torch\.bfloat16"):
         prepare(library, _prepare.captured(_case(name)).args)

@@ -95,7 +95,7 @@ class Subject:
 
 
 def damage(data: bytes, target: str, rng: random.Random) -> bytes:
-    """The bytes of a file with one to three random mistakes."""
+    """The bytes of a file with one to three random errors."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if target == "data":
             data = _damaged_data(data, rng)

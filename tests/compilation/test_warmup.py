@@ -329,13 +329,13 @@ def test_a_configuration_is_a_model_with_every_layer_in_nvfp4():
     assert set(products(config)) == set(products(model))
 
 
-def test_every_kind_of_product_is_found():
+def test_every_kind_of_gemm_is_found():
     result = products(dsv4.ModelConfig.flash())
     bfloat16, float32 = torch.bfloat16, torch.float32
     assert Product(32768, 1024, 1, "bf16", bfloat16) in result
     assert Product(8192, 4096, 8, "bf16", bfloat16) in result, "groups"
     assert Product(1024 + 512, 4096, 1, "bf16", bfloat16) in result, "joined"
-    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16, True) in result, "gate and up in turn"
+    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16, True) in result, "gate and up interleaved"
     assert Product(1024, 4096, 1, "bf16", float32) in result, "the compressor computes in float32"
     assert Product(129280, 4096, 1, "bf16", float32) in result, "logits"
     w4a4 = products(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
@@ -343,7 +343,7 @@ def test_every_kind_of_product_is_found():
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
-def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
+def test_fp8_gemms_are_those_that_the_model_runs(numerics, monkeypatch):
     config = dsv4.ModelConfig.tiny(**WHOLE).replace(numerics=numerics)
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     for module in model.modules():

@@ -546,7 +546,7 @@ def test_a_file_on_disk(tmp_path):
         ({"quant_method": "modelopt"}, "modelopt"),
     ],
 )
-def test_the_producer_is_told_by_moe_quant_algo_first(table, name):
+def test_moe_quant_algo_first_names_the_producer(table, name):
     assert producer({"quantization_config": table}) == name
 
 

@@ -58,7 +58,7 @@ counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
 
 @contextlib.contextmanager
 def dealt(count: int | str | None):
-    """Every token dealt out to ``count`` blocks, or to those of a cluster; None: as planned.
+    """Every token split over ``count`` blocks, or to those of a cluster; None: as planned.
 
     Clusters that do not all fit a GPU at a time take turns; a plan would be for smaller ones.
     """
@@ -394,7 +394,7 @@ def test_auto_takes_it():
     st.tuples(st.integers(0, 300), st.integers(0, 9000)),
     st.sampled_from([1, 78, 132, 148]),
 )
-def test_a_token_is_dealt_out_to_no_more_than_its_blocks(tokens, heads, widths, processors):
+def test_a_token_is_split_over_no_more_ctas_than_it_has_blocks(tokens, heads, widths, processors):
     count = kv_splits(tokens, heads, widths, processors)
     assert 1 <= count <= max(1, sum(-(-width // BLOCK) for width in widths))
     programs = tokens * head_tiles(heads)
@@ -539,7 +539,7 @@ def test_compiles_without_spills(tmp_path, snapshots):
         usage = shown("cuobjdump", "-res-usage")
         numbers = {k: int(n) for k, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         sass = shown("nvdisasm", "-c")
-        # Slots, entries and queries are written by the kernels in front.
+        # Slots, entries and queries are written by the preceding kernels.
         assert not loads_before_wait(image, file)
         assert ".CONSTANT" not in sass
         assert numbers["STACK"] == numbers["LOCAL"] == 0

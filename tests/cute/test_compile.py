@@ -100,7 +100,7 @@ def plans_of_swiglu():
 
 
 def routed_kinds(experts, inner, hidden):
-    """Both products of routed experts, with scales of rows, weights of them, float32 results."""
+    """Both GEMMs of routed experts, with scales of rows, weights of them, float32 results."""
     for scaled, weighted in ((False, False), (False, True), (True, True)):
         yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted)
     if experts == ROUTED[0][0]:
@@ -205,7 +205,7 @@ def assert_only_weights_come_early(plan, instructions):
 
 
 def copies_of_x(plan):
-    """Bulk copies; of a dense product from 9 tokens on, copies of all threads that then arrive."""
+    """Bulk copies; of a dense GEMM from 9 tokens on, copies of all threads that then arrive."""
     dense = not isinstance(plan, GroupedSmallMPlan)
     return "ARRIVES.LDGSTSBAR" if dense and plan.token_tiles > 1 else "UBLKCP.S.G"
 
@@ -382,7 +382,7 @@ def test_other_kinds_of_experts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", SWIGLU)
 def test_swiglu(batch, tmp_path, snapshots):
-    """The same products, an exponential and half the results."""
+    """The same GEMMs, an exponential and half the results."""
 
     def check(plan, image, numbers, instructions):
         assert numbers["STACK"] == numbers["LOCAL"] == 0

@@ -372,7 +372,7 @@ def test_kernels_compile(plan, tmp_path):
     resident = getattr(plan, "ctas_per_sm", 1)
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
-    # Keys, queries and scores are written by the kernels in front.
+    # Keys, queries and scores are written by the preceding kernels.
     assert not loads_before_wait(image, file)
     assert ".CONSTANT" not in run("nvdisasm", "-c", file)
 

@@ -42,7 +42,7 @@ class Driver:
         self.kinds, self.launches, self.maps = kinds, [], []
         self.early = []  # whether each launch's blocks may begin before the preceding kernel ends
         self.arch, self.archs = HOPPER, []
-        self.plan = None  # of a dense product, instead of what would be chosen
+        self.plan = None  # of a dense GEMM, instead of what would be chosen
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -342,7 +342,7 @@ FEW, SOME = 16, 80  # rows of the first kernel and of the second
 
 
 class Grouped:
-    """A grouped product on parts whose addresses are kept; nothing but the driver sees them."""
+    """A grouped GEMM on parts whose addresses are kept; nothing but the driver sees them."""
 
     def __init__(self, rows, columns, scales=1):
         self.codes = torch.empty(EXPERTS, rows, columns // 2, dtype=torch.uint8)
@@ -395,7 +395,7 @@ class Grouped:
         out = self.out[0] if isinstance(self.out, tuple) else self.out
         own = (self.codes, self.block, self.scale, x, out, self.offsets)
         named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
-        if not isinstance(self.plan, GroupedSmallMPlan):  # tensor copies read them
+        if not isinstance(self.plan, GroupedSmallMPlan):  # TMA copies read them
             del named["codes"], named["scales"]
         none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
         none |= {} if isinstance(self.plan, GroupedSmallMPlan) else {"counter": 0}
@@ -420,7 +420,7 @@ def told_of(product, x):
 
 
 def described_of(product, x):
-    """What tensor copies are told of the operands."""
+    """The operands as the driver describes them for TMA copies."""
     plan = product.plan
     if isinstance(plan, GroupedSmallMPlan):
         return []
@@ -454,7 +454,7 @@ def test_experts(driver, tokens, dtype):
     assert driver.maps == described_of(product, x)
 
 
-def test_settled_offsets(driver):
+def test_offsets_that_are_ready(driver):
     """Said to the kernel for few rows, which alone asks for weights so early."""
     product, x = Grouped(HIDDEN, INNER), torch.empty(1, INNER).bfloat16()
 
@@ -608,7 +608,7 @@ def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, tokens
 
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_rows_of_experts_apart_and_misaligned(driver, tokens):
-    """A stride is told to the kernel; rows that bulk copies cannot read are copied."""
+    """A stride is passed to the kernel; rows that bulk copies cannot read are copied."""
     product, wide = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER + 72).bfloat16()
     x = wide[:, 8 : 8 + INNER]
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)

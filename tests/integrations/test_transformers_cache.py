@@ -172,7 +172,7 @@ def test_a_cache_goes_on_where_it_was() -> None:
     assert_same(result, model.generate(more, **LOGITS, **GREEDY))
 
 
-def test_what_a_paged_cache_cannot_is_refused_in_words() -> None:
+def test_what_a_paged_cache_cannot_is_refused_with_a_reason() -> None:
     model, config = swapped()
     ids = ids_of(config, 2, 9)
 

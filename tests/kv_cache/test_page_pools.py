@@ -252,7 +252,7 @@ def test_a_model_prefills_and_decodes_in_pools_as_without() -> None:
 # Memory ---------------------------------------------------------------------------------------
 
 
-# Gigabytes of key-value and index entries of a sequence, specification, section 13.
+# Gigabytes of KV cache and index entries of a sequence, specification, section 13.
 SPECIFIED = {
     "pro": {4096: 0.025, 32768: 0.169, 131072: 0.664, 1048576: 5.28},
     "flash": {4096: 0.018, 32768: 0.118, 131072: 0.464, 1048576: 3.69},
@@ -586,7 +586,7 @@ def test_wrong_steps_with_somebody_elses_pages_are_named(step: tuple, words: str
     theirs.prepare([0], [10], [0])
     with pytest.raises(ValueError, match=words):
         theirs.prepare(*step)
-    # What was refused has changed nothing; row 1 goes on where its owner says, row 0 begins anew.
+    # What was refused has changed nothing; row 1 goes on where its owner says, row 0 begins again.
     theirs.prepare([0, 1, -1], [1, 1, 0], [10, 100, 0])
     theirs.prepare([0], [2], [0])
     with pytest.raises(ValueError, match="wanted 2"):

@@ -150,7 +150,7 @@ class TestOnCpu:
 
 
 def part_of(whole, layer, first, count):
-    """A block of so many of the experts of ``whole``, with its weights."""
+    """A block of that number of the experts of ``whole``, with its weights."""
     config = ModelConfig.tiny(**{**SIZES, "numerics": whole.experts.numerics})
     part = layers.DeepseekV4SparseMoeBlock(config, layer, first, count).requires_grad_(False)
     part.gate, experts = whole.gate, part.experts
@@ -393,7 +393,7 @@ class TestOnGpu:
     @torch.inference_mode()
     def test_a_captured_graph_takes_new_data(self, layer, tokens):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         stack = [block("packed", layer).cuda() for _ in range(3)]
         args = inputs(0, stack[0], tokens, "cuda")
 

@@ -376,7 +376,7 @@ class Largest(TorchDispatchMode):
 class TestExperts:
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, st.sampled_from([0, 4]))
     def test_gives_the_same(self, seed, choices, activation, numerics, static):
-        """But for the rounding of the first product, which float64 does not see."""
+        """But for the rounding of the first GEMM, which float64 does not see."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         packed = packed_copy(plain)
         x = 10 * normal(seed, choices[0], 64)
@@ -401,7 +401,7 @@ class TestExperts:
 
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, DTYPES, st.sampled_from([0, 4]))
     def test_it_is_its_operators(self, seed, choices, activation, numerics, dtype, static):
-        """On the weights as they were, gate and up rows in turn, every one with its own scale."""
+        """On the weights as they were, gate and up interleaved, every row with its own scale."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         x = (10 * normal(seed, choices[0], 64)).to(dtype)
         ids, weights = routing(seed, *choices, 5)
@@ -472,7 +472,7 @@ class TestExperts:
         same_state(dict(experts.named_parameters()), before)
         assert dict(experts.named_buffers()) == {}
 
-    def test_the_packed_value_has_gate_and_up_in_turn(self):
+    def test_the_packed_value_has_gate_and_up_interleaved(self):
         plain = routed(1)
         result = packed_copy(plain).quantized_weight("gate_up_proj")
         assert result.segments == ()
@@ -779,7 +779,7 @@ class TestExpertsOnGpu:
     @pytest.mark.parametrize("tokens", [3, 60])
     def test_one_graph_serves_any_routing(self, tokens, activation, numerics):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         _, experts = self.pair(activation, numerics)
         x = torch.zeros(tokens, 256, dtype=torch.bfloat16, device="cuda")
         ids, weights = (t.cuda() for t in routing(0, tokens, 4, 16))

@@ -1,4 +1,4 @@
-"""The shared expert with packed weights: gate and up rows in turn, one operator, nothing lost."""
+"""The shared expert with packed weights: gate and up interleaved, one operator, nothing lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def packed_copy(mlp):
 
 
 def in_turn(mlp):
-    """Gate and up of an unpacked one as one matrix, rows in turn, each with its global scale."""
+    """Gate and up of an unpacked one as one matrix, interleaved, each with its global scale."""
     pair = [mlp.get_submodule(name).quantized_weight() for name in PARTS[:2]]
     codes, scales = (
         torch.stack([raw(getattr(part, name)) for part in pair], 1).flatten(0, 1)
@@ -73,7 +73,7 @@ def in_turn(mlp):
 class TestValues:
     @given(strategies.seeds(), st.integers(0, 5), ACTIVATIONS, SCALES, RATIOS)
     def test_gives_the_same(self, seed, tokens, activation, scales, ratio):
-        """But for the rounding of the first product, which float64 does not see."""
+        """But for the rounding of the first GEMM, which float64 does not see."""
         plain = shared(seed, activation, scales, ratio)
         x = normal(seed + 1, tokens, 64)
         result = packed_copy(plain)(x)
@@ -82,7 +82,7 @@ class TestValues:
 
     @given(strategies.seeds(), st.integers(0, 5), ACTIVATIONS, SCALES)
     def test_the_difference_is_one_rounding(self, seed, tokens, activation, scales):
-        """bfloat16: of the first product, which stays float32 where the layer is packed."""
+        """bfloat16: of the first GEMM, which stays float32 where the layer is packed."""
         plain = shared(seed, activation, scales)
         packed, weight = packed_copy(plain), in_turn(plain)
         x = (5 * normal(seed + 1, tokens, 64)).bfloat16()

@@ -80,7 +80,7 @@ def test_layers_that_would_share_a_block_of_scales_do_not():
 
 
 @given(strategies.seeds(), st.sampled_from([16, 80, 128]), ACTIVATIONS)
-def test_gate_and_up_in_turn(seed, rows, activation):
+def test_gate_and_up_interleaved(seed, rows, activation):
     plain = [linear(seed + i, rows, 64, activation) for i in range(2)]
     turned, linear_ones = copy.deepcopy(plain), copy.deepcopy(plain)
     for layer in turned:

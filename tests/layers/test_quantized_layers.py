@@ -115,7 +115,7 @@ def test_pitfall_28_fused_parts_keep_their_own_global_scale(
     fused = layers.fused_linear([q_a, kv], x)
     for result, alone in zip(fused, (q_a(x), kv(x)), strict=True):
         assert close(result, alone)
-    # One shared maximum, the mistake of pitfall 28, is far off.
+    # One shared maximum, what pitfall 28 warns of, is far off.
     joined = cat_rows([q_a.quantized_weight(), kv.quantized_weight()])
     assert joined.segments == (32, 16)
     shared = QuantizedTensor(

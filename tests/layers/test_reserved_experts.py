@@ -206,7 +206,7 @@ class TestExperts:
         for _ in range(3):
             result = places_of(experts)
             assert result["moe_sort"] == rows
-            assert result["grouped_gemm"] == rows, "of the second product; the first has read them"
+            assert result["grouped_gemm"] == rows, "of the second GEMM; the first has read them"
             if kind == "packed":
                 assert result["grouped_gemm_swiglu"] == inner
         assert experts.workspace.rows.shape == (10, HIDDEN)
@@ -386,7 +386,7 @@ class TestOnGpu:
     @torch.inference_mode()
     def test_one_graph_serves_any_routing(self, tokens):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         experts = experts_of("packed").cuda()
         reserved = layers.reserve_experts(experts, tokens)
         assert reserved == 2 * tokens * 2 * (HIDDEN + INNER)

@@ -57,7 +57,7 @@ def test_packed_weights(capability, gpu, tokens, chosen, activation):
 
 
 @pytest.mark.parametrize("gpu", [B200, B300])
-def test_many_tokens_are_refused_in_words(capability, gpu):
+def test_many_tokens_are_refused_with_a_reason(capability, gpu):
     capability(gpu)
     why = dense(65)[1]["cute"]
     arch = "sm_100a" if gpu == B200 else "sm_103a"
@@ -66,7 +66,7 @@ def test_many_tokens_are_refused_in_words(capability, gpu):
 
 
 @pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
-def test_other_gpus_are_refused_in_words(capability, gpu):
+def test_other_gpus_are_refused_with_a_reason(capability, gpu):
     capability(gpu)
     actual = ".".join(map(str, gpu))
     expected = f"compute capability 9.0, 10.0, 10.3, the GPU has {actual}"

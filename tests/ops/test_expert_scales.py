@@ -1,4 +1,4 @@
-"""NVFP4 rows of experts whose block scales lie as other grouped products want them."""
+"""NVFP4 rows of experts with block scales in the layout of other grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TestLayout:
         assert needed <= expert_tiles(sum(counts) + spare, len(counts))
 
     @given(experts=st.integers(1, 600), rows=st.integers(0, 5000))
-    def test_some_routing_needs_so_many(self, experts, rows):
+    def test_some_routing_needs_that_number(self, experts, rows):
         alone = min(experts, rows)
         counts = [1] * (alone - 1) + [rows - max(alone - 1, 0)]
         assert sum(-(-count // 128) for count in counts) == expert_tiles(rows, experts)

@@ -69,7 +69,7 @@ class TestValues:
         dtype=strategies.float_dtypes(),
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
     )
-    def test_within_the_budget_of_the_dense_product(
+    def test_within_the_budget_of_the_dense_gemm(
         self, device, draw, rows, outputs, blocks, fmt, activation, static, dtype, layout
     ):
         if draw.special == "huge":

@@ -82,9 +82,7 @@ class TestValues:
     @example(seed=0, tokens=70, rows=130, columns=256, dtype=torch.float32)
     @example(seed=0, tokens=70, rows=129, columns=255, dtype=torch.float8_e8m0fnu)
     @example(seed=0, tokens=16, rows=64, columns=2048, dtype=torch.float32)
-    def test_within_the_budget_of_the_dense_product(
-        self, device, seed, tokens, rows, columns, dtype
-    ):
+    def test_within_the_budget_of_the_dense_gemm(self, device, seed, tokens, rows, columns, dtype):
         weight = weight_of(seed, rows, columns, device, dtype)
         x = bfloat16(seed + 1, (tokens, columns), device)
         expected, budget = truth(x, weight)

@@ -78,7 +78,7 @@ class TestValues:
     )
     @example(seed=0, tokens=16, shape=(144, ()), columns=8, activation="bf16", static=False)
     @example(seed=0, tokens=70, shape=(48, (7, 30)), columns=3, activation="nvfp4", static=True)
-    def test_within_the_budget_of_the_dense_product(
+    def test_within_the_budget_of_the_dense_gemm(
         self, device, seed, tokens, shape, columns, activation, static
     ):
         (rows, cuts), columns = shape, 64 * columns

@@ -1,4 +1,4 @@
-"""torch's block-scaled product as an implementation of ``gemm``.
+"""torch's block-scaled GEMM as an implementation of ``gemm``.
 
 It runs on Blackwell alone. Here stands, in its place, what its documentation says: an emulation
 that refuses arguments that it would refuse, decodes the others and multiplies in float64.

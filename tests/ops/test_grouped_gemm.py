@@ -78,7 +78,7 @@ class TestValues:
         activation=st.sampled_from(["bf16", "nvfp4"]),
         plain=st.booleans(),
     )
-    def test_within_the_budget_of_the_dense_product(self, device, draw, counts, activation, plain):
+    def test_within_the_budget_of_the_dense_gemm(self, device, draw, counts, activation, plain):
         if draw.special == "huge":
             draw = dataclasses.replace(draw, special="none")
         quantised = weights(draw.seed, (3, 5, 48), NVFP4, device)

@@ -430,7 +430,7 @@ def test_post_within_budget_of_float64(device, case, dtype):
 
 
 def test_post_and_comb_may_be_rounded_first(device):
-    # What transformers does (specification, section 10): the same product of rounded weights.
+    # What transformers does (specification, section 10): the same GEMM of rounded weights.
     streams, y = fuzz.normal(0, (3, 4, 8)).to(device), fuzz.normal(1, (3, 8)).to(device)
     post, comb = fuzz.normal(2, (3, 4)).to(device), fuzz.normal(3, (3, 4, 4)).to(device)
     rounded = post.bfloat16(), comb.bfloat16()

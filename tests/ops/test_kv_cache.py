@@ -1,4 +1,4 @@
-"""Paged key-value entries: bytes against an oracle from the specification, and properties."""
+"""Paged KV cache entries: bytes against an oracle from the specification, and properties."""
 
 from __future__ import annotations
 

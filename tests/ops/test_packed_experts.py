@@ -530,8 +530,8 @@ class TestKernel:
             assert_bitwise(out, grouped_gemm_swiglu(x, weight, offsets, 10.0), f"routing {seed}")
 
     @pytest.mark.parametrize("tokens", [1, 6, 60, 500])
-    def test_settled_offsets_in_a_graph(self, tokens):
-        """Sort and both products; each replay finds another routing's offsets and rows there."""
+    def test_offsets_that_are_ready_in_a_graph(self, tokens):
+        """Sort and both GEMMs; each replay finds another routing's offsets and rows there."""
         first, second = (
             weights_of(0, 16, 512, 512, "cuda", "rows"),
             weights_of(1, 16, 512, 256, "cuda"),

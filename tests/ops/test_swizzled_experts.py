@@ -1,4 +1,4 @@
-"""Products of NVFP4 rows with experts whose scales are swizzled, as Blackwell's kernel takes them.
+"""GEMMs of NVFP4 rows with experts whose scales are swizzled, as Blackwell's kernel takes them.
 
 On the CPU, and on other GPUs, the reference runs: these are the tests for a B200's first minutes.
 """

@@ -117,7 +117,7 @@ def replace_by_subclass(layer: Any) -> None:
     layer.mlp.__dict__.update(old.__dict__)
 
 
-def replace_joint(layer: Any) -> None:
+def replace_fused(layer: Any) -> None:
     mlp = layer.mlp.shared_experts
     old = mlp.gate_proj.joint
     other = JointWeight(old.whole(), old.rows, in_turn=True)
@@ -147,7 +147,7 @@ def wrap(layer: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule": add_experts,
     "a submodule below": replace_norm,
-    "a joint weight": replace_joint,
+    "a fused weight": replace_fused,
     "a parameter": take_parameter,
     "a buffer": set_buffer,
     "a parameter's data": set_data,

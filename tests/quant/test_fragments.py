@@ -171,7 +171,7 @@ class TestMoving:
         assert_bitwise(got[0].cpu(), expected[0], "codes")
         assert_bitwise(got[1].view(torch.uint8).cpu(), expected[1], "scales")
 
-    def test_pairs_are_rows_in_turn(self):
+    def test_pairs_are_interleaved_rows(self):
         weight = drawn(0, (3, 32, 128))
         order = torch.tensor([half * 16 + i for i in range(16) for half in range(2)])
         ordered = dataclasses.replace(
@@ -193,7 +193,7 @@ class TestMoving:
 
 class TestExperts:
     def test_in_place_there_and_back(self, device):
-        """A layer packs as the reference does, gate and up rows in turn, and comes back."""
+        """A layer packs as the reference does, gate and up rows interleaved, and comes back."""
         config = ModelConfig.tiny(n_routed_experts=2, hidden_size=128, moe_intermediate_size=64)
         plain = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
         with use_backend("reference"):

@@ -43,7 +43,7 @@ def arrivals(seed: int, vocab: int) -> Iterator[tuple[list[int], SamplingOptions
 
 
 def story(runner: Runner, steps: int, seed: int = 0) -> list[Request]:
-    """Requests that arrive, and some that are cancelled, over so many steps and to the end."""
+    """Requests that arrive, some of them cancelled, over that number of steps and to the end."""
     draw, requests = random.Random(seed), []
     source = arrivals(seed, runner.model.config.vocab_size)
     for _ in range(steps):

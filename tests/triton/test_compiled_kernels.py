@@ -59,20 +59,20 @@ class TestGrid:
             st.global.b32 [%rd2], %r3;""")
         assert result == [6, 10] * 16
 
-    def test_a_barrier_that_some_do_not_reach_is_told(self):
+    def test_a_barrier_that_some_do_not_reach_is_reported(self):
         with pytest.raises(RuntimeError, match="barrier"):
             ran("setp.lt.u32 %p1, %r1, 32; @%p1 bra $on; bar.sync 0; $on:", threads=64)
 
     @pytest.mark.parametrize("place", ["%rd1+-4", "%rd2+4"])
-    def test_an_access_outside_tensors_is_told(self, place):
+    def test_an_access_outside_tensors_is_reported(self, place):
         with pytest.raises(IndexError, match="outside every tensor"):
             ran(f"st.global.b32 [{place}], %r1;")
 
-    def test_an_access_beyond_shared_memory_is_told(self):
+    def test_an_access_beyond_shared_memory_is_reported(self):
         with pytest.raises(IndexError, match="shared memory"):
             ran("shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], %r1;", shared=124)
 
-    def test_an_unknown_instruction_is_told(self):
+    def test_an_unknown_instruction_is_reported(self):
         with pytest.raises(NotImplementedError, match=r"tanh\.approx"):
             ran("tanh.approx.f32 %r2, %r1;")
 

@@ -1,7 +1,7 @@
 """Runs the source of Blackwell's kernels on the CPU, as an emulation of what the PTX manual says.
 
 Every thread of a cluster that does something of its own is a Python thread: those that store
-results, turn scales or clear rows, and one each that copies and multiplies. Tensor copies end in
+results, turn scales or clear rows, and one each that copies and multiplies. TMA copies end in
 any order, products some time after they were asked for. Barriers count arrivals and bytes as the
 hardware's do, and a wait that does not end is an error. So a wrong coordinate, swizzle, column,
 parity or count gives a wrong result or none.
@@ -241,7 +241,7 @@ class Number(int):
 
 
 class Operand:
-    """What a tensor copy reads: bytes, and the box that the driver is told of."""
+    """What a TMA copy reads: bytes, and the box of its tensor map."""
 
     def __init__(self, content, box, multicast=False):
         self.content, self.box, self.multicast = content, box, multicast
@@ -489,7 +489,7 @@ def fake_tcgen05():
     def load(address, tiles):
         first, column = address >> 16, address & 0xFFFF
         assert first == 32 * (_HERE.warp % 4), "a warp loads its own lanes"
-        time.sleep(SLOWNESS)  # the next product overtakes who loads too late
+        time.sleep(SLOWNESS)  # the next GEMM overtakes a warp that loads too late
         tensor = _HERE.cluster.tensor[_HERE.block].view(np.float32)
         row, start = first + _HERE.lane // 4, column + _HERE.lane % 4 * 2
         return [
@@ -515,7 +515,7 @@ def fake_tcgen05():
 
 
 def copy(operand, source, to, tma_bar_ptr, mcast_mask):
-    """A tensor copy; it announces its bytes to the first block of a cluster."""
+    """A TMA copy; it announces its bytes to the first block of a cluster."""
     cluster, block = _HERE.cluster, _HERE.block
     (_, where), shape = source
     (start, swizzled) = to
@@ -653,7 +653,7 @@ def run(plan, boxes, contents, memory, arguments, clusters):
 
     Args:
         plan: The configuration.
-        boxes: Of the operands, as the driver is told.
+        boxes: Of the operands, as in their tensor maps.
         contents: Their bytes.
         memory: ``Global``, with everything else.
         arguments: Of the kernel, after the operands.

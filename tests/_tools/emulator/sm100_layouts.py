@@ -66,7 +66,7 @@ def loaded():
 
 
 class Kernel:
-    """One instruction of each kind for every shape with so many rows.
+    """One instruction of each kind for every shape with that number of rows.
 
     A kernel of its own for each: ptxas refuses instructions of one CTA beside those of pairs.
     """

@@ -75,7 +75,7 @@ class Memory:
 
 
 class Block:
-    """A block of threads: its registers, all threads' at once, and its shared memory."""
+    """A CTA: its registers, all threads' at once, and its shared memory."""
 
     def __init__(self, program: Program, threads: int, shared: int, memory: Memory, values: dict):
         self.program, self.threads, self.memory, self.values = program, threads, memory, values

@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 product without a Blackwell: its numbers, its layouts, and its source run.
+"""Blackwell's NVFP4 GEMM without a Blackwell: its numbers, its layouts, and its source run.
 
 The source of the kernel is run by ``blackwell_emulator``; CuTeDSL's own layouts and instructions
 are asked for by ``sm100_layouts``, in a process of its own.
@@ -46,7 +46,7 @@ def test_resources(plan):
     assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
     assert plan.stages >= 4
     assert plan.stage_bytes % 1024 == plan.row_code_bytes % 1024 == 0
-    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can expect"
     assert plan.barriers <= 32, "a lane makes each"
     assert plan.parts == 1 or plan.stages * plan.stage_bytes >= 128 * 4 * plan.token_block
     assert plan.pair in (1, 2)

@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 product of sorted rows with experts, without a Blackwell.
+"""Blackwell's NVFP4 GEMM of sorted rows with experts, without a Blackwell.
 
 Its source is run by ``blackwell_emulator`` for many routings, of every layout of its memories in
 the nightly profile, else of some.
@@ -68,7 +68,7 @@ def test_resources(plan):
     # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
     assert (plan.stages - 1) * plan.stage_bytes >= 1500 * 64
     assert plan.stage_bytes % 1024 == 0
-    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can expect"
     assert plan.barriers <= 32, "a lane makes each"
     assert plan.threads == 256
     assert plan.tensor_columns in (256, 512)
@@ -155,7 +155,7 @@ def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
 
 @dataclasses.dataclass
 class Case:
-    """Operands of a product, and what the kernel is told of them."""
+    """Operands of a GEMM, and the arguments of the kernel for them."""
 
     counts: list[int]
     spare: int
