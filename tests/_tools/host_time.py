@@ -6,8 +6,8 @@ Not with TRITON_INTERPRET.
 
 Builds a Flash model of uninitialised packed weights on the CPU and lets it decode as on an H100:
 dispatch chooses a GPU's implementations, launchers run, and kernels are compiled, but a mock CUDA
-driver receives the launches. What a CUDA tensor costs more than one on the CPU, and side streams
-the current one, are not seen.
+driver receives the launches. The extra cost of a CUDA tensor over one on the CPU, and side streams,
+are not seen.
 """
 
 from __future__ import annotations
