@@ -1,5 +1,6 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
+# make quick        each test once, with few examples: three minutes on two cores
 # make check        lint, format, types and banned words
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make mutants      break the code for every known pitfall and watch a test fail
@@ -36,13 +37,16 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test check kernels mutants traps format test-newest constraints clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+quick: $(READY)
+	HYPOTHESIS_PROFILE=quick OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check dsv4 tests tools

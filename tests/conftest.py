@@ -35,7 +35,7 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
-# For ``make quick``: no test that is marked slow, either.
+# For ``make quick``, which runs each test with one set of parameters; see ``_once``.
 settings.register_profile("quick", max_examples=4, derandomize=True, database=None, **_COMMON)
 # For tests._tools.mutants: a failure is expected, its smallest form is not needed.
 settings.register_profile(
@@ -113,7 +113,23 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
         function._hypothesis_internal_use_settings = chosen
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _once(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each test one set of parameters for each device, the middle one; no slow tests."""
+    variants: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if not {"slow", "nightly"} & set(item.keywords):
+            params = getattr(getattr(item, "callspec", None), "params", {})
+            test = item.nodeid.partition("[")[0]
+            variants.setdefault((test, str(params.get("device", ""))), []).append(item)
+    return [same[len(same) // 2] for same in variants.values()]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _PROFILE == "quick":
+        chosen = _once(items)
+        others = set(items) - set(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = chosen
     items.sort(key=lambda item: "first" not in item.keywords)
     if _REDUCED:
         rare = pytest.mark.skip(reason="takes long; runs in the nightly profile")
@@ -121,10 +137,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             interpreted = "rarely_interpreted" in item.keywords and _interpreted(item)
             if interpreted or "nightly" in item.keywords:
                 item.add_marker(rare)
-    if _PROFILE == "quick":
-        slow = pytest.mark.skip(reason="slow; make test runs it")
-        for item in filter(lambda item: "slow" in item.keywords, items):
-            item.add_marker(slow)
     if _HAS_GPU:
         return
     wrong = None if _COMPILED else quick_interpreter.departures()

@@ -31,10 +31,10 @@ IMAGES = [Compiled(bytes([i]) * 32, f"kernel {i}", b"code " * (i + 1)) for i in 
 @pytest.fixture
 def asked(monkeypatch):
     """Nothing is compiled; the configurations that would be."""
-    found = []
+    result = []
 
     def compile_model(config, arch, max_tokens, progress, workers, use_list):
-        found.append((config, arch, max_tokens, workers))
+        result.append((config, arch, max_tokens, workers))
         outcome = compiler.Outcome([], failed=dict(failed))
         monkeypatch.setattr(outcome, "images", lambda: IMAGES)
         return Warmup(3, 1, 2.0, 5, 4), outcome
@@ -42,8 +42,8 @@ def asked(monkeypatch):
     failed = {}
     monkeypatch.setattr(steps, "impossible", lambda: None)
     monkeypatch.setattr(_warmup, "compile_model", compile_model)
-    found.append(failed)
-    return found
+    result.append(failed)
+    return result
 
 
 def test_versions_and_help_are_printed_by_the_module():

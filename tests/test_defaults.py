@@ -61,10 +61,10 @@ def defaults(dtype: torch.dtype, device: str | None, within: str | None) -> Iter
         torch.set_default_device(None)
 
 
-def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert_bitwise(found[name], value, name)
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bitwise(actual[name], value, name)
 
 
 def config_of(numerics: str) -> ModelConfig:
@@ -111,13 +111,13 @@ def results(work: Callable[[DeepseekV4ForCausalLM], None], numerics: str, seed: 
         rows = [paged.allocate(), paged.allocate()]
         logits = model.prefill([list(range(19)), [3]], paged, rows)
         tokens = model.generate([[1, 2, 3], [4]], 4, stop_ids=[], sampler=sampler, chunk=2)
-        found = {
+        result = {
             "dense": model(ids),
             "prefill": logits,
             "decode": model.decode(logits.argmax(-1), paged, rows),
             "forked": model.decode(logits.argmax(-1)[:1], paged, [paged.fork(rows[0])]),
         }
-    return {**found, **dict(model.state_dict())}, tokens
+    return {**result, **dict(model.state_dict())}, tokens
 
 
 @cache
@@ -133,9 +133,9 @@ def untouched(work: Callable[[DeepseekV4ForCausalLM], None], numerics: str, seed
 )
 @settings(max_examples=4)
 def test_a_model_gives_the_same_bits_under_other_defaults(work, seed, numerics, chosen) -> None:
-    wanted, tokens = untouched(work, numerics, seed)
-    found, others = results(work, numerics, seed, defaults(*chosen))
-    assert_same(found, wanted)
+    expected, tokens = untouched(work, numerics, seed)
+    actual, others = results(work, numerics, seed, defaults(*chosen))
+    assert_same(actual, expected)
     assert others == tokens
 
 
@@ -175,8 +175,8 @@ def test_a_checkpoint_is_written_and_read_under_other_defaults(tmp_path, chosen,
     save(model, tmp_path / "plain", layout=layout)
     with defaults(*chosen):
         save(model, tmp_path / "other", layout=layout)
-        found = load(tmp_path / "other", mtp=False).state_dict()
-    assert_same(dict(found), dict(load(tmp_path / "plain", mtp=False).state_dict()))
+        result = load(tmp_path / "other", mtp=False).state_dict()
+    assert_same(dict(result), dict(load(tmp_path / "plain", mtp=False).state_dict()))
 
 
 def makers(tree: ast.AST) -> Iterator[ast.Call]:
@@ -193,10 +193,10 @@ def makers(tree: ast.AST) -> Iterator[ast.Call]:
 
 
 def test_every_tensor_names_its_dtype_and_device() -> None:
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         name = file.relative_to(PACKAGE).as_posix()
         if not name.startswith(("bench/", "testing/")):
             count = len(list(makers(ast.parse(file.read_text()))))
-            found |= {name: count} if count else {}
-    assert found == OF_THE_MODULE
+            result |= {name: count} if count else {}
+    assert result == OF_THE_MODULE

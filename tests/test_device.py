@@ -56,14 +56,14 @@ def test_the_choice_follows_the_pretence() -> None:
     call = dispatch.arguments(ops.gemm, torch.ones(65, 256).bfloat16(), weight)
     call = call._replace(device=GPU)
     cute = next(row for row in dispatch.implementations("gemm") if row.name == "cute")
-    found = []
+    result = []
     with device.pretend(packages=True) as be:
         for capability in ((9, 0), (10, 0), (12, 0), (9, 0)):
             be(capability=capability)
-            found.append(cute.unsupported_reason(call))
-    assert [reason is None for reason in found] == [True, False, False, True]
-    assert "sm_100a lacks" in found[1]
-    assert "the GPU has 12.0" in found[2]
+            result.append(cute.unsupported_reason(call))
+    assert [reason is None for reason in result] == [True, False, False, True]
+    assert "sm_100a lacks" in result[1]
+    assert "the GPU has 12.0" in result[2]
 
 
 def test_sms_of_a_cpu() -> None:

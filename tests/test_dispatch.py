@@ -57,12 +57,12 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
 @pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])
 def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same result as without; no other implementation, and no traced call, gets them."""
-    found: list[dict[str, int]] = []
+    result: list[dict[str, int]] = []
     weight, x = ops.quantize(torch.randn(32, 64), scaling="weight"), torch.randn(2, 64)
     load = dispatch._load
 
     def reserving(args, **options):
-        found.append(options)
+        result.append(options)
         return load(f"dsv4.reference.{op}:{op}")(args)
 
     row = Implementation(op, "reserving", "test:reserving", reserves_sms=True)
@@ -76,12 +76,12 @@ def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.Mon
     plain = call(x, weight, *limit)
     assert torch.equal(call(x, weight, *limit, reserve_sms=20), plain)
     assert torch.equal(call(x, weight, *limit, reserve_sms=20, backend="reference"), plain)
-    assert found == [{}, {"reserve_sms": 20}]
+    assert result == [{}, {"reserve_sms": 20}]
     compiled = torch.compile(
         lambda x: call(x, weight, *limit, reserve_sms=20), fullgraph=True, backend="aot_eager"
     )
     assert torch.equal(compiled(x), plain)
-    assert found[2:] == [{}]
+    assert result[2:] == [{}]
 
 
 @pytest.mark.usefixtures("table")
@@ -109,10 +109,10 @@ def test_an_explicit_choice_never_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("table")
 def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_load", lambda target: pytest.fail("ran an implementation"))
-    found = explain(ops.rms_norm, X)
-    assert found.chosen == "reference"
-    assert "width is 4, wanted a multiple of 8" in found.reason
-    assert str(found).splitlines() == [
+    result = explain(ops.rms_norm, X)
+    assert result.chosen == "reference"
+    assert "width is 4, wanted a multiple of 8" in result.reason
+    assert str(result).splitlines() == [
         "rms_norm (backend='auto')",
         "   picky: width is 4, wanted a multiple of 8",
         "   triton: Triton kernels run on a CUDA GPU, the tensors are on cpu",
@@ -189,11 +189,11 @@ def given_eps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_a_plain_call_runs_at_once(mode, given_eps: list[float]) -> None:
     with mode():
         weight = torch.nn.Parameter(torch.rand(4), requires_grad=False)
-        found = ops.rms_norm(X, weight, EPS)
-        wanted = torch.ops.dsv4.rms_norm(X, weight, EPS, "auto")
+        actual = ops.rms_norm(X, weight, EPS)
+        expected = torch.ops.dsv4.rms_norm(X, weight, EPS, "auto")
     assert [eps is EPS for eps in given_eps] == [True, False]
-    assert torch.equal(found, wanted)
-    assert (found.requires_grad, found.is_inference()) == (False, mode is torch.inference_mode)
+    assert torch.equal(actual, expected)
+    assert (actual.requires_grad, actual.is_inference()) == (False, mode is torch.inference_mode)
 
 
 class Seen(TorchDispatchMode):
@@ -244,8 +244,8 @@ def test_modes_see_every_operator(mode, given_eps: list[float]) -> None:
 def test_subclasses_see_every_operator(first: bool, given_eps: list[float]) -> None:
     Wrapped.names.clear()
     x, weight = X, torch.ones(4)
-    given = [x.as_subclass(Wrapped), weight] if first else [x, weight.as_subclass(Wrapped)]
-    ops.rms_norm(*given, EPS)
+    arguments = [x.as_subclass(Wrapped), weight] if first else [x, weight.as_subclass(Wrapped)]
+    ops.rms_norm(*arguments, EPS)
     assert NAME in Wrapped.names
     assert given_eps[0] is not EPS
 
@@ -271,16 +271,16 @@ def test_what_traces_finds_the_operator() -> None:
 
 
 def test_tensors_without_data_have_shapes() -> None:
-    found = ops.rms_norm(torch.empty(2, 4, device="meta"))
-    assert (found.device.type, found.shape) == ("meta", (2, 4))
+    result = ops.rms_norm(torch.empty(2, 4, device="meta"))
+    assert (result.device.type, result.shape) == ("meta", (2, 4))
     with FakeTensorMode():
         assert isinstance(ops.rms_norm(torch.empty(2, 4)), FakeTensor)
 
 
 def test_transforms_find_the_operator(given_eps: list[float]) -> None:
     for transform in (torch.vmap, torch.func.functionalize):
-        found = transform(lambda x: ops.rms_norm(x, None, EPS))(X)
-        assert torch.equal(found, torch.ops.dsv4.rms_norm(X, None, EPS, "auto"))
+        result = transform(lambda x: ops.rms_norm(x, None, EPS))(X)
+        assert torch.equal(result, torch.ops.dsv4.rms_norm(X, None, EPS, "auto"))
     assert not any(eps is EPS for eps in given_eps)
 
 

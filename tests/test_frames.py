@@ -76,9 +76,9 @@ def test_frames_of_implementations_are_left_out() -> None:
     """The reference, what it calls, and frames of others; everything else counts."""
     x = torch.ones(2, 4)
     rms_norm(x)
-    found = frames_outside_implementations(lambda: rms_norm(x))
-    assert found["ops/norm.py:rms_norm"] == 1
-    assert not any(name.startswith(("reference/", "triton/")) for name in found)
+    result = frames_outside_implementations(lambda: rms_norm(x))
+    assert result["ops/norm.py:rms_norm"] == 1
+    assert not any(name.startswith(("reference/", "triton/")) for name in result)
     called: list[str] = []
 
     def see(frame, event, arg):
@@ -89,4 +89,4 @@ def test_frames_of_implementations_are_left_out() -> None:
     rms_norm(x)
     sys.setprofile(None)
     assert any("dsv4/reference/norm" in file for file in called)
-    assert found.total() < len(called)
+    assert result.total() < len(called)

@@ -343,7 +343,7 @@ def test_the_draft_layer_is_its_formula() -> None:
     assert not layer.layer.mlp.is_hash
 
 
-def test_bad_input_is_refused_in_words() -> None:
+def test_bad_input_is_refused_with_a_reason() -> None:
     config = ModelConfig.tiny()
     model = random_model(config)
     with pytest.raises(TypeError, match=r"input_ids have dtype torch\.float32, wanted int64"):

@@ -110,10 +110,10 @@ def test_stop_tokens_of_a_tensor_stop(model, which, several) -> None:
     prompt = [3, 1, 4, 1, 5]
     free = model.generate([prompt], 6, stop_ids=())[0]
     stop = torch.tensor([free[which], 0] if several else free[which])
-    wanted = model.generate([prompt], 6, stop_ids=stop.flatten().tolist())
-    assert model.generate([prompt], 6, stop_ids=stop) == wanted
-    assert model.generate([prompt], 6, stop_ids=iter(stop.flatten().tolist())) == wanted
-    assert wanted[0] == free[: free.index(free[which]) + 1] or several
+    expected = model.generate([prompt], 6, stop_ids=stop.flatten().tolist())
+    assert model.generate([prompt], 6, stop_ids=stop) == expected
+    assert model.generate([prompt], 6, stop_ids=iter(stop.flatten().tolist())) == expected
+    assert expected[0] == free[: free.index(free[which]) + 1] or several
 
 
 def test_a_chunk_longer_than_all_prompts_is_as_long_as_they_are(model) -> None:
@@ -179,7 +179,7 @@ def test_wrong_rows_are_named_as_a_list_and_as_a_tensor(model, rows, words, like
 @given(st.lists(st.sampled_from(["list", "tensor", "prepared"]), min_size=1, max_size=6))
 def test_rows_as_a_list_and_as_a_tensor_are_the_same(model, pools, ways) -> None:
     """Also where the caller has prepared the step, as before a graph."""
-    found = []
+    result = []
     for how in (ways, ["list"] * len(ways)):
         cache = model.new_cache(2, 20, **pools)
         rows = [cache.allocate(), cache.allocate()]
@@ -189,9 +189,9 @@ def test_rows_as_a_list_and_as_a_tensor_are_the_same(model, pools, ways) -> None
                 cache.prepare(rows, [1, 1])
             given_rows = rows if way == "list" else torch.tensor(rows)
             logits.append(model.decode(logits[-1].argmax(-1), cache, given_rows))
-        found.append(torch.stack(logits))
+        result.append(torch.stack(logits))
         assert cache.lengths.tolist() == cache._tokens == [2 + len(ways), 1 + len(ways)]
-    assert torch.equal(*found)
+    assert torch.equal(*result)
 
 
 def test_wrong_prompts_and_rows_of_a_prefill_are_named(model) -> None:

@@ -183,12 +183,12 @@ def test_a_configuration_has_tokens_up_to_a_power_of_two(first, second, height, 
 
 
 def test_a_verdict_is_of_one_gpu_and_one_version(monkeypatch):
-    one = self_check.Configuration("gemm", "fake", "[]", "GPU 10.0 driver 1")
-    other = dataclasses.replace(one, gpu="GPU 10.0 driver 2")
-    assert one.key == dataclasses.replace(one).key != other.key
-    before = one.key
+    configuration = self_check.Configuration("gemm", "fake", "[]", "GPU 10.0 driver 1")
+    other = dataclasses.replace(configuration, gpu="GPU 10.0 driver 2")
+    assert configuration.key == dataclasses.replace(configuration).key != other.key
+    before = configuration.key
     monkeypatch.setattr(torch, "__version__", "0.0")
-    assert one.key != before
+    assert configuration.key != before
 
 
 @pytest.mark.parametrize("scale_layout", [LINEAR, SWIZZLED_EXPERTS])
@@ -213,9 +213,9 @@ def test_codes_and_their_scales_are_compared(scale_layout, part):
             bytes_.flatten()[: bytes_.shape[-1]] ^= 0x33
         return outputs
 
-    found = self_check.check(call.args, implement, grouped_reference.grouped_gemm_swiglu_quantize)
+    actual = self_check.check(call.args, implement, grouped_reference.grouped_gemm_swiglu_quantize)
     expected = {None: None, 0: "codes", 1: "block scales"}[part]
-    assert found is None if expected is None else found.startswith(expected)
+    assert actual is None if expected is None else actual.startswith(expected)
 
 
 def test_missing_memory_is_no_verdict(kernel, tmp_path):

@@ -78,14 +78,14 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
         quick: Of the last two sizes, compile only kernels that the first two have not.
     """
     passed: set[str] = set()
-    found: dict[str, tuple[str, object]] = {}
+    result: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
         if self.__name__ in passed:
             return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        found[kernel.hash] = (self.__name__, kernel)
+        result[kernel.hash] = (self.__name__, kernel)
         return kernel
 
     triton.runtime.driver.set_active(_Driver(arch))
@@ -103,9 +103,9 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
             _OTHERS.get(op, lambda: None)()
             _run(op, SIZES[:2])
             if quick:
-                passed.update(name for name, _ in found.values())
+                passed.update(name for name, _ in result.values())
             _run(op, SIZES[2:])
-        yield from (_report(op, *found.pop(key)) for key in list(found))
+        yield from (_report(op, *result.pop(key)) for key in list(result))
 
 
 def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
@@ -202,11 +202,11 @@ if __name__ == "__main__":
     parser.add_argument("arch", type=int)
     parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, FRAGMENTS])
     parser.add_argument("--quick", action="store_true")
-    given = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     having = [
         op
-        for op in given.ops
+        for op in options.ops
         if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
     ]
-    for report in compile_all(given.arch, having, given.quick):
+    for report in compile_all(options.arch, having, options.quick):
         print(json.dumps(report), flush=True)

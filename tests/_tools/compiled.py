@@ -25,9 +25,9 @@ from tests.cute.sm100 import test_grouped as test_sm100_grouped
 ARCHITECTURES = ("sm_100a", "sm_103a")
 # Column and what an instruction begins with.
 COUNTED = {
-    "block-scaled products": "UTCOMMA",
+    "block-scaled MMAs": "UTCOMMA",
     "scales to tensor memory": "UTCCP",
-    "tensor copies": "UTMALDG",
+    "TMA copies": "UTMALDG",
     "of them multicast": "UTMALDG.3D.MULTICAST",
     "mma.sync": "HMMA",
     "bulk copies": "UBLKCP",
@@ -52,9 +52,9 @@ def plans(arch):
     return rows
 
 
-def row(name, how, arch, some, folder):
+def row(name, how, arch, plans_of_row, folder):
     """One line of the table: the largest of each resource, the least and most of each count."""
-    images = [cubin_cache.compile_image(plan, arch) for plan in some]
+    images = [cubin_cache.compile_image(plan, arch) for plan in plans_of_row]
     usages = [usage_of(image, folder / "cubin") for image in images]
     listings = instructions_of(images, arch, folder / "code")
     spilled = [u["STACK"] + u["LOCAL"] for u in usages]
@@ -63,11 +63,11 @@ def row(name, how, arch, some, folder):
         for start in COUNTED.values()
     ]
     columns = (
-        *(name, how, arch, len(some), max(plan.threads for plan in some)),
+        *(name, how, arch, len(plans_of_row), max(plan.threads for plan in plans_of_row)),
         max(usage["REG"] for usage in usages),
         max(spilled),
         f"{max(image.shared_bytes for image in images) / 1024:.0f}",
-        span([getattr(plan, "barriers", 0) for plan in some]),
+        span([getattr(plan, "barriers", 0) for plan in plans_of_row]),
         *map(span, counts),
         span([len(listing) for listing in listings]),
     )
@@ -90,8 +90,8 @@ def cute(folder):
     headings += ("bytes of stack", "KB shared", "barriers", *COUNTED, "instructions")
     table(headings)
     for arch in ARCHITECTURES:
-        for (name, how), some in plans(arch).items():
-            print(row(name, how, arch, some, folder), flush=True)
+        for (name, how), plans_of_row in plans(arch).items():
+            print(row(name, how, arch, plans_of_row, folder), flush=True)
 
 
 def triton():
@@ -101,13 +101,15 @@ def triton():
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     rows = collections.defaultdict(list)
     for line in done.stdout.splitlines():
-        found = json.loads(line)
-        rows[found["op"], found["kernel"]].append(found)
+        result = json.loads(line)
+        rows[result["op"], result["kernel"]].append(result)
     headings = ("operator", "kernel", "compiled for", "specialisations", "threads", "registers")
     table((*headings, "bytes of stack", "bytes shared", "converts to E2M1"))
-    for (op, kernel), some in rows.items():
-        most = {key: max(found[key] for found in some) for key in some[0] if key not in _APART}
-        columns = (op, kernel, "sm_100a", len(some), most["threads"], most["registers"])
+    for (op, kernel), kernels in rows.items():
+        most = {
+            key: max(result[key] for result in kernels) for key in kernels[0] if key not in _APART
+        }
+        columns = (op, kernel, "sm_100a", len(kernels), most["threads"], most["registers"])
         columns += (most["stack"] + most["local"], most["shared"], "yes" if most["e2m1"] else "-")
         print("| " + " | ".join(map(str, columns)) + " |")
 

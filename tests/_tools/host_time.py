@@ -6,8 +6,8 @@ Not with TRITON_INTERPRET.
 
 Builds a Flash model of uninitialised packed weights on the CPU and lets it decode as on an H100:
 dispatch chooses a GPU's implementations, launchers run, and kernels are compiled, but a mock CUDA
-driver receives the launches. What a CUDA tensor costs more than one on the CPU, and streams beside
-the current one, are not seen.
+driver receives the launches. The extra cost of a CUDA tensor over one on the CPU, and side streams,
+are not seen.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class MockTritonDriver:
     def __init__(self, cuda: MockDriver) -> None:
         self.target = GPUTarget("cuda", 90, 32)
         self.utils = types.SimpleNamespace(
-            load_binary=lambda *given: (1, 1, 32, 0, 1024),
+            load_binary=lambda *arguments: (1, 1, 32, 0, 1024),
             get_device_properties=lambda device: {"max_shared_mem": 227 * 1024},
             unload_module=lambda module: None,
         )
@@ -127,7 +127,7 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
         "architecture": lambda index: HOPPER,
         "loaded": _mock_kernel,
         "_multiprocessors": lambda index: _PROCESSORS,
-        "check_ids": lambda *given: None,
+        "check_ids": lambda *arguments: None,
     }
     modules = [m for name, m in sys.modules.items() if name.startswith("dsv4.")]
     for module in modules:
@@ -183,9 +183,9 @@ def main() -> None:
     parser.add_argument("--count", action="store_true", help="count Python calls instead of time")
     parser.add_argument("--operators", action="store_true", help="time each operator by itself")
     parser.add_argument("--profile", action="store_true", help="and print where time goes")
-    given = parser.parse_args()
+    options = parser.parse_args()
     import_launchers()
-    model, cache = build(given.layers, given.experts)
+    model, cache = build(options.layers, options.experts)
     token, row = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
     def step() -> None:
@@ -197,21 +197,21 @@ def main() -> None:
             step()
         cuda.launches = cuda.by_triton = 0
         step()
-        found: dict[str, Any] = {"layers": given.layers, "launches": cuda.launches}
-        found["by_triton"] = cuda.by_triton
-        if given.count:
-            found["calls_per_layer"] = round(_calls(step) / given.layers)
-            found["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
-            found["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))
+        result: dict[str, Any] = {"layers": options.layers, "launches": cuda.launches}
+        result["by_triton"] = cuda.by_triton
+        if options.count:
+            result["calls_per_layer"] = round(_calls(step) / options.layers)
+            result["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
+            result["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))
         else:
-            best = min(_seconds(step) for _ in range(given.steps))
-            found["us_per_launch"] = round(1e6 * best / found["launches"], 2)
-            found["us_per_layer"] = round(1e6 * best / given.layers, 1)
-        print(json.dumps(found))
-        if given.operators:
+            best = min(_seconds(step) for _ in range(options.steps))
+            result["us_per_launch"] = round(1e6 * best / result["launches"], 2)
+            result["us_per_layer"] = round(1e6 * best / options.layers, 1)
+        print(json.dumps(result))
+        if options.operators:
             with torch.inference_mode():
                 _time_operators(step)
-        if given.profile:
+        if options.profile:
             for name, kind in plan_kinds():
                 print(f"{name:<28}{kind}")
             _profile(step)
@@ -228,7 +228,7 @@ def _time_operators(step: Callable[[], None]) -> None:
     """Print us per call by plan, and without plans and with Triton's own launches."""
     calls: list[tuple[Any, ...]] = []
     call, devices, run = _plans.PLANS.call, _plans.PLANNED_DEVICES, JITFunction.run
-    _plans.PLANS.call = lambda *one: (calls.append(one), call(*one))[1]  # type: ignore[method-assign]
+    _plans.PLANS.call = lambda *arguments: (calls.append(arguments), call(*arguments))[1]  # type: ignore[method-assign]
     is_plain, _layer_plan._is_plain = _layer_plan._is_plain, lambda call: False
     step()
     _layer_plan._is_plain = is_plain

@@ -75,8 +75,11 @@ class CudaDriver:
         config, kernel = config._obj, self.compiled[handle.value]
         sizes = parameter_sizes(kernel.asm["ptx"])
         values = tuple(ctypes.string_at(pointers[i], n) for i, n in enumerate(sizes))
-        told = [config.attributes[i] for i in range(config.attribute_count)]
-        assert all(one.id == cuda_driver._PROGRAMMATIC_LAUNCH and one.value[0] == 1 for one in told)
+        attributes = [config.attributes[i] for i in range(config.attribute_count)]
+        assert all(
+            attribute.id == cuda_driver._PROGRAMMATIC_LAUNCH and attribute.value[0] == 1
+            for attribute in attributes
+        )
         self.launches.append(
             Launched(
                 kernel.hash,
@@ -84,7 +87,7 @@ class CudaDriver:
                 config.stream,
                 config.block[0],
                 config.shared_bytes,
-                bool(told),
+                bool(attributes),
                 values,
             )
         )
@@ -118,7 +121,7 @@ class TritonDriver(MockTritonDriver):
 
     def expected(self, kernel: Any) -> list[Launched]:
         """What was launched since the last call, as the driver would see it."""
-        found = []
+        actual = []
         for grid, stream, (warps, _, shared), source, metadata, args in self.raw:
             sizes = parameter_sizes(kernel.asm["ptx"])
             parts = [part for arg in args for part in flat(arg)]
@@ -126,14 +129,14 @@ class TritonDriver(MockTritonDriver):
             values = [_bytes(k, v) for k, v in zip(kinds, parts, strict=True) if k != "constexpr"]
             values += [bytes(8)] * (len(sizes) - len(values))
             if all(grid):
-                found.append(
+                actual.append(
                     Launched(
                         kernel.hash, grid, stream, 32 * warps, shared, metadata.launch_pdl,
                         tuple(values),
                     )
                 )  # fmt: skip
         self.raw.clear()
-        return found
+        return actual
 
 
 def _bytes(kind: str, value: Any) -> bytes:
@@ -213,10 +216,10 @@ def neighbours(draw: Callable[..., Any]) -> list[Any]:
 
 
 def compare(
-    fast: launcher.FastKernel, found: tuple[TritonDriver, CudaDriver], call: tuple[Any, ...]
+    fast: launcher.FastKernel, actual: tuple[TritonDriver, CudaDriver], call: tuple[Any, ...]
 ) -> int:
     """Raise unless both launch the same, the second time at the latest by ourselves."""
-    by_triton, cuda = found
+    by_triton, cuda = actual
     args, grid, options = call
     kernel = fast.kernel[grid](*args, **options)
     by_triton.compiled[kernel.function if kernel.function else -1] = kernel
@@ -231,7 +234,7 @@ def compare(
 
 def main() -> None:
     counts = {"ours": 0, "triton's": 0}
-    with drivers() as found:
+    with drivers() as result:
         every = launcher.FastKernel(_every_type)
         tuples = launcher.FastKernel(_tuples)
         chosen = settings(
@@ -243,19 +246,19 @@ def main() -> None:
         @given(neighbours())
         def every_type(calls: list[Any]) -> None:
             for call in calls:
-                ours = compare(every, found, call)
+                ours = compare(every, result, call)
                 counts["ours" if ours else "triton's"] += 1
 
         @chosen
         @given(st.tuples(TUPLES, GRIDS, OPTIONS))
         def of_tuples(call: Any) -> None:
             args, grid, options = call
-            ours = compare(tuples, found, (args, grid, {**options, "PDL": 1}))
+            ours = compare(tuples, result, (args, grid, {**options, "PDL": 1}))
             counts["ours" if ours else "triton's"] += 1
 
         every_type()
         of_tuples()
-        counts["specialisations"] = len(found[0].compiled)
+        counts["specialisations"] = len(result[0].compiled)
         counts["kept"] = sum(
             len(layout.launches) for layout in every._layouts.values() if layout is not None
         )

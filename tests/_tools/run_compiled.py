@@ -52,11 +52,11 @@ def install(arch: int) -> list[str]:
     def run(self, *args, grid, warmup, **options):
         kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
         named = dict(zip(self.arg_names, args, strict=False)) | options
-        given = [a for n, kind in kernel.src.signature.items() for a in _flat(named[n], kind)]
+        arguments = [a for n, kind in kernel.src.signature.items() for a in _flat(named[n], kind)]
         blocks = (*grid, 1, 1)[:3]
         threads = 32 * kernel.metadata.num_warps
         try:
-            ptx_grid.launch(kernel.asm["ptx"], given, blocks, threads, kernel.metadata.shared)
+            ptx_grid.launch(kernel.asm["ptx"], arguments, blocks, threads, kernel.metadata.shared)
         except NotImplementedError as error:
             pytest.skip(f"tests._tools.ptx.grid has no {error}")
         ran.append(self.__name__)
@@ -74,10 +74,10 @@ def install(arch: int) -> list[str]:
     return ran
 
 
-def same(found, want) -> None:
+def same(actual, expected) -> None:
     """Codes, scales and global scales bit for bit."""
     for name in ("codes", "scales", "global_scale"):
-        a, b = (getattr(x, name) for x in (found, want))
+        a, b = (getattr(x, name) for x in (actual, expected))
         a, b = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (a, b))
         assert_bitwise(a, b, name)
 
@@ -100,24 +100,24 @@ def by_rope(tokens: int, heads: int, dim: int, half: int, groups: int, **options
     x = values(tokens, heads * dim).reshape(tokens, heads, dim)
     angles = strategies.normal(7, (tokens, half), torch.float32)
     cos, sin = angles.cos(), angles.sin()
-    found = rope_quantize(x, cos, sin, inverse=True, groups=groups, **options, backend="triton")
+    result = rope_quantize(x, cos, sin, inverse=True, groups=groups, **options, backend="triton")
     turned = rope(x, cos[:, None], sin[:, None], inverse=True, backend="reference")
-    same(found, quantize(turned.reshape(tokens, groups, -1), **options, backend="reference"))
+    same(result, quantize(turned.reshape(tokens, groups, -1), **options, backend="reference"))
 
 
 def normed(rows: int, columns: int, **options) -> None:
     """Against quantising the norm that the kernel itself returns."""
     x = values(rows, columns)
     weight = strategies.normal(5, (columns,), torch.float32).to(torch.bfloat16)
-    y, found = rms_norm_quantize(x, weight, **options, backend="triton")
-    same(found, quantize(y, **options, backend="reference"))
+    y, result = rms_norm_quantize(x, weight, **options, backend="triton")
+    same(result, quantize(y, **options, backend="reference"))
 
 
 def activated(rows: int, columns: int, **options) -> None:
     """Against the product that the plain kernel makes, quantised."""
     x = values(rows, 2 * columns)
-    found = swiglu_quantize(x, 10.0, **options, backend="triton")
-    same(found, quantize(swiglu(x, 10.0, backend="triton"), **options, backend="reference"))
+    result = swiglu_quantize(x, 10.0, **options, backend="triton")
+    same(result, quantize(swiglu(x, 10.0, backend="triton"), **options, backend="reference"))
 
 
 def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
@@ -127,11 +127,11 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
     _, offsets, rows = moe_permute(ids, 5, backend="reference")
     scales = strategies.normal(3, (5,), torch.float32).abs() + 0.01 if static else None
     arguments = (values(tokens, columns), rows, offsets)
-    found, want = (
+    actual, expected = (
         moe_gather_quantize(*arguments, input_scale=scales, layout=layout, backend=name)
         for name in ("triton", "reference")
     )
-    same(found, want)
+    same(actual, expected)
 
 
 def _of_many() -> None:
@@ -177,11 +177,11 @@ def main(arch: int, names: list[str]) -> int:
         try:
             with interpret_triton():
                 CASES[name]()
-            found = "equal"
-        except Exception as error:  # a case is told of, and the next is run
+            result = "equal"
+        except Exception as error:  # a case is reported, and the next is run
             wrong += 1
-            found = f"{type(error).__name__}: {error}"
-        print(f"{name} | {' '.join(ran)} | {found}", flush=True)
+            result = f"{type(error).__name__}: {error}"
+        print(f"{name} | {' '.join(ran)} | {result}", flush=True)
     return wrong
 
 

@@ -34,7 +34,7 @@ SIZES = (
     ("tiny", 1100),  # many, of kernels that take many rows
     ("flash", 130),  # many values, of those that take many of these
 )
-# An expert has them on average: of products of few rows, of each step, and of very many.
+# An expert has them on average: of GEMMs of few rows, of each step, and of very many.
 ROWS = (1, 6, 8, 24, 40, 60, 80, 100, 150, 300)
 
 
@@ -42,7 +42,9 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
     """Run the operators named, or all; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
-        if all(dispatch.implementations(one)[0].name == "reference" for one in operators(op)):
+        if all(
+            dispatch.implementations(operator)[0].name == "reference" for operator in operators(op)
+        ):
             continue
         for preset, tokens in sizes:
             for case in cases(op, preset, tokens):
@@ -59,7 +61,7 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
 
 
 def routed(op: str, every: list[int]) -> int:
-    """With so many rows an expert, of whole tiles, by three blocks, so that each has many."""
+    """That number of rows an expert, of whole tiles, by three blocks, so that each has many."""
     config = PRESETS["tiny"]().replace(hidden_size=1280, moe_intermediate_size=384)
     fitting, calls = Kernel.prepare, 0
     Kernel.prepare = lambda kernel, device: min(3, fitting(kernel, device))

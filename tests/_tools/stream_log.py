@@ -11,7 +11,7 @@ from dsv4 import dispatch, overlap
 
 def written_down(monkeypatch):
     """A list that gets, in order, which operator ran on which stream, and who waited for whom."""
-    found, active = [], ["current"]
+    result, active = [], ["current"]
 
     class Stream:
         device_index = 0
@@ -20,14 +20,14 @@ def written_down(monkeypatch):
             self.name, self.cuda_stream = name, hash(name)
 
         def wait_stream(self, other):
-            found.append(f"{self.name} waits for {other.name}")
+            result.append(f"{self.name} waits for {other.name}")
 
         def record_event(self):
-            found.append(f"{self.name} ended")
-            return f"end {found.count(found[-1])} of {self.name}"
+            result.append(f"{self.name} ended")
+            return f"end {result.count(result[-1])} of {self.name}"
 
         def wait_event(self, event):
-            found.append(f"{self.name} waits for {event}")
+            result.append(f"{self.name} waits for {event}")
 
     @contextlib.contextmanager
     def stream(which):
@@ -38,7 +38,7 @@ def written_down(monkeypatch):
     run = dispatch.run
 
     def record(op, args, *rest):
-        found.append(f"{op} on {active[-1]}")
+        result.append(f"{op} on {active[-1]}")
         return run(op, args, *rest)
 
     monkeypatch.setattr(overlap, "uses_side_streams", lambda x: True)
@@ -51,7 +51,7 @@ def written_down(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda t, s: found.append(f"memory kept for {s.name}")
+        torch.Tensor, "record_stream", lambda t, s: result.append(f"memory kept for {s.name}")
     )
     monkeypatch.setattr(dispatch, "run", record)
-    return found
+    return result

@@ -54,11 +54,13 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
     for values in (block, near):
         for place, value in special:
             values[0, place] = value
-        one = torch.tensor([scale])
-        want = quantize(values, scaling="static", global_scale=one, backend="reference")
+        global_scale = torch.tensor([scale])
+        expected = quantize(
+            values, scaling="static", global_scale=global_scale, backend="reference"
+        )
         codes, byte = coded(values[0], scale)
-        assert byte == int(want.scales.view(torch.uint8))
-        assert codes.tolist() == want.codes[0].tolist()
+        assert byte == int(expected.scales.view(torch.uint8))
+        assert codes.tolist() == expected.codes[0].tolist()
 
 
 def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
@@ -66,15 +68,15 @@ def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
     ptx = pytest.importorskip("dsv4.cute.device.ptx")
     ptx_machine.install(monkeypatch)
     codes = torch.arange(256, dtype=torch.uint8)
-    want = codes.view(torch.float8_e4m3fn).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    converted = codes.view(torch.float8_e4m3fn).bfloat16().view(torch.int16).numpy().view(np.uint16)
     for low in range(256):
         high = (low * 37 + 11) % 256
         word = ptx.e4m3x2_to_bfloat16x2(0xABCD0000 | high << 8 | low)
-        found = np.array([word & 0xFFFF, word >> 16], np.uint16)
-        nan = (found & 0x7FFF) > 0x7F80
-        expected = want[[low, high]]
+        actual = np.array([word & 0xFFFF, word >> 16], np.uint16)
+        nan = (actual & 0x7FFF) > 0x7F80
+        expected = converted[[low, high]]
         assert (nan == ((expected & 0x7FFF) > 0x7F80)).all()
-        assert (found[~nan] == expected[~nan]).all()
+        assert (actual[~nan] == expected[~nan]).all()
 
 
 def exchanged(values, ptx):
@@ -98,13 +100,13 @@ def test_packed_sums_keep_twelve_bits_of_each(values):
         ptx_machine.install(patched)
         whole = np.array(values, np.float32)
         rounded = torch.from_numpy(whole.copy()).bfloat16().float().numpy()
-        found, again = (exchanged(x, ptx).view(np.float32) for x in (whole, rounded))
-    assert (np.isnan(found) == np.isnan(whole)).all()
+        result, again = (exchanged(x, ptx).view(np.float32) for x in (whole, rounded))
+    assert (np.isnan(result) == np.isnan(whole)).all()
     far = np.abs(whole) > 3.4e38  # the factor that makes up for bits left out may be one too many
-    assert (found[np.isinf(whole)] == whole[np.isinf(whole)]).all()
-    some = np.isfinite(whole) & ~far
-    off = np.abs(found[some].astype(np.float64) - whole[some])
-    assert (off <= 2.0**-11.6 * np.abs(whole[some].astype(np.float64)) + 2.0**-137).all()
+    assert (result[np.isinf(whole)] == whole[np.isinf(whole)]).all()
+    ordinary = np.isfinite(whole) & ~far
+    off = np.abs(result[ordinary].astype(np.float64) - whole[ordinary])
+    assert (off <= 2.0**-11.6 * np.abs(whole[ordinary].astype(np.float64)) + 2.0**-137).all()
     normal = np.isfinite(rounded) & (np.abs(rounded) >= 2.0**-126)
     assert (again[normal] == rounded[normal]).all()
     assert (again[rounded == 0] == 0).all()
@@ -115,8 +117,8 @@ def test_packed_sums_are_off_by_nothing_on_average():
     values = strategies.normal(3, (250, 8), torch.float32).numpy()
     with pytest.MonkeyPatch.context() as patched:
         ptx_machine.install(patched)
-        found = np.array([exchanged(eight, ptx) for eight in values], np.uint32).view(np.float32)
-    relative = found.astype(np.float64) / values - 1
+        result = np.array([exchanged(eight, ptx) for eight in values], np.uint32).view(np.float32)
+    relative = result.astype(np.float64) / values - 1
     # Of 2000 values that are each off by some 2^-13, the mean has an error of 2^-18.
     assert abs(relative.mean()) < 2.0**-15.5
     assert relative.min() > -(2.0**-11.6) < relative.max() < 2.0**-12

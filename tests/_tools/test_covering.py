@@ -31,11 +31,11 @@ PLANS = st.sets(
 
 
 def pairs(plans):
-    found = set()
+    result = set()
     for plan in plans:
         fields = [("", type(plan)), *vars(plan).items()]
-        found |= set(itertools.combinations(fields, 2))
-    return found
+        result |= set(itertools.combinations(fields, 2))
+    return result
 
 
 @given(PLANS)

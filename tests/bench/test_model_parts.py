@@ -30,29 +30,29 @@ NAMED = Named("flash", 64, 256, 43, 43, "random", "nvfp4", "random")
 class TestOperators:
     def functions(self) -> dict[str, list[str]]:
         """Triton kernels that are launched, with the files that hold them."""
-        found: dict[str, list[str]] = {}
+        result: dict[str, list[str]] = {}
         for path in sorted((Path(dsv4.__file__).parent / "triton").rglob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 jitted = isinstance(node, ast.FunctionDef) and any(
-                    "triton.jit" in ast.unparse(one) for one in node.decorator_list
+                    "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
                 )
                 if jitted and node.name.endswith("kernel"):
-                    found.setdefault(node.name, []).append(path.stem)
-        return found
+                    result.setdefault(node.name, []).append(path.stem)
+        return result
 
     def test_every_triton_kernel_has_an_operator(self):
-        found = self.functions()
-        assert set(found) == set(operators.FUNCTIONS)
-        several = {name: files for name, files in found.items() if len(files) > 1}
+        result = self.functions()
+        assert set(result) == set(operators.FUNCTIONS)
+        several = {name: files for name, files in result.items() if len(files) > 1}
         assert set(several) <= {"_unpack_kernel"}, "one name, one operator"
 
     def test_every_cute_kernel_has_an_operator(self):
-        found = set()
+        result = set()
         for path in (Path(dsv4.__file__).parent / "cute").glob("sm*/*.py"):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Kernel"):
-                    found.add(node.name)
-        assert found == set(operators.CLASSES)
+                    result.add(node.name)
+        assert result == set(operators.CLASSES)
 
     @pytest.mark.parametrize(
         ("kernel", "operator"),
@@ -85,11 +85,11 @@ class TestOperators:
         launches=st.lists(st.tuples(names, st.floats(0, 1e4)), min_size=1), steps=st.integers(1, 9)
     )
     def test_the_operators_add_up(self, launches, steps):
-        found = Profile.of([Launch(*one) for one in launches], steps)
-        assert found.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
-        assert sum(one.ms for one in found.operators) == pytest.approx(found.ms)
-        assert sum(one.launches for one in found.operators) == pytest.approx(found.launches)
-        times = [one.ms for one in found.operators]
+        result = Profile.of([Launch(*launch) for launch in launches], steps)
+        assert result.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
+        assert sum(launch.ms for launch in result.operators) == pytest.approx(result.ms)
+        assert sum(launch.launches for launch in result.operators) == pytest.approx(result.launches)
+        times = [launch.ms for launch in result.operators]
         assert times == sorted(times, reverse=True)
 
 
@@ -163,17 +163,17 @@ class TestChart:
         root = ET.fromstring(text)
         space = "{http://www.w3.org/2000/svg}"
         bars = [r for r in root.iter(f"{space}rect") if r.find(f"{space}title") is not None]
-        found = [value for group in groups for value in group.values if value is not None]
-        assert len(bars) == len(found)
+        result = [value for group in groups for value in group.values if value is not None]
+        assert len(bars) == len(result)
         heights = [float(bar.get("height")) for bar in bars]
-        for value, height in zip(found, heights, strict=True):
+        for value, height in zip(result, heights, strict=True):
             assert 0 <= height <= 300
-            for other, lower in zip(found, heights, strict=True):
+            for other, lower in zip(result, heights, strict=True):
                 assert value < other or height >= lower - 0.1
-        if found and max(found) <= 30 * min(found):
-            unit = max(heights) / max(found)
-            assert heights == pytest.approx([unit * value for value in found], abs=0.11)
-        assert ("logarithmic" in text) == bool(found and max(found) > 30 * min(found))
+        if result and max(result) <= 30 * min(result):
+            unit = max(heights) / max(result)
+            assert heights == pytest.approx([unit * value for value in result], abs=0.11)
+        assert ("logarithmic" in text) == bool(result and max(result) > 30 * min(result))
 
 
 def test_kernels_that_were_compiled_ahead_are_named():
@@ -189,8 +189,8 @@ class TestDocument:
     def document(self) -> dict[str, Any]:
         row = dataclasses.asdict(row_of(1, step_ms=5.0))
         start = dataclasses.asdict(ModelResults().start)
-        found = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
-        return {"schema": "dsv4.bench.model/1", "header": {}, **found}
+        result = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
+        return {"schema": "dsv4.bench.model/1", "header": {}, **result}
 
     def test_what_is_complete_is_valid(self):
         validate(self.document())
@@ -208,10 +208,10 @@ class TestDocument:
         ],
     )
     def test_what_is_wrong_is_named(self, change, message):
-        found = self.document()
-        change(found)
+        result = self.document()
+        change(result)
         with pytest.raises(ValueError, match=message):
-            validate(found)
+            validate(result)
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ class TestTables:
 
     @given(st.text(max_size=200), st.integers(10, 80))
     def test_short_is_short(self, text: str, most: int):
-        found = tables.short(text, most)
-        assert len(found) <= most
+        result = tables.short(text, most)
+        assert len(result) <= most
         line = " ".join(text.split())
-        assert found == line or (found.endswith("...") and line.startswith(found[:-3]))
+        assert result == line or (result.endswith("...") and line.startswith(result[:-3]))
 
     def test_each_row_has_one_short_reason(self):
         rows = [dataclasses.replace(ROW, reason=why) for why in ("first " * 30, "second", "second")]
@@ -292,15 +292,15 @@ class TestMainJob:
         printed = capsys.readouterr().out.splitlines()
         assert any("transformers is not installed" in line for line in printed)
         assert max(len(line) for line in printed if not line.startswith("wrote ")) <= 120
-        found = json.loads(path.read_text())
-        results.validate(found)
-        assert {row["op"] for row in found["rows"]} == set(MAKERS)
-        assert printed[-1] == f"PASSED: {len(found['rows'])} checks passed; 2 not checked"
+        result = json.loads(path.read_text())
+        results.validate(result)
+        assert {row["op"] for row in result["rows"]} == set(MAKERS)
+        assert printed[-1] == f"PASSED: {len(result['rows'])} checks passed; 2 not checked"
 
     def test_generation_equals_transformers(self, capsys):
         pytest.importorskip("transformers")
-        found = main_job.generation(CPU)
-        assert [(check.where, check.passed) for check in found] == [
+        result = main_job.generation(CPU)
+        assert [(check.where, check.passed) for check in result] == [
             ("our model", True),
             ("drop-in", True),
         ]
@@ -318,8 +318,8 @@ class TestMainJob:
 
     def test_generation_that_differs_fails_the_job(self, monkeypatch, capsys):
         monkeypatch.setattr(main_job, "operators", lambda options, rates, rows: rows.append(ROW))
-        found = Check("generation", "drop-in", False, "11 of 12 tokens differ")
-        monkeypatch.setattr(main_job, "generation", lambda device, seed: [found])
+        result = Check("generation", "drop-in", False, "11 of 12 tokens differ")
+        monkeypatch.setattr(main_job, "generation", lambda device, seed: [result])
         assert main(["--device", "cpu"]) == 2
         assert last_line(capsys) == ("FAILED: 1 of 1 generation: drop-in: 11 of 12 tokens differ")
 

@@ -83,11 +83,11 @@ def test_the_report(capsys):
 def test_the_report_as_json(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert main([*FEW, "--tokens", "3", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    assert set(found) == {"header", "kernels", "absent"}
-    wanted = {"gpu", "driver", "versions", "commit", "command", "date"}
-    assert wanted <= set(found["header"])
-    kernel = found["kernels"][0]
+    actual = json.loads(path.read_text())
+    assert set(actual) == {"header", "kernels", "absent"}
+    expected = {"gpu", "driver", "versions", "commit", "command", "date"}
+    assert expected <= set(actual["header"])
+    kernel = actual["kernels"][0]
     assert set(kernel) == {
         *("matrix", "shape", "layout", "activation", "backend", "points", "failed"),
         *("worst", "us", "messages"),
@@ -166,10 +166,10 @@ def test_products_of_experts_are_validated(tmp_path):
     path = tmp_path / "report.json"
     command = [*COMMAND, "--cases", "*swiglu*,experts*", "--tokens", "1,17", "--json", str(path)]
     assert main(command) == 0
-    found = json.loads(path.read_text())["kernels"]
+    result = json.loads(path.read_text())["kernels"]
     names = {"tiny " + name for name in validate_experts.CASES}
-    assert {kernel["matrix"] for kernel in found} == names
-    for kernel in found:
+    assert {kernel["matrix"] for kernel in result} == names
+    for kernel in result:
         shared = kernel["matrix"] == "tiny gate_up swiglu"
         codes = kernel["matrix"].endswith("quantize")
         assert kernel["points"] == (3 if shared else 4) * (1 if codes else 2)
@@ -254,15 +254,15 @@ def test_a_kernel_that_takes_some_is_validated_there(register, tmp_path):
     register(lambda args, out: out, f"{__name__}:one_token")
     path = tmp_path / "report.json"
     assert main([*FEW, "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    tested = [kernel for kernel in found["kernels"] if kernel["backend"] == "tested"]
+    result = json.loads(path.read_text())
+    tested = [kernel for kernel in result["kernels"] if kernel["backend"] == "tested"]
     assert {kernel["layout"] for kernel in tested} == {
         "linear",
         "swizzled_128x4",
         "fragments_16x64",
     }
     assert all((kernel["points"], list(kernel["us"])) == (2, ["1"]) for kernel in tested)
-    assert "tested" not in found["absent"]
+    assert "tested" not in result["absent"]
 
 
 @pytest.mark.parametrize(
@@ -290,9 +290,9 @@ def test_on_a_gpu(tmp_path):
     matrices = "q_a+kv,o_a,indexer_q,gate_up swiglu,experts*"
     command = ["run", "gemm", "--check", "--shapes", "flash", "--cases", matrices]
     assert main([*command, "--tokens", "1,17,65", "--repeat", "2", "--json", str(path)]) == 0
-    found = json.loads(path.read_text())
-    ran = {kernel["backend"] for kernel in found["kernels"]}
+    result = json.loads(path.read_text())
+    ran = {kernel["backend"] for kernel in result["kernels"]}
     assert {"reference", "cublas"} <= ran
     if torch.cuda.get_device_capability()[0] in (9, 10):
         assert "cute" in ran
-    assert all(kernel["us"] for kernel in found["kernels"])
+    assert all(kernel["us"] for kernel in result["kernels"])

@@ -94,13 +94,13 @@ class Subject:
 
 
 def damage(data: bytes, target: str, rng: random.Random) -> bytes:
-    """The bytes of a file with one to three random mistakes."""
+    """The bytes of a file with one to three random errors."""
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         if target == "data":
             data = _damaged_data(data, rng)
         elif rng.random() < 0.3:
-            room = _header_bytes(data) if target == "header" else len(data)
-            data = _damaged_bytes(data, room, rng)
+            length = _header_bytes(data) if target == "header" else len(data)
+            data = _damaged_bytes(data, length, rng)
         elif target == "header":
             data = _damaged_header(data, rng)
         else:
@@ -113,12 +113,12 @@ def _header_bytes(data: bytes) -> int:
     return min(8 + len(text.rstrip(b" ")), len(data))
 
 
-def _damaged_bytes(data: bytes, room: int, rng: random.Random) -> bytes:
+def _damaged_bytes(data: bytes, length: int, rng: random.Random) -> bytes:
     """Bytes changed, lost, added or doubled in the first ``room``."""
-    if room == 0:
+    if length == 0:
         return bytes(rng.randrange(256) for _ in range(8))
-    start = rng.randrange(room)
-    stop = min(room, start + rng.choice([1, 1, 2, 8, 64]))
+    start = rng.randrange(length)
+    stop = min(length, start + rng.choice([1, 1, 2, 8, 64]))
     odd = bytes(rng.choice(b'\x00\xff\x7f\x80{}[]",:0189.eE-+ nft\\') for _ in range(stop - start))
     kinds = {
         "change": data[:start] + odd + data[stop:],

@@ -39,14 +39,14 @@ def mixed(seed: int, formats: list[str | None]) -> DeepseekV4ForCausalLM:
 
 
 def experts_of(model: torch.nn.Module) -> dict[str, DeepseekV4Experts]:
-    found = {n: m for n, m in model.named_modules() if isinstance(m, DeepseekV4Experts)}
-    return {name.removesuffix(".mlp.experts"): module for name, module in found.items()}
+    result = {n: m for n, m in model.named_modules() if isinstance(m, DeepseekV4Experts)}
+    return {name.removesuffix(".mlp.experts"): module for name, module in result.items()}
 
 
 def same_values(left: torch.nn.Module, right: torch.nn.Module) -> None:
-    for one, other in zip(packable(left), packable(right), strict=True):
-        if isinstance(one, Linear):
-            assert_bitwise(one.dense_weight(), other.dense_weight(), "weight")
+    for first, other in zip(packable(left), packable(right), strict=True):
+        if isinstance(first, Linear):
+            assert_bitwise(first.dense_weight(), other.dense_weight(), "weight")
             continue
         for name in ("gate_up_proj", "down_proj"):
-            assert_bitwise(one.dense_weight(name), other.dense_weight(name), name)
+            assert_bitwise(first.dense_weight(name), other.dense_weight(name), name)

@@ -84,9 +84,9 @@ def test_mtp_is_not_dropped(tmp_path, layout):
     model = make_model()
     save(model, tmp_path, layout=layout, plain=("mtp.*",), plain_dtype=None)
     loaded = load(tmp_path, progress=False)
-    wanted = {n: t for n, t in state(model).items() if n.startswith("mtp.")}
-    assert len(wanted) > 20
-    assert_same_state({n: t for n, t in state(loaded).items() if n.startswith("mtp.")}, wanted)
+    expected = {n: t for n, t in state(model).items() if n.startswith("mtp.")}
+    assert len(expected) > 20
+    assert_same_state({n: t for n, t in state(loaded).items() if n.startswith("mtp.")}, expected)
     assert len(load(tmp_path, mtp=False, progress=False).mtp) == 0
 
 
@@ -180,9 +180,9 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path):
 
 def test_mxfp4_becomes_nvfp4_without_loss(tmp_path):
     save(make_model(), tmp_path, layout="deepseek")
-    kept = load(tmp_path, progress=False)
+    unconverted = load(tmp_path, progress=False)
     turned = load(tmp_path, mxfp4="nvfp4", activation="nvfp4", progress=False)
-    for left, right in zip(kept.model.layers, turned.model.layers, strict=True):
+    for left, right in zip(unconverted.model.layers, turned.model.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
             assert right.mlp.experts.format is NVFP4
             wide = [x.mlp.experts.dense_weight(name) for x in (left, right)]

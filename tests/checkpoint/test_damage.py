@@ -291,10 +291,10 @@ def test_a_missing_shard_is_refused(shards):
     _refused(shards, rf"{victim.name}: the shard is missing")
 
 
-@pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_a_truncated_shard_is_refused(shards, kept):
+@pytest.mark.parametrize("length", [0, 4, 100, -1])
+def test_a_truncated_shard_is_refused(shards, length):
     victim = sorted(shards.glob("*.safetensors"))[2]
-    victim.write_bytes(victim.read_bytes()[:kept])
+    victim.write_bytes(victim.read_bytes()[:length])
     _refused(shards, rf"{victim.name}: truncated")
 
 
@@ -322,10 +322,10 @@ def _shift(row):
 def test_a_header_that_contradicts_its_data_is_refused(shards, change):
     victim = sorted(shards.glob("*.safetensors"))[1]
     data = victim.read_bytes()
-    room = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + room])
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
     change(list(header.values())[-1])
-    victim.write_bytes(data[:8] + json.dumps(header).encode().ljust(room) + data[8 + room :])
+    victim.write_bytes(data[:8] + json.dumps(header).encode().ljust(length) + data[8 + length :])
     _refused(shards, rf"{victim.name}: .*not a safetensors file")
 
 

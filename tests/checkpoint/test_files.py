@@ -134,7 +134,7 @@ def test_any_tensors_survive_and_the_safetensors_package_reads_them(tmp_path_fac
             writer.add(name, tensor)
         writer.finish({"config.json": {}})
     shards = sorted(folder.glob("*.safetensors"))
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for shard in shards:
         headers = read_header(shard)
         total = sum(info.nbytes for info in headers.values())
@@ -143,12 +143,12 @@ def test_any_tensors_survive_and_the_safetensors_package_reads_them(tmp_path_fac
             mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         # A map begins with a page, so an address is as aligned as the place in the file.
         assert all(tensor.data_ptr() % tensor.dtype.itemsize == 0 for tensor in mapped.values())
-        found |= mapped
-    assert found.keys() == tensors.keys()
+        result |= mapped
+    assert result.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].shape == tensor.shape
-        assert torch.equal(raw(found[name]), raw(tensor))
+        assert result[name].dtype == tensor.dtype
+        assert result[name].shape == tensor.shape
+        assert torch.equal(raw(result[name]), raw(tensor))
     if len(shards) > 1:
         index = json.loads((folder / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == tensors.keys()

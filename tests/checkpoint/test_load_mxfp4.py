@@ -40,13 +40,13 @@ class TestConversion:
     @example(seed=0, low=100, span=18)
     def test_is_exact_or_refused(self, seed, low, span):
         q = random_mxfp4(seed, 6, 96, low, low + span)
-        found = to_nvfp4(q)
+        result = to_nvfp4(q)
         rounded = to_nvfp4(q, rounds=True)
         exact = torch.equal(values(rounded), values(q))
-        assert (found is not None) == exact
+        assert (result is not None) == exact
         assert exact or span > 17
-        if found is not None:
-            back = to_mxfp4(found)
+        if result is not None:
+            back = to_mxfp4(result)
             assert_bitwise(values(back), values(q), "value")
             if span <= 17:
                 assert_bitwise(back.codes, q.codes, "code")
@@ -67,8 +67,8 @@ class TestConversion:
             assert pair is not None
         if pair is None:
             return
-        for one, was in zip(pair, (gate, up), strict=True):
-            assert_bitwise(values(one), values(was), "value")
+        for linear, was in zip(pair, (gate, up), strict=True):
+            assert_bitwise(values(linear), values(was), "value")
         assert torch.equal(pair[0].global_scale, pair[1].global_scale)
 
     @given(seed=strategies.seeds(), bits=st.integers(0, 2**32 - 1), same=st.booleans())
@@ -138,9 +138,9 @@ class TestMxfp4:
     def test_is_converted_where_no_value_changes(self, tmp_path_factory, seed, spread, pack):
         names = {f"layers.{n}.ffn.experts.{e}.{w}": p for (n, e, w), p in spread.items()}
         folder = mxfp4_checkpoint(tmp_path_factory.mktemp("model"), names, seed % 7)
-        kept = load(folder, mxfp4="keep", pack=False, progress=False)
+        unconverted = load(folder, mxfp4="keep", pack=False, progress=False)
         model = load(folder, mxfp4="lossless", pack=pack, progress=False)
-        same_values(model, kept)
+        same_values(model, unconverted)
         bad = {name for name, powers in names.items() if powers > 17}
         conversion = model.load_report.conversion
         assert set(conversion.inexact) == {f"{name}.weight" for name in bad}
@@ -150,13 +150,10 @@ class TestMxfp4:
             packed = pack and name not in stay
             assert module.layout == (FRAGMENTS if packed else LINEAR), name
             for e in range(4 if module.format == NVFP4 else 0):
-                gate, up, _ = experts_of(kept)[name].get_expert(e)
-                one = module.gate_up_proj_scale_2[e].unique().numel() == 1
-                assert one == (pair_to_nvfp4(gate, up) is not None)
-        assert (conversion.unconverted, conversion.converted) == (
-            12 * len(stay),
-            12 * (4 - len(stay)),
-        )
+                gate, up, _ = experts_of(unconverted)[name].get_expert(e)
+                is_shared = module.gate_up_proj_scale_2[e].unique().numel() == 1
+                assert is_shared == (pair_to_nvfp4(gate, up) is not None)
+        assert (conversion.unconverted, conversion.converted) == (12 * len(stay), 12 * (4 - len(stay)))
 
     def test_what_stays_is_said_once(self, tmp_path, caplog):
         name = "layers.1.ffn.experts.2.w2"
@@ -178,13 +175,13 @@ class TestMxfp4:
     def test_comes_back_as_it_was(self, tmp_path, pack):
         """In DeepSeek's layout the file, in others the values."""
         source = saved(make_model(CONFIG), tmp_path / "a", layout="deepseek")
-        kept = load(source, mxfp4="keep", pack=False, progress=False)
+        unconverted = load(source, mxfp4="keep", pack=False, progress=False)
         model = load(source, mxfp4="lossless", pack=pack, progress=False)
         for layout in ("deepseek", "nvidia", "transformers", "bf16"):
             save(model, tmp_path / layout, layout=layout, plain_dtype=None, plain=("*",))
             options: Any = {"mxfp4": "keep", "pack": False, "progress": False}
             again = load(tmp_path / layout, **options)
-            same_values(again, kept)
+            same_values(again, unconverted)
             formats = {n: m.format for n, m in experts_of(again).items()}
             main = {"deepseek": MXFP4, "bf16": None}.get(layout, NVFP4)
             assert formats["model.layers.0"] == main
@@ -256,9 +253,9 @@ class TestMxfp4:
 
     def test_linear_layers(self, tmp_path):
         source = saved(mixed(1, ["mxfp4"]), tmp_path, layout="transformers")
-        kept = load(source, mxfp4="keep", progress=False)
+        unconverted = load(source, mxfp4="keep", progress=False)
         model = load(source, mxfp4="lossless", pack=FRAGMENTS, progress=False)
-        same_values(model, kept)
+        same_values(model, unconverted)
         assert {m.format for m in packable(model)} == {NVFP4}
         assert {m.layout for m in packable(model)} == {FRAGMENTS}
         linear = sum(isinstance(m, Linear) for m in packable(model))

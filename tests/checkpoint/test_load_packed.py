@@ -75,15 +75,15 @@ class TestPacked:
         plain = load(folder, pack=False, **options)
         model = load(folder, pack=layout, **options)
         assert_same_state(state(model), state(plain))
-        wanted = layers.pack_(plain, layout)
-        found = model.load_report.packing
-        assert (sorted(found.packed), found.kept) == (sorted(wanted.packed), wanted.kept)
-        assert sorted(found.joined) == sorted(wanted.joined)
-        for one, other in zip(packable(model), packable(plain), strict=True):
-            assert one.layout == other.layout
+        expected = layers.pack_(plain, layout)
+        actual = model.load_report.packing
+        assert (sorted(actual.packed), actual.kept) == (sorted(expected.packed), expected.kept)
+        assert sorted(actual.joined) == sorted(expected.joined)
+        for module, other in zip(packable(model), packable(plain), strict=True):
+            assert module.layout == other.layout
         before = [joint(m) for m in packable(model)]
         again = layers.pack_(model, layout)
-        assert (sorted(again.packed), again.kept) == (sorted(found.packed), found.kept)
+        assert (sorted(again.packed), again.kept) == (sorted(actual.packed), actual.kept)
         assert before == [joint(m) for m in packable(model)]
         buffers = dict(plain.named_buffers())
         for name, buffer in model.named_buffers():
@@ -165,11 +165,11 @@ class TestDefault:
         pretend_gpu(monkeypatch, experts="there is no kernel")
         with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
             model = load(source, progress=False)
-        kept = model.load_report.packing.kept
-        assert set(kept.values()) == {"there is no kernel"}
+        reasons = model.load_report.packing.kept
+        assert set(reasons.values()) == {"there is no kernel"}
         for module in packable(model):
-            wanted = LINEAR if isinstance(module, DeepseekV4Experts) else FRAGMENTS
-            assert module.layout == wanted
+            expected = LINEAR if isinstance(module, DeepseekV4Experts) else FRAGMENTS
+            assert module.layout == expected
         [record] = [r for r in caplog.records if MESSAGE in r.message]
         assert "4 layers are not packed: there is no kernel" in record.message
         assert "model.layers.0.mlp.experts" in record.message
@@ -185,16 +185,16 @@ class TestDefault:
             for name, module in quantised_modules(model)
             if isinstance(module, DeepseekV4Experts) or module.format in (NVFP4, MXFP4)
         ]
-        kept = dict.fromkeys((name for name, _ in quantised_modules(model)), "it is so")
+        reasons = dict.fromkeys((name for name, _ in quantised_modules(model)), "it is so")
         for device, level in (("cpu", logging.INFO), ("meta", logging.WARNING)):
             caplog.clear()
             with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
-                report_packing(tmp_path, model.to(device), layers.Packing(kept=kept))
-            found = {r.levelno: r.message for r in caplog.records if MESSAGE in r.message}
-            number = len(slow) if device == "meta" else len(kept)
-            assert f": {number} layers are not packed: it is so" in found[level]
-            assert len(found) == (2 if device == "meta" else 1)
-            assert 0 < len(slow) < len(kept)
+                report_packing(tmp_path, model.to(device), layers.Packing(kept=reasons))
+            result = {r.levelno: r.message for r in caplog.records if MESSAGE in r.message}
+            number = len(slow) if device == "meta" else len(reasons)
+            assert f": {number} layers are not packed: it is so" in result[level]
+            assert len(result) == (2 if device == "meta" else 1)
+            assert 0 < len(slow) < len(reasons)
 
     @pytest.mark.parametrize(
         ("capability", "dtype", "experts", "linear"),
@@ -210,9 +210,9 @@ class TestDefault:
     def test_reasons(self, capability, dtype, experts, linear):
         gpu = torch.device("cuda", 0)
         with machine.pretend(capability=capability, packages=True):
-            for wanted, of_experts in ((experts, True), (linear, False)):
-                found = supports.no_packed_weights(gpu, dtype, experts=of_experts)
-                assert (found is None) if wanted is None else (wanted in found)
+            for expected, of_experts in ((experts, True), (linear, False)):
+                actual = supports.no_packed_weights(gpu, dtype, experts=of_experts)
+                assert (actual is None) if expected is None else (expected in actual)
 
     @pytest.mark.parametrize(
         ("capability", "activation", "layout"),

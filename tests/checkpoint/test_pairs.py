@@ -32,8 +32,8 @@ def _matrix(seed: int, low: int, high: int, scale: float, empty: bool = False) -
 def _exact(q: QuantizedTensor, scale: torch.Tensor | None = None) -> torch.Tensor:
     """Values in float64, where their products are exact."""
     shared = q.global_scale if scale is None else scale
-    one = QuantizedTensor(q.codes, q.scales, torch.ones(1), NVFP4)
-    return dequantize(one, torch.float32).double() * shared.double()
+    unscaled = QuantizedTensor(q.codes, q.scales, torch.ones(1), NVFP4)
+    return dequantize(unscaled, torch.float32).double() * shared.double()
 
 
 # Bytes 0x20 to 0x5F are 2^-3 to 15: six binades below and five above are free in E4M3.

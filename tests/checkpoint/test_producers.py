@@ -245,7 +245,7 @@ def test_copies_under_mtp_are_skipped(tmp_path):
 def test_what_is_float32_by_definition_is_never_narrower(tmp_path, dtype):
     save(make_model(), tmp_path, layout="bf16")
     model = load(tmp_path, dtype=dtype, progress=False)
-    kept = torch.promote_types(dtype, torch.float32)
+    scale_dtype = torch.promote_types(dtype, torch.float32)
     layer = model.model.layers[2]
     for tensor in (
         layer.attn_hc.fn,
@@ -256,7 +256,7 @@ def test_what_is_float32_by_definition_is_never_narrower(tmp_path, dtype):
         model.model.hc_head.hc_scale,
         model.mtp[0].hc_head.hc_fn,
     ):
-        assert tensor.dtype == kept
+        assert tensor.dtype == scale_dtype
     assert layer.mlp.gate.weight.dtype == layer.mlp.experts.down_proj.dtype == dtype
     assert model.model.layers[0].mlp.gate.tid2eid.dtype == torch.int64
 

@@ -180,11 +180,11 @@ def test_every_operation_may_fail(tmp_path, kind, old, new):
         finished = faults.count < number
         unlock(folder)
         # Read as it is: the old one or the new one, and what a success promised.
-        found = contents(folder)
-        assert found in ((2.0,) if success else (1.0, 2.0)), number
-        if found == 1.0:
+        actual = contents(folder)
+        assert actual in ((2.0,) if success else (1.0, 2.0)), number
+        if actual == 1.0:
             assert {n: (folder / n).read_bytes() for n in before} == before
-        _others_find_one(folder, found)
+        _others_find_one(folder, actual)
         assert others(folder) == theirs
         # The next save needs no help, and cleans up.
         put(folder, 3.0, old, overwrite=True)
@@ -211,8 +211,8 @@ def _others_find_one(folder: Path, value: float) -> None:
     if index.exists():
         shards = set(json.loads(index.read_text())["weight_map"].values())
     for shard in shards:
-        found = transaction_values(folder / shard)
-        assert found == {value}, (shard, found)
+        result = transaction_values(folder / shard)
+        assert result == {value}, (shard, result)
 
 
 def transaction_values(path: Path) -> set[float]:
@@ -234,9 +234,9 @@ def test_every_operation_of_a_first_save_may_fail(tmp_path, kind):
         success = attempt(folder, 2, faults, overwrite=False)
         finished = faults.count < number
         unlock(folder)
-        found = contents(folder)
-        assert found == 2.0 if success else found in (None, 2.0)
-        put(folder, 3.0, 1, overwrite=found is not None)
+        result = contents(folder)
+        assert result == 2.0 if success else result in (None, 2.0)
+        put(folder, 3.0, 1, overwrite=result is not None)
         assert contents(folder) == 3.0
 
 

@@ -36,9 +36,9 @@ def no_bundle(monkeypatch, tmp_path):
 
 
 def images_of(content):
-    found = _bundle.decode(content)
+    result = _bundle.decode(content)
     for image in IMAGES:
-        assert found.image(image.key) == image.content, "a wrong image was given"
+        assert result.image(image.key) == image.content, "a wrong image was given"
 
 
 def written(path, versions=None, images=IMAGES, arch=ARCH):
@@ -49,10 +49,10 @@ def written(path, versions=None, images=IMAGES, arch=ARCH):
 @given(st.lists(compiled, max_size=5, unique_by=lambda image: image.key), st.randoms())
 def test_what_is_written_is_read_in_any_order(images, random):
     content = _bundle.encode(ARCH, images, VERSIONS)
-    found = _bundle.decode(content)
-    assert (found.arch, found.versions) == (ARCH, VERSIONS)
-    assert {key: found.image(key) for key in found.entries} == {i.key: i.content for i in images}
-    assert found.image(b"another key") is None
+    result = _bundle.decode(content)
+    assert (result.arch, result.versions) == (ARCH, VERSIONS)
+    assert {key: result.image(key) for key in result.entries} == {i.key: i.content for i in images}
+    assert result.image(b"another key") is None
     random.shuffle(images)
     assert _bundle.encode(ARCH, [*images, *images[:1]], VERSIONS) == content
 

@@ -30,8 +30,8 @@ def results(jobs, workers=None):
 @pytest.mark.parametrize("workers", [2, 3])  # interpreters, and forks of one
 def test_every_job_is_done_and_what_fails_fails_alone(workers):
     numbers = [Doubled(i) for i in range(6)]
-    found = results([*numbers[:3], Failing(), Ending(), Printing(), *numbers[3:]], workers)
-    assert found == {
+    result = results([*numbers[:3], Failing(), Ending(), Printing(), *numbers[3:]], workers)
+    assert result == {
         **{job: (2 * job.number, "") for job in numbers},
         Failing(): (None, "ValueError: number is 3, wanted 4"),
         Ending(): (None, "its process ended with status 7"),
@@ -45,19 +45,19 @@ def test_workers_have_the_search_path_of_the_parent_and_no_gpu(monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "torch.py").write_text("raise RuntimeError('of the current folder')")
     seen = [result for result, _ in results([Seeing(str(i)) for i in range(3)], workers).values()]
-    for found in seen:
-        assert found["process"] != os.getpid()
-        assert found["path"] == [os.path.abspath(path) for path in sys.path]
-        assert not found["interpreted"]
-        assert (found["devices"], found["main"]) == ("", None)
-        assert found["threads"] == 1
+    for actual in seen:
+        assert actual["process"] != os.getpid()
+        assert actual["path"] == [os.path.abspath(path) for path in sys.path]
+        assert not actual["interpreted"]
+        assert (actual["devices"], actual["main"]) == ("", None)
+        assert actual["threads"] == 1
 
 
 def test_what_cannot_be_sent_fails_alone():
     jobs = [Doubled(lambda: 1), *[Doubled(i) for i in range(3)]]
-    found = [f.done for f in _compile_pool.run(jobs, 1)]
-    assert "pickle" in found[0].error.lower()
-    assert sorted(done.result for done in found[1:]) == [0, 2, 4]
+    result = [f.done for f in _compile_pool.run(jobs, 1)]
+    assert "pickle" in result[0].error.lower()
+    assert sorted(done.result for done in result[1:]) == [0, 2, 4]
 
 
 def test_few_jobs_are_done_here(monkeypatch):
@@ -96,16 +96,16 @@ def test_who_stops_early_ends_the_workers(monkeypatch, workers):
 
 def test_workers_are_forks_where_they_are_several(monkeypatch):
     monkeypatch.setattr(_compile_pool, "start", lambda: pytest.fail("a second interpreter"))
-    found = results([Seeing(str(i)) for i in range(12)], 3)
-    parents = {result["parent"] for result, _ in found.values()}
+    actual = results([Seeing(str(i)) for i in range(12)], 3)
+    parents = {result["parent"] for result, _ in actual.values()}
     assert len(parents) == 1
     assert parents != {os.getpid()}
 
 
 def test_a_worker_that_ended_is_replaced():
     jobs = [Ending(), Ending("another"), Ending("a third"), *[Doubled(i) for i in range(9)]]
-    found = results(jobs, 3)
-    assert [found[job][0] for job in jobs[3:]] == [2 * i for i in range(9)]
+    result = results(jobs, 3)
+    assert [result[job][0] for job in jobs[3:]] == [2 * i for i in range(9)]
 
 
 @pytest.mark.parametrize("fault", ["no process", "no forks"])
@@ -138,19 +138,19 @@ def test_no_fork_where_there_are_threads():
 def test_jobs_are_added_while_others_are_done():
     with _compile_pool.Pool(3) as pool:
         pool.add([Doubled(i) for i in range(4)])
-        found = []
+        result = []
         for finished in pool.finished():
-            found.append(finished.done.result)
+            result.append(finished.done.result)
             if finished.job.number < 8:
                 pool.add([Doubled(finished.job.number + 8)])
-    assert sorted(found) == sorted(2 * i for i in [*range(4), *range(8, 12)])
+    assert sorted(result) == sorted(2 * i for i in [*range(4), *range(8, 12)])
 
 
 def test_what_takes_longest_is_begun_first(monkeypatch):
     monkeypatch.setattr(_compile_pool, "can_start", lambda: False)
     jobs = [SimpleNamespace(seconds=n, run=lambda n=n: n) for n in (1, 3, 2, 3)]
-    found = [finished.done.result for finished in _compile_pool.run(jobs)]
-    assert found == [3, 3, 2, 1]
+    result = [finished.done.result for finished in _compile_pool.run(jobs)]
+    assert result == [3, 3, 2, 1]
 
 
 def test_bad_numbers_of_workers():

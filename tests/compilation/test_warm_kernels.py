@@ -55,7 +55,7 @@ def worker():
 
 
 @pytest.fixture(scope="module")
-def found(worker):
+def kernels_of(worker):
     """The kernels of some steps, by key."""
     known = {}
 
@@ -95,24 +95,24 @@ if NIGHTLY:
 @example(shape=StepShape(1, 1, 131104))  # an odd number of pages
 @example(shape=StepShape(8000, 1, 50176, "plain"))  # scored in parts of an odd number of tokens
 @settings(deadline=None)
-def test_any_step_launches_what_was_found(arch, preset, activation, shape, found):
+def test_any_step_launches_what_was_found(arch, preset, activation, shape, kernels_of):
     recipe = Recipe.of(getattr(dsv4.ModelConfig, preset)(activation=activation))
-    warm = found(recipe, Target(arch))
-    asked = found(recipe, Target(arch), shape)
+    warm = kernels_of(recipe, Target(arch))
+    asked = kernels_of(recipe, Target(arch), shape)
     assert len(asked) > 20
     assert [name for key, name in asked.items() if key not in warm] == []
 
 
-def test_the_number_of_kernels_is_bounded(found):
+def test_the_number_of_kernels_is_bounded(kernels_of):
     """One more number of tokens must not be one more kernel."""
     recipe = Recipe.of(dsv4.ModelConfig.flash())
-    warm = found(recipe, Target("sm_90a"))
+    warm = kernels_of(recipe, Target("sm_90a"))
     names = set(warm.values())
     assert {"_small_m_logits_kernel", "_slots_kernel", "_filter_kernel", "_pack_kernel"} <= names
     assert len(warm) < 320
 
 
-def test_a_model_is_warmed_up_with_the_formats_that_it_has(found):
+def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):
     model = random_model(dsv4.ModelConfig.tiny(**WHOLE), 0, mtp=False).to(torch.bfloat16)
     layers.quantize_(model, names=["*.experts"])
     first = model.model.layers[0].self_attn
@@ -127,7 +127,7 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(found):
     assert recipe.config.num_hidden_layers == len(set(_kinds(model)))
     shape = StepShape(3, 3, 256)
     plain = Recipe.of(random_model(model.config, 0, mtp=False).to(torch.bfloat16))
-    of = [set(found(one, Target("sm_90a"), shape).values()) for one in (recipe, plain)]
+    of = [set(kernels_of(origin, Target("sm_90a"), shape).values()) for origin in (recipe, plain)]
     assert of[0] - of[1] == {"_gemm_kernel"}, "of the FP8 weight"
 
 
@@ -199,15 +199,15 @@ def test_a_list_is_used_while_all_of_its_kernels_are_stored(names, data):
         patch.setenv(cubin_cache.CACHE_VARIABLE, folder)
         assert listing.stored() is None
         listing.keep(Steps(ran, requests))
-        kept = [key for key in names if data.draw(st.booleans())]
-        for key in kept:
+        remaining = [key for key in names if data.draw(st.booleans())]
+        for key in remaining:
             cubin_cache.keep(f"{key.hex()[:32]}.triton", b"code")
-        found = listing.stored()
-        if len(kept) < len(names):
-            assert found is None
+        result = listing.stored()
+        if len(remaining) < len(names):
+            assert result is None
         else:
-            assert found is not None
-            assert (found.known, found.ran, found.requests) == (names, ran, {})
+            assert result is not None
+            assert (result.known, result.ran, result.requests) == (names, ran, {})
         for other in (
             dataclasses.replace(listing, max_tokens=9),
             dataclasses.replace(listing, target=Target("sm_90a", 131)),
@@ -265,13 +265,13 @@ def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
     """On the meta device every address is 0, so equal addresses mean nothing."""
     recipe = Recipe.of(dsv4.ModelConfig.flash())
     steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (StepShape(3000, 1, 8192),)))
-    found = set()
+    result = set()
     for request in steps.requests.values():
         if request.name in ("_choose_kernel", "_look_up_kernel"):
             names = list(request.signature)
             constants = {names[place]: value for (place,), value in request.constants.items()}
-            found.add((constants["SPLITS"] > 1, constants["STORED"]))
-    assert found == {(True, False)}
+            result.add((constants["SPLITS"] > 1, constants["STORED"]))
+    assert result == {(True, False)}
 
 
 # Warms up where nothing has used CUDA; the GPU that is not the current one, too, if there is one.

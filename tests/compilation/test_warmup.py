@@ -80,7 +80,7 @@ def compiled(monkeypatch):
 
 def launched(model, monkeypatch, packed=FRAGMENTS):
     """The products with packed weights of one run of everything the model can do."""
-    found = []
+    result = []
 
     def recording(name):
         module = importlib.import_module(f"dsv4.ops.{name}")
@@ -91,7 +91,7 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
                 groups = 1 if swiglu else args.groups
                 shape = (args.codes.shape[0], args.codes.shape[1] * 2, groups)
                 kind = (args.activation, args.out_dtype, swiglu, args.layout)
-                found.append(PackedGemm(*shape, *kind))
+                result.append(PackedGemm(*shape, *kind))
             return run(args, backend)
 
         monkeypatch.setattr(module, f"_{name}", record)
@@ -99,7 +99,7 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
     recording("gemm")
     recording("gemm_swiglu")
     run_everything(model)
-    return found
+    return result
 
 
 def run_everything(model):
@@ -113,7 +113,7 @@ def run_everything(model):
 def launched_of_experts(model, top_k, monkeypatch):
     """The same of packed experts."""
     module = importlib.import_module("dsv4.ops.grouped_gemm")
-    found = []
+    result = []
 
     def recording(name):
         run = getattr(module, name)
@@ -126,7 +126,7 @@ def launched_of_experts(model, top_k, monkeypatch):
             float32 = not quantized and args.out_dtype == torch.float32
             kind = (float32, scaled, swiglu, weighed, quantized)
             sizes = Experts(rows, 2 * half, experts, *kind)
-            found.append(GroupedGemm(sizes, top_k, args.layout))
+            result.append(GroupedGemm(sizes, top_k, args.layout))
             return run(args, *rest)
 
         monkeypatch.setattr(module, name, record)
@@ -135,7 +135,7 @@ def launched_of_experts(model, top_k, monkeypatch):
     recording("_grouped_gemm_swiglu")
     recording("_grouped_gemm_swiglu_quantize")
     run_everything(model)
-    return found
+    return result
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -144,13 +144,13 @@ def test_the_products_are_those_that_the_model_runs(numerics, activation, monkey
     config = dsv4.ModelConfig.tiny(numerics=numerics, activation=activation, **WHOLE)
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     layers.quantize_(model, names=_plain_names(model))
-    found = packed_gemms(model)
+    result = packed_gemms(model)
     assert layers.pack_(model).joined
-    assert set(found) == set(packed_gemms(model)) == set(launched(model, monkeypatch))
-    assert len(found) == len(set(found))
-    assert {p.activation for p in found} >= {activation}
-    assert {p.groups for p in found} == {1, config.o_groups}
-    assert [p.rows for p in found if p.swiglu] == [2 * config.moe_intermediate_size]
+    assert set(result) == set(packed_gemms(model)) == set(launched(model, monkeypatch))
+    assert len(result) == len(set(result))
+    assert {p.activation for p in result} >= {activation}
+    assert {p.groups for p in result} == {1, config.o_groups}
+    assert [p.rows for p in result if p.swiglu] == [2 * config.moe_intermediate_size]
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -164,15 +164,15 @@ def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
     if calibrated:
         with layers.calibrate(model):
             run_everything(model)
-    found = grouped_gemms(model)
+    result = grouped_gemms(model)
     assert len(layers.pack_(model).packed) == config.total_layers
-    assert found == grouped_gemms(model)
+    assert result == grouped_gemms(model)
     launched = launched_of_experts(model, config.num_experts_per_tok, monkeypatch)
-    assert set(found) == set(launched)
-    assert len(found) == 2
-    assert found[0].experts.quantized_out == (calibrated and activation == "nvfp4")
+    assert set(result) == set(launched)
+    assert len(result) == 2
+    assert result[0].experts.quantized_out == (calibrated and activation == "nvfp4")
     of_config = grouped_gemms(config)
-    assert set(found) <= set(of_config)
+    assert set(result) <= set(of_config)
     assert len(of_config) == (3 if activation == "nvfp4" else 2), "scales may come or not"
 
 
@@ -183,15 +183,15 @@ def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
     layers.quantize_(model, names=[*_plain_names(model), "*.experts"])
     with layers.calibrate(model):
         run_everything(model)
-    found, experts = packed_gemms(model, "sm_100a"), grouped_gemms(model, "sm_100a")
-    assert {p.layout for p in (*found, *experts)} == {FRAGMENTS, SWIZZLED}
-    assert any(p.swiglu for p in found)
+    result, experts = packed_gemms(model, "sm_100a"), grouped_gemms(model, "sm_100a")
+    assert {p.layout for p in (*result, *experts)} == {FRAGMENTS, SWIZZLED}
+    assert any(p.swiglu for p in result)
     layers.pack_(model, SWIZZLED)
-    assert set(found) == set(packed_gemms(model, "sm_100a"))
+    assert set(result) == set(packed_gemms(model, "sm_100a"))
     assert experts == grouped_gemms(model, "sm_100a")
     with monkeypatch.context() as patch:
         ran = launched(model, patch, SWIZZLED)
-    assert {p for p in found if p.layout == SWIZZLED} == set(ran)
+    assert {p for p in result if p.layout == SWIZZLED} == set(ran)
     assert set(experts) == set(launched_of_experts(model, config.num_experts_per_tok, monkeypatch))
     assert all(p.layout == SWIZZLED for p in experts)
     assert kernel_plans(experts, 64, "sm_90a") == []
@@ -203,9 +203,9 @@ def test_of_blackwells_products_every_configuration_is_compiled():
     dense = [p for p in packed_gemms(config, "sm_103a") if p.layout == SWIZZLED]
     assert {p.groups for p in dense} == {1, config.o_groups}
     for p in dense:
-        wanted = blackwell.Product(p.rows, p.columns, p.groups, False, p.swiglu)
-        wanted = wanted._replace(float32_out=p.out_dtype == torch.float32)
-        assert p.plans(300, "sm_103a") == blackwell.plans(wanted, 300)
+        expected = blackwell.Product(p.rows, p.columns, p.groups, False, p.swiglu)
+        expected = expected._replace(float32_out=p.out_dtype == torch.float32)
+        assert p.plans(300, "sm_103a") == blackwell.plans(expected, 300)
     experts = grouped_gemms(config, "sm_103a")
     kinds = [(p.experts.swiglu, p.experts.quantized_out) for p in experts]
     assert kinds == [(True, False), (False, False), (True, True)], "scales may come or not"
@@ -229,8 +229,8 @@ def test_kernels_of_experts_are_for_every_choice_of_every_token():
     assert first == Experts(4096, 4096, 256, False, False, True, True)
     assert second == Experts(4096, 2048, 256, False, False)
     for tokens in (1, 64, 8192):
-        wanted = [*cute_grouped.plans(first, 6 * tokens), *cute_grouped.plans(second, 6 * tokens)]
-        assert kernel_plans(grouped_gemms(config), tokens) == wanted
+        expected = [*cute_grouped.plans(first, 6 * tokens), *cute_grouped.plans(second, 6 * tokens)]
+        assert kernel_plans(grouped_gemms(config), tokens) == expected
     w4a4 = grouped_gemms(config.replace(activation="nvfp4", numerics="transformers"))
     assert w4a4[0].experts == Experts(4096, 4096, 256, False, True, True, False)
     assert w4a4[1].experts == Experts(4096, 2048, 256, False, True)
@@ -240,7 +240,7 @@ def test_kernels_of_experts_are_for_every_choice_of_every_token():
 def test_kernels_of_experts_are_compiled_too(compiled):
     config = dsv4.ModelConfig.tiny(**WHOLE)
     done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
-    dense, grouped = (kernel_plans(found(config), 64) for found in (packed_gemms, grouped_gemms))
+    dense, grouped = (kernel_plans(result(config), 64) for result in (packed_gemms, grouped_gemms))
     assert grouped
     assert done.kernels == len(dense) + len(grouped)
     assert len(compiled) == done.kernels
@@ -256,8 +256,8 @@ class TestIndexer:
         assert len(plans) == len(set(plans)) == 12
         for config in (dsv4.ModelConfig.flash(), dsv4.ModelConfig.pro()):
             assert _kernel_calls.indexers(config) == [_kernel_calls.Indexer()]
-            found = kernel_plans(_kernel_calls.every_call(config), 64)
-            assert [plan for plan in found if plan in plans] == plans
+            result = kernel_plans(_kernel_calls.every_call(config), 64)
+            assert [plan for plan in result if plan in plans] == plans
             for arch in ("sm_100a", "sm_103a"):
                 assert not set(plans) & set(
                     kernel_plans(_kernel_calls.every_call(config), 64, arch)
@@ -275,8 +275,8 @@ class TestAttention:
         plans = cute_attention.plans()
         assert len(plans) == len(set(plans)) == 17
         for config in (flash, pro):
-            found = kernel_plans(_kernel_calls.every_call(config), 64)
-            assert [plan for plan in found if plan in plans] == plans
+            result = kernel_plans(_kernel_calls.every_call(config), 64)
+            assert [plan for plan in result if plan in plans] == plans
 
     @pytest.mark.parametrize("heads", [8, 16, 17, 64, 128])
     def test_it_is_taken_for_one_token(self, heads):
@@ -329,38 +329,42 @@ def test_a_configuration_is_a_model_with_every_layer_in_nvfp4():
     assert set(packed_gemms(config)) == set(packed_gemms(model))
 
 
-def test_every_kind_of_product_is_found():
-    found = packed_gemms(dsv4.ModelConfig.flash())
+def test_every_kind_of_gemm_is_found():
+    result = packed_gemms(dsv4.ModelConfig.flash())
     bfloat16, float32 = torch.bfloat16, torch.float32
-    assert PackedGemm(32768, 1024, 1, "bf16", bfloat16) in found
-    assert PackedGemm(8192, 4096, 8, "bf16", bfloat16) in found, "groups"
-    assert PackedGemm(1024 + 512, 4096, 1, "bf16", bfloat16) in found, "joined"
-    assert PackedGemm(2 * 2048, 4096, 1, "bf16", bfloat16, True) in found, "gate and up in turn"
-    assert PackedGemm(1024, 4096, 1, "bf16", float32) in found, "the compressor computes in float32"
-    assert PackedGemm(129280, 4096, 1, "bf16", float32) in found, "logits"
+    assert PackedGemm(32768, 1024, 1, "bf16", bfloat16) in result
+    assert PackedGemm(8192, 4096, 8, "bf16", bfloat16) in result, "groups"
+    assert PackedGemm(1024 + 512, 4096, 1, "bf16", bfloat16) in result, "joined"
+    assert PackedGemm(2 * 2048, 4096, 1, "bf16", bfloat16, True) in result, (
+        "gate and up interleaved"
+    )
+    assert PackedGemm(1024, 4096, 1, "bf16", float32) in result, (
+        "the compressor computes in float32"
+    )
+    assert PackedGemm(129280, 4096, 1, "bf16", float32) in result, "logits"
     w4a4 = packed_gemms(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
     assert PackedGemm(32768, 1024, 1, "nvfp4", bfloat16) in w4a4
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
-def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
+def test_fp8_gemms_are_those_that_the_model_runs(numerics, monkeypatch):
     config = dsv4.ModelConfig.tiny(**WHOLE).replace(numerics=numerics)
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     for module in model.modules():
         if isinstance(module, layers.Linear):
             module.quantize("fp8_block")
-    module, found = importlib.import_module("dsv4.ops.gemm"), []
+    module, result = importlib.import_module("dsv4.ops.gemm"), []
     run = module._gemm
 
     def record(args, backend):
         assert args.format == "fp8_block"
         kind = (args.groups, args.activation, args.out_dtype, args.scales.dtype)
-        found.append(Fp8Gemm(*args.codes.shape, *kind))
+        result.append(Fp8Gemm(*args.codes.shape, *kind))
         return run(args, backend)
 
     monkeypatch.setattr(module, "_gemm", record)
     run_everything(model)
-    assert set(found) == set(fp8_gemms(model))
+    assert set(result) == set(fp8_gemms(model))
     assert packed_gemms(model) == []
 
 
@@ -438,8 +442,8 @@ def test_plans_are_those_of_the_product(arch, monkeypatch):
             with pytest.raises(StopError):
                 cute_gemm._prepared(product, tokens, 256 * groups, (), 1, 1.0, 0, 0, 0)
         shape = (384, 256, groups, "nvfp4", torch.float32, 300)
-        wanted = cute_gemm.plans(*shape, swiglu=swiglu, arch=arch)
-        assert list(dict.fromkeys(taken)) == wanted
+        expected = cute_gemm.plans(*shape, swiglu=swiglu, arch=arch)
+        assert list(dict.fromkeys(taken)) == expected
         assert {plan.swiglu for plan in taken} == {swiglu}
 
 
@@ -470,8 +474,8 @@ def test_a_second_call_reads_from_disk(folder):
     pytest.importorskip("cutlass")
     layer = layers.Linear(64, 32)
     layers.quantize_(nn.ModuleList([layer]))
-    found = dsv4.warmup(layer, arch="sm_90a", max_tokens=8, progress=False)
-    assert (found.kernels, found.compiled) == (1, 1)
+    result = dsv4.warmup(layer, arch="sm_90a", max_tokens=8, progress=False)
+    assert (result.kernels, result.compiled) == (1, 1)
     start = time.perf_counter()
     again = dsv4.warmup(layer, arch="sm_90a", max_tokens=8, progress=False)
     assert (again.kernels, again.compiled) == (1, 0)
@@ -488,16 +492,16 @@ class TestDevices:
     @pytest.fixture
     def loaded(self, monkeypatch):
         """A machine with two GPUs; what is loaded, and where."""
-        found = []
+        result = []
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-        monkeypatch.setattr(cute_gemm, "warmup", lambda plans, device: found.append(device))
+        monkeypatch.setattr(cute_gemm, "warmup", lambda plans, device: result.append(device))
         with machine.pretend(capability=(9, 0)):
-            yield found
+            yield result
 
-    @pytest.mark.parametrize(("given", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
-    def test_kernels_are_loaded(self, given, index, loaded):
-        done = dsv4.warmup(dsv4.ModelConfig.tiny(), given, progress=False)
+    @pytest.mark.parametrize(("argument", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
+    def test_kernels_are_loaded(self, argument, index, loaded):
+        done = dsv4.warmup(dsv4.ModelConfig.tiny(), argument, progress=False)
         assert loaded == [torch.device("cuda", index)] * done.kernels
 
     def test_another_gpu_has_no_kernels(self, loaded):

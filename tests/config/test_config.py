@@ -357,8 +357,8 @@ def test_any_value_of_any_field_is_read_or_refused_by_name(field, value):
             raise
         return
     if field in ("swiglu_limit", "bos_token_id", "eos_token_id"):
-        found = getattr(config, field)
-        assert (list(found) if isinstance(found, tuple) else found) == value
+        result = getattr(config, field)
+        assert (list(result) if isinstance(result, tuple) else result) == value
         return
     effect = config != PRESETS["flash"]
     assert not effect or getattr(config, field, value) == value or "rope" in field
@@ -546,7 +546,7 @@ def test_a_file_on_disk(tmp_path):
         ({"quant_method": "modelopt"}, "modelopt"),
     ],
 )
-def test_the_producer_is_told_by_moe_quant_algo_first(table, name):
+def test_moe_quant_algo_first_names_the_producer(table, name):
     assert producer({"quantization_config": table}) == name
 
 

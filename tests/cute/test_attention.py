@@ -58,7 +58,7 @@ counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
 
 @contextlib.contextmanager
 def dealt(count: int | str | None):
-    """Every token dealt out to ``count`` blocks, or to those of a cluster; None: as planned.
+    """Every token split over ``count`` blocks, or to those of a cluster; None: as planned.
 
     Clusters that do not all fit a GPU at a time take turns; a plan would be for smaller ones.
     """
@@ -394,7 +394,7 @@ def test_auto_takes_it():
     st.tuples(st.integers(0, 300), st.integers(0, 9000)),
     st.sampled_from([1, 78, 132, 148]),
 )
-def test_a_token_is_dealt_out_to_no_more_than_its_blocks(tokens, heads, widths, processors):
+def test_a_token_is_split_over_no_more_ctas_than_it_has_blocks(tokens, heads, widths, processors):
     count = kv_splits(tokens, heads, widths, processors)
     assert 1 <= count <= max(1, sum(-(-width // BLOCK) for width in widths))
     programs = tokens * head_tiles(heads)
@@ -464,13 +464,13 @@ def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
     launcher._fitting_plan.cache_clear()
     # Of 36 steps 9 blocks have 4 each, or 2 of twice as many entries, and 8 have 5; of 20, both
     # have 3.
-    wanted = {
+    expected = {
         ((128, 1024), 7): NarrowPlan(16),
         ((128, 1024), 8): NarrowPlan(9, 64),
         ((128, 512), 8): NarrowPlan(8),
         ((128, 1024), 10): NarrowPlan(8),
     }
-    for (widths, clusters), plan in wanted.items():
+    for (widths, clusters), plan in expected.items():
         assert launcher._fitting_plan(NarrowPlan(16), widths, clusters, 0) == plan
         assert launcher._fitting_plan(NarrowPlan(), widths, clusters, 0) == NarrowPlan()
     assert launcher._fitting_plan(NarrowPlan(), (128, 512), 16, 0) == NarrowPlan()
@@ -539,7 +539,7 @@ def test_compiles_without_spills(tmp_path, snapshots):
         usage = shown("cuobjdump", "-res-usage")
         numbers = {k: int(n) for k, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         sass = shown("nvdisasm", "-c")
-        # Slots, entries and queries are written by the kernels in front.
+        # Slots, entries and queries are written by the preceding kernels.
         assert not loads_before_wait(image, file)
         assert ".CONSTANT" not in sass
         assert numbers["STACK"] == numbers["LOCAL"] == 0

@@ -57,11 +57,11 @@ class Driver:
         return 0
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
-        plan, found = self.loaded[-1], {}
+        plan, result = self.loaded[-1], {}
         for (name, field), place in zip(abi_of(plan).fields.items(), pointers, strict=True):
             kind = "@" + field.format
-            (found[name],) = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
-        self.launches.append((plan, config._obj.grid[0], found))
+            (result[name],) = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
+        self.launches.append((plan, config._obj.grid[0], result))
         return 0
 
     def load(self, plan, arch):
@@ -109,8 +109,8 @@ def call(tokens, heads, widths, pages, angles):
 def test_every_argument_reaches_the_kernel_by_its_name(plan, tokens, heads, widths, pages, angles):
     args = call(tokens, heads, widths, pages, angles)
     splits = 3 if isinstance(plan, AttentionPlan) and plan.split else plan.ctas
-    [(found, ctas, first), *rest], out = launches(args, plan, splits)
-    assert found == plan
+    [(actual, ctas, first), *rest], out = launches(args, plan, splits)
+    assert actual == plan
     expected = {
         "q": args.q.data_ptr(),
         "window": args.window.data_ptr(),
@@ -161,9 +161,9 @@ def test_every_argument_reaches_the_kernel_by_its_name(plan, tokens, heads, widt
 def test_no_compressed_pages_are_none_of_their_slots():
     args = call(2, 16, (8, 8), (64, 64), False)
     args = args._replace(compressed=None, compressed_slots=None, compressed_page_size=0)
-    [(_, _, found)], _ = launches(args, NarrowPlan(), 8)
-    assert (found["window_width"], found["compressed_width"]) == (8, 0)
-    assert found["compressed"] == found["window"]
+    [(_, _, result)], _ = launches(args, NarrowPlan(), 8)
+    assert (result["window_width"], result["compressed_width"]) == (8, 0)
+    assert result["compressed"] == result["window"]
 
 
 def test_launches_of_the_same_sizes_are_made_once(monkeypatch):

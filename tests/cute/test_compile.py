@@ -101,7 +101,7 @@ def plans_of_swiglu():
 
 
 def routed_kinds(experts, inner, hidden):
-    """Both products of routed experts, with scales of rows, weights of them, float32 results."""
+    """Both GEMMs of routed experts, with scales of rows, weights of them, float32 results."""
     for scaled, weighted in ((False, False), (False, True), (True, True)):
         yield Experts(2 * inner, hidden, experts, False, scaled, True, weighted)
     if experts == ROUTED[0][0]:
@@ -113,32 +113,32 @@ def routed_kinds(experts, inner, hidden):
 
 def plans_of_experts():
     """What routed experts take for these numbers of tokens; every tile they take for others."""
-    every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    every = [expected for sizes in ROUTED for expected in routed_kinds(*sizes)]
     chosen = {
-        grouped_gemm_plans.typical_plan(wanted, TOP_K * tokens)
-        for wanted in every
+        grouped_gemm_plans.typical_plan(expected, TOP_K * tokens)
+        for expected in every
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
-    found = {plan for plan in chosen if isinstance(plan, GroupedWgmmaPlan)}
-    tiles = {(plan.mma_widths, plan.warpgroups) for plan in found}
-    for wanted in every:
-        for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
+    actual = {plan for plan in chosen if isinstance(plan, GroupedWgmmaPlan)}
+    tiles = {(plan.mma_widths, plan.warpgroups) for plan in actual}
+    for expected in every:
+        for plan in grouped_gemm.plans(expected, 32768 * TOP_K):
             if (
                 isinstance(plan, GroupedWgmmaPlan)
                 and (plan.mma_widths, plan.warpgroups) not in tiles
             ):
                 tiles.add((plan.mma_widths, plan.warpgroups))
-                found.add(plan)
-    return found
+                actual.add(plan)
+    return actual
 
 
 def plans_of_few_rows():
     """Every configuration that these experts take while most of them have few rows."""
-    every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
+    every = [expected for sizes in ROUTED for expected in routed_kinds(*sizes)]
     return {
-        grouped_gemm_plans.typical_plan(wanted, rows)
-        for wanted in every
-        for rows in (1, 2 * wanted.experts, 8 * wanted.experts)
+        grouped_gemm_plans.typical_plan(expected, rows)
+        for expected in every
+        for rows in (1, 2 * expected.experts, 8 * expected.experts)
     }
 
 
@@ -154,8 +154,10 @@ def every_kind(experts, inner, hidden):
 def plans_of_other_kinds():
     """What an expert's product takes on Hopper that no layer asks for."""
     most = 32768 * TOP_K
-    found = {plan for wanted in every_kind(*ROUTED[0]) for plan in grouped_gemm.plans(wanted, most)}
-    return found - plans_of_experts() - plans_of_few_rows()
+    actual = {
+        plan for expected in every_kind(*ROUTED[0]) for plan in grouped_gemm.plans(expected, most)
+    }
+    return actual - plans_of_experts() - plans_of_few_rows()
 
 
 def batches(plans, kind):
@@ -204,7 +206,7 @@ def assert_only_weights_come_early(plan, instructions):
 
 
 def copies_of_x(plan):
-    """Bulk copies; of a dense product from 9 tokens on, copies of all threads that then arrive."""
+    """Bulk copies; of a dense GEMM from 9 tokens on, copies of all threads that then arrive."""
     dense = not isinstance(plan, GroupedSmallMPlan)
     return "ARRIVES.LDGSTSBAR" if dense and plan.token_tiles > 1 else "UBLKCP.S.G"
 
@@ -381,7 +383,7 @@ def test_other_kinds_of_experts(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", SWIGLU)
 def test_swiglu(batch, tmp_path, snapshots):
-    """The same products, an exponential and half the results."""
+    """The same GEMMs, an exponential and half the results."""
 
     def check(plan, image, numbers, instructions):
         assert numbers["STACK"] == numbers["LOCAL"] == 0
@@ -415,11 +417,11 @@ def plans_of_blackwell(arch):
     matrices = ((6144, 7168), (4096, 4096))
     dense += [Product(*matrix, 1, *kind, swiglu=True) for matrix in matrices for kind in kinds]
     routed = [*every_kind(*ROUTED[0])]
-    routed += [wanted for sizes in ROUTED[1:] for wanted in routed_kinds(*sizes)]
-    found = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
-    for wanted in routed:
-        found += grouped_gemm.plans(wanted, 4096 * TOP_K, arch)
-    return list(dict.fromkeys(found))
+    routed += [expected for sizes in ROUTED[1:] for expected in routed_kinds(*sizes)]
+    actual = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
+    for expected in routed:
+        actual += grouped_gemm.plans(expected, 4096 * TOP_K, arch)
+    return list(dict.fromkeys(actual))
 
 
 @pytest.mark.slow
@@ -471,10 +473,10 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
         assert {choose(product, tokens, arch) for tokens in (1, 8)} == {plan_of(*matrix, 1)}
         assert {choose(product, tokens, arch) for tokens in (9, 17, 9000)} == {plan_of(*matrix, 9)}
     for sizes in ROUTED:
-        for wanted in routed_kinds(*sizes):
-            found = grouped_gemm.plans(wanted, 4096 * TOP_K, arch)
-            assert all(isinstance(plan, GroupedSmallMPlan) for plan in found)
-            assert all(plan.shared_bytes <= MOST_SHARED for plan in found)
+        for expected in routed_kinds(*sizes):
+            actual = grouped_gemm.plans(expected, 4096 * TOP_K, arch)
+            assert all(isinstance(plan, GroupedSmallMPlan) for plan in actual)
+            assert all(plan.shared_bytes <= MOST_SHARED for plan in actual)
 
 
 @pytest.mark.parametrize(
@@ -576,26 +578,27 @@ def test_fp8_plans_are_those_of_both_kinds_of_activations():
 
 def test_plans_of_experts_fit_their_matrix():
     for sizes in ROUTED:
-        for wanted in routed_kinds(*sizes):
-            found = grouped_gemm.plans(wanted, 4096 * TOP_K)
-            assert found == list(dict.fromkeys(found))
-            assert isinstance(found[-1], GroupedWgmmaPlan)
-            for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
-                assert (plan.columns, plan.blocks) == (wanted.columns, 1)
+        for expected in routed_kinds(*sizes):
+            actual = grouped_gemm.plans(expected, 4096 * TOP_K)
+            assert actual == list(dict.fromkeys(actual))
+            assert isinstance(actual[-1], GroupedWgmmaPlan)
+            for plan in (plan for plan in actual if isinstance(plan, GroupedSmallMPlan)):
+                assert (plan.columns, plan.blocks) == (expected.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
-                assert wanted.columns // 64 % (plan.splits * plan.stages) == 0
+                assert expected.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
-            for plan in (plan for plan in found if isinstance(plan, GroupedWgmmaPlan)):
-                assert wanted.columns // 64 % plan.stage_k_blocks == 0
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
+            for plan in (plan for plan in actual if isinstance(plan, GroupedWgmmaPlan)):
+                assert expected.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
             chosen = {
-                grouped_gemm_plans.typical_plan(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
+                grouped_gemm_plans.typical_plan(expected, rows)
+                for rows in range(1, 4096 * TOP_K, 97)
             }
-            assert chosen <= set(found)
+            assert chosen <= set(actual)
 
 
 def test_too_many_experts_have_no_plan():
@@ -607,8 +610,8 @@ def test_too_many_experts_have_no_plan():
 def test_rows_of_experts_stand_for_others():
     counted = [grouped_gemm_plans.counted_as(rows) for rows in range(1, 5000)]
     assert counted == sorted(counted)
-    assert all(found >= rows for rows, found in enumerate(counted, 1))
-    assert all(2 * rows >= found for rows, found in enumerate(counted, 1))
+    assert all(result >= rows for rows, result in enumerate(counted, 1))
+    assert all(2 * rows >= result for rows, result in enumerate(counted, 1))
 
 
 def test_numbers_of_tokens_stand_for_others():

@@ -31,19 +31,19 @@ def product(x, weight, **options):
 
 def configurations():
     """Each tile and number of blocks once."""
-    found = {}
+    result = {}
     for tokens, folded in itertools.product((32, 64, 128, 256), (False, True)):
         for plan in candidates(Product(592, 896, 1, False, False), tokens, folded):
             key = (plan.token_block, plan.rows, plan.blocks, plan.folded, plan.ctas_per_sm)
-            found.setdefault(key, plan)
-    return list(found.values())
+            result.setdefault(key, plan)
+    return list(result.values())
 
 
 def assert_right(x, weight, got):
     """In bfloat16."""
-    want, budget = truth(x, weight)
-    rounding = torch.finfo(torch.bfloat16).eps / 2 * (want.abs() + budget) + 1e-30
-    assert_within_budget(got, want, budget + rounding, "product")
+    expected, budget = truth(x, weight)
+    rounding = torch.finfo(torch.bfloat16).eps / 2 * (expected.abs() + budget) + 1e-30
+    assert_within_budget(got, expected, budget + rounding, "product")
 
 
 @pytest.mark.gpu
@@ -82,9 +82,9 @@ class TestValues:
     def test_within_the_budget(self, seed, tokens, rows, columns, dtype, activation, pad):
         weight = weight_of(seed, rows, columns, "cuda", dtype)
         x = bfloat16(seed + 1, (tokens, columns + 8 * pad), "cuda")[:, :columns]
-        want, budget = truth(x, weight, activation)
+        expected, budget = truth(x, weight, activation)
         got = product(x, weight, activation=activation, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         narrow = product(x, weight, activation=activation)
         assert_bitwise(narrow, got.to(torch.bfloat16), "product in bfloat16")
 
@@ -97,8 +97,8 @@ class TestValues:
         for g in range(groups):
             codes, scales = weight.codes[384 * g :][:384], weight.scales[3 * g : 3 * g + 3]
             part = dataclasses.replace(weight, codes=codes, scales=scales)
-            want, budget = truth(x[:, g], part)
-            assert_within_budget(got[:, g], want, budget, f"group {g}")
+            expected, budget = truth(x[:, g], part)
+            assert_within_budget(got[:, g], expected, budget, f"group {g}")
 
     @given(
         seed=strategies.seeds(),
@@ -115,11 +115,13 @@ class TestValues:
         if cancel:
             codes[:, 1::2], x[:, 1::2] = -codes[:, ::2], x[:, ::2]
             x[:, 7] += 1
-        kept = scales if dtype == torch.float32 else scales.to(dtype)
-        weight = QuantizedTensor(codes.to(torch.float8_e4m3fn), kept, None, FP8_BLOCK).to("cuda")
+        converted = scales if dtype == torch.float32 else scales.to(dtype)
+        weight = QuantizedTensor(codes.to(torch.float8_e4m3fn), converted, None, FP8_BLOCK).to(
+            "cuda"
+        )
         x = x.to("cuda")
-        want = (x.double() @ dequantize(weight, torch.float64).T).float()
-        assert_bitwise(product(x, weight, out_dtype=torch.float32), want, "product")
+        expected = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(product(x, weight, out_dtype=torch.float32), expected, "product")
 
     def test_every_code(self):
         """All 254 numbers of E4M3, subnormal ones and both zeros included, and both NaN."""
@@ -128,16 +130,16 @@ class TestValues:
         for column in range(BLOCK):
             codes[:, column] = torch.arange(256) + column
         for bad in (False, True):
-            some = codes.clone()
+            modified = codes.clone()
             if not bad:
-                some[(some & 127) == 127] = 0
-            floats = some.view(torch.float8_e4m3fn)
+                modified[(modified & 127) == 127] = 0
+            floats = modified.view(torch.float8_e4m3fn)
             weight = QuantizedTensor(floats, torch.ones(2, 1), None, FP8_BLOCK).to("cuda")
-            got, want = product(x, weight), floats.float().T.to("cuda")
+            got, expected = product(x, weight), floats.float().T.to("cuda")
             if bad:  # each row has one, and a NaN times 0 is one
                 assert bool(got.isnan().all())
             else:
-                assert bool(got.float().eq(want).all())
+                assert bool(got.float().eq(expected).all())
 
     @pytest.mark.parametrize("byte", [0, 1, 7, 120, 220, 229])
     def test_extreme_powers_of_two(self, byte):
@@ -146,8 +148,10 @@ class TestValues:
         scales[1, 1] = 127
         weight = dataclasses.replace(weight, scales=scales.view(torch.float8_e8m0fnu)).to("cuda")
         x = bfloat16(4, (65, 256), "cuda")
-        want, budget = truth(x, weight)
-        assert_within_budget(product(x, weight, out_dtype=torch.float32), want, budget, "product")
+        expected, budget = truth(x, weight)
+        assert_within_budget(
+            product(x, weight, out_dtype=torch.float32), expected, budget, "product"
+        )
 
     @given(
         seed=strategies.seeds(),
@@ -160,15 +164,15 @@ class TestValues:
         """Beside ordinary ones, in any order: the sums are shifted, and back."""
         weight = weight_of(seed, 144, 1152, "cpu", torch.float8_e8m0fnu)
         made = strategies.generator(seed)
-        some = torch.tensor([low, high, 127, low + 9, high - 4])
-        scales = some[torch.randint(0, 5, (2, 9), generator=made)].to(torch.uint8)
+        exponents = torch.tensor([low, high, 127, low + 9, high - 4])
+        scales = exponents[torch.randint(0, 5, (2, 9), generator=made)].to(torch.uint8)
         weight = dataclasses.replace(weight, scales=scales.view(torch.float8_e8m0fnu)).to("cuda")
         # Large scales meet small inputs, or the sums would be infinite.
         large = torch.exp2((127.0 - scales.amax(0).float()).clamp(max=100)).repeat_interleave(BLOCK)
         x = (bfloat16(seed, (tokens, 1152), "cpu") * large).to(torch.bfloat16).to("cuda")
-        want, budget = truth(x, weight)
+        expected, budget = truth(x, weight)
         got = product(x, weight, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
 
     @pytest.mark.parametrize("value", [2.0**-126, 3e-30, 0.3, 3e30, 0.0])
     def test_extreme_float_scales(self, value):
@@ -177,22 +181,24 @@ class TestValues:
         scales[0, 1] = value
         weight = dataclasses.replace(weight, scales=scales)
         x = bfloat16(4, (65, 256), "cuda")
-        want, budget = truth(x, weight)
-        assert_within_budget(product(x, weight, out_dtype=torch.float32), want, budget, "product")
+        expected, budget = truth(x, weight)
+        assert_within_budget(
+            product(x, weight, out_dtype=torch.float32), expected, budget, "product"
+        )
 
     @given(seed=strategies.seeds(), pad=st.integers(0, 5), shift=st.integers(0, 9))
     def test_strides_and_misaligned_rows(self, seed, pad, shift):
         """Rows of codes apart from one another, too."""
         weight = weight_of(seed, 48, 128, "cuda")
-        room = bfloat16(seed, (50 * (128 + pad) + 16,), "cuda")
-        x = room[shift : shift + 50 * (128 + pad)].view(50, -1)[:, :128]
+        buffer = bfloat16(seed, (50 * (128 + pad) + 16,), "cuda")
+        x = buffer[shift : shift + 50 * (128 + pad)].view(50, -1)[:, :128]
         wide = torch.full((48, 128 + 16 * pad), 0x7F, dtype=torch.uint8, device="cuda")
         wide[:, :128] = weight.codes.view(torch.uint8)
         apart = dataclasses.replace(weight, codes=wide.view(torch.float8_e4m3fn)[:, :128])
-        want = product(x.clone(), weight)
-        assert_right(x, weight, want)
+        expected = product(x.clone(), weight)
+        assert_right(x, weight, expected)
         for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, apart)):
-            assert_bitwise(product(left, right), want, "product")
+            assert_bitwise(product(left, right), expected, "product")
 
 
 @pytest.mark.gpu
@@ -287,18 +293,18 @@ class TestIntegration:
     def test_a_weight_that_was_just_made(self):
         """It waits for the kernel that quantises it."""
         x, w = bfloat16(0, (70, 1024), "cuda"), bfloat16(1, (4096, 1024), "cuda")
-        want = product(x, quantize(w, FP8_BLOCK))
+        expected = product(x, quantize(w, FP8_BLOCK))
         torch.cuda.synchronize()
         for _ in range(20):
-            assert_bitwise(product(x, quantize(w.clone(), FP8_BLOCK)), want, "product")
+            assert_bitwise(product(x, quantize(w.clone(), FP8_BLOCK)), expected, "product")
 
     def test_another_gpu_than_the_current_one(self):
         if torch.cuda.device_count() < 2:
             pytest.skip("needs two GPUs")
         weight, x = weight_of(0, 640, 512, "cpu"), bfloat16(0, (200, 512), "cpu")
-        found = [product(x.to(d), weight.to(d)) for d in ("cuda:0", "cuda:1")]
-        assert found[1].device.index == 1
-        assert_bitwise(found[0].cpu(), found[1].cpu(), "product")
+        result = [product(x.to(d), weight.to(d)) for d in ("cuda:0", "cuda:1")]
+        assert result[1].device.index == 1
+        assert_bitwise(result[0].cpu(), result[1].cpu(), "product")
 
     def test_the_choice(self):
         weight = weight_of(0, 256, 256, "cuda")

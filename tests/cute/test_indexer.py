@@ -177,8 +177,8 @@ def values(codes, scales):
 def apart(case, share):
     """Groups of some keys and heads at scales anywhere, and groups of zeros."""
     for scales, codes in ((case.scales, case.codes), (case.q_scales, case.q)):
-        some = torch.rand(scales.shape, generator=case.gen) < share
-        scales.copy_(torch.where(some, case.bytes(*scales.shape, low=90, high=150), scales))
+        raised = torch.rand(scales.shape, generator=case.gen) < share
+        scales.copy_(torch.where(raised, case.bytes(*scales.shape, low=90, high=150), scales))
         none = torch.rand(scales.shape, generator=case.gen) < share
         codes.unflatten(-1, (-1, 16))[none] = 0x80
         scales[none] = 1
@@ -191,27 +191,27 @@ def scored(case, group, calls):
 
     given = case.arguments(1)
     keys, q = given["keys"], given["q"]
-    wanted = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
+    expected = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
     widths = (case.entries, -(-case.entries // group))
-    found = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
-    for scores, maxima in zip(*found, strict=True):
+    actual = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
+    for scores, maxima in zip(*actual, strict=True):
         rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
-        indexer_logits(q.codes, q.scales.view(torch.uint8), given["weights"], wanted, *rest)
-    return found
+        indexer_logits(q.codes, q.scales.view(torch.uint8), given["weights"], expected, *rest)
+    return actual
 
 
 def check_scores(case, tokens):
     """Against float64: equal if they are integers, else up to twice the error of nested sums."""
-    scores, maxima = (one[0] for one in scored(case, 8, 1))
+    scores, maxima = (tensor[0] for tensor in scored(case, 8, 1))
     for t in tokens:
         shown = int(case.visible[t])
         exact, sizes = case.exact(t)
         signed = scores[t].cpu() ^ -0x80000000
-        found = (signed ^ ((signed >> 31) & 0x7FFFFFFF)).view(torch.float32)[:shown]
-        error = (found.double() - exact[:shown]).abs().max()
+        result = (signed ^ ((signed >> 31) & 0x7FFFFFFF)).view(torch.float32)[:shown]
+        error = (result.double() - exact[:shown]).abs().max()
         assert error <= 2 * (DIMS + HEADS + 2) * 2.0**-24 * sizes[:shown].max()
         if int(case.scales.max()) - int(case.scales.min()) <= 3:
-            assert_bitwise(found, exact[:shown].float())
+            assert_bitwise(result, exact[:shown].float())
         assert bool((scores[t, shown:] == 7).all())
         highest = torch.nn.functional.pad(signed[:shown], (0, -shown % 8), value=-(2**31))
         highest = highest.view(-1, 8).amax(1) ^ -0x80000000
@@ -256,8 +256,8 @@ def test_scores_of_keys_near_at_hand(entries):
     right = keys_of(case.exact(0)[0].float())
     highest = torch.nn.functional.pad(right ^ -0x80000000, (0, -entries % 16), value=-(2**31))
     highest = highest.view(-1, 16).amax(1) ^ -0x80000000
-    for found, wanted in ((scores, right), (maxima, highest)):
-        assert_bitwise(found, wanted.cuda().expand_as(found))
+    for actual, expected in ((scores, right), (maxima, highest)):
+        assert_bitwise(actual, expected.cuda().expand_as(actual))
 
 
 @pytest.fixture
@@ -293,16 +293,16 @@ def test_selection_from_codes_is_best(entries, share):
     ids = indexer_select(**arguments, backend="cute")
     assert_bitwise(indexer_select(**arguments, backend="cute"), ids)
     for t in range(2):
-        shown, found = int(case.visible[t]), ids[t].cpu()
+        shown, result = int(case.visible[t]), ids[t].cpu()
         exact, sizes = case.exact(t)
         exact = exact[:shown]
         if not share:
             best = exact.sort(descending=True, stable=True).indices[:512].sort().values
-            assert_bitwise(found, best)
-        assert bool((found[1:] > found[:-1]).all())
+            assert_bitwise(result, best)
+        assert bool((result[1:] > result[:-1]).all())
         error = 2 * (DIMS + HEADS + 2) * 2.0**-23 * sizes[:shown].max()
-        left = torch.ones(shown, dtype=torch.bool).index_fill(0, found, False)
-        assert exact[left].max() <= exact[found].min() + error
+        left = torch.ones(shown, dtype=torch.bool).index_fill(0, result, False)
+        assert exact[left].max() <= exact[result].min() + error
 
 
 @pytest.mark.gpu
@@ -352,9 +352,9 @@ def test_which_rows_are_long():
 
 def test_few_rows_are_shared_by_blocks():
     """By as many as the GPU has room for; each of the tests of a choice has some of them."""
-    found = [topk_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
-    assert [plan.ctas for plan in found] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
-    assert set(plans()) >= {*found, topk_plan(1, 0)}
+    result = [topk_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
+    assert [plan.ctas for plan in result] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
+    assert set(plans()) >= {*result, topk_plan(1, 0)}
 
 
 @pytest.mark.parametrize("plan", plans(), ids=repr)
@@ -372,7 +372,7 @@ def test_kernels_compile(plan, tmp_path):
     resident = getattr(plan, "ctas_per_sm", 1)
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
-    # Keys, queries and scores are written by the kernels in front.
+    # Keys, queries and scores are written by the preceding kernels.
     assert not loads_before_wait(image, file)
     assert ".CONSTANT" not in run("nvdisasm", "-c", file)
 
@@ -410,9 +410,9 @@ def test_codes_as_bytes(monkeypatch, distance):
         codes = torch.tensor([word >> 4 * i & 15 for i in range(8)], dtype=torch.uint8)
         pairs = (codes[::2] | codes[1::2] << 4).view(1, -1)
         exact = values(pairs.repeat(1, 4), torch.full((1, 1), 127))[0, :8]
-        wanted = tile.BIAS + (2 * exact * 2 ** (2 - distance)).int()
-        found = b"".join(half.to_bytes(4, "little") for half in both)
-        assert list(found) == wanted.tolist()
+        expected = tile.BIAS + (2 * exact * 2 ** (2 - distance)).int()
+        actual = b"".join(half.to_bytes(4, "little") for half in both)
+        assert list(actual) == expected.tolist()
 
 
 @given(st.tuples(*[st.integers(0, 255)] * 8), st.integers(0, 3))
@@ -455,15 +455,15 @@ def driver(monkeypatch):
     """A mock driver that keeps launches of the indexer's kernels."""
     from dsv4.cute import indexer
 
-    found = Driver()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    result = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
     monkeypatch.setattr(indexer, "stream_of", lambda index: 77)
     monkeypatch.setattr(indexer, "on", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(indexer, "loaded", lambda plan, arch: _kernel_of(plan))
     monkeypatch.setattr(indexer, "sms", lambda device: 132)
     for name in ("_topk_launch", "_logits_launch"):
         monkeypatch.setattr(indexer, name, getattr(indexer, name).__wrapped__)
-    return found
+    return result
 
 
 def _kernel_of(plan):
@@ -565,7 +565,7 @@ def test_parameters_lie_where_the_kernel_reads_them(plan, tmp_path, monkeypatch)
 
 def _instructions(ptx):
     """Operation, what it writes and what it reads, of each in the order of the text."""
-    found = []
+    result = []
     for text in re.split(r"[;\n]", ptx):
         text = re.sub(r"^[\s{]*(\w+:\s+)?(@!?%?\w+\s+)?", "", text)
         if not re.match(r"[a-z][\w.:]*\s+\S", text):
@@ -575,8 +575,8 @@ def _instructions(ptx):
         first = re.match(r"\{[^}]*\}|[^,]*", rest).group()
         written = () if stores else tuple(re.findall(r"%[a-z]+\d+", first))
         read = re.findall(r"%[a-z]+\d+", rest if stores else rest[len(first) :])
-        found.append((operation, written, tuple(read)))
-    return found
+        result.append((operation, written, tuple(read)))
+    return result
 
 
 @pytest.mark.parametrize("warpgroups", [2, 4])
@@ -603,10 +603,10 @@ def test_arrivals_wait_for_what_was_read(tmp_path, monkeypatch, warpgroups):
             assert len(loads) == 4
             left, reached = list(read), set()
             while left:
-                one = left.pop()
-                if one not in reached:
-                    reached.add(one)
-                    left += sources.get(one, ())
+                register = left.pop()
+                if register not in reached:
+                    reached.add(register)
+                    left += sources.get(register, ())
             assert all(load & reached for load in loads)
             arrivals += 1
     assert arrivals == 4

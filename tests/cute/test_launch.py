@@ -43,7 +43,7 @@ class Driver:
         self.kinds, self.launches, self.maps = kinds, [], []
         self.early = []  # whether each launch's blocks may begin before the preceding kernel ends
         self.arch, self.archs = HOPPER, []
-        self.plan = None  # of a dense product, instead of what would be chosen
+        self.plan = None  # of a dense GEMM, instead of what would be chosen
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -61,9 +61,11 @@ class Driver:
             for kind, pointer in zip(expected.kinds, pointers, strict=True)
         ]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
-        told = config.attributes[: config.attribute_count]
-        self.early.append(any(one.id == cuda_driver._PROGRAMMATIC_LAUNCH for one in told))
-        assert any(one.id == cuda_driver._CLUSTER_DIMENSION for one in told)
+        attributes = config.attributes[: config.attribute_count]
+        self.early.append(
+            any(attribute.id == cuda_driver._PROGRAMMATIC_LAUNCH for attribute in attributes)
+        )
+        assert any(attribute.id == cuda_driver._CLUSTER_DIMENSION for attribute in attributes)
         return 0
 
 
@@ -74,16 +76,16 @@ class Contexts(Driver):
         super().__init__()
         self.current, self.asked = current, []
 
-    def cuCtxGetCurrent(self, found):  # noqa: N802
-        found._obj.value = self.current
+    def cuCtxGetCurrent(self, result):  # noqa: N802
+        result._obj.value = self.current
         return 0
 
     def cuDeviceGet(self, handle, device):  # noqa: N802
         handle._obj.value = 10 + device
         return 0
 
-    def cuDevicePrimaryCtxRetain(self, found, handle):  # noqa: N802
-        found._obj.value = 100 + handle.value
+    def cuDevicePrimaryCtxRetain(self, result, handle):  # noqa: N802
+        result._obj.value = 100 + handle.value
         return 0
 
     def cuCtxSetCurrent(self, context):  # noqa: N802
@@ -99,17 +101,17 @@ class Contexts(Driver):
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_kernel_is_made_ready_on_a_gpu_that_nothing_has_used(index, monkeypatch):
-    found = Contexts()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    result = Contexts()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
     assert Kernel(Image(b"", "k", 32, 1, 0)).prepare(index) == 132
-    assert found.asked == [110 + index]
+    assert result.asked == [110 + index]
 
 
 def test_a_context_that_is_current_stays(monkeypatch):
-    found = Contexts(current=7)
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    result = Contexts(current=7)
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
     Kernel(Image(b"", "k", 32, 1, 0)).prepare(0)
-    assert found.asked == [7]
+    assert result.asked == [7]
 
 
 def single_launch(problem, tokens, arch=HOPPER):
@@ -119,21 +121,21 @@ def single_launch(problem, tokens, arch=HOPPER):
 
 @pytest.fixture
 def driver(monkeypatch):
-    found = Driver()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
-    monkeypatch.setattr(cuda_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
+    result = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
+    monkeypatch.setattr(cuda_driver, "tensor_map", lambda *what: result.maps.append(what) or MAP)
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "launch_plans", single_launch)
-    monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))
+    monkeypatch.setattr(gemm, "choose", lambda *what: result.plan or choose(*what))
     for module in (gemm, gemm_fp8, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
-        monkeypatch.setattr(module, "architecture", lambda index: found.arch)
+        monkeypatch.setattr(module, "architecture", lambda index: result.arch)
         monkeypatch.setattr(
-            module, "loaded", lambda plan, arch: found.archs.append(arch) or _kernel_of(plan)
+            module, "loaded", lambda plan, arch: result.archs.append(arch) or _kernel_of(plan)
         )
-    return found
+    return result
 
 
 def _kernel_of(plan):
@@ -279,10 +281,10 @@ def test_sixteen_tokens_at_a_time(driver):
     """Columns that are no multiple of 128 have the kernel for few tokens alone."""
     plan, addresses, launches = launched(driver, 40, 512, 192)
     assert isinstance(plan, SmallMPlan)
-    found = [flat(values) for _, _, _, values in launches]
-    assert [values[6] for values in found] == [16, 16, 8]
-    assert [values[3] - addresses[3] for values in found] == [0, 16 * 192 * 2, 32 * 192 * 2]
-    assert [values[5] - addresses[5] for values in found] == [0, 16 * 512 * 2, 32 * 512 * 2]
+    result = [flat(values) for _, _, _, values in launches]
+    assert [values[6] for values in result] == [16, 16, 8]
+    assert [values[3] - addresses[3] for values in result] == [0, 16 * 192 * 2, 32 * 192 * 2]
+    assert [values[5] - addresses[5] for values in result] == [0, 16 * 512 * 2, 32 * 512 * 2]
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
@@ -299,9 +301,9 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
     assert driver.maps == []
 
 
-@pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
+@pytest.mark.parametrize(("limit", "expected"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_swiglu(driver, tokens, limit, told):
+def test_swiglu(driver, tokens, limit, expected):
     plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, SmallMPlan)
@@ -316,7 +318,7 @@ def test_swiglu(driver, tokens, limit, told):
     ))  # fmt: skip
     assert out.shape == (tokens, 256)
     [(_, _, _, values)] = driver.launches
-    assert values[-1] == (told,)
+    assert values[-1] == (expected,)
 
 
 EXPERTS, INNER, HIDDEN = 5, 512, 256
@@ -341,7 +343,7 @@ FEW, SOME = 16, 80  # rows of the first kernel and of the second
 
 
 class Grouped:
-    """A grouped product on parts whose addresses are kept; nothing but the driver sees them."""
+    """A grouped GEMM on parts whose addresses are kept; nothing but the driver sees them."""
 
     def __init__(self, rows, columns, scales=1):
         self.codes = torch.empty(EXPERTS, rows, columns // 2, dtype=torch.uint8)
@@ -376,7 +378,7 @@ class Grouped:
             grouped_gemm.GROUPED_WGMMA_ABI.parameters,
             grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
         )
-        driver.kinds = [kinds[one] for one in few]
+        driver.kinds = [kinds[is_few] for is_few in few]
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
@@ -387,7 +389,7 @@ class Grouped:
         else:
             record, last = GroupedGemmArgs, [dtype or torch.bfloat16, False]
         self.out = function(record(x, *parts, *named, *rest, *last))
-        names = [(OF_ANY_ROWS, OF_FEW_ROWS)[one] for one in few]
+        names = [(OF_ANY_ROWS, OF_FEW_ROWS)[is_few] for is_few in few]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
             for of_launch, launch in zip(names, driver.launches, strict=bool(driver.launches))
@@ -397,7 +399,7 @@ class Grouped:
         out = self.out[0] if isinstance(self.out, tuple) else self.out
         own = (self.codes, self.block, self.scale, x, out, self.offsets)
         named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
-        if not isinstance(self.plan, GroupedSmallMPlan):  # tensor copies read them
+        if not isinstance(self.plan, GroupedSmallMPlan):  # TMA copies read them
             del named["codes"], named["scales"]
         none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
         none |= {} if isinstance(self.plan, GroupedSmallMPlan) else {"counter": 0}
@@ -407,22 +409,22 @@ class Grouped:
 def told_of(product, x):
     """What every launch tells of the sizes."""
     tokens, row_tiles = x.shape[0], product.rows // 16
-    told = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
-    told |= {"stride": x.stride(0), "most": NEVER}
+    expected = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
+    expected |= {"stride": x.stride(0), "most": NEVER}
     if isinstance(product.plan, GroupedSmallMPlan):
-        return told | {"early": 0}
-    told |= {"above": 0, "beside": 0}
+        return expected | {"early": 0}
+    expected |= {"above": 0, "beside": 0}
     k_blocks, plan = product.columns // 64, product.plan
-    told |= {"k_blocks": k_blocks, "layout": b"\0"}
-    told |= {"map": MAP, "map_of_codes": MAP, "map_of_scales": MAP}
-    told |= {"map_rows": tokens, "map_columns": product.columns}
-    told |= {"code_rows": EXPERTS * row_tiles, "code_words": k_blocks * 128}
-    told |= {"scale_rows_of_all": EXPERTS * row_tiles, "scale_words": k_blocks * 16}
-    return told | {"row_blocks": -(-product.rows // plan.rows)}
+    expected |= {"k_blocks": k_blocks, "layout": b"\0"}
+    expected |= {"map": MAP, "map_of_codes": MAP, "map_of_scales": MAP}
+    expected |= {"map_rows": tokens, "map_columns": product.columns}
+    expected |= {"code_rows": EXPERTS * row_tiles, "code_words": k_blocks * 128}
+    expected |= {"scale_rows_of_all": EXPERTS * row_tiles, "scale_words": k_blocks * 16}
+    return expected | {"row_blocks": -(-product.rows // plan.rows)}
 
 
 def described_of(product, x):
-    """What tensor copies are told of the operands."""
+    """The operands as the driver describes them for TMA copies."""
     plan = product.plan
     if isinstance(plan, GroupedSmallMPlan):
         return []
@@ -456,7 +458,7 @@ def test_experts(driver, tokens, dtype):
     assert driver.maps == described_of(product, x)
 
 
-def test_settled_offsets(driver):
+def test_offsets_that_are_ready(driver):
     """Said to the kernel for few rows, which alone asks for weights so early."""
     product, x = Grouped(HIDDEN, INNER), torch.empty(1, INNER).bfloat16()
 
@@ -476,17 +478,17 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     launches = product(
         driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
     )
-    told = [values for _, _, _, values in launches]
-    assert len(told) == len(product.launches) > 1
-    bounds = sorted((values.get("above", 0), values["most"]) for values in told)
+    arguments = [values for _, _, _, values in launches]
+    assert len(arguments) == len(product.launches) > 1
+    bounds = sorted((values.get("above", 0), values["most"]) for values in arguments)
     assert [bounds[0][0], bounds[-1][1]] == [0, NEVER]
-    assert all(one[1] == following[0] for one, following in itertools.pairwise(bounds))
-    assert [values["tokens"] for values in told] == [0] * (len(told) - 1) + [tokens]
-    waits = [values.get("beside", values.get("early")) for values in told]
+    assert all(bound[1] == following[0] for bound, following in itertools.pairwise(bounds))
+    assert [values["tokens"] for values in arguments] == [0] * (len(arguments) - 1) + [tokens]
+    waits = [values.get("beside", values.get("early")) for values in arguments]
     few = [isinstance(launch.plan, GroupedSmallMPlan) for launch in product.launches]
-    assert waits == [0, *(2 if one else 1 for one in few[1:])]
-    assert [values["map_rows"] for values in told if "map_rows" in values].count(tokens) == (
-        len(told) - sum(few)
+    assert waits == [0, *(2 if bound else 1 for bound in few[1:])]
+    assert [values["map_rows"] for values in arguments if "map_rows" in values].count(tokens) == (
+        len(arguments) - sum(few)
     )
 
 
@@ -563,9 +565,9 @@ def test_codes_of_experts(driver, tokens, layout):
     shape = (tiles * 128 * (INNER // 16),) if swizzled else (tokens, INNER // 16)
     assert (block_scales.shape, block_scales.dtype) == (shape, torch.float8_e4m3fn)
     assert (row_scale.shape, row_scale.dtype) == ((tokens,), torch.float32)
-    told = {"block_scales": block_scales.data_ptr(), "result_scale": row_scale.data_ptr()}
+    expected = {"block_scales": block_scales.data_ptr(), "result_scale": row_scale.data_ptr()}
     assert values["codes_scale"] not in (0, scale.data_ptr()), "a contiguous copy"
-    assert values.items() >= {**told, "out": codes.data_ptr()}.items()
+    assert values.items() >= {**expected, "out": codes.data_ptr()}.items()
     # Two row tiles make a block.
     assert values["row_tiles"] == 2 * INNER // (32 if tokens == FEW else 16)
     [] = product(driver, function, x[:0], None, None, codes=(scale, layout))
@@ -613,7 +615,7 @@ def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, tokens
 
 @pytest.mark.parametrize("tokens", [FEW, SOME])
 def test_rows_of_experts_apart_and_misaligned(driver, tokens):
-    """A stride is told to the kernel; rows that bulk copies cannot read are copied."""
+    """A stride is passed to the kernel; rows that bulk copies cannot read are copied."""
     product, wide = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER + 72).bfloat16()
     x = wide[:, 8 : 8 + INNER]
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
@@ -637,9 +639,11 @@ def test_no_rows_launch_nothing(driver):
 
 @given(kinds=st.lists(st.sampled_from(["i", "q", "2i", "s", "128s"]), min_size=1, max_size=9))
 def test_parameters_lie_apart(kinds):
-    found = Parameters(*kinds)
-    ends = [start + struct.calcsize(kind) for start, kind in zip(found.offsets, kinds, strict=True)]
-    assert all(start >= end for start, end in zip(found.offsets[1:], ends, strict=False))
-    assert found.size == ends[-1]
+    result = Parameters(*kinds)
+    ends = [
+        start + struct.calcsize(kind) for start, kind in zip(result.offsets, kinds, strict=True)
+    ]
+    assert all(start >= end for start, end in zip(result.offsets[1:], ends, strict=False))
+    assert result.size == ends[-1]
     aligned = {"i": 4, "2i": 4, "q": 8}
-    assert all(o % aligned.get(k, 1) == 0 for o, k in zip(found.offsets, kinds, strict=True))
+    assert all(o % aligned.get(k, 1) == 0 for o, k in zip(result.offsets, kinds, strict=True))

@@ -41,12 +41,12 @@ def pair(
     **changes: Any,
 ) -> tuple[Any, Any]:
     """A layer with DeepSeek's and with transformers' numerics and the same weights."""
-    found = []
+    result = []
     for numerics in ("deepseek", "transformers"):
         module = build(ModelConfig.tiny(numerics=numerics, **changes))
-        found.append(randomize_(module, seed).to(dtype).eval().requires_grad_(False))
-    found[1].load_state_dict(found[0].state_dict())
-    return found[0], found[1]
+        result.append(randomize_(module, seed).to(dtype).eval().requires_grad_(False))
+    result[1].load_state_dict(result[0].state_dict())
+    return result[0], result[1]
 
 
 def theirs(name: str, ours: nn.Module, *args: Any) -> Any:
@@ -68,8 +68,8 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) 
     return (scale * torch.randn(shape, generator=generator, dtype=F64)).to(dtype)
 
 
-def error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+def error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.double() - truth).norm() / truth.norm())
 
 
 class Recording:
@@ -146,9 +146,9 @@ def test_the_indexer_turns_and_rounds_to_fp4_by_deepseek_only(seed: int) -> None
     # The transform alone would change no score: the weights of the heads are the same bits.
     assert torch.equal(deepseek.scorer.weights(x), plain.scorer.weights(x))
     reference = theirs("DeepseekV4Indexer", plain)
-    wanted = reference(x, residual, positions, None, 0)
-    found = plain(x, residual, positions, None, 0)
-    assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)
+    expected = reference(x, residual, positions, None, 0)
+    actual = plain(x, residual, positions, None, 0)
+    assert torch.equal(actual.sort(-1).values, expected.sort(-1).values)
 
 
 # 3 -------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ def test_cosines_are_rounded_to_the_models_dtype_by_transformers_only(label: str
     x = draw(0, 1, 1, 64)
     exact = deepseek(x, positions, label)
     rounded = plain(x, positions, label)
-    for wide, narrow, wanted in zip(exact, rounded, reference(x, positions, label), strict=True):
+    for wide, narrow, expected in zip(exact, rounded, reference(x, positions, label), strict=True):
         assert wide.dtype == F32
         assert narrow.dtype == BF16
         assert torch.equal(narrow, wide.to(BF16))
         assert not torch.equal(narrow.float(), wide)
         # Half a unit in the last of 8 bits, for values within 1.
         assert (narrow.float() - wide).abs().max() <= 2.0**-9
-        assert (narrow.float() - wanted.float()).abs().max() <= 2.0**-8
+        assert (narrow.float() - expected.float()).abs().max() <= 2.0**-8
     for wide, same in zip(
         deepseek(x.float(), positions, label), plain(x.float(), positions, label), strict=True
     ):
@@ -225,16 +225,16 @@ def test_stream_mixing_weights_are_rounded_by_transformers_only(seed: int) -> No
     for a, b in zip((post, comb, collapsed), plain(streams), strict=True):
         assert torch.equal(a, b), "what comes before the sublayer is the same"
     assert post.dtype == comb.dtype == F32
-    found = deepseek.spread(output, streams, post, comb)
+    result = deepseek.spread(output, streams, post, comb)
     rounded = plain.spread(output, streams, post, comb)
     assert torch.equal(
         rounded, deepseek.spread(output, streams, post.to(BF16).float(), comb.to(BF16).float())
     )
-    assert not torch.equal(found, rounded)
+    assert not torch.equal(result, rounded)
     wide = [t.double() for t in (output, streams, post, comb)]
     truth = wide[2][..., None] * wide[0][..., None, :] + wide[3].transpose(-1, -2) @ wide[1]
-    assert error(found, truth) <= 2.0**-9 * 1.001
-    assert error(rounded, truth) > error(found, truth)
+    assert error(result, truth) <= 2.0**-9 * 1.001
+    assert error(rounded, truth) > error(result, truth)
     in_f32 = [t.float() for t in (output, streams, post, comb)]
     assert torch.equal(deepseek.spread(*in_f32), plain.spread(*in_f32))
 
@@ -307,8 +307,8 @@ def test_the_routing_weight_comes_before_the_last_projection_by_deepseek_only(se
     assert error(after, late.double()) < error(after, early.double())
     truth = _one_expert(deepseek, x.double(), expert, weight.double(), early=False)
     for module in (deepseek, plain):
-        found = module.to(F64)(x.double(), expert, weight.double())
-        assert error(found, truth) < 1e-12
+        result = module.to(F64)(x.double(), expert, weight.double())
+        assert error(result, truth) < 1e-12
 
 
 def _one_expert(

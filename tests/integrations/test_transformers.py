@@ -64,8 +64,8 @@ def ids_of(config: ModelConfig, batch: int, length: int, seed: int = 0) -> torch
     return torch.randint(0, config.vocab_size, (batch, length), generator=generator)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @torch.no_grad()
@@ -159,8 +159,8 @@ def test_a_second_apply_replaces_nothing_and_says_so() -> None:
     before = modules_of(model)
     second = apply(model)
     assert second.replaced == ()
-    assert {kept.name for kept in second.kept} == {replaced.name for replaced in first.replaced}
-    assert all("already" in kept.reason for kept in second.kept)
+    assert {entry.name for entry in second.kept} == {replaced.name for replaced in first.replaced}
+    assert all("already" in entry.reason for entry in second.kept)
     assert modules_of(model) == before
     second.undo()
     assert modules_of(model) == before
@@ -172,16 +172,16 @@ def test_parts_can_be_added_and_are_undone_in_reverse() -> None:
     ids = ids_of(config, 1, 17)
     before = modules_of(model)
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         first = apply(model, parts=["hyper_connection"])
         second = apply(model, parts=["attention", "experts"])
-        assert relative(model(ids).logits, wanted) <= TOLERANCE
+        assert relative(model(ids).logits, expected) <= TOLERANCE
         with pytest.raises(RuntimeError, match="replaced since; undo that first"):
             first.undo()
-        assert relative(model(ids).logits, wanted) <= TOLERANCE
+        assert relative(model(ids).logits, expected) <= TOLERANCE
         second.undo()
         first.undo()
-        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, expected)
     assert modules_of(model) == before
 
 
@@ -200,9 +200,9 @@ def test_the_bare_model_can_be_swapped() -> None:
     model = model_of(config).model
     ids = ids_of(config, 1, 9)
     with torch.no_grad():
-        wanted = model(ids).last_hidden_state
+        expected = model(ids).last_hidden_state
         report = apply(model)
-        assert relative(model(ids).last_hidden_state, wanted) <= TOLERANCE
+        assert relative(model(ids).last_hidden_state, expected) <= TOLERANCE
     assert "lm_head" not in {replaced.part for replaced in report.replaced}
 
 
@@ -222,15 +222,15 @@ def test_modules_changed_by_others_stay_and_the_report_says_why() -> None:
     layers[3].self_attn.q_a_proj.register_parameter("lora", nn.Parameter(torch.zeros(1)))
     layers[2].self_attn = nn.Identity()
     layers[3].mlp.experts.down_proj = nn.Parameter(torch.zeros(1, 2, 3))
-    kept = {entry.name: entry.reason for entry in apply(model).kept}
-    assert kept["model.layers.2.self_attn"] == "it is a torch.nn.modules.linear.Identity"
-    assert "OtherMLP" in kept["model.layers.0.mlp.shared_experts"]
-    assert "hooks" in kept["model.layers.1.self_attn"]
-    assert "forward was replaced" in kept["model.layers.2.mlp.gate"]
-    assert "q_a_proj.lora is not expected" in kept["model.layers.3.self_attn"]
-    assert "down_proj has shape [1, 2, 3]" in kept["model.layers.3.mlp.experts"]
-    assert "its experts was not replaced" in kept["model.layers.3.mlp"]
-    for name in kept:
+    reasons = {entry.name: entry.reason for entry in apply(model).kept}
+    assert reasons["model.layers.2.self_attn"] == "it is a torch.nn.modules.linear.Identity"
+    assert "OtherMLP" in reasons["model.layers.0.mlp.shared_experts"]
+    assert "hooks" in reasons["model.layers.1.self_attn"]
+    assert "forward was replaced" in reasons["model.layers.2.mlp.gate"]
+    assert "q_a_proj.lora is not expected" in reasons["model.layers.3.self_attn"]
+    assert "down_proj has shape [1, 2, 3]" in reasons["model.layers.3.mlp.experts"]
+    assert "its experts was not replaced" in reasons["model.layers.3.mlp"]
+    for name in reasons:
         assert not type(model.get_submodule(name)).__module__.startswith("dsv4.")
     # What lies inside a module that stays is still looked at.
     assert type(layers[1].self_attn.q_a_norm).__module__ == "dsv4.layers.norm"
@@ -255,12 +255,12 @@ def test_undo_after_a_move_keeps_the_values() -> None:
     with torch.no_grad():
         report = apply(model)
         model.to(torch.float64)
-        wanted = model(ids).logits
+        expected = model(ids).logits
         report.undo()
         assert model.lm_head.weight.dtype == torch.float64
         buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
         assert buffers["model.layers.3.mlp.gate.e_score_correction_bias"] == torch.float64
-        assert relative(model(ids).logits, wanted) <= TOLERANCE
+        assert relative(model(ids).logits, expected) <= TOLERANCE
 
 
 def test_a_copy_of_a_swapped_model_is_independent() -> None:
@@ -269,10 +269,10 @@ def test_a_copy_of_a_swapped_model_is_independent() -> None:
     apply(model)
     ids = ids_of(config, 1, 9)
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         twin = copy.deepcopy(model)
         twin.lm_head.weight.zero_()
-        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, expected)
         assert not twin(ids).logits.any()
 
 
@@ -290,16 +290,16 @@ def test_recorded_outputs_are_those_of_transformers(recorded_before: bool) -> No
             model(ids, **asked)
         report = apply(model)
         for _ in range(2):
-            found, wanted = model(ids, **asked), twin(ids, **asked)
-            assert len(found.hidden_states) == len(wanted.hidden_states) == 5
-            assert len(found.router_logits) == len(wanted.router_logits) == 2
+            actual, expected = model(ids, **asked), twin(ids, **asked)
+            assert len(actual.hidden_states) == len(expected.hidden_states) == 5
+            assert len(actual.router_logits) == len(expected.router_logits) == 2
             for a, b in zip(
-                (*found.hidden_states, *found.router_logits),
-                (*wanted.hidden_states, *wanted.router_logits),
+                (*actual.hidden_states, *actual.router_logits),
+                (*expected.hidden_states, *expected.router_logits),
                 strict=True,
             ):
                 assert relative(a, b) <= TOLERANCE
-            assert relative(found.aux_loss, wanted.aux_loss) <= TOLERANCE
+            assert relative(actual.aux_loss, expected.aux_loss) <= TOLERANCE
             report.undo()
 
 
@@ -336,9 +336,9 @@ def test_other_implementations_of_the_experts_do_no_harm() -> None:
     ids = ids_of(config, 1, 9)
     with torch.no_grad():
         apply(model)
-        wanted = model(ids).logits
+        expected = model(ids).logits
         model.set_experts_implementation("batched_mm")
-        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, expected)
 
 
 # Generation ----------------------------------------------------------------------------------
@@ -357,8 +357,8 @@ def test_generate_gives_the_tokens_of_transformers(batch: int, sample: bool) -> 
         ids = ids_of(config, batch, 11)
         outputs.append(candidate.generate(ids, return_dict_in_generate=True, **options))
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-    for found, wanted in zip(outputs[0].logits, outputs[1].logits, strict=True):
-        assert relative(found, wanted) <= TOLERANCE
+    for actual, expected in zip(outputs[0].logits, outputs[1].logits, strict=True):
+        assert relative(actual, expected) <= TOLERANCE
 
 
 def _padded(layer_types: tuple[str, ...], pad: int) -> tuple[list[torch.Tensor], ...]:
@@ -378,18 +378,18 @@ def _padded(layer_types: tuple[str, ...], pad: int) -> tuple[list[torch.Tensor],
 
 @pytest.mark.parametrize("pad", [1, 3, 9])
 def test_left_padding_equals_transformers_without_heavily_compressed_layers(pad: int) -> None:
-    for found, wanted in zip(*_padded((SLIDING, CSA, CSA), pad), strict=True):
-        assert relative(found, wanted) <= TOLERANCE
+    for actual, expected in zip(*_padded((SLIDING, CSA, CSA), pad), strict=True):
+        assert relative(actual, expected) <= TOLERANCE
 
 
 def test_left_padding_with_heavily_compressed_layers_differs_where_documented() -> None:
-    found, wanted = _padded((SLIDING, HCA), 9)
+    actual, expected = _padded((SLIDING, HCA), 9)
     # Prefill is equal, and so is the row without padding. In decode transformers shows a padded
     # row the entries that its prefill would hide.
-    assert relative(found[0], wanted[0]) <= TOLERANCE
-    for a, b in zip(found, wanted, strict=True):
+    assert relative(actual[0], expected[0]) <= TOLERANCE
+    for a, b in zip(actual, expected, strict=True):
         assert relative(a[1], b[1]) <= TOLERANCE
-    assert any(relative(a[0], b[0]) > 1e-3 for a, b in zip(found[1:], wanted[1:], strict=True))
+    assert any(relative(a[0], b[0]) > 1e-3 for a, b in zip(actual[1:], expected[1:], strict=True))
 
 
 # Dtypes --------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ def ids_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, CONFIG.vocab_size, (batch, length), generator=generator)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 # The list of arguments without effect --------------------------------------------------------
@@ -86,8 +86,8 @@ def test_what_has_no_effect_has_none_in_transformers_either(
             attention = layer.self_attn
             assert torch.equal(attention(x, **given, **option)[0], attention(x, **given)[0])
         assert torch.equal(layer(streams, ids, **given, **option), layer(streams, ids, **given))
-    found, wanted = (model(ids, **option).logits for model in pair)
-    assert relative(found, wanted) <= TOLERANCE
+    actual, expected = (model(ids, **option).logits for model in pair)
+    assert relative(actual, expected) <= TOLERANCE
 
 
 def test_every_option_that_transformers_declares_is_known() -> None:
@@ -129,8 +129,8 @@ def test_both_names_of_the_cache_are_taken_alike(pair: tuple[Any, Any], name: st
         attention = layer.self_attn
         whole = attention(torch.cat((x, more), 1))[0][:, 9:]
         past = transformers.DynamicCache(config=model.config)
-        found = [attention(piece, **{name: past})[0] for piece in (x, more)]
-        assert relative(found[1], whole) <= TOLERANCE
+        result = [attention(piece, **{name: past})[0] for piece in (x, more)]
+        assert relative(result[1], whole) <= TOLERANCE
         with pytest.raises(TypeError, match="two names of one argument, wanted one of them"):
             attention(x, past_key_values=past, cache=transformers.DynamicCache())
         if attention.compressor is None:
@@ -221,8 +221,8 @@ def test_a_mask_shows_what_it_shows_in_transformers(
     """Beyond the window, and keys to come, too."""
     ids = ids_of(2, LENGTH, seed)
     with torch.no_grad():
-        found, wanted = (m(ids, attention_mask=mask).logits for m in pair)
-    assert relative(found, wanted) <= TOLERANCE
+        actual, expected = (m(ids, attention_mask=mask).logits for m in pair)
+    assert relative(actual, expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
@@ -249,8 +249,8 @@ def test_a_mask_that_cannot_be_obeyed_is_refused_and_the_cache_is_as_it_was(
             for mask in cases:
                 with pytest.raises(ValueError, match=words):
                     model(ids[:, 6:], past_key_values=past, attention_mask=mask)
-        found = model(ids[:, 6:], past_key_values=past).logits
-        assert relative(found, model(ids).logits[:, 6:]) <= TOLERANCE
+        result = model(ids[:, 6:], past_key_values=past).logits
+        assert relative(result, model(ids).logits[:, 6:]) <= TOLERANCE
 
 
 @torch.no_grad()
@@ -269,13 +269,13 @@ def test_a_paged_cache_refuses_masks_and_positions_that_it_would_not_obey() -> N
             model(ids, past_key_values=cache, attention_mask=mask)
     with pytest.raises(ValueError, match="position_ids are not those that follow"):
         model(ids, past_key_values=cache, position_ids=torch.arange(3, LENGTH + 3)[None])
-    one = model(ids[:1, :1], past_key_values=cache).logits  # a refusal leaves no rows behind
-    assert relative(one, model(ids[:1, :1]).logits) <= TOLERANCE
+    logits = model(ids[:1, :1], past_key_values=cache).logits  # a refusal leaves no rows behind
+    assert relative(logits, model(ids[:1, :1]).logits) <= TOLERANCE
     cache.reset()
     mask = torch.zeros(2, 1, LENGTH, LENGTH).masked_fill(~band, float("-inf"))
     positions = torch.arange(LENGTH)[None]
-    found = model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
-    assert relative(found, model(ids).logits) <= TOLERANCE
+    result = model(ids, past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+    assert relative(result, model(ids).logits) <= TOLERANCE
     with pytest.raises(ValueError, match="position_ids are not those that follow"):
         model(ids[:, :1], past_key_values=cache, position_ids=torch.zeros(1, 1).long())
     late = torch.ones(2, LENGTH + 1).long()
@@ -320,8 +320,8 @@ def test_positions_follow_the_tokens_of_a_cache(first: int, more: int) -> None:
     x = model.model.embed_tokens(ids)
     with torch.no_grad():
         model(ids[:, :first], None, past)
-        found = model(ids[:, first:], None, past)
-        assert relative(found, model(ids)[:, first:]) <= TOLERANCE
+        result = model(ids[:, first:], None, past)
+        assert relative(result, model(ids)[:, first:]) <= TOLERANCE
         attention(x[:, :first], past_key_values=layer_past)
-        found = attention(x[:, first:], past_key_values=layer_past)[0]
-        assert relative(found, attention(x)[0][:, first:]) <= TOLERANCE
+        result = attention(x[:, first:], past_key_values=layer_past)[0]
+        assert relative(result, attention(x)[0][:, first:]) <= TOLERANCE

@@ -36,13 +36,13 @@ def ids_of(config: ModelConfig, batch: int, length: int, seed: int = 0) -> torch
     return torch.randint(1, config.vocab_size, (batch, length), generator=generator)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def assert_same(found: Any, wanted: Any, rows: slice = slice(None)) -> None:
-    assert torch.equal(found.sequences[rows, -6:], wanted.sequences[:, -6:])
-    for a, b in zip(found.logits, wanted.logits, strict=True):
+def assert_same(actual: Any, expected: Any, rows: slice = slice(None)) -> None:
+    assert torch.equal(actual.sequences[rows, -6:], expected.sequences[:, -6:])
+    for a, b in zip(actual.logits, expected.logits, strict=True):
         assert relative(a[rows], b) < EXACT
 
 
@@ -90,8 +90,8 @@ def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(
     with torch.no_grad():
         truth, dense = truth_model(ids).logits, model(ids.to(device)).logits
         pieces = ids.to(device).split([9, 1, 9], dim=1)
-        found = torch.cat([model(p, past_key_values=cache).logits for p in pieces], 1)
-    rows = [(x.double().cpu() - truth).norm(dim=-1).median() for x in (found, dense)]
+        result = torch.cat([model(p, past_key_values=cache).logits for p in pieces], 1)
+    rows = [(x.double().cpu() - truth).norm(dim=-1).median() for x in (result, dense)]
     assert rows[0] < 1.5 * rows[1]
     assert rows[0] < 0.1 * truth.norm(dim=-1).median()
 
@@ -106,14 +106,14 @@ def test_generates_in_bfloat16_what_the_truth_would(
     model = swapped(numerics, torch.bfloat16)[0].to(device)
     ids = ids_of(config, 3, 11).to(device)
     options = {"prefill_chunk_size": 5} if sizes else {}
-    found = []
+    result = []
     for _ in range(2):
         cache = paged_cache(model, max_tokens=26, max_sequences=4, **sizes)
-        found.append(model.generate(ids, past_key_values=cache, **LOGITS, **GREEDY, **options))
-    assert torch.equal(found[0].sequences, found[1].sequences)
-    logits = torch.stack(found[0].logits, 1).cpu()
-    assert torch.equal(logits, torch.stack(found[1].logits, 1).cpu())
-    sequences = found[0].sequences.cpu()
+        result.append(model.generate(ids, past_key_values=cache, **LOGITS, **GREEDY, **options))
+    assert torch.equal(result[0].sequences, result[1].sequences)
+    logits = torch.stack(result[0].logits, 1).cpu()
+    assert torch.equal(logits, torch.stack(result[1].logits, 1).cpu())
+    sequences = result[0].sequences.cpu()
     assert torch.equal(sequences[:, 11:], logits.argmax(-1))
     with torch.no_grad():
         truth = truth_model(sequences).logits[:, 10:-1]
@@ -133,9 +133,9 @@ def test_chunks_equal_the_whole(config: ModelConfig, data: st.DataObject) -> Non
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
         pieces = ids.split(data.draw(chunkings(29)), dim=1)
-        found = [model(p, past_key_values=cache, use_cache=True).logits for p in pieces]
+        result = [model(p, past_key_values=cache, use_cache=True).logits for p in pieces]
     # transformers' own norms and hyper-connections work in float32 whatever the model's dtype.
-    assert relative(torch.cat(found, 1), whole) < (EXACT if parts == PARTS else 1e-5)
+    assert relative(torch.cat(result, 1), whole) < (EXACT if parts == PARTS else 1e-5)
     assert cache.get_seq_length() == 29
 
 
@@ -156,8 +156,8 @@ def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(options: Any) ->
     assert cache.paged.lengths.tolist() == [28, 19, 6]
     for row, prompt in enumerate(prompts):
         alone = paged_cache(model, max_tokens=40)
-        wanted = model.generate(prompt, past_key_values=alone, **LOGITS, **GREEDY)
-        assert_same(together, wanted, slice(row, row + 1))
+        expected = model.generate(prompt, past_key_values=alone, **LOGITS, **GREEDY)
+        assert_same(together, expected, slice(row, row + 1))
     dense = model.generate(prompts[0], **LOGITS, **GREEDY)
     assert_same(together, dense, slice(0, 1))
 
@@ -168,11 +168,11 @@ def test_a_cache_goes_on_where_it_was() -> None:
     cache = paged_cache(model, max_tokens=60, max_sequences=2, pool_tokens=512)
     first = model.generate(ids, past_key_values=cache, **GREEDY)
     more = torch.cat((first, ids_of(config, 2, 7, 1)), 1)
-    found = model.generate(more, past_key_values=cache, **LOGITS, **GREEDY)
-    assert_same(found, model.generate(more, **LOGITS, **GREEDY))
+    result = model.generate(more, past_key_values=cache, **LOGITS, **GREEDY)
+    assert_same(result, model.generate(more, **LOGITS, **GREEDY))
 
 
-def test_what_a_paged_cache_cannot_is_refused_in_words() -> None:
+def test_what_a_paged_cache_cannot_is_refused_with_a_reason() -> None:
     model, config = swapped()
     ids = ids_of(config, 2, 9)
 
@@ -217,8 +217,8 @@ def test_a_forward_that_failed_did_not_happen(layer: int, sizes: Any) -> None:
             with pytest.raises(ZeroDivisionError):
                 model(batch, past_key_values=cache)
             hook.remove()
-        found, wanted = (model(piece, past_key_values=c).logits for c in (cache, untroubled))
-        assert torch.equal(found, wanted)
+        actual, expected = (model(piece, past_key_values=c).logits for c in (cache, untroubled))
+        assert torch.equal(actual, expected)
     assert cache.get_seq_length() == 16
     assert cache.paged.free_pages == untroubled.paged.free_pages
 
@@ -244,8 +244,8 @@ def test_a_failed_forward_that_cannot_be_undone_has_to_be_reset() -> None:
     with pytest.raises(RuntimeError, match=r"did not come to its end.*reset"):
         model(ids, past_key_values=cache)
     cache.reset()
-    found, wanted = model(ids, past_key_values=cache).logits, model(ids).logits
-    assert relative(found, wanted) < EXACT
+    actual, expected = model(ids, past_key_values=cache).logits, model(ids).logits
+    assert relative(actual, expected) < EXACT
     attention = model.model.layers[1].self_attn
     with pytest.raises(RuntimeError, match="first layer of a forward is 1, wanted 0"):
         attention(torch.zeros(1, 1, config.hidden_size).double(), past_key_values=cache)

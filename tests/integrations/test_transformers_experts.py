@@ -89,17 +89,17 @@ def test_equals_transformers_eager_experts(device, routing, dtype, size) -> None
     x = (size * fuzz.normal(seed, (ids.shape[0], 64))).to(dtype)
     inputs = [t.to(device) for t in (x, ids, weights)]
     module.to(device)
-    found = module(*inputs).cpu()
+    result = module(*inputs).cpu()
     theirs = eager(module)(inputs[0], *without_strangers(*inputs[1:])).cpu()
     module.cpu()
-    assert found.dtype == theirs.dtype == dtype
+    assert result.dtype == theirs.dtype == dtype
     wide = eager(module).double()(x.double(), *without_strangers(ids, weights.double()))
     truth, budget = truth_and_budget(twin, x, ids, weights)
     assert bool((wide - truth).abs().le(1e-9 * (1 + budget)).all())
-    assert_within_budget(found, wide, budget, "dsv4's")
+    assert_within_budget(result, wide, budget, "dsv4's")
     truth, loose = truth_and_budget(twin, x, ids, weights, eager=True)
     assert_within_budget(theirs, wide, loose, "transformers'")
-    assert_within_budget(found, theirs.double(), budget + loose, "dsv4's beside transformers'")
+    assert_within_budget(result, theirs.double(), budget + loose, "dsv4's beside transformers'")
 
 
 @given(seed=fuzz.seeds(), dtype=DTYPES)
@@ -177,8 +177,8 @@ def ids_of(model: Any, batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, model.config.vocab_size, (batch, length), generator=fuzz.generator(1))
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -201,16 +201,16 @@ def test_a_whole_model_equals_itself_run_by_transformers(monkeypatch, limit) -> 
     model = model_of(swiglu_limit=limit, num_experts_per_tok=6)
     ids = ids_of(model, 2, 19)
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         tokens = model.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
         calls = count_calls(monkeypatch)
         model.set_experts_implementation("dsv4")
-        assert relative(model(ids).logits, wanted) <= 1e-5
+        assert relative(model(ids).logits, expected) <= 1e-5
         assert calls == [2 * 19] * len(model.model.layers)
-        found = model.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
-        assert torch.equal(found, tokens)
+        actual = model.generate(ids, do_sample=False, max_new_tokens=6, eos_token_id=None)
+        assert torch.equal(actual, tokens)
         model.set_experts_implementation("eager")
-        assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, expected)
 
 
 def test_loads_with_it(tmp_path, monkeypatch) -> None:
@@ -232,11 +232,11 @@ def test_beside_swapped_parts(monkeypatch) -> None:
     model = model_of()
     ids = ids_of(model, 1, 9)
     with torch.no_grad():
-        wanted = model(ids).logits
+        expected = model(ids).logits
         apply(model, parts=["attention", "router", "norm"])
         model.set_experts_implementation("dsv4")
         calls = count_calls(monkeypatch)
-        assert relative(model(ids).logits, wanted) <= 1e-5
+        assert relative(model(ids).logits, expected) <= 1e-5
     assert calls
 
 
@@ -248,11 +248,11 @@ def test_swapped_experts_work_under_any_setting() -> None:
     with torch.no_grad():
         model.set_experts_implementation("dsv4")
         apply(model)
-        wanted = model(ids).logits
+        expected = model(ids).logits
         assert "dsv4" in ALL_EXPERTS_FUNCTIONS
         for name in ("eager", *ALL_EXPERTS_FUNCTIONS):
             model.set_experts_implementation(name)
-            assert torch.equal(model(ids).logits, wanted), name
+            assert torch.equal(model(ids).logits, expected), name
 
 
 def test_undo_gives_the_setting_back_its_effect(monkeypatch) -> None:

@@ -27,8 +27,8 @@ def tiny(**changes: Any) -> ModelConfig:
     return ModelConfig.tiny(numerics="transformers", **changes)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def checkpoint(folder: Path, layout: str = "nvidia", mtp: bool = True, **changes: Any) -> Path:
@@ -54,8 +54,8 @@ def test_a_loaded_model_generates_the_tokens_of_the_dequantised_weights(
     assert torch.equal(model.generate(ids, **GREEDY), twin.generate(ids, **GREEDY))
     experts = model.model.layers[0].mlp.experts
     assert isinstance(experts, DeepseekV4Experts)
-    wanted = {"deepseek": "mxfp4", "bf16": None}.get(layout, "nvfp4")
-    assert (experts.format.name if experts.format else None) == wanted
+    expected = {"deepseek": "mxfp4", "bf16": None}.get(layout, "nvfp4")
+    assert (experts.format.name if experts.format else None) == expected
 
 
 def test_a_model_is_loaded_and_swapped_on_any_device(device: torch.device, tmp_path: Path) -> None:
@@ -63,14 +63,14 @@ def test_a_model_is_loaded_and_swapped_on_any_device(device: torch.device, tmp_p
     ids = torch.randint(0, 128, (1, 17), generator=torch.Generator().manual_seed(1))
     host = from_pretrained(path, dtype=torch.float32, progress=False)
     with torch.no_grad():
-        wanted = host(ids).logits
+        expected = host(ids).logits
         for parts in (None, ["norm"]):
             model = from_pretrained(
                 path, device=device, dtype=torch.float32, parts=parts, progress=False
             )
             places = {t.device.type for t in (*model.parameters(), *model.buffers())}
             assert places == {device.type}
-            assert relative(model(ids.to(device)).logits.cpu(), wanted) <= TOLERANCE
+            assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
 
 
 @pytest.mark.parametrize("parts", [("attention",), ("experts",), ("norm", "lm_head")])
@@ -98,23 +98,23 @@ def test_it_packs_what_load_packs(layout: str, parts: Any, tmp_path: Path) -> No
     model = from_pretrained(path, parts=parts, **options)
     whole = load(path, numerics="transformers", mtp=False, **options)
     plain = from_pretrained(path, parts=parts, **common)
-    wanted = {
+    expected = {
         name: module.layout
         for name, module in whole.named_modules()
         if isinstance(module, (Linear, DeepseekV4Experts))
         and (parts is None or ".self_attn." in name)
     }
     ours = (Linear, DeepseekV4Experts)
-    found = {n: m for n, m in model.named_modules() if isinstance(m, ours)}
-    assert {name: module.layout for name, module in found.items()} == wanted
-    assert (FRAGMENTS in wanted.values()) == (layout == "transformers" or parts is None)
+    actual = {n: m for n, m in model.named_modules() if isinstance(m, ours)}
+    assert {name: module.layout for name, module in actual.items()} == expected
+    assert (FRAGMENTS in expected.values()) == (layout == "transformers" or parts is None)
     packing, conversion = model.dsv4_report.packing, model.dsv4_report.conversion
-    assert {n for n, layout in wanted.items() if layout == FRAGMENTS} == set(packing.packed)
+    assert {n for n, layout in expected.items() if layout == FRAGMENTS} == set(packing.packed)
     experts = len(model.model.layers) * 3 * model.config.n_routed_experts
     converted = experts if layout == "deepseek" and parts is None else 0
     assert conversion.converted == converted
     assert plain.dsv4_report.packing.packed == []
-    for name, module in found.items():
+    for name, module in actual.items():
         for part in ("gate_up_proj", "down_proj"):
             if isinstance(module, DeepseekV4Experts):
                 left, right = (m.get_submodule(name).dense_weight(part) for m in (model, plain))
@@ -151,11 +151,11 @@ def test_the_layers_that_transformers_lacks_are_named(
 
 def test_generation_follows_the_checkpoint(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "c", bos_token_id=3, eos_token_id=(5, 7))
-    found = from_pretrained(path, progress=False).generation_config
-    assert (found.bos_token_id, found.eos_token_id) == (3, [5, 7])
+    result = from_pretrained(path, progress=False).generation_config
+    assert (result.bos_token_id, result.eos_token_id) == (3, [5, 7])
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 9, "top_p": 0.5}))
-    found = from_pretrained(path, progress=False).generation_config
-    assert (found.eos_token_id, found.top_p) == (9, 0.5)
+    result = from_pretrained(path, progress=False).generation_config
+    assert (result.eos_token_id, result.top_p) == (9, 0.5)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -166,11 +166,11 @@ def test_deepseek_numerics_in_bfloat16_are_near_float32(dtype: Any, tmp_path: Pa
     narrow = from_pretrained(path, dtype=dtype or torch.bfloat16, **options)
     wide = from_pretrained(path, dtype=torch.float32, **options)
     with torch.no_grad():
-        found = narrow(ids).logits
-        assert found.dtype == torch.float32, "DeepSeek computes logits in float32"
-        assert found.isfinite().all()
+        result = narrow(ids).logits
+        assert result.dtype == torch.float32, "DeepSeek computes logits in float32"
+        assert result.isfinite().all()
         # The last position of a short prompt sums few roundings; this is a sanity bound.
-        assert (found - wide(ids).logits).norm() / found.norm() < 0.5
+        assert (result - wide(ids).logits).norm() / result.norm() < 0.5
 
 
 def test_wrong_checkpoints_are_refused(tmp_path: Path) -> None:

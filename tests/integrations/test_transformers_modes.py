@@ -35,10 +35,12 @@ def model_of(seed: int, dtype: torch.dtype = torch.float32) -> Any:
     wide = type(model.model.norm)(4)(torch.zeros(1, 4, dtype=torch.bfloat16)).dtype
     if wide != torch.bfloat16:  # transformers 5.17 cannot run its norms in float32
         names = {name for name in names if "norm" not in name}
-    kept = {name: p.data for name, p in model.named_parameters() if names & set(name.split("."))}
+    parameters = {
+        name: p.data for name, p in model.named_parameters() if names & set(name.split("."))
+    }
     model.to(dtype)
     for name, parameter in model.named_parameters():
-        parameter.data = kept.get(name, parameter.data)
+        parameter.data = parameters.get(name, parameter.data)
     return model
 
 
@@ -47,8 +49,8 @@ def ids_of(batch: int, length: int, seed: int) -> torch.Tensor:
     return torch.randint(1, 128, (batch, length), generator=generator)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def generated(model: Any, ids: torch.Tensor, mode: str, **cache: Any) -> torch.Tensor:
@@ -66,11 +68,11 @@ def test_generates_the_tokens_of_transformers(mode: str, parts: Any, seed: int) 
     model, twin = model_of(seed), model_of(seed)
     apply(model, parts=parts)
     ids = ids_of(2, PROMPT, seed)
-    wanted = generated(twin, ids, mode)
-    assert torch.equal(generated(model, ids, mode), wanted)
+    expected = generated(twin, ids, mode)
+    assert torch.equal(generated(model, ids, mode), expected)
     if "attention" in parts and mode != "beam":
         pages = paged_cache(model, max_tokens=PROMPT + NEW, max_sequences=2)
-        assert torch.equal(generated(model, ids, mode, past_key_values=pages), wanted)
+        assert torch.equal(generated(model, ids, mode, past_key_values=pages), expected)
 
 
 @torch.no_grad()
@@ -96,9 +98,9 @@ def test_steps_in_bfloat16_are_as_near_the_truth_as_transformers(parts: Any, see
     caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
     truth = stepped(truth_model, ids, transformers.DynamicCache(config=model.config))
     theirs = stepped(twin, ids, caches[0])
-    found = [stepped(model, ids, caches[1])]
+    result = [stepped(model, ids, caches[1])]
     if "attention" in parts:
-        found.append(stepped(model, ids, paged_cache(model, max_tokens=23, max_sequences=2)))
+        result.append(stepped(model, ids, paged_cache(model, max_tokens=23, max_sequences=2)))
     off = (theirs - truth).norm(dim=-1).median()
-    for logits in found:
+    for logits in result:
         assert (logits - truth).norm(dim=-1).median() <= 1.5 * off

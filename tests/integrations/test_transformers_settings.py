@@ -36,8 +36,8 @@ def ids_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(2, 128, (batch, length), generator=generator)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).abs().max() / wanted.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def rotaries(model: Any) -> list[Any]:
@@ -99,8 +99,8 @@ def test_a_module_whose_settings_were_changed_stays(
     model, twin = model_of(), model_of()
     for changed in (model, twin):
         setattr(changed.get_submodule(f"{path}.{inner}".strip(".")), name, value)
-    kept = {entry.name: entry.reason for entry in apply(model).kept}
-    assert words in kept[path]
+    reasons = {entry.name: entry.reason for entry in apply(model).kept}
+    assert words in reasons[path]
     ids = ids_of(1, 21)
     with torch.no_grad():
         assert relative(model(ids).logits, twin(ids).logits) <= TOLERANCE
@@ -117,14 +117,14 @@ def test_rotary_buffers_mean_what_they_mean_in_transformers(label: str, paged: b
         for rotary in rotaries(changed):
             rotary._buffers[f"{label}_inv_freq"].mul_(0.25)
     report = apply(model)
-    wanted = twin(ids).logits
-    assert relative(usual, wanted) > 1e-3
+    expected = twin(ids).logits
+    assert relative(usual, expected) > 1e-3
     cache = paged_cache(model, max_tokens=33, max_sequences=2) if paged else None
-    assert relative(model(ids, past_key_values=cache).logits, wanted) <= TOLERANCE
+    assert relative(model(ids, past_key_values=cache).logits, expected) <= TOLERANCE
     twice = copy.deepcopy(model)
-    assert relative(twice(ids).logits, wanted) <= TOLERANCE
+    assert relative(twice(ids).logits, expected) <= TOLERANCE
     report.undo()
-    assert torch.equal(model(ids).logits, wanted)
+    assert torch.equal(model(ids).logits, expected)
 
 
 @torch.no_grad()
@@ -143,8 +143,8 @@ def test_rotary_buffers_rounded_by_a_cast(numerics: str) -> None:
     exact = tiny().rope_main.inv_freq()
     assert not torch.equal(buffer.float(), exact)
     apply(model, numerics=numerics)
-    found = model.model.rotary_emb.inv_freq(torch.device("cpu"), "main")
-    assert torch.equal(found, buffer.float() if numerics == "transformers" else exact)
+    result = model.model.rotary_emb.inv_freq(torch.device("cpu"), "main")
+    assert torch.equal(result, buffer.float() if numerics == "transformers" else exact)
 
 
 def test_another_attention_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,26 +190,26 @@ def test_what_transformers_keeps_in_float32_stays_so(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "theirs", dtype=torch.bfloat16, **options
     ).requires_grad_(False)
-    wanted = float32_names(theirs)
-    assert any(name.endswith("input_layernorm.weight") for name in wanted)
+    expected = float32_names(theirs)
+    assert any(name.endswith("input_layernorm.weight") for name in expected)
     loaded = from_pretrained(tmp_path / "ours", dtype=torch.bfloat16, parts=parts, progress=False)
     norm = type(theirs.model.norm)(4)
     runs = norm(torch.zeros(1, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
-    stay = {n for n in wanted if not runs and type(loaded.get_submodule(n.rpartition(".")[0])) is
+    stay = {n for n in expected if not runs and type(loaded.get_submodule(n.rpartition(".")[0])) is
             type(theirs.model.norm)}  # fmt: skip
-    assert float32_names(loaded) == wanted - stay
+    assert float32_names(loaded) == expected - stay
     ids = ids_of(2, 21)
     with torch.no_grad():
         exact = truth(ids).logits.double()
-        found = [loaded(ids).logits]
+        actual = [loaded(ids).logits]
         if runs or parts is None:
             apply(theirs, parts=parts)
-            assert float32_names(theirs) == wanted
-            found.append(theirs(ids).logits)
-        for logits in found:
+            assert float32_names(theirs) == expected
+            actual.append(theirs(ids).logits)
+        for logits in actual:
             assert (logits.double() - exact).norm() < 0.2 * exact.norm()
-        if len(found) == 2 and stored is None:  # else its norms were rounded when it was saved
-            assert (found[0] - found[1]).norm() < 0.1 * exact.norm()
+        if len(actual) == 2 and stored is None:  # else its norms were rounded when it was saved
+            assert (actual[0] - actual[1]).norm() < 0.1 * exact.norm()
 
 
 @given(seed=st.integers(0, 100))

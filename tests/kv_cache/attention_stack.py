@@ -77,5 +77,5 @@ def shuffled(cache: PagedCache, seed: int) -> PagedCache:
 
 
 def tokens(seed: int, count: int, config: ModelConfig) -> torch.Tensor:
-    """Hidden states of so many tokens."""
+    """Hidden states of that number of tokens."""
     return normal(seed, (count, config.hidden_size), torch.float64)

@@ -113,13 +113,13 @@ def test_compressed_slots_are_distinct_and_match(device, visible, index):
 
 def test_pitfall_20_padding_passes_through_as_minus_one(device):
     cache = make(device=device)
-    one, none = tensor([0, -1, -1], device), tensor([-1, 3, -1], device)
+    single, none = tensor([0, -1, -1], device), tensor([-1, 3, -1], device)
     for slots in (
-        cache.layers[0].window_write_slots(one, none),
-        cache.layers[0].window_read_slots(one, none),
-        cache.layers[1].compressed_write_slots(one, none),
-        cache.layers[1].compressed_slots_of(one, none[:, None]),
-        cache.layers[2].compressed_prefix_slots(one, tensor([0, 5, 5], device)),
+        cache.layers[0].window_write_slots(single, none),
+        cache.layers[0].window_read_slots(single, none),
+        cache.layers[1].compressed_write_slots(single, none),
+        cache.layers[1].compressed_slots_of(single, none[:, None]),
+        cache.layers[2].compressed_prefix_slots(single, tensor([0, 5, 5], device)),
     ):
         assert slots.dtype == torch.int64
         assert bool((slots == -1).all())

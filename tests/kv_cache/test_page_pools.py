@@ -30,10 +30,10 @@ def published(**changes) -> ModelConfig:
     return small(sliding_window=128, compress_rates={CSA: 4, HCA: 128}, **changes)
 
 
-def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    if not found.numel():
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if not actual.numel():
         return 0.0
-    return float(((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 def pages_taken(cache: PagedCache) -> dict[str, int]:
@@ -112,8 +112,8 @@ def through_4096_tokens(layer_type: str, device: str) -> None:
             out[i].append(piece)
             done[i] += step[i]
     assert done == [4096, 3673]
-    for x, found in zip(hidden, out, strict=True):
-        assert distance(torch.cat(found), stack.whole(x)) < EXACT
+    for x, result in zip(hidden, out, strict=True):
+        assert distance(torch.cat(result), stack.whole(x)) < EXACT
 
 
 class Crowd:
@@ -157,23 +157,23 @@ class Crowd:
     def grow(self, wishes: dict[int, int]) -> None:
         rows = [row for row in wishes if len(self.seen[row]) + wishes[row] <= 60]
         new = {row: tokens(self.next(), wishes[row], self.stack.config) for row in rows}
-        found = []
+        result = []
         for cache in self.caches:
             before = snapshot(cache)
             try:
-                found.append(self.stack.step(cache, rows, list(new.values())) if rows else [])
+                result.append(self.stack.step(cache, rows, list(new.values())) if rows else [])
             except CacheFullError:
-                found.append(None)
+                result.append(None)
                 for a, b in zip(snapshot(cache), before, strict=True):
                     assert torch.equal(a.nan_to_num(), b.nan_to_num())
-        if found[0] is None:
-            assert found[1] is None
+        if result[0] is None:
+            assert result[1] is None
             return
-        for row, one, other in zip(rows, *found, strict=True):
-            assert_bitwise(one, other, "pages in another order")
+        for row, first, other in zip(rows, *result, strict=True):
+            assert_bitwise(first, other, "pages in another order")
             start = len(self.seen[row])
             self.seen[row] = torch.cat((self.seen[row], new[row]))
-            assert distance(one, self.stack.whole(self.seen[row])[start:]) < EXACT
+            assert distance(first, self.stack.whole(self.seen[row])[start:]) < EXACT
 
     def next(self) -> int:
         self.count += 1
@@ -230,7 +230,7 @@ def test_a_model_prefills_and_decodes_in_pools_as_without() -> None:
     config = ModelConfig.tiny()
     model = random_model(config, 3, torch.float64)
     prompts = [list(range(1, 14)), [5, 4, 3]]
-    found = []
+    result = []
     for sizes in ({}, {"pool_tokens": 1024}):
         cache = model.new_cache(3, 20, 5, **sizes)
         rows = [cache.allocate(), cache.allocate()]
@@ -243,16 +243,16 @@ def test_a_model_prefills_and_decodes_in_pools_as_without() -> None:
         logits.append(model.decode(torch.tensor([7, 8]), cache, there))
         logits.append(model.prefill([[9, 9], [1]], cache, rows[1:]))
         assert cache.lengths.tolist() == [16, 9, 18]
-        found.append(torch.cat(logits))
+        result.append(torch.cat(logits))
         with pytest.raises(ValueError, match=r"would reach 18 \+ 3 tokens, .*max_tokens \(20\)"):
             model.prefill([[1, 2, 3]], cache, rows[2:])
-    assert_bitwise(*found)
+    assert_bitwise(*result)
 
 
 # Memory ---------------------------------------------------------------------------------------
 
 
-# Gigabytes of key-value and index entries of a sequence, specification, section 13.
+# Gigabytes of KV cache and index entries of a sequence, specification, section 13.
 SPECIFIED = {
     "pro": {4096: 0.025, 32768: 0.169, 131072: 0.664, 1048576: 5.28},
     "flash": {4096: 0.018, 32768: 0.118, 131072: 0.464, 1048576: 3.69},
@@ -269,14 +269,14 @@ def test_memory_of_a_sequence_is_what_the_specification_computes(name: str, leng
         config, max_sequences=2, max_tokens=1 << 20, max_chunk=4096, device="meta",
         index_format="index_mxfp4", pool_tokens=1 << 20,
     )  # fmt: skip
-    found = cache.bytes_per_sequence(length)
-    entries = found["window"] + found["compressed"] + found["indexer"]
+    actual = cache.bytes_per_sequence(length)
+    entries = actual["window"] + actual["compressed"] + actual["indexer"]
     layers, csa, hca = LAYERS[name]
-    wanted = 584 * (128 * layers + length // 4 * csa + length // 128 * hca) + 17 * length * csa
-    assert abs(wanted / SPECIFIED[name][length] / 1e9 - 1) < 0.03  # rounded to three digits there
-    assert abs(entries / wanted - 1) < 0.05
+    expected = 584 * (128 * layers + length // 4 * csa + length // 128 * hca) + 17 * length * csa
+    assert abs(expected / SPECIFIED[name][length] / 1e9 - 1) < 0.03  # rounded to three digits there
+    assert abs(entries / expected - 1) < 0.05
     # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512: specification, section 13.
-    assert found["state"] == 4 * (csa * 8 * 2 * 1280 + hca * 128 * 2 * 512)
+    assert actual["state"] == 4 * (csa * 8 * 2 * 1280 + hca * 128 * 2 * 512)
 
 
 def test_the_bytes_of_a_sequence_are_those_of_the_pages_it_takes() -> None:
@@ -364,7 +364,7 @@ def test_prompts_are_checked_as_their_chunks_are_prepared(seed, chunk, window_pa
         pass
     lengths = [draw.randrange(1, 200) for _ in rows]
     state = snapshot(cache), cache.free_pages
-    found = raised(lambda: cache.check_prompts(rows, lengths, chunk))
+    result = raised(lambda: cache.check_prompts(rows, lengths, chunk))
     for old, new in zip(state[0], snapshot(cache), strict=True):
         assert_bitwise(new, old)
     assert cache.free_pages == state[1]
@@ -373,7 +373,7 @@ def test_prompts_are_checked_as_their_chunks_are_prepared(seed, chunk, window_pa
         for begin in range(0, max(lengths), chunk):
             cache.prepare(rows, [max(0, min(chunk, length - begin)) for length in lengths])
 
-    assert raised(every_step) == found
+    assert raised(every_step) == result
 
 
 @pytest.mark.parametrize("sizes", [{"pool_tokens": 256}, {}])
@@ -447,7 +447,7 @@ def test_forks_and_frees_of_a_static_cache() -> None:
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_forks_and_frees_leave_the_bits_of_others_alone(sizes: dict, numerics: str) -> None:
     """The same steps of two sequences, with others that come from them and end, and without."""
-    stack, found = Stack(published(numerics=numerics), 4), []
+    stack, result = Stack(published(numerics=numerics), 4), []
     x, y = tokens(0, 150, stack.config), tokens(1, 150, stack.config)
     for busy in (False, True):
         cache = shuffled(stack.cache(4, 160, **sizes), 1 + busy)
@@ -465,8 +465,8 @@ def test_forks_and_frees_leave_the_bits_of_others_alone(sizes: dict, numerics: s
             cache.free(second)
             cache.reset(third)
         out += stack.step(cache, rows, [x[133:], y[131:132]])
-        found.append(torch.cat(out))
-    assert_bitwise(*found)
+        result.append(torch.cat(out))
+    assert_bitwise(*result)
 
 
 @pytest.mark.parametrize(
@@ -555,10 +555,10 @@ def test_somebody_elses_pools_serve_as_ours_do() -> None:
     for piece in x.split([129, 1, 1]):
         batch = Batch.from_lengths([0, len(piece)], theirs.lengths[there], there)
         theirs.prepare([0, 1], [0, len(piece)], theirs.lengths.tolist())
-        found = stack.run(piece, theirs, batch)
+        actual = stack.run(piece, theirs, batch)
         # Not bitwise: their tables are wider, and a BLAS may sum rows of another width otherwise.
         expected = stack.step(ours, rows, [piece[:0], piece])[1]
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
     with pytest.raises(RuntimeError, match="allocate: the pages were brought"):
         theirs.allocate()
     with pytest.raises(RuntimeError, match="fork: the pages were brought"):
@@ -586,7 +586,7 @@ def test_wrong_steps_with_somebody_elses_pages_are_named(step: tuple, words: str
     theirs.prepare([0], [10], [0])
     with pytest.raises(ValueError, match=words):
         theirs.prepare(*step)
-    # What was refused has changed nothing; row 1 goes on where its owner says, row 0 begins anew.
+    # What was refused has changed nothing; row 1 goes on where its owner says, row 0 begins again.
     theirs.prepare([0, 1, -1], [1, 1, 0], [10, 100, 0])
     theirs.prepare([0], [2], [0])
     with pytest.raises(ValueError, match="wanted 2"):
@@ -680,8 +680,8 @@ def test_before_a_step_the_device_knows_which_pages_every_row_has(
         step = [row for row in live if cache._tokens[row] + new <= 280]
         cache.prepare(step, [new] * len(step))
         for table in cache._tables.values():
-            wanted = torch.full_like(table.table, -1)
+            expected = torch.full_like(table.table, -1)
             for row, held in enumerate(table._held):
                 for number, page in sorted(held.pages.items()):
-                    wanted[row, number % table.columns] = page
-            assert torch.equal(table.table, wanted)
+                    expected[row, number % table.columns] = page
+            assert torch.equal(table.table, expected)

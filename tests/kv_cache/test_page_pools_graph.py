@@ -101,32 +101,32 @@ class Story:
                 if row == broken:
                     new.fill_(torch.nan)
                 self.seen[row] = torch.cat((self.seen[row], new))
-        found = dict(zip(rows, self.step(rows, hidden).split(count), strict=True))
-        found.pop(-1, None)
-        for row, out in found.items():
+        result = dict(zip(rows, self.step(rows, hidden).split(count), strict=True))
+        result.pop(-1, None)
+        for row, out in result.items():
             end = len(self.seen[row])
             self.outs[row] |= zip(range(end - count, end), out, strict=True)
-        return found
+        return result
 
     def tell(self, nan: bool = True) -> list[dict[int, torch.Tensor]]:
         """Across the borders at 1, 3, 4, 64, 127 to 129 and 256 tokens; with NaN in one of them."""
-        found = []
+        result = []
         a, b, c = self.join(125), self.join(0), self.join(253)
-        found += [self.decode([b, a, -1, c]) for _ in range(3)]
-        found += [self.decode([a, -1, c, b], broken=c if nan else None) for _ in range(2)]
+        result += [self.decode([b, a, -1, c]) for _ in range(3)]
+        result += [self.decode([a, -1, c, b], broken=c if nan else None) for _ in range(2)]
         self.leave(b)
         d = self.fork(a)
-        found += [self.decode([d, c, a, -1]) for _ in range(2)]
+        result += [self.decode([d, c, a, -1]) for _ in range(2)]
         self.leave(c)
         e, f = self.join(62), self.join(1)
-        found += [self.decode([f, d, e, a]) for _ in range(4)]
-        found += [self.decode([-1, -1, e, -1])]
+        result += [self.decode([f, d, e, a]) for _ in range(4)]
+        result += [self.decode([-1, -1, e, -1])]
         lengths = [len(self.seen[row]) for row in (a, d, e, f)]
         assert self.cache.lengths[[a, d, e, f]].tolist() == lengths
         assert self.step.count > 1 or lengths == [136, 136, 67, 5]
         for row in (a, d, e, f):
             self.leave(row)
-        return found
+        return result
 
 
 def published(**changes: object) -> ModelConfig:
@@ -143,10 +143,10 @@ def broken_at(step: int, row: int) -> bool:
 
 
 def assert_same_story(
-    found: list[dict[int, torch.Tensor]], wanted: list[dict[int, torch.Tensor]], *, calm: bool
+    actual: list[dict[int, torch.Tensor]], expected: list[dict[int, torch.Tensor]], *, calm: bool
 ) -> None:
     """Bit for bit; where one is ``calm``, of the sequences that saw no NaN."""
-    for i, (steps, others) in enumerate(zip(found, wanted, strict=True)):
+    for i, (steps, others) in enumerate(zip(actual, expected, strict=True)):
         assert steps.keys() == others.keys()
         for row, out in others.items():
             if not (calm and broken_at(i, row)):
@@ -157,19 +157,19 @@ def assert_same_story(
 def test_padded_steps_are_each_sequence_alone_and_nan_stays_where_it_is(count: int) -> None:
     stack = Stack(published(numerics="deepseek"), 5)
     story = Story(stack, pooled(stack), count)
-    found = story.tell()
-    for i, outs in enumerate(found):
+    actual = story.tell()
+    for i, outs in enumerate(actual):
         for row, out in outs.items():
             assert bool(out.isnan().all()) == broken_at(i, row)
     assert len(story.left) == 6
     for x, outs in story.left:
-        wanted = stack.whole(x)
+        expected = stack.whole(x)
         for position, out in outs.items():
             if not x[: position + 1].isnan().any():
-                assert float((out - wanted[position]).norm() / out.norm()) < 1e-12
+                assert float((out - expected[position]).norm() / out.norm()) < 1e-12
     for nan in (True, False):
         other = Story(stack, shuffled(pooled(stack), 7), count)
-        assert_same_story(other.tell(nan), found, calm=not nan)
+        assert_same_story(other.tell(nan), actual, calm=not nan)
 
 
 @pytest.mark.gpu

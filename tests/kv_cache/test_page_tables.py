@@ -111,8 +111,8 @@ def test_every_live_entry_is_where_the_table_says(actions, window, most, shuffle
             done = True
         if not done:
             assert torch.equal(memory.pages.table, before)
-        for each in range(ROWS):
-            memory.check(each, memory.low(each))
+        for row_index in range(ROWS):
+            memory.check(row_index, memory.low(row_index))
     for row in range(ROWS):
         memory.pages.release(row)
     memory.pages.flush()

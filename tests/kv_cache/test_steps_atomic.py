@@ -66,9 +66,9 @@ class Trouble:
     def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             self.visit()
-            found = work(*args, **kwargs)
+            result = work(*args, **kwargs)
             self.visit()
-            return found
+            return result
 
         return guarded
 
@@ -220,8 +220,8 @@ def compare(model: DeepseekV4ForCausalLM, chunk: int, sizes: dict[str, Any], act
             else:
                 troubled.do(action)
             assert_bitwise(troubled.cache.lengths, plain.cache.lengths, "lengths")
-    for found, wanted in zip(troubled.out, plain.out, strict=True):
-        assert_bitwise(found, wanted, "logits")
+    for actual, expected in zip(troubled.out, plain.out, strict=True):
+        assert_bitwise(actual, expected, "logits")
     assert troubled.cache.free_pages == plain.cache.free_pages
 
 
@@ -298,8 +298,8 @@ def test_failures_at_every_place_leave_nothing(name: str) -> None:
         for action in (last, *after):
             plain.do(action)
             troubled.do(action)
-    for found, wanted in zip(troubled.out, plain.out, strict=True):
-        assert_bitwise(found, wanted, "logits")
+    for actual, expected in zip(troubled.out, plain.out, strict=True):
+        assert_bitwise(actual, expected, "logits")
 
 
 @pytest.mark.costly(4)

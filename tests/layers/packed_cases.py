@@ -15,9 +15,9 @@ def raw(tensor):
     return tensor.detach().contiguous().view(torch.uint8)
 
 
-def same_state(one, two):
-    assert list(one) == list(two)
-    for name in one:
-        assert one[name].dtype == two[name].dtype, name
-        assert one[name].shape == two[name].shape, name
-        assert torch.equal(raw(one[name]), raw(two[name])), name
+def same_state(first, two):
+    assert list(first) == list(two)
+    for name in first:
+        assert first[name].dtype == two[name].dtype, name
+        assert first[name].shape == two[name].shape, name
+        assert torch.equal(raw(first[name]), raw(two[name])), name

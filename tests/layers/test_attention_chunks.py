@@ -35,18 +35,18 @@ def layer_of(layer_type: str) -> Stack:
 
 
 def chunks_of(draw: random.Random, count: int) -> list[int]:
-    found: list[int] = []
-    while sum(found) < count:
-        found.append(min(draw.choice(PIECES), count - sum(found)))
-    return found
+    result: list[int] = []
+    while sum(result) < count:
+        result.append(min(draw.choice(PIECES), count - sum(result)))
+    return result
 
 
-def error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found.double() - truth).norm() / truth.norm())
+def error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.double() - truth).norm() / truth.norm())
 
 
-def worst(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float(((found.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
+def worst(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float(((result.double() - truth).norm(dim=-1) / truth.norm(dim=-1)).max())
 
 
 def chunked(stack: Stack, hidden: list[torch.Tensor], draw: random.Random) -> list[torch.Tensor]:
@@ -77,10 +77,10 @@ def compare(layer_type: str, seed: int, lengths: tuple[int, ...], device: str) -
         tokens(seed + i, n, stack.config).to(device, torch.bfloat16) for i, n in enumerate(lengths)
     ]
     exact = copy.deepcopy(stack).double()
-    for x, found in zip(hidden, chunked(stack, hidden, random.Random(seed)), strict=True):
+    for x, result in zip(hidden, chunked(stack, hidden, random.Random(seed)), strict=True):
         truth, plain = exact.whole(x.double()), stack.whole(x)
-        assert error(found, truth) <= SAME * error(plain, truth)
-        assert worst(found, truth) <= 2 * worst(plain, truth)
+        assert error(result, truth) <= SAME * error(plain, truth)
+        assert worst(result, truth) <= 2 * worst(plain, truth)
 
 
 @pytest.mark.parametrize("layer_type", TYPES)

@@ -35,8 +35,8 @@ def model_of(*kinds):
 
 
 def attention(config, index=0, device="cpu"):
-    found = layers.DeepseekV4Attention(config, index).to(torch.bfloat16).requires_grad_(False)
-    return randomize_(found, 1).to(device)
+    result = layers.DeepseekV4Attention(config, index).to(torch.bfloat16).requires_grad_(False)
+    return randomize_(result, 1).to(device)
 
 
 def step_of(config, tokens, device="cpu"):
@@ -68,8 +68,8 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
         assert ended < first_query < said.index(f"current waits for {end}") < said.index(LAST)
     if kind == CSA:
         chosen = said.index("indexer_select on current")
-        for wanted in ("end 1 of side", "end 1 of side 2"):
-            assert said.index(f"current waits for {wanted}") < chosen
+        for expected in ("end 1 of side", "end 1 of side 2"):
+            assert said.index(f"current waits for {expected}") < chosen
         assert chosen < said.index("current waits for end 2 of side 2")
 
 
@@ -137,13 +137,13 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(overlap, "uses_side_streams", lambda x: False)
-        wanted = run()
+        expected = run()
     for slow in ([], *([work] for work in works), works):
         with monkeypatch.context() as patched:
             for owner, name in slow:
                 patched.setattr(owner, name, late(getattr(owner, name)))
-            for found, one in zip(run(), wanted, strict=True):
-                assert_bitwise(found, one)
+            for actual, tensor in zip(run(), expected, strict=True):
+                assert_bitwise(actual, tensor)
 
 
 @pytest.mark.gpu

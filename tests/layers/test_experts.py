@@ -55,8 +55,8 @@ def batches(draw: st.DrawFn, smallest: int = 0):
     return x, ids, weights, seed
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found - wanted).norm() <= 1e-12 * wanted.norm())
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool((actual - expected).norm() <= 1e-12 * expected.norm())
 
 
 @pytest.mark.costly(2)
@@ -68,8 +68,8 @@ class TestProperties:
         experts = experts_of(kind, activation, numerics)
         x, ids, weights, _ = batch
         parts = [experts(x, ids[:, [j]], weights[:, [j]]) for j in range(ids.shape[1])]
-        wanted = sum(parts)
-        assert close(experts(x, ids, weights), wanted)
+        expected = sum(parts)
+        assert close(experts(x, ids, weights), expected)
         nobody = ((ids < 0) | (ids == EXPERTS)).all(1)
         assert not experts(x, ids, weights)[nobody].any()
 
@@ -129,14 +129,14 @@ class TestProperties:
         clean = experts(x, ids, weights)
         token = seed % x.shape[0]
         (x if where == "token" else weights)[token, 0] = bad
-        found = experts(x, ids, weights)
+        result = experts(x, ids, weights)
         keep = torch.arange(x.shape[0]) != token
-        assert_bitwise(found[keep], clean[keep], "the other tokens")
+        assert_bitwise(result[keep], clean[keep], "the other tokens")
         chosen = (ids[token] >= 0) & (ids[token] < EXPERTS)
         if chosen[0] or (where == "token" and chosen.any()):
-            assert not found[token].isfinite().any()
+            assert not result[token].isfinite().any()
         else:
-            assert_bitwise(found[token], clean[token], "a token of no expert")
+            assert_bitwise(result[token], clean[token], "a token of no expert")
 
     @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
     @settings(max_examples=6)

@@ -75,9 +75,9 @@ def test_names_constructors_and_parameters_are_transformers(name: str) -> None:
     their = getattr(theirs, f"DeepseekV4{name}")
     mine, other = ours(*arguments).state_dict(), their(*arguments).state_dict()
     assert {k: v.shape for k, v in mine.items()} == {k: v.shape for k, v in other.items()}
-    wanted = [p for p in inspect.signature(their.__init__).parameters if p != "kwargs"]
-    found = list(inspect.signature(ours.__init__).parameters)
-    assert found[: len(wanted)] == wanted or name in ("Linear", "GroupedLinear")
+    expected = [p for p in inspect.signature(their.__init__).parameters if p != "kwargs"]
+    actual = list(inspect.signature(ours.__init__).parameters)
+    assert actual[: len(expected)] == expected or name in ("Linear", "GroupedLinear")
 
 
 def test_each_layer_equals_transformers(pair: tuple[DeepseekV4ForCausalLM, nn.Module]) -> None:
@@ -117,9 +117,9 @@ def _compare_compressors(
     assert close(entries, expected)
     assert torch.equal(bias.expand_as(expected_bias), expected_bias)
     if ours.layer_type == CSA:
-        found = ours.compressor.indexer(x, residual, positions, None, layer)
-        wanted = theirs.compressor.indexer(x, residual, positions, None, layer)
-        assert torch.equal(found.sort(-1).values, wanted.sort(-1).values)
+        actual = ours.compressor.indexer(x, residual, positions, None, layer)
+        expected_tensor = theirs.compressor.indexer(x, residual, positions, None, layer)
+        assert torch.equal(actual.sort(-1).values, expected_tensor.sort(-1).values)
         q = normal(3, 2, 5, CONFIG.index_n_heads, CONFIG.index_head_dim)
         keys = normal(4, 2, 6, CONFIG.index_head_dim)
         assert close(
@@ -233,8 +233,8 @@ def test_compiles_to_one_graph(name: str, format: str | None) -> None:
     torch._dynamo.reset()
     with torch.no_grad():
         expected = module(*arguments)
-        found = torch.compile(module, fullgraph=True, backend="aot_eager")(*arguments)
-    for a, b in zip(_flat(found), _flat(expected), strict=True):
+        actual = torch.compile(module, fullgraph=True, backend="aot_eager")(*arguments)
+    for a, b in zip(_flat(actual), _flat(expected), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -303,11 +303,11 @@ def test_casting_a_model_keeps_what_must_not_be_cast() -> None:
     for cast in (torch.bfloat16, torch.float16):
         model.to(cast)
     after = model.state_dict()
-    kept = [k for k in before if before[k].dtype == after[k].dtype]
+    unchanged = [k for k in before if before[k].dtype == after[k].dtype]
     for name in ("fn", "base", "scale", "sinks", "position_bias", "e_score_correction_bias"):
-        assert any(k.endswith(f".{name}") for k in kept), name
-    assert all(torch.equal(_bytes(before[k]), _bytes(after[k])) for k in kept)
-    cast = {k.rsplit(".", 2)[-2] + "." + k.rsplit(".", 2)[-1] for k in before if k not in kept}
+        assert any(k.endswith(f".{name}") for k in unchanged), name
+    assert all(torch.equal(_bytes(before[k]), _bytes(after[k])) for k in unchanged)
+    cast = {k.rsplit(".", 2)[-2] + "." + k.rsplit(".", 2)[-1] for k in before if k not in unchanged}
     assert not any("scale" in name for name in cast)
     assert model.to(torch.float64).model.layers[0].attn_hc.fn.dtype == torch.float64
 
@@ -481,8 +481,8 @@ def test_pitfalls_1_2_3_4_5_6_13_14_attention_is_its_formula(kind: str, seed: in
     """
     module = _attention(kind, index_topk=64)
     x = normal(seed, 21, module.config.hidden_size, dtype=torch.float64)
-    found, _ = module(x[None])
-    assert close(found[0], _explicit_attention(module, x), 1e-12)
+    result, _ = module(x[None])
+    assert close(result[0], _explicit_attention(module, x), 1e-12)
 
 
 def test_pitfall_1_each_layer_type_has_its_own_table() -> None:

@@ -44,13 +44,13 @@ def _few_tokens_have_streams():
 def block(kind, layer=5, **changes):
     """Of sizes that the kernels can have: K is a multiple of 128."""
     config = ModelConfig.tiny(**{**SIZES, **changes})
-    found = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
-    randomize_(found, 1)
+    result = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
+    randomize_(result, 1)
     if kind != "plain":
-        layers.quantize_(found)
+        layers.quantize_(result)
     if kind == "packed":
-        assert layers.pack_(found).kept == {}
-    return found.to(torch.bfloat16)
+        assert layers.pack_(result).kept == {}
+    return result.to(torch.bfloat16)
 
 
 def inputs(seed, module, tokens, device="cpu"):
@@ -99,8 +99,8 @@ class TestOnCpu:
                 assert results == (shared,)
                 said.append(f"join {name}")
 
-        found = module.experts(x, ids, weights, shared, Joins())
-        assert_bitwise(found, expected, "experts")
+        actual = module.experts(x, ids, weights, shared, Joins())
+        assert_bitwise(actual, expected, "experts")
         assert said[-2:] == ["join shared", "moe_combine"]
 
     @pytest.mark.parametrize("reserving", [4096, 3])
@@ -150,7 +150,7 @@ class TestOnCpu:
 
 
 def part_of(whole, layer, first, count):
-    """A block of so many of the experts of ``whole``, with its weights."""
+    """A block of that number of the experts of ``whole``, with its weights."""
     config = ModelConfig.tiny(**{**SIZES, "numerics": whole.experts.numerics})
     part = layers.DeepseekV4SparseMoeBlock(config, layer, first, count).requires_grad_(False)
     part.gate, experts = whole.gate, part.experts
@@ -188,8 +188,8 @@ class TestRanges:
         total = torch.zeros_like(x)
         for first, last in pairwise([0, *sorted(cuts), SIZES["n_routed_experts"]]):
             total += part_of(whole, layer, first, last - first)(x, *ids)
-        wanted = whole(x, *ids)
-        assert (total - wanted).norm() <= 1e-12 * wanted.norm()
+        expected = whole(x, *ids)
+        assert (total - expected).norm() <= 1e-12 * expected.norm()
 
     def test_experts_that_there_are_not(self):
         config = ModelConfig.tiny()
@@ -310,9 +310,9 @@ class TestOnGpu:
         module = block(kind, layer).cuda()
         for seed in range(20):
             args = inputs(seed, module, tokens, "cuda")
-            found = module(*args)
+            result = module(*args)
             with serially():
-                assert_bitwise(found, module(*args), f"input {seed}")
+                assert_bitwise(result, module(*args), f"input {seed}")
 
     @pytest.mark.parametrize("slow", ["input", "shared_experts", "experts"])
     @torch.inference_mode()
@@ -329,10 +329,10 @@ class TestOnGpu:
             if slow == "input":
                 torch.cuda._sleep(5_000_000)
             x.copy_(new)
-            found = module(x)
+            result = module(x)
             x.fill_(math.nan)  # on the current stream, after the block
             with serially():
-                assert_bitwise(found, module(new), f"input {seed}")
+                assert_bitwise(result, module(new), f"input {seed}")
 
     @pytest.mark.parametrize("slow", ["input", "gate", "shared_experts", "down_proj", "experts"])
     @torch.inference_mode()
@@ -352,9 +352,9 @@ class TestOnGpu:
             if slow == "input":
                 torch.cuda._sleep(5_000_000)
             x.copy_(new)
-            found = module(x)
+            actual = module(x)
             x.fill_(math.nan)  # on the current stream, after the block
-            assert_bitwise(found, expected[seed], f"input {seed}")
+            assert_bitwise(actual, expected[seed], f"input {seed}")
 
     @torch.inference_mode()
     def test_layers_after_each_other_and_no_pause(self):
@@ -367,11 +367,11 @@ class TestOnGpu:
                 expected = module(expected)
         torch.cuda.synchronize()
         for _ in range(20):
-            found = x
+            actual = x
             torch.cuda._sleep(1_000_000)
             for module in stack:
-                found = module(found)
-            assert_bitwise(found, expected, "stack")
+                actual = module(actual)
+            assert_bitwise(actual, expected, "stack")
 
     @torch.inference_mode()
     def test_on_streams_of_the_caller(self):
@@ -380,20 +380,20 @@ class TestOnGpu:
         with serially():
             expected = module(x)
         torch.cuda.synchronize()
-        streams, found = [torch.cuda.Stream() for _ in range(3)], []
+        streams, actual = [torch.cuda.Stream() for _ in range(3)], []
         for turn in range(30):
             with torch.cuda.stream(streams[turn % 3]):
-                found.append(module(x))
+                actual.append(module(x))
         torch.cuda.synchronize()
-        for turn, one in enumerate(found):
-            assert_bitwise(one, expected, f"turn {turn}")
+        for turn, output in enumerate(actual):
+            assert_bitwise(output, expected, f"turn {turn}")
 
     @pytest.mark.parametrize("layer", LAYERS)
     @pytest.mark.parametrize("tokens", [1, 7, 300, 4100])
     @torch.inference_mode()
     def test_a_captured_graph_takes_new_data(self, layer, tokens):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         stack = [block("packed", layer).cuda() for _ in range(3)]
         args = inputs(0, stack[0], tokens, "cuda")
 

@@ -216,18 +216,18 @@ class TestJoint:
         joined, plain = pair()
         x = normal(3, 4, 64)
         for order in ((1, 0), (0,), (0, 1, 0)):
-            found, expected = (
+            actual, expected = (
                 layers.joint_linear([parts[i] for i in order], x) for parts in (joined, plain)
             )
-            assert torch.equal(found, expected)
+            assert torch.equal(actual, expected)
 
     def test_every_bit_comes_back(self):
         joined, plain = pair(scales=(0.5, None))
-        for one, two in zip(joined, plain, strict=True):
-            same_state(one.state_dict(), two.state_dict())
-            one.unpack()
-            same_state(dict(one.named_parameters()), two.state_dict())
-            assert "JointWeight" not in repr(one)
+        for first, two in zip(joined, plain, strict=True):
+            same_state(first.state_dict(), two.state_dict())
+            first.unpack()
+            same_state(dict(first.named_parameters()), two.state_dict())
+            assert "JointWeight" not in repr(first)
 
     @pytest.mark.parametrize("leave", ["unpack", "set", "plain"])
     def test_a_layer_can_leave(self, leave):
@@ -243,8 +243,8 @@ class TestJoint:
         assert joined[0].joint is None
         x = normal(3, 4, 64).float()
         assert torch.equal(layers.joint_linear(joined, x), layers.joint_linear(plain, x))
-        for one, two in zip(joined, plain, strict=True):
-            same_state(one.state_dict(), two.state_dict())
+        for first, two in zip(joined, plain, strict=True):
+            same_state(first.state_dict(), two.state_dict())
         if leave != "plain":
             joined[0].pack()
             assert layers.join_weights(joined)
@@ -299,8 +299,8 @@ class TestJoint:
 
     def test_holds_its_bytes_once(self):
         joined, plain = pair()
-        found = sum(t.nbytes for t in torch.nn.ModuleList(joined).buffers())
-        assert found == sum(layer.quantized_weight().nbytes for layer in plain)
+        result = sum(t.nbytes for t in torch.nn.ModuleList(joined).buffers())
+        assert result == sum(layer.quantized_weight().nbytes for layer in plain)
         assert not any(name for layer in joined for name, _ in layer.named_parameters())
 
 
@@ -356,8 +356,8 @@ def random_bytes(seed, **sizes):
     return experts
 
 
-def close(found, expected, relative):
-    return bool((found.double() - expected.double()).norm() <= relative * expected.double().norm())
+def close(actual, expected, relative):
+    return bool((actual.double() - expected.double()).norm() <= relative * expected.double().norm())
 
 
 class Largest(TorchDispatchMode):
@@ -376,17 +376,17 @@ class Largest(TorchDispatchMode):
 class TestExperts:
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, st.sampled_from([0, 4]))
     def test_gives_the_same(self, seed, choices, activation, numerics, static):
-        """But for the rounding of the first product, which float64 does not see."""
+        """But for the rounding of the first GEMM, which float64 does not see."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         packed = packed_copy(plain)
         x = 10 * normal(seed, choices[0], 64)
         ids, weights = routing(seed, *choices, 5)
         shared = normal(seed + 1, choices[0], 64)
         for extra in ((), (shared,)):
-            found, expected = (m(x, ids, weights.double(), *extra) for m in (packed, plain))
-            assert found.dtype == expected.dtype
-            assert found.shape == expected.shape
-            assert close(found, expected, 1e-12)
+            actual, expected = (m(x, ids, weights.double(), *extra) for m in (packed, plain))
+            assert actual.dtype == expected.dtype
+            assert actual.shape == expected.shape
+            assert close(actual, expected, 1e-12)
 
     @given(strategies.seeds(), CHOICES, NUMERICS)
     def test_both_are_within_their_budgets(self, seed, choices, numerics):
@@ -401,11 +401,11 @@ class TestExperts:
 
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, DTYPES, st.sampled_from([0, 4]))
     def test_it_is_its_operators(self, seed, choices, activation, numerics, dtype, static):
-        """On the weights as they were, gate and up rows in turn, every one with its own scale."""
+        """On the weights as they were, gate and up interleaved, every row with its own scale."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         x = (10 * normal(seed, choices[0], 64)).to(dtype)
         ids, weights = routing(seed, *choices, 5)
-        found = packed_copy(plain)(x, ids, weights)
+        actual = packed_copy(plain)(x, ids, weights)
         parts = [plain.get_expert(e) for e in range(5)]
 
         def in_turn(name):
@@ -428,7 +428,7 @@ class TestExperts:
         )
         out = grouped_gemm(inner, plain.quantized_weight("down_proj"), offsets, **of_last)
         expected = moe_combine(out, places, offsets, None if row_weight is not None else weights)
-        assert_bitwise(found, expected, "result")
+        assert_bitwise(actual, expected, "result")
 
     @given(strategies.seeds())
     @settings(max_examples=10)
@@ -460,11 +460,11 @@ class TestExperts:
         for name, expected in zip(("gate_up_proj", "down_proj"), dense, strict=True):
             assert torch.equal(raw(experts.dense_weight(name)), raw(expected))
             assert experts.quantized_weight(name).validate().layout == FRAGMENTS
-        found = [part for e in range(5) for part in experts.get_expert(e)]
-        for one, two in zip(found, parts, strict=True):
-            assert torch.equal(one.validate().codes, two.codes)
-            assert torch.equal(raw(one.scales), raw(two.scales))
-            assert torch.equal(one.global_scale, two.global_scale)
+        actual = [part for e in range(5) for part in experts.get_expert(e)]
+        for first, two in zip(actual, parts, strict=True):
+            assert torch.equal(first.validate().codes, two.codes)
+            assert torch.equal(raw(first.scales), raw(two.scales))
+            assert torch.equal(first.global_scale, two.global_scale)
         same_state(experts.state_dict(), before)
         experts.unpack()
         assert experts.layout == LINEAR
@@ -472,13 +472,13 @@ class TestExperts:
         same_state(dict(experts.named_parameters()), before)
         assert dict(experts.named_buffers()) == {}
 
-    def test_the_packed_value_has_gate_and_up_in_turn(self):
+    def test_the_packed_value_has_gate_and_up_interleaved(self):
         plain = routed(1)
-        found = packed_copy(plain).quantized_weight("gate_up_proj")
-        assert found.segments == ()
+        result = packed_copy(plain).quantized_weight("gate_up_proj")
+        assert result.segments == ()
         dense = plain.dense_weight("gate_up_proj")
-        assert torch.equal(dequantize(found)[:, 0::2], dense[:, :64])
-        assert torch.equal(dequantize(found)[:, 1::2], dense[:, 64:])
+        assert torch.equal(dequantize(result)[:, 0::2], dense[:, :64])
+        assert torch.equal(dequantize(result)[:, 1::2], dense[:, 64:])
 
     def test_in_place(self):
         experts = routed(1)
@@ -693,9 +693,9 @@ class TestAnyRouting:
         inputs = self.drawn(seed, tokens, top_k, lone, device)
         truth, budget = truth_and_budget(experts.cpu(), *(t.cpu() for t in inputs))
         experts.to(device)
-        found = experts(*inputs)
-        assert_within_budget(found.cpu(), truth, budget)
-        assert_bitwise(experts(*inputs), found, "again")
+        result = experts(*inputs)
+        assert_within_budget(result.cpu(), truth, budget)
+        assert_bitwise(experts(*inputs), result, "again")
 
     @given(**ROUTINGS)
     @settings(max_examples=15)
@@ -703,8 +703,8 @@ class TestAnyRouting:
         experts = self.experts("deepseek", device)
         inputs = self.drawn(seed, tokens, top_k, lone, device)
         order = torch.randperm(tokens, generator=strategies.generator(seed)).to(device)
-        found = experts(*(t[order] for t in inputs))
-        assert_bitwise(found, experts(*inputs)[order], "permuted")
+        result = experts(*(t[order] for t in inputs))
+        assert_bitwise(result, experts(*inputs)[order], "permuted")
 
     @given(**{**ROUTINGS, "tokens": st.integers(2, 24)})
     @settings(max_examples=15)
@@ -713,11 +713,11 @@ class TestAnyRouting:
         x, ids, weights = self.drawn(seed, tokens, top_k, lone, device)
         clean, bad = experts(x, ids, weights), seed % tokens
         x[bad, seed % 256] = (math.nan, math.inf, -math.inf)[seed % 3]
-        found = experts(x, ids, weights)
+        result = experts(x, ids, weights)
         others = torch.arange(tokens, device=device) != bad
-        assert_bitwise(found[others], clean[others], "the others")
+        assert_bitwise(result[others], clean[others], "the others")
         chosen = ((ids[bad] >= 0) & (ids[bad] < self.COUNT)).any()
-        assert bool(found[bad].isfinite().all()) != bool(chosen)
+        assert bool(result[bad].isfinite().all()) != bool(chosen)
 
     @given(**ROUTINGS, cut=st.integers(1, COUNT - 1))
     @settings(max_examples=6)
@@ -754,13 +754,13 @@ class TestExpertsOnGpu:
             shared = normal(seed + 1, tokens, 256).bfloat16()
             ids, weights = routing(seed, tokens, 4, 16)
             inputs = (x, ids, weights, shared)
-            found = there(*(t.cuda() for t in inputs)).cpu()
+            result = there(*(t.cuda() for t in inputs)).cpu()
             if activation == "bf16":
                 truth, budget = truth_and_budget(experts, *inputs)
-                assert_within_budget(found, truth, budget, f"routing {seed}")
+                assert_within_budget(result, truth, budget, f"routing {seed}")
             else:
                 # A last bit of the largest value of a row moves all its codes near a boundary.
-                assert close(found, experts(*inputs), 0.05)
+                assert close(result, experts(*inputs), 0.05)
 
     @pytest.mark.parametrize("change", ["pack", "unpack"])
     def test_is_packed_there_as_here(self, change):
@@ -768,8 +768,8 @@ class TestExpertsOnGpu:
         if change == "pack":
             experts.unpack()
             there = copy.deepcopy(experts).cuda()
-        for one in (experts, there):
-            getattr(one, change)()
+        for module in (experts, there):
+            getattr(module, change)()
         same_state(
             {n: t.cpu() for n, t in there.named_parameters()}, dict(experts.named_parameters())
         )
@@ -779,7 +779,7 @@ class TestExpertsOnGpu:
     @pytest.mark.parametrize("tokens", [3, 60])
     def test_one_graph_serves_any_routing(self, tokens, activation, numerics):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         _, experts = self.pair(activation, numerics)
         x = torch.zeros(tokens, 256, dtype=torch.bfloat16, device="cuda")
         ids, weights = (t.cuda() for t in routing(0, tokens, 4, 16))
@@ -789,9 +789,9 @@ class TestExpertsOnGpu:
             with torch.cuda.graph(graph):
                 out = experts(x, ids, weights)
             for seed in range(1000):
-                some = routing(seed, tokens, 4, 16)
-                ids.copy_(some[0])
-                weights.copy_(some[1])
+                routes = routing(seed, tokens, 4, 16)
+                ids.copy_(routes[0])
+                weights.copy_(routes[1])
                 x.copy_(normal(seed, tokens, 256))
                 out.fill_(math.nan)
                 graph.replay()
@@ -817,15 +817,17 @@ class TestModel:
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))
             streams = normal(2, 1, 37, model.config.hc_mult, model.config.hidden_size).float()
-            for one, two in zip(model.draft(ids, streams), plain.draft(ids, streams), strict=True):
-                assert torch.equal(one, two)
+            for first, two in zip(
+                model.draft(ids, streams), plain.draft(ids, streams), strict=True
+            ):
+                assert torch.equal(first, two)
 
     @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
     def test_generates_the_same_tokens(self, activation):
         model, plain, _ = packed_and_not(activation)
         prompts = [list(range(11)), [5, 3], list(range(40, 70))]
-        found = model.generate(prompts, 6, stop_ids=(), chunk=8)
-        assert found == plain.generate(prompts, 6, stop_ids=(), chunk=8)
+        result = model.generate(prompts, 6, stop_ids=(), chunk=8)
+        assert result == plain.generate(prompts, 6, stop_ids=(), chunk=8)
 
     def test_what_cannot_be_packed_stays_and_says_why(self):
         config = ModelConfig.tiny()
@@ -833,8 +835,8 @@ class TestModel:
         layers.quantize_(plain, "nvfp4", ["*.self_attn.*", "*.shared_experts.*"])
         model = copy.deepcopy(plain)
         report = layers.pack_(model)
-        found = {n for n, m in plain.named_modules() if isinstance(m, KINDS)}
-        assert set(report.packed) | set(report.kept) == found
+        result = {n for n, m in plain.named_modules() if isinstance(m, KINDS)}
+        assert set(report.packed) | set(report.kept) == result
         assert not set(report.packed) & set(report.kept)
         assert "wanted nvfp4" in report.kept["lm_head"]
         assert "is 64 x 32, wanted" in report.kept["model.layers.0.mlp.shared_experts.down_proj"]
@@ -868,9 +870,9 @@ class TestModel:
     def test_calibration_sees_the_same(self):
         model, plain, _ = packed_and_not("nvfp4")
         ids = torch.arange(30)[None]
-        for one in (model, plain):
-            with torch.no_grad(), layers.calibrate(one):
-                one(ids)
+        for candidate in (model, plain):
+            with torch.no_grad(), layers.calibrate(candidate):
+                candidate(ids)
         same_state(model.state_dict(), plain.state_dict())
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))
@@ -905,13 +907,13 @@ class TestStorage:
     @pytest.mark.parametrize("layout", ["nvidia", "transformers", "bf16"])
     def test_a_checkpoint_is_the_same_file_by_file(self, tmp_path, layout):
         model, plain, _ = packed_and_not()
-        for name, one in (("packed", model), ("plain", plain)):
-            save(one, tmp_path / name, layout=layout)
+        for name, candidate in (("packed", model), ("plain", plain)):
+            save(candidate, tmp_path / name, layout=layout)
         files = sorted(path.name for path in (tmp_path / "plain").iterdir())
         assert files == sorted(path.name for path in (tmp_path / "packed").iterdir())
         for name in files:
-            found, expected = ((tmp_path / k / name).read_bytes() for k in ("packed", "plain"))
-            assert found == expected, name
+            actual, expected = ((tmp_path / k / name).read_bytes() for k in ("packed", "plain"))
+            assert actual == expected, name
 
     def test_filling_a_packed_model_is_refused_before_anything_is_written(self, tmp_path):
         model, plain, _ = packed_and_not()
@@ -943,11 +945,11 @@ class TestCatRows:
         packed = [part.with_layout(FRAGMENTS) for part in plain]
         expected = cat_rows(plain)
         for parts in (packed, [packed[0], *plain[1:]], [plain[0], *packed[1:]]):
-            found = cat_rows(parts).validate()
+            actual = cat_rows(parts).validate()
             layouts = {part.layout for part in parts}
-            assert found.layout == (FRAGMENTS if layouts == {FRAGMENTS} else LINEAR)
-            assert found.segments == expected.segments
-            assert torch.equal(found.global_scale, expected.global_scale)
-            linear = found.with_layout(LINEAR)
+            assert actual.layout == (FRAGMENTS if layouts == {FRAGMENTS} else LINEAR)
+            assert actual.segments == expected.segments
+            assert torch.equal(actual.global_scale, expected.global_scale)
+            linear = actual.with_layout(LINEAR)
             assert torch.equal(raw(linear.codes), raw(expected.codes))
             assert torch.equal(raw(linear.scales), raw(expected.scales))

@@ -1,4 +1,4 @@
-"""The shared expert with packed weights: gate and up rows in turn, one operator, nothing lost."""
+"""The shared expert with packed weights: gate and up interleaved, one operator, nothing lost."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ SCALES = st.tuples(*[st.sampled_from([None, 0.01, 0.1])] * 3)  # of activations,
 RATIOS = st.floats(0.1, 10)  # of up's global scale to gate's
 
 
-def close(found, expected, relative=1e-12):
-    return bool((found.double() - expected.double()).norm() <= relative * expected.double().norm())
+def close(actual, expected, relative=1e-12):
+    return bool((actual.double() - expected.double()).norm() <= relative * expected.double().norm())
 
 
 def shared(seed, activation="bf16", scales=(None,) * 3, ratio=3.0, hidden=64, inner=64):
@@ -60,7 +60,7 @@ def packed_copy(mlp):
 
 
 def in_turn(mlp):
-    """Gate and up of an unpacked one as one matrix, rows in turn, each with its global scale."""
+    """Gate and up of an unpacked one as one matrix, interleaved, each with its global scale."""
     pair = [mlp.get_submodule(name).quantized_weight() for name in PARTS[:2]]
     codes, scales = (
         torch.stack([raw(getattr(part, name)) for part in pair], 1).flatten(0, 1)
@@ -73,16 +73,16 @@ def in_turn(mlp):
 class TestValues:
     @given(strategies.seeds(), st.integers(0, 5), ACTIVATIONS, SCALES, RATIOS)
     def test_gives_the_same(self, seed, tokens, activation, scales, ratio):
-        """But for the rounding of the first product, which float64 does not see."""
+        """But for the rounding of the first GEMM, which float64 does not see."""
         plain = shared(seed, activation, scales, ratio)
         x = normal(seed + 1, tokens, 64)
-        found = packed_copy(plain)(x)
-        assert found.dtype == x.dtype
-        assert close(found, plain(x))
+        result = packed_copy(plain)(x)
+        assert result.dtype == x.dtype
+        assert close(result, plain(x))
 
     @given(strategies.seeds(), st.integers(0, 5), ACTIVATIONS, SCALES)
     def test_the_difference_is_one_rounding(self, seed, tokens, activation, scales):
-        """bfloat16: of the first product, which stays float32 where the layer is packed."""
+        """bfloat16: of the first GEMM, which stays float32 where the layer is packed."""
         plain = shared(seed, activation, scales)
         packed, weight = packed_copy(plain), in_turn(plain)
         x = (5 * normal(seed + 1, tokens, 64)).bfloat16()
@@ -115,10 +115,10 @@ class TestValues:
         plain = shared(seed, activation, scales)
         packed, x = packed_copy(plain), normal(seed + 1, tokens, 64).float()
         for name in PARTS:
-            one, two = packed.get_submodule(name), plain.get_submodule(name)
-            assert torch.equal(one(x), two(x))
-            assert one.quantized_weight().validate().layout == one.layout == FRAGMENTS
-            assert torch.equal(one.dense_weight(), two.dense_weight())
+            first, two = packed.get_submodule(name), plain.get_submodule(name)
+            assert torch.equal(first(x), two(x))
+            assert first.quantized_weight().validate().layout == first.layout == FRAGMENTS
+            assert torch.equal(first.dense_weight(), two.dense_weight())
 
     def test_a_leading_shape(self):
         mlp = packed_copy(shared(1))
@@ -126,16 +126,16 @@ class TestValues:
         assert torch.equal(mlp(x), mlp(x.flatten(0, 1)).view(2, 3, 64))
 
     def test_one_operator_and_no_copy(self, monkeypatch):
-        mlp, found = packed_copy(shared(1)), []
+        mlp, result = packed_copy(shared(1)), []
         monkeypatch.setattr(JointWeight, "part", lambda *_: pytest.fail("took a part"))
         monkeypatch.delattr("dsv4.layers.linear.cat_rows")
         monkeypatch.setattr(
             dispatch,
             "run",
-            lambda op, *rest, run=dispatch.run: (found.append(op), run(op, *rest))[1],
+            lambda op, *rest, run=dispatch.run: (result.append(op), run(op, *rest))[1],
         )
         mlp(normal(1, 3, 64).float())
-        assert found == ["gemm_swiglu", "gemm"]
+        assert result == ["gemm_swiglu", "gemm"]
 
 
 class TestStorage:
@@ -159,9 +159,9 @@ class TestStorage:
     def test_the_matrix_is_held_once(self):
         plain = shared(1)
         packed, first = packed_copy(plain), in_turn(plain)
-        found = packed.gate_proj.joint.whole()
-        assert torch.equal(raw(found.with_layout(LINEAR).codes), first.codes)
-        assert torch.equal(found.global_scale, first.global_scale)
+        result = packed.gate_proj.joint.whole()
+        assert torch.equal(raw(result.with_layout(LINEAR).codes), first.codes)
+        assert torch.equal(result.global_scale, first.global_scale)
         assert sum(t.nbytes for t in packed.buffers()) == first.nbytes
         assert {name for name, _ in packed.named_parameters()} == {
             f"down_proj.{name}" for name in ("weight", "weight_scale", "weight_scale_2")
@@ -213,14 +213,14 @@ class TestJoining:
     def test_a_layer_can_leave(self, leave, name):
         plain = shared(1)
         packed = packed_copy(plain)
-        one, two = (mlp.get_submodule(name) for mlp in (packed, plain))
+        first, two = (mlp.get_submodule(name) for mlp in (packed, plain))
         if leave == "unpack":
-            one.unpack()
+            first.unpack()
         elif leave == "set":
-            one.set_weight(one.quantized_weight(), torch.tensor(1.0))
+            first.set_weight(first.quantized_weight(), torch.tensor(1.0))
             two.set_weight(two.quantized_weight(), torch.tensor(1.0))
         else:
-            for layer in (one, two):
+            for layer in (first, two):
                 layer.set_weight(normal(9, 64, 64))
         x = normal(3, 4, 64)
         assert close(packed(x), plain(x))

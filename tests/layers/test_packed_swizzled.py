@@ -57,8 +57,8 @@ def test_layers_after_each_other_share_a_matrix(seed, rows, activation):
     assert shares(joined)
     assert joined[0].joint.layout == SWIZZLED
     x = normal(seed + 5, 3, 64)
-    for part, wanted in zip(fused_linear(joined, x), fused_linear(plain, x), strict=True):
-        assert torch.equal(part, wanted)
+    for part, expected in zip(fused_linear(joined, x), fused_linear(plain, x), strict=True):
+        assert torch.equal(part, expected)
     for layer, old in zip(joined, plain, strict=True):
         assert torch.equal(layer(x), old(x))
         assert torch.equal(raw(layer.dense_weight()), raw(old.dense_weight()))
@@ -80,7 +80,7 @@ def test_layers_that_would_share_a_block_of_scales_do_not():
 
 
 @given(strategies.seeds(), st.sampled_from([16, 80, 128]), ACTIVATIONS)
-def test_gate_and_up_in_turn(seed, rows, activation):
+def test_gate_and_up_interleaved(seed, rows, activation):
     plain = [linear(seed + i, rows, 64, activation) for i in range(2)]
     turned, linear_ones = copy.deepcopy(plain), copy.deepcopy(plain)
     for layer in turned:
@@ -105,10 +105,10 @@ def test_a_model_means_the_same(activation):
     model = copy.deepcopy(plain)
     report = layers.pack_(model, SWIZZLED)
     assert report.packed
-    found = [m for m in model.modules() if isinstance(m, layers.Linear) and m.format]
-    layouts = {m.layout for m in found if m.activation == "nvfp4"}
+    result = [m for m in model.modules() if isinstance(m, layers.Linear) and m.format]
+    layouts = {m.layout for m in result if m.activation == "nvfp4"}
     assert layouts == ({SWIZZLED} if activation == "nvfp4" else set())
-    assert SWIZZLED not in {m.layout for m in found if m.activation == "bf16"}
+    assert SWIZZLED not in {m.layout for m in result if m.activation == "bf16"}
     ids = torch.arange(12).view(2, 6)
     torch.testing.assert_close(model(ids), plain(ids), rtol=0, atol=1e-11)
     assert set(layers.unpack_(model)) == set(report.packed)
@@ -135,9 +135,9 @@ def test_experts_give_the_bits_of_those_in_fragments(
     other.pack()
     x = (10 * normal(seed, choices[0], 128)).to(dtype)
     ids, weights = routing(seed, *choices, 5)
-    found = experts(x, ids, weights)
-    assert found.dtype == dtype
-    assert torch.equal(raw(found), raw(other(x, ids, weights)))
+    result = experts(x, ids, weights)
+    assert result.dtype == dtype
+    assert torch.equal(raw(result), raw(other(x, ids, weights)))
 
 
 @settings(max_examples=4)
@@ -159,11 +159,11 @@ def test_every_bit_of_experts_comes_back(seed):
     for expert in range(5):
         linear_one = experts.quantized_weight("down_proj")[expert].with_layout(LINEAR)
         assert torch.equal(raw(linear_one.scales), raw(parts[3 * expert + 2].scales))
-    found = [part for e in range(5) for part in experts.get_expert(e)]
-    for one, two in zip(found, parts, strict=True):
-        assert torch.equal(one.validate().codes, two.codes)
-        assert torch.equal(raw(one.scales), raw(two.scales))
-        assert torch.equal(one.global_scale, two.global_scale)
+    actual = [part for e in range(5) for part in experts.get_expert(e)]
+    for first, two in zip(actual, parts, strict=True):
+        assert torch.equal(first.validate().codes, two.codes)
+        assert torch.equal(raw(first.scales), raw(two.scales))
+        assert torch.equal(first.global_scale, two.global_scale)
     experts.unpack()
     assert experts.layout == LINEAR
     same_state(experts.state_dict(), before)
@@ -177,9 +177,9 @@ def test_experts_see_an_observer_and_say_what_they_are():
     experts.pack(SWIZZLED)
     assert "layout=swizzled_128x4" in repr(experts)
     x, (ids, weights) = normal(1, 30, 128).bfloat16(), routing(1, 30, 2, 5)
-    for some in (other, experts):
-        with layers.calibrate(some):
-            some(x, ids, weights)
+    for module in (other, experts):
+        with layers.calibrate(module):
+            module(x, ids, weights)
     same_state(experts.state_dict(), other.state_dict())
     declared = layers.DeepseekV4Experts(config_of(experts))
     declared.declare_packed(SWIZZLED)

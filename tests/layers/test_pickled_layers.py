@@ -39,16 +39,16 @@ def test_a_layer_comes_back(way, format) -> None:
     if format is not None:
         layer.quantize(format)
     layer(torch.ones(1, 128))  # leaves what is kept of the weight
-    found = way(layer)
-    assert type(found) is Linear
-    assert found.format == layer.format
+    result = way(layer)
+    assert type(result) is Linear
+    assert result.format == layer.format
     for name, tensor in layer.named_parameters():
-        other = found.get_parameter(name)
+        other = result.get_parameter(name)
         assert_bitwise(other.detach(), tensor.detach(), name)
         assert other.requires_grad == tensor.requires_grad
         assert other is not tensor
     x = torch.randn(3, 128)
-    assert_bitwise(found(x).detach(), layer(x).detach())
+    assert_bitwise(result(x).detach(), layer(x).detach())
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -69,6 +69,6 @@ def test_a_copy_shares_what_was_shared() -> None:
     pair[1].quantize("nvfp4")
     pair[1].weight_scale = pair[0].weight_scale
     assert pair[1].weight_scale is pair[0].weight_scale
-    found = copy.deepcopy(pair)
-    assert found[1].weight_scale is found[0].weight_scale
-    assert found[1].weight_scale is not pair[0].weight_scale
+    result = copy.deepcopy(pair)
+    assert result[1].weight_scale is result[0].weight_scale
+    assert result[1].weight_scale is not pair[0].weight_scale

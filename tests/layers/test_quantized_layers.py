@@ -113,9 +113,9 @@ def test_pitfall_28_fused_parts_keep_their_own_global_scale(
     assert float(q_a.weight_scale_2) != float(kv.weight_scale_2)
     x = normal(seed + 2, 5, 64)
     fused = layers.fused_linear([q_a, kv], x)
-    for found, alone in zip(fused, (q_a(x), kv(x)), strict=True):
-        assert close(found, alone)
-    # One shared maximum, the mistake of pitfall 28, is far off.
+    for result, alone in zip(fused, (q_a(x), kv(x)), strict=True):
+        assert close(result, alone)
+    # One shared maximum, what pitfall 28 warns of, is far off.
     joined = cat_rows([q_a.quantized_weight(), kv.quantized_weight()])
     assert joined.segments == (32, 16)
     shared = QuantizedTensor(
@@ -134,8 +134,8 @@ def test_pitfall_27_fused_parts_take_the_larger_input_scale() -> None:
     for part, factor in zip(parts, (1.0, 0.1), strict=True):
         part.set_weight(part.quantized_weight(), scale * factor)
     rounded = dequantize(quantize(x, global_scale=scale, scaling="static"), torch.float64)
-    for found, part in zip(layers.fused_linear(parts, x), parts, strict=True):
-        assert close(found, rounded @ part.dense_weight(torch.float64).T)
+    for result, part in zip(layers.fused_linear(parts, x), parts, strict=True):
+        assert close(result, rounded @ part.dense_weight(torch.float64).T)
 
 
 @pytest.mark.parametrize("without", [0, 1])
@@ -146,9 +146,9 @@ def test_pitfall_26_a_fused_part_without_an_input_scale_does_not_borrow_one(with
     scale = (x.abs().amax() / LARGEST).float().reshape(1)
     parts[1 - without].set_weight(parts[1 - without].quantized_weight(), scale)
     rounded = dequantize(quantize(x, scaling="token"), torch.float64)
-    for found, part in zip(layers.fused_linear(parts, x), parts, strict=True):
-        assert found.isfinite().all()
-        assert close(found, rounded @ part.dense_weight(torch.float64).T)
+    for result, part in zip(layers.fused_linear(parts, x), parts, strict=True):
+        assert result.isfinite().all()
+        assert close(result, rounded @ part.dense_weight(torch.float64).T)
 
 
 @given(FORMAT_NAMES, st.integers(0, 2**31), st.integers(0, 9), st.sampled_from([1, 2, 3]))
@@ -167,8 +167,8 @@ def test_quantised_experts_are_their_dense_weights(
     x = normal(seed, tokens, config.hidden_size)
     ids = torch.randint(0, config.n_routed_experts + 1, (tokens, top_k), generator=generator)
     weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
-    found = experts(x, ids, weights)
-    assert close(found, dense(x, ids, weights))
+    actual = experts(x, ids, weights)
+    assert close(actual, dense(x, ids, weights))
     expected = torch.zeros_like(x)
     for t in range(tokens):
         for j in range(top_k):
@@ -179,7 +179,7 @@ def test_quantised_experts_are_their_dense_weights(
             gate, up = gate.clamp(max=10), up.clamp(-10, 10)
             h = gate * torch.sigmoid(gate) * up
             expected[t] += weights[t, j] * (dense.down_proj[e] @ h)
-    assert close(found, expected)
+    assert close(actual, expected)
 
 
 @given(st.integers(0, 2**31))
@@ -192,7 +192,7 @@ def test_pitfall_32_the_clamp_acts_on_real_values(seed: int) -> None:
     assert experts.gate_up_proj_scale_2.max() < 0.01
     x = 20 * normal(seed, 12, config.hidden_size)
     ids = torch.arange(12).remainder(config.n_routed_experts).unsqueeze(1)
-    found = experts(x, ids, torch.ones(12, 1, dtype=torch.float64))
+    result = experts(x, ids, torch.ones(12, 1, dtype=torch.float64))
     gate_up, down = (
         experts.dense_weight(name, torch.float64)[ids[:, 0]]
         for name in ("gate_up_proj", "down_proj")
@@ -203,7 +203,7 @@ def test_pitfall_32_the_clamp_acts_on_real_values(seed: int) -> None:
     assert (gate.abs() < 1).any()
     gate = gate.clamp(max=config.swiglu_limit)
     inner = gate * gate.sigmoid() * up.clamp(-config.swiglu_limit, config.swiglu_limit)
-    assert close(found, torch.einsum("tnk,tk->tn", down, inner))
+    assert close(result, torch.einsum("tnk,tk->tn", down, inner))
 
 
 @given(st.integers(0, 2**31), st.floats(0.1, 10))
@@ -324,8 +324,8 @@ def test_packed_ranges_add_up_on_a_gpu(tokens: int, activation: str) -> None:
         ids = torch.randint(-1, 17, (tokens, 3), generator=generator).cuda()
         weights = torch.rand(tokens, 3, generator=generator).cuda()
         sums = sum(part(x, ids, weights).double() for part in parts)
-        wanted = whole(x, ids, weights).double()
-        assert (sums - wanted).norm() <= 2**-7 * wanted.norm()
+        expected = whole(x, ids, weights).double()
+        assert (sums - expected).norm() <= 2**-7 * expected.norm()
 
 
 @pytest.mark.parametrize(("first", "count"), [(-1, 2), (5, None), (3, 3), (0, 0)])
@@ -366,7 +366,7 @@ def test_set_expert_refuses_and_changes_nothing() -> None:
         experts.set_expert(0, good, good, good)
     with pytest.raises(ValueError, match="up is plain, wanted nvfp4"):
         experts.set_expert(0, good, torch.randn(inner, hidden), down)
-    one = torch.ones(())
+    unit_scale = torch.ones(())
     for changes, words in (
         (
             {"layout": SWIZZLED, "scales": good.with_layout(SWIZZLED).scales},
@@ -376,14 +376,14 @@ def test_set_expert_refuses_and_changes_nothing() -> None:
         ({"scales": good.scales.float()}, "of torch.float32, wanted .* of torch.float8_e4m3fn"),
         ({"global_scale": torch.ones(inner)}, r"gate's global scale has shape \[32\], wanted one"),
         ({"global_scale": None}, "gate's global scale is missing, wanted one"),
-        ({"global_scale": one * torch.nan}, "gate's global scale"),
-        ({"global_scale": one * 0}, "gate's global scale"),
+        ({"global_scale": unit_scale * torch.nan}, "gate's global scale"),
+        ({"global_scale": unit_scale * 0}, "gate's global scale"),
     ):
         parts = {f.name: getattr(good, f.name) for f in dataclasses.fields(good)}
         with pytest.raises(ValueError, match=words):
             experts.set_expert(0, QuantizedTensor(**{**parts, **changes}), good, down)
     with pytest.raises(ValueError, match="input scale of gate_up_proj is given, wanted none"):
-        experts.set_expert(0, good, good, down, (one, one))
+        experts.set_expert(0, good, good, down, (unit_scale, unit_scale))
     for name, value in experts.state_dict().items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
 
@@ -394,19 +394,22 @@ def test_set_expert_takes_input_scales_where_they_are_declared() -> None:
     experts.to_format("nvfp4", input_scale=True)
     gate = quantize(torch.randn(config.moe_intermediate_size, config.hidden_size))
     down = quantize(torch.randn(config.hidden_size, config.moe_intermediate_size))
-    one = torch.ones(())
+    unit_scale = torch.ones(())
     before = {k: v.clone() for k, v in experts.state_dict().items()}
     for scales, words in (
         (None, "input scale of gate_up_proj is missing, wanted one"),
-        ((one, torch.ones(2)), r"input scale of down_proj has shape \[2\], wanted one value"),
-        ((one, one * 0), "input scale of down_proj"),
-        ((one * torch.inf, one), "input scale of gate_up_proj"),
+        (
+            (unit_scale, torch.ones(2)),
+            r"input scale of down_proj has shape \[2\], wanted one value",
+        ),
+        ((unit_scale, unit_scale * 0), "input scale of down_proj"),
+        ((unit_scale * torch.inf, unit_scale), "input scale of gate_up_proj"),
     ):
         with pytest.raises(ValueError, match=words):
             experts.set_expert(0, gate, gate, down, scales)
     for name, value in experts.state_dict().items():
         assert torch.equal(value.view(torch.uint8), before[name].view(torch.uint8))
-    experts.set_expert(0, gate, gate, down, (one, 2 * one))
+    experts.set_expert(0, gate, gate, down, (unit_scale, 2 * unit_scale))
     assert experts.down_proj_input_scale[0] == 2
 
 
@@ -426,8 +429,8 @@ def test_a_mixed_model_equals_transformers_with_dense_weights(format: str) -> No
     layers.quantize_(model, format, ["*.self_attn.*", "*.shared_experts.*"])
     ids = torch.arange(37)[None]
     with torch.no_grad():
-        found, expected = model(ids), transformers_twin(model)(ids).logits
-    assert close(found, expected, 1e-5)
+        actual, expected = model(ids), transformers_twin(model)(ids).logits
+    assert close(actual, expected, 1e-5)
 
 
 def test_calibration_sets_scales_from_the_largest_activation_and_freezes_them() -> None:
@@ -515,11 +518,11 @@ def test_a_plain_weight_in_bfloat16_gives_sums_of_float32(where, shape):
     linear = layers.Linear(96, 40).to(torch.bfloat16).to(where).requires_grad_(False)
     linear.weight.copy_(torch.randn(40, 96, generator=generator))
     x = torch.randn(*shape, generator=generator).bfloat16().to(where)
-    found = linear(x, torch.float32)
-    assert found.dtype == torch.float32
-    assert found.shape == (*shape[:-1], 40)
+    result = linear(x, torch.float32)
+    assert result.dtype == torch.float32
+    assert result.shape == (*shape[:-1], 40)
     left, right = x.double().reshape(-1, 96), linear.weight.double()
     budget = gemm_budget(left, right, torch.float32)
-    assert_within_budget(found.reshape(-1, 40), left @ right.T, budget, "product")
+    assert_within_budget(result.reshape(-1, 40), left @ right.T, budget, "product")
     compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
-    assert_bitwise(compiled(x, torch.float32), found)
+    assert_bitwise(compiled(x, torch.float32), result)

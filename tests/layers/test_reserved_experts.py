@@ -101,9 +101,9 @@ class TestOperators:
         x, places, _ = sorted_rows(0, 3, device)
 
         def gather(x, places):
-            room = x.new_zeros(8, HIDDEN)
-            moe_gather(x, places, out=room[:6])
-            return room
+            buffer = x.new_zeros(8, HIDDEN)
+            moe_gather(x, places, out=buffer[:6])
+            return buffer
 
         torch.compiler.reset()
         compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
@@ -166,19 +166,19 @@ def inputs(seed, tokens, top_k=2, dtype=torch.bfloat16, device="cpu"):
 
 def places_of(experts):
     """Where the gathered rows, SwiGLU and the results of a forward are."""
-    found = {}
+    actual = {}
     with pytest.MonkeyPatch.context() as patch:
         run = dispatch.run
 
         def record(op, *rest, **out):
             result = run(op, *rest, **out)
             first = result[0] if isinstance(result, tuple) else result
-            found[op] = first.data_ptr()
+            actual[op] = first.data_ptr()
             return result
 
         patch.setattr(dispatch, "run", record)
         experts(*inputs(1, 5))
-    return found
+    return actual
 
 
 class TestExperts:
@@ -189,14 +189,14 @@ class TestExperts:
         shared = strategies.normal(seed, (tokens, HIDDEN), torch.bfloat16)
         expected = experts(*args, shared)
         layers.reserve_experts(experts, 8)
-        for room in experts.workspace.buffers():
-            room.fill_(math.nan)
+        for buffer in experts.workspace.buffers():
+            buffer.fill_(math.nan)
         for _ in range(2):
-            found = experts(*args, shared)
-            assert_bitwise(found, expected, "result")
-        kept = found.clone()
+            actual = experts(*args, shared)
+            assert_bitwise(actual, expected, "result")
+        copied = actual.clone()
         experts(*inputs(seed + 1, 8))
-        assert_bitwise(found, kept, "an earlier result")
+        assert_bitwise(actual, copied, "an earlier result")
 
     @pytest.mark.parametrize("kind", KINDS)
     def test_at_the_same_places(self, kind):
@@ -204,11 +204,11 @@ class TestExperts:
         layers.reserve_experts(experts, 5)
         rows, inner = experts.workspace.rows.data_ptr(), experts.workspace.inner.data_ptr()
         for _ in range(3):
-            found = places_of(experts)
-            assert found["moe_sort"] == rows
-            assert found["grouped_gemm"] == rows, "of the second product; the first has read them"
+            result = places_of(experts)
+            assert result["moe_sort"] == rows
+            assert result["grouped_gemm"] == rows, "of the second GEMM; the first has read them"
             if kind == "packed":
-                assert found["grouped_gemm_swiglu"] == inner
+                assert result["grouped_gemm_swiglu"] == inner
         assert experts.workspace.rows.shape == (10, HIDDEN)
         assert experts.workspace.inner.shape == (10, INNER)
 
@@ -264,13 +264,13 @@ class TestExperts:
         assert_bitwise(experts(*inputs(1, 5)), expected, "result")
 
     def test_calibration_sees_the_same(self):
-        one, two = experts_of("packed", "nvfp4"), experts_of("packed", "nvfp4")
-        layers.reserve_experts(one, 30)
-        for experts in (one, two):
+        first, two = experts_of("packed", "nvfp4"), experts_of("packed", "nvfp4")
+        layers.reserve_experts(first, 30)
+        for experts in (first, two):
             with layers.calibrate(experts):
                 experts(*inputs(1, 30))
         for name, tensor in two.state_dict().items():
-            assert torch.equal(one.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))
+            assert torch.equal(first.state_dict()[name].view(torch.uint8), tensor.view(torch.uint8))
 
     def test_compiled_code_goes_without(self):
         experts = experts_of("packed")
@@ -352,8 +352,8 @@ class TestModel:
     def test_it_is_not_stored(self, tmp_path):
         model, plain = model_and_plain()
         assert list(model.state_dict()) == list(plain.state_dict())
-        for name, one in (("reserved", model), ("plain", plain)):
-            save(one, tmp_path / name)
+        for name, candidate in (("reserved", model), ("plain", plain)):
+            save(candidate, tmp_path / name)
         for path in (tmp_path / "plain").iterdir():
             assert (tmp_path / "reserved" / path.name).read_bytes() == path.read_bytes()
         layers.unpack_(model)
@@ -363,9 +363,9 @@ class TestModel:
         small = random_model(ModelConfig.tiny(**SIZES), 1)
         large = random_model(ModelConfig.tiny(**{**SIZES, "moe_intermediate_size": 128}), 1)
         both = torch.nn.ModuleList([small, large])
-        found = layers.reserve_experts(both, 8)
+        result = layers.reserve_experts(both, 8)
         assert len(workspaces(both)) == 2
-        assert found == sum(layers.reserve_experts(one, 8) for one in both)
+        assert result == sum(layers.reserve_experts(model, 8) for model in both)
 
 
 @pytest.mark.gpu
@@ -386,7 +386,7 @@ class TestOnGpu:
     @torch.inference_mode()
     def test_one_graph_serves_any_routing(self, tokens):
         if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("grouped products of other GPUs are the reference, which reads offsets")
+            pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
         experts = experts_of("packed").cuda()
         reserved = layers.reserve_experts(experts, tokens)
         assert reserved == 2 * tokens * 2 * (HIDDEN + INNER)

@@ -41,13 +41,13 @@ def turned_back(truth, budget, cos, sin):
 
     An error of either dim of a pair reaches both, times a cosine and a sine; then a product, a sum.
     """
-    kept = truth.shape[-1] - 2 * cos.shape[-1]
+    unrotated = truth.shape[-1] - 2 * cos.shape[-1]
     cos, sin = cos.double(), sin.double()
 
     def turn(x, sign, c, s):
-        even, odd = x[:, kept:].unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = x[:, unrotated:].unflatten(-1, (-1, 2)).unbind(-1)
         pairs = torch.stack((even * c + odd * s, odd * c - sign * even * s), -1)
-        return torch.cat((x[:, :kept], pairs.flatten(-2)), -1)
+        return torch.cat((x[:, :unrotated], pairs.flatten(-2)), -1)
 
     budget = turn(torch.as_tensor(budget).expand_as(truth), -1, cos.abs(), sin.abs())
     size = turn(truth.abs(), -1, cos.abs(), sin.abs())

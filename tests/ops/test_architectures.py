@@ -26,8 +26,8 @@ def candidates(op, *args, **kwargs):
     """The choice, and why each implementation is passed over, as if tensors were on the GPU."""
     call = dispatch.arguments(op, *args, **kwargs)._replace(device=GPU)
     rows = dispatch.implementations(call.op)
-    found = {row.name: row.unsupported_reason(call, dispatch.AUTO) for row in rows}
-    return next(name for name, why in found.items() if why is None), found
+    result = {row.name: row.unsupported_reason(call, dispatch.AUTO) for row in rows}
+    return next(name for name, why in result.items() if why is None), result
 
 
 def dense(tokens, weight=PACKED, **options):
@@ -57,7 +57,7 @@ def test_packed_weights(capability, gpu, tokens, chosen, activation):
 
 
 @pytest.mark.parametrize("gpu", [B200, B300])
-def test_many_tokens_are_refused_in_words(capability, gpu):
+def test_many_tokens_are_refused_with_a_reason(capability, gpu):
     capability(gpu)
     why = dense(65)[1]["cute"]
     arch = "sm_100a" if gpu == B200 else "sm_103a"
@@ -66,12 +66,12 @@ def test_many_tokens_are_refused_in_words(capability, gpu):
 
 
 @pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
-def test_other_gpus_are_refused_in_words(capability, gpu):
+def test_other_gpus_are_refused_with_a_reason(capability, gpu):
     capability(gpu)
-    found = ".".join(map(str, gpu))
-    wanted = f"compute capability 9.0, 10.0, 10.3, the GPU has {found}"
-    assert dense(1)[1]["cute"].endswith(wanted)
-    assert routed(6)[1]["cute"].endswith(wanted)
+    actual = ".".join(map(str, gpu))
+    expected = f"compute capability 9.0, 10.0, 10.3, the GPU has {actual}"
+    assert dense(1)[1]["cute"].endswith(expected)
+    assert routed(6)[1]["cute"].endswith(expected)
     assert routed(6)[0] == "reference"
 
 

@@ -65,13 +65,13 @@ class Case:
 
     def entries(self, token: int) -> torch.Tensor:
         """The entries the token attends to, float64, by a loop over its slots."""
-        found = [torch.zeros(0, self.q.shape[-1], dtype=F64, device=self.q.device)]
+        result = [torch.zeros(0, self.q.shape[-1], dtype=F64, device=self.q.device)]
         for pages, slots in zip(self.pools, self.slots, strict=True):
             for s in slots[token].tolist():
                 if s >= 0:
                     at = torch.tensor([s], device=self.q.device)
-                    found.append(read_kv(pages, at, F64))
-        return torch.cat(found)
+                    result.append(read_kv(pages, at, F64))
+        return torch.cat(result)
 
 
 def angles(seed, tokens, half, device, dtype=torch.float32):
@@ -127,11 +127,11 @@ def test_pitfall_4_the_last_dims_are_turned_back(device, seed, turned, tokens):
     case = Case(seed, tokens, device=device)
     cos, sin = angles(seed, tokens, turned // 2, device, F64)
     plain, out = case.run(), case.run(cos=cos, sin=sin)
-    kept = 32 - turned
-    assert_bitwise(out[..., :kept], plain[..., :kept])
-    pairs = torch.view_as_complex(plain[..., kept:].unflatten(-1, (-1, 2)).contiguous())
-    wanted = pairs * torch.complex(cos, -sin).unsqueeze(1)
-    assert_within_budget(out[..., kept:], torch.view_as_real(wanted).flatten(-2), 1e-14)
+    unrotated = 32 - turned
+    assert_bitwise(out[..., :unrotated], plain[..., :unrotated])
+    pairs = torch.view_as_complex(plain[..., unrotated:].unflatten(-1, (-1, 2)).contiguous())
+    expected = pairs * torch.complex(cos, -sin).unsqueeze(1)
+    assert_within_budget(out[..., unrotated:], torch.view_as_real(expected).flatten(-2), 1e-14)
     assert_within_budget(out, rope(plain, cos[:, None], sin[:, None], inverse=True), 0.0)
 
 
@@ -461,13 +461,13 @@ def test_bad_input_is_named(device):
 
 def test_slot_past_the_pool_raises_on_the_cpu():
     case = Case(0)
-    room = case.pools[1].num_slots
-    case.slots[1][1, 2] = room
-    words = rf"sparse_attention: compressed_slots\[1, 2\] is {room}, wanted below {room}"
+    limit = case.pools[1].num_slots
+    case.slots[1][1, 2] = limit
+    words = rf"sparse_attention: compressed_slots\[1, 2\] is {limit}, wanted below {limit}"
     with pytest.raises(IndexError, match=words):
         case.run()
-    room = case.pools[0].num_slots
-    case.slots[0][0, 1] = room + 3
-    words = rf"sparse_attention: window_slots\[0, 1\] is {room + 3}, wanted below {room}"
+    limit = case.pools[0].num_slots
+    case.slots[0][0, 1] = limit + 3
+    words = rf"sparse_attention: window_slots\[0, 1\] is {limit + 3}, wanted below {limit}"
     with pytest.raises(IndexError, match=words):
         case.run()

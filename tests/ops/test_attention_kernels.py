@@ -128,8 +128,8 @@ def test_the_last_dims_are_turned_back(device, seed, entry_format, size, turned,
     cos, sin = angles(seed, 2, turned // 2, device)
     with launched(count):
         plain, out = case.run(), case.run(cos=cos, sin=sin)
-    kept = size[0] - turned
-    assert_bitwise(out[..., :kept], plain[..., :kept])
+    unrotated = size[0] - turned
+    assert_bitwise(out[..., :unrotated], plain[..., :unrotated])
     case.check(out, cos=cos, sin=sin)
 
 
@@ -137,10 +137,10 @@ def test_the_last_dims_are_turned_back(device, seed, entry_format, size, turned,
 def test_an_infinity_beside_turned_dims_stays_alone(device, seed, count):
     """An entry of weight 0 makes its one dim NaN, and nothing else."""
     case = Case(seed, device, 1, entry_format="plain")
-    one = torch.tensor([4], device=device)
-    entry = read_kv(case.pools[0], one, torch.float32, backend="reference")
+    token = torch.tensor([4], device=device)
+    entry = read_kv(case.pools[0], token, torch.float32, backend="reference")
     entry[:, 1] = -torch.inf
-    write_kv(case.pools[0], entry, one, backend="reference")
+    write_kv(case.pools[0], entry, token, backend="reference")
     case.slots[0][0, 7] = 4
     q = case.q.clone()
     q[..., 1] = 1
@@ -459,8 +459,8 @@ class TestDispatch:
 
         def why(q=case.q, a=window, b=other):
             with interpret_triton():
-                found = explain(sparse_attention, q, a, slots, b, chosen, case.sink, scale=1.0)
-            return dict(found.candidates)["triton"] or ""
+                result = explain(sparse_attention, q, a, slots, b, chosen, case.sink, scale=1.0)
+            return dict(result.candidates)["triton"] or ""
 
         def plain(dtype, dim=32):
             return Pages.allocate(3, 8, dim, 8, "plain", dtype)
@@ -471,8 +471,8 @@ class TestDispatch:
         table = torch.zeros(3, 4)
         arguments = (case.q[..., :31], odd[0], slots, odd[1], chosen, case.sink)
         with interpret_triton():
-            found = explain(sparse_attention, *arguments, scale=1.0, cos=table, sin=table)
-        assert "wanted an even number" in dict(found.candidates)["triton"]
+            result = explain(sparse_attention, *arguments, scale=1.0, cos=table, sin=table)
+        assert "wanted an even number" in dict(result.candidates)["triton"]
         assert "different formats" in why(b=plain(BF16))
         assert "different formats" in why(a=plain(BF16), b=plain(torch.float16))
         assert "wanted bfloat16" in why(a=plain(torch.float32), b=plain(torch.float32))
@@ -483,5 +483,5 @@ class TestDispatch:
         assert "multiples of 8" in why(q=case.q[..., :30], a=short[0], b=short[1])
         turned = window.data.t().contiguous().t()
         assert "strides" in why(a=dataclasses.replace(window, data=turned))
-        found = explain(sparse_attention, case.q, window, slots, None, None, case.sink, scale=1.0)
-        assert found.chosen == "reference"
+        result = explain(sparse_attention, case.q, window, slots, None, None, case.sink, scale=1.0)
+        assert result.chosen == "reference"

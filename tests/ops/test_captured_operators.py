@@ -49,7 +49,7 @@ def called_again(problem: Problem) -> tuple[Outputs, Callable[[], None]]:
     return outputs, replay
 
 
-def kept(problem: Problem) -> tuple[Outputs, Callable[[], None]]:
+def frozen(problem: Problem) -> tuple[Outputs, Callable[[], None]]:
     """A graph of inputs that nothing can change any more: it gives the same results for ever."""
     outputs = problem.run()
     first = copy.deepcopy(outputs)
@@ -75,21 +75,21 @@ def assert_follows(case: Case, device: torch.device, record: Record) -> None:
     outputs, replay = record(held)
     for seed, byte in enumerate(POISON, start=1):
         problem = case.build(Draw(seed, device))
-        wanted = problem.fresh().run()
+        expected = problem.fresh().run()
         for _ in range(2):
             for output in outputs:
                 in_bytes(output).fill_(byte)
             # After the poison, because what is changed in place is an input and a result.
             copy_each(held.tensors, problem.tensors)
             replay()
-            assert_same(outputs, wanted, f"{case.op} {case.name}: replay")
-        assert_same(problem.fresh().run(), wanted, f"{case.op} {case.name}: second call")
+            assert_same(outputs, expected, f"{case.op} {case.name}: replay")
+        assert_same(problem.fresh().run(), expected, f"{case.op} {case.name}: second call")
 
 
-def assert_same(found: Outputs, wanted: Outputs, what: str) -> None:
-    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        assert_bitwise(in_bytes(one), in_bytes(other), f"{what}, result {i}")
+def assert_same(actual: Outputs, expected: Outputs, what: str) -> None:
+    for i, (tensor, other) in enumerate(zip(actual, expected, strict=True)):
+        assert (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+        assert_bitwise(in_bytes(tensor), in_bytes(other), f"{what}, result {i}")
 
 
 def copy_each(to: Outputs, new: Outputs) -> None:
@@ -124,7 +124,7 @@ def test_calls_follow_their_inputs(op: str) -> None:
         assert_follows(case, CPU, called_again)
 
 
-@pytest.mark.parametrize("wrong", [kept, without_last])
+@pytest.mark.parametrize("wrong", [frozen, without_last])
 @pytest.mark.parametrize("op", MAKERS)
 def test_a_graph_that_does_not_follow_is_seen(op: str, wrong: Record) -> None:
     for case in MAKERS[op](WIDE, 5):

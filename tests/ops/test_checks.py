@@ -71,8 +71,8 @@ def test_the_first_integer_outside_is_named(values, dtype, bound, check):
     if not bad:
         check("op", "x", tensor, bound)
         return
-    found = rf"^op: x\[{bad[0]}\] is {values[bad[0]]}, wanted .*below {bound}$"
-    with pytest.raises(IndexError, match=found):
+    result = rf"^op: x\[{bad[0]}\] is {values[bad[0]]}, wanted .*below {bound}$"
+    with pytest.raises(IndexError, match=result):
         check("op", "x", tensor, bound)
 
 

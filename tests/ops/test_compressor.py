@@ -110,11 +110,11 @@ class Stream:
             self.out.setdefault(int(sequence[i]), []).append((int(positions[i]), pooled[i]))
 
     def entries(self, row: int) -> torch.Tensor:
-        found = self.out.get(row, [])
+        result = self.out.get(row, [])
         ratio = self.ape.shape[0]
-        assert [p for p, _ in found] == [ratio * w for w in range(len(found))]
+        assert [p for p, _ in result] == [ratio * w for w in range(len(result))]
         empty = self.state.new_zeros(0, self.state.shape[-1] // (2 if self.overlap else 1))
-        return torch.stack([e for _, e in found]) if found else empty
+        return torch.stack([e for _, e in result]) if result else empty
 
 
 # Of float32 the kernels' results, of float64 the reference's whatever else is asked for.
@@ -371,7 +371,7 @@ def test_pitfall_3_position_is_the_first_token_of_the_window(device, kind, dtype
     kv, score, ape = inputs(0, 3 * ratio, ratio, overlap, 1, device, dtype)
     state = empty_state(1, ratio, overlap, 1, dtype, device)
     for start, positions in ((0, [0, ratio, 2 * ratio]), (5 * ratio, [5, 6, 7])):
-        _, found, sequence = compressor_update(
+        _, actual, sequence = compressor_update(
             kv,
             score,
             ape,
@@ -381,8 +381,8 @@ def test_pitfall_3_position_is_the_first_token_of_the_window(device, kind, dtype
             torch.tensor([0], device=device),
             overlap=overlap,
         )
-        wanted = positions if start == 0 else [ratio * w for w in positions]
-        assert found.tolist() == [*wanted, -1]
+        expected = positions if start == 0 else [ratio * w for w in positions]
+        assert actual.tolist() == [*expected, -1]
         assert sequence.tolist() == [0, 0, 0, -1]
 
 
@@ -524,13 +524,13 @@ def test_tokens_further_apart_than_32_bits_reach(device):
     far.copy_(dense)
     assert 7 * far.stride(0) >= 2**31
     cu, starts = (torch.tensor(x, device=device) for x in ([0, 9], [0]))
-    found = []
+    actual = []
     for kv in (dense, far):
         state = empty_state(1, 8, False, 32, torch.float32, device)
         given = (cu, starts, torch.zeros_like(starts))
-        found.append((*compressor_update(kv, score, ape, state, *given, overlap=False), state))
-    for far_away, wanted in zip(*found[::-1], strict=True):
-        assert_bitwise(far_away, wanted)
+        actual.append((*compressor_update(kv, score, ape, state, *given, overlap=False), state))
+    for far_away, expected in zip(*actual[::-1], strict=True):
+        assert_bitwise(far_away, expected)
 
 
 def test_a_state_with_slots_that_far_apart_is_the_references(device):
@@ -622,16 +622,16 @@ def test_numbers_out_of_range_raise_on_the_cpu(lengths, data, dtype, name):
     tensors = (kv, score, ape, state.clone(), *given_numbers.values())
     compressor_update(*tensors, overlap=False)
     if name == "cu_seqlens":
-        place, bad, wanted = count, tokens + 1, f"from 0 on, below {tokens + 1}"
+        place, bad, expected = count, tokens + 1, f"from 0 on, below {tokens + 1}"
     elif not busy:
         return
     else:
         place = busy[-1] if data is None else data.draw(st.sampled_from(busy))
         past = (count, f"below {count}")
-        bad, wanted = {"starts": (-1, "from 0 on"), "sequences": past}[name]
+        bad, expected = {"starts": (-1, "from 0 on"), "sequences": past}[name]
     given_numbers[name][place] = bad
     before = state.clone()
-    words = rf"compressor_update: {name}\[{place}\] is {bad}, wanted {wanted}"
+    words = rf"compressor_update: {name}\[{place}\] is {bad}, wanted {expected}"
     with pytest.raises(IndexError, match=words):
         compressor_update(kv, score, ape, state, *given_numbers.values(), overlap=False)
     assert_bitwise(state, before)
@@ -787,11 +787,11 @@ def test_a_batch_larger_than_one_scan(device, kind, seed, batch):
     """Entries of the batch are looked at two at a time, here."""
     kernels = pytest.importorskip("dsv4.triton.compressor")
     ragged = Ragged.make(seed, kind, 5, batch, device)
-    wanted = ragged.update()
+    expected = ragged.update()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_SCANS", (1, 2))
-        found = ragged.update()
-    for a, b in zip(found, wanted, strict=True):
+        actual = ragged.update()
+    for a, b in zip(actual, expected, strict=True):
         assert_bitwise(a, b)
 
 
@@ -802,8 +802,8 @@ def test_a_bad_number_stays_in_its_windows_and_channel(device, seed, bad, in_sco
     clean = ragged.update()[1]
     (ragged.score if in_score else ragged.kv)[9, 6 * (seed % 2) + seed % 6] = bad
     dirty = ragged.update()[1]
-    wanted = ragged.update(backend="reference")[1]
-    assert_bitwise(dirty.isfinite(), wanted.isfinite())
+    expected = ragged.update(backend="reference")[1]
+    assert_bitwise(dirty.isfinite(), expected.isfinite())
     # Token 9 is in window 2, with its first half of columns in window 3.
     hit = torch.zeros_like(clean, dtype=torch.bool)
     hit[2 if seed % 2 else 3, seed % 6] = True
@@ -819,12 +819,12 @@ def test_float32_windows_equal_float64(device, kind, seed, given_before, dtype):
     before = ()
     if overlap and given_before:
         before = tuple(normal(seed + i, (2, ratio, d)).to(device) for i in (2, 3))
-    found = pool_windows(kv, score, *before, overlap=overlap)
+    result = pool_windows(kv, score, *before, overlap=overlap)
     wide = (x.double() for x in (kv, score, *before))
     truth = pool_windows(*wide, overlap=overlap)
     slots = 2 * ratio if overlap else ratio
     bound = (3 * slots + 8 + 6 * 16) * unit_roundoff(torch.float32) * 8
-    assert_within_budget(found, truth, bound)
+    assert_within_budget(result, truth, bound)
 
 
 class TestCompressWrite:
@@ -866,22 +866,22 @@ class TestCompressWrite:
     )
     def test_reference_is_the_composition(self, kind, seed, batch, rotate_quantize, dtype, tables):
         ragged = Ragged.make(seed, kind, 32, batch, "cpu")
-        *norm, found, table = self.finish(seed, ragged, 10, "fp8", 12)
-        wanted = Pages.allocate(found.num_pages, self.PAGE, 32, 12)
+        *norm, actual, table = self.finish(seed, ragged, 10, "fp8", 12)
+        expected = Pages.allocate(actual.num_pages, self.PAGE, 32, 12)
         rest = (1e-6, rotate_quantize, dtype, tables)
-        state = self.parts(ragged, *norm, wanted, table, *rest)
+        state = self.parts(ragged, *norm, expected, table, *rest)
         mine = ragged.state.clone()
         compress_write(
             *ragged.args(mine),
             *norm,
-            found,
+            actual,
             table,
             overlap=ragged.overlap,
             rotate_quantize=rotate_quantize,
             dtype=dtype,
             table_dtype=tables,
         )
-        assert_bitwise(found.data, wanted.data)
+        assert_bitwise(actual.data, expected.data)
         assert_bitwise(mine, state)
 
     # (ratio, overlap, d, rotated dims, rope_dim of the pages, largest length)
@@ -906,12 +906,12 @@ class TestCompressWrite:
         truth, budget = self.oracle(ragged, norm, table, pages)
         assert_bitwise(entries.any(1), truth.any(1), "written")
         assert_within_budget(entries, truth, budget)
-        stored, wanted = (
+        stored, expected = (
             Pages.allocate(pages.num_pages, self.PAGE, d, rope_dim, device=device) for _ in range(2)
         )
         compress_write(*ragged.args(ragged.state.clone()), *norm, stored, table, **kwargs)
-        write_kv(wanted, entries, torch.where(entries.any(1), slots, -1), backend="reference")
-        assert_bitwise(stored.data, wanted.data, "bytes")
+        write_kv(expected, entries, torch.where(entries.any(1), slots, -1), backend="reference")
+        assert_bitwise(stored.data, expected.data, "bytes")
 
     def oracle(self, ragged, norm, table, pages):
         """Entries of every slot in float64, and how far float32 may be off."""
@@ -954,8 +954,8 @@ class TestCompressWrite:
                 rotate_quantize=rotate,
                 dtype=dtype,
             )
-        wanted = indexer_rotate_quantize(plain.data.to(dtype), backend="reference")
-        assert_bitwise(keys.data, wanted.float())
+        expected = indexer_rotate_quantize(plain.data.to(dtype), backend="reference")
+        assert_bitwise(keys.data, expected.float())
 
     @pytest.mark.parametrize("entry_format", COMPACT_FORMATS)
     @settings(max_examples=6)
@@ -977,7 +977,7 @@ class TestCompressWrite:
         kwargs = {"overlap": overlap, "dtype": dtype}
         *norm, plain, table = self.finish(seed, ragged, rotated, "plain", rope_dim)
         *_, keys, _ = self.finish(seed, ragged, rotated, entry_format, rope_dim)
-        *_, wanted, _ = self.finish(seed, ragged, rotated, entry_format, rope_dim)
+        *_, expected, _ = self.finish(seed, ragged, rotated, entry_format, rope_dim)
         state = ragged.state.clone()
         compress_write(*ragged.args(state), *norm, keys, table, rotate_quantize=rotate, **kwargs)
         assert_bitwise(state, ragged.update(backend="reference")[0])
@@ -986,14 +986,14 @@ class TestCompressWrite:
         entries = read_kv(plain, slots, dtype)
         written = torch.where(entries.any(1), slots, -1)
         turned = indexer.rotated(entries) if rotate else entries
-        write_kv(wanted, turned, written, backend="reference")
+        write_kv(expected, turned, written, backend="reference")
         if device.type == "cuda":
             # The kernels may add the squares of a row in another order: the next code is right too.
-            found, other = (read_kv(p, slots, torch.float32) for p in (keys, wanted))
+            actual, other = (read_kv(p, slots, torch.float32) for p in (keys, expected))
             step = other.abs().amax(-1, keepdim=True) * (2.0**-3 if "fp8" in entry_format else 0.5)
-            assert_within_budget(found, other.double(), step.double().expand_as(other))
+            assert_within_budget(actual, other.double(), step.double().expand_as(other))
             return
-        assert_bitwise(keys.data, wanted.data)
+        assert_bitwise(keys.data, expected.data)
         if rotate and entry_format == "index_mxfp4":
             rounded = indexer_rotate_quantize(entries, backend="reference")
             assert_bitwise(read_kv(keys, slots, dtype, backend="reference"), rounded)
@@ -1060,9 +1060,9 @@ class TestCompressWrite:
         compress_write(*ragged.args(ragged.state.clone()), *norm, clean, table, overlap=True)
         ragged.kv[2, 5] = torch.nan
         compress_write(*ragged.args(ragged.state.clone()), *norm, dirty, table, overlap=True)
-        kept = ~dirty.data.isnan().any(-1)
-        assert_bitwise(dirty.data[kept], clean.data[kept])
-        pages = (~kept).any(1).nonzero().flatten()
+        is_clean = ~dirty.data.isnan().any(-1)
+        assert_bitwise(dirty.data[is_clean], clean.data[is_clean])
+        pages = (~is_clean).any(1).nonzero().flatten()
         assert set(pages.tolist()) <= set(table[1].tolist())
 
     def test_nothing_to_do(self, device):
@@ -1078,8 +1078,8 @@ class TestCompressWrite:
             state = ragged.state.clone()
             compress_write(*ragged.args(state), *norm, pages, table, overlap=True)
             assert not pages.data.any()
-            wanted = ragged.update(backend="reference")[0]
-            assert_bitwise(state, wanted)
+            expected = ragged.update(backend="reference")[0]
+            assert_bitwise(state, expected)
 
     def test_a_table_that_is_too_short(self, device):
         """Entries past it are skipped; the state goes on."""
@@ -1137,13 +1137,13 @@ class TestCompressWrite:
     @pytest.mark.parametrize("entry_format", ["fp8", *COMPACT_FORMATS])
     def test_compiles_whole(self, device, entry_format):
         ragged = Ragged.make(0, (4, True), 32, [(0, 3, 1), (1, 0, 9)], device)
-        *norm, wanted, table = self.finish(0, ragged, 8, entry_format, 8)
-        *_, found, _ = self.finish(0, ragged, 8, entry_format, 8)
+        *norm, expected, table = self.finish(0, ragged, 8, entry_format, 8)
+        *_, actual, _ = self.finish(0, ragged, 8, entry_format, 8)
         states = ragged.state.clone(), ragged.state.clone()
-        compress_write(*ragged.args(states[0]), *norm, wanted, table, overlap=True)
+        compress_write(*ragged.args(states[0]), *norm, expected, table, overlap=True)
         compiled = torch.compile(compress_write, fullgraph=True, backend="aot_eager")
-        compiled(*ragged.args(states[1]), *norm, found, table, overlap=True)
-        assert_bitwise(found.data, wanted.data)
+        compiled(*ragged.args(states[1]), *norm, actual, table, overlap=True)
+        assert_bitwise(actual.data, expected.data)
         assert_bitwise(states[1], states[0])
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""NVFP4 rows of experts whose block scales lie as other grouped products want them."""
+"""NVFP4 rows of experts with block scales in the layout of other grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class TestLayout:
         generator = strategies.generator(seed % 2**31)
         scales = torch.randint(1, 255, (sum(counts) + spare, columns), generator=generator)
         scales, offsets = scales.to(torch.uint8).to(device), offsets_of(counts).to(device)
-        found = swizzle_expert_scales(scales.view(torch.float8_e4m3fn), offsets)
-        assert found.dtype == torch.float8_e4m3fn
-        assert_bitwise(found.view(torch.uint8), expert_by_expert(scales, counts), "scales")
-        back = unswizzle_expert_scales(found, offsets, *scales.shape).view(torch.uint8)
+        result = swizzle_expert_scales(scales.view(torch.float8_e4m3fn), offsets)
+        assert result.dtype == torch.float8_e4m3fn
+        assert_bitwise(result.view(torch.uint8), expert_by_expert(scales, counts), "scales")
+        back = unswizzle_expert_scales(result, offsets, *scales.shape).view(torch.uint8)
         assert_bitwise(back[: sum(counts)], scales[: sum(counts)], "rows of experts")
         assert not back[sum(counts) :].any()
 
@@ -84,7 +84,7 @@ class TestLayout:
         assert needed <= expert_tiles(sum(counts) + spare, len(counts))
 
     @given(experts=st.integers(1, 600), rows=st.integers(0, 5000))
-    def test_some_routing_needs_so_many(self, experts, rows):
+    def test_some_routing_needs_that_number(self, experts, rows):
         alone = min(experts, rows)
         counts = [1] * (alone - 1) + [rows - max(alone - 1, 0)]
         assert sum(-(-count // 128) for count in counts) == expert_tiles(rows, experts)
@@ -121,10 +121,10 @@ def poisoned():
 
     def filled(make):
         def room(*what):
-            found = make(*what)
-            for tensor in found:
+            result = make(*what)
+            for tensor in result:
                 tensor.view(torch.uint8).fill_(0x7F)
-            return found
+            return result
 
         return room
 
@@ -145,8 +145,8 @@ def check(x, weight, offsets, limit, scale, **options):
     assert (got.shape, got.layout) == (linear.shape, SWIZZLED_EXPERTS)
     assert_bitwise(got.codes, linear.codes, "codes")
     assert_bitwise(got.global_scale, linear.global_scale, "global scales")
-    wanted = expert_by_expert(linear.scales.view(torch.uint8), counts)
-    assert_bitwise(got.scales.view(torch.uint8), wanted, "scales and their padding")
+    expected = expert_by_expert(linear.scales.view(torch.uint8), counts)
+    assert_bitwise(got.scales.view(torch.uint8), expected, "scales and their padding")
     return got
 
 
@@ -210,10 +210,10 @@ class TestContract:
         given_ = (x, weight, offsets, *rest)
         call = dispatch.arguments(grouped_gemm_swiglu_quantize, *given_, **options)
         assert_pure(torch.ops.dsv4.grouped_gemm_swiglu_quantize, *call.args, "auto")
-        found = torch.ops.dsv4.grouped_gemm_swiglu_quantize(*call.args, "auto")
+        result = torch.ops.dsv4.grouped_gemm_swiglu_quantize(*call.args, "auto")
         with FakeTensorMode(allow_non_fake_inputs=True):
             said = torch.ops.dsv4.grouped_gemm_swiglu_quantize(*call.args, "auto")
-        assert [(t.shape, t.dtype) for t in said] == [(t.shape, t.dtype) for t in found]
+        assert [(t.shape, t.dtype) for t in said] == [(t.shape, t.dtype) for t in result]
 
     def test_what_runs_does_not_depend_on_it(self, device):
         explained = [
@@ -251,8 +251,8 @@ class TestKernel:
         row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
         options = {"row_weight": row_weight, "activation": activation}
         given_ = (x, weight, offsets, 10.0, scales_of(seed, experts, "cuda"))
-        found = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
-        assert found.chosen == "cute"
+        result = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
+        assert result.chosen == "cute"
         check(*given_, **options)
 
     @pytest.mark.parametrize("tokens", [6, 60, 400, 3000])
@@ -278,5 +278,5 @@ class TestKernel:
             graph.replay()
             linear = grouped_gemm_swiglu_quantize(*given_)
             assert_bitwise(out.codes, linear.codes, f"codes of routing {seed}")
-            wanted = expert_by_expert(linear.scales.view(torch.uint8), counts)
-            assert_bitwise(out.scales.view(torch.uint8), wanted, f"scales of routing {seed}")
+            expected = expert_by_expert(linear.scales.view(torch.uint8), counts)
+            assert_bitwise(out.scales.view(torch.uint8), expected, f"scales of routing {seed}")

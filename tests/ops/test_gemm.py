@@ -69,7 +69,7 @@ class TestValues:
         dtype=strategies.float_dtypes(),
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
     )
-    def test_within_the_budget_of_the_dense_product(
+    def test_within_the_budget_of_the_dense_gemm(
         self, device, draw, rows, outputs, blocks, fmt, activation, static, dtype, layout
     ):
         if draw.special == "huge":
@@ -106,8 +106,8 @@ class TestValues:
     def test_exact_where_everything_is_dyadic(self, device, seed, rows, outputs):
         weight = exact_weight(seed, (outputs, 64), device)
         x = strategies.small_integers(seed, (rows, 64), torch.bfloat16).to(device)
-        want = (x.double() @ dequantize(weight, torch.float64).T).float()
-        assert_bitwise(gemm(x, weight, out_dtype=torch.float32), want, "product")
+        expected = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(gemm(x, weight, out_dtype=torch.float32), expected, "product")
 
     @given(seed=strategies.seeds(), exponent=st.integers(-30, 30))
     def test_linear_in_the_global_scale(self, device, seed, exponent):
@@ -116,8 +116,8 @@ class TestValues:
         scaled = dataclasses.replace(weight, global_scale=weight.global_scale * 2.0**exponent)
         x = strategies.normal(seed + 1, (5, 64)).to(device)
         for activation in ("bf16", "nvfp4"):
-            one, two = (gemm(x, w, activation=activation) for w in (weight, scaled))
-            assert_bitwise(two, one * 2.0**exponent, "product")
+            first, two = (gemm(x, w, activation=activation) for w in (weight, scaled))
+            assert_bitwise(two, first * 2.0**exponent, "product")
 
     @given(seed=strategies.seeds(), rows=st.integers(1, 12))
     def test_rows_permute_with_the_input(self, device, seed, rows):
@@ -158,14 +158,14 @@ class TestValues:
         poisoned[2, ..., draw.seed % 32] = kind
         scale = torch.tensor([2.0**-4], device=device)
         scale = scale if static and activation == "nvfp4" else None
-        got, want = (
+        got, expected = (
             gemm(t, weight, activation=activation, input_scale=scale, groups=groups)
             for t in (poisoned, x)
         )
         assert torch.isnan(got[2]).all()
         rest = [0, 1, 3, 4]
-        assert_bitwise(got[rest], want[rest], "other rows")
-        assert torch.isfinite(want).all()
+        assert_bitwise(got[rest], expected[rest], "other rows")
+        assert torch.isfinite(expected).all()
 
     @given(
         seed=strategies.seeds(),
@@ -183,11 +183,11 @@ class TestValues:
         x = strategies.normal(seed, (*lead, groups, 32)).to(device)
         scale = torch.tensor([0.002], device=device) if static and activation == "nvfp4" else None
         got = gemm(x, joined, activation=activation, input_scale=scale, groups=groups)
-        each = [
+        separate = [
             gemm(x[..., g, :], part, activation=activation, input_scale=scale)
             for g, part in enumerate(parts)
         ]
-        assert_bitwise(got, torch.stack(each, -2), "product")
+        assert_bitwise(got, torch.stack(separate, -2), "product")
 
 
 class TestPitfalls:
@@ -293,14 +293,14 @@ class TestContract:
     def test_strided_input(self, device, seed, activation):
         weight = exact_weight(seed, (5, 64), device)
         x = strategies.small_integers(seed, (6, 64)).to(device)
-        want = gemm(x, weight, activation=activation)
+        expected = gemm(x, weight, activation=activation)
         for view in (strategies.strided(x), x.T.contiguous().T):
             assert not view.is_contiguous()
             got = gemm(view, weight, activation=activation)
             if activation == "bf16":
-                assert_bitwise(got, want, "product")
+                assert_bitwise(got, expected, "product")
             budget = _budget(x, weight, activation, None)
-            assert_within_budget(got, want.double(), 2 * budget, "product")
+            assert_within_budget(got, expected.double(), 2 * budget, "product")
 
     BAD = (
         ({"x": torch.ones(3, 32, dtype=torch.int64)}, TypeError, "x has dtype int64"),

@@ -82,15 +82,13 @@ class TestValues:
     @example(seed=0, tokens=70, rows=130, columns=256, dtype=torch.float32)
     @example(seed=0, tokens=70, rows=129, columns=255, dtype=torch.float8_e8m0fnu)
     @example(seed=0, tokens=16, rows=64, columns=2048, dtype=torch.float32)
-    def test_within_the_budget_of_the_dense_product(
-        self, device, seed, tokens, rows, columns, dtype
-    ):
+    def test_within_the_budget_of_the_dense_gemm(self, device, seed, tokens, rows, columns, dtype):
         weight = weight_of(seed, rows, columns, device, dtype)
         x = bfloat16(seed + 1, (tokens, columns), device)
-        want, budget = truth(x, weight)
+        expected, budget = truth(x, weight)
         got = gemm(x, weight, out_dtype=torch.float32)
         assert got.shape == (tokens, rows)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         assert_bitwise(gemm(x, weight), got.to(torch.bfloat16), "product in bfloat16")
 
     @given(
@@ -103,9 +101,9 @@ class TestValues:
         weight = weight_of(seed, 70, 16 * blocks, device)
         x = bfloat16(seed, (tokens, 16 * blocks), device)
         scale = torch.tensor([0.01], device=device) if static else None
-        want, budget = truth(x, weight, "nvfp4", scale)
+        expected, budget = truth(x, weight, "nvfp4", scale)
         got = gemm(x, weight, activation="nvfp4", input_scale=scale, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
 
     @given(
         seed=strategies.seeds(),
@@ -166,18 +164,18 @@ class TestValues:
         scales = scales if dtype == torch.float32 else scales.to(dtype)
         weight = QuantizedTensor(codes, scales, None, FP8_BLOCK).to(device)
         x = strategies.small_integers(seed, (tokens, 320), torch.bfloat16).to(device)
-        want = (x.double() @ dequantize(weight, torch.float64).T).float()
-        assert_bitwise(gemm(x, weight, out_dtype=torch.float32), want, "product")
+        expected = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(gemm(x, weight, out_dtype=torch.float32), expected, "product")
 
     def test_every_code(self, device):
         """All 254 numbers of E4M3, subnormal ones and both zeros included, and both NaN."""
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, None]
         weight = QuantizedTensor(codes, torch.ones(2, 1), None, FP8_BLOCK).to(device)
         got = gemm(torch.ones(1, 1, dtype=torch.bfloat16, device=device), weight)
-        want = codes.float().T.to(device)
-        assert bool(got.isnan().eq(want.isnan()).all())
-        assert_bitwise(got.float().nan_to_num(0.0).abs(), want.nan_to_num(0.0).abs(), "codes")
-        assert bool(got.nan_to_num(0.0).float().eq(want.nan_to_num(0.0)).all())
+        expected = codes.float().T.to(device)
+        assert bool(got.isnan().eq(expected.isnan()).all())
+        assert_bitwise(got.float().nan_to_num(0.0).abs(), expected.nan_to_num(0.0).abs(), "codes")
+        assert bool(got.nan_to_num(0.0).float().eq(expected.nan_to_num(0.0)).all())
 
     @pytest.mark.parametrize("tokens", [1, 65])
     @pytest.mark.parametrize("byte", [0, 1, 7, 120, 220, 229])
@@ -187,9 +185,9 @@ class TestValues:
         scales[1, 1] = 127
         weight = dataclasses.replace(weight, scales=scales.view(torch.float8_e8m0fnu)).to(device)
         x = bfloat16(4, (tokens, 256), device)
-        want, budget = truth(x, weight)
+        expected, budget = truth(x, weight)
         got = gemm(x, weight, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
 
     @pytest.mark.parametrize("value", [2.0**-126, 3e-30, 0.3, 3e30, 0.0])
     def test_extreme_float_scales(self, device, value):
@@ -198,21 +196,21 @@ class TestValues:
         scales[0, 1] = value
         weight = dataclasses.replace(weight, scales=scales)
         x = bfloat16(4, (5, 256), device)
-        want, budget = truth(x, weight)
-        assert_within_budget(gemm(x, weight, out_dtype=torch.float32), want, budget, "product")
+        expected, budget = truth(x, weight)
+        assert_within_budget(gemm(x, weight, out_dtype=torch.float32), expected, budget, "product")
 
     @given(seed=strategies.seeds(), pad=st.integers(0, 5), shift=st.integers(0, 9))
     def test_strides_and_misaligned_rows(self, device, seed, pad, shift):
         weight = weight_of(seed, 40, 128, device)
-        room = bfloat16(seed, (5 * (128 + pad) + 16,), device)
-        x = room[shift : shift + 5 * (128 + pad)].view(5, -1)[:, :128]
-        want, budget = truth(x, weight)
+        buffer = bfloat16(seed, (5 * (128 + pad) + 16,), device)
+        x = buffer[shift : shift + 5 * (128 + pad)].view(5, -1)[:, :128]
+        expected, budget = truth(x, weight)
         wide = torch.zeros(40, 128 + pad, device=device).to(torch.float8_e4m3fn)
         wide.view(torch.uint8)[:, :128] = weight.codes.view(torch.uint8)
         apart = dataclasses.replace(weight, codes=wide[:, :128])
         for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, apart)):
             got = gemm(left, right, out_dtype=torch.float32)
-            assert_within_budget(got, want, budget, "product")
+            assert_within_budget(got, expected, budget, "product")
 
 
 class TestIndependence:
@@ -350,10 +348,10 @@ class TestIntegration:
             weight = weight_of(0, rows, columns, "cuda")
             x = torch.zeros(2**31 // 4096 + 300, columns, dtype=torch.bfloat16, device="cuda")
             x[-200:] = bfloat16(1, (200, columns), "cuda")
-            want, budget = truth(x[-200:], weight)
+            expected, budget = truth(x[-200:], weight)
             got = gemm(x, weight, backend="triton")[-200:]
-            rounding = torch.finfo(torch.bfloat16).eps / 2 * (want.abs() + budget)
-            assert_within_budget(got, want, budget + rounding, "product")
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * (expected.abs() + budget)
+            assert_within_budget(got, expected, budget + rounding, "product")
 
 
 class TestDispatch:

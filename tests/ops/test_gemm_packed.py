@@ -78,17 +78,17 @@ class TestValues:
     )
     @example(seed=0, tokens=16, shape=(144, ()), columns=8, activation="bf16", static=False)
     @example(seed=0, tokens=70, shape=(48, (7, 30)), columns=3, activation="nvfp4", static=True)
-    def test_within_the_budget_of_the_dense_product(
+    def test_within_the_budget_of_the_dense_gemm(
         self, device, seed, tokens, shape, columns, activation, static
     ):
         (rows, cuts), columns = shape, 64 * columns
         weight = weight_of(seed, rows, columns, device, cuts)
         x = bfloat16(seed + 1, (tokens, columns), device)
         scale = torch.tensor([0.01], device=device) if static and activation == "nvfp4" else None
-        want, budget = truth(x, weight, activation, scale)
+        expected, budget = truth(x, weight, activation, scale)
         got = product(x, weight, activation, input_scale=scale, out_dtype=torch.float32)
         assert got.shape == (tokens, rows)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         narrow = product(x, weight, activation, input_scale=scale)
         assert_bitwise(narrow, got.to(torch.bfloat16), "product in bfloat16")
 
@@ -98,9 +98,9 @@ class TestValues:
         scale = torch.rand(48, generator=strategies.generator(seed)).to(device) + 0.5
         weight = dataclasses.replace(weight, global_scale=scale)
         x = bfloat16(seed, (tokens, 128), device)
-        want, budget = truth(x, weight, "bf16")
+        expected, budget = truth(x, weight, "bf16")
         got = product(x, weight, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         assert_bitwise(product(x, weight, out_dtype=dtype), got.to(dtype), "product")
 
     @given(
@@ -121,8 +121,8 @@ class TestValues:
                 codes=weight.codes[32 * g : 32 * g + 32],
                 scales=weight.scales[32 * g : 32 * g + 32],
             )
-            want, budget = truth(x[:, g], part, activation)
-            assert_within_budget(got[:, g], want, budget, f"group {g}")
+            expected, budget = truth(x[:, g], part, activation)
+            assert_within_budget(got[:, g], expected, budget, f"group {g}")
 
     @given(seed=strategies.seeds(), tokens=st.integers(1, 18))
     def test_exact_where_everything_is_dyadic(self, device, seed, tokens):
@@ -133,8 +133,8 @@ class TestValues:
         codes = drawn[..., 0] | drawn[..., 1] << 4
         weight = QuantizedTensor(codes, scales, torch.full((1,), 0.125), NVFP4).to(device)
         x = strategies.small_integers(seed, (tokens, 320), torch.bfloat16).to(device)
-        want = (x.double() @ dequantize(weight, torch.float64).T).float()
-        assert_bitwise(product(x, weight, out_dtype=torch.float32), want, "product")
+        expected = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(product(x, weight, out_dtype=torch.float32), expected, "product")
 
     @pytest.mark.parametrize("kind", ["largest", "subnormal", "zero", "cancelling"])
     @pytest.mark.parametrize("tokens", [1, 9, 65])
@@ -146,17 +146,17 @@ class TestValues:
         scales = encode_e4m3(torch.full((64, 16), value.get(kind, 1.0)))
         weight = dataclasses.replace(weight, codes=codes, scales=scales).to(device)
         x = bfloat16(4, (tokens, 256), device)
-        want, budget = truth(x, weight, "bf16")
+        expected, budget = truth(x, weight, "bf16")
         got = product(x, weight, out_dtype=torch.float32)
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         if kind == "zero":
             assert not bool(got.any())
 
     @given(seed=strategies.seeds(), pad=st.integers(0, 5), shift=st.integers(0, 9))
     def test_strides_and_misaligned_rows(self, device, seed, pad, shift):
         weight = weight_of(seed, 32, 128, device)
-        room = bfloat16(seed, (5 * (128 + 8 * pad) + 16,), device)
-        x = room[shift : shift + 5 * (128 + 8 * pad)].view(5, -1)[:, :128]
+        buffer = bfloat16(seed, (5 * (128 + 8 * pad) + 16,), device)
+        x = buffer[shift : shift + 5 * (128 + 8 * pad)].view(5, -1)[:, :128]
         assert_bitwise(product(x, weight), product(x.clone(), weight), "product")
         turned = bfloat16(seed, (128, 5), device).t()
         assert_bitwise(product(turned, weight), product(turned.contiguous(), weight), "product")
@@ -210,24 +210,24 @@ class TestIndependence:
 
 def configurations():
     """Each shape of tiles and number of blocks once."""
-    found = {}
+    result = {}
     for tokens in (32, 64, 128, 256):
         for columns in (512, 1408):
             for plan in wgmma_candidates(592, 592, columns, tokens, False, False):
                 shape = (plan.token_block, plan.rows, plan.warp_tiles, plan.blocks)
-                found.setdefault(shape, (plan, columns))
-    return list(found.values())
+                result.setdefault(shape, (plan, columns))
+    return list(result.values())
 
 
 def few_configurations():
     """Whole steps of one round and of two, a rest of a round and more, of less, and none; rings."""
     kinds = [(12, 4, 1), (12, 12, 1), (13, 3, 2), (11, 3, 2), (11, 4, 2), (11, 8, 2), (11, 11, 2)]
-    found = [
+    result = [
         SmallMPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth, rounds=rounds)
         for tiles, depth, rounds in kinds
         for blocks, token_tiles in ((2, 1), (3, 2))
     ]
-    return found + [
+    return result + [
         SmallMRingPlan(64 * blocks * tiles, blocks, 5, token_tiles, False, False, depth)
         for tiles, depth in ((12, 4), (12, 12), (5, 1))
         for blocks, token_tiles in ((2, 1), (3, 2))
@@ -245,10 +245,10 @@ class TestFewTokens:
         weight = weight_of(0, 592, plan.columns, "cuda", (100, 300))
         for tokens in (1, 8 * plan.token_tiles - 3, 8 * plan.token_tiles):
             x = bfloat16(tokens, (tokens, plan.columns), "cuda")
-            want, budget = truth(x, weight, "bf16")
+            expected, budget = truth(x, weight, "bf16")
             got = product(x, weight, backend="cute")
-            rounding = torch.finfo(torch.bfloat16).eps / 2 * want.abs() + 1e-30
-            assert_within_budget(got, want, budget + rounding, "product")
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-30
+            assert_within_budget(got, expected, budget + rounding, "product")
             bad = x.clone()
             bad[tokens // 2, 5], bad[-1, 70] = float("nan"), float("inf")
             other = product(bad, weight, backend="cute")
@@ -269,10 +269,10 @@ class TestManyTokens:
         weight = weight_of(0, 592, columns, "cuda", (100, 300))
         for tokens in (1, plan.token_block - 3, 2 * plan.token_block + 5):
             x = bfloat16(tokens, (tokens, columns), "cuda")
-            want, budget = truth(x, weight, "bf16")
+            expected, budget = truth(x, weight, "bf16")
             got = product(x, weight, backend="cute")
-            rounding = torch.finfo(torch.bfloat16).eps / 2 * want.abs() + 1e-30
-            assert_within_budget(got, want, budget + rounding, "product")
+            rounding = torch.finfo(torch.bfloat16).eps / 2 * expected.abs() + 1e-30
+            assert_within_budget(got, expected, budget + rounding, "product")
             bad = x.clone()
             bad[tokens // 2, 5], bad[-1, 70] = float("nan"), float("inf")
             other = product(bad, weight, backend="cute")
@@ -294,9 +294,9 @@ class TestManyTokens:
         (rows, cuts), columns = shape, 128 * columns
         weight = weight_of(seed, rows, columns, "cuda", cuts)
         x = bfloat16(seed + 1, (tokens, columns + 8 * pad), "cuda")[:, :columns]
-        want, budget = truth(x, weight, activation)
+        expected, budget = truth(x, weight, activation)
         got = product(x, weight, activation, out_dtype=torch.float32, backend="cute")
-        assert_within_budget(got, want, budget, "product")
+        assert_within_budget(got, expected, budget, "product")
         narrow = product(x, weight, activation, backend="cute")
         assert_bitwise(narrow, got.to(torch.bfloat16), "product in bfloat16")
 
@@ -308,8 +308,8 @@ class TestManyTokens:
         for g in range(groups):
             rows = slice(256 * g, 256 * g + 256)
             part = dataclasses.replace(weight, codes=weight.codes[rows], scales=weight.scales[rows])
-            want, budget = truth(x[:, g], part, "bf16")
-            assert_within_budget(got[:, g], want, budget, f"group {g}")
+            expected, budget = truth(x[:, g], part, "bf16")
+            assert_within_budget(got[:, g], expected, budget, f"group {g}")
 
     @pytest.mark.parametrize("kind", ["largest", "subnormal", "overflow"])
     def test_extreme_values(self, kind):
@@ -326,9 +326,9 @@ class TestManyTokens:
             assert bool(got[7].isinf().all())
             assert bool(got[:7].isfinite().all())
         else:
-            want, budget = truth(x, weight, "bf16")
+            expected, budget = truth(x, weight, "bf16")
             got = product(x, weight, out_dtype=torch.float32, backend="cute")
-            assert_within_budget(got, want, budget, "product")
+            assert_within_budget(got, expected, budget, "product")
 
 
 class TestIntegration:
@@ -373,7 +373,7 @@ class TestIntegration:
     def test_two_streams_at_once(self):
         weight = weight_of(0, 2048, 7168, "cuda").with_layout(FRAGMENTS)
         inputs = [bfloat16(i, (8, 7168), "cuda") for i in range(2)]
-        want = [gemm(x, weight) for x in inputs]
+        expected = [gemm(x, weight) for x in inputs]
         streams = [torch.cuda.Stream() for _ in inputs]
         torch.cuda.synchronize()
         for _ in range(20):
@@ -382,8 +382,8 @@ class TestIntegration:
                 with torch.cuda.stream(stream):
                     got.append(gemm(x, weight))
             torch.cuda.synchronize()
-            for one, two in zip(got, want, strict=True):
-                assert_bitwise(one, two, "product")
+            for first, two in zip(got, expected, strict=True):
+                assert_bitwise(first, two, "product")
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("tokens", [3, 200])
@@ -392,28 +392,28 @@ class TestIntegration:
             pytest.skip("needs two GPUs")
         weight = weight_of(0, 640, 512, "cpu").with_layout(FRAGMENTS)
         x = bfloat16(0, (tokens, 512), "cpu")
-        found = [gemm(x.to(d), weight.to(d), backend="cute") for d in ("cuda:0", "cuda:1")]
-        assert found[1].device.index == 1
-        assert_bitwise(found[0].cpu(), found[1].cpu(), "product")
+        result = [gemm(x.to(d), weight.to(d), backend="cute") for d in ("cuda:0", "cuda:1")]
+        assert result[1].device.index == 1
+        assert_bitwise(result[0].cpu(), result[1].cpu(), "product")
 
     @pytest.mark.gpu
     def test_no_memory_is_touched_around_the_operands(self):
         """Canaries around X and the weight; those around the result are the sanitizer's."""
-        room = torch.full((3, 1 << 20), 7, dtype=torch.uint8, device="cuda")
+        buffer = torch.full((3, 1 << 20), 7, dtype=torch.uint8, device="cuda")
         weight = weight_of(0, 640, 448, "cuda").with_layout(FRAGMENTS)
         parts = (bfloat16(0, (8, 448), "cuda"), weight.codes, weight.scales)
         placed = []
-        for line, part in zip(room, parts, strict=True):
+        for line, part in zip(buffer, parts, strict=True):
             flat = part.reshape(-1).view(torch.uint8)
             place = line[4096 : 4096 + flat.numel()]
             place.copy_(flat)
             placed.append(place.view(part.dtype).view(part.shape))
         x, codes, scales = placed
         weight = dataclasses.replace(weight, codes=codes, scales=scales)
-        before = room.clone()
+        before = buffer.clone()
         for tokens in range(1, 9):
             gemm(x[:tokens], weight, backend="cute")
-        assert torch.equal(room, before)
+        assert torch.equal(buffer, before)
 
 
 class TestDispatch:
@@ -431,8 +431,8 @@ class TestDispatch:
     def test_the_reference_understands_packed_weights(self):
         weight = weight_of(0, 32, 128, "cpu")
         x = bfloat16(0, (3, 128), "cpu")
-        found = dispatch.explain(gemm, x, weight.with_layout(FRAGMENTS))
-        assert found.chosen == "reference"
+        result = dispatch.explain(gemm, x, weight.with_layout(FRAGMENTS))
+        assert result.chosen == "reference"
         assert_bitwise(product(x, weight), gemm(x, weight), "product")
 
     @pytest.mark.gpu

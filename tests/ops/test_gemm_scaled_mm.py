@@ -1,4 +1,4 @@
-"""torch's block-scaled product as an implementation of ``gemm``.
+"""torch's block-scaled GEMM as an implementation of ``gemm``.
 
 It runs on Blackwell alone. Here stands, in its place, what its documentation says: an emulation
 that refuses arguments that it would refuse, decodes the others and multiplies in float64.
@@ -100,14 +100,14 @@ def _asked_of_torch(mat_a, mat_b, scale_a, scale_b, output_dtype):
 @pytest.fixture
 def calls(monkeypatch):
     """How often the product was asked for."""
-    found = []
+    result = []
 
     def product(*args, **kwargs):
-        found.append(args)
+        result.append(args)
         return emulated(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", product)
-    return found
+    return result
 
 
 def run(x, weight, input_scale=None, groups=1, out_dtype=torch.float32):
@@ -168,9 +168,9 @@ def test_it_is_the_product(calls, seed, tokens, rows, columns, cut, static, layo
     weight = weight_of(seed, rows, columns, (first,) if first else ()).with_layout(layout)
     x = strategies.normal(seed + 1, (tokens, columns), dtype)
     scale = torch.tensor([0.01]) if static else None
-    want, budget = truth(x, weight, scale)
+    expected, budget = truth(x, weight, scale)
     got = run(x, weight, scale)
-    assert_within_budget(got, want, budget, "product")
+    assert_within_budget(got, expected, budget, "product")
     wide = gemm(x, weight, activation="nvfp4", input_scale=scale, out_dtype=torch.float32)
     assert_within_budget(got, wide.double(), 2 * budget, "the reference's product")
     assert_bitwise(run(x, weight, scale, out_dtype=dtype), got.to(dtype), "narrow product")
@@ -198,8 +198,8 @@ def test_groups(calls, seed, groups, static, rows, layout):
     x = strategies.normal(seed, (5, groups, 64))
     scale = torch.tensor([0.01]) if static else None
     got = run(x, weight, scale, groups)
-    each = [run(x[:, g], part, scale) for g, part in enumerate(parts)]
-    assert_bitwise(got, torch.stack(each, 1), "product")
+    separate = [run(x[:, g], part, scale) for g, part in enumerate(parts)]
+    assert_bitwise(got, torch.stack(separate, 1), "product")
 
 
 @pytest.mark.parametrize("kind", [float("nan"), float("inf"), -float("inf")])
@@ -219,8 +219,8 @@ def test_a_bad_token_is_alone(calls, kind, static):
 def test_extreme_scales(calls, value):
     weight, x = weight_of(0, 32, 64), strategies.normal(1, (5, 64))
     weight = dataclasses.replace(weight, scales=encode_e4m3(torch.full((32, 4), value)))
-    want, budget = truth(x, weight, None)
-    assert_within_budget(run(x, weight), want, budget, "product")
+    expected, budget = truth(x, weight, None)
+    assert_within_budget(run(x, weight), expected, budget, "product")
 
 
 def test_no_token(calls):
@@ -247,8 +247,8 @@ class TestDispatch:
     def test_other_gpus_have_the_reference(self, capability, gpu):
         capability(gpu)
         call = self.call()
-        found = ".".join(map(str, gpu))
-        assert supports.scaled_mm(call).endswith(f"10.0 and 10.3, not {found}")
+        result = ".".join(map(str, gpu))
+        assert supports.scaled_mm(call).endswith(f"10.0 and 10.3, not {result}")
         assert dispatch.choose(call).name == "reference"
 
     WIDE = QuantizedTensor(

@@ -35,7 +35,7 @@ def inputs(seed, shape, device="cpu"):
 
 
 def check(x, weight, limit, backend="auto", **options):
-    """Within the budget that the errors of both products leave."""
+    """Within the budget that the errors of both GEMMs leave."""
     got = gemm_swiglu(x, weight, limit, backend=backend, **options)
     assert got.shape == (*x.shape[:-1], weight.rows // 2)
     problem = Problem(gemm_swiglu, (x, weight, limit), options, judge, 0)
@@ -64,13 +64,13 @@ def test_the_reference_is_its_parts(seed, limit, layout):
     """Gate in even rows, up in odd ones, the clamp one-sided for the gate, one rounding."""
     weight, x = weight_of(seed, 32, 64, layout=layout), inputs(seed, (3, 64))
     wide = gemm(x, weight, out_dtype=torch.float32)
-    want = swiglu(wide, limit, layout="interleaved", out_dtype=torch.bfloat16)
-    assert_bitwise(gemm_swiglu(x, weight, limit), want, "result")
+    expected = swiglu(wide, limit, layout="interleaved", out_dtype=torch.bfloat16)
+    assert_bitwise(gemm_swiglu(x, weight, limit), expected, "result")
     gate, up = wide[:, ::2].double(), wide[:, 1::2].double()
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     plain = gate / (1 + torch.exp(-gate)) * up
-    assert torch.allclose(want.double(), plain, rtol=2**-7, atol=1e-6)
+    assert torch.allclose(expected.double(), plain, rtol=2**-7, atol=1e-6)
 
 
 @given(seed=strategies.seeds(), kind=st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -156,6 +156,6 @@ def test_wrong_arguments_are_named(change, error, message):
 
 
 def test_dispatch_says_why():
-    found = dispatch.explain(gemm_swiglu, inputs(0, (2, 64)), weight_of(0, 32, 64), 10.0)
-    assert [name for name, _ in found.candidates] == ["tcgen05", "cute", "parts", "reference"]
-    assert found.chosen == "reference"
+    result = dispatch.explain(gemm_swiglu, inputs(0, (2, 64)), weight_of(0, 32, 64), 10.0)
+    assert [name for name, _ in result.candidates] == ["tcgen05", "cute", "parts", "reference"]
+    assert result.chosen == "reference"

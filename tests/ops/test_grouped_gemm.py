@@ -66,9 +66,9 @@ class TestValues:
         start = 0
         for e, count in enumerate(counts):
             part = slice(start, start + count)
-            one = None if scale is None else scale[e]
-            want = gemm(x[part], weight[e], activation=activation, input_scale=one)
-            assert_bitwise(got[part], want, f"expert {e}")
+            expert_scale = None if scale is None else scale[e]
+            expected = gemm(x[part], weight[e], activation=activation, input_scale=expert_scale)
+            assert_bitwise(got[part], expected, f"expert {e}")
             start += count
         assert_bitwise(got[rows:], torch.zeros_like(got[rows:]), "rows of no expert")
 
@@ -78,7 +78,7 @@ class TestValues:
         activation=st.sampled_from(["bf16", "nvfp4"]),
         plain=st.booleans(),
     )
-    def test_within_the_budget_of_the_dense_product(self, device, draw, counts, activation, plain):
+    def test_within_the_budget_of_the_dense_gemm(self, device, draw, counts, activation, plain):
         if draw.special == "huge":
             draw = dataclasses.replace(draw, special="none")
         quantised = weights(draw.seed, (3, 5, 48), NVFP4, device)
@@ -103,8 +103,8 @@ class TestValues:
         x = strategies.small_integers(seed + 1, (sum(counts), 20), torch.bfloat16).to(device)
         got = grouped_gemm(x, weight, offsets_of(counts, device), out_dtype=torch.float32)
         expert = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)).to(device)
-        want = torch.einsum("rk,rnk->rn", x.float(), weight.float()[expert])
-        assert_bitwise(got, want, "product")
+        expected = torch.einsum("rk,rnk->rn", x.float(), weight.float()[expert])
+        assert_bitwise(got, expected, "product")
 
     @given(seed=strategies.seeds(), counts=strategies.group_sizes(3, 5))
     def test_pitfall_28_gate_and_up_keep_their_global_scales(self, device, seed, counts):
@@ -115,13 +115,13 @@ class TestValues:
         x = strategies.normal(seed, (sum(counts), 32)).to(device)
         offsets = offsets_of(counts, device)
         got = grouped_gemm(x, joined, offsets)
-        want = torch.cat([grouped_gemm(x, w, offsets) for w in (gate, up)], -1)
+        expected = torch.cat([grouped_gemm(x, w, offsets) for w in (gate, up)], -1)
         start = 0
         for e, count in enumerate(counts):
             part = slice(start, start + count)
             right = dequantize(joined, torch.float64)[e]
             budget = gemm_budget(x[part].double(), right, torch.float32)
-            assert_within_budget(got[part], want[part].double(), 2 * budget, "product")
+            assert_within_budget(got[part], expected[part].double(), 2 * budget, "product")
             start += count
 
     @given(
@@ -135,10 +135,12 @@ class TestValues:
         poisoned = x.clone()
         poisoned[1, seed % 32] = kind
         offsets = offsets_of([3, 3], device)
-        got, want = (grouped_gemm(t, weight, offsets, activation=activation) for t in (poisoned, x))
+        got, expected = (
+            grouped_gemm(t, weight, offsets, activation=activation) for t in (poisoned, x)
+        )
         assert torch.isnan(got[1]).all()
         rest = [0, 2, 3, 4, 5]
-        assert_bitwise(got[rest], want[rest], "other rows")
+        assert_bitwise(got[rest], expected[rest], "other rows")
 
     @given(seed=strategies.seeds(), counts=strategies.group_sizes(3, 6))
     def test_rows_permute_within_an_expert(self, device, seed, counts):
@@ -179,9 +181,9 @@ class TestContract:
         weight = strategies.small_integers(seed, (2, 5, 32)).to(device)
         x = strategies.small_integers(seed, (4, 32)).to(device)
         offsets = offsets_of([1, 3], device)
-        want = grouped_gemm(x, weight, offsets)
+        expected = grouped_gemm(x, weight, offsets)
         for view in (strategies.strided(x), x.T.contiguous().T):
-            assert_bitwise(grouped_gemm(view, weight, offsets), want, "product")
+            assert_bitwise(grouped_gemm(view, weight, offsets), expected, "product")
 
     WEIGHT = weights(0, (2, 4, 32), NVFP4, "cpu")
     BAD = (

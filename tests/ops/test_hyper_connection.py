@@ -186,11 +186,11 @@ def sinkhorn_budget(n, iterations, logit, u):
     return 1.01 * ((2 * steps + 1) * (2 * logit + 8 * u) + steps * (steps + 1) * (n + 3) * u)
 
 
-def assert_is_pre(found, truth, args, hc_eps, iterations):
-    """``found`` of hc_pre for ``args`` against ``truth`` in float64."""
+def assert_is_pre(result, truth, args, hc_eps, iterations):
+    """``result`` of hc_pre for ``args`` against ``truth`` in float64."""
     streams, n = args[0], args[0].shape[-2]
     u, error = computed(streams.dtype), logit_budget(*args)
-    collapsed, post, comb = found
+    collapsed, post, comb = result
     assert_within_budget(post, truth[1], 2 * (error[:, n : 2 * n] / 4 + 8 * u), "post")
     budget = collapse_budget(streams, error[:, :n], truth[0], hc_eps)
     assert_within_budget(collapsed, truth[0], budget, "collapsed")
@@ -211,14 +211,14 @@ def post_budget(dtype, truth, size, n):
 @example(case=FOUR)
 def test_pitfall_8_pre_against_explicit_loops(device, wide, case):
     args = build(case, device, wide)
-    found = hc_pre(*args, **settings_of(case))
+    result = hc_pre(*args, **settings_of(case))
     parameters = [t.double().tolist() for t in args[1:]]
     tokens = [plain_pre(t, *parameters, **settings_of(case)) for t in args[0].tolist()]
     t, n, hidden = args[0].shape
     shapes = enumerate(((t, hidden), (t, n), (t, n, n)))
     truth = [stack([token[i] for token in tokens], *shape).to(device) for i, shape in shapes]
-    assert all(part.dtype == wide for part in found)
-    assert_is_pre(found, truth, args, case["hc_eps"], case["iterations"])
+    assert all(part.dtype == wide for part in result)
+    assert_is_pre(result, truth, args, case["hc_eps"], case["iterations"])
 
 
 @given(case=cases)
@@ -232,15 +232,15 @@ def test_pitfall_7_post_against_explicit_loops(device, wide, case):
         fuzz.normal(seed + 5, (t, n)).to(device),
         fuzz.normal(seed + 6, (t, n, n)).to(device),
     )
-    found = hc_post(y, streams, post, comb)
+    actual = hc_post(y, streams, post, comb)
 
     def loops(*parts):
         tokens = zip(*(part.double().tolist() for part in parts), strict=True)
         return stack([plain_post(*token) for token in tokens], t, n, hidden)
 
     parts = (y, streams, post, comb)
-    wanted, size = loops(*parts), loops(*(part.abs() for part in parts))
-    assert_within_budget(found.cpu(), wanted, post_budget(wide, wanted, size, n))
+    expected, size = loops(*parts), loops(*(part.abs() for part in parts))
+    assert_within_budget(actual.cpu(), expected, post_budget(wide, expected, size, n))
 
 
 def test_pitfall_7_comb_j_k_is_what_stream_j_gives_to_stream_k(device):
@@ -276,11 +276,11 @@ def test_pitfall_8_by_hand(device):
     base = torch.zeros(8, dtype=torch.float64)
     base[4] = math.log(3.0)
     _, _, comb = from_base(base, 2, device, hc_eps=0.25, iterations=1)
-    wanted = [[1.0 / 2.0, 0.5 / 1.5], [0.75 / 2.0, 0.75 / 1.5]]
-    assert_within_budget(comb.cpu(), stack(wanted, 2, 2), 1e-15)
+    expected = [[1.0 / 2.0, 0.5 / 1.5], [0.75 / 2.0, 0.75 / 1.5]]
+    assert_within_budget(comb.cpu(), stack(expected, 2, 2), 1e-15)
     # A second iteration divides rows, then columns.
     _, _, comb = from_base(base, 2, device, hc_eps=0.25, iterations=2)
-    rows = [[v / (sum(row) + 0.25) for v in row] for row in wanted]
+    rows = [[v / (sum(row) + 0.25) for v in row] for row in expected]
     sums = [rows[0][k] + rows[1][k] + 0.25 for k in range(2)]
     twice = [[rows[j][k] / sums[k] for k in range(2)] for j in range(2)]
     assert_within_budget(comb.cpu(), stack(twice, 2, 2), 1e-15)
@@ -333,9 +333,9 @@ def test_relabelling_columns_relabels_comb(device, wide, seed, n):
     _, _, comb = from_base(base, n, device, wide)
     _, _, swapped = from_base(other, n, device, wide)
     # Both add up their rows in an order of their own; the logits are the same.
-    wanted = comb[:, moved.to(device)].double()
-    budget = 2 * sinkhorn_budget(n, PRE["iterations"], 0.0, unit_roundoff(wide)) * wanted
-    assert_within_budget(swapped, wanted, budget)
+    expected = comb[:, moved.to(device)].double()
+    budget = 2 * sinkhorn_budget(n, PRE["iterations"], 0.0, unit_roundoff(wide)) * expected
+    assert_within_budget(swapped, expected, budget)
 
 
 @given(case=cases)
@@ -354,8 +354,8 @@ def test_first_layer_identity(device, wide, case):
     m = exact @ short.T * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
     pre = torch.sigmoid(m[:, :n] * scale[0].double() + base[:n].double()) + 1e-6
     error = logit_budget(streams, fn[:n], scale[:1], base[:n])
-    wanted = pre.sum(-1, keepdim=True) * exact
-    assert_within_budget(collapsed, wanted, collapse_budget(streams, error, wanted, 1e-6))
+    expected = pre.sum(-1, keepdim=True) * exact
+    assert_within_budget(collapsed, expected, collapse_budget(streams, error, expected, 1e-6))
     back = hc_post(torch.zeros_like(e), streams, post, comb)
     # As in ``test_columns_sum_to_one``, and the sum over the streams.
     lost = 1.01 * n * 1e-6 + (2 * n + 2) * unit_roundoff(wide)
@@ -370,16 +370,18 @@ def test_head_against_explicit_loops(device, wide, case):
     streams, fn, scale, base = build(case, device, wide)
     n = case["n"]
     args = fn[:n], scale[:1], base[:n]
-    found = hc_head(streams, *args, norm_eps=1e-6, hc_eps=case["hc_eps"])
+    actual = hc_head(streams, *args, norm_eps=1e-6, hc_eps=case["hc_eps"])
     rows, factor, offset = (a.double().tolist() for a in args)
     tokens = []
     for token in streams.tolist():
         m = plain_mixes(token, rows, 1e-6)
         pre = [sigmoid(m[i] * factor[0] + offset[i]) + case["hc_eps"] for i in range(n)]
         tokens.append(plain_collapse(pre, token))
-    wanted = stack(tokens, case["tokens"], case["hidden"]).to(device)
+    expected = stack(tokens, case["tokens"], case["hidden"]).to(device)
     error = logit_budget(streams, *args)
-    assert_within_budget(found, wanted, collapse_budget(streams, error, wanted, case["hc_eps"]))
+    assert_within_budget(
+        actual, expected, collapse_budget(streams, error, expected, case["hc_eps"])
+    )
 
 
 @given(case=cases)
@@ -428,12 +430,12 @@ def test_post_within_budget_of_float64(device, case, dtype):
 
 
 def test_post_and_comb_may_be_rounded_first(device):
-    # What transformers does (specification, section 10): the same product of rounded weights.
+    # What transformers does (specification, section 10): the same GEMM of rounded weights.
     streams, y = fuzz.normal(0, (3, 4, 8)).to(device), fuzz.normal(1, (3, 8)).to(device)
     post, comb = fuzz.normal(2, (3, 4)).to(device), fuzz.normal(3, (3, 4, 4)).to(device)
     rounded = post.bfloat16(), comb.bfloat16()
-    wanted = hc_post(y, streams, *(r.float() for r in rounded))
-    assert_bitwise(hc_post(y, streams, *rounded), wanted)
+    expected = hc_post(y, streams, *(r.float() for r in rounded))
+    assert_bitwise(hc_post(y, streams, *rounded), expected)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -450,9 +452,9 @@ def test_a_bad_row_stays_alone(device, bad):
     clean = everything()
     streams[2, 1, 3] = bad
     others = [0, 1, 3, 4]
-    for found, wanted in zip(everything(), clean, strict=True):
-        assert found[2].isnan().all()
-        assert_bitwise(found[others], wanted[others])
+    for actual, expected in zip(everything(), clean, strict=True):
+        assert actual[2].isnan().all()
+        assert_bitwise(actual[others], expected[others])
 
 
 def test_a_bad_sublayer_output_stays_in_its_column(device):
@@ -483,15 +485,15 @@ def test_any_leading_shape(device, wide, lead):
 def test_strided_input_gives_the_same_result(device, wide):
     args = build({"seed": 0, "exponent": 0, "tokens": 5, "n": 4, "hidden": 6}, device, wide)
     strided = [fuzz.strided(a) for a in args]
-    found = hc_pre(*strided, **PRE)
+    actual = hc_pre(*strided, **PRE)
     truth = hc_pre(*(a.double() for a in args), **PRE)
-    assert_is_pre(found, truth, args, PRE["hc_eps"], PRE["iterations"])
-    assert all(part.is_contiguous() for part in found)
-    y, post, comb = found
+    assert_is_pre(actual, truth, args, PRE["hc_eps"], PRE["iterations"])
+    assert all(part.is_contiguous() for part in actual)
+    y, post, comb = actual
     back = hc_post(fuzz.strided(y), strided[0], fuzz.strided(post), fuzz.strided(comb))
     parts = [part.double() for part in (y, args[0], post, comb)]
-    wanted, size = hc_post(*parts), hc_post(*(part.abs() for part in parts))
-    assert_within_budget(back, wanted, post_budget(wide, wanted, size, 4))
+    expected, size = hc_post(*parts), hc_post(*(part.abs() for part in parts))
+    assert_within_budget(back, expected, post_budget(wide, expected, size, 4))
     assert back.is_contiguous()
 
 
@@ -612,12 +614,12 @@ def test_post_pre_norm_is_its_parts(device, case, dtype):
     assert_is_pre_then_norm(got, mixed, fn, scale, base, weight, dtype)
 
 
-def assert_quantized(found, normed, scaling="token", **given):
-    wanted = quantize(normed, "nvfp4", scaling=scaling, backend="reference", **given)
-    assert found.layout == wanted.layout == "linear"
-    assert_bitwise(found.codes, wanted.codes, "codes")
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
-    assert_bitwise(found.global_scale, wanted.global_scale, "global scale")
+def assert_quantized(actual, normed, scaling="token", **given):
+    expected = quantize(normed, "nvfp4", scaling=scaling, backend="reference", **given)
+    assert actual.layout == expected.layout == "linear"
+    assert_bitwise(actual.codes, expected.codes, "codes")
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+    assert_bitwise(actual.global_scale, expected.global_scale, "global scale")
 
 
 @given(
@@ -662,10 +664,14 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
     assert_is_pre_then_norm([first, *others], *args[1:2], *args[4:], dtype)
     assert_quantized(codes, first, **settings)
     if device.type == "cpu":
-        for got, want in zip((mixed, normed, *rest), hc_post_pre_norm(*args, **PRE), strict=True):
-            assert_bitwise(got, want)
-        for got, want in zip((first, *others), hc_pre_norm(args[1], *args[4:], **PRE), strict=True):
-            assert_bitwise(got, want)
+        for got, expected in zip(
+            (mixed, normed, *rest), hc_post_pre_norm(*args, **PRE), strict=True
+        ):
+            assert_bitwise(got, expected)
+        for got, expected in zip(
+            (first, *others), hc_pre_norm(args[1], *args[4:], **PRE), strict=True
+        ):
+            assert_bitwise(got, expected)
 
 
 @pytest.mark.parametrize(
@@ -702,8 +708,8 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
     few = hc_pre(*args, **PRE)
     monkeypatch.setattr(kernels, "LARGE_M", 1)
     many = hc_pre(*args, **PRE)
-    for got, want in zip(many, few, strict=True):
-        assert_within_budget(got, want.double(), 1e-4 * want.double().abs() + 1e-5)
+    for got, expected in zip(many, few, strict=True):
+        assert_within_budget(got, expected.double(), 1e-4 * expected.double().abs() + 1e-5)
 
 
 def test_many_tokens_at_an_odd_address(device, monkeypatch):
@@ -714,8 +720,10 @@ def test_many_tokens_at_an_odd_address(device, monkeypatch):
     streams, *parameters = build(case, device, torch.bfloat16)
     odd = streams.new_empty(streams.numel() + 1)[1:].view(streams.shape).copy_(streams)
     expected = hc_pre(streams, *parameters, **PRE)
-    for got, want in zip(hc_pre(odd, *parameters, **PRE), expected, strict=True):
-        assert_within_budget(got, want.double(), 1e-2 * want.double().abs() + 1e-4)
+    for got, expected_tensor in zip(hc_pre(odd, *parameters, **PRE), expected, strict=True):
+        assert_within_budget(
+            got, expected_tensor.double(), 1e-2 * expected_tensor.double().abs() + 1e-4
+        )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
@@ -795,8 +803,8 @@ def test_fused_compiles_without_graph_breaks(device):
     compiled = torch.compile(between, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (2, 3):
         args = fused_arguments(device, tokens=tokens)
-        for got, want in zip(compiled(*args), between(*args), strict=True):
-            assert_bitwise(got, want)
+        for got, expected in zip(compiled(*args), between(*args), strict=True):
+            assert_bitwise(got, expected)
 
 
 def quantize_arguments(device, scaling, dtype=torch.bfloat16, tokens=3):
@@ -827,8 +835,8 @@ def test_quantize_compiles_without_graph_breaks(device):
     compiled = torch.compile(between, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (2, 3):
         args = fused_arguments(device, tokens=tokens)
-        for got, want in zip(compiled(*args), between(*args), strict=True):
-            assert_bitwise(got, want)
+        for got, expected in zip(compiled(*args), between(*args), strict=True):
+            assert_bitwise(got, expected)
 
 
 def test_fused_take_strided_input(device):
@@ -836,16 +844,18 @@ def test_fused_take_strided_input(device):
     args = fused_arguments(device)[:8]
     gapped = tuple(map(fuzz.strided, args))
     mixed, normed, post, comb = hc_post_pre_norm(*args, **PRE)
-    for found in (hc_post_pre_norm(*gapped, **PRE), hc_post_pre_norm_quantize(*gapped, **PRE)):
-        assert_bitwise(found[0], mixed)
-        for got, want in zip((found[1], *found[-2:]), (normed, post, comb), strict=True):
-            assert_within_budget(got, want.double(), 2 * unit_roundoff(got.dtype) * 8)
-    assert_quantized(found[2], found[1])
-    found = hc_pre_norm_quantize(gapped[1], *gapped[4:], **PRE)
-    wanted = hc_pre_norm(args[1], *args[4:], **PRE)
-    for got, want in zip((found[0], *found[2:]), wanted, strict=True):
-        assert_within_budget(got, want.double(), 2 * unit_roundoff(got.dtype) * 8)
-    assert_quantized(found[1], found[0])
+    for actual in (hc_post_pre_norm(*gapped, **PRE), hc_post_pre_norm_quantize(*gapped, **PRE)):
+        assert_bitwise(actual[0], mixed)
+        for got, expected_tensor in zip(
+            (actual[1], *actual[-2:]), (normed, post, comb), strict=True
+        ):
+            assert_within_budget(got, expected_tensor.double(), 2 * unit_roundoff(got.dtype) * 8)
+    assert_quantized(actual[2], actual[1])
+    actual = hc_pre_norm_quantize(gapped[1], *gapped[4:], **PRE)
+    expected = hc_pre_norm(args[1], *args[4:], **PRE)
+    for got, expected_tensor in zip((actual[0], *actual[2:]), expected, strict=True):
+        assert_within_budget(got, expected_tensor.double(), 2 * unit_roundoff(got.dtype) * 8)
+    assert_quantized(actual[1], actual[0])
 
 
 def test_bad_arguments_of_quantize_are_named():
@@ -909,5 +919,5 @@ def test_a_captured_graph_follows_its_inputs():
         for tensor in out:
             tensor.view(torch.uint8).fill_(0xA5)
         graph.replay()
-        for got, want in zip(out, chain(), strict=True):
-            assert_bitwise(got, want)
+        for got, expected in zip(out, chain(), strict=True):
+            assert_bitwise(got, expected)

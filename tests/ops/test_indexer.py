@@ -99,9 +99,9 @@ def test_values_lie_on_the_grid(device, d, dtype, drawn):
         scaled = out.abs() / torch.exp2(exponent + shift)
         good = (scaled.unsqueeze(-1) == grid).any(-1).all(-1)
         if shift == 0:
-            found = good
-        found = found | good
-    assert bool((found | (amax.squeeze(-1) <= 6 * 2.0**-126)).all())
+            result = good
+        result = result | good
+    assert bool((result | (amax.squeeze(-1) <= 6 * 2.0**-126)).all())
 
 
 @given(widths, seeds())
@@ -223,15 +223,15 @@ def test_many_queries_are_what_few_are(device, dims, tokens, heads, dtype, most,
         yield indexer_queries(q, cos, sin, rotate_quantize=True, backend=backend)
         yield indexer_rotate_quantize(q, backend=backend)
         for query_format in ("fp8", "mxfp4"):
-            found, folded = quantize_index_queries(
+            actual, folded = quantize_index_queries(
                 q, cos, sin, weights, rotate=True, query_format=query_format, backend=backend
             )
             yield folded
-            parts = (found.codes, found.scales) if query_format == "mxfp4" else (found,)
+            parts = (actual.codes, actual.scales) if query_format == "mxfp4" else (actual,)
             yield from (part.view(torch.uint8) for part in parts)
 
-    for got, want in zip(outputs("auto"), outputs("reference"), strict=True):
-        assert_bitwise(got, want)
+    for got, expected in zip(outputs("auto"), outputs("reference"), strict=True):
+        assert_bitwise(got, expected)
 
 
 @given(seeds(), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
@@ -336,8 +336,8 @@ def test_fp8_queries_and_their_weights(device, dims, tokens, heads, seed, dtype,
     assert codes.dtype == torch.float8_e4m3fn
     turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
     turned = reference.rotated(turned) if rotate else turned
-    wanted, scale = fp8_oracle(turned.float().cpu().numpy())
-    assert_bitwise(codes.view(torch.uint8).cpu(), torch.from_numpy(wanted))
+    expected, scale = fp8_oracle(turned.float().cpu().numpy())
+    assert_bitwise(codes.view(torch.uint8).cpu(), torch.from_numpy(expected))
     assert_bitwise(folded.cpu(), weights.float().cpu() * 0.0078125 * torch.from_numpy(scale))
 
 
@@ -354,15 +354,15 @@ def test_mxfp4_queries_have_the_values_of_rounded_ones(device, dims, tokens, hea
     weights = normal(seed + 2, (tokens, heads), dtype).to(device)
     args, kwargs = (q, cos, sin, weights), {"query_format": "mxfp4", "weight_scale": 0.3}
     turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
-    found, folded = quantize_index_queries(*args, rotate=False, **kwargs)
-    wanted = quantize(turned, "mxfp4", backend="reference")
-    assert_bitwise(found.codes, wanted.codes)
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8))
+    actual, folded = quantize_index_queries(*args, rotate=False, **kwargs)
+    expected = quantize(turned, "mxfp4", backend="reference")
+    assert_bitwise(actual.codes, expected.codes)
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8))
     assert_bitwise(folded, weights.float() * 0.3)
     if dims[0] & (dims[0] - 1) == 0:
-        found, folded = quantize_index_queries(*args, rotate=True, **kwargs)
+        actual, folded = quantize_index_queries(*args, rotate=True, **kwargs)
         rounded = indexer_queries(q, cos, sin, rotate_quantize=True, backend="reference")
-        assert_bitwise(values_of(found), rounded.float())
+        assert_bitwise(values_of(actual), rounded.float())
         assert_bitwise(folded, weights.float() * 0.3)
 
 
@@ -379,9 +379,9 @@ def test_a_bad_query_is_nan_in_its_own_head(device, query_format, seed, bad, rot
     assert not bool(broken[0].any() | broken[2].any() | broken[1, 0].any())
     assert bool(broken[1, 1].all() if rotate or query_format == "fp8" else broken[1, 1].any())
     assert_bitwise(values_of(dirty[0])[~broken], values_of(clean[0])[~broken])
-    kept = ~dirty[1].isnan()
-    assert kept.flatten().tolist() == [True] * 3 + [query_format == "mxfp4"] + [True] * 2
-    assert_bitwise(dirty[1][kept], clean[1][kept])
+    is_clean = ~dirty[1].isnan()
+    assert is_clean.flatten().tolist() == [True] * 3 + [query_format == "mxfp4"] + [True] * 2
+    assert_bitwise(dirty[1][is_clean], clean[1][is_clean])
 
 
 @pytest.mark.parametrize("query_format", QUERY_FORMATS)
@@ -395,12 +395,12 @@ def test_quantized_queries_contract(device, query_format, rotate):
     assert_pure(op, *args)
 
     def call(q, cos, sin, weights):
-        found, folded = quantize_index_queries(
+        actual, folded = quantize_index_queries(
             q, cos, sin, weights, rotate=rotate, query_format=query_format, weight_scale=0.25
         )
-        if isinstance(found, QuantizedTensor):
-            return found.codes, found.scales.view(torch.uint8), folded
-        return found.view(torch.uint8), folded
+        if isinstance(actual, QuantizedTensor):
+            return actual.codes, actual.scales.view(torch.uint8), folded
+        return actual.view(torch.uint8), folded
 
     expected = call(q, cos, sin, weights)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
@@ -451,14 +451,14 @@ def test_bytes_of_fp8_keys(d, page_size, seed, exponent):
     pages = Pages.allocate(3, page_size, d, 0, "index_fp8")
     write_kv(pages, x, torch.arange(count))
     codes, scales = fp8_oracle(x.numpy())
-    wanted = torch.cat(
+    expected = torch.cat(
         (
             torch.from_numpy(codes).view(3, -1),
             torch.from_numpy(scales).view(3, -1).view(torch.uint8),
         ),
         1,
     )
-    assert_bitwise(pages.data, wanted)
+    assert_bitwise(pages.data, expected)
     assert pages.page_bytes() == page_size * (d + 4)
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
     read = read_kv(pages, torch.arange(count), torch.float32)
@@ -471,9 +471,9 @@ def test_bytes_of_mxfp4_keys(d, page_size, seed, exponent):
     x = normal(seed, (count, d)) * 2.0**exponent
     pages = Pages.allocate(3, page_size, d, 0, "index_mxfp4")
     write_kv(pages, x, torch.arange(count))
-    wanted = quantize(x, "mxfp4")
-    assert_bitwise(pages.data[:, : page_size * d // 2], wanted.codes.view(3, -1))
-    scales = wanted.scales.view(torch.uint8).view(3, -1)
+    expected = quantize(x, "mxfp4")
+    assert_bitwise(pages.data[:, : page_size * d // 2], expected.codes.view(3, -1))
+    scales = expected.scales.view(torch.uint8).view(3, -1)
     assert_bitwise(pages.data[:, page_size * d // 2 :], scales)
     assert_bitwise(
         read_kv(pages, torch.arange(count), torch.float32), torch.from_numpy(fp4_oracle(x.numpy()))
@@ -498,11 +498,11 @@ def test_a_bad_key_reads_back_as_nan_alone(entry_format, bad):
     write_kv(clean, x, torch.arange(4))
     x[2, 40] = bad
     write_kv(dirty, x, torch.arange(4))
-    found, wanted = (read_kv(pages, torch.arange(4), torch.float32) for pages in (dirty, clean))
+    actual, expected = (read_kv(pages, torch.arange(4), torch.float32) for pages in (dirty, clean))
     broken = torch.zeros_like(x, dtype=torch.bool)
     broken[2, 0 if entry_format == "index_fp8" else 32 :] = True
-    assert_bitwise(found.isnan(), broken)
-    assert_bitwise(found[~broken], wanted[~broken])
+    assert_bitwise(actual.isnan(), broken)
+    assert_bitwise(actual[~broken], expected[~broken])
 
 
 def test_skipped_slots_and_empty_pools_of_compact_keys():
@@ -643,17 +643,17 @@ def test_selects_as_a_sort_does(device, drawn, top_k):
 @example((0, 1, 2, 2, 4), True, 0, None)
 def test_rows_and_pages_out_of_range_raise_on_the_cpu(drawn, in_table, beyond, data):
     case = Case(*drawn)
-    name, tensor, room = "sequence_of_token", case.sequence, case.table.shape[0]
+    name, tensor, limit = "sequence_of_token", case.sequence, case.table.shape[0]
     if in_table:
-        name, tensor, room = "page_table", case.table, case.keys.num_pages
+        name, tensor, limit = "page_table", case.table, case.keys.num_pages
     if not tensor.numel():
         return
     place = (0,) * tensor.ndim
     if data is not None:
         place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
-    tensor[place] = room + beyond
+    tensor[place] = limit + beyond
     where = ", ".join(map(str, place))
-    words = rf"indexer_select: {name}\[{where}\] is {room + beyond}, wanted below {room}"
+    words = rf"indexer_select: {name}\[{where}\] is {limit + beyond}, wanted below {limit}"
     with pytest.raises(IndexError, match=words):
         case.run(3)
 
@@ -712,12 +712,12 @@ def test_hidden_codes_have_no_effect(device, drawn, top_k, key_format, data):
     expected = case.run(top_k)[token : token + 1]
     size, shown, row = case.keys.page_size, int(case.visible[token]), int(case.sequence[token])
     used = -(-shown // size)
-    kept = case.table[row, :used].tolist()
-    other = [p for p in range(case.keys.num_pages) if p not in kept]
+    pages = case.table[row, :used].tolist()
+    other = [p for p in range(case.keys.num_pages) if p not in pages]
     case.keys.data[other] = 0xFF
     if shown % size:
         nan = torch.full((size, 32), torch.nan, device=device)
-        slots = kept[-1] * size + torch.arange(size, device=device)
+        slots = pages[-1] * size + torch.arange(size, device=device)
         slots[: shown % size] = -1
         write_kv(case.keys, nan, slots, backend="reference")
     case.table[row, used:] = -1
@@ -973,9 +973,9 @@ def check_best(case, k):
     ids = case.run(k)
     for t in range(tokens):
         shown = int(case.visible[t])
-        found = ids[t][ids[t] >= 0]
-        assert found.tolist() == sorted(set(found.tolist()))
-        assert found.numel() == min(k, shown)
+        result = ids[t][ids[t] >= 0]
+        assert result.tolist() == sorted(set(result.tolist()))
+        assert result.numel() == min(k, shown)
         if shown <= k:
             continue
         keys = torch.stack([case.key(t, c) for c in range(shown)]).double()
@@ -983,8 +983,8 @@ def check_best(case, k):
         scores = (torch.relu(keys @ q.T) * w).sum(1)
         sizes = (keys.abs() @ q.abs().T * w.abs()).sum(1)
         error = 2 * (d + heads + 2) * 2.0**-24 * float(sizes.max())
-        left = torch.ones(shown, dtype=torch.bool, device=device).index_fill(0, found, False)
-        assert float(scores[left].max()) <= float(scores[found].min()) + error
+        left = torch.ones(shown, dtype=torch.bool, device=device).index_fill(0, result, False)
+        assert float(scores[left].max()) <= float(scores[result].min()) + error
 
 
 @settings(max_examples=10)

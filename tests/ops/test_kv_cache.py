@@ -1,4 +1,4 @@
-"""Paged key-value entries: bytes against an oracle from the specification, and properties."""
+"""Paged KV cache entries: bytes against an oracle from the specification, and properties."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ dtypes = st.sampled_from(DTYPES)
 
 def exponent_oracle(amax: float) -> int:
     """ceil(log2(max(amax, 1e-4) / 448)) in exact arithmetic."""
-    wanted = Fraction(max(amax, 1e-4)) / 448
+    expected = Fraction(max(amax, 1e-4)) / 448
     e = -200
-    while Fraction(2) ** e < wanted:
+    while Fraction(2) ** e < expected:
         e += 1
     return e
 
@@ -272,8 +272,8 @@ def test_pitfall_20_slot_minus_one_changes_nothing(device, seed, slots, entry_fo
     entries = normal(seed + 1, (len(slots), 48)).to(device)
     entries[index < 0] = float("nan")
     write_kv(pages, entries, index)
-    kept = [s for s in range(12) if s not in slots]
-    rest = torch.tensor(kept, dtype=torch.int64, device=device)
+    untouched = [s for s in range(12) if s not in slots]
+    rest = torch.tensor(untouched, dtype=torch.int64, device=device)
     old = Pages(before, 4, entry_format, 48, 16)
     assert_bitwise(read_kv(pages, rest, torch.float32), read_kv(old, rest, torch.float32))
     if all(s < 0 for s in slots):
@@ -498,8 +498,10 @@ def entries_oracle(kv, weight, cos, sin, eps):
     normed = weight * x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     # As for rms_norm: the sum of D squares, halved by the root, six more operations; one rounding.
     off = normed.abs() * (1.01 * (x.shape[1] / 2 + 6) * 2.0**-24 + 1.01 * u) + 2.0**-126
-    kept = x.shape[1] - 2 * cos.shape[1]
-    (a, b), (a_off, b_off) = (t[:, kept:].unflatten(-1, (-1, 2)).unbind(-1) for t in (normed, off))
+    unrotated = x.shape[1] - 2 * cos.shape[1]
+    (a, b), (a_off, b_off) = (
+        t[:, unrotated:].unflatten(-1, (-1, 2)).unbind(-1) for t in (normed, off)
+    )
     c, s = cos.double(), sin.double()
     turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
     size, moved = (
@@ -507,8 +509,8 @@ def entries_oracle(kv, weight, cos, sin, eps):
         for p, q in ((a.abs(), b.abs()), (a_off, b_off))
     )
     moved = moved + 1.01 * (2 * 2.0**-24 * size + u * (turned.abs() + moved))
-    truth = torch.cat((normed[:, :kept], turned), -1)
-    return truth, torch.cat((off[:, :kept], moved), -1)
+    truth = torch.cat((normed[:, :unrotated], turned), -1)
+    return truth, torch.cat((off[:, :unrotated], moved), -1)
 
 
 class TestNormRopeWrite:
@@ -530,10 +532,12 @@ class TestNormRopeWrite:
         live = [0, 2]
         assert_within_budget(entries[live], truth[live], off[live], "entries")
         assert plain.data.view(8, -1)[[0, 2, 3, 4, 5, 7]].count_nonzero() == 0
-        found, wanted = (Pages.allocate(2, 4, head_dim, rope_dim, device=device) for _ in range(2))
-        norm_rope_write_kv(found, *arguments, slots, eps=eps)
-        write_kv(wanted, entries, slots, backend="reference")
-        assert_bitwise(found.data, wanted.data, "pages")
+        actual, expected = (
+            Pages.allocate(2, 4, head_dim, rope_dim, device=device) for _ in range(2)
+        )
+        norm_rope_write_kv(actual, *arguments, slots, eps=eps)
+        write_kv(expected, entries, slots, backend="reference")
+        assert_bitwise(actual.data, expected.data, "pages")
 
     def test_offsets_past_two_gigabytes(self, device):
         """The bytes that they are in a small pool."""
@@ -551,10 +555,10 @@ class TestNormRopeWrite:
     def test_reference_is_the_composition(self, dtype, seed):
         kv, weight, cos, sin = tokens_for(seed, 100, 20, dtype, "cpu")
         slots = torch.tensor([6, -1, 1])
-        found, wanted = (Pages.allocate(2, 4, 100, 20) for _ in range(2))
-        norm_rope_write_kv(found, kv, weight, cos, sin, slots, eps=1e-6)
-        write_kv(wanted, rope(rms_norm(kv, weight, 1e-6), cos, sin), slots)
-        assert_bitwise(found.data, wanted.data, "pages")
+        actual, expected = (Pages.allocate(2, 4, 100, 20) for _ in range(2))
+        norm_rope_write_kv(actual, kv, weight, cos, sin, slots, eps=1e-6)
+        write_kv(expected, rope(rms_norm(kv, weight, 1e-6), cos, sin), slots)
+        assert_bitwise(actual.data, expected.data, "pages")
 
     @settings(max_examples=10)
     @given(seeds(), st.sampled_from([float("nan"), float("inf")]))
@@ -611,10 +615,10 @@ class TestNormRopeWrite:
         for tokens in (2, 5):
             inputs = tokens_for(tokens, 40, 8, torch.bfloat16, device, tokens)
             slots = torch.arange(tokens, device=device)
-            found, wanted = (Pages.allocate(2, 4, 40, 8, device=device) for _ in range(2))
-            compiled(found, *inputs, slots)
-            norm_rope_write_kv(wanted, *inputs, slots)
-            assert_bitwise(found.data, wanted.data)
+            actual, expected = (Pages.allocate(2, 4, 40, 8, device=device) for _ in range(2))
+            compiled(actual, *inputs, slots)
+            norm_rope_write_kv(expected, *inputs, slots)
+            assert_bitwise(actual.data, expected.data)
 
     def test_bad_input_is_named_and_changes_nothing(self, device):
         pages = Pages.allocate(2, 4, 40, 8, device=device)
@@ -674,8 +678,8 @@ def test_a_captured_graph_replays_with_other_values(entry_format):
     for tensor in out:
         tensor.fill_(torch.nan)
     graph.replay()
-    for found, wanted in zip(out, step(eager), strict=True):
-        assert_bitwise(found, wanted)
+    for actual, expected in zip(out, step(eager), strict=True):
+        assert_bitwise(actual, expected)
     assert_bitwise(pages.data, eager.data)
 
 

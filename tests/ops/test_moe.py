@@ -50,12 +50,12 @@ def check_counting_sort(device, ids, experts, data):
 
     flat = ids.flatten().tolist()
     last = experts if local is None else first + local
-    wanted, ends = [], [0]
+    expected, ends = [], [0]
     for e in range(first, last):
-        wanted += [slot for slot, found in enumerate(flat) if found == e]
-        ends.append(len(wanted))
-    wanted += [slot for slot, found in enumerate(flat) if not first <= found < last]
-    assert order.tolist() == wanted
+        expected += [slot for slot, actual in enumerate(flat) if actual == e]
+        ends.append(len(expected))
+    expected += [slot for slot, actual in enumerate(flat) if not first <= actual < last]
+    assert order.tolist() == expected
     assert offsets.tolist() == ends
     assert rows.shape == ids.shape
     assert rows.flatten()[order.long()].tolist() == list(range(len(flat)))
@@ -120,16 +120,16 @@ def check_sort(device, x, ids, weights, experts, **held):
     """Against the operators it stands for, in memory of its own and in memory that is given."""
     x, ids, weights = (t.to(device) for t in (x, ids, weights))
     order, offsets, rows = moe_permute(ids, experts, **held)
-    wanted = moe_gather(x, rows), weights.flatten()[order.long()], offsets, rows
-    out = torch.full_like(wanted[0], torch.nan)
-    found = moe_sort(x, ids, weights, experts, **held)
+    expected = moe_gather(x, rows), weights.flatten()[order.long()], offsets, rows
+    out = torch.full_like(expected[0], torch.nan)
+    actual = moe_sort(x, ids, weights, experts, **held)
     given = moe_sort(x, ids, weights, experts, out=out, **held)
     assert given[0] is out
-    for name, want, *both in zip(
-        ("sorted rows", "weights", "offsets", "rows"), wanted, found, given, strict=True
+    for name, expected_tensor, *both in zip(
+        ("sorted rows", "weights", "offsets", "rows"), expected, actual, given, strict=True
     ):
         for got in both:
-            assert_bitwise(got, want, name)
+            assert_bitwise(got, expected_tensor, name)
 
 
 @given(routing=routings(), hidden=st.integers(0, 6), dtype=fuzz.float_dtypes(), data=st.data())
@@ -154,8 +154,8 @@ def test_sort_of_strided_input(device):
     ids = torch.tensor([[0, 1], [1, 3], [2, 0]], device=device)
     x, weights = fuzz.normal(0, (3, 32)).to(device), fuzz.normal(1, (3, 2)).to(device)
     strided = [fuzz.strided(t) for t in (x, ids, weights)]
-    for got, want in zip(moe_sort(*strided, 3), moe_sort(x, ids, weights, 3), strict=True):
-        assert_bitwise(got, want)
+    for got, expected in zip(moe_sort(*strided, 3), moe_sort(x, ids, weights, 3), strict=True):
+        assert_bitwise(got, expected)
 
 
 def experts_by_hand(x, ids, weights, factors, shared):
@@ -258,11 +258,11 @@ def test_combine_sums_in_slot_order(device):
     # In float32, (2^24 + 1) + 1 = 2^24 but (1 + 1) + 2^24 = 2^24 + 2. The experts are numbered
     # against the slots, so a sum in sorted order gives the other result.
     y_of_slot = torch.tensor([2.0**24, 1.0, 1.0], device=device)
-    for values, wanted in ((y_of_slot, 2.0**24), (y_of_slot.flip(0), 2.0**24 + 2)):
+    for values, expected in ((y_of_slot, 2.0**24), (y_of_slot.flip(0), 2.0**24 + 2)):
         ids = torch.tensor([[2, 1, 0]], device=device)
         order, offsets, rows = moe_permute(ids, 3)
         out = moe_combine(values[order.long(), None], rows, offsets, None)
-        assert out.item() == wanted
+        assert out.item() == expected
     # The shared row comes last: (2^24 + 1) - 2^24 = 0 in float32; added first it would give 1.
     _, offsets, rows = moe_permute(torch.tensor([[0, 0]], device=device), 1)
     y = torch.tensor([[2.0**24], [1.0]], device=device)
@@ -277,10 +277,10 @@ def test_a_token_does_not_depend_on_its_batch(device, routing, hidden):
     whole = moe_combine(y, rows, offsets, weights)
     assert_bitwise(moe_combine(y, rows, offsets, weights), whole, "second run")
     for t in range(ids.shape[0]):
-        one = slice(t, t + 1)
-        _, off, r = moe_permute(ids[one].to(device), experts)
-        y = run_experts(moe_gather(x[one], r), off, [1.0] * experts)
-        assert_bitwise(moe_combine(y, r, off, weights[one]), whole[one])
+        row = slice(t, t + 1)
+        _, off, r = moe_permute(ids[row].to(device), experts)
+        y = run_experts(moe_gather(x[row], r), off, [1.0] * experts)
+        assert_bitwise(moe_combine(y, r, off, weights[row]), whole[row])
 
 
 @given(routing=routings(), hidden=st.integers(1, 6))
@@ -331,14 +331,14 @@ def test_strided_input_gives_the_same_bits(device):
     ids = torch.tensor([[0, 1], [1, 1], [2, 0]], device=device)
     x, weights = fuzz.normal(0, (3, 4)).to(device), fuzz.normal(1, (3, 2)).to(device)
     order, offsets, rows = moe_permute(ids, 3)
-    found = moe_permute(fuzz.strided(ids), 3)
-    for got, wanted in zip(found, (order, offsets, rows), strict=True):
-        assert_bitwise(got, wanted)
+    actual = moe_permute(fuzz.strided(ids), 3)
+    for got, expected in zip(actual, (order, offsets, rows), strict=True):
+        assert_bitwise(got, expected)
     y = moe_gather(x, rows)
     assert_bitwise(moe_gather(fuzz.strided(x), fuzz.strided(rows)), y)
-    wanted = moe_combine(y, rows, offsets, weights, shared=x)
+    expected = moe_combine(y, rows, offsets, weights, shared=x)
     strided = [fuzz.strided(t) for t in (y, rows, offsets, weights)]
-    assert_bitwise(moe_combine(*strided, shared=fuzz.strided(x)), wanted)
+    assert_bitwise(moe_combine(*strided, shared=fuzz.strided(x)), expected)
 
 
 def test_no_tokens(device):
@@ -363,10 +363,10 @@ def test_no_local_rows_leaves_the_shared_expert(device):
 
 
 def check_permute(ids, device):
-    found = moe_permute(ids.to(device), 21, first_expert=3, num_local_experts=15)
+    actual = moe_permute(ids.to(device), 21, first_expert=3, num_local_experts=15)
     args = (ids, 21, 3, 15)
-    for got, want in zip(found, torch.ops.dsv4.moe_permute(*args, "reference"), strict=True):
-        assert_bitwise(got.cpu(), want)
+    for got, expected in zip(actual, torch.ops.dsv4.moe_permute(*args, "reference"), strict=True):
+        assert_bitwise(got.cpu(), expected)
 
 
 KINDS = ("spread", "one", "none")
@@ -454,13 +454,13 @@ def test_gather_quantize_is_its_parts(
     if static:
         scale = fuzz.normal(seed + 1, (experts,)).abs().to(device) * 2.0**-8 + 2.0**-20
     _, offsets, rows = moe_permute(ids.to(device), experts)
-    found = moe_gather_quantize(x, rows, offsets, input_scale=scale, layout=layout)
-    wanted = quantized_gather(x, rows, offsets, scale, layout)
-    assert found.layout == layout
-    assert_bitwise(found.codes, wanted.codes, "codes")
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
-    assert found.global_scale.shape == (ids.numel(),)
-    assert_bitwise(found.global_scale, wanted.row_scale(), "global scales")
+    actual = moe_gather_quantize(x, rows, offsets, input_scale=scale, layout=layout)
+    expected = quantized_gather(x, rows, offsets, scale, layout)
+    assert actual.layout == layout
+    assert_bitwise(actual.codes, expected.codes, "codes")
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+    assert actual.global_scale.shape == (ids.numel(),)
+    assert_bitwise(actual.global_scale, expected.row_scale(), "global scales")
 
 
 @pytest.mark.parametrize(("static", "experts"), [(False, 1), (True, 3)])
@@ -473,11 +473,11 @@ def test_gather_quantize_of_experts_with_more_than_a_tile(device, static, expert
     if static:
         scale = torch.linspace(0.01, 0.02, experts, device=device)
     _, offsets, rows = moe_permute(ids, experts)
-    found = moe_gather_quantize(x, rows, offsets, input_scale=scale, layout=SWIZZLED_EXPERTS)
-    wanted = quantized_gather(x, rows, offsets, scale, SWIZZLED_EXPERTS)
-    assert_bitwise(found.codes, wanted.codes, "codes")
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
-    assert_bitwise(found.global_scale, wanted.row_scale(), "global scales")
+    actual = moe_gather_quantize(x, rows, offsets, input_scale=scale, layout=SWIZZLED_EXPERTS)
+    expected = quantized_gather(x, rows, offsets, scale, SWIZZLED_EXPERTS)
+    assert_bitwise(actual.codes, expected.codes, "codes")
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+    assert_bitwise(actual.global_scale, expected.row_scale(), "global scales")
 
 
 def test_gather_quantize_of_strided_input(device):
@@ -485,10 +485,10 @@ def test_gather_quantize_of_strided_input(device):
     x, scale = fuzz.normal(0, (3, 32)).to(device), torch.tensor([0.5, 0.25, 1.0], device=device)
     _, offsets, rows = moe_permute(ids, 3)
     strided = [fuzz.strided(t) for t in (x, rows, offsets)]
-    found = moe_gather_quantize(*strided, input_scale=fuzz.strided(scale))
-    wanted = moe_gather_quantize(x, rows, offsets, input_scale=scale)
-    assert_bitwise(found.codes, wanted.codes)
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8))
+    actual = moe_gather_quantize(*strided, input_scale=fuzz.strided(scale))
+    expected = moe_gather_quantize(x, rows, offsets, input_scale=scale)
+    assert_bitwise(actual.codes, expected.codes)
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8))
 
 
 def test_gather_quantize_with_a_bad_scale(device):
@@ -536,8 +536,8 @@ def test_a_graph_replays_with_other_data():
         for t in outputs:
             t.view(torch.uint8).fill_(255)
         graph.replay()
-        for got, want in zip(outputs, run(*sets[1]), strict=True):
-            assert_bitwise(got, want)
+        for got, expected in zip(outputs, run(*sets[1]), strict=True):
+            assert_bitwise(got, expected)
 
 
 @pytest.mark.rarely_interpreted

@@ -132,10 +132,10 @@ class TestValues:
         weight = strategies.normal(seed, (32,)).to(device) if weighted else None
         poisoned = x.clone()
         poisoned[3, seed % 32] = kind
-        got, want = rms_norm(poisoned, weight), rms_norm(x, weight)
+        got, expected = rms_norm(poisoned, weight), rms_norm(x, weight)
         assert got[3].isnan().all()
         rest = [0, 1, 2, 4]
-        assert_bitwise(got[rest], want[rest], "other rows")
+        assert_bitwise(got[rest], expected[rest], "other rows")
 
     @pytest.mark.parametrize("columns", [1024, 1536, 4096, 7168])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -249,15 +249,15 @@ def angles(seed, tokens, half, device):
 
 def turned_heads(q, cos, sin):
     """The heads in float64, and how far off they may be."""
-    columns, kept, dtype = q.shape[-1], q.shape[-1] - 2 * cos.shape[-1], q.dtype
+    columns, unrotated, dtype = q.shape[-1], q.shape[-1] - 2 * cos.shape[-1], q.dtype
     normed = oracle(q, None, 1e-6) if q.numel() else q.double()
     error = budget(normed, columns, dtype)
     cos, sin = cos[:, None].double(), sin[:, None].double()
     truth = rope(normed, cos, sin)
-    pairs = error[..., kept:].unflatten(-1, (-1, 2))
+    pairs = error[..., unrotated:].unflatten(-1, (-1, 2))
     turned = pairs * cos.abs()[..., None] + pairs.flip(-1) * sin.abs()[..., None]
     turned = turned.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
-    allowed = torch.cat((error[..., :kept], turned), -1)
+    allowed = torch.cat((error[..., :unrotated], turned), -1)
     return truth, allowed + 1.01 * unit_roundoff(dtype) * truth.abs() + 2.0**-126
 
 
@@ -285,8 +285,8 @@ class TestPair:
         x = strategies.normal(0, (11, 40)).to(device)
         first, second = torch.ones(24, device=device), torch.ones(16, device=device)
         parts = rms_norm(x[:, :24], first), rms_norm(x[:, 24:], second)
-        for got, want in zip(rms_norm_pair(x, first, second), parts, strict=True):
-            assert_ulp(got, want, 4, "norm")
+        for got, expected in zip(rms_norm_pair(x, first, second), parts, strict=True):
+            assert_ulp(got, expected, 4, "norm")
 
     @given(seed=strategies.seeds(), kind=st.sampled_from([float("nan"), float("inf")]))
     def test_a_nan_stays_in_its_part_of_its_row(self, device, seed, kind):
@@ -302,17 +302,17 @@ class TestPair:
     def test_strided(self, device):
         x = strategies.normal(0, (5, 40)).to(device)
         weights = torch.ones(24, device=device), torch.ones(16, device=device)
-        for got, want in zip(
+        for got, expected in zip(
             rms_norm_pair(strategies.strided(x), *weights), rms_norm_pair(x, *weights), strict=True
         ):
-            assert_ulp(got, want, 4, "norm")
+            assert_ulp(got, expected, 4, "norm")
 
     def test_wrong_arguments_are_named(self):
-        x, one = torch.ones(2, 8), torch.ones(4)
+        x, weight = torch.ones(2, 8), torch.ones(4)
         with pytest.raises(ValueError, match=r"x has 8 columns, wanted 4 \+ 3"):
-            rms_norm_pair(x, one, torch.ones(3))
+            rms_norm_pair(x, weight, torch.ones(3))
         with pytest.raises(TypeError, match="second_weight has dtype int64"):
-            rms_norm_pair(x, one, torch.ones(4).long())
+            rms_norm_pair(x, weight, torch.ones(4).long())
 
 
 class TestHeads:
@@ -329,8 +329,8 @@ class TestHeads:
 
         Also with an odd number of columns before the pairs.
         """
-        tokens, heads, half, kept = sizes
-        columns = 2 * half + kept
+        tokens, heads, half, unrotated = sizes
+        columns = 2 * half + unrotated
         q = strategies.normal(seed, (tokens, heads, columns), dtype).to(device)
         if gaps:
             q = torch.cat((q, q), -1)[..., :columns]
@@ -342,8 +342,8 @@ class TestHeads:
     @pytest.mark.parametrize("sizes", [(5, 1, 32, 448), (67, 1, 2, 3)])
     def test_many_heads(self, device, many, sizes):
         """Several to a program, the last one alone."""
-        tokens, heads, half, kept = sizes
-        q = strategies.normal(0, (tokens, heads, 2 * half + kept), torch.bfloat16).to(device)
+        tokens, heads, half, unrotated = sizes
+        q = strategies.normal(0, (tokens, heads, 2 * half + unrotated), torch.bfloat16).to(device)
         cos, sin = angles(0, tokens, half, device)
         truth, allowed = turned_heads(q, cos, sin)
         head_norm_rope_(q, cos, sin, 1e-6)
@@ -404,11 +404,11 @@ class TestHeads:
             head_norm_rope_(torch.ones(2, 8, 3).transpose(1, 2), table, table)
 
     def test_a_number_is_no_row(self):
-        one, weight = torch.tensor(1.0), torch.ones(1)
+        scalar, weight = torch.tensor(1.0), torch.ones(1)
         with pytest.raises(ValueError, match=r"rms_norm: x has shape \[\], wanted \[\.\.\., D\]"):
-            rms_norm(one)
+            rms_norm(scalar)
         with pytest.raises(ValueError, match=r"rms_norm_pair: x has shape \[\], wanted"):
-            rms_norm_pair(one, weight, weight)
+            rms_norm_pair(scalar, weight, weight)
 
     @given(q=strategies.overlapping(torch.empty(2, 3, 8)))
     @example(q=torch.zeros(1, 3, 8).expand(2, 3, 8))
@@ -423,10 +423,10 @@ def assert_norm_and_codes(x, weight, **arguments):
     truth = oracle(x, weight, 1e-6) if x.numel() else x.double()
     truth[~x.isfinite().all(-1)] = torch.nan
     assert_within_budget(y, truth, budget(truth, x.shape[-1], x.dtype), "norm")
-    want = quantize(y, "nvfp4", **{"scaling": "token", **arguments}, backend="reference")
-    assert_bitwise(got.codes, want.codes, "codes")
-    assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "scales")
-    assert_bitwise(got.global_scale, want.global_scale, "global scale")
+    expected = quantize(y, "nvfp4", **{"scaling": "token", **arguments}, backend="reference")
+    assert_bitwise(got.codes, expected.codes, "codes")
+    assert_bitwise(got.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+    assert_bitwise(got.global_scale, expected.global_scale, "global scale")
 
 
 class TestQuantized:
@@ -510,8 +510,8 @@ class TestFusedContract:
         torch.compiler.reset()
         compiled = torch.compile(chain, fullgraph=True, backend="aot_eager")
         x = strategies.normal(0, (3, 32)).to(device)
-        for got, want in zip(compiled(x), chain(x), strict=True):
-            assert_bitwise(got, want, "chain")
+        for got, expected in zip(compiled(x), chain(x), strict=True):
+            assert_bitwise(got, expected, "chain")
 
     @pytest.mark.gpu
     def test_a_captured_graph_follows_its_inputs(self):
@@ -540,5 +540,5 @@ class TestFusedContract:
             for tensor in out:
                 tensor.view(torch.uint8).fill_(0xA5)
             graph.replay()
-            for got, want in zip(out, chain(), strict=True):
-                assert_bitwise(got, want, "replay")
+            for got, expected in zip(out, chain(), strict=True):
+                assert_bitwise(got, expected, "replay")

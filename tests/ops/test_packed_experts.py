@@ -81,9 +81,11 @@ def check_product(x, weight, offsets, activation, dtype, scale=None):
     for expert, end in enumerate(offsets.tolist()[1:]):
         left = x[start:end]
         if activation == "nvfp4":
-            one = None if scale is None else scale[expert]
+            expert_scale = None if scale is None else scale[expert]
             scaling = "token" if scale is None else "static"
-            left = dequantize(quantize(left, scaling=scaling, global_scale=one), torch.float64)
+            left = dequantize(
+                quantize(left, scaling=scaling, global_scale=expert_scale), torch.float64
+            )
         left, right = left.double(), dense[expert]
         budget = gemm_budget(left, right, dtype)
         assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
@@ -113,11 +115,11 @@ def check_codes(x, weight, offsets, limit, scale, **options):
     got = grouped_gemm_swiglu_quantize(x, weight, offsets, limit, scale, **options)
     inner = grouped_gemm_swiglu(x, weight, offsets, limit, **options)
     of_rows = of_rows_or_one(scale, offsets, x.shape[0])
-    want = quantize(inner, scaling="static", global_scale=of_rows, backend="reference")
-    assert (got.shape, got.layout) == (want.shape, want.layout)
+    expected = quantize(inner, scaling="static", global_scale=of_rows, backend="reference")
+    assert (got.shape, got.layout) == (expected.shape, expected.layout)
     for name in ("codes", "scales", "global_scale"):
-        one, other = (getattr(q, name).view(torch.uint8) for q in (got, want))
-        assert_bitwise(one, other, name)
+        first, other = (getattr(q, name).view(torch.uint8) for q in (got, expected))
+        assert_bitwise(first, other, name)
     return got
 
 
@@ -203,17 +205,17 @@ class TestValues:
         counts=loads(5, 40),
         spare=st.integers(0, 3),
         dtype=DTYPES,
-        one=st.booleans(),
+        scale_layout=st.booleans(),
     )
     def test_quantised_rows_are_those_that_the_product_quantises(
-        self, device, seed, counts, spare, dtype, one
+        self, device, seed, counts, spare, dtype, scale_layout
     ):
         weight = weights_of(seed, 5, 48, 128, device)
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
         scale = scales_of(seed, 5, device)
-        if one:
+        if scale_layout:
             scale = scale[:1].expand(5).contiguous()
-        of_rows = scale[:1] if one else of_rows_or_one(scale, offsets, x.shape[0])
+        of_rows = scale[:1] if scale_layout else of_rows_or_one(scale, offsets, x.shape[0])
         q = quantize(x, scaling="static", global_scale=of_rows)
         got = grouped_gemm(q, weight, offsets, out_dtype=dtype)
         how = {"activation": "nvfp4", "input_scale": scale, "out_dtype": dtype}
@@ -245,8 +247,8 @@ class TestValues:
         got = grouped_gemm_swiglu(x, weight, offsets, limit)
         start = 0
         for expert, end in enumerate(offsets.tolist()[1:]):
-            want = gemm_swiglu(x[start:end], weight[expert], limit)
-            assert_bitwise(got[start:end], want, f"expert {expert}")
+            expected = gemm_swiglu(x[start:end], weight[expert], limit)
+            assert_bitwise(got[start:end], expected, f"expert {expert}")
             start = end
 
     @given(seed=strategies.seeds(), kind=st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -257,9 +259,9 @@ class TestValues:
         x[3, seed % 128] = kind
         got = grouped_gemm(x, weight, offsets), grouped_gemm_swiglu(x, weight, offsets, 10.0)
         keep = torch.arange(7, device=device) != 3
-        for one, other in zip(got, clean, strict=True):
-            assert bool(one[3].isnan().all())
-            assert_bitwise(one[keep], other[keep], "the other rows")
+        for first, other in zip(got, clean, strict=True):
+            assert bool(first[3].isnan().all())
+            assert_bitwise(first[keep], other[keep], "the other rows")
 
     @given(seed=strategies.seeds(), counts=loads(4, 30))
     def test_experts_may_be_relabelled(self, device, seed, counts):
@@ -360,9 +362,9 @@ class TestContract:
 
     def test_dispatch_says_why(self):
         x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
-        found = dispatch.explain(grouped_gemm, x, weights_of(0, 2, 32, 128, "cpu"), offsets)
-        assert [name for name, _ in found.candidates] == ["tcgen05", "cute", "reference"]
-        assert found.chosen == "reference"
+        result = dispatch.explain(grouped_gemm, x, weights_of(0, 2, 32, 128, "cpu"), offsets)
+        assert [name for name, _ in result.candidates] == ["tcgen05", "cute", "reference"]
+        assert result.chosen == "reference"
 
 
 class TestPlans:
@@ -372,12 +374,12 @@ class TestPlans:
     @pytest.mark.parametrize("experts", [1, 48, 256, 384, 512])
     def test_every_number_of_rows_has_one(self, rows, columns, experts):
         for swiglu in (False, True):
-            wanted = Experts(rows, columns, experts, False, False, swiglu)
-            found = plans(wanted, 8192 * 6)
-            assert 1 <= len(found) <= 16
+            expected = Experts(rows, columns, experts, False, False, swiglu)
+            actual = plans(expected, 8192 * 6)
+            assert 1 <= len(actual) <= 16
             for tokens in (1, 5, 6, 100, 777, 8192 * 6):
-                plan = typical_plan(wanted, tokens)
-                assert plan in found
+                plan = typical_plan(expected, tokens)
+                assert plan in actual
                 assert (
                     columns
                     // 64
@@ -388,35 +390,35 @@ class TestPlans:
                 assert plan.shared_bytes <= 227 * 1024
 
     def test_more_rows_of_an_expert_take_larger_tiles(self):
-        wanted = Experts(6144, 7168, 384, False, False, True)
-        few = [typical_plan(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
+        expected = Experts(6144, 7168, 384, False, False, True)
+        few = [typical_plan(expected, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
         assert all(isinstance(plan, GroupedSmallMPlan) for plan in few)
         assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
         loads = (8, 16, 24, 40, 64, 96, 128)
-        blocks = [typical_plan(wanted, 384 * load).token_block for load in loads]
+        blocks = [typical_plan(expected, 384 * load).token_block for load in loads]
         assert blocks == sorted(blocks)
         assert all(load <= block <= 2 * load for load, block in zip(loads, blocks, strict=True))
 
     @given(experts=st.sampled_from([1, 5, 48, 384]), tokens=st.integers(1, 1 << 18))
     def test_an_expert_is_one_launchs(self, experts, tokens):
-        wanted = Experts(6144, 7168, experts, False, False, True)
-        found = launch_plans(wanted, tokens)
-        assert typical_plan(wanted, tokens) in [launch.plan for launch in found]
-        assert {launch.plan for launch in found} <= set(plans(wanted, tokens))
-        bounds = sorted((launch.above_rows, launch.most_rows) for launch in found)
+        expected = Experts(6144, 7168, experts, False, False, True)
+        actual = launch_plans(expected, tokens)
+        assert typical_plan(expected, tokens) in [launch.plan for launch in actual]
+        assert {launch.plan for launch in actual} <= set(plans(expected, tokens))
+        bounds = sorted((launch.above_rows, launch.most_rows) for launch in actual)
         assert (bounds[0][0], bounds[-1][1]) == (0, ANY_ROWS)
         assert all(low[1] == high[0] for low, high in pairwise(bounds))
         # Those of more rows come first; a launch for few rows is for no expert above any other.
-        assert [launch.above_rows for launch in found] == sorted(
+        assert [launch.above_rows for launch in actual] == sorted(
             (b[0] for b in bounds), reverse=True
         )
-        assert all(s.above_rows == 0 for s in found if isinstance(s.plan, GroupedSmallMPlan))
+        assert all(s.above_rows == 0 for s in actual if isinstance(s.plan, GroupedSmallMPlan))
         # But in the launch for the most rows, an expert is one tile.
         tiles = [
-            s for s in found if isinstance(s.plan, GroupedWgmmaPlan) and s.most_rows < ANY_ROWS
+            s for s in actual if isinstance(s.plan, GroupedWgmmaPlan) and s.most_rows < ANY_ROWS
         ]
         assert all(s.plan.token_block == s.most_rows for s in tiles)
-        assert len(found) <= 10
+        assert len(actual) <= 10
 
     def test_none_for_what_the_kernel_cannot_do(self):
         assert typical_plan(Experts(32, 192, 4, False, False), 10) is None
@@ -494,8 +496,8 @@ class TestKernel:
         options = {"row_weight": row_weight, "activation": activation}
         scale = scales_of(seed, experts, "cuda")
         given_ = (x, weight, offsets, 10.0, scale)
-        found = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
-        assert found.chosen == "cute"
+        result = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
+        assert result.chosen == "cute"
         check_codes(*given_, **options)
 
     @pytest.mark.parametrize("exponent", [-149, -140, -126, -100, -70, 0, 60, 100, 127])
@@ -528,8 +530,8 @@ class TestKernel:
             assert_bitwise(out, grouped_gemm_swiglu(x, weight, offsets, 10.0), f"routing {seed}")
 
     @pytest.mark.parametrize("tokens", [1, 6, 60, 500])
-    def test_settled_offsets_in_a_graph(self, tokens):
-        """Sort and both products; each replay finds another routing's offsets and rows there."""
+    def test_offsets_that_are_ready_in_a_graph(self, tokens):
+        """Sort and both GEMMs; each replay finds another routing's offsets and rows there."""
         first, second = (
             weights_of(0, 16, 512, 512, "cuda", "rows"),
             weights_of(1, 16, 512, 256, "cuda"),
@@ -567,7 +569,7 @@ class TestKernel:
         weight = weights_of(0, 3, 768, 512, "cuda")
         x, offsets = sorted_rows(0, [0, 300, 0], 0, 512, "cuda")
         got = grouped_gemm(x, weight, offsets, out_dtype=torch.float32)
-        want = gemm(x, weight[1], out_dtype=torch.float32)
+        expected = gemm(x, weight[1], out_dtype=torch.float32)
         left, right = x.double(), dequantize(weight, torch.float64)[1]
         budget = gemm_budget(left, right, torch.float32)
-        assert_within_budget(got, want.double(), 2 * budget, "product")
+        assert_within_budget(got, expected.double(), 2 * budget, "product")

@@ -83,11 +83,11 @@ def test_replayed_launches_are_the_function(op: str, monkeypatch) -> None:
         case = next(c for c in MAKERS[op](WIDE, 3) if chooses_triton(c))
         for seed in range(4):
             problem = case.build(Draw(seed, CPU))
-            found = problem.fresh().run()
+            actual = problem.fresh().run()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(_plans, "PLANNED_DEVICES", frozenset())
-                wanted = problem.fresh().run()
-            assert_same(found, wanted, f"{op}, call {seed}")
+                expected = problem.fresh().run()
+            assert_same(actual, expected, f"{op}, call {seed}")
         assert "Interpreted" in kinds(cache), "nothing was replayed"
 
 
@@ -136,13 +136,13 @@ def test_whatever_came_before_a_call_is_the_function(calls) -> None:
                 given = ALIKE[how](x)
                 of_row = weight.to(given.dtype) if weighted else None
                 ran.clear()
-                found = ops.rms_norm(given, of_row, eps)
+                actual = ops.rms_norm(given, of_row, eps)
                 by = list(ran)
                 ran.clear()
-                wanted = ops.rms_norm.__wrapped__(given, of_row, eps)
+                expected = ops.rms_norm.__wrapped__(given, of_row, eps)
                 assert by == ran == ["rms_norm reference"]
-                assert found.requires_grad == wanted.requires_grad
-                assert torch.equal(found, wanted)
+                assert actual.requires_grad == expected.requires_grad
+                assert torch.equal(actual, expected)
 
 
 @contextlib.contextmanager
@@ -192,9 +192,9 @@ def test_bad_arguments_raise_as_ever(data) -> None:
         with pytest.raises((TypeError, ValueError)) as expected:
             ops.rms_norm.__wrapped__(*wrong)
         for _ in range(3):
-            with pytest.raises(expected.type) as found:
+            with pytest.raises(expected.type) as actual:
                 ops.rms_norm(*wrong)
-            assert str(found.value) == str(expected.value)
+            assert str(actual.value) == str(expected.value)
 
 
 def test_values_on_the_cpu_are_checked_each_time() -> None:
@@ -250,7 +250,7 @@ def test_who_watches_sees_the_operator() -> None:
     x, weight = normal(0, 3, 64), normal(1, 64)
     quantized = ops.quantize(normal(2, 32, 64), "nvfp4", scaling="tensor")
     with planning():
-        wanted, product = warm(ops.rms_norm, x, weight), warm(ops.gemm, x, quantized)
+        expected, product = warm(ops.rms_norm, x, weight), warm(ops.gemm, x, quantized)
         with Seen() as seen:
             ops.rms_norm(x, weight)
             ops.gemm(x, quantized)
@@ -260,7 +260,7 @@ def test_who_watches_sees_the_operator() -> None:
         assert "dsv4::rms_norm" in {event.name for event in profile.function_events}
         assert ops.rms_norm(x.to("meta"), weight.to("meta")).is_meta
         compiled = torch.compile(lambda x: ops.rms_norm(x, weight), fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x), wanted)
+        assert torch.equal(compiled(x), expected)
         other = replace(quantized, codes=quantized.codes.as_subclass(Wrapped))
         assert torch.equal(warm(ops.gemm, x, other), product)
 
@@ -296,16 +296,16 @@ def test_a_tensor_given_twice_and_then_two() -> None:
         warm(ops.rope, x, x[:, :32], x[:, :32])
         warm(ops.rope, x, cos := x[:, :32], cos)
         other = normal(1, 3, 64)[:, :32]
-        found = ops.rope(x, x[:, :32], other)
-        assert torch.equal(found, ops.rope.__wrapped__(x, x[:, :32], other))
+        result = ops.rope(x, x[:, :32], other)
+        assert torch.equal(result, ops.rope.__wrapped__(x, x[:, :32], other))
 
 
 def test_equal_values_of_other_types_and_signs_are_apart() -> None:
     names = [(1, 1.0), (0.0, -0.0), (True, 1)]
     x = normal(0, 2, 4)
-    for one, other in names:
+    for first, other in names:
         keys = []
-        for value in (one, other):
+        for value in (first, other):
             arguments = _plans.Arguments(None, (x, value))
             keys.append((type(value), *arguments.constants((x, value))))
         assert repr(keys[0]) != repr(keys[1])
@@ -369,11 +369,11 @@ def test_views_are_found_again() -> None:
         made = torch.empty(6, 16, dtype=torch.uint8)
         views = [x[1:], x[2:, 4:], x[3].view(torch.int32), made[2:4], made[1].view(torch.float32)]
         views += [x.flatten()[5:].view(3, 9).t(), made.unflatten(1, (4, 4))[2, 1:]]
-    other, room = normal(1, 4, 8), torch.arange(96, dtype=torch.uint8).view(6, 16)
-    made.copy_(room)
+    other, buffer = normal(1, 4, 8), torch.arange(96, dtype=torch.uint8).view(6, 16)
+    made.copy_(buffer)
     x.copy_(other)
     for view in views:
-        again = recorder.view(view)([other, room])
+        again = recorder.view(view)([other, buffer])
         assert again.dtype == view.dtype
         assert again.stride() == view.stride()
         assert_bitwise(again.contiguous(), view.contiguous())
@@ -394,9 +394,9 @@ def test_copies_of_strided_arguments_are_made_again(
             expected = ops.rope_tables.__wrapped__(positions, frequencies, backend="triton")
             given_positions = positions if which == "frequencies" else strided(positions)
             given_frequencies = frequencies if which == "positions" else strided(frequencies)
-            found = ops.rope_tables(given_positions, given_frequencies)
-            for table, wanted in zip(found, expected, strict=True):
-                assert_bitwise(table, wanted)
+            actual = ops.rope_tables(given_positions, given_frequencies)
+            for table, expected_tensor in zip(actual, expected, strict=True):
+                assert_bitwise(table, expected_tensor)
         copies = which != "positions" or len(shape) > 1 or shape[0] > 1
         assert kinds(cache) == {"Direct" if copies else "Interpreted"}
 
@@ -419,19 +419,19 @@ def test_a_recording_keeps_no_temporary_tensors(inside: bool) -> None:
     x = normal(0, 3)
 
     def chain() -> torch.Tensor:
-        found, before = x, weakref.ref(x)
+        actual, before = x, weakref.ref(x)
         for _ in range(4):
-            found = found + 1
+            actual = actual + 1
             assert before() is None or before() is x
-            before = weakref.ref(found)
-            found = found.neg()
-        return found
+            before = weakref.ref(actual)
+            actual = actual.neg()
+        return actual
 
     recorder = _recorder.Recorder([x], lambda name, args: chain())
     with recorder.watching():
         if inside:
-            wanted = torch.ops.dsv4.rms_norm.default
-            recorder.__torch_dispatch__(wanted, (), (x, x, 1e-6))
+            expected = torch.ops.dsv4.rms_norm.default
+            recorder.__torch_dispatch__(expected, (), (x, x, 1e-6))
         else:
             chain()
     assert (recorder.outside is None) == inside
@@ -440,12 +440,12 @@ def test_a_recording_keeps_no_temporary_tensors(inside: bool) -> None:
 
 def test_threads_have_calls_of_their_own() -> None:
     inputs = [normal(seed, 3, 64) for seed in range(4)]
-    wanted = [ops.rms_norm.__wrapped__(x) for x in inputs]
+    expected = [ops.rms_norm.__wrapped__(x) for x in inputs]
     wrong: list[int] = []
 
     def work(i: int) -> None:
         for _ in range(100):
-            if not torch.equal(ops.rms_norm(inputs[i]), wanted[i]):
+            if not torch.equal(ops.rms_norm(inputs[i]), expected[i]):
                 wrong.append(i)
 
     with planning():
@@ -543,8 +543,8 @@ def test_views_around_an_operator_are_made_again() -> None:
     with planning() as cache, logged() as ran:
         for seed in range(4):
             x = normal(seed, 2, 3, 64, dtype=torch.bfloat16)
-            found = ops.gemm(x, weight)
-            assert torch.equal(found, ops.gemm.__wrapped__(x, weight))
+            result = ops.gemm(x, weight)
+            assert torch.equal(result, ops.gemm.__wrapped__(x, weight))
         assert kinds(cache) == {"Direct"}
         assert set(ran) == {"gemm reference"}
 

@@ -87,14 +87,14 @@ class TestNvfp4:
         first = (amax.numpy() / six) / rows.numpy()
         second = amax.numpy() / (six * rows.numpy())
         third = (amax.numpy() * (oracles.f32(1) / six)) / rows.numpy()
-        wanted, *others = (
+        expected, *others = (
             torch.from_numpy(ratio.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
             for ratio in ((second, first, third) if weight else (first, second, third))
         )
-        assert all(bool((wanted != other).any()) for other in others)  # this sample can tell
+        assert all(bool((expected != other).any()) for other in others)  # this sample can tell
         scaling = "weight" if weight else "static"
         q = quantize(x.to(device), scaling=scaling, global_scale=rows.to(device))
-        assert_bitwise(q.scales.view(torch.uint8).cpu()[:, 0], wanted, "block scale")
+        assert_bitwise(q.scales.view(torch.uint8).cpu()[:, 0], expected, "block scale")
 
     @given(
         draw=strategies.finite_draws(-12, 12),
@@ -138,8 +138,8 @@ class TestNvfp4:
         got = dequantize(q).cpu()
         values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         blocks = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        want = torch.from_numpy(values * blocks[:, None] * oracles.f32(2.0**exponent))
-        assert_bitwise(got, want, "value by ml_dtypes")
+        expected = torch.from_numpy(values * blocks[:, None] * oracles.f32(2.0**exponent))
+        assert_bitwise(got, expected, "value by ml_dtypes")
         theirs = ct_dequantize(
             unpack_fp4_from_uint8(packed, 256, 16, dtype=torch.float32),
             scales.float(),
@@ -156,8 +156,8 @@ class TestNvfp4:
         codes = unpack(q.codes).cpu().numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float64)
         scale = q.scales.float().cpu().double().repeat_interleave(16, -1)
         exact = torch.from_numpy(codes) * scale * q.global_scale.cpu().double()
-        want = exact if dtype == torch.float64 else exact.float().to(dtype)
-        assert_bitwise(dequantize(q, dtype).cpu(), want, "value")
+        expected = exact if dtype == torch.float64 else exact.float().to(dtype)
+        assert_bitwise(dequantize(q, dtype).cpu(), expected, "value")
 
     @given(draw=strategies.finite_draws(-30, 30), scaling=st.sampled_from(SCALINGS[1:]))
     def test_dynamic_scales_never_saturate(self, device, draw, scaling):
@@ -202,12 +202,14 @@ class TestNvfp4:
         assume(draw.special not in ("huge", "denormal", "tiny"))
         _, x = build(draw, (4, 48), device)
         assume(bool((x != 0).any()))
-        one, two = quantize(x, scaling=scaling), quantize(x * 2.0**power, scaling=scaling)
-        assert_bitwise(two.codes, one.codes, "code")
-        assert_bitwise(two.scales.view(torch.uint8), one.scales.view(torch.uint8), "block scale")
-        moved = torch.where(one.global_scale == 1, one.global_scale, one.global_scale * 2.0**power)
+        first, two = quantize(x, scaling=scaling), quantize(x * 2.0**power, scaling=scaling)
+        assert_bitwise(two.codes, first.codes, "code")
+        assert_bitwise(two.scales.view(torch.uint8), first.scales.view(torch.uint8), "block scale")
+        moved = torch.where(
+            first.global_scale == 1, first.global_scale, first.global_scale * 2.0**power
+        )
         if scaling != "token":
-            moved = one.global_scale * 2.0**power
+            moved = first.global_scale * 2.0**power
         finite_row = (x * torch.isfinite(x)).nan_to_num().abs().amax(-1) > 0
         keep = finite_row if scaling == "token" else slice(None)
         if draw.special in ("none", "saturating"):
@@ -235,8 +237,8 @@ class TestNvfp4:
         width = 32 * block
         whole, part = quantize(x, format, **scale), quantize(x[row:, width:], format, **scale)
         assert_bitwise(part.codes, whole.codes[row:, width // 2 :], "code")
-        want = whole.scales.view(torch.uint8)[row:, width // format.block[1] :]
-        assert_bitwise(part.scales.view(torch.uint8), want, "scale")
+        expected = whole.scales.view(torch.uint8)[row:, width // format.block[1] :]
+        assert_bitwise(part.scales.view(torch.uint8), expected, "scale")
 
     @given(
         draw=strategies.draws(),
@@ -252,9 +254,11 @@ class TestNvfp4:
         clean = x.clone()
         clean[1, at // 16 * 16 : at // 16 * 16 + 16] = 0
         static = 0.01 if scaling == "static" else None
-        got, want = (quantize(t, scaling=scaling, global_scale=static) for t in (poisoned, clean))
-        assert_bitwise(got.global_scale, want.global_scale, "global scale")
-        values, other = dequantize(got), dequantize(want)
+        got, expected = (
+            quantize(t, scaling=scaling, global_scale=static) for t in (poisoned, clean)
+        )
+        assert_bitwise(got.global_scale, expected.global_scale, "global scale")
+        values, other = dequantize(got), dequantize(expected)
         other[1, at // 16 * 16 : at // 16 * 16 + 16] = float("nan")
         assert_bitwise(values, other, "value")
         assert got.scales.view(torch.uint8)[1, at // 16] == 0x7F
@@ -311,15 +315,15 @@ class TestNvfp4:
 
     def test_global_scale_per_matrix_and_per_row(self, device):
         x = strategies.normal(3, (2, 3, 32)).to(device)
-        each = torch.tensor([[0.01], [0.03]], device=device)
+        row_scales = torch.tensor([[0.01], [0.03]], device=device)
         rows = torch.tensor([[0.01, 0.02, 0.03]] * 2, device=device)
-        q = quantize(x, scaling="static", global_scale=each).validate()
+        q = quantize(x, scaling="static", global_scale=row_scales).validate()
         assert_bitwise(
             q[1].codes, quantize(x[1], scaling="static", global_scale=0.03).codes, "code"
         )
         q = quantize(x, scaling="static", global_scale=rows).validate()
-        want = quantize(x[:, 1:2], scaling="static", global_scale=0.02)
-        assert_bitwise(q.codes[:, 1:2], want.codes, "code")
+        expected = quantize(x[:, 1:2], scaling="static", global_scale=0.02)
+        assert_bitwise(q.codes[:, 1:2], expected.codes, "code")
         assert q.global_scale.data_ptr() != rows.data_ptr()
 
 
@@ -329,8 +333,8 @@ class TestContract:
         _, x = build(draw, (rows, 64), device)
         for view in (strategies.strided(x), x.T.contiguous().T):
             for fmt in formats.FORMATS.values():
-                one, two = quantize(x, fmt), quantize(view, fmt)
-                assert_bitwise(one.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
+                first, two = quantize(x, fmt), quantize(view, fmt)
+                assert_bitwise(first.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
 
     @pytest.mark.parametrize("fmt", list(formats.FORMATS))
     @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)])
@@ -347,8 +351,8 @@ class TestContract:
         """So the codes of a float64 oracle are those of the float32 computation."""
         x = draw.build((4, 64)).to(device)
         for fmt in formats.FORMATS.values():
-            one, two = quantize(x, fmt), quantize(x.double(), fmt)
-            assert_bitwise(one.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
+            first, two = quantize(x, fmt), quantize(x.double(), fmt)
+            assert_bitwise(first.codes.view(torch.uint8), two.codes.view(torch.uint8), "code")
 
     BAD = (
         ({"x": torch.ones(2, 32, dtype=torch.int32)}, TypeError, "x has dtype int32"),
@@ -389,11 +393,11 @@ class TestContract:
     def test_opcheck(self, device, layout):
         x = strategies.normal(0, (3, 64)).to(device)
         ops = torch.ops.dsv4
-        one = torch.ones(1, device=device)
+        unit_scale = torch.ones(1, device=device)
         calls = [
             (ops.quantize_nvfp4, (x, None, "token", layout, "auto")),
             (ops.quantize_nvfp4, (x, None, "tensor", layout, "auto")),
-            (ops.quantize_nvfp4, (x, one, "static", layout, "auto")),
+            (ops.quantize_nvfp4, (x, unit_scale, "static", layout, "auto")),
             (ops.quantize_mxfp4, (x, layout, "auto")),
             (ops.quantize_fp8_block, (x, torch.float32, "auto")),
         ]

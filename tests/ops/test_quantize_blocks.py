@@ -42,8 +42,8 @@ class TestMxfp4:
         got = dequantize(QuantizedTensor(packed, scales, None, MXFP4).to(device), wide)
         values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
         byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(np.tile(values, 2) * byte[:, None]).to(wide)
-        assert_bitwise(got.cpu(), want, "value")
+        expected = torch.from_numpy(np.tile(values, 2) * byte[:, None]).to(wide)
+        assert_bitwise(got.cpu(), expected, "value")
 
     @given(
         draw=strategies.finite_draws(-90, 90),
@@ -74,20 +74,20 @@ class TestFp8Block:
         dtype = torch.float8_e8m0fnu if power_of_two else torch.float32
         q = quantize(on_device, FP8_BLOCK, scale_dtype=dtype).validate()
         values = dequantize(q)
-        want = np.empty((rows, columns), np.uint8)
+        expected = np.empty((rows, columns), np.uint8)
         for n in range(0, rows, 128):
             for k in range(0, columns, 128):
                 tile = x[n : n + 128, k : k + 128].numpy()
                 codes, scale = oracles.fp8_tile(tile, power_of_two)
-                want[n : n + 128, k : k + 128] = codes
-                found = q.scales[n // 128, k // 128].reshape(1).cpu()
+                expected[n : n + 128, k : k + 128] = codes
+                actual = q.scales[n // 128, k // 128].reshape(1).cpu()
                 if power_of_two:
-                    byte = found.view(torch.uint8).numpy().view(ml_dtypes.float8_e8m0fnu)
-                    found = torch.from_numpy(byte.astype(np.float32))
-                assert found.item() == scale
+                    byte = actual.view(torch.uint8).numpy().view(ml_dtypes.float8_e8m0fnu)
+                    actual = torch.from_numpy(byte.astype(np.float32))
+                assert actual.item() == scale
         got = q.codes.view(torch.uint8).cpu()
         got = torch.where((got & 0x7F) == 0x7F, 0x7F, got)
-        assert_bitwise(got, torch.from_numpy(want), "code")
+        assert_bitwise(got, torch.from_numpy(expected), "code")
         assert_bitwise(torch.isnan(values).cpu(), ~torch.isfinite(x), "where NaN")
 
     def test_every_code_under_every_scale(self, device, wide):
@@ -98,14 +98,14 @@ class TestFp8Block:
         got = dequantize(QuantizedTensor(matrix, scales, None, FP8_BLOCK).to(device), wide)
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         byte = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        want = torch.from_numpy(values * byte[:, None]).to(wide)
+        expected = torch.from_numpy(values * byte[:, None]).to(wide)
         for row in (0, 64, 127):
-            assert_bitwise(got.cpu()[row::128], want, "value")
+            assert_bitwise(got.cpu()[row::128], expected, "value")
 
     @given(draw=strategies.finite_draws(-20, 20))
     def test_float32_scales_round_the_product_once(self, device, draw):
         _, x = build(draw, (3, 20), device)
         q = quantize(x, FP8_BLOCK, scale_dtype=torch.float32)
-        want = q.codes.double() * q.scales.double()[0, 0]
-        assert_bitwise(dequantize(q, torch.float64), want, "value")
-        assert_bitwise(dequantize(q), want.float(), "value")
+        expected = q.codes.double() * q.scales.double()[0, 0]
+        assert_bitwise(dequantize(q, torch.float64), expected, "value")
+        assert_bitwise(dequantize(q), expected.float(), "value")

@@ -147,9 +147,9 @@ class TestBorders:
                         tl.float32, bitcast=True
                     )
                     got = nvfp4.quotient(x, shift, high, low)
-                    want = tl.div_rn(x, divisor)
-                    bad += ((got > border) != (want > border)).to(tl.int32)
-                    bad += ((got < border) != (want < border)).to(tl.int32)
+                    expected = tl.div_rn(x, divisor)
+                    bad += ((got > border) != (expected > border)).to(tl.int32)
+                    bad += ((got < border) != (expected < border)).to(tl.int32)
             tl.store(wrong + tl.program_id(0), tl.sum(bad, 0))
 
         wrong = torch.full((1 << 13,), -1, dtype=torch.int32, device="cuda")
@@ -178,8 +178,8 @@ class TestBorders:
             kernel[(1 << 13,)](got, exponent, function, BLOCK=1024)
             bits = torch.arange(1 << 23, dtype=torch.int32) + ((exponent + 127) << 23)
             x = bits.view(torch.float32)
-            want = torch.where(x == 0, 1.0, (x / divisor).clamp(min=2.0**-126))
-            assert_bitwise(got.cpu(), want, f"scales of 2^{exponent}")
+            expected = torch.where(x == 0, 1.0, (x / divisor).clamp(min=2.0**-126))
+            assert_bitwise(got.cpu(), expected, f"scales of 2^{exponent}")
 
     @pytest.mark.gpu
     def test_every_bfloat16_at_every_border_of_e2m1(self):
@@ -218,8 +218,8 @@ class TestBorders:
         product = product.cuda()
         codes = torch.empty((size, 4), dtype=torch.uint8, device="cuda")
         kernel[(size // 128,)](values, product, codes, nvfp4.conversion(codes), BLOCK=128)
-        want = encode_e2m1(values.float() / product[:, None])
-        assert_bitwise(codes, pack(torch.where(product[:, None] > 0, want, 0)), "code")
+        expected = encode_e2m1(values.float() / product[:, None])
+        assert_bitwise(codes, pack(torch.where(product[:, None] > 0, expected, 0)), "code")
 
 
 class TestTiles:
@@ -251,8 +251,8 @@ class TestTiles:
         same(got, by_reference(x, **arguments))
         for dtype_ in (torch.float32, torch.bfloat16):
             with use_backend("reference"):
-                want = dequantize(got, dtype_)
-            assert_bitwise(dequantize(got, dtype_), want, "value")
+                expected = dequantize(got, dtype_)
+            assert_bitwise(dequantize(got, dtype_), expected, "value")
 
     @settings(max_examples=10)
     @given(
@@ -266,8 +266,8 @@ class TestTiles:
         got = quantize(x, MXFP4, layout=layout)
         same(got, by_reference(x, MXFP4, layout=layout))
         with use_backend("reference"):
-            want = dequantize(got)
-        assert_bitwise(dequantize(got), want, "value")
+            expected = dequantize(got)
+        assert_bitwise(dequantize(got), expected, "value")
 
     @settings(max_examples=10)
     @given(
@@ -281,14 +281,14 @@ class TestTiles:
         got = quantize(x, FP8_BLOCK, scale_dtype=scale_dtype)
         same(got, by_reference(x, FP8_BLOCK, scale_dtype=scale_dtype))
         with use_backend("reference"):
-            want = dequantize(got, torch.float16)
-        assert_bitwise(dequantize(got, torch.float16), want, "value")
+            expected = dequantize(got, torch.float16)
+        assert_bitwise(dequantize(got, torch.float16), expected, "value")
 
     def test_segments(self, device):
         parts = [quantize(strategies.normal(i, (3 + i, 32)).to(device)) for i in range(3)]
         whole = formats.cat_rows(parts)
-        want = torch.cat([dequantize(part) for part in parts])
-        assert_bitwise(dequantize(whole), want, "value")
+        expected = torch.cat([dequantize(part) for part in parts])
+        assert_bitwise(dequantize(whole), expected, "value")
 
     def test_a_row_view_is_read_in_place(self, device):
         """Rows of a wider tensor: the gap between them is not part of the matrix."""
@@ -301,8 +301,8 @@ class TestTiles:
     def test_two_runs_give_the_same_bits(self, device, scaling):
         x = strategies.normal(1, (33, 256), torch.bfloat16).to(device)
         static = 0.01 if scaling == "static" else None
-        one, two = (quantize(x, scaling=scaling, global_scale=static) for _ in range(2))
-        same(one, two)
+        first, two = (quantize(x, scaling=scaling, global_scale=static) for _ in range(2))
+        same(first, two)
 
     def test_what_no_kernel_holds_goes_to_the_reference(self, device):
         x = strategies.normal(1, (1, 65552)).to(device)
@@ -329,9 +329,9 @@ def test_replays_of_a_graph(scaling, layout):
             poisoned.fill_(0xFF)
         values.fill_(torch.nan)
         graph.replay()
-        want = quantize(x, **arguments)
-        same(got, want)
-        assert_bitwise(values, dequantize(want, torch.bfloat16), "value")
+        expected = quantize(x, **arguments)
+        same(got, expected)
+        assert_bitwise(values, dequantize(expected, torch.bfloat16), "value")
 
 
 @pytest.mark.parametrize("exponent", [-110, -8, 70])
@@ -346,12 +346,12 @@ def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scal
     x = x.to(torch.bfloat16).to(device)
     same(quantize(x, **arguments), by_reference(x, **arguments))
     weight = torch.full((2048,), 2.0 ** (exponent + 8), dtype=torch.bfloat16, device=device)
-    normed, found = rms_norm_quantize(x, weight, **arguments)
-    same(found, by_reference(normed, **arguments))
+    normed, result = rms_norm_quantize(x, weight, **arguments)
+    same(result, by_reference(normed, **arguments))
     heads = x.reshape(2, 16, 128)
     cos, sin = (t.to(device) for t in torch.ones(2, 2, 8))
-    found = rope_quantize(heads, cos, sin, inverse=True, groups=2, **arguments)
+    result = rope_quantize(heads, cos, sin, inverse=True, groups=2, **arguments)
     turned = rope(heads, cos[:, None], sin[:, None], inverse=True).reshape(2, 2, 1024)
-    same(found, by_reference(turned, **arguments))
-    found = swiglu_quantize(x, None, **arguments)
-    same(found, by_reference(swiglu(x, None), **arguments))
+    same(result, by_reference(turned, **arguments))
+    result = swiglu_quantize(x, None, **arguments)
+    same(result, by_reference(swiglu(x, None), **arguments))

@@ -21,8 +21,8 @@ SCHEMAS = (Path(__file__).parents[1] / "fixtures" / "schemas.txt").read_text().s
 
 def test_schemas_stay_as_they_are() -> None:
     """Traces, exported graphs and caches of torch.compile name them."""
-    found = [str(getattr(torch.ops.dsv4, op).default._schema) for op in _library.OPERATIONS]
-    assert sorted(found) == SCHEMAS
+    result = [str(getattr(torch.ops.dsv4, op).default._schema) for op in _library.OPERATIONS]
+    assert sorted(result) == SCHEMAS
 
 
 def test_records_say_what_each_field_is() -> None:
@@ -57,10 +57,10 @@ def test_annotations_become_a_schema() -> None:
 
 def test_a_record_of_another_operator() -> None:
     x, args = torch.ones(2), RopeArgs(torch.zeros(2), torch.ones(1), torch.ones(1), True)
-    found = _library.as_record(RopeArgs, args, x=x)
-    assert found.x is x
-    assert found.inverse is True
-    assert found.cos is args.cos
+    result = _library.as_record(RopeArgs, args, x=x)
+    assert result.x is x
+    assert result.inverse is True
+    assert result.cos is args.cos
 
 
 def _is_args(node: ast.expr) -> bool:
@@ -73,27 +73,27 @@ def _is_args(node: ast.expr) -> bool:
 
 def _by_position(tree: ast.AST, takes_record: bool) -> list[int]:
     """Lines that read arguments of an operator by position."""
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is_args(node.value):
-            found.append(node.lineno)
+            result.append(node.lineno)
         unpacks = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
         if unpacks and _is_args(node.value):
-            found.append(node.lineno)
+            result.append(node.lineno)
         if takes_record and isinstance(node, ast.Starred) and _is_args(node.value):
-            found.append(node.lineno)
-    return found
+            result.append(node.lineno)
+    return result
 
 
 def _functions(tree: ast.Module) -> list[ast.FunctionDef]:
     """Functions that take a call of the dispatcher, or a record."""
-    found = []
+    result = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             kinds = [ast.unparse(a.annotation) for a in node.args.args if a.annotation]
             if any(kind.endswith("Args") or kind in ("Call", "dispatch.Call") for kind in kinds):
-                found.append(node)
-    return found
+                result.append(node)
+    return result
 
 
 @pytest.mark.parametrize("folder", ["reference", "triton", "cute", "blas", "bench", "ops", "."])

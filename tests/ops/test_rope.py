@@ -114,8 +114,8 @@ def test_first_dims_are_copied_bit_for_bit(device, case):
     x, cos, sin = build(case, device)
     x = x.clone()
     x[..., : case["kept"]] = torch.nan
-    kept = slice(0, case["kept"])
-    assert_bitwise(rope(x, cos, sin)[..., kept], x[..., kept])
+    unrotated = slice(0, case["kept"])
+    assert_bitwise(rope(x, cos, sin)[..., unrotated], x[..., unrotated])
     assert rope(x, cos, sin)[..., case["kept"] :].isfinite().all()
 
 
@@ -184,32 +184,32 @@ def test_yarn_numbers():
     low = math.floor(64 * math.log(65536 / (32 * 2 * math.pi)) / (2 * math.log(160000)))
     high = math.ceil(64 * math.log(65536 / (2 * math.pi)) / (2 * math.log(160000)))
     assert (low, high) == (15, 25)
-    found = frequencies_of(YARN)
+    actual = frequencies_of(YARN)
     for i in range(32):
         plain = 160000.0 ** (-2 * i / 64)
         ramp = min(max((i - low) / (high - low), 0.0), 1.0)
-        wanted = plain * (1 - ramp) + plain / 16 * ramp
-        assert found[i].item() == pytest.approx(wanted, rel=8 * U), i
+        expected = plain * (1 - ramp) + plain / 16 * ramp
+        assert actual[i].item() == pytest.approx(expected, rel=8 * U), i
     plain = frequencies_of(dataclasses.replace(YARN, factor=None))
-    assert torch.equal(found[:16], plain[:16])
-    assert not torch.isclose(found[16], plain[16], rtol=1e-3)
+    assert torch.equal(actual[:16], plain[:16])
+    assert not torch.isclose(actual[16], plain[16], rtol=1e-3)
 
 
 def test_pitfall_1_base_and_yarn_belong_to_the_layer_type():
     config = ModelConfig.flash()
     kinds = dict(zip(config.layer_types, range(config.num_hidden_layers), strict=True))
-    found = {kind: frequencies_of(config.rope(layer)) for kind, layer in kinds.items()}
-    assert set(found) == {
+    result = {kind: frequencies_of(config.rope(layer)) for kind, layer in kinds.items()}
+    assert set(result) == {
         "sliding_attention",
         "compressed_sparse_attention",
         "heavily_compressed_attention",
     }
     exponents = -2 * torch.arange(32, dtype=torch.float64) / 64
-    assert_within_budget(found["sliding_attention"], 10000.0**exponents, 1e-6 * 10000.0**exponents)
+    assert_within_budget(result["sliding_attention"], 10000.0**exponents, 1e-6 * 10000.0**exponents)
     compressed = 160000.0**exponents
     for kind in ("compressed_sparse_attention", "heavily_compressed_attention"):
-        assert_within_budget(found[kind][:16], compressed[:16], 1e-6 * compressed[:16])
-        assert_within_budget(found[kind][25:], compressed[25:] / 16, 1e-6 * compressed[25:] / 16)
+        assert_within_budget(result[kind][:16], compressed[:16], 1e-6 * compressed[:16])
+        assert_within_budget(result[kind][25:], compressed[25:] / 16, 1e-6 * compressed[25:] / 16)
 
 
 @given(where=st.lists(positions, max_size=20), parameters=st.sampled_from([MAIN, YARN]))
@@ -246,10 +246,10 @@ def test_tables_compile(device, parameters):
     compiled = torch.compile(rope_tables, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (3, 5, 9):
         where = torch.arange(tokens, device=device) * 1001
-        for found, wanted in zip(
+        for actual, expected in zip(
             compiled(where, parameters), rope_tables(where, parameters), strict=True
         ):
-            assert_bitwise(found, wanted)
+            assert_bitwise(actual, expected)
 
 
 @pytest.mark.parametrize("inverse", [False, True])
@@ -258,8 +258,8 @@ def test_compiles_without_graph_breaks(device, inverse):
     for tokens in (2, 3, 7):
         x = fuzz.normal(tokens, (tokens, 2, 12), torch.bfloat16).to(device)
         cos, sin = tables_for(tokens, 4, tokens, device)
-        wanted = rope(x, cos, sin, inverse=inverse)
-        assert_bitwise(compiled(x, cos, sin, inverse=inverse), wanted)
+        expected = rope(x, cos, sin, inverse=inverse)
+        assert_bitwise(compiled(x, cos, sin, inverse=inverse), expected)
 
 
 def test_opcheck_of_tables(device):
@@ -271,10 +271,10 @@ def test_opcheck_of_tables(device):
 def test_tables_of_strided_positions(device, seed, shape):
     where = torch.randint(0, 2**20, shape, generator=fuzz.generator(seed)).to(device)
     frequencies = YARN.inv_freq().to(device)
-    wanted = rope_tables(where, frequencies)
+    expected = rope_tables(where, frequencies)
     apart = fuzz.strided(where) if where.numel() else where
-    for found, table in zip(rope_tables(apart, fuzz.strided(frequencies)), wanted, strict=True):
-        assert_bitwise(found, table)
+    for actual, table in zip(rope_tables(apart, fuzz.strided(frequencies)), expected, strict=True):
+        assert_bitwise(actual, table)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -287,13 +287,13 @@ def test_opcheck(device, dtype):
 @given(case=cases)
 def test_strided_input_gives_the_same_bits(device, case):
     x, cos, sin = build(case, device)
-    wanted = rope(x, cos, sin)
+    expected = rope(x, cos, sin)
     out = rope(fuzz.strided(x), fuzz.strided(cos), fuzz.strided(sin))
-    assert_bitwise(out, wanted)
+    assert_bitwise(out, expected)
     assert out.is_contiguous()
     view = x.transpose(0, 1)
     assert_bitwise(
-        rope(view, cos.transpose(0, 1), sin.transpose(0, 1)), wanted.transpose(0, 1).contiguous()
+        rope(view, cos.transpose(0, 1), sin.transpose(0, 1)), expected.transpose(0, 1).contiguous()
     )
 
 
@@ -342,12 +342,12 @@ def test_bad_arguments_are_named(device):
         rope(x, cos, cos, backend="nonsense")
 
 
-def assert_same(found, wanted):
+def assert_same(actual, expected):
     """Two quantised matrices have the same bits."""
-    assert (found.shape, found.layout) == (wanted.shape, wanted.layout)
-    assert_bitwise(found.codes, wanted.codes, "codes")
-    assert_bitwise(found.scales.view(torch.uint8), wanted.scales.view(torch.uint8), "scales")
-    assert_bitwise(found.global_scale, wanted.global_scale, "global scale")
+    assert (actual.shape, actual.layout) == (expected.shape, expected.layout)
+    assert_bitwise(actual.codes, expected.codes, "codes")
+    assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+    assert_bitwise(actual.global_scale, expected.global_scale, "global scale")
 
 
 def grouped_case(seed, tokens, heads, dims, half, dtype, device):
@@ -386,33 +386,35 @@ class TestRopeQuantize:
             scale = fuzz.normal(draw.seed, size).abs() * 2.0**-8 + 2.0**-12
             options |= {"scaling": "static", "global_scale": scale.to(device)}
         turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=inverse)
-        wanted = quantize(turned.reshape(tokens, groups, -1 if tokens else 16), "nvfp4", **options)
-        found = rope_quantize(x, cos, sin, inverse=inverse, groups=groups, **options)
+        expected = quantize(
+            turned.reshape(tokens, groups, -1 if tokens else 16), "nvfp4", **options
+        )
+        actual = rope_quantize(x, cos, sin, inverse=inverse, groups=groups, **options)
         if tokens:
-            assert_same(found, wanted)
-        assert found.shape == (tokens, groups, heads * dims // groups)
+            assert_same(actual, expected)
+        assert actual.shape == (tokens, groups, heads * dims // groups)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
     def test_a_bad_value_stays_in_its_block(self, device, bad):
         x, cos, sin = grouped_case(3, 3, 4, 32, 4, torch.bfloat16, device)
         clean = rope_quantize(x, cos, sin, inverse=True, groups=2)
         x[1, 2, 7] = bad
-        found = rope_quantize(x, cos, sin, inverse=True, groups=2)
-        hit = torch.zeros_like(found.scales, dtype=torch.bool)
+        result = rope_quantize(x, cos, sin, inverse=True, groups=2)
+        hit = torch.zeros_like(result.scales, dtype=torch.bool)
         hit[1, 1, 0] = True  # head 2 begins group 1
-        scales, before = found.scales.view(torch.uint8), clean.scales.view(torch.uint8)
+        scales, before = result.scales.view(torch.uint8), clean.scales.view(torch.uint8)
         assert bool((scales[hit] == 0x7F).all())
         hit[1, 1] = True  # the row's scale may follow from the lost maximum
         assert_bitwise(scales[~hit], before[~hit])
-        assert bool(found.global_scale.isfinite().all())
+        assert bool(result.global_scale.isfinite().all())
 
     def test_columns_of_a_wider_tensor(self, device):
         x, cos, sin = grouped_case(5, 3, 4, 32, 4, torch.bfloat16, device)
         wide = torch.cat((torch.full_like(x, torch.nan), x), 1)[:, 4:]
-        wanted = rope_quantize(x, cos, sin, inverse=True, groups=2)
-        assert_same(rope_quantize(wide, cos, sin, inverse=True, groups=2), wanted)
+        expected = rope_quantize(x, cos, sin, inverse=True, groups=2)
+        assert_same(rope_quantize(wide, cos, sin, inverse=True, groups=2), expected)
         spread = (fuzz.strided(t) for t in (x, cos, sin))
-        assert_same(rope_quantize(*spread, inverse=True, groups=2), wanted)
+        assert_same(rope_quantize(*spread, inverse=True, groups=2), expected)
 
     @pytest.mark.parametrize("scaling", ["token", "static"])
     def test_opcheck(self, device, scaling):
@@ -478,9 +480,9 @@ def test_a_captured_graph_replays_with_other_values():
     for tensor in out:
         tensor.view(torch.uint8).fill_(0xA5)
     graph.replay()
-    for found, again, wanted in zip(out, step(), step(), strict=True):
-        assert_bitwise(found.view(torch.uint8), wanted.view(torch.uint8))
-        assert_bitwise(again.view(torch.uint8), wanted.view(torch.uint8))
+    for actual, again, expected in zip(out, step(), step(), strict=True):
+        assert_bitwise(actual.view(torch.uint8), expected.view(torch.uint8))
+        assert_bitwise(again.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.gpu
@@ -497,6 +499,6 @@ def test_model_shapes_on_a_gpu(tokens, heads):
     truth = oracle(x, cos.unsqueeze(1), sin.unsqueeze(1), sign=-1)
     budget = rotation_budget(x, cos.unsqueeze(1), sin.unsqueeze(1), truth)
     assert_within_budget(turned, truth, budget)
-    found = rope_quantize(x, cos, sin, inverse=True, groups=heads // 8)
+    result = rope_quantize(x, cos, sin, inverse=True, groups=heads // 8)
     grouped = turned.reshape(tokens, heads // 8, -1)
-    assert_same(found, quantize(grouped, "nvfp4", scaling="token", backend="reference"))
+    assert_same(result, quantize(grouped, "nvfp4", scaling="token", backend="reference"))

@@ -130,8 +130,8 @@ def test_weights_sum_to_the_scaling_factor(device, case, data):
 )
 def test_pitfall_10_scores_are_stable_from_minus_1000_to_1000(device, logits, top_k):
     x, weight = fixed_logits([logits], device)
-    found, weights, ids = route_topk(x, weight, None, top_k=top_k, scaling_factor=2.5)
-    assert found.tolist() == x.tolist()
+    result, weights, ids = route_topk(x, weight, None, top_k=top_k, scaling_factor=2.5)
+    assert result.tolist() == x.tolist()
     assert weights.isfinite().all()
     chosen = torch.tensor([score(logits[e]) for e in ids[0].tolist()], dtype=torch.float64)
     truth = chosen / (chosen.sum() + 1e-20) * 2.5
@@ -192,9 +192,9 @@ def test_pitfall_11_against_the_formula(device, wide, seed, exponent, experts, d
     x, weight = fixed_logits(logits, device, wide)
     _, weights, ids = route_topk(x, weight, bias.to(device), top_k=top_k, scaling_factor=1.5)
     for t, row in enumerate(logits.tolist()):
-        wanted_ids, wanted = plain_topk(row, bias.tolist(), top_k, 1.5)
+        wanted_ids, expected = plain_topk(row, bias.tolist(), top_k, 1.5)
         assert ids[t].tolist() == wanted_ids
-        assert weights[t].tolist() == pytest.approx(wanted, rel=relative)
+        assert weights[t].tolist() == pytest.approx(expected, rel=relative)
 
 
 def test_bias_is_for_the_selection_alone(device):
@@ -212,8 +212,8 @@ def test_ties_go_to_the_lowest_expert(device, seed, experts, distinct, data):
     values = torch.randint(0, distinct, (3, experts), generator=fuzz.generator(seed)).float()
     x, weight = fixed_logits(values, device)
     ids = route_topk(x, weight, None, top_k=top_k, scaling_factor=1.0)[2]
-    for row, found in zip(values.tolist(), ids.tolist(), strict=True):
-        assert found == sorted(range(experts), key=lambda e: (-row[e], e))[:top_k]
+    for row, result in zip(values.tolist(), ids.tolist(), strict=True):
+        assert result == sorted(range(experts), key=lambda e: (-row[e], e))[:top_k]
 
 
 @given(seed=fuzz.seeds(), experts=st.integers(1, 12), tokens=fuzz.rows(6), data=st.data())
@@ -268,8 +268,8 @@ def test_pitfall_12_experts_by_token_id_weights_by_score(device, case):
         experts = table[token].tolist()
         assert ids[t].tolist() == experts
         scores = [score(x[t, e].item()) for e in experts]
-        wanted = torch.tensor([s / (sum(scores) + 1e-20) * 1.5 for s in scores]).double()
-        assert_within_budget(weights[t].cpu(), wanted, weight_budget(wanted, len(experts), 1.5))
+        expected = torch.tensor([s / (sum(scores) + 1e-20) * 1.5 for s in scores]).double()
+        assert_within_budget(weights[t].cpu(), expected, weight_budget(expected, len(experts), 1.5))
 
 
 def test_pitfall_12_the_choice_follows_the_ids_not_the_scores(device):
@@ -376,12 +376,12 @@ def check_routing(x, weight, bias, top_k):
     chosen = scores.gather(1, ids)
     truth = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.5
     assert_within_budget(weights, truth, weight_budget(truth, top_k, 2.5))
-    for found, again in zip(
+    for result, again in zip(
         (logits, weights, ids),
         route_topk(x, weight, bias, top_k=top_k, scaling_factor=2.5),
         strict=True,
     ):
-        assert_bitwise(found, again, "second run")
+        assert_bitwise(result, again, "second run")
 
 
 @pytest.mark.parametrize(
@@ -444,29 +444,29 @@ def test_a_graph_replays_with_other_data(tokens):
     for t in outputs:
         t.view(torch.uint8).fill_(255)
     graph.replay()
-    for got, want in zip(outputs, run(*sets[1]), strict=True):
-        assert_bitwise(got, want)
+    for got, expected in zip(outputs, run(*sets[1]), strict=True):
+        assert_bitwise(got, expected)
 
 
 def test_strided_input_gives_the_same_result(device):
     x, weight = fixed_logits(fuzz.normal(0, (5, 6)), device)
     bias = fuzz.normal(2, (6,)).to(device)
     strided = [fuzz.strided(t) for t in (x, weight, bias)]
-    wanted = route_topk(x, weight, bias, top_k=2, scaling_factor=1.0)
-    for found, w in zip(route_topk(*strided, top_k=2, scaling_factor=1.0), wanted, strict=True):
-        assert_bitwise(found, w)
-        assert found.is_contiguous()
+    expected = route_topk(x, weight, bias, top_k=2, scaling_factor=1.0)
+    for actual, w in zip(route_topk(*strided, top_k=2, scaling_factor=1.0), expected, strict=True):
+        assert_bitwise(actual, w)
+        assert actual.is_contiguous()
 
 
 def test_no_tokens(device):
     x, weight = torch.zeros(0, 4, device=device), torch.zeros(3, 4, device=device)
     table = torch.zeros(5, 2, dtype=torch.int64, device=device)
     none = torch.zeros(0, dtype=torch.int64, device=device)
-    for found in (
+    for result in (
         route_topk(x, weight, None, top_k=2, scaling_factor=1.0),
         route_hash(x, weight, table, none, scaling_factor=1.0),
     ):
-        assert [list(t.shape) for t in found] == [[0, 3], [0, 2], [0, 2]]
+        assert [list(t.shape) for t in result] == [[0, 3], [0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -494,8 +494,8 @@ def test_compiles_without_graph_breaks(device):
     for tokens in (2, 3, 7):
         x, weight = fixed_logits(fuzz.normal(tokens, (tokens, 6)), device)
         args = (x, weight, weight[0], table, torch.arange(tokens, device=device) % 3)
-        for found, wanted in zip(compiled(*args), both(*args), strict=True):
-            assert_bitwise(found, wanted)
+        for actual, expected in zip(compiled(*args), both(*args), strict=True):
+            assert_bitwise(actual, expected)
 
 
 def test_bad_arguments_are_named(device):

@@ -49,12 +49,12 @@ class TestValues:
         entries = numbers(seed + 1, -2, pages * size + 2, shape, dtype, device)
         got = entry_slots(table, size, sequences, entries)
         wide = entries.reshape(tokens, -1) if tokens else entries.new_empty((0, 1))
-        want = [
+        expected = [
             [slot(table, size, int(s), e) for e in row.tolist()]
             for s, row in zip(sequences, wide, strict=True)
         ]
-        want = torch.tensor(want, dtype=torch.int64, device=device).reshape(shape)
-        assert_bitwise(got, want, "slots")
+        expected = torch.tensor(expected, dtype=torch.int64, device=device).reshape(shape)
+        assert_bitwise(got, expected, "slots")
 
     @given(seed=strategies.seeds(), sizes=SIZES, tokens=st.integers(0, 5), dtype=INTS)
     def test_prefix(self, device, seed, sizes, tokens, dtype):
@@ -63,12 +63,12 @@ class TestValues:
         sequences = numbers(seed, -1, rows, (tokens,), dtype, device)
         counts = numbers(seed + 1, 0, pages * size + 3, (tokens,), dtype, device)
         got = prefix_slots(table, size, sequences, counts)
-        want = [
+        expected = [
             [slot(table, size, s, e) if e < n else -1 for e in range(pages * size)]
             for s, n in zip(sequences.tolist(), counts.tolist(), strict=True)
         ]
-        want = torch.tensor(want, dtype=torch.int64, device=device).reshape(got.shape)
-        assert_bitwise(got, want, "slots")
+        expected = torch.tensor(expected, dtype=torch.int64, device=device).reshape(got.shape)
+        assert_bitwise(got, expected, "slots")
 
     @given(
         seed=strategies.seeds(),
@@ -84,12 +84,12 @@ class TestValues:
         positions = numbers(seed + 1, 0, 40, (tokens,), dtype, device)
         got = window_slots(table, size, sequences, positions, window)
         ring = pages * size
-        want = [
+        expected = [
             [slot(table, size, s, q % ring if q >= 0 else -1) for q in range(p - window + 1, p + 1)]
             for s, p in zip(sequences.tolist(), positions.tolist(), strict=True)
         ]
-        want = torch.tensor(want, dtype=torch.int64, device=device).reshape(got.shape)
-        assert_bitwise(got, want, "slots")
+        expected = torch.tensor(expected, dtype=torch.int64, device=device).reshape(got.shape)
+        assert_bitwise(got, expected, "slots")
 
     def test_slots_beyond_32_bits(self, device):
         table = torch.tensor([[2**31 - 1]], dtype=torch.int32, device=device)
@@ -136,8 +136,8 @@ class TestContract:
 
         compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
         rows, positions = torch.tensor([[0, 1, 1], [3, 9, 0]], device=device)
-        for got, want in zip(compiled(rows, positions), both(rows, positions), strict=True):
-            assert_bitwise(got, want, "slots")
+        for got, expected in zip(compiled(rows, positions), both(rows, positions), strict=True):
+            assert_bitwise(got, expected, "slots")
 
     BAD = (
         ({"page_table": torch.zeros(2, 2)}, TypeError, "page_table has dtype float32"),
@@ -191,5 +191,5 @@ class TestContract:
             positions.copy_(numbers(seed, 0, 1000, (4,), torch.int64, "cuda"))
             out.fill_(-7)
             graph.replay()
-            want = window_slots(table, 16, rows, positions, 128, backend="reference")
-            assert_bitwise(out, want, "slots")
+            expected = window_slots(table, 16, rows, positions, 128, backend="reference")
+            assert_bitwise(out, expected, "slots")

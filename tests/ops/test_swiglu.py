@@ -105,7 +105,7 @@ def silu(x):
 
 
 @pytest.mark.parametrize(
-    ("gate", "up", "wanted"),
+    ("gate", "up", "expected"),
     [
         (-20.0, 1.0, silu(-20.0)),  # a lower clamp of the gate would give silu(-10), 10^4 times it
         (20.0, 1.0, silu(10.0)),  # the gate's upper clamp comes before silu: silu(10) < 10
@@ -116,18 +116,18 @@ def silu(x):
     ],
 )
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_pitfall_9_by_hand(device, wide, gate, up, wanted, layout):
+def test_pitfall_9_by_hand(device, wide, gate, up, expected, layout):
     x = torch.tensor([gate, up], dtype=wide, device=device)
     # 8 u as in ``budget_of``, and as much for what is wanted.
-    found = swiglu(x, 10.0, layout=layout).item()
-    assert found == pytest.approx(wanted, rel=16 * unit_roundoff(wide))
+    actual = swiglu(x, 10.0, layout=layout).item()
+    assert actual == pytest.approx(expected, rel=16 * unit_roundoff(wide))
 
 
 @given(case=cases)
 def test_layouts_give_the_same_bits(device, case):
     x = build(case, device)
-    wanted = swiglu(x, case["limit"])
-    assert_bitwise(swiglu(interleave(x), case["limit"], layout="interleaved"), wanted)
+    expected = swiglu(x, case["limit"])
+    assert_bitwise(swiglu(interleave(x), case["limit"], layout="interleaved"), expected)
 
 
 @given(case=cases)
@@ -245,10 +245,10 @@ def test_a_row_weight_multiplies_before_the_rounding(device, case, weight_dtype)
     weight = fuzz.normal(case["draw"].seed, x.shape[:-1], weight_dtype).to(device)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     plain = swiglu(x, limit, out_dtype=wide)
-    want = (plain * weight.to(wide)[..., None]).to(x.dtype)
+    expected = (plain * weight.to(wide)[..., None]).to(x.dtype)
     got = swiglu(x, limit, row_weight=weight)
     if x.dtype == torch.float64 or weight_dtype != torch.float64:
-        assert_bitwise(got, want)
+        assert_bitwise(got, expected)
     else:  # only the reference takes a float64 weight
         before = budget_of(x, plain.double(), limit, x.dtype) * 3 * weight.abs()[..., None]
         bound = before + 1e-37 + smallest_of(x.dtype)
@@ -315,10 +315,10 @@ def test_fused_quantisation_equals_its_parts(
         scale_layout=scale_layout,
     ).validate()
     inner = swiglu(x, 10.0, layout=layout, row_weight=weight)
-    want = quantize(inner, global_scale=scale, scaling=scaling, layout=scale_layout)
-    assert_bitwise(got.codes, want.codes, "code")
-    assert_bitwise(got.scales.view(torch.uint8), want.scales.view(torch.uint8), "block scale")
-    assert_bitwise(got.global_scale, want.global_scale, "global scale")
+    expected = quantize(inner, global_scale=scale, scaling=scaling, layout=scale_layout)
+    assert_bitwise(got.codes, expected.codes, "code")
+    assert_bitwise(got.scales.view(torch.uint8), expected.scales.view(torch.uint8), "block scale")
+    assert_bitwise(got.global_scale, expected.global_scale, "global scale")
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 3, 64)])

@@ -1,4 +1,4 @@
-"""Products of NVFP4 rows with experts whose scales are swizzled, as Blackwell's kernel takes them.
+"""GEMMs of NVFP4 rows with experts whose scales are swizzled, as Blackwell's kernel takes them.
 
 On the CPU, and on other GPUs, the reference runs: these are the tests for a B200's first minutes.
 """
@@ -59,8 +59,8 @@ def chosen(op, *args, **kwargs):
 def test_product(device, seed, counts, spare, tiles, scales, dtype, calibrated):
     weight = swizzled(seed, 5, 16 * tiles, 256, device, scales)
     x, offsets = sorted_rows(seed + 1, counts, spare, 256, device)
-    wanted = "tcgen05" if device.type == "cuda" and blackwell() else "reference"
-    assert chosen(grouped_gemm, x, weight, offsets, activation="nvfp4") == wanted
+    expected = "tcgen05" if device.type == "cuda" and blackwell() else "reference"
+    assert chosen(grouped_gemm, x, weight, offsets, activation="nvfp4") == expected
     scale = torch.tensor([0.001, 0.002, 0.004, 0.008, 0.01], device=device)
     check_product(x, weight, offsets, "nvfp4", dtype, scale if calibrated else None)
 
@@ -93,15 +93,15 @@ def test_quantised_rows_are_those_that_products_quantise(device, seed, counts, s
     how = {"activation": "nvfp4", "input_scale": scale}
     rest = (weight, offsets)
     assert_bitwise(grouped_gemm(q, *rest), grouped_gemm(x, *rest, **how), "product")
-    got, want = grouped_gemm_swiglu(q, *rest, 10.0), grouped_gemm_swiglu(x, *rest, 10.0, **how)
-    assert_bitwise(got, want, "SwiGLU")
+    got, expected = grouped_gemm_swiglu(q, *rest, 10.0), grouped_gemm_swiglu(x, *rest, 10.0, **how)
+    assert_bitwise(got, expected, "SwiGLU")
     given_ = (*rest, 10.0, torch.full_like(scale, 0.01))
-    one, other = (
+    first, other = (
         grouped_gemm_swiglu_quantize(rows, *given_, **options)
         for rows, options in ((q, {}), (x, how))
     )
     for name in ("codes", "scales", "global_scale"):
-        parts = (getattr(found, name).view(torch.uint8) for found in (one, other))
+        parts = (getattr(actual, name).view(torch.uint8) for actual in (first, other))
         assert_bitwise(*parts, name)
 
 
@@ -153,5 +153,5 @@ class TestKernel:
             x.copy_(strategies.normal(seed, x.shape, torch.bfloat16))
             out.fill_(math.nan)
             graph.replay()
-            want = grouped_gemm_swiglu(*given_, activation="nvfp4")
-            assert_bitwise(out, want, f"routing {seed}")
+            expected = grouped_gemm_swiglu(*given_, activation="nvfp4")
+            assert_bitwise(out, expected, f"routing {seed}")

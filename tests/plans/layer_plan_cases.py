@@ -27,7 +27,7 @@ WARM = 4  # steps until one is replayed: the modules are looked at, the call beg
 
 
 def tiny(*types: str, **changes: Any) -> DeepseekV4ForCausalLM:
-    """Packed as far as it can be, with joint weights."""
+    """Packed as far as it can be, with fused weights."""
     config = ModelConfig.tiny(
         layer_types=types, mlp_layer_types=("moe",) * len(types), num_nextn_predict_layers=0,
         **changes,
@@ -89,13 +89,13 @@ class Twins:
 
     def both(self, call: Callable[[PagedCache], Any]) -> Any:
         with self.plans.on():
-            found = call(self.caches[0])
-        wanted = call(self.caches[1])
-        if isinstance(found, torch.Tensor):
-            assert_bitwise(found, wanted)
+            actual = call(self.caches[0])
+        expected = call(self.caches[1])
+        if isinstance(actual, torch.Tensor):
+            assert_bitwise(actual, expected)
         else:
-            assert found == wanted
-        return found
+            assert actual == expected
+        return actual
 
     def begin(self, *prompts: list[int]) -> list[int]:
         rows = [self.both(PagedCache.allocate) for _ in prompts]
@@ -103,15 +103,17 @@ class Twins:
         return rows
 
     def decode(self, tokens: list[int], rows: list[int]) -> torch.Tensor:
-        given = torch.tensor(tokens, device=self.model.device)
-        return self.both(lambda cache: self.model.decode(given, cache, rows))
+        ids = torch.tensor(tokens, device=self.model.device)
+        return self.both(lambda cache: self.model.decode(ids, cache, rows))
 
     def same_caches(self) -> None:
-        one, other = self.caches
-        assert_bitwise(one.lengths, other.lengths)
-        for pair in zip(one.layers, other.layers, strict=True):
-            for (tensor, _), (wanted, _) in zip(*(layer.tensors() for layer in pair), strict=True):
-                assert_bitwise(tensor, wanted)
+        first, other = self.caches
+        assert_bitwise(first.lengths, other.lengths)
+        for pair in zip(first.layers, other.layers, strict=True):
+            for (tensor, _), (expected, _) in zip(
+                *(layer.tensors() for layer in pair), strict=True
+            ):
+                assert_bitwise(tensor, expected)
 
     def warm(self) -> list[int]:
         """A row whose step was replayed last."""

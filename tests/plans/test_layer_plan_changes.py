@@ -117,7 +117,7 @@ def replace_by_subclass(layer: Any) -> None:
     layer.mlp.__dict__.update(old.__dict__)
 
 
-def replace_joint(layer: Any) -> None:
+def replace_fused(layer: Any) -> None:
     mlp = layer.mlp.shared_experts
     old = mlp.gate_proj.joint
     other = JointWeight(old.whole(), old.rows, in_turn=True)
@@ -147,7 +147,7 @@ def wrap(layer: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "a submodule": add_experts,
     "a submodule below": replace_norm,
-    "a joint weight": replace_joint,
+    "a fused weight": replace_fused,
     "a parameter": take_parameter,
     "a buffer": set_buffer,
     "a parameter's data": set_data,
@@ -172,14 +172,14 @@ def test_a_change_is_seen(change: str) -> None:
     """In the step after it, and later ones; and once more when plans are made of it."""
     with warmed() as (twins, rows):
         before = copy.deepcopy((twins.model, twins.caches[1]))
-        kept = CHANGES[change](layer_of(twins.model))
+        undo = CHANGES[change](layer_of(twins.model))
         changed = twins.decode([7], rows)
         unchanged = before[0].decode(torch.tensor([7]), before[1], rows)
         assert not torch.equal(changed, unchanged), "the test changes nothing"
         for token in range(WARM):
             twins.decode([token], rows)
         twins.same_caches()
-        del kept
+        del undo
 
 
 def test_strides_have_plans_of_their_own() -> None:
@@ -399,17 +399,17 @@ def test_arguments_of_other_kinds_are_not_planned() -> None:
         cache, layer = twins.caches[0], layer_of(twins.model)
         batch = Batch.decode(cache.lengths[rows], torch.tensor(rows))
         streams = torch.randn(1, 1, 4, twins.model.config.hidden_size).bfloat16()
-        given = {"past_key_values": CacheStep(cache, batch)}
+        keywords = {"past_key_values": CacheStep(cache, batch)}
         with twins.plans.on():
             for _ in range(WARM + 1):
                 twins.plans.ran = 0
-                layer(streams, **given)
+                layer(streams, **keywords)
             assert twins.plans.ran == 0
             for name in ("position_ids", "attention_mask"):
                 with pytest.raises(ValueError, match=name):
-                    layer(streams, **given, **{name: torch.zeros(1, 1, 1, 1)})
+                    layer(streams, **keywords, **{name: torch.zeros(1, 1, 1, 1)})
             with pytest.raises(TypeError, match="unknown"):
-                layer.run(streams, None, {**given, "unknown": 1})
+                layer.run(streams, None, {**keywords, "unknown": 1})
 
 
 def test_what_a_layer_makes_for_a_step_rules_a_plan_out(monkeypatch) -> None:

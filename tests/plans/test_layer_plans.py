@@ -154,23 +154,23 @@ def test_a_step_remembers_what_layers_share(every_kind) -> None:
             steps.clear()
             twins.both(decode)
         assert made.ran == 0
-        found, wanted = (step._shared for step in steps)
-        plain, other = by_name(found), by_name(wanted)
+        actual, expected = (step._shared for step in steps)
+        plain, other = by_name(actual), by_name(expected)
         assert plain.keys() == other.keys()
         for name, tensors in plain.items():
-            for one, two in zip(tensors, other[name], strict=True):
-                assert_bitwise(one, two)
+            for first, two in zip(tensors, other[name], strict=True):
+                assert_bitwise(first, two)
 
 
 def by_name(shared: dict[Any, Any]) -> dict[str, list[torch.Tensor]]:
     """What a step remembers, by keys without the numbers of objects."""
-    found = {}
+    result = {}
     for key, value in shared.items():
         name = str([part for part in key if not (isinstance(part, int) and part > 2**20)])
         if key[0] != "plan":
-            assert name not in found
-            found[name] = list(value) if isinstance(value, tuple) else [value]
-    return found
+            assert name not in result
+            result[name] = list(value) if isinstance(value, tuple) else [value]
+    return result
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -270,20 +270,20 @@ def test_threads_have_steps_of_their_own(every_kind) -> None:
             for token in range(12):
                 out.append(every_kind.decode(torch.tensor([token + i]), caches[i], rows[i]))
 
-        wanted: list[list[torch.Tensor]] = [[] for _ in prompts]
-        found: list[list[torch.Tensor]] = [[] for _ in prompts]
-        for i, out in enumerate(wanted):
+        expected: list[list[torch.Tensor]] = [[] for _ in prompts]
+        actual: list[list[torch.Tensor]] = [[] for _ in prompts]
+        for i, out in enumerate(expected):
             work(i, out)
             caches[i].reset(rows[i][0])
-        threads = [threading.Thread(target=work, args=(i, out)) for i, out in enumerate(found)]
+        threads = [threading.Thread(target=work, args=(i, out)) for i, out in enumerate(actual)]
         with made.on():
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        for one, other in zip(found, wanted, strict=True):
-            assert len(one) == len(other)
-            assert all(map(torch.equal, one, other))
+        for first, other in zip(actual, expected, strict=True):
+            assert len(first) == len(other)
+            assert all(map(torch.equal, first, other))
 
 
 def test_nothing_is_planned_on_the_cpu() -> None:
@@ -330,7 +330,9 @@ def test_a_replayed_step_calls_no_operator_of_a_layer(on_gpu, monkeypatch) -> No
     rows, calls = on_gpu.warm(), []
     call = _plans.PLANS.call
     monkeypatch.setattr(
-        _plans.PLANS, "call", lambda *one: (calls.append(one[0].__name__), call(*one))[1]
+        _plans.PLANS,
+        "call",
+        lambda *arguments: (calls.append(arguments[0].__name__), call(*arguments))[1],
     )
     with on_gpu.plans.on():
         on_gpu.model.decode(torch.tensor([1], device="cuda"), on_gpu.caches[0], rows)

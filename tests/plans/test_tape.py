@@ -52,15 +52,15 @@ def test_memory_of_a_tape_is_that_of_the_call(steps: list[tuple[int, int]]) -> N
             result = call(x)
         tape = _tape.tape_of(recorder, result)
         other = torch.randint(0, 256, (700,), dtype=torch.uint8)
-        [found] = tape([other], [other.data_ptr()], 0)
-        [wanted] = call(other)
+        [actual] = tape([other], [other.data_ptr()], 0)
+        [expected] = call(other)
     finally:
         torch.use_deterministic_algorithms(False)
     begin = 0
     for size in [700, *[size for _, size in steps]]:
         begin += size
     known = written(steps)
-    assert torch.equal(found[known], wanted[known])
+    assert torch.equal(actual[known], expected[known])
 
 
 def written(steps: list[tuple[int, int]]) -> torch.Tensor:

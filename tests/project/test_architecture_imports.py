@@ -23,16 +23,16 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_the_dispatcher_knows_no_backend() -> None:
-    found = _metrics().imports(inside_functions=True)
+    result = _metrics().imports(inside_functions=True)
     backends = ("dsv4.triton", "dsv4.blas", "dsv4.reference", "dsv4.cute.supports")
-    assert [name for name in found["dsv4.dispatch"] if name.startswith(backends)] == []
-    assert [name for name in found["dsv4.device"] if name.startswith("dsv4.")] == []
+    assert [name for name in result["dsv4.dispatch"] if name.startswith(backends)] == []
+    assert [name for name in result["dsv4.device"] if name.startswith("dsv4.")] == []
 
 
 def test_supports_import_no_kernels() -> None:
-    found = _metrics().imports(inside_functions=True)
+    result = _metrics().imports(inside_functions=True)
     for backend in ("triton", "cute", "blas"):
-        own = found[f"dsv4.{backend}.supports"]
+        own = result[f"dsv4.{backend}.supports"]
         allowed = ("_plan", "plans", "supports", "architectures", "grouped_problem")
         kernels = [name for name in own if name.startswith(f"dsv4.{backend}.")]
         assert [name for name in kernels if not name.endswith(allowed)] == []

@@ -73,13 +73,13 @@ def specification() -> Specification:
 def problems(text: str, known: Specification, *, inside: bool = False) -> list[str]:
     """Citations that lead nowhere or have another form; ``inside`` the specification itself."""
     text = _COMMENT_BREAK.sub(" ", text)
-    found = []
+    result = []
     cited = _CITED_INSIDE if inside else _CITED
     for match in cited.finditer(text):
-        found += _section_problems(match, known)
+        result += _section_problems(match, known)
     for match in (*_PITFALLS.finditer(text), *_NAMED.finditer(text)):
         numbers = map(int, re.findall(r"\d+", match["pitfalls"]))
-        found += [
+        result += [
             f"there is no pitfall {n}: {match[0]!r}" for n in numbers if n not in known.pitfalls
         ]
     rest = text
@@ -87,8 +87,8 @@ def problems(text: str, known: Specification, *, inside: bool = False) -> list[s
         rest = pattern.sub(" ", rest)
     for match in _OTHER_FORMS.finditer(rest):
         around = rest[max(0, match.start() - 20) : match.end() + 20]
-        found.append(f"{match[0]!r} in {around!r} is no citation in the allowed form")
-    return found
+        result.append(f"{match[0]!r} in {around!r} is no citation in the allowed form")
+    return result
 
 
 def _section_problems(match: re.Match[str], known: Specification) -> Iterator[str]:
@@ -110,29 +110,29 @@ def slug(heading: str) -> str:
 def anchors(text: str) -> list[str]:
     """Explicit anchors of a document, then those of its headings."""
     text = _FENCE.sub("", text)
-    found = _ANCHOR.findall(text)
+    result = _ANCHOR.findall(text)
     count: dict[str, int] = {}
     for heading in _HEADING.findall(text):
         name = slug(heading)
         seen = count.setdefault(name, 0)
         count[name] += 1
-        found.append(f"{name}-{seen}" if seen else name)
-    return found
+        result.append(f"{name}-{seen}" if seen else name)
+    return result
 
 
 def link_problems(document: Path, text: str) -> list[str]:
     """Relative links of a document whose file or anchor does not exist."""
-    found = []
+    result = []
     for target in _LINK.findall(_FENCE.sub("", text)):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         file = (document.parent / path).resolve() if path else document
         if not file.exists():
-            found.append(f"{document.name}: {target} is no file")
+            result.append(f"{document.name}: {target} is no file")
         elif anchor and anchor not in anchors(text if file == document else file.read_text()):
-            found.append(f"{document.name}: {target} has no such anchor")
-    return found
+            result.append(f"{document.name}: {target} has no such anchor")
+    return result
 
 
 def citing_files() -> list[Path]:
@@ -148,26 +148,26 @@ def documents() -> list[Path]:
 
 
 def test_every_citation_leads_to_a_section_or_a_pitfall() -> None:
-    found = [
+    result = [
         f"{file.relative_to(ROOT)}: {problem}"
         for file in citing_files()
         for problem in problems(file.read_text(), specification(), inside=file == SPECIFICATION)
     ]
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_relative_link_leads_to_a_file_and_an_anchor(document: Path) -> None:
-    found = link_problems(document, document.read_text())
-    assert not found, "\n".join(found)
+    result = link_problems(document, document.read_text())
+    assert not result, "\n".join(result)
 
 
 def test_every_section_and_pitfall_has_its_anchor() -> None:
     text = SPECIFICATION.read_text()
     names = _ANCHOR.findall(text)
-    wanted = [f"s{n}" for n in specification().steps]
-    wanted += [f"pitfall-{n}" for n in sorted(specification().pitfalls)]
-    assert sorted(names) == sorted(wanted)
+    expected = [f"s{n}" for n in specification().steps]
+    expected += [f"pitfall-{n}" for n in sorted(specification().pitfalls)]
+    assert sorted(names) == sorted(expected)
     for number in specification().steps:
         assert re.search(rf'<a id="s{re.escape(number)}"></a>\n#+ {re.escape(number)}\.? ', text)
     for number in specification().pitfalls:

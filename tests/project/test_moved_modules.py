@@ -22,9 +22,9 @@ MOVED = sorted(
 @pytest.mark.parametrize("name", MOVED)
 def test_an_old_path_is_the_new_module_and_warns(name: str) -> None:
     sys.modules.pop(f"dsv4.{name}", None)
-    with pytest.warns(DeprecationWarning, match=rf"dsv4\.{name} is now dsv4\.\w+\.\w+") as found:
+    with pytest.warns(DeprecationWarning, match=rf"dsv4\.{name} is now dsv4\.\w+\.\w+") as result:
         module = importlib.import_module(f"dsv4.{name}")
-    new = str(found[0].message).split(" is now ")[1].split(";")[0]
+    new = str(result[0].message).split(" is now ")[1].split(";")[0]
     assert module is importlib.import_module(new)
     assert module.__name__ == new
 

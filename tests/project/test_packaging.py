@@ -56,9 +56,9 @@ def requirements(extras: tuple[str, ...], minor: str) -> list[Requirement]:
     lines = [*table["dependencies"]]
     for extra in extras:
         lines += table["optional-dependencies"][extra]
-    found = [Requirement(line) for line in lines]
+    result = [Requirement(line) for line in lines]
     place = {"python_version": minor, "sys_platform": "linux", "extra": ""}
-    return [r for r in found if r.marker is None or r.marker.evaluate(place)]
+    return [r for r in result if r.marker is None or r.marker.evaluate(place)]
 
 
 @pytest.mark.parametrize("minor", MINORS)
@@ -90,15 +90,15 @@ def test_cutedsl_has_an_upper_bound_wherever_it_is_named() -> None:
 
 def imported(folders: tuple[str, ...]) -> set[str]:
     """Top-level modules, not of Python's library, that the files of folders import."""
-    found = set()
+    result = set()
     for folder in folders:
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
-                    found |= {alias.name.partition(".")[0] for alias in node.names}
+                    result |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                    found.add((node.module or "").partition(".")[0])
-    return found - set(sys.stdlib_module_names) - {"dsv4"}
+                    result.add((node.module or "").partition(".")[0])
+    return result - set(sys.stdlib_module_names) - {"dsv4"}
 
 
 def test_the_readme_installs_every_package_that_kernels_and_models_import() -> None:
@@ -137,13 +137,13 @@ def test_fit_keeps_what_is_not_bounded_and_what_the_bound_admits(
     known: dict[str, str], bounds: dict[str, str]
 ) -> None:
     lines = [f"{name}=={version}" for name, version in known.items()]
-    kept = tool().fitting(lines, [f"{name}=={version}" for name, version in bounds.items()])
-    assert set(kept) <= set(lines)
+    fitting = tool().fitting(lines, [f"{name}=={version}" for name, version in bounds.items()])
+    assert set(fitting) <= set(lines)
     for name in known.keys() - bounds.keys():
-        assert f"{name}=={known[name]}" in kept
+        assert f"{name}=={known[name]}" in fitting
     for name in known.keys() & bounds.keys():
         admitted = Requirement(f"x=={bounds[name]}").specifier.contains(known[name])
-        assert (f"{name}=={known[name]}" in kept) == admitted
+        assert (f"{name}=={known[name]}" in fitting) == admitted
 
 
 def test_written_versions_name_neither_torch_nor_what_comes_with_its_build() -> None:

@@ -61,9 +61,9 @@ def test_the_layer_schedules(name: str) -> None:
     count = {"SWA": SLIDING, "CSA": CSA, "HCA": HCA}
     lines = section("1.2").replace("\n  ", " ").splitlines()
     line = next(line for line in lines if line.startswith(f"- {name}: "))
-    found = re.findall(r"(\d+) (SWA|CSA|HCA)\b", line)
-    assert sum(int(number) for number, _ in found) == len(types)
-    for number, kind in found:
+    result = re.findall(r"(\d+) (SWA|CSA|HCA)\b", line)
+    assert sum(int(number) for number, _ in result) == len(types)
+    for number, kind in result:
         assert types.count(count[kind]) == int(number), kind
     assert types[2:6] == (CSA, HCA, CSA, HCA)
 

@@ -59,10 +59,10 @@ def random_mxfp4(seed, shape, low=100, high=150, device="cpu"):
 class TestElements:
     def test_every_e2m1_code_equals_ml_dtypes(self, device):
         codes = torch.arange(16, dtype=torch.uint8, device=device)
-        want = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+        expected = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
         for dtype in (torch.float32, torch.float64, torch.bfloat16):
             assert_bitwise(
-                decode_e2m1(codes, dtype), torch.from_numpy(want).to(dtype).to(device), "value"
+                decode_e2m1(codes, dtype), torch.from_numpy(expected).to(dtype).to(device), "value"
             )
         assert_bitwise(encode_e2m1(decode_e2m1(codes)), codes, "code")
 
@@ -70,16 +70,16 @@ class TestElements:
     def test_rounding_equals_ml_dtypes(self, device, draw):
         x = draw.build((257,))
         clipped = np.clip(x.numpy(), -6, 6)
-        want = clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-        assert_bitwise(encode_e2m1(x.to(device)).cpu(), torch.from_numpy(want), "code")
+        expected = clipped.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        assert_bitwise(encode_e2m1(x.to(device)).cpu(), torch.from_numpy(expected), "code")
 
     def test_midpoints_and_neighbours_round_to_even(self, device):
         mids = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
         inf = torch.tensor(float("inf"))
         x = torch.cat([mids, torch.nextafter(mids, inf), torch.nextafter(mids, -inf)])
         x = torch.cat([x, -x])
-        want = x.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
-        assert_bitwise(encode_e2m1(x.to(device)).cpu(), torch.from_numpy(want), "code")
+        expected = x.numpy().astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+        assert_bitwise(encode_e2m1(x.to(device)).cpu(), torch.from_numpy(expected), "code")
 
     def test_saturates_at_six_and_keeps_the_sign_of_zero(self, device):
         x = torch.tensor([7.0, -1e30, float("inf"), 0.0, -0.0, -0.1], device=device)
@@ -87,9 +87,9 @@ class TestElements:
 
     def test_every_byte_unpacks_as_compressed_tensors_does(self, device):
         packed = ALL_BYTES.reshape(16, 16)
-        want = unpack_fp4_from_uint8(packed, 16, 32, dtype=torch.float32)
+        expected = unpack_fp4_from_uint8(packed, 16, 32, dtype=torch.float32)
         got = decode_e2m1(unpack(packed.to(device)))
-        assert_bitwise(got.cpu(), want, "value")
+        assert_bitwise(got.cpu(), expected, "value")
         assert_bitwise(pack(unpack(packed.to(device))).cpu(), packed, "byte")
         assert_bitwise(pack_fp4_to_uint8(got.cpu()), packed, "byte")
 
@@ -101,30 +101,30 @@ class TestElements:
     @given(draw=strategies.finite_draws(-14, 9))
     def test_e4m3_equals_ml_dtypes_and_saturates(self, device, draw):
         x = draw.build((513,))
-        want = np.clip(x.numpy(), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        expected = np.clip(x.numpy(), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         got = encode_e4m3(x.to(device)).view(torch.uint8).cpu()
-        assert_bitwise(got, torch.from_numpy(want), "byte")
+        assert_bitwise(got, torch.from_numpy(expected), "byte")
 
     def test_e4m3_midpoints(self, device):
         values = ALL_BYTES[:0x7F].view(torch.float8_e4m3fn).float()
         mids = (values[1:] + values[:-1]) / 2
         inf = torch.tensor(float("inf"))
         x = torch.cat([mids, torch.nextafter(mids, inf), torch.nextafter(mids, -inf)])
-        want = x.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        expected = x.numpy().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
         got = encode_e4m3(x.to(device)).view(torch.uint8).cpu()
-        assert_bitwise(got, torch.from_numpy(want), "byte")
+        assert_bitwise(got, torch.from_numpy(expected), "byte")
 
 
 class TestScales:
     def test_every_e8m0_byte_equals_ml_dtypes(self, device):
-        want = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+        expected = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
         got = e8m0_to_float(ALL_BYTES.to(device).view(torch.float8_e8m0fnu))
-        assert_bitwise(got.cpu(), torch.from_numpy(want), "value")
+        assert_bitwise(got.cpu(), torch.from_numpy(expected), "value")
 
     def test_every_e4m3_byte_equals_ml_dtypes(self, device):
-        want = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        expected = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         got = scales_to_float(ALL_BYTES.to(device).view(torch.float8_e4m3fn))
-        assert_bitwise(got.cpu(), torch.from_numpy(want), "value")
+        assert_bitwise(got.cpu(), torch.from_numpy(expected), "value")
 
     def test_pitfall_33_e8m0_moves_by_view_not_by_value(self, device):
         scale = torch.tensor([120], dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
@@ -208,8 +208,8 @@ class TestQuantizedTensor:
         joined = formats.cat_rows(items).validate()
         assert joined.rows == sum(parts)
         assert joined.segments == (tuple(parts) if len(parts) > 1 else ())
-        want = torch.cat([dequantize(item) for item in items])
-        assert_bitwise(dequantize(joined), want, "value")
+        expected = torch.cat([dequantize(item) for item in items])
+        assert_bitwise(dequantize(joined), expected, "value")
         assert_bitwise(
             joined.row_scale(), torch.cat([item.row_scale() for item in items]), "row scale"
         )
@@ -230,8 +230,8 @@ class TestQuantizedTensor:
     def test_cat_rows_of_fp8(self, device):
         x, y = strategies.normal(1, (256, 130)), strategies.normal(2, (3, 130))
         parts = [quantize(t.to(device), FP8_BLOCK) for t in (x, y)]
-        want = torch.cat([dequantize(p) for p in parts])
-        assert_bitwise(dequantize(formats.cat_rows(parts)), want, "value")
+        expected = torch.cat([dequantize(p) for p in parts])
+        assert_bitwise(dequantize(formats.cat_rows(parts)), expected, "value")
         with pytest.raises(ValueError, match="multiples of 128"):
             formats.cat_rows(parts[::-1])
 
@@ -312,11 +312,11 @@ class TestPitfalls:
             codes = torch.zeros(4, 32, dtype=torch.uint8)
             codes[n, k // 2] = 0x5 << (4 * (k % 2))
             scales = torch.arange(1, 17).reshape(4, 4).float().to(torch.float8_e4m3fn)
-            one = torch.ones(1)
-            q = QuantizedTensor(codes, scales, one, NVFP4).to(device)
-            want = torch.zeros(4, 64)
-            want[n, k] = 3.0 * (4 * n + k // 16 + 1)
-            assert_bitwise(dequantize(q).cpu(), want, "value")
+            unit_scale = torch.ones(1)
+            q = QuantizedTensor(codes, scales, unit_scale, NVFP4).to(device)
+            expected = torch.zeros(4, 64)
+            expected[n, k] = 3.0 * (4 * n + k // 16 + 1)
+            assert_bitwise(dequantize(q).cpu(), expected, "value")
         q = random_nvfp4(0, (4, 32), device)
         for codes in (q.codes.view(torch.int8), q.codes.view(torch.float4_e2m1fn_x2)):
             with pytest.raises(TypeError, match=r"wanted torch\.uint8"):
@@ -334,14 +334,14 @@ class TestPitfalls:
         reciprocal = torch.tensor([2.0**exponent])
         args = QuantizationArgs(num_bits=4, type="float", group_size=16, strategy="tensor_group")
         values = unpack_fp4_from_uint8(q.codes, 6, 64, dtype=torch.float32)
-        want = ct_dequantize(
+        expected = ct_dequantize(
             values, q.scales.float(), args=args, global_scale=reciprocal, dtype=torch.float32
         )
         ours = formats.from_compressed_tensors(
             q.codes.to(device), q.scales.to(device), reciprocal.to(device)
         )
         assert ours.global_scale.item() == 2.0**-exponent
-        assert_bitwise(dequantize(ours).cpu(), want, "value")
+        assert_bitwise(dequantize(ours).cpu(), expected, "value")
         packed, scale, back = formats.to_compressed_tensors(ours)
         assert_bitwise(back.cpu(), reciprocal, "weight_global_scale")
         assert packed is ours.codes

@@ -39,11 +39,11 @@ def drawn(seed, shape):
     return QuantizedTensor(codes.to(torch.uint8), bytes_, scale, NVFP4)
 
 
-def same(one, two):
-    assert (one.layout, one.segments, one.shape) == (two.layout, two.segments, two.shape)
-    assert torch.equal(one.codes, two.codes)
-    assert torch.equal(one.scales.view(torch.uint8), two.scales.view(torch.uint8))
-    assert one.global_scale is two.global_scale
+def same(first, two):
+    assert (first.layout, first.segments, first.shape) == (two.layout, two.segments, two.shape)
+    assert torch.equal(first.codes, two.codes)
+    assert torch.equal(first.scales.view(torch.uint8), two.scales.view(torch.uint8))
+    assert first.global_scale is two.global_scale
 
 
 def every_pair():
@@ -53,8 +53,8 @@ def every_pair():
     scales = torch.zeros((128, 4), dtype=torch.uint8)
     scales[:ALL_SCALES, 0] = torch.arange(ALL_SCALES, dtype=torch.uint8)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
-    one = torch.ones(1)
-    return QuantizedTensor(packed, scales.view(torch.float8_e4m3fn), one, NVFP4)
+    unit_scale = torch.ones(1)
+    return QuantizedTensor(packed, scales.view(torch.float8_e4m3fn), unit_scale, NVFP4)
 
 
 class TestLayout:
@@ -91,8 +91,8 @@ class TestLayout:
             word = int(words[row // 16, column // 64, lane, inner // 16])
             place = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
             bits = [(bit + column % 2 * 16) % 32 for bit in place]
-            found = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(bits))
-            assert found == nibble
+            result = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(bits))
+            assert result == nibble
             byte = int(tiles[row // 16, column // 64, row % 8, inner // 16, row % 16 // 8])
             assert byte == int(fragments.scale_bytes()[int(scales[row, column // 16])])
 
@@ -101,8 +101,8 @@ class TestLayout:
         bits = (fragments.scale_bytes().int() << 4) + fragments.SCALE_BIAS
         signed = torch.where(bits >= 0x8000, bits - 0x10000, bits).to(torch.int16)
         got = signed.view(torch.bfloat16).double() * 2.0**-119
-        want = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-        assert torch.equal(got[:ALL_SCALES], want[:ALL_SCALES])
+        expected = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        assert torch.equal(got[:ALL_SCALES], expected[:ALL_SCALES])
         assert bool(got[ALL_SCALES:].isnan().all())
 
     def test_segments_and_global_scales_stay(self):
@@ -129,8 +129,8 @@ class TestTheKernelsArithmetic:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dequant, "Uint32", np.uint32)
             patch.setattr(dequant, "rotate_right", lambda word, n: word >> n | word << (32 - n))
-            found = dequant.codes_to_bfloat16(words)
-        for got, both in zip(found, codes, strict=True):
+            result = dequant.codes_to_bfloat16(words)
+        for got, both in zip(result, codes, strict=True):
             low, high = ((code >> 3) << 15 | (code & 7) << 6 for code in both)
             assert np.array_equal(got, low | high << 16)
 
@@ -148,13 +148,13 @@ class TestMoving:
     )
     def test_the_same_bits(self, device, seed, batch, rows, columns, pairs, strided):
         weight = drawn(seed, (*batch, 16 * rows, 64 * columns))
-        want = reference.pack(weight.codes, weight.scales.view(torch.uint8), pairs)
+        expected = reference.pack(weight.codes, weight.scales.view(torch.uint8), pairs)
         linear = [weight.codes.to(device), weight.scales.view(torch.uint8).to(device)]
         if strided:
             linear = [t.mT.contiguous().mT for t in linear]
         codes, scales = fragments.pack(linear[0], linear[1].view(torch.float8_e4m3fn), pairs=pairs)
-        assert_bitwise(codes.cpu(), want[0], "packed codes")
-        assert_bitwise(scales.cpu(), want[1], "packed scales")
+        assert_bitwise(codes.cpu(), expected[0], "packed codes")
+        assert_bitwise(scales.cpu(), expected[1], "packed scales")
         if strided:
             codes, scales = codes.mT.contiguous().mT, scales.mT.contiguous().mT
         codes, scales = fragments.unpack(codes, scales, pairs=pairs)
@@ -166,34 +166,34 @@ class TestMoving:
         """Bytes that no scale has, too: a damaged weight is not made sound by the kernel."""
         codes = torch.randint(0, 256, (32, 64), generator=strategies.generator(seed)).byte()
         scales = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
-        want = reference.unpack(codes, scales, pairs)
+        expected = reference.unpack(codes, scales, pairs)
         got = fragments.unpack(codes.to(device), scales.to(device), pairs=pairs)
-        assert_bitwise(got[0].cpu(), want[0], "codes")
-        assert_bitwise(got[1].view(torch.uint8).cpu(), want[1], "scales")
+        assert_bitwise(got[0].cpu(), expected[0], "codes")
+        assert_bitwise(got[1].view(torch.uint8).cpu(), expected[1], "scales")
 
-    def test_pairs_are_rows_in_turn(self):
+    def test_pairs_are_interleaved_rows(self):
         weight = drawn(0, (3, 32, 128))
         order = torch.tensor([half * 16 + i for i in range(16) for half in range(2)])
         ordered = dataclasses.replace(
             weight, codes=weight.codes[:, order], scales=weight.scales[:, order]
         )
-        want = ordered.with_layout(FRAGMENTS)
+        expected = ordered.with_layout(FRAGMENTS)
         got = fragments.pack(weight.codes, weight.scales, pairs=True)
-        assert_bitwise(got[0], want.codes, "codes")
-        assert_bitwise(got[1], want.scales, "scales")
+        assert_bitwise(got[0], expected.codes, "codes")
+        assert_bitwise(got[1], expected.scales, "scales")
 
     def test_codes_at_an_odd_address(self, device):
         weight = drawn(0, (16, 64)).to(device)
         packed = weight.with_layout(FRAGMENTS)
-        room = torch.empty(packed.codes.numel() + 1, dtype=torch.uint8, device=device)
-        odd = room[1:].view(packed.codes.shape)
+        buffer = torch.empty(packed.codes.numel() + 1, dtype=torch.uint8, device=device)
+        odd = buffer[1:].view(packed.codes.shape)
         odd.copy_(packed.codes)
         assert torch.equal(fragments.unpack(odd, packed.scales)[0], weight.codes)
 
 
 class TestExperts:
     def test_in_place_there_and_back(self, device):
-        """A layer packs as the reference does, gate and up rows in turn, and comes back."""
+        """A layer packs as the reference does, gate and up rows interleaved, and comes back."""
         config = ModelConfig.tiny(n_routed_experts=2, hidden_size=128, moe_intermediate_size=64)
         plain = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
         with use_backend("reference"):
@@ -203,18 +203,18 @@ class TestExperts:
         for name in ("gate_up_proj", "down_proj"):
             codes, scales = (getattr(plain, name + suffix) for suffix in ("", "_scale"))
             pairs = name == "gate_up_proj"
-            want = reference.pack(codes, scales.view(torch.uint8), pairs)
-            assert_bitwise(getattr(experts, name).cpu(), want[0], name)
-            assert_bitwise(getattr(experts, name + "_scale").cpu(), want[1], name)
+            expected = reference.pack(codes, scales.view(torch.uint8), pairs)
+            assert_bitwise(getattr(experts, name).cpu(), expected[0], name)
+            assert_bitwise(getattr(experts, name + "_scale").cpu(), expected[1], name)
         for expert in range(2):
             parts = zip(experts.get_expert(expert), plain.get_expert(expert), strict=True)
-            for one, two in parts:
-                assert_bitwise(one.codes.cpu(), two.codes, "codes")
-                assert_bitwise(one.scales.float().cpu(), two.scales.float(), "scales")
+            for first, two in parts:
+                assert_bitwise(first.codes.cpu(), two.codes, "codes")
+                assert_bitwise(first.scales.float().cpu(), two.scales.float(), "scales")
         experts.unpack()
         for name, tensor in plain.named_parameters():
-            found = experts.get_parameter(name).cpu()
-            assert_bitwise(found.view(torch.uint8), tensor.view(torch.uint8), name)
+            actual = experts.get_parameter(name).cpu()
+            assert_bitwise(actual.view(torch.uint8), tensor.view(torch.uint8), name)
 
 
 @pytest.mark.gpu
@@ -232,12 +232,12 @@ class TestOnGpu:
         packed = fragments.pack(codes, scales, pairs=pairs)
         most = torch.cuda.max_memory_allocated() - before
         assert most <= codes.nbytes + scales.nbytes + (1 << 20)
-        want = reference.pack(codes, scales.view(torch.uint8), pairs)
-        found = fragments.unpack(*packed, pairs=pairs)
-        assert_bitwise(packed[0], want[0], "packed codes")
-        assert_bitwise(packed[1], want[1], "packed scales")
-        assert_bitwise(found[0], codes, "codes")
-        assert_bitwise(found[1].view(torch.uint8), scales.view(torch.uint8), "scales")
+        expected = reference.pack(codes, scales.view(torch.uint8), pairs)
+        actual = fragments.unpack(*packed, pairs=pairs)
+        assert_bitwise(packed[0], expected[0], "packed codes")
+        assert_bitwise(packed[1], expected[1], "packed scales")
+        assert_bitwise(actual[0], codes, "codes")
+        assert_bitwise(actual[1].view(torch.uint8), scales.view(torch.uint8), "scales")
 
 
 class TestExpansion:
@@ -247,15 +247,15 @@ class TestExpansion:
         from dsv4.triton.gemm import dequantize_packed
 
         weight = every_pair().to(device)
-        want = dequantize(weight, torch.float64)
-        assert torch.equal(want.to(torch.bfloat16).double(), want)
+        expected = dequantize(weight, torch.float64)
+        assert torch.equal(expected.to(torch.bfloat16).double(), expected)
         packed = weight.with_layout(FRAGMENTS)
         got = dequantize_packed(packed.codes, packed.scales)
-        finite = want[:ALL_SCALES, :16]
+        finite = expected[:ALL_SCALES, :16]
         values = decode_e2m1(unpack(weight.codes), torch.float64)[:ALL_SCALES, :16]
         scales = weight.scales.double()[:ALL_SCALES, :1]
         assert torch.equal(finite, values * scales)
-        assert torch.equal(got.double(), want)
+        assert torch.equal(got.double(), expected)
 
     @given(seed=strategies.seeds(), rows=st.integers(1, 3), columns=st.integers(1, 9))
     def test_any_shape(self, device, seed, rows, columns):
@@ -265,8 +265,8 @@ class TestExpansion:
         weight = drawn(seed, (16 * rows, 64 * columns)).to(device)
         plain = dataclasses.replace(weight, global_scale=torch.ones(1, device=device))
         packed = plain.with_layout(FRAGMENTS)
-        got, want = dequantize_packed(packed.codes, packed.scales), dequantize(plain)
-        assert torch.equal(got.float().nan_to_num(7.0), want.nan_to_num(7.0))
+        got, expected = dequantize_packed(packed.codes, packed.scales), dequantize(plain)
+        assert torch.equal(got.float().nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 class TestBadInput:

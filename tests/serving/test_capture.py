@@ -375,13 +375,13 @@ def test_a_plain_model_on_a_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, LOGGER):
         runner = Runner(model, **SIZES)
         assert runner.warm_up() == 0
-        found = texts(runner)
-        assert texts(Runner(model, **SIZES)) == found
+        result = texts(runner)
+        assert texts(Runner(model, **SIZES)) == result
     assert runner.captures == 0
     (record,) = (r for r in caplog.records if r.name == LOGGER)
     assert "model.layers.0.mlp.experts" in record.message
     assert "dsv4.layers.pack_" in record.message
-    assert texts(Runner(model, **SIZES, capture=False)) == found
+    assert texts(Runner(model, **SIZES, capture=False)) == result
     with pytest.raises(ValueError, match="capture is True, but model"):
         Runner(model, **SIZES, capture=True)
 
@@ -392,7 +392,7 @@ def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waiting: bool
 ) -> None:
     model = packed().cuda()
-    wanted = texts(Runner(model, **SIZES, capture=False))
+    expected = texts(Runner(model, **SIZES, capture=False))
     mlp = model.model.layers[1].mlp
     forward = mlp.experts.forward
 
@@ -407,12 +407,12 @@ def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     monkeypatch.setattr(mlp.experts, "forward", failing)
     before = torch.cuda.current_stream()
     with caplog.at_level(logging.WARNING, LOGGER):
-        assert texts(Runner(model, **SIZES)) == wanted
+        assert texts(Runner(model, **SIZES)) == expected
     (record,) = (r for r in caplog.records if r.name == LOGGER)
     assert "a capture failed with" in record.message
     assert torch.cuda.current_stream() == before
     torch.rand(4, device="cuda").sum().item()  # the default generator is usable
     monkeypatch.undo()
     runner = Runner(model, **SIZES, capture=True)
-    assert texts(runner) == wanted
+    assert texts(runner) == expected
     assert runner.captures > 1

@@ -68,28 +68,28 @@ def together(model: Any, seed: int, **sizes: Any) -> tuple[list[tuple[object, ..
 
 
 @functools.cache
-def wanted(dtype: torch.dtype) -> list[tuple[object, ...]]:
+def expected_of(dtype: torch.dtype) -> list[tuple[object, ...]]:
     return [alone(real(dtype), *asked) for asked in ASKED]
 
 
 @pytest.mark.costly(25)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@given(seed=st.integers(0, 2**32), most=st.integers(1, 5), kept=st.integers(0, 3))
-@example(seed=0, most=5, kept=3)
+@given(seed=st.integers(0, 2**32), most=st.integers(1, 5), cached_prompts=st.integers(0, 3))
+@example(seed=0, most=5, cached_prompts=3)
 def test_a_request_has_the_bits_it_has_alone(
-    dtype: torch.dtype, seed: int, most: int, kept: int
+    dtype: torch.dtype, seed: int, most: int, cached_prompts: int
 ) -> None:
     """In batches, after preemptions, and with pages that prompts share."""
-    sizes = {"max_sequences": most, "prefix_sequences": kept, "pool_tokens": 600}
-    found, _ = together(real(dtype), seed, **sizes)
-    assert found == wanted(dtype)
+    sizes = {"max_sequences": most, "prefix_sequences": cached_prompts, "pool_tokens": 600}
+    result, _ = together(real(dtype), seed, **sizes)
+    assert result == expected_of(dtype)
 
 
 def test_other_runners_do_not_promise_it() -> None:
     """So that the test above can fail."""
     model = real(torch.float32)
-    found, _ = together(model, 0, max_sequences=5, prefix_sequences=3, deterministic=False)
-    assert found != wanted(torch.float32)
+    result, _ = together(model, 0, max_sequences=5, prefix_sequences=3, deterministic=False)
+    assert result != expected_of(torch.float32)
 
 
 @given(
@@ -101,9 +101,9 @@ def test_the_text_is_that_of_a_plain_loop(data: Any, asked: Any, chunk: int) -> 
     model = ToyModel()
     sizes = {"max_sequences": data.draw(st.integers(1, 4)), "max_tokens": 600, "max_chunk": chunk}
     runner = small(model, **sizes, pool_tokens=768, prefix_sequences=2)
-    asked = [(prompt * data.draw(st.sampled_from([1, 9])), each) for prompt, each in asked]
-    asked = [(prompt[:500], each) for prompt, each in asked]
-    requests = [runner.add(*each) for each in asked]
+    asked = [(prompt * data.draw(st.sampled_from([1, 9])), sampling) for prompt, sampling in asked]
+    asked = [(prompt[:500], sampling) for prompt, sampling in asked]
+    requests = [runner.add(*sampling) for sampling in asked]
     runner.run()
     for request, (prompt, options) in zip(requests, asked, strict=True):
         assert request.tokens == plain_text(model, prompt, options, request.seed)
@@ -158,8 +158,8 @@ def test_a_request_has_the_bits_it_has_alone_on_a_gpu(numerics: str, capture: bo
     plain = [alone(model, *asked) for asked in ASKED]
     for seed in range(4):
         sizes = {"max_sequences": 1 + seed, "prefix_sequences": seed, "pool_tokens": 600}
-        found, runner = together(model, seed, **sizes, capture=capture)
-        assert found == plain
+        result, runner = together(model, seed, **sizes, capture=capture)
+        assert result == plain
         assert (runner._decode.captures > 0) == capture
 
 

@@ -25,18 +25,19 @@ def keeping(monkeypatch: pytest.MonkeyPatch) -> ToyModel:
     return ToyModel()
 
 
-def kept(model: ToyModel) -> KeptRunner:
+def runner_of(model: ToyModel) -> KeptRunner:
     return KeptRunner.of(model)
 
 
 def test_generate_is_the_plain_loop() -> None:
     model, prompts = ToyModel(), [[1, 2, 3], [4], [5] * 40]
-    found = generate(model, prompts, 9, stop_ids=())
-    assert found == [plain_text(model, prompt, GREEDY, 0) for prompt in prompts]
-    assert generate(model, prompts, 9, stop_ids=(), chunk=5) == found
-    stop = found[0][3]
+    result = generate(model, prompts, 9, stop_ids=())
+    assert result == [plain_text(model, prompt, GREEDY, 0) for prompt in prompts]
+    assert generate(model, prompts, 9, stop_ids=(), chunk=5) == result
+    stop = result[0][3]
     assert (
-        generate(model, [[1, 2, 3]], 9, stop_ids=[stop])[0] == found[0][: found[0].index(stop) + 1]
+        generate(model, [[1, 2, 3]], 9, stop_ids=[stop])[0]
+        == result[0][: result[0].index(stop) + 1]
     )
     assert generate(model, [], 9) == []
     with pytest.raises(TypeError, match="sampler is function, wanted a Sampler"):
@@ -68,10 +69,10 @@ def test_a_kept_runner_serves_what_fits_it_until_a_weight_changes(keeping: ToyMo
     model = keeping
 
     def runner_after(prompts: list[list[int]], count: int, **options: Any) -> Any:
-        found = generate(model, prompts, count, stop_ids=(), **options)
-        wanted = SamplingOptions(max_new_tokens=count, stop_ids=())
-        assert found == [plain_text(model, p, wanted, 0) for p in prompts]
-        return kept(model).runner
+        actual = generate(model, prompts, count, stop_ids=(), **options)
+        expected = SamplingOptions(max_new_tokens=count, stop_ids=())
+        assert actual == [plain_text(model, p, expected, 0) for p in prompts]
+        return runner_of(model).runner
 
     first = runner_after([[1, 2], [3]], 4)
     assert first.limits.max_tokens == 1024  # as many as the model has positions
@@ -88,7 +89,7 @@ def test_a_kept_runner_serves_what_fits_it_until_a_weight_changes(keeping: ToyMo
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
     assert runner_after([[1]], 2) is not changed
     release(model)
-    assert kept(model).runner is None
+    assert runner_of(model).runner is None
 
 
 def test_an_interrupted_call_leaves_nothing_behind(keeping: ToyModel) -> None:
@@ -104,29 +105,29 @@ def test_an_interrupted_call_leaves_nothing_behind(keeping: ToyModel) -> None:
     model.model.forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         generate(model, [[1, 2], [3]], 9, stop_ids=())
-    wanted = [plain_text(ToyModel(), p, GREEDY, 0) for p in ([1, 2], [3])]
-    assert generate(model, [[1, 2], [3]], 9, stop_ids=()) == wanted
-    runner = kept(model).runner
+    expected = [plain_text(ToyModel(), p, GREEDY, 0) for p in ([1, 2], [3])]
+    assert generate(model, [[1, 2], [3]], 9, stop_ids=()) == expected
+    runner = runner_of(model).runner
     assert not runner._scheduler.running
     assert not runner.has_work or not runner.step()
 
 
 def test_copies_do_not_get_the_runner(keeping: ToyModel) -> None:
     generate(keeping, [[1]], 2, stop_ids=())
-    assert kept(keeping).runner is not None
-    assert copy.deepcopy(kept(keeping)).runner is None
-    assert pickle.loads(pickle.dumps(kept(keeping))).runner is None
+    assert runner_of(keeping).runner is not None
+    assert copy.deepcopy(runner_of(keeping)).runner is None
+    assert pickle.loads(pickle.dumps(runner_of(keeping))).runner is None
 
 
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_keeps_its_graphs() -> None:
     model, prompts = packed("deepseek").cuda(), [[1, 2, 3], [4]]
     first = generate(model, prompts, 20, stop_ids=())
-    runner = kept(model).runner
+    runner = runner_of(model).runner
     captures = runner.captures
     assert captures > 1
     assert generate(model, prompts, 20, stop_ids=()) == first
-    assert kept(model).runner is runner
+    assert runner_of(model).runner is runner
     assert runner.captures == captures
     sizes = {"buckets": (1, 2), "prompt_buckets": (32,)}
     eager = Runner(model, max_sequences=2, max_tokens=1024, capture=False, **sizes)

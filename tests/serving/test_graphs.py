@@ -43,7 +43,7 @@ def arrivals(seed: int, vocab: int) -> Iterator[tuple[list[int], SamplingOptions
 
 
 def story(runner: Runner, steps: int, seed: int = 0) -> list[Request]:
-    """Requests that arrive, and some that are cancelled, over so many steps and to the end."""
+    """Requests that arrive, some of them cancelled, over that number of steps and to the end."""
     draw, requests = random.Random(seed), []
     source = arrivals(seed, runner.model.config.vocab_size)
     for _ in range(steps):
@@ -156,8 +156,8 @@ def test_a_backend_by_name_runs_eagerly() -> None:
 def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
     model, options = packed("deepseek").cuda(), SamplingOptions(max_new_tokens=12, stop_ids=())
     runner = Runner(model, **sizes())
-    wanted = [runner.add([4, i], options).result() for i in range(2)]
-    used = {4, 0, 1, *wanted[0], *wanted[1]}  # 0 is also the token of padding
+    expected = [runner.add([4, i], options).result() for i in range(2)]
+    used = {4, 0, 1, *expected[0], *expected[1]}  # 0 is also the token of padding
     poison = next(i for i in range(model.config.vocab_size) if i not in used)
     with torch.no_grad():
         model.model.embed_tokens.weight[poison] = torch.nan
@@ -169,5 +169,5 @@ def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
     runner.run()
     assert "not finite" in str(requests[0].error)
     assert 0 < len(requests[0].tokens) < 12
-    assert requests[1].tokens == wanted[1]
+    assert requests[1].tokens == expected[1]
     assert_empty(runner)

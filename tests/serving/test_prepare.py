@@ -102,9 +102,9 @@ def test_the_first_call_captures_nothing(
     for sampler in (None, Sampler(0.7), Sampler(0.7, 0.9)):
         for length in (1, 33, 600):
             texts = [[length % 100 + i] * length for i in range(sequences)]
-            found = gpu.generate(texts, 6, sampler=sampler, stop_ids=())
+            result = gpu.generate(texts, 6, sampler=sampler, stop_ids=())
             if sampler is None:
-                assert found == [plain_text(gpu, prompt, GREEDY, 0) for prompt in texts]
+                assert result == [plain_text(gpu, prompt, GREEDY, 0) for prompt in texts]
     assert runner_of(gpu) is runner
     assert runner.captures == captures
 
@@ -200,8 +200,8 @@ def test_without_memory_to_grow_a_call_gets_what_it_needs(
     prepare(gpu, sequences=2)
     monkeypatch.setattr(kept_runner, "new_runner", little)
     prompts = [[1], [2], [3]]
-    wanted = [plain_text(gpu, prompt, GREEDY, 0) for prompt in prompts]
-    assert gpu.generate(prompts, 6, stop_ids=()) == wanted
+    expected = [plain_text(gpu, prompt, GREEDY, 0) for prompt in prompts]
+    assert gpu.generate(prompts, 6, stop_ids=()) == expected
     assert [capacity.sequences for capacity in asked] == [4, 3]
     with pytest.raises(torch.OutOfMemoryError):
         gpu.generate([*prompts, [4]], 6, stop_ids=())
@@ -243,13 +243,13 @@ def test_a_weight_that_was_written_to_is_seen_in_time(
     first = runner_of(gpu)
     gpu.lm_head.weight.add_(1)
     state = None if sampler is None else sampler.generator.get_state()
-    found = gpu.generate([[1, 2]], 9, sampler=sampler, stop_ids=())
+    result = gpu.generate([[1, 2]], 9, sampler=sampler, stop_ids=())
     assert runner_of(gpu) is not first
     assert first._closed
     if sampler is not None:
         sampler.generator.set_state(state)
     release(gpu)
-    assert gpu.generate([[1, 2]], 9, sampler=sampler, stop_ids=()) == found
+    assert gpu.generate([[1, 2]], 9, sampler=sampler, stop_ids=()) == result
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def test_a_loaded_model_is_ready(numerics: str, tmp_path: Path) -> None:
     loaded = dsv4.load(tmp_path / "model", device="cuda", numerics=numerics, progress=False)
     first_calls(loaded, (21, 512, 700, 1000))
     assert_empty(runner_of(loaded))
-    found = loaded.generate([[1, 2, 3]], 9, stop_ids=())
+    result = loaded.generate([[1, 2, 3]], 9, stop_ids=())
     release(loaded)
-    assert loaded.generate([[1, 2, 3]], 9, stop_ids=()) == found
+    assert loaded.generate([[1, 2, 3]], 9, stop_ids=()) == result
 
 
 @pytest.mark.gpu

@@ -44,11 +44,11 @@ def replaying(runner: Runner) -> Runner:
 
 def state_of(runner: Runner) -> list[torch.Tensor]:
     """All that the device remembers between steps."""
-    found = [runner.cache.lengths, runner._state.tokens]
+    result = [runner.cache.lengths, runner._state.tokens]
     for layer in runner.cache.layers:
         for tensor, table in layer.tensors():
-            found += [tensor] if table is None else [tensor, table]
-    return found
+            result += [tensor] if table is None else [tensor, table]
+    return result
 
 
 Story = list[tuple[list[int], SamplingOptions, int]]
@@ -69,12 +69,12 @@ def told(runner: Runner, story: Story) -> list[Request]:
 def stories(draw: st.DrawFn, most: int = 5) -> Story:
     """Prompts of any length, of which many begin alike, some beyond what is kept."""
     stem = [(5 * i + 1) % 128 for i in range(300)]
-    found = []
+    result = []
     for _ in range(draw(st.integers(1, most))):
         tail = draw(st.lists(st.integers(0, 127), min_size=1, max_size=24))
         prompt = stem[: draw(st.sampled_from([0, 0, 0, 20, 257, 270]))] + tail
-        found.append((prompt, draw(option_sets(4)), draw(st.integers(0, 4))))
-    return found
+        result.append((prompt, draw(option_sets(4)), draw(st.integers(0, 4))))
+    return result
 
 
 SHORT = SamplingOptions(max_new_tokens=4)
@@ -95,12 +95,12 @@ def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> Non
     """Of a real model, to the bit: tokens, log-probabilities, lengths, tables and all pages."""
     model, sizes = tiny(numerics), SIZES | {"prompt_buckets": (8, 40), "buckets": (1, 3)}
     eager, runner = Runner(model, **sizes), replaying(Runner(model, **sizes))
-    wanted = told(eager, story)
+    expected = told(eager, story)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", taped)
-        found = told(runner, story)
+        actual = told(runner, story)
     assert runner._prompts.captures > 0
-    for request, other in zip(found, wanted, strict=True):
+    for request, other in zip(actual, expected, strict=True):
         assert request.tokens == other.tokens
         assert request.logprobs == other.logprobs
     for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
@@ -118,8 +118,8 @@ def test_padding_of_prompts_changes_no_token(
     runner._capture = replays
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", replayed)
-        found = told(runner, story)
-    for request, (prompt, options, _) in zip(found, story, strict=True):
+        result = told(runner, story)
+    for request, (prompt, options, _) in zip(result, story, strict=True):
         options = request.options
         assert request.tokens == plain_text(model, prompt, options, request.seed)
 
@@ -180,7 +180,7 @@ def test_inputs_say_where_each_token_belongs(
 
 
 @pytest.mark.parametrize(
-    ("max_chunk", "captured", "reserved", "wanted"),
+    ("max_chunk", "captured", "reserved", "expected"),
     [
         (2048, True, None, (32, 64, 128, 256, 512, 768, 1024, 1536)),
         (200, True, None, (32, 64, 128, 200)),
@@ -190,13 +190,13 @@ def test_inputs_say_where_each_token_belongs(
     ],
 )
 def test_default_buckets(
-    max_chunk: int, captured: bool, reserved: int | None, wanted: tuple[int, ...]
+    max_chunk: int, captured: bool, reserved: int | None, expected: tuple[int, ...]
 ) -> None:
     model = random_model(ModelConfig.tiny(), 3, torch.float32)
     reserve_experts(model, reserved, torch.float32)
-    assert check_prompt_buckets(model, None, max_chunk, captured, False) == wanted
+    assert check_prompt_buckets(model, None, max_chunk, captured, False) == expected
     if captured:  # bits depend on the padding
-        assert check_prompt_buckets(model, None, max_chunk, False, True) == wanted
+        assert check_prompt_buckets(model, None, max_chunk, False, True) == expected
 
 
 @pytest.mark.gpu
@@ -211,13 +211,13 @@ def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
         for i in range(60)
     ]
     eager = Runner(model, **sizes, capture=False, prompt_buckets=(32, 64, 128, 200))
-    wanted = [(r.tokens, r.logprobs) for r in told(eager, story)]
+    expected = [(r.tokens, r.logprobs) for r in told(eager, story)]
     for ahead in (False, True):
         runner = Runner(model, **sizes)
         if ahead:
             runner.warm_up([SHORT, drawn])
             assert runner._prompts.captures == 8
-        assert [(r.tokens, r.logprobs) for r in told(runner, story)] == wanted
+        assert [(r.tokens, r.logprobs) for r in told(runner, story)] == expected
         assert runner._prompts.captures >= 4
         for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
             assert_bitwise(tensor, other)

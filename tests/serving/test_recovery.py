@@ -76,19 +76,19 @@ def test_an_interrupt_anywhere_changes_no_text(gaps: list[int], options: list[An
     model = toy()
     runner = small(model)
     stem = [(7 * i + 3) % 128 for i in range(256)]
-    asked = [([*stem, i], each) for i, each in enumerate([*options, *options])]
+    asked = [([*stem, i], sampling) for i, sampling in enumerate([*options, *options])]
     interrupts, requests = Interrupts(gaps), []
-    for prompt, each in asked:
-        request = interrupts.run(runner.add, prompt, each)
-        requests.append(runner.add(prompt, each) if request is None else request)
+    for prompt, sampling in asked:
+        request = interrupts.run(runner.add, prompt, sampling)
+        requests.append(runner.add(prompt, sampling) if request is None else request)
         interrupts.run(runner.step)
     gone = requests.pop(1)
     asked.pop(1)
     interrupts.run(runner.cancel, gone)
     while interrupts.run(runner.step) is not False:
         pass
-    for request, (prompt, each) in zip(requests, asked, strict=True):
-        assert request.tokens == plain_text(model, prompt, each, request.seed), request
+    for request, (prompt, sampling) in zip(requests, asked, strict=True):
+        assert request.tokens == plain_text(model, prompt, sampling, request.seed), request
     assert len(runner._scheduler.running) == len(runner._scheduler.waiting) == 0
     assert_empty(runner)
     interrupts.run(runner.close)
@@ -99,7 +99,7 @@ def test_an_interrupt_anywhere_changes_no_text(gaps: list[int], options: list[An
 def test_an_interrupt_at_any_line_of_a_short_run() -> None:
     """Every line of the runner's files, so that no place between two of them is left out."""
     model, options = toy(), SamplingOptions(max_new_tokens=2, stop_ids=(), repetition_penalty=1.1)
-    wanted, line, raised = plain_text(model, [5], options, 0), 0, 1
+    expected, line, raised = plain_text(model, [5], options, 0), 0, 1
     while raised:
         line += 1
         runner, interrupts = (
@@ -109,7 +109,7 @@ def test_an_interrupt_at_any_line_of_a_short_run() -> None:
         request = runner.add([5], options)
         while interrupts.run(runner.step) is not False:
             pass
-        assert request.tokens == wanted
+        assert request.tokens == expected
         assert not runner.has_work
         assert_empty(runner)
         raised = interrupts.raised

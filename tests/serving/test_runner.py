@@ -68,19 +68,19 @@ def test_the_text_of_a_request_is_its_own(data, size, asked) -> None:
 
 
 @given(st.data(), st.lists(option_sets(), min_size=2, max_size=5), st.integers(1, 3))
-def test_a_conversation_goes_on_where_it_ended(data, options, kept) -> None:
+def test_a_conversation_goes_on_where_it_ended(data, options, retained) -> None:
     """Prompts that are what an earlier request held, or a part of it, or go beyond it."""
     model = toy()
-    runner = Runner(model, max_sequences=2, max_tokens=900, prefix_sequences=kept)
+    runner = Runner(model, max_sequences=2, max_tokens=900, prefix_sequences=retained)
     prompt = [(3 * i + 1) % 128 for i in range(250)]
-    for each in options:
-        request = runner.add(prompt, each)
+    for sampling in options:
+        request = runner.add(prompt, sampling)
         for _ in range(data.draw(st.sampled_from([0, 2, 5, 99]), label="steps")):
             runner.step()
         if data.draw(st.booleans(), label="cancel"):
             runner.cancel(request)
         runner.run()
-        text = plain_text(model, prompt, each, request.seed)
+        text = plain_text(model, prompt, sampling, request.seed)
         assert request.tokens == text[: len(request.tokens)]
         assert request.finish_reason == "cancelled" or len(request.tokens) == len(text)
         held = len(prompt) + len(request.tokens) - data.draw(st.integers(-1, 2), label="less")
@@ -100,14 +100,14 @@ def test_a_preempted_request_has_the_same_text(options, buckets) -> None:
     runner = Runner(
         model, max_sequences=3, max_tokens=512, pool_tokens=1024, buckets=buckets, max_chunk=512
     )
-    asked = [([i] * 230, each) for i, each in enumerate([*options, LAST])]
-    requests = [runner.add(prompt, each) for prompt, each in asked]
+    asked = [([i] * 230, sampling) for i, sampling in enumerate([*options, LAST])]
+    requests = [runner.add(prompt, sampling) for prompt, sampling in asked]
     while runner.step():  # who came first goes on first
         order = [sequence.request.number for sequence in runner._scheduler.running]
         order += [request.number for request in runner._scheduler.waiting]
         assert order == sorted(order)
-    for request, (prompt, each) in zip(requests, asked, strict=True):
-        assert request.tokens == plain_text(model, prompt, each, request.seed)
+    for request, (prompt, sampling) in zip(requests, asked, strict=True):
+        assert request.tokens == plain_text(model, prompt, sampling, request.seed)
     assert_empty(runner)
 
 

@@ -34,7 +34,7 @@ def absent(vocab: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("word", "key", "wanted"),
+    ("word", "key", "expected"),
     [
         ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, -1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -45,9 +45,9 @@ def absent(vocab: int) -> torch.Tensor:
         ),
     ],
 )
-def test_philox_gives_the_published_words(word, key, wanted) -> None:
+def test_philox_gives_the_published_words(word, key, expected) -> None:
     counter = Words(*(torch.tensor([w]) for w in word))
-    assert tuple(int(w) for w in philox(counter, torch.tensor([key]))) == wanted
+    assert tuple(int(w) for w in philox(counter, torch.tensor([key]))) == expected
 
 
 def test_random_words_depend_on_seed_position_and_token_alone() -> None:
@@ -64,11 +64,11 @@ def test_random_words_depend_on_seed_position_and_token_alone() -> None:
 def test_noise_is_exponential_and_finite(dtype) -> None:
     """From the first word to the last, and where its two formulas meet."""
     words = torch.tensor([0, 1, 2, 1000, 2**24 - 1, 2**24, 2**31, 2**32 - 300, 2**32 - 1])
-    found = exponential_log(words, dtype).exp()
+    actual = exponential_log(words, dtype).exp()
     v = (words.double() + 0.5) / 2**32
-    wanted = -torch.log1p(-v)
-    assert bool(found.isfinite().all())
-    assert bool(((found - wanted).abs() <= 2e-5 * wanted)[:-2].all())
+    expected = -torch.log1p(-v)
+    assert bool(actual.isfinite().all())
+    assert bool(((actual - expected).abs() <= 2e-5 * expected)[:-2].all())
 
 
 def kept_in_words(scaled: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
@@ -95,8 +95,8 @@ def test_filters_keep_what_their_definition_says(values, top_k, top_p, min_p) ->
     values = [v - max(values) for v in values]
     scaled = torch.tensor([values], dtype=torch.float64)
     options = SamplingOptions(top_k=top_k, top_p=top_p, min_p=min_p, temperature=1)
-    found = keep_mask(scaled, parameters(options, 0, 0, absent(len(values))))
-    assert found[0].tolist() == kept_in_words([float(v) for v in values], top_k, top_p, min_p)
+    result = keep_mask(scaled, parameters(options, 0, 0, absent(len(values))))
+    assert result[0].tolist() == kept_in_words([float(v) for v in values], top_k, top_p, min_p)
 
 
 def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
@@ -127,15 +127,15 @@ def test_draws_follow_the_distribution(options, by, dtype) -> None:
     vocab, draws = 13, 20_000
     logits = torch.linspace(-2, 1.5, vocab).sin().mul(2).to(dtype).unsqueeze(0)
     present = torch.arange(vocab).remainder(3).eq(0).unsqueeze(0)
-    wanted = logits.double().clone()
+    expected = logits.double().clone()
     factor = options.repetition_penalty
-    changed = torch.where(wanted > 0, wanted / factor, wanted * factor)
-    wanted = torch.where(present, changed, wanted) / options.temperature
-    wanted = wanted - wanted.max()
-    keep = kept_in_words(wanted[0].tolist(), options.top_k or vocab, options.top_p, options.min_p)
-    probabilities = wanted.exp()[0] * torch.tensor(keep)
-    one = parameters(options, 12345, 77, present)
-    rows = Parameters(*(value.expand(draws, *value.shape[1:]) for value in one))
+    changed = torch.where(expected > 0, expected / factor, expected * factor)
+    expected = torch.where(present, changed, expected) / options.temperature
+    expected = expected - expected.max()
+    keep = kept_in_words(expected[0].tolist(), options.top_k or vocab, options.top_p, options.min_p)
+    probabilities = expected.exp()[0] * torch.tensor(keep)
+    row = parameters(options, 12345, 77, present)
+    rows = Parameters(*(value.expand(draws, *value.shape[1:]) for value in row))
     rows = rows._replace(**{by: torch.arange(draws) + 10**9 * (by == "seed")})
     tokens = sample(logits.expand(draws, -1), rows, ALL)
     counts = torch.bincount(tokens, minlength=vocab).double()
@@ -170,8 +170,8 @@ def test_a_row_is_chosen_alone_and_by_the_smallest_variant(seed: int, count: int
 def test_ties_of_a_greedy_choice_go_to_the_lowest_token() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     for variant in (Variant(), ALL):
-        one = parameters(SamplingOptions(), 0, 0, absent(4))
-        assert sample(logits, one, variant).tolist() == [1]
+        row = parameters(SamplingOptions(), 0, 0, absent(4))
+        assert sample(logits, row, variant).tolist() == [1]
 
 
 @pytest.mark.parametrize("variant", [Variant(), Variant(draw=True), ALL])
@@ -180,25 +180,25 @@ def test_a_row_that_is_not_finite_fails_and_the_others_do_not(variant, wrong) ->
     options = SamplingOptions(temperature=1, top_p=0.9)
     rows = [parameters(options, i, 3, absent(20)) for i in range(4)]
     logits = torch.randn(4, 20, generator=torch.Generator().manual_seed(1))
-    wanted = sample(logits, joined(rows), variant)
+    expected = sample(logits, joined(rows), variant)
     logits[1, 7], logits[2] = wrong, -math.inf
     logits[3, 0] = -math.inf  # a token that cannot be chosen is no failure
-    found = sample(logits, joined(rows), variant)
-    assert found[0] == wanted[0]
-    assert found[1] == found[2] == FAILED
-    assert found[3] > 0
-    assert logprobs(logits, found).chosen.shape == (4,)
+    actual = sample(logits, joined(rows), variant)
+    assert actual[0] == expected[0]
+    assert actual[1] == actual[2] == FAILED
+    assert actual[3] > 0
+    assert logprobs(logits, actual).chosen.shape == (4,)
 
 
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(2))
     tokens = torch.tensor([4, 0, 39])
-    found = logprobs(logits, tokens)
-    wanted = logits.double().log_softmax(-1)
-    torch.testing.assert_close(found.chosen.double(), wanted.gather(1, tokens[:, None])[:, 0])
-    top = wanted.topk(20)
-    torch.testing.assert_close(found.values.double(), top.values)
-    assert torch.equal(found.ids, top.indices)
+    actual = logprobs(logits, tokens)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(actual.chosen.double(), expected.gather(1, tokens[:, None])[:, 0])
+    top = expected.topk(20)
+    torch.testing.assert_close(actual.values.double(), top.values)
+    assert torch.equal(actual.ids, top.indices)
 
 
 def test_a_variant_says_what_options_need() -> None:

@@ -34,10 +34,10 @@ def compare(state: RowState, sets: list[SamplingOptions], logits: torch.Tensor) 
         variant = variant | Variant.of(options)
     entries = torch.arange(len(sets) - 1, -1, -1, device=logits.device)  # not the rows' own order
     positions = 5 + 1000 * entries
-    found = state.next_tokens(logits, entries, lambda: positions, variant)
-    wanted = sample(logits, state.parameters(entries, positions, variant.penalty), variant)
-    assert torch.equal(found, wanted)
-    return found
+    actual = state.next_tokens(logits, entries, lambda: positions, variant)
+    expected = sample(logits, state.parameters(entries, positions, variant.penalty), variant)
+    assert torch.equal(actual, expected)
+    return actual
 
 
 @given(st.integers(0, 2**31), st.lists(option_sets(), min_size=1, max_size=3), st.integers(1, 90))
@@ -59,9 +59,9 @@ def test_a_row_that_is_not_finite_fails_alone(device, dtype):
     sets = [SamplingOptions(temperature=1, top_p=0.9, seed=i) for i in range(4)]
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
     logits[0, 7], logits[1], logits[2, 3] = math.nan, -math.inf, math.inf
-    found = compare(state_of(sets, 40, device), sets, logits)
-    assert found[:3].tolist() == [FAILED] * 3
-    assert found[3] >= 0
+    result = compare(state_of(sets, 40, device), sets, logits)
+    assert result[:3].tolist() == [FAILED] * 3
+    assert result[3] >= 0
 
 
 def test_equal_logits_are_kept_or_dropped_together(device):
@@ -98,7 +98,7 @@ def test_kernels_choose_what_the_definition_chooses_of_a_whole_vocabulary():
         logits = scale * torch.randn(64, vocab, generator=generator, device=device)
         for position in range(20):
             positions = torch.full_like(entries, position)
-            found = state.next_tokens(logits, entries, lambda p=positions: p, variant)
-            wanted = sample(logits, state.parameters(entries, positions, True), variant)
-            differing += int((found != wanted).sum())
+            actual = state.next_tokens(logits, entries, lambda p=positions: p, variant)
+            expected = sample(logits, state.parameters(entries, positions, True), variant)
+            differing += int((actual != expected).sum())
     assert differing <= 4  # of 3840

@@ -43,23 +43,23 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_seen(change: Callable[[nn.Module], object]) -> None:
-    one = model()
-    weights = Weights(one)
-    change(one)
-    assert not weights.are_those_of(one)
-    assert Weights(one).are_those_of(one)
+    first = model()
+    weights = Weights(first)
+    change(first)
+    assert not weights.are_those_of(first)
+    assert Weights(first).are_those_of(first)
 
 
 def test_what_changes_nothing_is_not_seen() -> None:
-    one = model()
-    weights = Weights(one)
-    one["head"](one["part"][0](torch.ones(1, 2)))
-    one.eval()
-    one["head"].weight.requires_grad_(True)
-    assert weights.are_those_of(one)
-    assert not weights.are_those_of(copy.deepcopy(one))
+    first = model()
+    weights = Weights(first)
+    first["head"](first["part"][0](torch.ones(1, 2)))
+    first.eval()
+    first["head"].weight.requires_grad_(True)
+    assert weights.are_those_of(first)
+    assert not weights.are_those_of(copy.deepcopy(first))
     with torch.inference_mode():
-        assert Weights(model()).are_those_of(one) is False
+        assert Weights(model()).are_those_of(first) is False
 
 
 MOVES = ("another parameter", "no parameter", "other memory", "another dtype")
@@ -68,20 +68,20 @@ MOVES = ("another parameter", "no parameter", "other memory", "another dtype")
 @pytest.mark.parametrize("name", CHANGES)
 def test_memory_that_is_no_longer_the_models_is_seen(name: str) -> None:
     """Before graphs that read it are launched; what else changed is seen after that."""
-    one = model()
-    weights = Weights(one)
-    assert weights.are_in_place(one)
-    CHANGES[name](one)
-    assert weights.are_in_place(one) == (name not in MOVES)
+    first = model()
+    weights = Weights(first)
+    assert weights.are_in_place(first)
+    CHANGES[name](first)
+    assert weights.are_in_place(first) == (name not in MOVES)
 
 
 def test_memory_of_modules_that_were_replaced_is_held() -> None:
-    one = model()
-    weights, old = Weights(one), weakref.ref(one["head"].weight)
-    one["head"] = nn.Linear(3, 2)
+    first = model()
+    weights, old = Weights(first), weakref.ref(first["head"].weight)
+    first["head"] = nn.Linear(3, 2)
     assert old() is not None
-    assert weights.are_in_place(one)
-    assert not weights.are_those_of(one)
+    assert weights.are_in_place(first)
+    assert not weights.are_those_of(first)
     del weights
     gc.collect()
     assert old() is None
@@ -89,11 +89,11 @@ def test_memory_of_modules_that_were_replaced_is_held() -> None:
 
 def test_inference_tensors_are_compared_by_place() -> None:
     with torch.inference_mode():
-        one = model()
-    weights = Weights(one)
-    assert weights.are_those_of(one)
+        first = model()
+    weights = Weights(first)
+    assert weights.are_those_of(first)
     with torch.inference_mode():
-        one["head"].weight.add_(1)
-        assert weights.are_those_of(one)
-        _replace_data(one)
-    assert not weights.are_those_of(one)
+        first["head"].weight.add_(1)
+        assert weights.are_those_of(first)
+        _replace_data(first)
+    assert not weights.are_those_of(first)

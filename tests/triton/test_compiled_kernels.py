@@ -53,59 +53,59 @@ class TestGrid:
     """What runs them."""
 
     def test_threads_that_branch_apart_meet_again(self):
-        found = ran("""
+        result = ran("""
             and.b32 %r2, %r1, 1; setp.eq.b32 %p1, %r2, 0; mov.b32 %r3, 5;
             @%p1 bra $there; mov.b32 %r3, 9; $there: add.s32 %r3, %r3, 1;
             st.global.b32 [%rd2], %r3;""")
-        assert found == [6, 10] * 16
+        assert result == [6, 10] * 16
 
-    def test_a_barrier_that_some_do_not_reach_is_told(self):
+    def test_a_barrier_that_some_do_not_reach_is_reported(self):
         with pytest.raises(RuntimeError, match="barrier"):
             ran("setp.lt.u32 %p1, %r1, 32; @%p1 bra $on; bar.sync 0; $on:", threads=64)
 
     @pytest.mark.parametrize("place", ["%rd1+-4", "%rd2+4"])
-    def test_an_access_outside_tensors_is_told(self, place):
+    def test_an_access_outside_tensors_is_reported(self, place):
         with pytest.raises(IndexError, match="outside every tensor"):
             ran(f"st.global.b32 [{place}], %r1;")
 
-    def test_an_access_beyond_shared_memory_is_told(self):
+    def test_an_access_beyond_shared_memory_is_reported(self):
         with pytest.raises(IndexError, match="shared memory"):
             ran("shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], %r1;", shared=124)
 
-    def test_an_unknown_instruction_is_told(self):
+    def test_an_unknown_instruction_is_reported(self):
         with pytest.raises(NotImplementedError, match=r"tanh\.approx"):
             ran("tanh.approx.f32 %r2, %r1;")
 
     def test_names_of_a_scope_are_its_own(self):
-        found = ran("""
+        result = ran("""
             mov.b32 %r2, 1; { .reg .b32 x; mov.b32 x, 3; add.s32 %r2, %r2, x; }
             { .reg .b32 x<2>; mov.b32 x1, %r2; add.s32 %r2, %r2, x1; }
             st.global.b32 [%rd2], %r2;""")
-        assert found == [8] * 32
+        assert result == [8] * 32
 
     def test_exchanges_within_a_warp(self):
-        found = ran("""
+        result = ran("""
             shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; shfl.sync.up.b32 %r3|%p1, %r2, 2, 0, -1;
             redux.sync.max.s32 %r4, %r1, -1; @!%p1 mov.b32 %r3, %r4;
             st.global.b32 [%rd2], %r3;""")
         other = [i ^ 1 for i in range(32)]
-        assert found == [31, 31, *other[:-2]]
+        assert result == [31, 31, *other[:-2]]
 
     def test_a_conversion_of_16_bits_to_others(self):
-        found = ran("""
+        result = ran("""
             { .reg .b16 a<3>; cvt.rn.f16.s32 a0, %r1; cvt.bf16.f16 a1, a0; cvt.f32.bf16 %r2, a1;
             cvt.rzi.s32.f32 %r3, %r2; } st.global.b32 [%rd2], %r3;""")
-        assert found == list(range(32))
+        assert result == list(range(32))
 
     def test_what_lies_in_shared_memory_is_everyones(self):
-        found = ran(
+        result = ran(
             """
             shl.b32 %r2, %r1, 2; sub.s32 %r3, 252, %r2; st.shared.b32 [%r2], %r1; bar.sync 0;
             ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd2], %r4;""",
             threads=64,
             shared=256,
         )
-        assert found == list(range(63, -1, -1))
+        assert result == list(range(63, -1, -1))
 
 
 def exactly(x, y, z):
@@ -130,6 +130,6 @@ def test_a_fused_multiply_add_rounds_once():
     # The product, 2^24 + 1, is a tie in float32, which the last term, lost in float64, decides.
     x[:3], y[:3] = 97, 172961
     z[:3] = [0, 2.0**-40, -(2.0**-40)]
-    want = [exactly(*terms) for terms in zip(x, y, z, strict=True)]
-    assert want[:3] == [2**24, 2**24 + 2, 2**24]
-    assert ptx_arithmetic.fma(x, y, z).tolist() == [float(w) for w in want]
+    expected = [exactly(*terms) for terms in zip(x, y, z, strict=True)]
+    assert expected[:3] == [2**24, 2**24 + 2, 2**24]
+    assert ptx_arithmetic.fma(x, y, z).tolist() == [float(w) for w in expected]

@@ -47,11 +47,11 @@ def test_a_decode_step_is_launched_by_ourselves() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "is launched by Triton" not in done.stderr
-    found = json.loads(done.stdout)
-    assert found["by_triton"] == 0
-    assert set(found["plans"]) == {"Replay"}, "an operator is not planned"
-    assert found["layer_plans"] == {"Replay": 5}, "a layer is not replayed"
-    assert found["calls_per_layer"] < 600
+    result = json.loads(done.stdout)
+    assert result["by_triton"] == 0
+    assert set(result["plans"]) == {"Replay"}, "an operator is not planned"
+    assert result["layer_plans"] == {"Replay": 5}, "a layer is not replayed"
+    assert result["calls_per_layer"] < 600
 
 
 def test_tritons_launcher_is_made_when_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,8 +140,8 @@ def by_triton(problem: Problem) -> Outputs:
 
 
 def has_triton(problem: Problem) -> bool:
-    found = dispatch.explain(problem.function, *problem.args, **problem.kwargs)
-    return found.chosen == "triton"
+    result = dispatch.explain(problem.function, *problem.args, **problem.kwargs)
+    return result.chosen == "triton"
 
 
 @pytest.mark.gpu
@@ -156,15 +156,15 @@ def test_own_launches_give_the_bits_of_tritons(op: str, tokens: int) -> None:
     for case in cases:
         for seed in range(4):
             problem = case.build(Draw(seed, device))
-            wanted = by_triton(problem)
-            assert_same(problem.fresh().run(), wanted, f"{op} {case.name}: call {seed}")
+            expected = by_triton(problem)
+            assert_same(problem.fresh().run(), expected, f"{op} {case.name}: call {seed}")
         held = problem.fresh()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             outputs = held.run()
         graph.replay()
-        assert_same(outputs, wanted, f"{op} {case.name}: in a graph")
+        assert_same(outputs, expected, f"{op} {case.name}: in a graph")
 
 
 @pytest.mark.gpu
@@ -175,13 +175,13 @@ def test_plans_of_a_gpu_are_replayed() -> None:
     x = torch.randn(3, 4096, device="cuda", dtype=torch.bfloat16)
     for _ in range(4):
         rms_norm(x, None)
-    plans = [p for found in _plans.PLANS._plans.values() for p in found]
+    plans = [p for result in _plans.PLANS._plans.values() for p in result]
     assert any(isinstance(plan.again, _plans.Replay) for plan in plans)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        found = rms_norm(x, None)
+        result = rms_norm(x, None)
     stream.synchronize()
-    assert torch.equal(found, rms_norm.__wrapped__(x, None))
+    assert torch.equal(result, rms_norm.__wrapped__(x, None))
 
 
 @pytest.mark.gpu

@@ -91,8 +91,8 @@ def test_e4m3_bits(device, tile):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
     x = around(torch.cat((codes.float(), torch.tensor([464.0, -464.0, 480.0, 1e9])))).to(device)
     got = run(_e4m3_bits, x, torch.empty(x.shape, dtype=torch.uint8, device=device), tile)
-    want = x.clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert_bitwise(got.view(torch.float8_e4m3fn).float(), want.float(), "E4M3")
+    expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert_bitwise(got.view(torch.float8_e4m3fn).float(), expected.float(), "E4M3")
     assert bool((got[x.isnan()] & 0x7F == 0x7F).all())
 
 
@@ -108,7 +108,7 @@ def test_exponents(device):
     exponent = torch.empty(x.shape, dtype=torch.int32, device=device)
     power = torch.empty(x.shape, device=device)
     _exponents[(triton.cdiv(x.numel(), 1024),)](x, exponent, power, x.numel(), BLOCK=1024)
-    mantissa, want = torch.frexp(x)
-    want = torch.where(mantissa == 0.5, want - 1, want)
-    assert_bitwise(exponent, want.to(torch.int32), "exponent")
-    assert_bitwise(power, torch.exp2(want.double()).float(), "power")
+    mantissa, expected = torch.frexp(x)
+    expected = torch.where(mantissa == 0.5, expected - 1, expected)
+    assert_bitwise(exponent, expected.to(torch.int32), "exponent")
+    assert_bitwise(power, torch.exp2(expected.double()).float(), "power")

@@ -1,7 +1,7 @@
 """Runs the source of Blackwell's kernels on the CPU, as an emulation of what the PTX manual says.
 
 Every thread of a cluster that does something of its own is a Python thread: those that store
-results, turn scales or clear rows, and one each that copies and multiplies. Tensor copies end in
+results, turn scales or clear rows, and one each that copies and multiplies. TMA copies end in
 any order, products some time after they were asked for. Barriers count arrivals and bytes as the
 hardware's do, and a wait that does not end is an error. So a wrong coordinate, swizzle, column,
 parity or count gives a wrong result or none.
@@ -232,16 +232,16 @@ class Number(int):
     """Not a number, but what one is called in a kernel: ``Int32(value)``."""
 
     def __new__(cls, item):
-        found = super().__new__(cls, item)
-        found.item = item
-        return found
+        result = super().__new__(cls, item)
+        result.item = item
+        return result
 
     def __call__(self, value):
         return int(value)
 
 
 class Operand:
-    """What a tensor copy reads: bytes, and the box that the driver is told of."""
+    """What a TMA copy reads: bytes, and the box of its tensor map."""
 
     def __init__(self, content, box, multicast=False):
         self.content, self.box, self.multicast = content, box, multicast
@@ -257,11 +257,11 @@ class Operand:
         inside = (place < sizes).all(0)
         strides = np.array((*box.strides[::-1], box.item_bytes))[:, None]
         start = (place * strides).sum(0)[:, None] + np.arange(box.item_bytes)
-        found = np.zeros((place.shape[1], box.item_bytes), np.uint8)
-        found[inside] = self.content[start[inside]]
+        result = np.zeros((place.shape[1], box.item_bytes), np.uint8)
+        result[inside] = self.content[start[inside]]
         with _COUNTING:
             np.add.at(self.reads, tuple(place[:, inside]), 1)
-        return found.reshape(-1)
+        return result.reshape(-1)
 
 
 class Global:
@@ -295,9 +295,9 @@ class Global:
             self.loads[offset] += 1
         assert array.dtype == np.uint8
         assert offset % (4 * words) == 0
-        found = array[offset : offset + 4 * words]
-        assert found.size == 4 * words, "beyond the end"
-        return found.view(np.uint32).tolist()
+        result = array[offset : offset + 4 * words]
+        assert result.size == 4 * words, "beyond the end"
+        return result.view(np.uint32).tolist()
 
     def store(self, address, values):
         array, written, offset = self.at(address)
@@ -358,8 +358,8 @@ def fake_ptx(memory):
         array, *_ = memory.at(address)
         memory.store(address, np.array(words, np.uint32).view(array.dtype))
 
-    def load_global_or_zero(address, words, wanted, offset=0):
-        return memory.load_words(address + offset, words) if wanted else [0] * words
+    def load_global_or_zero(address, words, expected, offset=0):
+        return memory.load_words(address + offset, words) if expected else [0] * words
 
     def max_u16x2(a, b):
         a, b = int(a), int(b)
@@ -412,8 +412,8 @@ def operand_elements(shared, start, rows):
     """``[rows, 64]`` of K-major codes in rows of 128 bytes, whose 16-byte pieces are exchanged."""
     row, byte = np.meshgrid(np.arange(rows), np.arange(32), indexing="ij")
     place = start + row // 8 * 1024 + row % 8 * 128 + byte
-    found = shared[place ^ (place >> 7 & 7) << 4]
-    return _ELEMENTS[np.stack((found & 15, found >> 4), -1).reshape(rows, 64)]
+    result = shared[place ^ (place >> 7 & 7) << 4]
+    return _ELEMENTS[np.stack((result & 15, result >> 4), -1).reshape(rows, 64)]
 
 
 def operand_scales(tensor, column, rows):
@@ -449,9 +449,9 @@ def fake_tcgen05():
 
         def job():
             for block in range(first, first + group):
-                found = cluster.shared[block][address : address + 512].view(np.uint32)
+                result = cluster.shared[block][address : address + 512].view(np.uint32)
                 columns = cluster.tensor[block, :, target : target + 4]
-                columns[:] = np.tile(found.reshape(32, 4), (4, 1))
+                columns[:] = np.tile(result.reshape(32, 4), (4, 1))
 
         cluster.products[_HERE.block].ask(job)
 
@@ -489,7 +489,7 @@ def fake_tcgen05():
     def load(address, tiles):
         first, column = address >> 16, address & 0xFFFF
         assert first == 32 * (_HERE.warp % 4), "a warp loads its own lanes"
-        time.sleep(SLOWNESS)  # the next product overtakes who loads too late
+        time.sleep(SLOWNESS)  # the next GEMM overtakes a warp that loads too late
         tensor = _HERE.cluster.tensor[_HERE.block].view(np.float32)
         row, start = first + _HERE.lane // 4, column + _HERE.lane % 4 * 2
         return [
@@ -515,7 +515,7 @@ def fake_tcgen05():
 
 
 def copy(operand, source, to, tma_bar_ptr, mcast_mask):
-    """A tensor copy; it announces its bytes to the first block of a cluster."""
+    """A TMA copy; it announces its bytes to the first block of a cluster."""
     cluster, block = _HERE.cluster, _HERE.block
     (_, where), shape = source
     (start, swizzled) = to
@@ -523,14 +523,14 @@ def copy(operand, source, to, tma_bar_ptr, mcast_mask):
     assert start.address % (1024 if swizzled else 128) == 0
 
     def job():
-        found = operand.take(shape, where)
-        place = start.address + np.arange(found.size)
+        result = operand.take(shape, where)
+        place = start.address + np.arange(result.size)
         if swizzled:
             place ^= (place >> 7 & 7) << 4
         for target in range(cluster.plan.blocks) if operand.multicast else [block]:
-            cluster.shared[target][place] = found
+            cluster.shared[target][place] = result
             leader = block // cluster.plan.pair * cluster.plan.pair
-            cluster.barrier(tma_bar_ptr.address, leader).complete(found.size)
+            cluster.barrier(tma_bar_ptr.address, leader).complete(result.size)
 
     cluster.copies[block].ask(job)
 
@@ -538,8 +538,8 @@ def copy(operand, source, to, tma_bar_ptr, mcast_mask):
 def shuffled(value, offset, mask_and_clamp, kind):
     """A shuffle upwards; the first lanes get what they gave."""
     assert (mask_and_clamp, kind) == (0, "up")
-    found = together(value)
-    return found[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
+    result = together(value)
+    return result[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
 
 
 def fake_cutlass():
@@ -653,7 +653,7 @@ def run(plan, boxes, contents, memory, arguments, clusters):
 
     Args:
         plan: The configuration.
-        boxes: Of the operands, as the driver is told.
+        boxes: Of the operands, as in their tensor maps.
         contents: Their bytes.
         memory: ``Global``, with everything else.
         arguments: Of the kernel, after the operands.

@@ -36,14 +36,14 @@ def layouts(rows, tokens):
     mma, tile = product(rows, tokens), (rows, tokens, STEP)
     left_scales = blockscaled.make_smem_layout_sfa(mma, tile, 16, STAGES)
     right_scales = blockscaled.make_smem_layout_sfb(mma, tile, 16, STAGES)
-    one = (None, None, None, 0)
+    coordinates = (None, None, None, 0)
     return (
         helpers.make_smem_layout_a(mma, tile, Float4E2M1FN, STAGES),
         helpers.make_smem_layout_b(mma, tile, Float4E2M1FN, STAGES),
         left_scales,
         right_scales,
-        blockscaled.make_tmem_layout_sfa(mma, tile, 16, cute.slice_(left_scales, one)),
-        blockscaled.make_tmem_layout_sfb(mma, tile, 16, cute.slice_(right_scales, one)),
+        blockscaled.make_tmem_layout_sfa(mma, tile, 16, cute.slice_(left_scales, coordinates)),
+        blockscaled.make_tmem_layout_sfb(mma, tile, 16, cute.slice_(right_scales, coordinates)),
         mma.make_fragment_C(cute.append(mma.partition_shape_C(tile[:2]), 2)).layout,
     )
 
@@ -66,7 +66,7 @@ def loaded():
 
 
 class Kernel:
-    """One instruction of each kind for every shape with so many rows.
+    """One instruction of each kind for every shape with that number of rows.
 
     A kernel of its own for each: ptxas refuses instructions of one CTA beside those of pairs.
     """
@@ -105,8 +105,8 @@ def instructions(shapes):
         mma.set(tcgen05.Field.ACCUMULATE, True)
         mma.set(tcgen05.Field.SFA, left_scales[(None, None, 0)].iterator)
         mma.set(tcgen05.Field.SFB, right_scales[(None, None, 0)].iterator)
-        one = (None, None, 0, 0)
-        cute.gemm(mma, total, left[one], right[one], total)
+        coordinates = (None, None, 0, 0)
+        cute.gemm(mma, total, left[coordinates], right[coordinates], total)
 
 
 def pointed(room, layout):
@@ -120,16 +120,16 @@ def tensor_memory(dtype, column):
 
 @cute.jit
 def evaluate():
-    found["loaded"] = loaded()
-    found["shapes"] = [(shape, [plain(one) for one in layouts(*shape)]) for shape in SHAPES]
+    answers["loaded"] = loaded()
+    answers["shapes"] = [(shape, [plain(layout) for layout in layouts(*shape)]) for shape in SHAPES]
 
 
 if __name__ == "__main__":
-    found = {}
+    answers = {}
     evaluate()
     options = f"--gpu-arch sm_100a --keep-ptx --dump-dir {sys.argv[1]}"
     kernels = [Kernel(rows) for rows in dict.fromkeys(rows for rows, _ in SHAPES)]
     text = "".join(cute.compile(k, CUstream(0), options=options).__ptx__ for k in kernels)
-    found["numbers"] = sorted({int(n) for n in re.findall(r"\b\d{6,}\b", text)})
-    found["instructions"] = sorted(set(re.findall(r"tcgen05\.(?:mma|cp)[\w.:]+", text)))
-    print(json.dumps(found))
+    answers["numbers"] = sorted({int(n) for n in re.findall(r"\b\d{6,}\b", text)})
+    answers["instructions"] = sorted(set(re.findall(r"tcgen05\.(?:mma|cp)[\w.:]+", text)))
+    print(json.dumps(answers))

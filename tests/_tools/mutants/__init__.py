@@ -1,11 +1,11 @@
 """A table of mutants: every known way of getting the model wrong, as a change of one function.
 
 ``python -m tests._tools.mutants [9 ...]`` applies each of them to a copy and expects the named test
-to fail. A number is that of a known pitfall (specification, section 15). "HF" are mistakes of the
-drop-in for transformers; "files" are mistakes with files that are replaced, or come from elsewhere;
-"load" are mistakes of packing while a checkpoint is read; P1 to P4 are mistakes of plans, tapes and
+to fail. A number is that of a known pitfall (specification, section 15). "HF" are errors of the
+drop-in for transformers; "files" are errors with files that are replaced, or come from elsewhere;
+"load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
-"start" are mistakes of what is compiled ahead.
+"start" are errors of what is compiled ahead.
 """
 
 from __future__ import annotations

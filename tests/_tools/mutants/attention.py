@@ -1,4 +1,4 @@
-"""Mistakes in the schedule, rotary embedding, attention and the entries it sees."""
+"""Mutants in the schedule, rotary embedding, attention and the entries it sees."""
 
 from __future__ import annotations
 

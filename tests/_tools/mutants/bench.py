@@ -1,4 +1,4 @@
-"""Mistakes of the bench: what is wrong passes, or is not named."""
+"""Mutants of the bench: what is wrong passes, or is not named."""
 
 from __future__ import annotations
 

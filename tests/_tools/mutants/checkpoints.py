@@ -1,4 +1,4 @@
-"""Mistakes in reading and writing what other tools read and write."""
+"""Mutants in reading and writing what other tools read and write."""
 
 from __future__ import annotations
 

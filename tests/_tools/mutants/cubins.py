@@ -1,4 +1,4 @@
-"""Mistakes in the cache of compiled kernels: damaged or planted code reaches the driver."""
+"""Mutants in the cache of compiled kernels: damaged or planted code reaches the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of the drop-in for transformers: arguments that are swallowed, settings that are lost.
+"""Mutants of the drop-in for transformers: arguments that are swallowed, settings that are lost.
 
 They are no pitfalls of the specification; here they are called HF.
 """

@@ -1,4 +1,4 @@
-"""Mistakes with files of checkpoints: replaced by a save, or damaged and hostile ones read."""
+"""Mutants with files of checkpoints: replaced by a save, or damaged and hostile ones read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same mistakes in Triton kernels, which the reference's tests do not look at."""
+"""The same mutants in Triton kernels, which the reference's tests do not look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes of plans, tapes and launches: each repeats something for tensors that are not alike."""
+"""Mutants of plans, tapes and launches: each repeats something for tensors that are not alike."""
 
 from __future__ import annotations
 

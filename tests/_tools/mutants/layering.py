@@ -1,4 +1,4 @@
-"""Mistakes of plans of whole layers: each repeats a step of a layer that is not as it was."""
+"""Mutants of plans of whole layers: each repeats a step of a layer that is not as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in packing and converting while a checkpoint is read."""
+"""Mutants in packing and converting while a checkpoint is read."""
 
 from __future__ import annotations
 

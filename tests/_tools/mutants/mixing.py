@@ -1,4 +1,4 @@
-"""Mistakes in hyper-connections, SwiGLU, routing and the MTP block."""
+"""Mutants in hyper-connections, SwiGLU, routing and the MTP block."""
 
 from __future__ import annotations
 

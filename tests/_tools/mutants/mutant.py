@@ -1,4 +1,4 @@
-"""One deliberate mistake, addressed by the function that it is made in."""
+"""A deliberate error in one function."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class StaleMutantError(ValueError):
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake.
+    """An error in one function, and the test that must fail for it.
 
     ``old`` and ``new`` are compared and replaced as syntax trees, so layout and comments of the
     code do not matter, and nothing outside the function does.
 
     Attributes:
         topic: ``pitfall N`` of the specification, or what else it concerns; see the package.
-        what: The mistake in words.
+        what: What is wrong, in words.
         where: ``module:function``, with the classes and functions around it: ``a.b:Class.method``.
             ``module:Class`` and ``module:`` are statements of a class or a module outside its
             functions.
         old: An expression or statements of the function. Replaced wherever they occur in it.
-        new: What the mistake makes of it. Empty: the statements are removed.
+        new: What replaces it. Empty: the statements are removed.
         test: The test that must fail.
     """
 
@@ -46,11 +46,11 @@ class Mutant:
 
     @property
     def file(self) -> str:
-        """Where the mistake is made, relative to the repository."""
+        """The file that it changes, relative to the repository."""
         return self.where.partition(":")[0].replace(".", "/") + ".py"
 
     def apply(self, source: str) -> str:
-        """Return the text of the module with the mistake in it.
+        """Return the text of the module with the error in it.
 
         Raises:
             StaleMutantError: The module has no such function, or the function no such code.

@@ -1,4 +1,4 @@
-"""Mistakes in NVFP4, its scales, fused matrices and checkpoints."""
+"""Mutants in NVFP4, its scales, fused matrices and checkpoints."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ MUTANTS = (
     ),
     Mutant(
         "pitfall 28",
-        "the global scale of the first layer for every part of a joint weight",
+        "the global scale of the first layer for every part of a fused weight",
         LAYERS + "_joint:JointWeight.part",
         "self.global_scale[index:index + 1]",
         "self.global_scale[:1]",
@@ -189,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         "pitfall 28",
-        "the largest global scale for a joint weight",
+        "the largest global scale for a fused weight",
         LAYERS + "_joint:JointWeight.whole",
         "self.value_of(codes, scales, global_scale, self.format, self.layout, segments)",
         "self.value_of(codes, scales, global_scale.amax().expand(len(self.rows)), "
@@ -256,7 +256,7 @@ MUTANTS = (
     ),
     Mutant(
         "pitfall 29",
-        "global scale folded into block scales in the experts' product",
+        "global scale folded into block scales in the experts' GEMM",
         REFERENCE + "grouped_gemm:grouped_gemm",
         "'See ``dsv4.ops.grouped_gemm.grouped_gemm``.\\n\\n    Reads the offsets on the host "
         "and loops over the experts that have rows. Only the reference may\\n    do that: "
@@ -270,7 +270,7 @@ MUTANTS = (
         "    folded = (args.scales.float() * fold).clamp(max=448).to(torch.float8_e4m3fn)\n"
         "    args = args._replace(scales=folded, global_scale=args.global_scale / fold)\n"
         "bounds = _bounds(args.offsets, args.x.shape[0])",
-        GROUPED + "test_within_the_budget_of_the_dense_product",
+        GROUPED + "test_within_the_budget_of_the_dense_gemm",
     ),
     Mutant(
         "pitfall 29",
@@ -410,7 +410,7 @@ MUTANTS = (
     ),
     Mutant(
         "pitfall 28",
-        "global scales of gate and up one after the other, their rows in turn",
+        "global scales of gate and up one after the other, their rows interleaved",
         LAYERS + "_expert_weights:ExpertWeights.pack",
         "scale.detach().repeat(1, self.intermediate_dim)",
         "scale.detach().repeat_interleave(self.intermediate_dim, 1)",
@@ -450,7 +450,7 @@ MUTANTS = (
     ),
     Mutant(
         "pitfall 28",
-        "global scales of the shared gate and up one after the other, their rows in turn",
+        "global scales of the shared gate and up one after the other, their rows interleaved",
         LAYERS + "_joint:rows_in_turn",
         "each.repeat",
         "each.repeat_interleave",

@@ -1,4 +1,4 @@
-"""Mistakes in what is compiled ahead: a wrong kernel is loaded, or one is compiled after all."""
+"""Mutants in what is compiled ahead: a wrong kernel is loaded, or one is compiled after all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes in compressor state, cache pages, slots and the indexer's selection."""
+"""Mutants in compressor state, cache pages, slots and the indexer's selection."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 def to_byte(x: np.ndarray, kind: torch.dtype, most: float) -> np.ndarray:
     """The nearest, ties to even, saturated; NaN is 0x7F."""
     clamped = torch.from_numpy(np.where(np.isnan(x), 0, np.clip(x, -most, most)))
-    found = clamped.to(kind).view(torch.uint8).numpy()
-    return np.where(np.isnan(x), 0x7F, found).astype(np.uint16)
+    result = clamped.to(kind).view(torch.uint8).numpy()
+    return np.where(np.isnan(x), 0x7F, result).astype(np.uint16)
 
 
 def to_e2m1(x: np.ndarray) -> np.ndarray:
@@ -115,8 +115,8 @@ def _smaller_bfloat16(a, b):
 def _larger_float16(a, b):
     """``max.NaN``: 0x7FFF where one is NaN."""
     x, y = a.view(np.float16), b.view(np.float16)
-    found = np.where(x >= y, a, b)
-    return np.where(np.isnan(x) | np.isnan(y), np.uint16(0x7FFF), found)
+    result = np.where(x >= y, a, b)
+    return np.where(np.isnan(x) | np.isnan(y), np.uint16(0x7FFF), result)
 
 
 def _larger_magnitude(a, b):
@@ -247,23 +247,23 @@ OF_PAIRS: dict[str, Callable[..., np.ndarray]] = {
 
 def permuted(a, b, selector):
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(4):
         nibble = selector >> 4 * i & 15
         byte = both >> (8 * (nibble & 7)).astype(np.uint64) & np.uint64(255)
         byte = np.where(nibble & 8, np.where(byte & np.uint64(128), 255, 0), byte)
-        found |= byte.astype(np.uint32) << np.uint32(8 * i)
-    return found
+        result |= byte.astype(np.uint32) << np.uint32(8 * i)
+    return result
 
 
 def looked_up(a, b, c, table):
     """``lop3``: bit i of the table is the result for bits i of a, b and c, a the highest."""
-    found = np.zeros_like(a)
+    result = np.zeros_like(a)
     for i in range(8):
         if int(table[0]) >> i & 1:
             terms = (x if i >> shift & 1 else ~x for x, shift in ((a, 2), (b, 1), (c, 0)))
-            found |= functools.reduce(np.bitwise_and, terms)
-    return found
+            result |= functools.reduce(np.bitwise_and, terms)
+    return result
 
 
 def bit_field(a, start, length):

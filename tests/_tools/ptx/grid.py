@@ -63,19 +63,19 @@ class Memory:
         self, addresses: np.ndarray, count: int
     ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """For each tensor of which some are: its bytes, which threads', and the places."""
-        found, left = [], np.ones(len(addresses), bool)
+        result, left = [], np.ones(len(addresses), bool)
         for start, size, array in self.spans:
             inside = (addresses >= start) & (addresses + count <= start + size) & left
             if inside.any():
-                found.append((array, inside, (addresses - start)[inside]))
+                result.append((array, inside, (addresses - start)[inside]))
                 left &= ~inside
         if left.any():
             raise IndexError(f"{count} bytes at {int(addresses[left][0]):#x}, outside every tensor")
-        return found
+        return result
 
 
 class Block:
-    """A block of threads: its registers, all threads' at once, and its shared memory."""
+    """A CTA: its registers, all threads' at once, and its shared memory."""
 
     def __init__(self, program: Program, threads: int, shared: int, memory: Memory, values: dict):
         self.program, self.threads, self.memory, self.values = program, threads, memory, values
@@ -160,9 +160,9 @@ class Block:
     def width(self, name: str) -> int:
         if name in self.program.widths:
             return self.program.widths[name]
-        found = re.match(r"%([a-z]+)\d+$", name)
-        assert found, f"{name} is no register"
-        return _WIDTHS[found[1]]
+        result = re.match(r"%([a-z]+)\d+$", name)
+        assert result, f"{name} is no register"
+        return _WIDTHS[result[1]]
 
     def write(self, name, value: np.ndarray, mask: np.ndarray) -> None:
         """``value`` by its type: signed ones get the sign in a wider register."""
@@ -197,26 +197,26 @@ class Block:
         whole = ".".join(parts)
         if type_ == "pred":
             operands = [self.predicate(s) for s in sources]
-            found = ~operands[0] if name == "not" else (BINARY | UNARY)[name](*operands)
+            result = ~operands[0] if name == "not" else (BINARY | UNARY)[name](*operands)
         elif whole in OF_PAIRS:
-            found = OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
+            result = OF_PAIRS[whole](*(self.read(s, type_) for s in sources))
         elif type_ == "f32x2":
             self.do_pairs(instruction, mask)
             return
         elif type_.endswith("x2") or type_ in ("f16", "bf16"):
             raise NotImplementedError(instruction.name)
         elif name in ("shl", "shr"):
-            found = BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
+            result = BINARY[name](self.read(sources[0], type_), self.read(sources[1], "u32"))
         elif name in ("min", "max"):
             # Of two, or of three on Blackwell.
-            found = functools.reduce(self.extreme(parts), (self.read(s, type_) for s in sources))
+            result = functools.reduce(self.extreme(parts), (self.read(s, type_) for s in sources))
         elif len(sources) == 1 and name in UNARY:
-            found = UNARY[name](self.read(sources[0], type_))
+            result = UNARY[name](self.read(sources[0], type_))
         elif len(sources) == 2 and name in BINARY and "hi" not in parts and "wide" not in parts:
-            found = BINARY[name](*(self.read(s, type_) for s in sources))
+            result = BINARY[name](*(self.read(s, type_) for s in sources))
         else:
             raise NotImplementedError(instruction.name)
-        self.write(target, found, mask)
+        self.write(target, result, mask)
 
     def do_pairs(self, instruction: Instruction, mask: np.ndarray) -> None:
         """Of two float32 in 64 bits."""
@@ -253,10 +253,10 @@ class Block:
             return
         a, b = (self.read(s, parts[-1]) for s in sources)
         if parts[1] == "wide":
-            found = in_64_bits(a) * in_64_bits(b)
+            result = in_64_bits(a) * in_64_bits(b)
         else:
-            found = high_product(a, b) if parts[1] == "hi" else a * b
-        self.write(target, found, mask)
+            result = high_product(a, b) if parts[1] == "hi" else a * b
+        self.write(target, result, mask)
 
     def do_mad(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
@@ -279,18 +279,18 @@ class Block:
         values = [self.read(s, type_) for s in sources]
         if result == "f32":  # of two factors of 16 bits, on Blackwell
             factors = [self.read_number(s, type_) for s in sources[:2]]
-            found = fma(*factors, self.read(sources[2], "f32"))
+            actual = fma(*factors, self.read(sources[2], "f32"))
         elif type_ == "f64":
             # Rounded twice: of the arguments of angles, of which float32 is taken.
             terms = ((float(a) * float(b), float(c)) for a, b, c in zip(*values, strict=True))
-            found = np.array([math.fsum(both) for both in terms])
+            actual = np.array([math.fsum(both) for both in terms])
         elif type_ == "f32":
-            found = fma(*values)
+            actual = fma(*values)
         elif name in OF_PAIRS:
-            found = OF_PAIRS[name](*values)
+            actual = OF_PAIRS[name](*values)
         else:
             raise NotImplementedError(instruction.name)
-        self.write(target, found, mask)
+        self.write(target, actual, mask)
 
     def do_setp(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
@@ -298,20 +298,20 @@ class Block:
         a, b = (self.read_number(s, type_) for s in sources[:2])
         unordered = np.isnan(a) | np.isnan(b) if a.dtype.kind == "f" else np.zeros(len(a), bool)
         if order in ("nan", "num"):
-            found = unordered if order == "nan" else ~unordered
+            result = unordered if order == "nan" else ~unordered
         elif order in ("lo", "ls", "hi", "hs"):
-            found = ORDERS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[order]](a, b)
+            result = ORDERS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}[order]](a, b)
         elif order in ORDERS:
-            found = ORDERS[order](a, b) & ~unordered
+            result = ORDERS[order](a, b) & ~unordered
         else:
             assert order.endswith("u")
-            found = ORDERS[order[:-1]](a, b) | unordered
+            result = ORDERS[order[:-1]](a, b) | unordered
         if joined and joined != ["ftz"]:
-            found = BINARY[joined[0]](found, self.predicate(sources[2]))
+            result = BINARY[joined[0]](result, self.predicate(sources[2]))
         first, _, second = target.partition("|")
-        self.write(first, found, mask)
+        self.write(first, result, mask)
         if second:
-            self.write(second, ~found, mask)
+            self.write(second, ~result, mask)
 
     def do_selp(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, b, which = instruction.operands
@@ -335,24 +335,24 @@ class Block:
                 "e5m2x2": (torch.float8_e5m2, 57344.0),
             }[to]
             high, low = (to_byte(self.read(s, "f32"), kind, most) for s in sources)
-            found = low | high << 8
+            result = low | high << 8
         elif to == "e2m1x2":
             high, low = (to_e2m1(self.read(s, "f32")) for s in sources)
-            found = (low | high << 4).astype(np.uint8)
+            result = (low | high << 4).astype(np.uint8)
         elif to in ("bf16x2", "f16x2") and of == "f32":
             narrow = to_bfloat16 if to == "bf16x2" else to_float16
             high, low = (narrow(self.read(s, "f32")) for s in sources)
-            found = paired(low, high)
+            result = paired(low, high)
         elif of == "e4m3x2":
             pair = torch.from_numpy(self.read(sources[0], "u16").view(np.uint8).copy())
-            found = pair.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
+            result = pair.view(torch.float8_e4m3fn).half().numpy().view(np.uint32)
         else:
-            found = self.read_number(sources[0], of)
+            result = self.read_number(sources[0], of)
             if "rzi" in parts or "rni" in parts:
-                found = np.trunc(found) if "rzi" in parts else np.rint(found)
+                result = np.trunc(result) if "rzi" in parts else np.rint(result)
             narrow = {"bf16": to_bfloat16, "f16": to_float16}.get(to)
-            found = narrow(found) if narrow else found.astype(kind_of(to))
-        self.write(target, found, mask)
+            result = narrow(result) if narrow else result.astype(kind_of(to))
+        self.write(target, result, mask)
 
     def do_prmt(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, *sources = instruction.operands
@@ -369,8 +369,8 @@ class Block:
             32
         )
         by = self.read(by, "u64") & np.uint64(31)
-        found = both << by >> np.uint64(32) if instruction.parts[1] == "l" else both >> by
-        self.write(target, found.astype(np.uint32), mask)
+        result = both << by >> np.uint64(32) if instruction.parts[1] == "l" else both >> by
+        self.write(target, result.astype(np.uint32), mask)
 
     def do_bfe(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, a, *where = instruction.operands
@@ -402,8 +402,8 @@ class Block:
             function = self.extreme([how, *(m for m in more if m != "abs"), type_])
         else:
             function = {"add": np.add, "max": np.maximum, "min": np.minimum}[how]
-        found = functools.reduce(function, values.T)
-        self.write(target, np.repeat(found, 32), mask)
+        result = functools.reduce(function, values.T)
+        self.write(target, np.repeat(result, 32), mask)
 
     def do_ld(self, instruction: Instruction, mask: np.ndarray) -> None:
         target, (base, offset) = instruction.operands
@@ -417,8 +417,8 @@ class Block:
         size = np.dtype(kind).itemsize
         raw = self.load(space, base, offset, size * len(targets), mask)
         for i, name in enumerate(targets):
-            found = np.ascontiguousarray(raw[:, i * size : (i + 1) * size]).view(kind)[:, 0]
-            self.write(name, found, mask)
+            result = np.ascontiguousarray(raw[:, i * size : (i + 1) * size]).view(kind)[:, 0]
+            self.write(name, result, mask)
 
     def do_st(self, instruction: Instruction, mask: np.ndarray) -> None:
         (base, offset), source = instruction.operands
@@ -437,9 +437,9 @@ class Block:
             return
         (to, skip), (of, offset), size, *read = instruction.operands
         count = int(size, 0)
-        given = self.read(read[0], "u32") if read else np.full(self.threads, count)
-        assert np.isin(given[mask], (0, count)).all()
-        raw = self.load("global", of, offset, count, mask & (given > 0))
+        expected_count = self.read(read[0], "u32") if read else np.full(self.threads, count)
+        assert np.isin(expected_count[mask], (0, count)).all()
+        raw = self.load("global", of, offset, count, mask & (expected_count > 0))
         self.store("shared", to, skip, raw, mask)
 
     def do_mma(self, instruction: Instruction, mask: np.ndarray) -> None:
@@ -461,9 +461,9 @@ class Block:
         right = np.concatenate([b[:, 0], b[:, 1]], 2)  # [W, column, 16]
         sums = left @ right.transpose(0, 2, 1)
         sums = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 8, 4, 4)
-        found = (sums + c).astype(np.float32).reshape(self.threads, 4)
+        result = (sums + c).astype(np.float32).reshape(self.threads, 4)
         for i, name in enumerate(d):
-            self.write(name, np.ascontiguousarray(found[:, i]), mask)
+            self.write(name, np.ascontiguousarray(result[:, i]), mask)
 
     def do_wgmma(self, instruction: Instruction, mask: np.ndarray) -> None:
         """64 x N sums of 16 products by a warpgroup; what it waits for is there already."""
@@ -488,9 +488,9 @@ class Block:
         for i, name in enumerate(d):
             row = rows + lanes // 4 + i % 4 // 2 * 8
             column = i // 4 * 8 + lanes % 4 * 2 + i % 2
-            found = sums[np.arange(self.threads) // 128, row, column]
+            result = sums[np.arange(self.threads) // 128, row, column]
             before = np.where(self.predicate(keeps), self.read(name, "f32"), np.float32(0))
-            self.write(name, (found + before).astype(np.float32), mask)
+            self.write(name, (result + before).astype(np.float32), mask)
 
     def described(self, name: str, rows: int, turned: bool, type_: str) -> np.ndarray:
         """A matrix in shared memory by each warpgroup's descriptor: ``[G, rows, 16]``.
@@ -500,7 +500,7 @@ class Block:
         """
         words = [int(w) for w in self.bits(name)[::128]]
         row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
-        found = []
+        result = []
         for word in words:
             start, leading, stride = ((word >> at & 0x3FFF) << 4 for at in (0, 16, 32))
             wide = {0: 16, 1: 128, 2: 64, 3: 32}[word >> 62]
@@ -515,17 +515,17 @@ class Block:
                 np.uint16
             ) << np.uint16(8)
             number = from_bfloat16(bits) if type_ == "bf16" else from_float16(bits)
-            found.append(number.astype(np.float64))
-        return np.stack(found)
+            result.append(number.astype(np.float64))
+        return np.stack(result)
 
     def fragment(self, names: tuple, type_: str) -> np.ndarray:
         """Matrices of 8 x 8 whose rows four lanes have: ``[W, len(names), 8, 8]``."""
-        found = []
+        result = []
         for name in names:
             halves = np.stack(halves_of(self.read(name, "u32")), -1).reshape(-1, 8, 8)
             number = from_bfloat16(halves) if type_ == "bf16" else halves.view(np.float16)
-            found.append(number.astype(np.float64))
-        return np.stack(found, 1)
+            result.append(number.astype(np.float64))
+        return np.stack(result, 1)
 
     def do_atom(self, instruction: Instruction, mask: np.ndarray) -> None:
         """One thread after another, in their order."""
@@ -535,30 +535,32 @@ class Block:
         kind = kind_of(type_)
         space = space_of(parts)
         how = next(p for p in parts if p in ("add", "max", "min", "or", "and", "exch", "cas"))
-        given = [self.read(s, type_) for s in (source, *more)]
+        operands = [self.read(s, type_) for s in (source, *more)]
         before = np.zeros(self.threads, kind)
         for thread in np.flatnonzero(mask):
             alone = np.arange(self.threads) == thread
             old = self.load(space, base, offset, np.dtype(kind).itemsize, alone)[thread].view(kind)
-            new = [g[thread : thread + 1] for g in given]
+            new = [g[thread : thread + 1] for g in operands]
             if how == "cas":
-                found = np.where(old == new[0], new[1], old)
+                result = np.where(old == new[0], new[1], old)
             elif how == "exch":
-                found = new[0]
+                result = new[0]
             else:
-                found = {**BINARY, "max": np.maximum, "min": np.minimum}[how](old, new[0])
+                result = {**BINARY, "max": np.maximum, "min": np.minimum}[how](old, new[0])
             before[thread] = old[0]
-            raw = np.tile(found.astype(kind).view(np.uint8), (self.threads, 1))
+            raw = np.tile(result.astype(kind).view(np.uint8), (self.threads, 1))
             self.store(space, base, offset, raw, alone)
         self.write(target, before, mask)
 
     def addresses(self, space: str, base, offset: int, mask: np.ndarray, size: int) -> np.ndarray:
-        found = (self.bits(base).astype(np.int64) + offset)[mask]
-        if (found % size).any():
-            raise IndexError(f"{size} bytes at {int(found[found % size != 0][0]):#x}, not aligned")
-        if space != "global" and ((found < 0) | (found + size > len(self.shared))).any():
+        result = (self.bits(base).astype(np.int64) + offset)[mask]
+        if (result % size).any():
+            raise IndexError(
+                f"{size} bytes at {int(result[result % size != 0][0]):#x}, not aligned"
+            )
+        if space != "global" and ((result < 0) | (result + size > len(self.shared))).any():
             raise IndexError(f"{size} bytes beyond the {len(self.shared)} of shared memory")
-        return found
+        return result
 
     def load(self, space: str, base, offset: int, size: int, mask: np.ndarray) -> np.ndarray:
         places = self.addresses(space, base, offset, mask, size)

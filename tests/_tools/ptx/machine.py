@@ -73,8 +73,8 @@ def _permuted(a, b, selector):
     """Bytes that the selector's nibbles name; of those with the highest bit, the sign alone."""
     both = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     nibbles = [selector >> 4 * i & 15 for i in range(4)]
-    found = (both[n] if n < 8 else 255 * (both[n & 7] >> 7) for n in nibbles)
-    return int.from_bytes(bytes(found), "little")
+    result = (both[n] if n < 8 else 255 * (both[n & 7] >> 7) for n in nibbles)
+    return int.from_bytes(bytes(result), "little")
 
 
 def _larger_halves(a, b):
@@ -112,7 +112,7 @@ def _parsed(code):
     """Names of instructions, and each one's operands; a pair of halves is a tuple."""
     code = re.sub(r"\{(\$[rw]\d+)\}", r"\1", code).strip()
     assert code.startswith("{") == code.endswith("}")
-    found = []
+    result = []
     for instruction in filter(
         None, map(str.strip, code.removeprefix("{").removesuffix("}").split(";"))
     ):
@@ -120,8 +120,8 @@ def _parsed(code):
         if name == ".reg":
             continue
         operands = [part.strip() for part in re.findall(r"\{[^}]*\}|[^,{}]+", rest)]
-        found.append((name, [_operand(part) for part in operands if part]))
-    return found
+        result.append((name, [_operand(part) for part in operands if part]))
+    return result
 
 
 def _operand(text):
@@ -145,27 +145,27 @@ class Machine:
         return operand if isinstance(operand, int) else self.registers[operand]
 
     def run(self, name, target, *sources):
-        found = [self.read(source) for source in sources]
+        actual = [self.read(source) for source in sources]
         kind, type_ = name.rsplit(".", 1)
         if isinstance(target, tuple):
-            self.registers |= zip(target, (found[0] & 0xFFFF, found[0] >> 16), strict=True)
+            self.registers |= zip(target, (actual[0] & 0xFFFF, actual[0] >> 16), strict=True)
         elif name.startswith("setp"):
             _, order, *also = kind.split(".")
             assert also in ([], ["and"])
-            result = bool(_ORDERS[order](*(map(number, found[:2]) if type_ == "f32" else found)))
-            self.registers[target] = result and (not also or found[2])
+            result = bool(_ORDERS[order](*(map(number, actual[:2]) if type_ == "f32" else actual)))
+            self.registers[target] = result and (not also or actual[2])
         elif name.startswith("selp"):
-            self.registers[target] = found[0] if found[2] else found[1]
+            self.registers[target] = actual[0] if actual[2] else actual[1]
         elif name in _UNSIGNED:
-            self.registers[target] = _UNSIGNED[name](*found)
+            self.registers[target] = _UNSIGNED[name](*actual)
         elif name in _CONVERSIONS:
-            self.registers[target] = _CONVERSIONS[name](*found)
+            self.registers[target] = _CONVERSIONS[name](*actual)
         elif type_ == "f32":
             with np.errstate(all="ignore"):
-                self.registers[target] = bits(_FLOATS[kind](*map(number, found)))
+                self.registers[target] = bits(_FLOATS[kind](*map(number, actual)))
         else:
             assert type_ == "b32"
-            self.registers[target] = _WORDS[kind](*found)
+            self.registers[target] = _WORDS[kind](*actual)
 
 
 def run(code, outputs, inputs):
@@ -178,8 +178,8 @@ def run(code, outputs, inputs):
     """
     floats = tuple(kind is np.float32 for kind in outputs)
     words = tuple(bits(x) if isinstance(x, np.float32) else int(x) for x in inputs)
-    found = _ran(code, words, floats)
-    return found[0] if len(found) == 1 else found
+    result = _ran(code, words, floats)
+    return result[0] if len(result) == 1 else result
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -26,9 +26,9 @@ def machine_code(cubin):
     size, count, names = struct.unpack_from("<3H", cubin, 0x3A)
     headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]
     start = headers[names][4]
-    found = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
-    assert len(found) == 1
-    return cubin[found[0][4] : found[0][4] + found[0][5]]
+    result = [h for h in headers if cubin[start + h[0] :].startswith(b".text.kernel")]
+    assert len(result) == 1
+    return cubin[result[0][4] : result[0][4] + result[0][5]]
 
 
 def instructions_of(images, arch, file):
@@ -38,11 +38,11 @@ def instructions_of(images, arch, file):
     binary = arch.replace("sm_", "SM")
     listing = run("nvdisasm", "--binary", binary, "--no-dataflow", file)
     starts = list(itertools.accumulate(map(len, codes), initial=0))
-    found = [[] for _ in codes]
+    result = [[] for _ in codes]
     for line in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*?)\s*;", listing):
-        found[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
-    assert all("EXIT" in instructions for instructions in found)
-    return found
+        result[bisect.bisect(starts, int(line[1], 16)) - 1].append(line[2])
+    assert all("EXIT" in instructions for instructions in result)
+    return result
 
 
 def usage_of(image, file):
@@ -72,7 +72,7 @@ def _before_wait(listing):
             labels[label] = len(instructions)
         else:
             instructions.append((predicate, instruction))
-    seen, begun, found = set(), [0], []
+    seen, begun, result = set(), [0], []
     while begun:
         i = begun.pop()
         if i in seen:
@@ -82,14 +82,14 @@ def _before_wait(listing):
         name = instruction.split()[0]
         assert not name.startswith(("BRX", "JMP", "CALL", "RET")), instruction
         if _GLOBAL_LOAD.match(instruction):
-            found.append(instruction)
+            result.append(instruction)
         if name.startswith("BRA"):
             begun.append(labels[re.search(r"`\((\S+)\)", instruction)[1]])
         # Some branches have their predicate as an operand.
         always = not predicate and re.fullmatch(r"EXIT|BRA\S* `\(\S+\)", instruction)
         if name != "ACQBULK" and not always:
             begun.append(i + 1)
-    return found
+    return result
 
 
 def parameters_of(text):

@@ -47,21 +47,21 @@ def parse(ptx: str) -> Program:
     opened = 0
     statement = re.compile(r"\s*(?:(\{)|(\})|([$\w]+):(?!:)|([^;{}]*(?:\{[^}]*\}[^;{}]*)*);)")
     while True:
-        found = statement.match(body, at)
-        if not found:
+        result = statement.match(body, at)
+        if not result:
             break
-        at = found.end()
-        if found[1]:
+        at = result.end()
+        if result[1]:
             opened += 1
             scopes.append({})
-        elif found[2]:
+        elif result[2]:
             scopes.pop()
             if not scopes:
                 break
-        elif found[3]:
-            program.labels[found[3]] = len(program.instructions)
-        elif found[4].strip():
-            _read(program, " ".join(found[4].split()), scopes, opened)
+        elif result[3]:
+            program.labels[result[3]] = len(program.instructions)
+        elif result[4].strip():
+            _read(program, " ".join(result[4].split()), scopes, opened)
     assert not scopes, body[at : at + 80]
     return program
 
@@ -71,9 +71,9 @@ def _declare(program: Program, text: str, scope: dict[str, str], opened: int) ->
     type_, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
     for name in map(str.strip, names.split(",")):
         many = re.match(r"(\w+)<(\d+)>$", name)
-        for each in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
-            scope[each] = f"{each}@{opened}"
-            program.widths[f"{each}@{opened}"] = 0 if type_ == "pred" else int(type_[1:])
+        for register in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
+            scope[register] = f"{register}@{opened}"
+            program.widths[f"{register}@{opened}"] = 0 if type_ == "pred" else int(type_[1:])
 
 
 def _read(program: Program, text: str, scopes: list[dict[str, str]], opened: int) -> None:

@@ -93,14 +93,14 @@ def pretend(monkeypatch, path, uid=None, mode=None, gid=None):
 
     def changed(real):
         def status(target, **options):
-            found = real(target, **options)
-            if (found.st_ino, found.st_dev) != (inode, device):
-                return found
-            values = list(found[:10])
-            values[stat.ST_UID] = found.st_uid if uid is None else uid
-            values[stat.ST_GID] = found.st_gid if gid is None else gid
+            result = real(target, **options)
+            if (result.st_ino, result.st_dev) != (inode, device):
+                return result
+            values = list(result[:10])
+            values[stat.ST_UID] = result.st_uid if uid is None else uid
+            values[stat.ST_GID] = result.st_gid if gid is None else gid
             if mode is not None:
-                values[stat.ST_MODE] = stat.S_IFMT(found.st_mode) | mode
+                values[stat.ST_MODE] = stat.S_IFMT(result.st_mode) | mode
             return os.stat_result(values)
 
         return status
@@ -244,9 +244,9 @@ class TestTrust:
             monkeypatch.setattr(
                 grp, "getgrgid", lambda gid: grp.struct_group((name, "x", gid, members))
             )
-            found = trusted._user(1000).private_group
+            result = trusted._user(1000).private_group
             trusted._user.cache_clear()
-            return found
+            return result
 
         assert group("me", 1000, []) == group("me", 1000, ["me"]) == 1000
         assert group("me", 1000, ["other"]) is None
@@ -358,7 +358,7 @@ class TestOtherUsers:
             monkeypatch.setattr(trusted, "MOST_BYTES", 10)
             os.replace(aside, file)
         assert fetch().cubin == b"code 2 of plan 0"
-        assert [one.name for one in place.iterdir()] == [file.name]
+        assert [entry.name for entry in place.iterdir()] == [file.name]
         assert len(said) == 1
 
 
@@ -466,11 +466,11 @@ class TestFolders:
         assert list(place.iterdir()) == []
 
     def test_many_writers_and_readers(self, place, compiled):
-        found, failures = [], []
+        result, failures = [], []
 
         def work():
             try:
-                found.extend(fetch(Plan(n % 4)).name for n in range(40))
+                result.extend(fetch(Plan(n % 4)).name for n in range(40))
             except BaseException as error:
                 failures.append(error)
 
@@ -480,6 +480,6 @@ class TestFolders:
         for thread in threads:
             thread.join()
         assert failures == []
-        assert len(found) == 320
+        assert len(result) == 320
         assert len(list(place.iterdir())) == 4
         assert len(compiled) <= 32

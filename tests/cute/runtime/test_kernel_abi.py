@@ -56,11 +56,11 @@ class Driver:
         return lambda *arguments: 0
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
-        found = {}
+        result = {}
         for (name, field), place in zip(self.abi.fields.items(), pointers, strict=True):
             kind = "@" + field.format
-            found[name] = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
-        self.launches.append(found)
+            result[name] = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
+        self.launches.append(result)
         return 0
 
 
@@ -71,8 +71,8 @@ def launched(abi, pointers, values, matrices=(), described=()):
         patch.setattr(cuda_driver, "_driver", lambda: driver)
         patch.setattr(cuda_driver, "tensor_map", lambda *what: MAP)
         launch = abi.launch(Kernel(Image(b"", "name", 32, 1, 0)), 1, matrices, **values)
-        for each in pointers:
-            launch(0, abi.pointers(**each), described)
+        for pointer in pointers:
+            launch(0, abi.pointers(**pointer), described)
     return driver.launches
 
 
@@ -80,13 +80,13 @@ def launched(abi, pointers, values, matrices=(), described=()):
 def test_every_argument_is_found_by_its_name(rows, places, stride, flag):
     values = {"factor": math.inf, "flag": flag, "stride": stride, "rows": rows}
     pointers = [{"out": out, "source": source} for source, out in places]
-    found = launched(KernelAbi(Args), pointers, values)
-    assert found == [
+    result = launched(KernelAbi(Args), pointers, values)
+    assert result == [
         {
             **{name: (value,) for name, value in values.items()},
-            **{name: (value,) for name, value in each.items()},
+            **{name: (value,) for name, value in pointer.items()},
         }
-        for each in pointers
+        for pointer in pointers
     ]
 
 
@@ -95,10 +95,10 @@ def test_tma_copies_come_first():
     abi = KernelAbi(Copies, Args)
     matrices = (Matrix(300, 512, 512, 64), Matrix(1024, 256, 256, 128))
     values = {"rows": 7, "stride": 1, "flag": 0, "factor": 2.0}
-    [found] = launched(abi, [{"source": 16, "out": 32}], values, matrices, (16, 48))
-    assert (found["of_x"], found["of_codes"]) == ((MAP,), (MAP,))
-    assert (found["x"], found["codes"], found["layout"]) == ((300, 512), (1024, 256), (b"\0",))
-    assert (found["rows"], found["source"], found["out"]) == ((7,), (16,), (32,))
+    [result] = launched(abi, [{"source": 16, "out": 32}], values, matrices, (16, 48))
+    assert (result["of_x"], result["of_codes"]) == ((MAP,), (MAP,))
+    assert (result["x"], result["codes"], result["layout"]) == ((300, 512), (1024, 256), (b"\0",))
+    assert (result["rows"], result["source"], result["out"]) == ((7,), (16,), (32,))
 
 
 def test_a_wrong_name_is_said():

@@ -31,7 +31,7 @@ BOTH = (False, True)
 
 
 def layouts(blocks):
-    """Tokens of a tile, blocks of a cluster and how many parts K has, of either kind of product."""
+    """Tokens of a tile, blocks of a cluster and how many parts K has, of either kind of GEMM."""
     if blocks == 1:
         return [(tokens, 1, 1) for tokens in TOKEN_BLOCKS] + [(64, parts, parts) for parts in PARTS]
     return [(tokens, 2, 1) for tokens in TOKEN_BLOCKS]
@@ -82,7 +82,7 @@ def check(plan, arch, image, numbers, instructions):
     assert begins("LDTM") == count("LDTM.16dp256bit.x4") > 0
     assert begins("UTMACCTL.PF"), "operands' descriptions are prefetched"
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
-    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert any(i.startswith("ACQBULK") for i in instructions), "the preceding kernel is waited for"
     assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
     # Sums of the other parts of K are read by 16 bytes a lane.
     assert bool(count("LD.E.128")) == (plan.parts > 1)

@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 product without a Blackwell: its numbers, its layouts, and its source run.
+"""Blackwell's NVFP4 GEMM without a Blackwell: its numbers, its layouts, and its source run.
 
 The source of the kernel is run by ``blackwell_emulator``; CuTeDSL's own layouts and instructions
 are asked for by ``sm100_layouts``, in a process of its own.
@@ -46,7 +46,7 @@ def test_resources(plan):
     assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
     assert plan.stages >= 4
     assert plan.stage_bytes % 1024 == plan.row_code_bytes % 1024 == 0
-    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can expect"
     assert plan.barriers <= 32, "a lane makes each"
     assert plan.parts == 1 or plan.stages * plan.stage_bytes >= 128 * 4 * plan.token_block
     assert plan.pair in (1, 2)
@@ -99,8 +99,8 @@ def test_every_product_has_a_plan_that_fits():
             every = [choose(product, t) for t in range(1, most + 1)]
             assert plans(product, most) == list(dict.fromkeys(every))
         assert choose(product, 9000) == choose(product, 8192)
-    found = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
-    assert found == plans(Product(400, 7168, 1, True, True), 100)
+    result = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
+    assert result == plans(Product(400, 7168, 1, True, True), 100)
 
 
 def test_few_tokens_take_few():
@@ -110,13 +110,13 @@ def test_few_tokens_take_few():
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 20))
 def test_every_tile_is_multiplied_once(token_tiles, span, row_blocks, clusters):
     total = token_tiles * row_blocks
-    found = [
+    result = [
         tile_position(tile, (token_tiles, span, row_blocks))
         for first in range(clusters)
         for tile in range(first, total, clusters)
     ]
     every = itertools.product(range(row_blocks), range(token_tiles))
-    assert sorted(found) == sorted(every)
+    assert sorted(result) == sorted(every)
 
 
 @settings(max_examples=15)
@@ -248,9 +248,9 @@ def test_descriptions_are_cutedsls(cutedsl):
     """Every large number in a kernel of CuTeDSL's own instructions, but the compiler's build."""
     ours = {dense_plan.CODES_DESCRIPTOR, dense_plan.SCALES_DESCRIPTOR}
     ours |= {dense_plan.instruction(*shape) for shape, _ in cutedsl["shapes"]}
-    found = set(cutedsl["numbers"])
-    assert ours <= found
-    assert len(found - ours) <= 1
+    result = set(cutedsl["numbers"])
+    assert ours <= result
+    assert len(result - ours) <= 1
     kinds = {i.split(".collector")[0] for i in cutedsl["instructions"]}
     assert kinds == {
         f"tcgen05.{what}"
@@ -271,19 +271,19 @@ def test_scales_in_memory_are_cutedsls(shapes):
     import cutlass.cute as cute
     import cutlass.utils.blockscaled_layout as blockscaled
 
-    found = []
+    result = []
 
     def keep():
         for rows, blocks in shapes:
             layout = blockscaled.tile_atom_to_shape_SF((rows, blocks * 16, 1), 16)
-            found.append((layout.shape, layout.stride))
+            result.append((layout.shape, layout.stride))
 
     @cute.jit
     def trace():
         keep()
 
     trace()
-    for (rows, blocks), (shape, stride) in zip(shapes, found, strict=True):
+    for (rows, blocks), (shape, stride) in zip(shapes, result, strict=True):
         for m, k in itertools.product(range(0, rows, 7), range(blocks)):
             coordinate = [[m % 128, m // 128], [k % 4 * 16, k // 4], 0]
             coordinate[1] = [[0, k % 4], k // 4]
@@ -330,9 +330,9 @@ def emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit):
     grid = launch.blocks // plan.blocks
     read = blackwell_emulator.run(plan, launch.boxes, contents, memory, arguments, grid)
     assert (memory.arrays[places[2]][1] == 1).all(), "every result is stored once"
-    found = torch.from_numpy(out if plan.float32_out else out.view(np.int16))
-    found = found if plan.float32_out else found.view(torch.bfloat16)
-    return found.reshape(tokens, outputs), read
+    result = torch.from_numpy(out if plan.float32_out else out.view(np.int16))
+    result = result if plan.float32_out else result.view(torch.bfloat16)
+    return result.reshape(tokens, outputs), read
 
 
 def compare(monkeypatch, plan, rows, columns, tokens, groups=1, scaling="token", clusters=1):
@@ -346,20 +346,20 @@ def compare(monkeypatch, plan, rows, columns, tokens, groups=1, scaling="token",
         weight.codes, weight.scales, weight.global_scale * scale, NVFP4, SWIZZLED, cuts
     )
     limit = 7.0 if plan.swiglu else math.inf
-    found, read = emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit)
+    actual, read = emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit)
     kind = {"activation": "nvfp4", "input_scale": activations(x, scaling, groups)[0]}
     if plan.swiglu:
         kind["limit"] = limit
     op = gemm_swiglu if plan.swiglu else gemm
     if groups > 1:
         kind["groups"] = groups
-    wanted = op(x.double(), weight, backend="reference", **kind).reshape(tokens, -1)
-    error = (found.double() - wanted).abs()
+    expected = op(x.double(), weight, backend="reference", **kind).reshape(tokens, -1)
+    error = (actual.double() - expected).abs()
     allowed = 1e-5 if plan.float32_out else 2**-8
-    assert (error <= allowed * wanted.abs() + 1e-6 * wanted.abs().max()).all()
-    assert (found[tokens // 2] == 0).all()
+    assert (error <= allowed * expected.abs() + 1e-6 * expected.abs().max()).all()
+    assert (actual[tokens // 2] == 0).all()
     blocks, tiles = -(-rows // plan.rows), -(-tokens // plan.token_block)
-    assert [(one.reads == tiles).all() for one in read[:2]] == [True, True]
+    assert [(load.reads == tiles).all() for load in read[:2]] == [True, True]
     assert groups > 1 or (read[2].reads == blocks).all()
 
 

@@ -50,9 +50,9 @@ def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
     shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
     x = torch.randn(shape).bfloat16()
-    found = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
+    result = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    return dispatch.Call(found.op, found.args, device)
+    return dispatch.Call(result.op, result.args, device)
 
 
 EXPERT_OPS = [grouped_gemm, grouped_gemm_swiglu, grouped_gemm_swiglu_quantize]
@@ -71,8 +71,8 @@ def call_of_experts(
     how = {"activation": "bf16" if quantized else "nvfp4", **how}
     rest = () if op is grouped_gemm else (10.0,)
     rest += (torch.ones(sizes[0]),) if op is grouped_gemm_swiglu_quantize else ()
-    found = dispatch.arguments(op, x, weight, offsets.clamp(max=5).int(), *rest, **how)
-    return dispatch.Call(found.op, found.args, torch.device("cuda", 0))
+    result = dispatch.arguments(op, x, weight, offsets.clamp(max=5).int(), *rest, **how)
+    return dispatch.Call(result.op, result.args, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("op", EXPERT_OPS, ids=lambda op: op.__name__)
@@ -177,8 +177,8 @@ class Driver:
 
     def cuTensorMapEncodeTiled(self, place, kind, rank, start, sizes, strides, box, steps, *rest):  # noqa: N802
         place[0] = len(self.maps)
-        found = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
-        self.maps.append((kind, start.value, *found, rest))
+        result = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
+        self.maps.append((kind, start.value, *result, rest))
         return 0
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
@@ -194,8 +194,8 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch):
-    found = Driver()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
+    result = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
     monkeypatch.setattr(_maps, "tensor_map", _maps.tensor_map.__wrapped__)
     monkeypatch.setattr(gemm_nvfp4, "tensor_map", _maps.tensor_map)
     monkeypatch.setattr(gemm_nvfp4, "stream_of", lambda index: 77)
@@ -204,7 +204,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(gemm_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return found
+    return result
 
 
 @pytest.fixture
@@ -283,10 +283,10 @@ def test_groups_are_quantised_apart():
     x = torch.randn(5, 3, 64)
     codes, scales, total = gemm_nvfp4.quantized(x, None)
     for group in range(3):
-        one = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
-        assert torch.equal(codes[group], one.codes)
-        assert torch.equal(scales[group].view(torch.uint8), one.scales.view(torch.uint8))
-        assert torch.equal(total[group], one.global_scale)
+        quantized = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
+        assert torch.equal(codes[group], quantized.codes)
+        assert torch.equal(scales[group].view(torch.uint8), quantized.scales.view(torch.uint8))
+        assert torch.equal(total[group], quantized.global_scale)
     _, _, total = gemm_nvfp4.quantized(x, torch.tensor([0.25]))
     assert total.reshape(-1)[0] == 0.25
 
@@ -339,9 +339,9 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         of_expert = of_rows[
             torch.bucketize(torch.arange(tokens), offsets[1:], right=True).clamp(max=4)
         ]
-        want = quantize(x, scaling="static", global_scale=of_expert)
-        assert torch.equal(x_codes, want.codes)
-        assert torch.equal(x_scales.view(torch.uint8), want.scales.view(torch.uint8))
+        expected = quantize(x, scaling="static", global_scale=of_expert)
+        assert torch.equal(x_codes, expected.codes)
+        assert torch.equal(x_scales.view(torch.uint8), expected.scales.view(torch.uint8))
         assert torch.equal(token_scale, of_expert)
     kinds = (swiglu, codes, codes, kind == "swizzled")
     sizes = Experts(rows, columns, experts, kind == "product", True, *kinds)
@@ -376,8 +376,8 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
 @pytest.mark.parametrize("op", [op.__name__ for op in EXPERT_OPS])
 def test_the_bench_has_experts_as_the_gpu_wants_them(op, monkeypatch):
     config = ModelConfig.tiny(hidden_size=256, moe_intermediate_size=256, n_routed_experts=4)
-    wanted = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}
-    for arch, layout in wanted.items():
+    expected = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}
+    for arch, layout in expected.items():
         monkeypatch.setattr(moe_cases, "_architecture", lambda device, arch=arch: arch)
         for case in getattr(moe_cases, op)(config, 3):
             problem = case.build(Draw(0, torch.device("cpu")))

@@ -1,4 +1,4 @@
-"""Blackwell's NVFP4 product of sorted rows with experts, without a Blackwell.
+"""Blackwell's NVFP4 GEMM of sorted rows with experts, without a Blackwell.
 
 Its source is run by ``blackwell_emulator`` for many routings, of every layout of its memories in
 the nightly profile, else of some.
@@ -68,7 +68,7 @@ def test_resources(plan):
     # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
     assert (plan.stages - 1) * plan.stage_bytes >= 1500 * 64
     assert plan.stage_bytes % 1024 == 0
-    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can expect"
     assert plan.barriers <= 32, "a lane makes each"
     assert plan.threads == 256
     assert plan.tensor_columns in (256, 512)
@@ -82,25 +82,25 @@ def test_resources(plan):
 
 
 def test_these_are_all_there_are():
-    found = {
+    result = {
         plan
         for kind in KINDS
         for plan in candidates(Experts(4096, 2048, 256, kind[0], True, *kind[1:]))
     }
-    assert found == set(PLANS)
+    assert result == set(PLANS)
 
 
 @pytest.mark.parametrize("sizes", [(6144, 7168, 384), (4096, 2048, 256), (48, 256, 3)], ids=str)
 def test_every_number_of_rows_has_a_configuration(sizes):
-    wanted = Experts(*sizes, False, True)
+    expected = Experts(*sizes, False, True)
     for most in (1, 2, 6, 100, 5000, 49152):
-        every = [choose(wanted, tokens) for tokens in range(1, most + 1, max(1, most // 999))]
-        assert set(every) <= set(plans(wanted, most)) <= set(candidates(wanted))
-        assert choose(wanted, most) == choose(wanted, counted_as(most))
-    assert choose(wanted, 1).token_block == 64
-    assert sizes[0] < 128 or choose(wanted, 400 * sizes[2]).token_block > 64
-    assert choose(wanted._replace(columns=sizes[1] + 128), 1) is None
-    assert choose(wanted._replace(experts=MOST_EXPERTS + 1), 1) is None
+        every = [choose(expected, tokens) for tokens in range(1, most + 1, max(1, most // 999))]
+        assert set(every) <= set(plans(expected, most)) <= set(candidates(expected))
+        assert choose(expected, most) == choose(expected, counted_as(most))
+    assert choose(expected, 1).token_block == 64
+    assert sizes[0] < 128 or choose(expected, 400 * sizes[2]).token_block > 64
+    assert choose(expected._replace(columns=sizes[1] + 128), 1) is None
+    assert choose(expected._replace(experts=MOST_EXPERTS + 1), 1) is None
 
 
 # Which tile is whose.
@@ -108,7 +108,7 @@ def test_every_number_of_rows_has_a_configuration(sizes):
 
 def tiles_of(counts, spare, block, row_blocks):
     """What the source finds of every tile: expert, block of rows, first row, rows from there."""
-    memory, found = blackwell_emulator.Global(), []
+    memory, result = blackwell_emulator.Global(), []
     module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
     here = blackwell_emulator._HERE
     offsets = memory.add(np.array([0, *itertools.accumulate(counts)], np.int32))
@@ -121,11 +121,11 @@ def tiles_of(counts, spare, block, row_blocks):
         if here.thread == 0:
             total = module.total_tiles(table) * row_blocks
             order = module.GroupedTileOrder(table, row_blocks)
-            found.extend(module.find_tile(t, order, block) for t in range(total))
+            result.extend(module.find_tile(t, order, block) for t in range(total))
             assert module.end_row(table) == sum(counts)
 
     blackwell_emulator.Cluster(plan_of((64, 1)), 0, 1).run(body)
-    return found
+    return result
 
 
 ROUTINGS = st.one_of(
@@ -139,7 +139,7 @@ ROUTINGS = st.one_of(
 @example([0] * MOST_EXPERTS, 64, 3)
 @example([0] * (MOST_EXPERTS - 1) + [1000], 128, 2)
 def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
-    wanted = [
+    expected = [
         (expert, row_block, start + i * block, count - i * block)
         for expert, (start, count) in enumerate(
             zip(itertools.accumulate(counts, initial=0), counts, strict=False)
@@ -147,7 +147,7 @@ def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
         for row_block in range(row_blocks)
         for i in range(-(-count // block))
     ]
-    assert tiles_of(counts, 0, block, row_blocks) == wanted
+    assert tiles_of(counts, 0, block, row_blocks) == expected
 
 
 # The source, run.
@@ -155,7 +155,7 @@ def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
 
 @dataclasses.dataclass
 class Case:
-    """Operands of a product, and what the kernel is told of them."""
+    """Operands of a GEMM, and the arguments of the kernel for them."""
 
     counts: list[int]
     spare: int
@@ -171,9 +171,9 @@ class Case:
         self.x[total // 3] = 0
         weight = torch.randn(experts, self.rows, self.columns)
         q = quantize(weight, NVFP4, scaling="weight", layout=SWIZZLED)
-        each = {"one": 1, "segments": 3, "rows": self.rows}[self.scales]
+        count = {"one": 1, "segments": 3, "rows": self.rows}[self.scales]
         segments = (16, 32, self.rows - 48) if self.scales == "segments" else ()
-        scale = q.global_scale * (torch.rand(experts, each) + 0.5)
+        scale = q.global_scale * (torch.rand(experts, count) + 0.5)
         self.weight = QuantizedTensor(q.codes, q.scales, scale, NVFP4, SWIZZLED, segments)
         self.offsets = torch.tensor([0, *self.counts]).cumsum(0).to(torch.int32)
         self.row_weight = torch.rand(total) + 0.5
@@ -188,14 +188,14 @@ def contents(tensor):
 def emulate(monkeypatch, plan, case, clusters):
     """What the kernel stores, the operands with how often they were read, and the memory."""
     total, experts = case.x.shape[0], len(case.counts)
-    wanted = Experts(case.rows, case.columns, experts, plan.float32_out, True)
+    expected = Experts(case.rows, case.columns, experts, plan.float32_out, True)
     monkeypatch.setattr(grouped_nvfp4, "choose", lambda *what: plan)
     ready = types.SimpleNamespace(prepare=lambda device: clusters)
     monkeypatch.setattr(grouped_nvfp4, "loaded", lambda *what: ready)
     monkeypatch.setattr(grouped_nvfp4, "architecture", lambda device: "sm_100a")
     limit = case.limit if plan.swiglu else math.inf
     launch = grouped_nvfp4._prepared.__wrapped__(
-        wanted, total, case.weight.segments, case.weight.global_scale.shape[1], limit, 0
+        expected, total, case.weight.segments, case.weight.global_scale.shape[1], limit, 0
     )
     memory, outputs = blackwell_emulator.Global(), case.rows // 2 if plan.swiglu else case.rows
     out = np.full(total * outputs, 7, np.float32 if plan.float32_out else np.uint16)
@@ -235,13 +235,13 @@ def check_reads(plan, case, read, memory):
         assert (codes == np.array(tiles)[:, None, None]).all()
         scales = read[1].reads.reshape(len(tiles), -1)
         assert (scales == np.array(tiles)[:, None]).all()
-    wanted, start = np.zeros(case.x.shape[0], int), 0
-    needed = np.zeros_like(wanted)
+    expected, start = np.zeros(case.x.shape[0], int), 0
+    needed = np.zeros_like(expected)
     for count, many in zip(case.counts, tiles, strict=True):
-        wanted[start : start + many * block] += blocks
+        expected[start : start + many * block] += blocks
         needed[start : start + count] += blocks * plan.pair
         start += count
-    assert (read[2].reads == wanted[:, None]).all()
+    assert (read[2].reads == expected[:, None]).all()
     line = case.columns // 16
     loads = {i * 16: needed[i * 16 // line] for i in range(case.x.shape[0] * line // 16)}
     assert memory.loads == {at: count for at, count in loads.items() if count}
@@ -260,16 +260,16 @@ def reference(plan, case):
 def compare(monkeypatch, plan, case, clusters=1):
     results, read, memory = emulate(monkeypatch, plan, case, clusters)
     check_reads(plan, case, read, memory)
-    wanted, out = (
+    expected, out = (
         reference(plan, case),
         torch.from_numpy(results[0] if plan.float32_out else results[0].view(np.int16)),
     )
-    found = (out if plan.float32_out else out.view(torch.bfloat16)).reshape(wanted.shape)
-    error, allowed = (found.double() - wanted).abs(), 1e-5 if plan.float32_out else 2**-8
-    assert (error <= allowed * wanted.abs() + 1e-6 * wanted.abs().max()).all()
-    assert (found[case.x.shape[0] // 3] == 0).all()
-    assert (found[sum(case.counts) :] == 0).all(), "rows of no expert"
-    return found
+    actual = (out if plan.float32_out else out.view(torch.bfloat16)).reshape(expected.shape)
+    error, allowed = (actual.double() - expected).abs(), 1e-5 if plan.float32_out else 2**-8
+    assert (error <= allowed * expected.abs() + 1e-6 * expected.abs().max()).all()
+    assert (actual[case.x.shape[0] // 3] == 0).all()
+    assert (actual[sum(case.counts) :] == 0).all(), "rows of no expert"
+    return actual
 
 
 def ragged(plan):
@@ -308,8 +308,8 @@ def test_the_source_of_whole_tiles_and_two_blocks(monkeypatch):
 
 def test_no_rows_for_any_expert(monkeypatch):
     case = Case([0, 0, 0], 4, 64, 256)
-    found = compare(monkeypatch, plan_of((64, 1)), case, clusters=2)
-    assert not found.any()
+    result = compare(monkeypatch, plan_of((64, 1)), case, clusters=2)
+    assert not result.any()
     results, *_ = emulate(monkeypatch, plan_of((64, 1), False, True, False, True), case, 2)
     assert not results[0].any()
     assert not results[1].any()
@@ -324,26 +324,26 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     case.x[7, 9] = math.nan
     case.x[8] *= 1e-3
     case.q = quantize(case.x, NVFP4, scaling="token")
-    found = emulate(monkeypatch, plan_of(how, False, True, True), case, 1)[0][0].view(np.int16)
-    bfloat16 = torch.from_numpy(found).view(torch.bfloat16).reshape(22, 48)
-    wanted = reference(plan_of(how, False, True, True), case)
+    actual = emulate(monkeypatch, plan_of(how, False, True, True), case, 1)[0][0].view(np.int16)
+    bfloat16 = torch.from_numpy(actual).view(torch.bfloat16).reshape(22, 48)
+    expected = reference(plan_of(how, False, True, True), case)
     known = torch.arange(22) != 7
-    error = (bfloat16.double() - wanted).abs()[known]
-    assert (error <= 2**-8 * wanted[known].abs() + 1e-6 * wanted[known].abs().max()).all()
+    error = (bfloat16.double() - expected).abs()[known]
+    assert (error <= 2**-8 * expected[known].abs() + 1e-6 * expected[known].abs().max()).all()
     assert bool(bfloat16[7].isnan().all())
     (codes, scales, total), *_ = emulate(
         monkeypatch, plan_of(how, False, True, True, True), case, 1
     )
-    each = torch.ones(22)
-    each[:17], each[17:20] = case.result_scale[1], case.result_scale[2]
-    want = quantize(bfloat16, scaling="static", global_scale=each, backend="reference")
-    assert torch.equal(torch.from_numpy(total), each)
-    assert torch.equal(torch.from_numpy(codes).view(22, -1), want.codes)
-    assert torch.equal(torch.from_numpy(scales).view(22, -1), want.scales.view(torch.uint8))
+    unit_scales = torch.ones(22)
+    unit_scales[:17], unit_scales[17:20] = case.result_scale[1], case.result_scale[2]
+    quantized = quantize(bfloat16, scaling="static", global_scale=unit_scales, backend="reference")
+    assert torch.equal(torch.from_numpy(total), unit_scales)
+    assert torch.equal(torch.from_numpy(codes).view(22, -1), quantized.codes)
+    assert torch.equal(torch.from_numpy(scales).view(22, -1), quantized.scales.view(torch.uint8))
     # And what the operator means, but for codes whose value lies at a border.
     how_ = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
     given_ = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
-    same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == want.codes
+    same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == quantized.codes
     assert same.float().mean() > 0.99
 
 

@@ -56,7 +56,7 @@ def check(plan, arch, image, numbers, instructions):
     # A chunk of 32 tokens of a warp's 32 rows.
     assert begins("LDTM") == count("LDTM.16dp256bit.x4") > 0
     assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
-    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert any(i.startswith("ACQBULK") for i in instructions), "the preceding kernel is waited for"
     assert count("SHFL.UP"), "tiles are counted by a warp"
     # Gate and up are exchanged, and maxima of codes; sums of padding rows.
     assert bool(begins("MUFU.EX2")) == plan.swiglu
@@ -100,9 +100,9 @@ def test_instructions_and_parameters(tmp_path):
     fence, arrival = "fence.proxy.async.shared::cta;", "mbarrier.arrive.shared::cluster.b64"
     parts = text.split(fence)
     assert len(parts) == AHEAD + 1
-    assert all(arrival in part for part in parts[1:]), "the first block is told afterwards"
+    assert all(arrival in part for part in parts[1:]), "the first CTA is notified afterwards"
     stored = [part.count("st.shared.v4.u32") for part in parts]
-    assert stored == [4 * plan.scale_tiles] * AHEAD + [0], "what is told of was stored before"
+    assert stored == [4 * plan.scale_tiles] * AHEAD + [0], "what is announced was stored before"
     offsets, sizes, end = parameters_of(text)
     assert grouped_nvfp4.PARAMETERS.offsets == offsets
     assert [struct.calcsize(kind) for kind in grouped_nvfp4.PARAMETERS.kinds] == sizes

@@ -26,7 +26,7 @@ class Step:
         waits: Barrier and parity, or None.
         after: Process and how many of its steps must be over: what was asked for comes later.
         arrives: Barriers that are arrived at.
-        needs: The same as ``after``, but a mistake of the kernel if it does not hold.
+        needs: The same as ``after``, but an error of the kernel if it does not hold.
         name: What it is.
     """
 
@@ -260,7 +260,7 @@ def test_scales_that_are_turned_too_early_are_seen():
 
 
 def test_a_product_that_does_not_wait_for_scales_is_seen(monkeypatch):
-    """Where tensor copies alone fill a stage, the other block's scales may come later."""
+    """Where TMA copies alone fill a stage, the other CTA's scales may come later."""
     monkeypatch.setattr(GroupedPlan, "full_arrivals", 2)
     with pytest.raises(AssertionError, match="does 'product 0' before"):
         Model(GroupedPlan(64, 2, False), 1, 1, 1).explore()
