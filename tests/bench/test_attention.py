@@ -33,9 +33,9 @@ def command(path: Path, group: str, *more: str) -> int:
 
 
 def rows_of(path: Path) -> list[dict]:
-    found = json.loads(path.read_text())
-    results.validate(found)
-    return found["rows"]
+    document = json.loads(path.read_text())
+    results.validate(document)
+    return document["rows"]
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,11 @@ def rows_of(path: Path) -> list[dict]:
     ],
 )
 def test_every_case_is_checked_and_timed(group, tokens, cases, tmp_path: Path, capsys):
-    given = ["--tokens", tokens, "--cases", ",".join(cases)]
-    assert command(tmp_path / "found.json", group, *given) == cli.OK
+    options = ["--tokens", tokens, "--cases", ",".join(cases)]
+    assert command(tmp_path / "found.json", group, *options) == cli.OK
     rows = rows_of(tmp_path / "found.json")
-    wanted = [(case, int(count)) for count in tokens.split(",") for case in cases]
-    assert [(row["case"], row["tokens"]) for row in rows] == wanted
+    expected = [(case, int(count)) for count in tokens.split(",") for case in cases]
+    assert [(row["case"], row["tokens"]) for row in rows] == expected
     assert all(row["match"] and row["us"] > 0 for row in rows)
     printed = capsys.readouterr().out
     assert attention.HEADINGS[-4] in printed
@@ -60,12 +60,12 @@ def test_every_case_is_checked_and_timed(group, tokens, cases, tmp_path: Path, c
 
 
 @pytest.mark.parametrize(
-    ("tokens", "wanted"), [(1, [1024, 8192]), (64, [1024, 8192]), (65, [1024])]
+    ("tokens", "expected"), [(1, [1024, 8192]), (64, [1024, 8192]), (65, [1024])]
 )
-def test_a_decode_step_of_c128a_has_the_entries_of_a_million_tokens(tokens, wanted):
+def test_a_decode_step_of_c128a_has_the_entries_of_a_million_tokens(tokens, expected):
     cases = [c for c in attention.attention("pro", tokens) if " C128A " in c.name]
     for heads in (16, 128):
-        assert [c.shape["entries"] for c in cases if c.shape["h"] == heads] == wanted
+        assert [c.shape["entries"] for c in cases if c.shape["h"] == heads] == expected
     assert len({c.name for c in cases}) == len(cases)
 
 
@@ -101,16 +101,16 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path: Path):
     assert len(rows_of(tmp_path / "found.json")) == 1
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("token", [0, -1])
 @pytest.mark.parametrize("group", ["attention", "indexer"])
-def test_a_wrong_token_has_no_time(group, place, monkeypatch):
+def test_a_wrong_token_has_no_time(group, token, monkeypatch):
     """The first or the last of many; only some are judged."""
     right = Problem.run
 
     def wrong(self, backend="auto"):
         out = right(self, backend)
         if backend == "auto":
-            out[0][place] = out[0][place].flip(-1) + 1
+            out[0][token] = out[0][token].flip(-1) + 1
         return out
 
     monkeypatch.setattr(Problem, "run", wrong)
@@ -164,8 +164,8 @@ def test_decoded_tokens_share_no_entry_and_a_prefill_is_causal():
     chosen, prefix = (case.build(Draw(0, CPU)).args for case in attention.attention("tiny", 70))
     reach = torch.arange(-7, 1)
     for args in (chosen, prefix):
-        wanted = torch.arange(70).unsqueeze(1) + reach
-        assert torch.equal(args[2], wanted.clamp(min=-1))
+        expected = torch.arange(70).unsqueeze(1) + reach
+        assert torch.equal(args[2], expected.clamp(min=-1))
     seen = (prefix[4] >= 0).sum(1)
     assert torch.equal(seen, (128 - 70 + 1 + torch.arange(70)) // 8)
     assert int(chosen[4].min()) >= 0
@@ -191,10 +191,10 @@ def test_published_sizes():
 def test_bounds_on_an_h200(monkeypatch):
     assert attention.published(CPU, RATES) is RATES
     monkeypatch.setattr(attention, "device_name", lambda device: "NVIDIA H200")
-    found = attention.published(CPU, RATES)
-    assert found.bound_us(4_380_000, 0) == pytest.approx(1.0)
-    assert found.bound_us(0, 790_000_000) == pytest.approx(1.0)
-    assert found.copy_tbs == RATES.copy_tbs
+    rates = attention.published(CPU, RATES)
+    assert rates.bound_us(4_380_000, 0) == pytest.approx(1.0)
+    assert rates.bound_us(0, 790_000_000) == pytest.approx(1.0)
+    assert rates.copy_tbs == RATES.copy_tbs
 
 
 @pytest.mark.parametrize(("kind", "tokens", "context"), [(CSA, 2, 31), (SLIDING, 70, 0)])
@@ -209,10 +209,10 @@ def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
 def test_which_of_transformers_are_timed(monkeypatch):
     """Eager on a GPU or where baselines are asked for, compiled where Inductor is."""
     step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
-    given = []
+    calls = []
 
     def step_us(step, options, backend):
-        given.append(backend)
+        calls.append(backend)
         if backend:
             raise RuntimeError("no\nmore")
         return 3.0
@@ -225,14 +225,14 @@ def test_which_of_transformers_are_timed(monkeypatch):
     assert transformers_attention.times(step, named[()]) == (eager, "")
     said = "transformers inductor: RuntimeError: no"
     assert transformers_attention.times(step, named[("Inductor",)]) == (eager, said)
-    assert given == [None, None, "inductor"]
+    assert calls == [None, None, "inductor"]
 
 
-def test_a_compiled_reference_is_timed_beside_few_tokens():
-    few, many = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
+def test_a_compiled_reference_is_timed_for_few_tokens():
+    short, long = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
     baseline = inductor.of_reference("aot_eager")
-    torch.testing.assert_close(baseline(few)(), few.run("reference")[0])
-    assert baseline(many) is None
+    torch.testing.assert_close(baseline(short)(), short.run("reference")[0])
+    assert baseline(long) is None
 
 
 class Library:
@@ -244,27 +244,27 @@ class Library:
     def get_mla_metadata(self):
         return "plan", None
 
-    def flash_mla_with_kvcache(self, q, cache, table, lengths, dims, plan, **given):
+    def flash_mla_with_kvcache(self, q, cache, table, lengths, dims, plan, **options):
         self.calls += 1
-        assert (table, lengths, plan, given["is_fp8_kvcache"]) == (None, None, "plan", True)
+        assert (table, lengths, plan, options["is_fp8_kvcache"]) == (None, None, "plan", True)
         pools = [
-            (cache, given["indices"]),
-            (given["extra_k_cache"], given["extra_indices_in_kvcache"]),
+            (cache, options["indices"]),
+            (options["extra_k_cache"], options["extra_indices_in_kvcache"]),
         ]
         flat = []
         for pages, indices in pools:
             assert indices.shape[-1] % 64 == 0
             assert indices.dtype == torch.int32
-            count, size, one, width = pages.shape
-            assert (one, width, pages.stride(1)) == (1, 64 + 16 + 8, 64 + 16 + 8)
+            count, size, heads, width = pages.shape
+            assert (heads, width, pages.stride(1)) == (1, 64 + 16 + 8, 64 + 16 + 8)
             data = pages.as_strided((count, pages.stride(0)), (pages.stride(0), 1))
             flat += [data, size, "fp8", indices.squeeze(1).long()]
         out = torch.ops.dsv4.sparse_attention.default(
             q.squeeze(1),
             *flat,
-            given["attn_sink"],
+            options["attn_sink"],
             16,
-            given["softmax_scale"],
+            options["softmax_scale"],
             None,
             None,
             "reference",
@@ -283,7 +283,7 @@ class Library:
         return torch.einsum("thn,tnd->thd", weights, entries).to(q.dtype) * self.factor, None, None
 
 
-def test_flash_mla_is_told_where_entries_of_padded_pages_are():
+def test_flash_mla_gets_where_entries_of_padded_pages_are():
     data = torch.arange(2 * 37440, dtype=torch.int32).view(2, 37440)
     entries = flash_mla._cache(data, 64, 512, 64)
     assert entries.shape == (2, 64, 1, 584)
@@ -295,12 +295,12 @@ def test_flash_mla_is_told_where_entries_of_padded_pages_are():
 def test_flash_mla_is_given_the_same_entries(monkeypatch, prepare, tokens):
     monkeypatch.setattr(flash_mla, "_HEADS", (4,))
     problem = next(attention.attention("tiny", tokens)).build(Draw(0, CPU))
-    found = _prepare.captured(problem)
-    call = prepare(Library(), found.args)
+    captured = _prepare.captured(problem)
+    call = prepare(Library(), captured.args)
     still = dataclasses.replace(problem, kwargs={"scale": problem.kwargs["scale"]})
     torch.testing.assert_close(call(), still.run("reference")[0])
     with pytest.raises(ValueError, match=r"off by 1\.0e-01"):
-        prepare(Library(1.1), found.args)
+        prepare(Library(1.1), captured.args)
     monkeypatch.setattr(flash_mla, "_HEADS", (64,))
     with pytest.raises(ValueError, match="of 4 heads"):
-        prepare(Library(), found.args)
+        prepare(Library(), captured.args)

@@ -69,8 +69,8 @@ def test_baselines_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
         name: call() for name, call in baselines.prepare_baselines("rope", problem).items()
     } == {"quick": 1}
     assert asked == ["quick", "unable"]
-    found = baselines.prepare_baselines("rope", problem, ("inductor", "unable", "unknown"))
-    assert {name: call() for name, call in found.items()} == {"inductor": 2}
+    chosen = baselines.prepare_baselines("rope", problem, ("inductor", "unable", "unknown"))
+    assert {name: call() for name, call in chosen.items()} == {"inductor": 2}
     assert baselines.prepare_baselines("swiglu", problem) == {}
 
 
@@ -79,16 +79,16 @@ def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytes
     monkeypatch.setattr(baselines, "BASELINES", {})
     for name in ("Quick (no norm)", "Quick (in place)", "Quicker"):
         baselines.register("rope", name)(lambda problem: lambda: 1)
-    found = list(baselines.prepare_baselines("rope", _problem("rope"), (asked,)))
+    chosen = list(baselines.prepare_baselines("rope", _problem("rope"), (asked,)))
     exact = asked == "Quick (no norm)"
-    assert found == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
+    assert chosen == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
 
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
 def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
-    found = baselines.prepare_baselines(op, _problem(op))
-    assert set(found) == set(plain.BASELINES.get(op, {}))
-    for call in found.values():
+    able = baselines.prepare_baselines(op, _problem(op))
+    assert set(able) == set(plain.BASELINES.get(op, {}))
+    for call in able.values():
         call()
 
 
@@ -109,8 +109,8 @@ def test_libraries_take_the_arguments_of_the_schema(source):
 
 def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    found = SimpleNamespace(double=lambda x: 2 * x)
-    monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or found)
+    library = SimpleNamespace(double=lambda x: 2 * x)
+    monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or library)
     baseline = _prepare.FromLibrary("library", lambda library, args: lambda: library.double(args.x))
     x = torch.ones(2, 4)
     assert baseline(_norm(x, None)) is None
@@ -134,7 +134,7 @@ def test_what_is_refused_is_no_baseline(error: type[Exception], late: bool, capl
     assert f"library: op: {error.__name__}: a shape of mine" in caplog.text
 
 
-def test_a_mistake_is_not_a_refusal():
+def test_an_error_of_a_baseline_is_not_a_refusal():
     def run():
         raise KeyError("mine")
 
@@ -150,10 +150,10 @@ def test_a_missing_library_is_said(caplog):
 
 def test_arguments_are_captured_with_copies_of_what_changes():
     problem = _problem("write_kv")
-    found = _prepare.captured(problem)
-    assert found.op == "write_kv"
+    call = _prepare.captured(problem)
+    assert call.op == "write_kv"
     pages = problem.args[0].data
-    copied = found.args[0]
+    copied = call.args[0]
     assert torch.equal(copied.view(torch.uint8), pages.view(torch.uint8))
     assert copied.data_ptr() != pages.data_ptr()
 
@@ -169,7 +169,7 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
     call = inductor.of_reference("aot_eager")(problem)
     assert call is not None
     before = problem.fresh()
-    found = call()
+    results = call()
     assert all(
         torch.equal(a, b)
         for i in problem.mutates
@@ -177,9 +177,9 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
     ), "changed the problem's own inputs"
     if problem.mutates:
         return
-    found = found if isinstance(found, tuple) else (found,)
-    for actual, wanted in zip(found, problem.run("reference"), strict=True):
-        assert torch.equal(actual, wanted)
+    results = results if isinstance(results, tuple) else (results,)
+    for actual, expected in zip(results, problem.run("reference"), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_sizes_without_end_are_compiled():
@@ -213,9 +213,9 @@ def test_equal_sizes_are_compiled_once():
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_inductor_itself():
     problem = _problem("swiglu")
-    found = baselines.prepare_baselines("swiglu", problem, ("inductor",))
-    assert set(found) == {"inductor"}
-    torch.testing.assert_close(found["inductor"](), problem.run("reference")[0])
+    able = baselines.prepare_baselines("swiglu", problem, ("inductor",))
+    assert set(able) == {"inductor"}
+    torch.testing.assert_close(able["inductor"](), problem.run("reference")[0])
 
 
 def _case(name: str, tokens: int = 5) -> Problem:
@@ -239,8 +239,8 @@ def test_packed_baselines_get_the_weight_once_in_rows_with_one_scale():
     prepare, library = _multiplier(log), SimpleNamespace(__name__="fake")
     for tokens in (5, 9, 3):
         problem = _case("q_a+kv", tokens)
-        found = prepare(library, _prepare.captured(problem).args)()
-        assert found.shape == problem.run("reference")[0].shape
+        result = prepare(library, _prepare.captured(problem).args)()
+        assert result.shape == problem.run("reference")[0].shape
     (weight,) = log
     assert weight.layout == "linear"
     assert weight.segments == ()
@@ -265,10 +265,10 @@ def test_packed_baselines_refuse_what_they_do_not_do(name: str):
 @pytest.mark.parametrize("name", ["q_a+kv", "o_a", "q_b fp8", "gate_up w4a4"])
 def test_cublas_multiplies_the_dequantised_weight(name: str):
     problem = _case(name)
-    found = packed._cublas(torch, _prepare.captured(problem).args)()
+    result = packed._cublas(torch, _prepare.captured(problem).args)()
     truth = problem.run("reference")[0]
-    found = found.transpose(0, 1) if found.dim() == 3 else found
-    error = float((found.double() - truth.double()).norm() / truth.double().norm())
+    result = result.transpose(0, 1) if result.dim() == 3 else result
+    error = float((result.double() - truth.double()).norm() / truth.double().norm())
     assert error < (0.2 if name.endswith("w4a4") else 0.01)
 
 

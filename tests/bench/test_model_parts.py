@@ -30,29 +30,29 @@ NAMED = Named("flash", 64, 256, 43, 43, "random", "nvfp4", "random")
 class TestOperators:
     def functions(self) -> dict[str, list[str]]:
         """Triton kernels that are launched, with the files that hold them."""
-        found: dict[str, list[str]] = {}
+        by_file: dict[str, list[str]] = {}
         for path in sorted((Path(dsv4.__file__).parent / "triton").glob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 jitted = isinstance(node, ast.FunctionDef) and any(
-                    "triton.jit" in ast.unparse(one) for one in node.decorator_list
+                    "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
                 )
                 if jitted and node.name.endswith("kernel"):
-                    found.setdefault(node.name, []).append(path.stem)
-        return found
+                    by_file.setdefault(node.name, []).append(path.stem)
+        return by_file
 
     def test_every_triton_kernel_has_an_operator(self):
-        found = self.functions()
-        assert set(found) == set(operators.FUNCTIONS)
-        several = {name: files for name, files in found.items() if len(files) > 1}
+        by_file = self.functions()
+        assert set(by_file) == set(operators.FUNCTIONS)
+        several = {name: files for name, files in by_file.items() if len(files) > 1}
         assert set(several) <= {"_unpack_kernel"}, "one name, one operator"
 
     def test_every_cute_kernel_has_an_operator(self):
-        found = set()
+        classes = set()
         for path in (Path(dsv4.__file__).parent / "cute").glob("sm*/*.py"):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Kernel"):
-                    found.add(node.name)
-        assert found == set(operators.CLASSES)
+                    classes.add(node.name)
+        assert classes == set(operators.CLASSES)
 
     @pytest.mark.parametrize(
         ("kernel", "operator"),
@@ -85,11 +85,12 @@ class TestOperators:
         launches=st.lists(st.tuples(names, st.floats(0, 1e4)), min_size=1), steps=st.integers(1, 9)
     )
     def test_the_operators_add_up(self, launches, steps):
-        found = Profile.of([Launch(*one) for one in launches], steps)
-        assert found.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
-        assert sum(one.ms for one in found.operators) == pytest.approx(found.ms)
-        assert sum(one.launches for one in found.operators) == pytest.approx(found.launches)
-        times = [one.ms for one in found.operators]
+        profile = Profile.of([Launch(*launch) for launch in launches], steps)
+        assert profile.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
+        assert sum(operator.ms for operator in profile.operators) == pytest.approx(profile.ms)
+        counts = [operator.launches for operator in profile.operators]
+        assert sum(counts) == pytest.approx(profile.launches)
+        times = [operator.ms for operator in profile.operators]
         assert times == sorted(times, reverse=True)
 
 
@@ -163,17 +164,17 @@ class TestChart:
         root = ET.fromstring(text)
         space = "{http://www.w3.org/2000/svg}"
         bars = [r for r in root.iter(f"{space}rect") if r.find(f"{space}title") is not None]
-        found = [value for group in groups for value in group.values if value is not None]
-        assert len(bars) == len(found)
+        drawn = [value for group in groups for value in group.values if value is not None]
+        assert len(bars) == len(drawn)
         heights = [float(bar.get("height")) for bar in bars]
-        for value, height in zip(found, heights, strict=True):
+        for value, height in zip(drawn, heights, strict=True):
             assert 0 <= height <= 300
-            for other, lower in zip(found, heights, strict=True):
+            for other, lower in zip(drawn, heights, strict=True):
                 assert value < other or height >= lower - 0.1
-        if found and max(found) <= 30 * min(found):
-            unit = max(heights) / max(found)
-            assert heights == pytest.approx([unit * value for value in found], abs=0.11)
-        assert ("logarithmic" in text) == bool(found and max(found) > 30 * min(found))
+        if drawn and max(drawn) <= 30 * min(drawn):
+            unit = max(heights) / max(drawn)
+            assert heights == pytest.approx([unit * value for value in drawn], abs=0.11)
+        assert ("logarithmic" in text) == bool(drawn and max(drawn) > 30 * min(drawn))
 
 
 def test_kernels_that_were_compiled_ahead_are_named():
@@ -189,8 +190,8 @@ class TestDocument:
     def document(self) -> dict[str, Any]:
         row = dataclasses.asdict(row_of(1, step_ms=5.0))
         start = dataclasses.asdict(ModelResults().start)
-        found = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
-        return {"schema": "dsv4.bench.model/1", "header": {}, **found}
+        document = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
+        return {"schema": "dsv4.bench.model/1", "header": {}, **document}
 
     def test_what_is_complete_is_valid(self):
         validate(self.document())
@@ -208,10 +209,10 @@ class TestDocument:
         ],
     )
     def test_what_is_wrong_is_named(self, change, message):
-        found = self.document()
-        change(found)
+        document = self.document()
+        change(document)
         with pytest.raises(ValueError, match=message):
-            validate(found)
+            validate(document)
 
 
 @pytest.mark.parametrize(

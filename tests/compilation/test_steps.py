@@ -53,7 +53,7 @@ for arch, preset, activation in points:
         assert request.options["launch_pdl"] or request.options["enable_fp_fusion"]
         if real:
             _images.compile_request(request)
-    ran = [[*key, sorted(ran.kernels), ran.objections] for key, ran in steps.ran.items()]
+    ran = [[*key, sorted(ran.kernels), ran.reasons] for key, ran in steps.ran.items()]
     if (preset, activation, arch) == ("flash", "nvfp4", "sm_100a"):
         both = {static(r) for r in requests if r.name == "_gather_quantize_kernel"}
         assert both == {False, True}, "scales may come or not"
