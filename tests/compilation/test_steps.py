@@ -42,11 +42,11 @@ real, points = map(json.loads, sys.argv[1:])
 found = {}
 for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
-    before = JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch._device
+    before = JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch.Call
     sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
     shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
     steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
-    assert before == (JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch._device)
+    assert before == (JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch.Call)
     requests = list(steps.requests.values())
     for request in requests:
         assert request.arch == arch
