@@ -112,7 +112,7 @@ def test_bad_input_is_not_blamed_on_a_module():
     report = first_nonfinite(chain(2), torch.full((2, 4), torch.nan))
     assert report
     assert report.first is None
-    assert report.given[0].nan == 8
+    assert report.inputs[0].nan == 8
     assert "given to the watched module: input[0]" in str(report)
 
 
@@ -216,8 +216,8 @@ def test_check_parameters_decodes_one_byte_scales(dtype, byte):
     raw[1, 2] = byte
     model.register_buffer("bad", raw.view(dtype))
     model.register_buffer("codes", torch.full((4,), 255, dtype=torch.uint8))
-    (result,) = check_parameters(model)
-    assert (result.name, result.nan, result.infinite, result.first) == ("bad", 1, 0, (1, 2))
+    (bad,) = check_parameters(model)
+    assert (bad.name, bad.nan, bad.infinite, bad.first) == ("bad", 1, 0, (1, 2))
 
 
 def test_check_parameters_skips_meta_and_lists_in_order():
@@ -238,8 +238,8 @@ def test_large_tensors_are_inspected_in_chunks(monkeypatch):
     value = torch.zeros(5, 6)
     value[3, 4] = value[4, 5] = torch.nan
     model.register_buffer("value", value)
-    (result,) = check_parameters(model)
-    assert (result.nan, result.first) == (2, (3, 4))
+    (bad,) = check_parameters(model)
+    assert (bad.nan, bad.first) == (2, (3, 4))
 
 
 def test_works_on_device(device):
@@ -385,7 +385,7 @@ def test_a_graph_counts_on_every_replay():
 @pytest.mark.gpu
 def test_a_graph_of_packed_experts_counts_on_every_replay():
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("grouped GEMMs of other GPUs are the reference, which reads offsets")
+        pytest.skip("grouped GEMMs on other GPUs are the reference, which reads offsets")
     config = ModelConfig.tiny(n_routed_experts=EXPERTS, hidden_size=256, moe_intermediate_size=128)
     experts = randomize_(DeepseekV4Experts(config).requires_grad_(False), 0)
     experts.quantize()

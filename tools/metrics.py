@@ -37,7 +37,7 @@ def module_name(file: Path) -> str:
 def imports(*, inside_functions: bool) -> dict[str, set[str]]:
     """Modules of the package that each module imports, those for types alone included."""
     names = {module_name(file) for file in sources()}
-    found: dict[str, set[str]] = {name: set() for name in names}
+    imported: dict[str, set[str]] = {name: set() for name in names}
     for file in sources():
         own = module_name(file)
         tree = ast.parse(file.read_text())
@@ -50,8 +50,8 @@ def imports(*, inside_functions: bool) -> dict[str, set[str]]:
                 asked = [name if name in names else node.module for name in asked]
             else:
                 continue
-            found[own] |= {name for name in asked if name in names and name != own}
-    return found
+            imported[own] |= {name for name in asked if name in names and name != own}
+    return imported
 
 
 def _outer(statements: list[ast.stmt], conditional: bool) -> Iterator[ast.stmt]:
@@ -108,15 +108,22 @@ def matches(pattern: str, folder: Path = PACKAGE) -> int:
     return sum(len(re.findall(pattern, file.read_text())) for file in sources(folder))
 
 
+def coined_words() -> int:
+    """Uses of words that ``tools/words.toml`` bans, in the package."""
+    import words  # in the folder of this program
+
+    return len(words.check(words.load(), [str(PACKAGE)]))
+
+
 def duplicated_runs() -> int:
     """Runs of lines that stand in two places: distinct windows of 8 lines of code."""
-    places: dict[tuple[str, ...], int] = defaultdict(int)
+    windows: dict[tuple[str, ...], int] = defaultdict(int)
     for file in sources():
         lines = [line.strip() for line in file.read_text().splitlines()]
         lines = [line for line in lines if len(line) > 8 and not line.startswith(("#", "from"))]
         for i in range(len(lines) - _RUN + 1):
-            places[tuple(lines[i : i + _RUN])] += 1
-    return sum(count > 1 for count in places.values())
+            windows[tuple(lines[i : i + _RUN])] += 1
+    return sum(count > 1 for count in windows.values())
 
 
 def frames(call: Callable[[], Any]) -> tuple[int, int]:
@@ -193,15 +200,16 @@ def call_frames() -> dict[str, list[int]]:
 
 def figures() -> Iterator[tuple[str, Any]]:
     """Every figure with its name."""
-    found = cycles()
-    yield "import cycles", len(found)
-    yield "modules in them", [len(group) for group in found]
+    groups = cycles()
+    yield "import cycles", len(groups)
+    yield "modules in them", [len(group) for group in groups]
     late = cycles(inside_functions=True)
     yield "modules in cycles of imports inside functions", [len(group) for group in late]
     root = [file for file in PACKAGE.glob("*.py") if not file.name.startswith("__")]
     yield "modules at the root", len(root)
     yield "inputs typed Value", matches(r": Value\b")
     yield "call.args unpacked or indexed", matches(r", \w+ = call\.args|call\.args\[|\*call\.args")
+    yield "coined words", coined_words()
     yield "duplicated runs of 8 lines", duplicated_runs()
     yield "comments per 100 lines in cute", comments_per_100_lines(PACKAGE / "cute")
     yield "comments per 100 lines in triton", comments_per_100_lines(PACKAGE / "triton")
@@ -212,11 +220,11 @@ def figures() -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     """Print, and write if a file is named."""
-    found = dict(figures())
-    for name, value in found.items():
+    measured = dict(figures())
+    for name, value in measured.items():
         print(f"{name:<48}{value}")
     if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps(found, indent=1) + "\n")
+        Path(sys.argv[1]).write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

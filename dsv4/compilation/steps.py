@@ -412,7 +412,7 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
 
     capability = target.capability
     names: list[str] = []
-    launch = JITFunction.run
+    launch, call = JITFunction.run, dispatch.Call
     kernels: dict[int, Any] = {}
 
     def listed(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -427,10 +427,14 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
         (JITFunction, "run", listed),
-        (launch_options, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
-        (launch_options, "capability", lambda tensor: capability),
-        (launch_options, "sm_count", lambda device: target.sms),
-        (dispatch, "_device", lambda args: _GPU),
+        (
+            _launch,
+            "options",
+            lambda tensor, **flags: {**options, "PDL": 2 if any(flags.values()) else 1},
+        ),
+        (_launch, "capability", lambda tensor: capability),
+        (_launch, "sm_count", lambda device: target.sms),
+        (dispatch, "Call", lambda op, args, device: call(op, args, _GPU)),
         (
             cute_indexer,
             "indexer_logits",

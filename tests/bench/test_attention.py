@@ -33,9 +33,9 @@ def command(path: Path, group: str, *more: str) -> int:
 
 
 def rows_of(path: Path) -> list[dict]:
-    result = json.loads(path.read_text())
-    results.validate(result)
-    return result["rows"]
+    document = json.loads(path.read_text())
+    results.validate(document)
+    return document["rows"]
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def rows_of(path: Path) -> list[dict]:
     ],
 )
 def test_every_case_is_checked_and_timed(group, tokens, cases, tmp_path: Path, capsys):
-    arguments = ["--tokens", tokens, "--cases", ",".join(cases)]
-    assert command(tmp_path / "found.json", group, *arguments) == cli.OK
+    options = ["--tokens", tokens, "--cases", ",".join(cases)]
+    assert command(tmp_path / "found.json", group, *options) == cli.OK
     rows = rows_of(tmp_path / "found.json")
     expected = [(case, int(count)) for count in tokens.split(",") for case in cases]
     assert [(row["case"], row["tokens"]) for row in rows] == expected
@@ -101,16 +101,16 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path: Path):
     assert len(rows_of(tmp_path / "found.json")) == 1
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("token", [0, -1])
 @pytest.mark.parametrize("group", ["attention", "indexer"])
-def test_a_wrong_token_has_no_time(group, place, monkeypatch):
+def test_a_wrong_token_has_no_time(group, token, monkeypatch):
     """The first or the last of many; only some are judged."""
     right = Problem.run
 
     def wrong(self, backend="auto"):
         out = right(self, backend)
         if backend == "auto":
-            out[0][place] = out[0][place].flip(-1) + 1
+            out[0][token] = out[0][token].flip(-1) + 1
         return out
 
     monkeypatch.setattr(Problem, "run", wrong)
@@ -191,10 +191,10 @@ def test_published_sizes():
 def test_bounds_on_an_h200(monkeypatch):
     assert attention.published(CPU, RATES) is RATES
     monkeypatch.setattr(attention, "device_name", lambda device: "NVIDIA H200")
-    result = attention.published(CPU, RATES)
-    assert result.bound_us(4_380_000, 0) == pytest.approx(1.0)
-    assert result.bound_us(0, 790_000_000) == pytest.approx(1.0)
-    assert result.copy_tbs == RATES.copy_tbs
+    rates = attention.published(CPU, RATES)
+    assert rates.bound_us(4_380_000, 0) == pytest.approx(1.0)
+    assert rates.bound_us(0, 790_000_000) == pytest.approx(1.0)
+    assert rates.copy_tbs == RATES.copy_tbs
 
 
 @pytest.mark.parametrize(("kind", "tokens", "context"), [(CSA, 2, 31), (SLIDING, 70, 0)])
@@ -209,10 +209,10 @@ def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
 def test_which_of_transformers_are_timed(monkeypatch):
     """Eager on a GPU or where baselines are asked for, compiled where Inductor is."""
     step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
-    requests = []
+    calls = []
 
     def step_us(step, options, backend):
-        requests.append(backend)
+        calls.append(backend)
         if backend:
             raise RuntimeError("no\nmore")
         return 3.0
@@ -225,14 +225,14 @@ def test_which_of_transformers_are_timed(monkeypatch):
     assert transformers_attention.times(step, named[()]) == (eager, "")
     said = "transformers inductor: RuntimeError: no"
     assert transformers_attention.times(step, named[("Inductor",)]) == (eager, said)
-    assert requests == [None, None, "inductor"]
+    assert calls == [None, None, "inductor"]
 
 
-def test_a_compiled_reference_is_timed_beside_few_tokens():
-    few, many = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
+def test_a_compiled_reference_is_timed_for_few_tokens():
+    short, long = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
     baseline = inductor.of_reference("aot_eager")
-    torch.testing.assert_close(baseline(few)(), few.run("reference")[0])
-    assert baseline(many) is None
+    torch.testing.assert_close(baseline(short)(), short.run("reference")[0])
+    assert baseline(long) is None
 
 
 class Library:
@@ -295,12 +295,12 @@ def test_flash_mla_gets_where_entries_of_padded_pages_are():
 def test_flash_mla_is_given_the_same_entries(monkeypatch, prepare, tokens):
     monkeypatch.setattr(flash_mla, "_HEADS", (4,))
     problem = next(attention.attention("tiny", tokens)).build(Draw(0, CPU))
-    result = _prepare.captured(problem)
-    call = prepare(Library(), result.args)
+    captured = _prepare.captured(problem)
+    call = prepare(Library(), captured.args)
     still = dataclasses.replace(problem, kwargs={"scale": problem.kwargs["scale"]})
     torch.testing.assert_close(call(), still.run("reference")[0])
     with pytest.raises(ValueError, match=r"off by 1\.0e-01"):
-        prepare(Library(1.1), result.args)
+        prepare(Library(1.1), captured.args)
     monkeypatch.setattr(flash_mla, "_HEADS", (64,))
     with pytest.raises(ValueError, match="of 4 heads"):
-        prepare(Library(), result.args)
+        prepare(Library(), captured.args)

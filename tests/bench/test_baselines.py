@@ -69,8 +69,8 @@ def test_baselines_are_chosen_by_name(monkeypatch: pytest.MonkeyPatch):
         name: call() for name, call in baselines.prepare_baselines("rope", problem).items()
     } == {"quick": 1}
     assert asked == ["quick", "unable"]
-    result = baselines.prepare_baselines("rope", problem, ("inductor", "unable", "unknown"))
-    assert {name: call() for name, call in result.items()} == {"inductor": 2}
+    chosen = baselines.prepare_baselines("rope", problem, ("inductor", "unable", "unknown"))
+    assert {name: call() for name, call in chosen.items()} == {"inductor": 2}
     assert baselines.prepare_baselines("swiglu", problem) == {}
 
 
@@ -79,16 +79,16 @@ def test_a_baseline_is_named_without_its_note_too(asked: str, monkeypatch: pytes
     monkeypatch.setattr(baselines, "BASELINES", {})
     for name in ("Quick (no norm)", "Quick (in place)", "Quicker"):
         baselines.register("rope", name)(lambda problem: lambda: 1)
-    result = list(baselines.prepare_baselines("rope", _problem("rope"), (asked,)))
+    chosen = list(baselines.prepare_baselines("rope", _problem("rope"), (asked,)))
     exact = asked == "Quick (no norm)"
-    assert result == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
+    assert chosen == (["Quick (no norm)"] if exact else ["Quick (no norm)", "Quick (in place)"])
 
 
 @pytest.mark.parametrize("op", sorted(MAKERS))
 def test_without_libraries_and_gpu_only_pytorch_is_left(op: str):
-    result = baselines.prepare_baselines(op, _problem(op))
-    assert set(result) == set(plain.BASELINES.get(op, {}))
-    for call in result.values():
+    able = baselines.prepare_baselines(op, _problem(op))
+    assert set(able) == set(plain.BASELINES.get(op, {}))
+    for call in able.values():
         call()
 
 
@@ -109,8 +109,8 @@ def test_libraries_take_the_arguments_of_the_schema(source):
 
 def test_a_library_is_asked_on_its_device_alone(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    result = SimpleNamespace(double=lambda x: 2 * x)
-    monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or result)
+    library = SimpleNamespace(double=lambda x: 2 * x)
+    monkeypatch.setattr(_prepare, "_imported", lambda name: asked.append(name) or library)
     baseline = _prepare.FromLibrary("library", lambda library, args: lambda: library.double(args.x))
     x = torch.ones(2, 4)
     assert baseline(_norm(x, None)) is None
@@ -134,7 +134,7 @@ def test_what_is_refused_is_no_baseline(error: type[Exception], late: bool, capl
     assert f"library: op: {error.__name__}: a shape of mine" in caplog.text
 
 
-def test_a_programming_error_is_not_a_refusal():
+def test_an_error_of_a_baseline_is_not_a_refusal():
     def run():
         raise KeyError("mine")
 
@@ -150,10 +150,10 @@ def test_a_missing_library_is_said(caplog):
 
 def test_arguments_are_captured_with_copies_of_what_changes():
     problem = _problem("write_kv")
-    result = _prepare.captured(problem)
-    assert result.op == "write_kv"
+    call = _prepare.captured(problem)
+    assert call.op == "write_kv"
     pages = problem.args[0].data
-    copied = result.args[0]
+    copied = call.args[0]
     assert torch.equal(copied.view(torch.uint8), pages.view(torch.uint8))
     assert copied.data_ptr() != pages.data_ptr()
 
@@ -169,7 +169,7 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
     call = inductor.of_reference("aot_eager")(problem)
     assert call is not None
     before = problem.fresh()
-    result = call()
+    results = call()
     assert all(
         torch.equal(a, b)
         for i in problem.mutates
@@ -177,8 +177,8 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
     ), "changed the problem's own inputs"
     if problem.mutates:
         return
-    result = result if isinstance(result, tuple) else (result,)
-    for actual, expected in zip(result, problem.run("reference"), strict=True):
+    results = results if isinstance(results, tuple) else (results,)
+    for actual, expected in zip(results, problem.run("reference"), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -213,9 +213,9 @@ def test_equal_sizes_are_compiled_once():
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
 def test_inductor_itself():
     problem = _problem("swiglu")
-    result = baselines.prepare_baselines("swiglu", problem, ("inductor",))
-    assert set(result) == {"inductor"}
-    torch.testing.assert_close(result["inductor"](), problem.run("reference")[0])
+    able = baselines.prepare_baselines("swiglu", problem, ("inductor",))
+    assert set(able) == {"inductor"}
+    torch.testing.assert_close(able["inductor"](), problem.run("reference")[0])
 
 
 def _case(name: str, tokens: int = 5) -> Problem:

@@ -51,8 +51,8 @@ def _damaged(op: str):
             row = tensor.reshape(-1, tensor.shape[-1])[0].float()
             flat[0] += 0.05 * float(row.norm()) + 0.01
         else:
-            place = flat.view(torch.uint8) if tensor.element_size() == 1 else flat
-            place[0] ^= 1
+            codes = flat.view(torch.uint8) if tensor.element_size() == 1 else flat
+            codes[0] ^= 1
         return result
 
     return run
@@ -78,15 +78,15 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
 
 
 def test_every_operator_has_cases():
-    assert sorted(operator for op in MAKERS for operator in operators(op)) == sorted(OPERATORS)
+    assert sorted(name for op in MAKERS for name in operators(op)) == sorted(OPERATORS)
     assert set(MAKERS) == set(ops.__all__) - {"Pages"}, "names are those of dsv4.ops"
     for op in MAKERS:
         for preset in PRESETS:
-            result = cases(op, preset, 3)
-            assert result
-            assert any(case.brief for case in result)
-            assert {case.op for case in result} == {op}
-            assert len({case.name for case in result}) == len(result)
+            made = cases(op, preset, 3)
+            assert made
+            assert any(case.brief for case in made)
+            assert {case.op for case in made} == {op}
+            assert len({case.name for case in made}) == len(made)
 
 
 def test_matrices_have_the_published_shapes():
@@ -162,11 +162,11 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
     path = tmp_path / "out.json"
     function = next(name for name in MAKERS if op in operators(name))
     only = ["--cases", op.removeprefix(f"{function}_")] if function != op else []
-    given = [*only, "--tokens", "5", "--repeat", "1", "--json", str(path)]
-    assert main(["run", function, *given]) == 2
-    result = json.loads(path.read_text())
-    results.validate(result)
-    for row in result["rows"]:
+    options = [*only, "--tokens", "5", "--repeat", "1", "--json", str(path)]
+    assert main(["run", function, *options]) == 2
+    document = json.loads(path.read_text())
+    results.validate(document)
+    for row in document["rows"]:
         assert row["backend"] == "wrong"
         assert row["match"] is False
         assert row["us"] is None
@@ -174,7 +174,7 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
         assert row["message"]
     printed = capsys.readouterr()
     assert "WRONG" in printed.out
-    last, count = printed.out.splitlines()[-1], len(result["rows"])
+    last, count = printed.out.splitlines()[-1], len(document["rows"])
     assert last.startswith(f"FAILED: {count} of {count} check")
     assert f": {function} " in last
     assert ", 5 tokens, wrong: " in last
@@ -230,13 +230,13 @@ def test_unchecked_rows_are_timed_and_say_so(register, tmp_path: Path):
     assert row["us"] > 0
 
 
-def test_cases_are_chosen_by_pattern_and_stand_beside_their_other_token_counts(tmp_path: Path):
+def test_cases_are_chosen_by_pattern_and_stand_next_to_their_other_token_counts(tmp_path: Path):
     path = tmp_path / "out.json"
     arguments = ["run", "gemm", "--cases", "o_a*,down", "--tokens", "1,3", "--repeat", "1"]
     assert main([*arguments, "--device", "cpu", "--json", str(path)]) == 0
-    result = [(row["case"], row["tokens"]) for row in json.loads(path.read_text())["rows"]]
+    measured = [(row["case"], row["tokens"]) for row in json.loads(path.read_text())["rows"]]
     names = ("o_a", "o_a w4a4", "down", "o_a fp8")
-    assert result == [(n, t) for n in names for t in (1, 3)]
+    assert measured == [(n, t) for n in names for t in (1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -306,11 +306,11 @@ def test_json_has_one_file_per_operator_in_a_folder(tmp_path: Path):
     assert main([*arguments, "--device", "cpu", "--json", f"{tmp_path}/"]) == 0
     folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
     assert sorted(path.name for path in folder.iterdir()) == ["rope.json", "swiglu.json"]
-    result = json.loads((folder / "swiglu.json").read_text())
-    results.validate(result)
-    assert [row["tokens"] for row in result["rows"]] == [1, 3]
-    assert result["header"]["command"].startswith("python -m dsv4.bench run swiglu rope")
-    for row in result["rows"]:
+    document = json.loads((folder / "swiglu.json").read_text())
+    results.validate(document)
+    assert [row["tokens"] for row in document["rows"]] == [1, 3]
+    assert document["header"]["command"].startswith("python -m dsv4.bench run swiglu rope")
+    for row in document["rows"]:
         assert row["match"] is True
         assert row["us"] > 0
         assert set(row["baselines"]) == {"torch bf16"}
@@ -368,10 +368,10 @@ def test_schema_accepts_what_it_should():
     ],
 )
 def test_schema_refuses(change, message: str):
-    result = _document()
-    change(result)
+    document = _document()
+    change(document)
     with pytest.raises(ValueError, match=message):
-        results.validate(result)
+        results.validate(document)
 
 
 def test_infinite_error_is_still_json(tmp_path: Path):
@@ -409,9 +409,8 @@ def test_ranked_allows_ties_and_nothing_else():
     assert judged([0, 2])
     assert judged([0, 1])
     assert judge.ranked(scores, expected, expected, error).error is None
-    assert judge.ranked(scores, torch.tensor([[0, 1]]), expected, error).error == pytest.approx(
-        1e-9
-    )
+    tied = judge.ranked(scores, torch.tensor([[0, 1]]), expected, error)
+    assert tied.error == pytest.approx(1e-9)
     assert not judged([2, 0])
     assert not judged([0, 3])
     assert not judged([0, 0])
@@ -447,7 +446,7 @@ def test_a_rest_comes_before_every_timed_run(monkeypatch: pytest.MonkeyPatch):
 def test_cooled_times_follow_sustained_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     rests = []
     taken = timing.Timing(1.0, "clock")
-    monkeypatch.setattr(timing, "measure", lambda *given: rests.append(given[3:]) or taken)
+    monkeypatch.setattr(timing, "measure", lambda *arguments: rests.append(arguments[3:]) or taken)
     monkeypatch.setattr(baselines, "BASELINES", {})
     baselines.register("rope", "sleepy")(lambda problem: lambda: None)
     path = tmp_path / "out.json"
@@ -472,12 +471,12 @@ def test_a_rest_that_cannot_be_taken_is_refused(arguments: list[str], message: s
 
 def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()
-    result = environment.rates(CPU)
-    assert min(result.copy_tbs, result.read_tbs, result.bf16_tflops) > 0
-    assert result.node_us == 0  # a CPU has no graphs
-    assert result.copy_share(10**6, 1.0) == pytest.approx(1 / result.copy_tbs)
-    assert result.bound_us(10**6, 0) == pytest.approx(1 / result.read_tbs)
-    assert result.bound_us(0, 10**6) == pytest.approx(1 / result.bf16_tflops)
+    rates = environment.rates(CPU)
+    assert min(rates.copy_tbs, rates.read_tbs, rates.bf16_tflops) > 0
+    assert rates.node_us == 0  # a CPU has no graphs
+    assert rates.copy_share(10**6, 1.0) == pytest.approx(1 / rates.copy_tbs)
+    assert rates.bound_us(10**6, 0) == pytest.approx(1 / rates.read_tbs)
+    assert rates.bound_us(0, 10**6) == pytest.approx(1 / rates.bf16_tflops)
 
 
 def test_baselines_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -177,11 +177,11 @@ class TestCompare:
         threshold=st.sampled_from([0.0, 5.0, 50.0]),
     )
     def test_words_mirror(self, us, ratio, threshold):
-        result = Comparison(None, None, threshold)
+        comparison = Comparison(None, None, threshold)
         a, b = row_of("x", us), row_of("x", us * ratio)
         opposite = {"slower": "faster", "faster": "slower", "same": "same"}
-        assert result.word(b, a) == opposite[result.word(a, b)]
-        assert result.word(a, a) == "same"
+        assert comparison.word(b, a) == opposite[comparison.word(a, b)]
+        assert comparison.word(a, a) == "same"
 
     def test_a_failure_in_the_second_file_fails(self, tmp_path, capsys):
         assert self.compared(tmp_path, [ROW], [WRONG]) == 2
@@ -218,14 +218,14 @@ class TestCompare:
     def test_what_is_written_is_read(self, tmp_path):
         rows = (dataclasses.replace(WRONG, error=float("inf"), ratio=float("inf")), ROW)
         results.write_json(str(tmp_path / "x.json"), HEADER, list(rows))
-        result = results.read_json(str(tmp_path / "x.json"))
-        assert (result.header, result.rows) == (HEADER, rows)
+        document = results.read_json(str(tmp_path / "x.json"))
+        assert (document.header, document.rows) == (HEADER, rows)
 
     def test_files_without_ratios_are_read(self, tmp_path):
-        result = results.document(HEADER, [ROW])
-        del result["rows"][0]["ratio"]
-        (tmp_path / "x.json").write_text(json.dumps(result))
+        document = results.document(HEADER, [ROW])
+        del document["rows"][0]["ratio"]
+        (tmp_path / "x.json").write_text(json.dumps(document))
         assert results.read_json(str(tmp_path / "x.json")).rows == (ROW,)
-        result["rows"][0]["ratio"] = "large"
+        document["rows"][0]["ratio"] = "large"
         with pytest.raises(ValueError, match="ratio is 'large'"):
-            results.validate(result)
+            results.validate(document)

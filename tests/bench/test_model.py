@@ -30,7 +30,7 @@ from dsv4.testing.models import random_model as plain_model
 
 CPU = torch.device("cpu")
 RATES = environment.Rates(0.02, 0.01, 0.1)
-FEW = ["--steps", "2", "--repeat", "1", "--device", "cpu"]
+QUICK = ["--steps", "2", "--repeat", "1", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +39,13 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str) -> int:
-    return main(["model", *FEW, *arguments])
+    return main(["model", *QUICK, *arguments])
 
 
 def document_of(path: Path) -> dict[str, Any]:
-    result = json.loads(path.read_text())
-    validate(result)
-    return result
+    content = json.loads(path.read_text())
+    validate(content)
+    return content
 
 
 def request_of(**changes: Any) -> ModelRequest:
@@ -73,9 +73,9 @@ class TestOnCpu:
         sizes = ["--experts", "2", "--layers", "3", "--tokens", "1,5", "--context", "17"]
         stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast"]
         assert run(*sizes, "--prompts", "7", "--out", str(path), *stored) == 0
-        actual = document_of(path)
-        assert actual["header"]["command"].startswith("python -m dsv4.bench model")
-        assert [(row["tokens"], row["context"]) for row in actual["rows"]] == [(1, 17), (5, 17)]
+        document = document_of(path)
+        assert document["header"]["command"].startswith("python -m dsv4.bench model")
+        assert [(row["tokens"], row["context"]) for row in document["rows"]] == [(1, 17), (5, 17)]
         expected = {
             "preset": "tiny",
             "experts": 2,
@@ -84,17 +84,17 @@ class TestOnCpu:
             "layers_of_model": 4,
         }
         expected |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
-        for row in (*actual["rows"], *actual["prompts"]):
+        for row in (*document["rows"], *document["prompts"]):
             assert row["model"] == expected
             assert row["failed"] == []
-        for row in actual["rows"]:
+        for row in document["rows"]:
             assert row["experts_read"] == 2, "two experts are all that a token can choose"
             assert min(row[name] for name in ("eager_ms", "runner_ms", "generate_ms")) > 0
             without = {"step_ms", "kernels_ms", "launches", "capture_s"}
             assert set(row["missing"]) == {*without, "deterministic_ms"}
             assert row["missing"]["step_ms"] == "needs a CUDA GPU, the device is cpu"
             assert row["bytes_ms"] == pytest.approx(row["bytes"] / (RATES.read_tbs * 1e9))
-        (prompt,) = actual["prompts"]
+        (prompt,) = document["prompts"]
         assert prompt["prompt"] == 7
         assert min(prompt[name] for name in ("first_ms", "generate_ms", "runner_ms")) > 0
         printed = capsys.readouterr().out.splitlines()
@@ -116,8 +116,8 @@ class TestOnCpu:
     def test_nothing_begins_after_the_limit(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
         assert run("--limit", "0", "--prompts", "5", "--out", str(path)) == 0
-        result = document_of(path)
-        for row in (*result["rows"], *result["prompts"]):
+        document = document_of(path)
+        for row in (*document["rows"], *document["prompts"]):
             reasons = {*row["missing"].values()} - {"not in --columns"}
             assert reasons == {"not begun: --limit is 0 s, which had passed"}
         last = capsys.readouterr().out.splitlines()[-1]
@@ -163,9 +163,9 @@ class TestOnCpu:
         out = tmp_path / "m.json"
         columns = ["--prompts", "5", "--columns", "eager", "--tokens", "1", "--context", "9"]
         assert run("--checkpoint", str(folder), *columns, "--out", str(out)) == 0
-        result = document_of(out)
-        assert result["start"]["source"] == "checkpoint loaded"
-        (row,) = result["rows"]
+        document = document_of(out)
+        assert document["start"]["source"] == "checkpoint loaded"
+        (row,) = document["rows"]
         assert row["eager_ms"] > 0
         assert row["model"]["preset"] == "weights"
         assert row["model"]["routing"] == row["model"]["recipe"] == "checkpoint"
@@ -237,15 +237,13 @@ class TestWithGraphs:
         path = tmp_path / "m.json"
         sizes = ["--prompts", "none", "--tokens", "2", "--context", "9", "--layers", "2"]
         assert run(*sizes, "--profile", "--out", str(path)) == 0
-        result = document_of(path)
-        (row,) = result["rows"]
+        document = document_of(path)
+        (row,) = document["rows"]
         assert (row["step_ms"], row["kernels_ms"], row["launches"]) == (5.0, 20.0, 2.0)
         assert row["missing"] == {"deterministic_ms": "not in --columns"}
         assert row["capture_s"] >= 0
-        (kernels,) = result["profiles"]
-        by_operator = [
-            (operator["operator"], operator["ms"]) for operator in kernels["profile"]["operators"]
-        ]
+        (kernels,) = document["profiles"]
+        by_operator = [(row["operator"], row["ms"]) for row in kernels["profile"]["operators"]]
         assert by_operator == [(operators.CUBLAS, 15.0), (operators.ROUTER, 5.0)]
         printed = capsys.readouterr().out
         assert "kernels of the captured step, 20.000 ms in 2 launches" in printed
@@ -350,24 +348,24 @@ class TestMemory:
         request = request_of(config=config, weights=Weights(recipe=recipe))
         size = model_bytes(request)
         model = random_model(config, CPU, request.weights, pack=False)
-        result = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-        assert size.other + size.experts * size.expert == result
+        held = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        assert size.other + size.experts * size.expert == held
         assert size.layer_expert == size.expert // config.num_hidden_layers
 
     @given(
         expert=st.integers(1, 10**9),
         layers=st.integers(1, 61),
         other=st.integers(0, 10**10),
-        room=st.integers(0, 10**11),
+        available=st.integers(0, 10**11),
     )
     def test_the_largest_number_of_experts_fits_and_one_more_does_not(
-        self, expert, layers, other, room
+        self, expert, layers, other, available
     ):
         size = ModelBytes(layers * expert, expert, other, 1)
-        most = size.experts_within(room)
+        most = size.experts_within(available)
         if most >= 0:
-            assert dataclasses.replace(size, experts=most).peak <= room
-        assert dataclasses.replace(size, experts=most + 1).peak > room
+            assert dataclasses.replace(size, experts=most).peak <= available
+        assert dataclasses.replace(size, experts=most + 1).peak > available
 
     def test_what_does_not_fit_is_refused_before_it_is_built(self, monkeypatch, capsys):
         monkeypatch.setattr(memory, "free_bytes", lambda device: 60_000_000_000)

@@ -30,29 +30,29 @@ NAMED = Named("flash", 64, 256, 43, 43, "random", "nvfp4", "random")
 class TestOperators:
     def functions(self) -> dict[str, list[str]]:
         """Triton kernels that are launched, with the files that hold them."""
-        result: dict[str, list[str]] = {}
-        for path in sorted((Path(dsv4.__file__).parent / "triton").rglob("*.py")):
+        by_file: dict[str, list[str]] = {}
+        for path in sorted((Path(dsv4.__file__).parent / "triton").glob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 jitted = isinstance(node, ast.FunctionDef) and any(
                     "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list
                 )
                 if jitted and node.name.endswith("kernel"):
-                    result.setdefault(node.name, []).append(path.stem)
-        return result
+                    by_file.setdefault(node.name, []).append(path.stem)
+        return by_file
 
     def test_every_triton_kernel_has_an_operator(self):
-        result = self.functions()
-        assert set(result) == set(operators.FUNCTIONS)
-        several = {name: files for name, files in result.items() if len(files) > 1}
+        by_file = self.functions()
+        assert set(by_file) == set(operators.FUNCTIONS)
+        several = {name: files for name, files in by_file.items() if len(files) > 1}
         assert set(several) <= {"_unpack_kernel"}, "one name, one operator"
 
     def test_every_cute_kernel_has_an_operator(self):
-        result = set()
+        classes = set()
         for path in (Path(dsv4.__file__).parent / "cute").glob("sm*/*.py"):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name.endswith("Kernel"):
-                    result.add(node.name)
-        assert result == set(operators.CLASSES)
+                    classes.add(node.name)
+        assert classes == set(operators.CLASSES)
 
     @pytest.mark.parametrize(
         ("kernel", "operator"),
@@ -85,11 +85,12 @@ class TestOperators:
         launches=st.lists(st.tuples(names, st.floats(0, 1e4)), min_size=1), steps=st.integers(1, 9)
     )
     def test_the_operators_add_up(self, launches, steps):
-        result = Profile.of([Launch(*launch) for launch in launches], steps)
-        assert result.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
-        assert sum(launch.ms for launch in result.operators) == pytest.approx(result.ms)
-        assert sum(launch.launches for launch in result.operators) == pytest.approx(result.launches)
-        times = [launch.ms for launch in result.operators]
+        profile = Profile.of([Launch(*launch) for launch in launches], steps)
+        assert profile.ms == pytest.approx(1e-3 * sum(us for _, us in launches) / steps)
+        assert sum(operator.ms for operator in profile.operators) == pytest.approx(profile.ms)
+        counts = [operator.launches for operator in profile.operators]
+        assert sum(counts) == pytest.approx(profile.launches)
+        times = [operator.ms for operator in profile.operators]
         assert times == sorted(times, reverse=True)
 
 
@@ -163,17 +164,17 @@ class TestChart:
         root = ET.fromstring(text)
         space = "{http://www.w3.org/2000/svg}"
         bars = [r for r in root.iter(f"{space}rect") if r.find(f"{space}title") is not None]
-        result = [value for group in groups for value in group.values if value is not None]
-        assert len(bars) == len(result)
+        drawn = [value for group in groups for value in group.values if value is not None]
+        assert len(bars) == len(drawn)
         heights = [float(bar.get("height")) for bar in bars]
-        for value, height in zip(result, heights, strict=True):
+        for value, height in zip(drawn, heights, strict=True):
             assert 0 <= height <= 300
-            for other, lower in zip(result, heights, strict=True):
+            for other, lower in zip(drawn, heights, strict=True):
                 assert value < other or height >= lower - 0.1
-        if result and max(result) <= 30 * min(result):
-            unit = max(heights) / max(result)
-            assert heights == pytest.approx([unit * value for value in result], abs=0.11)
-        assert ("logarithmic" in text) == bool(result and max(result) > 30 * min(result))
+        if drawn and max(drawn) <= 30 * min(drawn):
+            unit = max(heights) / max(drawn)
+            assert heights == pytest.approx([unit * value for value in drawn], abs=0.11)
+        assert ("logarithmic" in text) == bool(drawn and max(drawn) > 30 * min(drawn))
 
 
 def test_kernels_that_were_compiled_ahead_are_named():
@@ -189,8 +190,8 @@ class TestDocument:
     def document(self) -> dict[str, Any]:
         row = dataclasses.asdict(row_of(1, step_ms=5.0))
         start = dataclasses.asdict(ModelResults().start)
-        result = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
-        return {"schema": "dsv4.bench.model/1", "header": {}, **result}
+        document = {"rows": [row], "prompts": [], "profiles": [], "stopped": "", "start": start}
+        return {"schema": "dsv4.bench.model/1", "header": {}, **document}
 
     def test_what_is_complete_is_valid(self):
         validate(self.document())
@@ -208,10 +209,10 @@ class TestDocument:
         ],
     )
     def test_what_is_wrong_is_named(self, change, message):
-        result = self.document()
-        change(result)
+        document = self.document()
+        change(document)
         with pytest.raises(ValueError, match=message):
-            validate(result)
+            validate(document)
 
 
 @pytest.mark.parametrize(

@@ -61,14 +61,14 @@ def inputs_of(layer: moe_parts.Layer, routing: str, tokens: int, seed: int = 0) 
 
 
 def rows_of(path: Path) -> list[dict]:
-    result = json.loads(path.read_text())
-    results.validate(result)
-    return result["rows"]
+    document = json.loads(path.read_text())
+    results.validate(document)
+    return document["rows"]
 
 
 def command(path: Path, *more: str) -> int:
-    given = ["--tokens", "1,5", "--repeat", "1", "--device", "cpu", "--json", str(path)]
-    return main(["moe", *given, *more])
+    options = ["--tokens", "1,5", "--repeat", "1", "--device", "cpu", "--json", str(path)]
+    return main(["moe", *options, *more])
 
 
 @pytest.mark.parametrize("kind", moe_parts.ROUTINGS)
@@ -115,20 +115,20 @@ def test_later_choices_are_in_proportion_to_what_is_left():
     def chosen(i: int) -> float:
         return p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(3) if j != i)
 
-    result = 2 * shares("zipf", experts=3, k=2)
+    share = 2 * shares("zipf", experts=3, k=2)
     torch.testing.assert_close(
-        result, torch.tensor([chosen(i) for i in range(3)]), atol=5e-3, rtol=0
+        share, torch.tensor([chosen(i) for i in range(3)]), atol=5e-3, rtol=0
     )
 
 
 def test_uniform_is_even_and_the_others_of_single_too():
     assert float(shares("uniform", k=4).max()) < 1.02 / 16
-    result = shares("single", k=4)
-    assert float(result[0]) == pytest.approx(1 / 4)
-    assert float(result[1]) < 1.02 * 3 / 4 / 15
+    share = shares("single", k=4)
+    assert float(share[0]) == pytest.approx(1 / 4)
+    assert float(share[1]) < 1.02 * 3 / 4 / 15
 
 
-def test_zipf_ranks_experts_again_for_each_seed():
+def test_zipf_ranks_experts_by_seed():
     most = {
         int(torch.bincount(moe_parts.zipf(Draw(seed, CPU), 500, 2, 64).flatten()).argmax())
         for seed in range(8)
@@ -170,18 +170,18 @@ def test_rows_lie_by_expert(layer, kind):
 
 def test_the_bound_counts_what_has_to_be_moved(layer):
     c, tokens, touched = layer.config, 7, 5
-    result = moe_parts.costs(layer, tokens, touched)
+    costs = moe_parts.costs(layer, tokens, touched)
     rows, h, i = tokens * c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
     expert = 2 * i * h * 9 // 16 + 4 * 2 * i, h * i * 9 // 16 + 4
-    assert result["gate_up"] == (5 * expert[0] + 2 * rows * (h + i), 4 * rows * h * i)
-    assert result["down"] == (5 * expert[1] + 2 * rows * (h + i), 2 * rows * h * i)
-    assert result["pair"] == tuple(map(sum, zip(result["gate_up"], result["down"], strict=True)))
-    assert result["block"][1] == result["pair"][1]
-    assert result["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
+    assert costs["gate_up"] == (5 * expert[0] + 2 * rows * (h + i), 4 * rows * h * i)
+    assert costs["down"] == (5 * expert[1] + 2 * rows * (h + i), 2 * rows * h * i)
+    assert costs["pair"] == tuple(map(sum, zip(costs["gate_up"], costs["down"], strict=True)))
+    assert costs["block"][1] == costs["pair"][1]
+    assert costs["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
     ids, positions, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
-    assert result["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + positions + offsets, 0)
-    assert result["combine"] == (2 * h * (rows + 2 * tokens) + positions + offsets, 0)
-    assert result["around"] == (result["sort"][0] + result["combine"][0], 0)
+    assert costs["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + positions + offsets, 0)
+    assert costs["combine"] == (2 * h * (rows + 2 * tokens) + positions + offsets, 0)
+    assert costs["around"] == (costs["sort"][0] + costs["combine"][0], 0)
 
 
 def test_the_bound_of_the_layer_counts_router_and_shared_expert_too(layer, whole):
@@ -355,19 +355,19 @@ def test_cooled_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, m
     # Each part twice, and what baselines have, in the condition of the line they are printed in.
     assert seen.count(0.25) * 2 == len(seen) >= len(cases)
     printed = capsys.readouterr().out.splitlines()
-    place = [line.split("  ")[0] for line in printed].index("shapes")
-    at = printed[place].index("timed")
-    kinds = [line[at:].split("  ")[0] for line in printed[place + 2 : place + 8]]
+    index = [line.split("  ")[0] for line in printed].index("shapes")
+    at = printed[index].index("timed")
+    kinds = [line[at:].split("  ")[0] for line in printed[index + 2 : index + 8]]
     assert kinds == ["sustained", "cooled"] * 3
 
 
 def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_baselines):
     path = tmp_path / "moe.json"
     assert main(["moe", "--repeat", "1", "--device", "cpu", "--json", str(path)]) == 0
-    actual = [(row["case"], row["tokens"]) for row in rows_of(path)]
+    measured = [(row["case"], row["tokens"]) for row in rows_of(path)]
     kinds = ("uniform", "zipf", "single")
     expected = [(f"tiny {k} {p}", t) for k in kinds for t in (1, 8) for p in moe_parts.PARTS]
-    assert actual == [*expected, ("tiny router layer", 1), ("tiny router layer", 8)]
+    assert measured == [*expected, ("tiny router layer", 1), ("tiny router layer", 8)]
 
 
 def test_markdown_and_a_folder(tmp_path: Path, capsys, without_baselines):
@@ -436,9 +436,9 @@ def test_calls_of_a_graph_have_routings_of_their_own(layer, monkeypatch):
     """As on a GPU, without one: inputs alone are drawn here."""
     monkeypatch.setattr(moe_parts, "Draw", lambda seed, device: Draw(seed, CPU))
     options = dataclasses.replace(OPTIONS, device=torch.device("cuda"))
-    result = moe_parts.all_inputs(layer, "uniform", 3, options)
-    assert len(result) == 8
-    assert len({tuple(routing.ids.flatten().tolist()) for routing in result}) == 8
+    drawn = moe_parts.all_inputs(layer, "uniform", 3, options)
+    assert len(drawn) == 8
+    assert len({tuple(inputs.ids.flatten().tolist()) for inputs in drawn}) == 8
 
 
 def measured(monkeypatch, tmp_path: Path, **baselines) -> list[dict]:
@@ -514,11 +514,11 @@ class HummingLayer(torch.nn.Module):
         assert weight_config == {"quant_method": "modelopt", "quant_algo": "nvfp4"}
         self.sizes, self.dense = (num_experts, shape_n, shape_k), None
 
-    def load_from_tensors(self, result):
-        scale = result["weight_scale_2"]
+    def load_from_tensors(self, tensors):
+        scale = tensors["weight_scale_2"]
         assert scale.shape == self.sizes[:1]
         weight = QuantizedTensor(
-            result["weight"], result["weight_scale"], scale.unsqueeze(1), NVFP4
+            tensors["weight"], tensors["weight_scale"], scale.unsqueeze(1), NVFP4
         ).validate()
         assert weight.shape == self.sizes
         self.stored = weight
@@ -536,14 +536,14 @@ class HummingLayer(torch.nn.Module):
 def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
     library, others = SimpleNamespace(HummingLayer=HummingLayer), importlib.import_module
 
-    def import_module(name):
+    def module(name):
         return library if name.startswith("humming") else others(name)
 
-    monkeypatch.setattr(moe_baselines.importlib, "import_module", import_module)
+    monkeypatch.setattr(moe_baselines.importlib, "import_module", module)
     rows = measured(monkeypatch, tmp_path, humming=moe_baselines.humming)
-    beside = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
-    assert len(beside) == 2 * 3
-    assert all(set(row["baselines"]) == {"humming"} for row in beside)
+    timed = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
+    assert len(timed) == 2 * 3
+    assert all(set(row["baselines"]) == {"humming"} for row in timed)
 
 
 def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
@@ -557,8 +557,8 @@ def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
 
 def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     prepared = []
-    makers = {name: lambda *_, name=name: prepared.append(name) for name in ("One (note)", "Two")}
-    monkeypatch.setattr(moe_baselines, "BASELINES", makers)
+    known = {name: lambda *_, name=name: prepared.append(name) for name in ("One (note)", "Two")}
+    monkeypatch.setattr(moe_baselines, "BASELINES", known)
     monkeypatch.setattr(moe, "_baseline_times", lambda *_: {})
     assert command(tmp_path / "r.json", "--routings", "single", "--baselines", "one") == 0
     assert prepared == ["One (note)"]

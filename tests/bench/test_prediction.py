@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_the_page_is_what_it_writes():
-    """``python -m dsv4.bench.prediction > results/model_b200.md`` writes it again."""
+    """``python -m dsv4.bench.prediction > results/model_b200.md`` rewrites it."""
     assert (prediction.RESULTS.parent / "model_b200.md").read_text() == prediction.markdown()
 
 
@@ -25,10 +25,10 @@ def test_the_page_is_what_it_writes():
     ("files", "median", "worst"), [(FITTED, 0.09, 0.28), (HELD_OUT, 0.11, 0.37)]
 )
 def test_errors(files, median, worst):
-    result = [abs(error) for error in prediction.errors(H200, files)]
-    assert len(result) >= 50
-    assert statistics.median(result) <= median
-    assert max(result) <= worst
+    sizes = [abs(error) for error in prediction.errors(H200, files)]
+    assert len(sizes) >= 50
+    assert statistics.median(sizes) <= median
+    assert max(sizes) <= worst
 
 
 @pytest.mark.parametrize(
@@ -45,13 +45,13 @@ def test_bytes_and_operations_are_those_of_the_bench():
     """But for the global scales and what X is."""
     rows = json.loads((prediction.RESULTS / "gemm.json").read_text())["rows"]
     for row, (_, shape, _) in zip(rows, prediction.measured("gemm.json"), strict=True):
-        result = prediction.on_hopper(H200, shape)
-        assert result.flops == row["flops"]
-        assert 0 <= row["bytes"] - result.bytes <= 16
-        assert result.bound_us == pytest.approx(row["floor_us"], rel=0.02)
+        predicted = prediction.on_hopper(H200, shape)
+        assert predicted.flops == row["flops"]
+        assert 0 <= row["bytes"] - predicted.bytes <= 16
+        assert predicted.bound_us == pytest.approx(row["floor_us"], rel=0.02)
 
 
-def test_what_bounds_a_product():
+def test_what_bounds_a_gemm():
     machine = dataclasses.replace(
         B200, launch_us=0.0, tile_cycles=0.0, shared_cycles=0.0, l2_bytes=1e9
     )
@@ -74,7 +74,7 @@ def test_what_bounds_a_product():
 @pytest.mark.parametrize("preset", ["pro", "flash"])
 def test_a_b200_is_never_below_its_bound(preset):
     for _, shape in prediction.shapes(preset):
-        result, small_m = block_scaled(B200, shape), prediction.small_m_on_blackwell(B200, shape)
-        assert result.us >= result.bound_us + B200.launch_us - 1e-9
+        predicted, small_m = block_scaled(B200, shape), prediction.small_m_on_blackwell(B200, shape)
+        assert predicted.us >= predicted.bound_us + B200.launch_us - 1e-9
         assert (small_m is None) == (shape.tokens > 64)
         assert small_m is None or small_m.us >= small_m.bound_us

@@ -142,19 +142,19 @@ class TestTables:
 
     @given(st.text(max_size=200), st.integers(10, 80))
     def test_short_is_short(self, text: str, most: int):
-        result = tables.short(text, most)
-        assert len(result) <= most
+        shortened = tables.short(text, most)
+        assert len(shortened) <= most
         line = " ".join(text.split())
-        assert result == line or (result.endswith("...") and line.startswith(result[:-3]))
+        assert shortened == line or (shortened.endswith("...") and line.startswith(shortened[:-3]))
 
     def test_each_row_has_one_short_reason(self):
         rows = [dataclasses.replace(ROW, reason=why) for why in ("first " * 30, "second", "second")]
         lines = report.lines(rows)
         assert [line.split()[-1] for line in lines[2:5]] == ["1", "2", "2"]
-        place = next(i for i, line in enumerate(lines) if line.startswith("why this"))
-        assert lines[place + 2] == "  2  second"
-        assert lines[place + 1].endswith("...")
-        assert len(lines[place + 1]) <= report.REASON + 5
+        index = next(i for i, line in enumerate(lines) if line.startswith("why this"))
+        assert lines[index + 2] == "  2  second"
+        assert lines[index + 1].endswith("...")
+        assert len(lines[index + 1]) <= report.REASON + 5
 
     def test_microseconds_are_in_headings_alone(self):
         row = dataclasses.replace(ROW, baselines={"torch": 3.0})
@@ -190,8 +190,8 @@ class TestTables:
         assert alone.baseline_ratio is None
         assert wrong.baseline_ratio is None
         rows = [base, alone]
-        place = report.HEADINGS.index("speedup")
-        assert [report.cells(row)[place] for row in rows] == ["1.50", "-"]
+        index = report.HEADINGS.index("speedup")
+        assert [report.cells(row)[index] for row in rows] == ["1.50", "-"]
         listed = [line.split()[-3:] for line in report.baseline_table(rows)[-2:]]
         assert listed == [["slow", "9.00", "4.50"], ["fast", "3.00", "1.50"]]
         path = report.write_csv(str(tmp_path / "x.csv"), rows)
@@ -212,9 +212,9 @@ class TestVerdict:
             "FAILED: 1 of 2 checks: gemm [q_b] N=256 K=32, 1 token, reference: "
             "error 3.25 times its budget"
         )
-        place = "codes differs at 3 of 64 places, first at [0, 1]: "
-        bits = dataclasses.replace(row, ratio=float("inf"), message=place + "250, wanted 17")
-        assert verdict.line([verdict.of_row(bits)]).endswith(f"{place}250,...")
+        where = "codes differs at 3 of 64 places, first at [0, 1]: "
+        bits = dataclasses.replace(row, ratio=float("inf"), message=where + "250, wanted 17")
+        assert verdict.line([verdict.of_row(bits)]).endswith(f"{where}250,...")
 
     def test_many_failures_are_counted(self):
         checks = [Check("check", f"place {i}", False, "bad") for i in range(5)]
@@ -292,15 +292,15 @@ class TestMainJob:
         printed = capsys.readouterr().out.splitlines()
         assert any("transformers is not installed" in line for line in printed)
         assert max(len(line) for line in printed if not line.startswith("wrote ")) <= 120
-        result = json.loads(path.read_text())
-        results.validate(result)
-        assert {row["op"] for row in result["rows"]} == set(MAKERS)
-        assert printed[-1] == f"PASSED: {len(result['rows'])} checks passed; 2 not checked"
+        document = json.loads(path.read_text())
+        results.validate(document)
+        assert {row["op"] for row in document["rows"]} == set(MAKERS)
+        assert printed[-1] == f"PASSED: {len(document['rows'])} checks passed; 2 not checked"
 
     def test_generation_equals_transformers(self, capsys):
         pytest.importorskip("transformers")
-        result = main_job.generation(CPU)
-        assert [(check.where, check.passed) for check in result] == [
+        checks = main_job.generation(CPU)
+        assert [(check.where, check.passed) for check in checks] == [
             ("our model", True),
             ("drop-in", True),
         ]
@@ -318,8 +318,8 @@ class TestMainJob:
 
     def test_generation_that_differs_fails_the_job(self, monkeypatch, capsys):
         monkeypatch.setattr(main_job, "operators", lambda options, rates, rows: rows.append(ROW))
-        result = Check("generation", "drop-in", False, "11 of 12 tokens differ")
-        monkeypatch.setattr(main_job, "generation", lambda device, seed: [result])
+        check = Check("generation", "drop-in", False, "11 of 12 tokens differ")
+        monkeypatch.setattr(main_job, "generation", lambda device, seed: [check])
         assert main(["--device", "cpu"]) == 2
         assert last_line(capsys) == ("FAILED: 1 of 1 generation: drop-in: 11 of 12 tokens differ")
 

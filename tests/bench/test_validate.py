@@ -17,7 +17,7 @@ from dsv4.bench.validate import experts as validate_experts
 from dsv4.bench.validate import kernel as validate_kernel
 
 COMMAND = ["run", "gemm", "--check", "--device", "cpu"]
-FEW = [*COMMAND, "--cases", "q_a+kv,o_a"]
+TWO_MATRICES = [*COMMAND, "--cases", "q_a+kv,o_a"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def register(monkeypatch):
     return put
 
 
-def printed(capsys, arguments=FEW):
+def printed(capsys, arguments=TWO_MATRICES):
     status = main(arguments)
     out = capsys.readouterr().out.split("\n\n", 1)
     return status, out[0].splitlines(), out[1].splitlines()
@@ -82,12 +82,12 @@ def test_the_report(capsys):
 
 def test_the_report_as_json(tmp_path, capsys):
     path = tmp_path / "report.json"
-    assert main([*FEW, "--tokens", "3", "--json", str(path)]) == 0
-    actual = json.loads(path.read_text())
-    assert set(actual) == {"header", "kernels", "absent"}
+    assert main([*TWO_MATRICES, "--tokens", "3", "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    assert set(document) == {"header", "kernels", "absent"}
     expected = {"gpu", "driver", "versions", "commit", "command", "date"}
-    assert expected <= set(actual["header"])
-    kernel = actual["kernels"][0]
+    assert expected <= set(document["header"])
+    kernel = document["kernels"][0]
     assert set(kernel) == {
         *("matrix", "shape", "layout", "activation", "backend", "points", "failed"),
         *("worst", "us", "messages"),
@@ -166,10 +166,10 @@ def test_products_of_experts_are_validated(tmp_path):
     path = tmp_path / "report.json"
     command = [*COMMAND, "--cases", "*swiglu*,experts*", "--tokens", "1,17", "--json", str(path)]
     assert main(command) == 0
-    result = json.loads(path.read_text())["kernels"]
+    kernels = json.loads(path.read_text())["kernels"]
     names = {"tiny " + name for name in validate_experts.CASES}
-    assert {kernel["matrix"] for kernel in result} == names
-    for kernel in result:
+    assert {kernel["matrix"] for kernel in kernels} == names
+    for kernel in kernels:
         shared = kernel["matrix"] == "tiny gate_up swiglu"
         codes = kernel["matrix"].endswith("quantize")
         assert kernel["points"] == (3 if shared else 4) * (1 if codes else 2)
@@ -241,7 +241,7 @@ def test_wrong_padding_of_swizzled_results_is_found(register, capsys, monkeypatc
 def test_a_wrong_kernel_has_no_time(register, tmp_path):
     register(scaled)
     path = tmp_path / "report.json"
-    assert main([*FEW, "--backend", "tested", "--json", str(path)]) == 2
+    assert main([*TWO_MATRICES, "--backend", "tested", "--json", str(path)]) == 2
     for kernel in json.loads(path.read_text())["kernels"]:
         assert (kernel["us"], kernel["failed"] > 0) == ({}, True)
 
@@ -253,16 +253,16 @@ def one_token(call):
 def test_a_kernel_that_takes_some_is_validated_there(register, tmp_path):
     register(lambda args, out: out, f"{__name__}:one_token")
     path = tmp_path / "report.json"
-    assert main([*FEW, "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    tested = [kernel for kernel in result["kernels"] if kernel["backend"] == "tested"]
+    assert main([*TWO_MATRICES, "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    tested = [kernel for kernel in document["kernels"] if kernel["backend"] == "tested"]
     assert {kernel["layout"] for kernel in tested} == {
         "linear",
         "swizzled_128x4",
         "fragments_16x64",
     }
     assert all((kernel["points"], list(kernel["us"])) == (2, ["1"]) for kernel in tested)
-    assert "tested" not in result["absent"]
+    assert "tested" not in document["absent"]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_kernel_that_takes_some_is_validated_there(register, tmp_path):
         ([*COMMAND, "--shapes", "huge"], "--shapes has 'huge', wanted one of"),
         ([*COMMAND, "--backend", "fast"], "--backend has 'fast', wanted one of auto, "),
         ([*COMMAND, "--cases", "q_c"], "--cases matches none of q_a+kv, q_b"),
-        ([*FEW, "--json", "x/"], "wanted a file"),
+        ([*TWO_MATRICES, "--json", "x/"], "wanted a file"),
     ],
 )
 def test_bad_arguments(arguments, words, capsys):
@@ -290,9 +290,9 @@ def test_on_a_gpu(tmp_path):
     matrices = "q_a+kv,o_a,indexer_q,gate_up swiglu,experts*"
     command = ["run", "gemm", "--check", "--shapes", "flash", "--cases", matrices]
     assert main([*command, "--tokens", "1,17,65", "--repeat", "2", "--json", str(path)]) == 0
-    result = json.loads(path.read_text())
-    ran = {kernel["backend"] for kernel in result["kernels"]}
+    document = json.loads(path.read_text())
+    ran = {kernel["backend"] for kernel in document["kernels"]}
     assert {"reference", "cublas"} <= ran
     if torch.cuda.get_device_capability()[0] in (9, 10):
         assert "cute" in ran
-    assert all(kernel["us"] for kernel in result["kernels"])
+    assert all(kernel["us"] for kernel in document["kernels"])

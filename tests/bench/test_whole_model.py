@@ -42,10 +42,10 @@ def test_packed_as_it_is_drawn_it_is_the_same_model() -> None:
     packed, plain = (random_model(CONFIG, CPU, Weights(), pack=p) for p in (True, False))
     for layer in packed.model.layers:
         assert layer.mlp.experts.layout == FRAGMENTS
-    for (name, first), (_, other) in zip(
+    for (name, tensor), (_, other) in zip(
         packed.state_dict().items(), plain.state_dict().items(), strict=True
     ):
-        assert torch.equal(first.view(torch.uint8), other.view(torch.uint8)), name
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
 
 
 def test_a_step_repeats_itself() -> None:
@@ -62,8 +62,8 @@ def test_the_least_bytes_are_those_of_the_chosen_experts() -> None:
     whole = sum(t.nbytes for m in experts for t in (*m.parameters(), *m.buffers()))
     share = CONFIG.num_experts_per_tok / CONFIG.n_routed_experts
     embedded = model.model.embed_tokens.weight[0].nbytes
-    result = costs[2].weight_bytes - costs[1].weight_bytes
-    assert result == pytest.approx(whole * (share - share**2) + embedded)
+    added = costs[2].weight_bytes - costs[1].weight_bytes
+    assert added == pytest.approx(whole * (share - share**2) + embedded)
     assert costs[2].kv_bytes == 2 * costs[1].kv_bytes
     assert costs[2].flops == 2 * costs[1].flops
 
@@ -103,10 +103,10 @@ def test_copies_compute_what_their_prompts_do() -> None:
     with torch.inference_mode():
         step = DecodeStep(model, 4, 70, fill=Fill(4, 70, 2, 70))
         step.tokens[:] = 5
-        result = step()
+        tokens = step()
     assert str(step.fill) == "2 prompts of 70 tokens, copied to 4 sequences"
-    assert torch.equal(result[:2], result[2:])
-    assert not torch.equal(result[0], result[1])
+    assert torch.equal(tokens[:2], tokens[2:])
+    assert not torch.equal(tokens[0], tokens[1])
 
 
 def test_pages_are_repeated_up_to_the_context() -> None:

@@ -86,13 +86,13 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
         module = importlib.import_module(f"dsv4.ops.{name}")
         run, swiglu = getattr(module, f"_{name}"), name == "gemm_swiglu"
 
-        def record(args, backend):
+        def record(args, backend, **options):
             if args.layout == packed:
                 groups = 1 if swiglu else args.groups
                 shape = (args.codes.shape[0], args.codes.shape[1] * 2, groups)
                 kind = (args.activation, args.out_dtype, swiglu, args.layout)
-                result.append(PackedGemm(*shape, *kind))
-            return run(args, backend)
+                found.append(PackedGemm(*shape, *kind))
+            return run(args, backend, **options)
 
         monkeypatch.setattr(module, f"_{name}", record)
 
@@ -356,11 +356,11 @@ def test_fp8_gemms_are_those_that_the_model_runs(numerics, monkeypatch):
     module, result = importlib.import_module("dsv4.ops.gemm"), []
     run = module._gemm
 
-    def record(args, backend):
+    def record(args, backend, **options):
         assert args.format == "fp8_block"
         kind = (args.groups, args.activation, args.out_dtype, args.scales.dtype)
-        result.append(Fp8Gemm(*args.codes.shape, *kind))
-        return run(args, backend)
+        found.append(Fp8Gemm(*args.codes.shape, *kind))
+        return run(args, backend, **options)
 
     monkeypatch.setattr(module, "_gemm", record)
     run_everything(model)

@@ -48,11 +48,15 @@ class _Buffers:
     def replacing_gemms(self) -> Iterator[None]:
         """Inside, the layers' GEMMs and attention return buffers and launch nothing."""
 
-        def linear(layer: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
+        def linear(
+            layer: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None, **_: Any
+        ) -> Any:
             width = layer.out_features // layer.groups
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
-        def fused(layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> Any:
+        def fused(
+            layers: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None, **_: Any
+        ) -> Any:
             width = sum(layer.out_features for layer in layers)
             return self.take((*x.shape[:-1], width), out_dtype or x.dtype)
 
@@ -71,9 +75,9 @@ class _Buffers:
         replaced: dict[str, Callable[..., Any]] = {
             "dsv4.layers.linear.Linear.forward": linear,
             "dsv4.layers.linear.DeepseekV4GroupedLinear.forward": linear,
-            "dsv4.layers.attention.fused_linear": fused,
-            "dsv4.layers._pooling.fused_linear": fused,
-            "dsv4.layers.mlp.joint_linear": split,
+            "dsv4.layers.attention.fused_linear": split,
+            "dsv4.layers._pooling.fused_linear": split,
+            "dsv4.layers.mlp.joint_linear": fused,
             "dsv4.layers.experts.DeepseekV4Experts._project": experts,
             "dsv4.layers.attention.sparse_attention": attention,
         }
