@@ -428,12 +428,12 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     replaced = [
         (JITFunction, "run", listed),
         (
-            _launch,
+            launch_options,
             "options",
             lambda tensor, **flags: {**options, "PDL": 2 if any(flags.values()) else 1},
         ),
-        (_launch, "capability", lambda tensor: capability),
-        (_launch, "sm_count", lambda device: target.sms),
+        (launch_options, "capability", lambda tensor: capability),
+        (launch_options, "sm_count", lambda device: target.sms),
         (dispatch, "Call", lambda op, args, device: call(op, args, _GPU)),
         (
             cute_indexer,

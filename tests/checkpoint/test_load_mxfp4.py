@@ -153,7 +153,10 @@ class TestMxfp4:
                 gate, up, _ = experts_of(unconverted)[name].get_expert(e)
                 is_shared = module.gate_up_proj_scale_2[e].unique().numel() == 1
                 assert is_shared == (pair_to_nvfp4(gate, up) is not None)
-        assert (conversion.unconverted, conversion.converted) == (12 * len(stay), 12 * (4 - len(stay)))
+        assert (conversion.unconverted, conversion.converted) == (
+            12 * len(stay),
+            12 * (4 - len(stay)),
+        )
 
     def test_what_stays_is_said_once(self, tmp_path, caplog):
         name = "layers.1.ffn.experts.2.w2"

@@ -91,7 +91,7 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
                 groups = 1 if swiglu else args.groups
                 shape = (args.codes.shape[0], args.codes.shape[1] * 2, groups)
                 kind = (args.activation, args.out_dtype, swiglu, args.layout)
-                found.append(PackedGemm(*shape, *kind))
+                result.append(PackedGemm(*shape, *kind))
             return run(args, backend, **options)
 
         monkeypatch.setattr(module, f"_{name}", record)
@@ -359,7 +359,7 @@ def test_fp8_gemms_are_those_that_the_model_runs(numerics, monkeypatch):
     def record(args, backend, **options):
         assert args.format == "fp8_block"
         kind = (args.groups, args.activation, args.out_dtype, args.scales.dtype)
-        found.append(Fp8Gemm(*args.codes.shape, *kind))
+        result.append(Fp8Gemm(*args.codes.shape, *kind))
         return run(args, backend, **options)
 
     monkeypatch.setattr(module, "_gemm", record)
