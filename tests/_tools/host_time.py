@@ -39,6 +39,7 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.layers import _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
+from dsv4.testing.frames import frames_outside_implementations
 from dsv4.triton import _launch, _launcher
 
 GPU = torch.device("cuda", 0)
@@ -200,6 +201,9 @@ def main() -> None:
         found: dict[str, Any] = {"layers": given.layers, "launches": cuda.launches}
         found["by_triton"] = cuda.by_triton
         if given.count:
+            frames = frames_outside_implementations(step)
+            found["frames_per_layer"] = round(frames.total() / given.layers)
+            print(*frames.most_common(25), sep="\n")
             found["calls_per_layer"] = round(_calls(step) / given.layers)
             found["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
             found["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))
