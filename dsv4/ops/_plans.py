@@ -126,7 +126,9 @@ class Arguments:
 
     def tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """All tensors, those of structures last."""
-        found = [values[i] for i in self._tensors]
+        found = []
+        for i in self._tensors:
+            found.append(values[i])
         for i, names in self._structures:
             structure = values[i]
             for name in names:
@@ -137,7 +139,9 @@ class Arguments:
 
     def constants(self, values: Sequence[Any]) -> list[Any]:
         """What else the call depends on, hashable."""
-        found = [values[i] for i in self._values]
+        found = []
+        for i in self._values:
+            found.append(values[i])
         for i, constant in self._others:
             found.append(constant(values[i]))
         for i, _ in self._structures:
@@ -163,17 +167,12 @@ def _kind(value: Any) -> str:
     raise TypeError(f"a {kind.__name__}")
 
 
-def _signed(value: float) -> Any:
-    """A float, with -0.0 and 0.0 apart."""
-    return value or str(value)
-
-
 def _format_name(given: Format) -> Any:
     return given.name if FORMATS.get(given.name) is given else given
 
 
 _CONSTANTS: dict[type, Callable[[Any], Any]] = {
-    float: _signed,
+    float: float.hex,  # tells -0.0 from 0.0
     Format: _format_name,
 }
 # Structures of tensors: the names of their tensors, and what else they hold.

@@ -301,8 +301,9 @@ def _step(
     call, args, made = again(recorded), _rebuild(recorded.given, layouts), recorded.slots
 
     def operator(stream: int, begins: list[int], slots: list[Any]) -> None:
-        found = call(args(slots))
-        for slot, tensor in zip(made, () if found is None else flat(found), strict=True):
+        result = call(args(slots))
+        tensors = () if result is None else result if isinstance(result, tuple) else (result,)
+        for slot, tensor in zip(made, tensors, strict=True):
             _hold(tensor, slot, begins, slots)
 
     return operator
@@ -343,10 +344,26 @@ def _rebuild(value: Any, layouts: Sequence[View]) -> Build:
     """What makes arguments again, in which a ``View`` stands for each tensor."""
     if isinstance(value, View):
         return _tensor(value, layouts[value.place.slot])
-    if not any(isinstance(part, View) for part in flat(value)):
+    if not _has_views(value):
         return lambda slots: value
-    kind, parts = type(value), [_rebuild(part, layouts) for part in value]
-    return lambda slots: kind([part(slots) for part in parts])
+    kind, constants = type(value), list(value)
+    parts = [(i, _rebuild(p, layouts)) for i, p in enumerate(value) if _has_views(p)]
+    picked = [(i, part.slot) for i, part in parts if isinstance(part, Pick)]
+    others = [(i, part) for i, part in parts if not isinstance(part, Pick)]
+
+    def build(slots: Slots) -> Any:
+        made = constants.copy()
+        for i, slot in picked:
+            made[i] = slots[slot]
+        for i, part in others:
+            made[i] = part(slots)
+        return made if kind is list else kind(made)
+
+    return build
+
+
+def _has_views(value: Any) -> bool:
+    return any(isinstance(part, View) for part in flat(value))
 
 
 def _tensor(view: View, whole: View) -> Build:

@@ -39,6 +39,7 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.layers import _layer_plan
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _library, _plans
+from dsv4.testing.frames import frames_outside_implementations
 from dsv4.triton._runtime import launch_options, launcher
 
 GPU = torch.device("cuda", 0)
@@ -200,6 +201,9 @@ def main() -> None:
         result: dict[str, Any] = {"layers": options.layers, "launches": cuda.launches}
         result["by_triton"] = cuda.by_triton
         if options.count:
+            frames = frames_outside_implementations(step)
+            result["frames_per_layer"] = round(frames.total() / options.layers)
+            print(*frames.most_common(25), sep="\n")
             result["calls_per_layer"] = round(_calls(step) / options.layers)
             result["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
             result["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))

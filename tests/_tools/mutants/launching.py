@@ -36,9 +36,9 @@ MUTANTS = (
     Mutant(
         "P1",
         "0.0 and -0.0 in one plan",
-        "dsv4.ops._plans:_signed",
-        "value or str(value)",
-        "value",
+        "dsv4.ops._plans:",
+        "float.hex",
+        "abs",
         "tests/ops/test_plans.py::test_equal_values_of_other_types_and_signs_are_apart",
     ),
     Mutant(

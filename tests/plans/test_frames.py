@@ -14,7 +14,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.norm import rms_norm
 from dsv4.testing.frames import frames_outside_implementations
 from dsv4.testing.models import random_model
-from tests.layer_plan_cases import WARM, switch, tiny
+from tests.plans.layer_plan_cases import WARM, switch, tiny
 
 KINDS = (SLIDING, HCA, CSA)
 _MOST = 400  # of a layer; a CSA layer had 1588
@@ -69,7 +69,7 @@ def test_a_replayed_layer(kind: str) -> None:
     """By its plan, which calls implementations: checks of the layer and nothing of its parts."""
     with switch() as plans, plans.on():
         added = frames_per_layer(tiny, kind, WARM)
-    assert 0 < added.total() < 150, added.most_common(20)
+    assert 0 < added.total() < 250, added.most_common(20)
 
 
 def test_frames_of_implementations_are_left_out() -> None:
