@@ -2,7 +2,7 @@
 # make test         all tests
 # make check        lint, format and types
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
-# make traps        break the code for every known trap and watch a test fail
+# make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
 #
@@ -36,7 +36,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test check kernels traps format test-newest constraints clean
+.PHONY: bench test check kernels mutants traps format test-newest constraints clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -58,8 +58,8 @@ kernels: $(READY)
 	done
 	$(BIN)/python tools/kernels_wheel.py dist $(ARCHS:%=build/kernels/%.dsv4)
 
-traps: $(READY)
-	$(BIN)/python -m tests.traps
+mutants traps: $(READY)
+	$(BIN)/python -m tests._tools.mutants
 
 format: $(READY)
 	$(BIN)/ruff check --fix dsv4 tests tools

@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import quick_interpreter
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
 from dsv4 import dispatch
 from dsv4.device import interpret_triton
+from tests._tools import quick_interpreter
 
 _HAS_GPU = torch.cuda.is_available()
 # Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
-# PTX run on the CPU by tests/ptx_grid.py.
+# PTX run on the CPU by tests/_tools/ptx/grid.py.
 _COMPILED = os.environ.get("DSV4_TESTS_COMPILED")
 if not _HAS_GPU and not _COMPILED:
     # Before any kernel is imported: it decides whether kernels are compiled or interpreted.
@@ -34,9 +34,9 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
-# For tests.traps: a failure is wanted, its smallest form is not.
+# For tests._tools.mutants: a failure is expected, its smallest form is not needed.
 settings.register_profile(
-    "traps",
+    "mutants",
     max_examples=25,
     derandomize=True,
     database=None,
@@ -45,7 +45,7 @@ settings.register_profile(
 )
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_PROFILE)
-# Those that are run most and watch no trap do without what the markers in pyproject.toml name.
+# Those that are run most and watch no mutant do without what the markers in pyproject.toml name.
 _QUICK = _PROFILE in ("dev", "ci")
 
 
@@ -57,7 +57,7 @@ _INTERPRETED_SHARE = 12 if _QUICK else 6
 @pytest.fixture(scope="session", autouse=True)
 def _quick_interpreter() -> None:
     if _COMPILED:
-        from tests import run_compiled
+        from tests._tools import run_compiled
 
         run_compiled.install(int(_COMPILED))
     elif not _HAS_GPU:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_imports import run
 
 from dsv4 import device, dispatch, ops
+from tests.project.test_imports import run
 
 GPU = torch.device("cuda", 0)
 

@@ -11,7 +11,7 @@ plans do not enter it. A configuration is recorded as the request that chooses i
 number of tokens, ...), so that fields of plans and modules can be renamed between two runs.
 
 The sample holds every pair of values of two fields of a kernel's plan, as the tests do
-(``tests/covering.py``). Needs nvidia-cutlass-dsl, no GPU; takes 3 to 5 minutes of one core.
+(``tests/_tools/covering.py``). Needs nvidia-cutlass-dsl, no GPU; takes 3 to 5 minutes of one core.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
 from dsv4.cute.sm90.plans import Product, choose, token_counts
 from dsv4.cute.sm100 import grouped_plan as sm100_grouped
 from dsv4.cute.sm100 import plans as sm100_dense
-from tests.covering import covering
+from tests._tools.covering import covering
 
 Request = tuple[Any, ...]  # the chooser's name in ``CHOOSERS``, the architecture, its arguments
 

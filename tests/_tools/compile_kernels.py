@@ -1,0 +1,212 @@
+"""Compile every Triton kernel that the bench's cases launch, for a GPU that need not be there.
+
+And those of ``dsv4.quant.fragments``, which is no operator.
+
+    python -m tests._tools.compile_kernels 90 [--quick] [OP ...]  (or 100, without TRITON_INTERPRET)
+
+Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
+of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
+which of the instructions of interest it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from dsv4 import dispatch
+from dsv4.bench.cases import MAKERS, cases, operators
+from dsv4.bench.problem import Case, Draw
+from dsv4.device import interpret_triton
+from dsv4.quant import fragments
+from dsv4.triton import _launch
+from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
+
+_MULTIPROCESSORS = {90: 132, 100: 148}
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+FRAGMENTS = "fragments"
+# Kernels of which the order of loads and exchanges between threads is reported.
+EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
+# The first two, few tokens and many, have nearly all kernels.
+SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
+# Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
+_ENDINGS = {"gemm": " fp8"}
+# The public function of each operator, whose cases are named by the rest of the operator's name.
+_FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
+
+
+class _Driver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, arch: int) -> None:
+        self.target = GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Unfilled(Draw):
+    """Floating inputs are memory that nobody has written: kernels only look at their types."""
+
+    def normal(self, *shape, dtype=torch.bfloat16, scale=1.0):
+        return torch.empty(shape, dtype=dtype)
+
+
+def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict]:
+    """Compile what the bench's cases of ``ops`` launch; one report per kernel.
+
+    Args:
+        arch: Compute capability times 10.
+        ops: Operators, and ``FRAGMENTS``.
+        quick: Of the last two sizes, compile only kernels that the first two have not.
+    """
+    passed: set[str] = set()
+    found: dict[str, tuple[str, object]] = {}
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        if self.__name__ in passed:
+            return None
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found[kernel.hash] = (self.__name__, kernel)
+        return kernel
+
+    triton.runtime.driver.set_active(_Driver(arch))
+    JITFunction.run = compiled
+    _launch.options = lambda tensor, few=False: {
+        "PDL": 2 if few else 1,
+        "launch_pdl": True,
+        "enable_fp_fusion": True,
+    }
+    _launch.sm_count = lambda device: _MULTIPROCESSORS[arch]
+    _launch.capability = lambda tensor: (arch // 10, arch % 10)
+    for op in ops:
+        passed.clear()
+        with interpret_triton():
+            _OTHERS.get(op, lambda: None)()
+            _run(op, SIZES[:2])
+            if quick:
+                passed.update(name for name, _ in found.values())
+            _run(op, SIZES[2:])
+        yield from (_report(op, *found.pop(key)) for key in list(found))
+
+
+def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
+    for preset, tokens in sizes:
+        for case in _cases(op, preset, tokens):
+            problem = case.build(_Unfilled(0, torch.device("cpu")))
+            if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
+                problem.run("triton")
+
+
+def _move() -> None:
+    """There and back, with a number of tiles that is a multiple of 16 and one that is not."""
+    for columns in (7168, 1536):
+        codes, scales = (torch.zeros((32, columns // n), dtype=torch.uint8) for n in (2, 16))
+        for pairs in (False, True):
+            fragments.unpack(codes, scales, pairs=pairs)
+            fragments.pack(codes, scales.view(torch.float8_e4m3fn), pairs=pairs)
+
+
+def _select_with_few_heads() -> None:
+    """With fewer heads than a block has keys: those of the models are as many, by chance."""
+    for keys in ("plain", *COMPACT_FORMATS):
+        for queries in (torch.bfloat16, *QUERY_FORMATS):
+            case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
+            case.run(9, backend="triton")
+
+
+# Launches that are no case of the bench.
+_OTHERS = {FRAGMENTS: _move, "indexer_select": _select_with_few_heads}
+
+
+def _cases(op: str, preset: str, tokens: int) -> list[Case]:
+    if op == FRAGMENTS:
+        return []
+    function = _FUNCTIONS[op]
+    ending = _ENDINGS.get(op, op.removeprefix(function).removeprefix("_"))
+    return [c for c in cases(function, preset, tokens) if c.name.endswith(ending)]
+
+
+def _report(op: str, name: str, kernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+    numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {
+        "op": op,
+        "kernel": name,
+        "registers": numbers["REG"],
+        "stack": numbers["STACK"],
+        "local": numbers["LOCAL"],
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
+        "waits": _waits(kernel.asm["ptx"]),
+        "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
+        "exchanges": _exchanges(kernel) if name in EXCHANGING else None,
+    }
+
+
+def _waits(ptx: str) -> bool:
+    """Whether every way through it waits for the kernel before, and touches no memory before it."""
+    lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
+    begun, seen = [next(i for i, line in enumerate(lines) if line.startswith("{"))], set()
+    while begun:
+        i = begun.pop()
+        while i not in seen and "griddepcontrol.wait" not in lines[i]:
+            seen.add(i)
+            if re.search(r"\b(ld|st|red|atom)\.global|\bret;", lines[i]):
+                return False
+            jump = re.search(r"(@\S+\s+)?bra\S*\s+(\$\w+)", lines[i])
+            if jump:
+                begun.append(lines.index(jump[2] + ":"))
+            i = begun.pop() if jump and not jump[1] else i + 1
+    return True
+
+
+def _exchanges(kernel) -> list[str]:
+    """Loads, shuffles and barriers in their order: ``LDG``, ``SHFL``, ``BAR``."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = _tool("nvdisasm", "-c", file.name)
+    return re.findall(r"\b(LDG|SHFL|BAR)\.", listing)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    command = [str(_TOOLS / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, FRAGMENTS])
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_intermixed_args()
+    having = [
+        op
+        for op in given.ops
+        if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
+    ]
+    for report in compile_all(given.arch, having, given.quick):
+        print(json.dumps(report), flush=True)

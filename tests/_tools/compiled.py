@@ -1,0 +1,127 @@
+"""Print what Blackwell's kernels compile to: configurations, resources, instructions.
+
+    python -m tests._tools.compiled > results/blackwell_compiled.md
+
+Takes some ten minutes of one core. Needs nvidia-cutlass-dsl and triton, and no GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dsv4.cute.runtime import cubin_cache
+from tests._tools.ptx.machine_code import instructions_of, usage_of
+from tests.cute import test_compile as test_cute_compile
+from tests.cute.sm100 import test_compile as test_sm100_compile
+from tests.cute.sm100 import test_grouped as test_sm100_grouped
+
+ARCHITECTURES = ("sm_100a", "sm_103a")
+# Column and what an instruction begins with.
+COUNTED = {
+    "block-scaled products": "UTCOMMA",
+    "scales to tensor memory": "UTCCP",
+    "tensor copies": "UTMALDG",
+    "of them multicast": "UTMALDG.3D.MULTICAST",
+    "mma.sync": "HMMA",
+    "bulk copies": "UBLKCP",
+}
+
+
+def blocks_of(plan):
+    return "1 block" if plan.blocks == 1 else f"{plan.blocks} blocks"
+
+
+def plans(arch):
+    """All configurations of CuTeDSL kernels, by what tells their rows apart."""
+    rows = collections.defaultdict(list)
+    dense = [plan for blocks in (1, 2) for plan in test_sm100_compile.plans(blocks)]
+    for plan in (*dense, *test_sm100_grouped.PLANS):
+        how = f"{plan.token_block} tokens, {blocks_of(plan)}" + (
+            f", K by {plan.parts}" if plan.parts > 1 else ""
+        )
+        rows[type(plan).__name__, how].append(plan)
+    for plan in test_cute_compile.plans_of_blackwell(arch):
+        rows[type(plan).__name__, blocks_of(plan)].append(plan)
+    return rows
+
+
+def row(name, how, arch, some, folder):
+    """One line of the table: the largest of each resource, the least and most of each count."""
+    images = [cubin_cache.compile_image(plan, arch) for plan in some]
+    usages = [usage_of(image, folder / "cubin") for image in images]
+    listings = instructions_of(images, arch, folder / "code")
+    spilled = [u["STACK"] + u["LOCAL"] for u in usages]
+    counts = [
+        [sum(i.startswith(start) for i in listing) for listing in listings]
+        for start in COUNTED.values()
+    ]
+    columns = (
+        *(name, how, arch, len(some), max(plan.threads for plan in some)),
+        max(usage["REG"] for usage in usages),
+        max(spilled),
+        f"{max(image.shared_bytes for image in images) / 1024:.0f}",
+        span([getattr(plan, "barriers", 0) for plan in some]),
+        *map(span, counts),
+        span([len(listing) for listing in listings]),
+    )
+    return "| " + " | ".join(map(str, columns)) + " |"
+
+
+def span(numbers):
+    """Least and most, or a dash for nothing at all."""
+    low, high = min(numbers), max(numbers)
+    return "-" if not high else str(low) if low == high else f"{low} to {high}"
+
+
+def table(headings):
+    print("| " + " | ".join(headings) + " |")
+    print("|---|---|---|" + "---:|" * (len(headings) - 3))
+
+
+def cute(folder):
+    headings = ("kernel", "layout", "compiled for", "configurations", "threads", "registers")
+    headings += ("bytes of stack", "KB shared", "barriers", *COUNTED, "instructions")
+    table(headings)
+    for arch in ARCHITECTURES:
+        for (name, how), some in plans(arch).items():
+            print(row(name, how, arch, some, folder), flush=True)
+
+
+def triton():
+    """The Triton kernels that the bench's cases launch, for sm_100a."""
+    command = [sys.executable, "-m", "tests._tools.compile_kernels", "100"]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    rows = collections.defaultdict(list)
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        rows[found["op"], found["kernel"]].append(found)
+    headings = ("operator", "kernel", "compiled for", "specialisations", "threads", "registers")
+    table((*headings, "bytes of stack", "bytes shared", "converts to E2M1"))
+    for (op, kernel), some in rows.items():
+        most = {key: max(found[key] for found in some) for key in some[0] if key not in _APART}
+        columns = (op, kernel, "sm_100a", len(some), most["threads"], most["registers"])
+        columns += (most["stack"] + most["local"], most["shared"], "yes" if most["e2m1"] else "-")
+        print("| " + " | ".join(map(str, columns)) + " |")
+
+
+_APART = ("op", "kernel", "exchanges")  # of which no largest is taken
+
+if __name__ == "__main__":
+    made = f"CuTeDSL {cubin_cache.compiler()}, triton {importlib.metadata.version('triton')}"
+    print("# What Blackwell's kernels compile to\n")
+    print(f"`python -m tests._tools.compiled` wrote this page: {made}.")
+    print("Compiled and disassembled, never run. Of several configurations: the largest of each")
+    print("resource, the least and most of each number of instructions. Tests ask for each of them")
+    print("one by one, what it has to be.\n\n## CuTeDSL\n")
+    with tempfile.TemporaryDirectory() as room:
+        cute(Path(room))
+    print("\n## Triton, as the bench's cases launch them\n")
+    triton()

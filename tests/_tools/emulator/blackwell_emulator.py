@@ -1,0 +1,677 @@
+"""Runs the source of Blackwell's kernels on the CPU, as an emulation of what the PTX manual says.
+
+Every thread of a cluster that does something of its own is a Python thread: those that store
+results, turn scales or clear rows, and one each that copies and multiplies. Tensor copies end in
+any order, products some time after they were asked for. Barriers count arrivals and bytes as the
+hardware's do, and a wait that does not end is an error. So a wrong coordinate, swizzle, column,
+parity or count gives a wrong result or none.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import dataclasses
+import itertools
+import random
+import threading
+import time
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+
+import dsv4
+from dsv4.cute.sm100 import dense_plan
+from tests._tools.ptx import machine as ptx_machine
+
+SLOWNESS = 0.02  # seconds that a load takes
+PATIENCE = 60.0  # seconds that a barrier is waited for
+_HERE = threading.local()
+# Of counts that several threads raise: numpy lets go of Python's lock while it adds.
+_COUNTING = threading.Lock()
+_ROOT = Path(dsv4.__file__).parent
+_MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_ELEMENTS = np.concatenate([_MAGNITUDES, -_MAGNITUDES])
+
+
+def e4m3(byte):
+    """float32 of unsigned E4M3 bytes."""
+    byte = byte.astype(np.int32)
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = np.where(exponent == 0, mantissa / 512, (8 + mantissa) * 2.0 ** (exponent - 10))
+    return np.where(byte & 127 == 127, np.nan, value).astype(np.float32)
+
+
+class Barrier:
+    """A shared-memory barrier: a phase ends with its arrivals and the bytes they announced."""
+
+    def __init__(self, lock, count):
+        self.changed, self.count, self.pending, self.bytes, self.phase = lock, count, count, 0, 0
+
+    def arrive(self, announced=0):
+        with self.changed:
+            assert self.pending > 0, "more arrivals than the barrier counts"
+            self.pending -= 1
+            self.bytes += announced
+            self._end()
+
+    def complete(self, count):
+        with self.changed:
+            self.bytes -= count
+            self._end()
+
+    def _end(self):
+        if self.pending == 0 and self.bytes == 0:
+            self.phase, self.pending = self.phase + 1, self.count
+            self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            ended = self.changed.wait_for(
+                lambda: self.phase % 2 != parity or _HERE.cluster.failed, PATIENCE
+            )
+            assert ended, f"deadlock: phase {self.phase} never ended, {self.pending} are missing"
+            _HERE.cluster.check()
+
+
+class Engine(threading.Thread):
+    """Does what it is asked for some time later: in order, or any of the pending first."""
+
+    def __init__(self, cluster, ordered):
+        super().__init__(daemon=True)
+        self.cluster, self.ordered, self.jobs = cluster, ordered, []
+        self.changed, self.ends, self.random = threading.Condition(), False, random.Random(0)
+
+    def ask(self, job):
+        with self.changed:
+            self.jobs.append(job)
+            self.changed.notify()
+
+    def end(self):
+        with self.changed:
+            self.ends = True
+            self.changed.notify()
+
+    def run(self):
+        _HERE.cluster = self.cluster
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.jobs or self.ends)
+                if not self.jobs:
+                    return
+                number = 0 if self.ordered else self.random.randrange(len(self.jobs))
+                job = self.jobs.pop(number)
+            try:
+                job()
+            except BaseException as error:
+                self.cluster.fail(error)
+                return
+
+
+class Cluster:
+    """Memories, barriers and engines of one cluster, and its threads."""
+
+    def __init__(self, plan, first, clusters):
+        self.plan, self.first, self.clusters = plan, first, clusters
+        self.shared = [np.full(1 << 18, 0xFF, np.uint8) for _ in range(plan.blocks)]
+        self.tensor = np.full((plan.blocks, 128, 512), 0xFFFFFFFF, np.uint32)
+        self.lock, self.barriers, self.failed = threading.Condition(threading.RLock()), {}, []
+        self.copies = [Engine(self, ordered=False) for _ in range(plan.blocks)]
+        self.products = [Engine(self, ordered=True) for _ in range(plan.blocks)]
+        self.owned = [0] * plan.blocks  # columns of tensor memory
+        alone = (dense_plan.MULTIPLY_WARP, dense_plan.COPY_WARP)
+        self.whole = [warp for warp in range(plan.threads // 32) if warp not in alone]
+        self.lanes = [32 * warp + lane for warp in self.whole for lane in range(32)]
+        self.lanes += [32 * warp for warp in alone]
+        self.meeting = threading.Barrier(len(self.lanes) * plan.blocks)
+        self.named = [threading.Barrier(128) for _ in range(plan.blocks)]
+        self.warps = [
+            {warp: threading.Barrier(32) for warp in self.whole} for _ in range(plan.blocks)
+        ]
+        self.slots = [
+            {warp: [[None] * 32 for _ in range(2)] for warp in self.whole}
+            for _ in range(plan.blocks)
+        ]
+
+    def fail(self, error):
+        with self.lock:
+            self.failed.append(error)
+            self.lock.notify_all()
+        warps = itertools.chain(*(warps.values() for warps in self.warps))
+        for barrier in (self.meeting, *self.named, *warps):
+            barrier.abort()
+
+    def check(self):
+        if self.failed:
+            raise RuntimeError("another thread failed")
+
+    def barrier(self, address, block=None):
+        return self.barriers[_HERE.block if block is None else block, address]
+
+    def run(self, body):
+        """Run the kernel in all threads; raises what the first that failed raised."""
+        engines = [*self.copies, *self.products]
+        threads = [
+            threading.Thread(target=self._thread, args=(body, block, thread), daemon=True)
+            for block in range(self.plan.blocks)
+            for thread in self.lanes
+        ]
+        for thread in (*engines, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for engine in engines:
+            engine.end()
+            engine.join()
+        if self.failed:
+            raise self.failed[0]
+        assert not any(self.owned), "tensor memory was not given back"
+        assert all(b.bytes == 0 and b.pending == b.count for b in self.barriers.values())
+
+    def _thread(self, body, block, thread):
+        _HERE.cluster, _HERE.block, _HERE.thread = self, block, thread
+        _HERE.warp, _HERE.lane = divmod(thread, 32)
+        _HERE.turn = 0
+        try:
+            body()
+        except BaseException as error:
+            self.fail(error)
+
+
+def meet(barrier):
+    try:
+        barrier.wait()
+    except threading.BrokenBarrierError:
+        _HERE.cluster.check()
+        raise
+
+
+def together(value):
+    """What every lane of the warp gives."""
+    cluster, block, warp = _HERE.cluster, _HERE.block, _HERE.warp
+    # Two sets of slots in turn: who writes the next time cannot disturb who still reads.
+    _HERE.turn ^= 1
+    slots = cluster.slots[block][warp][_HERE.turn]
+    slots[_HERE.lane] = value
+    meet(cluster.warps[block][warp])
+    return slots
+
+
+class Pointer:
+    """An address in shared memory that counts in elements."""
+
+    def __init__(self, address, item):
+        self.address, self.item = address, item
+
+    def __add__(self, count):
+        return Pointer(self.address + count * self.item, self.item)
+
+    def toint(self):
+        return self.address
+
+
+class Allocator:
+    """Shared memory of a block, the same for every thread."""
+
+    def __init__(self):
+        self.end = 1024
+
+    def allocate(self, count, alignment):
+        start = -(-self.end // alignment) * alignment
+        self.end = start + count
+        return Pointer(start, 1)
+
+    def allocate_array(self, dtype, count):
+        start = self.allocate(count * dtype.item, 16).address
+        return Pointer(start, dtype.item)
+
+
+class Number(int):
+    """Not a number, but what one is called in a kernel: ``Int32(value)``."""
+
+    def __new__(cls, item):
+        found = super().__new__(cls, item)
+        found.item = item
+        return found
+
+    def __call__(self, value):
+        return int(value)
+
+
+class Operand:
+    """What a tensor copy reads: bytes, and the box that the driver is told of."""
+
+    def __init__(self, content, box, multicast=False):
+        self.content, self.box, self.multicast = content, box, multicast
+        self.reads = np.zeros(box.sizes[::-1], np.int32)
+
+    def take(self, shape, where):
+        """A box of bytes; zeros beyond the end."""
+        box = self.box
+        assert tuple(shape[::-1]) == box.box, "the kernel copies another box than is described"
+        place = np.indices(shape).reshape(len(shape), -1) + np.array(where)[:, None]
+        sizes = np.array(box.sizes[::-1])[:, None]
+        assert (place >= 0).all()
+        inside = (place < sizes).all(0)
+        strides = np.array((*box.strides[::-1], box.item_bytes))[:, None]
+        start = (place * strides).sum(0)[:, None] + np.arange(box.item_bytes)
+        found = np.zeros((place.shape[1], box.item_bytes), np.uint8)
+        found[inside] = self.content[start[inside]]
+        with _COUNTING:
+            np.add.at(self.reads, tuple(place[:, inside]), 1)
+        return found.reshape(-1)
+
+
+class Global:
+    """Global memory: arrays by address, and what was written, or loaded as words, how often."""
+
+    def __init__(self):
+        self.arrays, self.loads = {}, collections.Counter()
+
+    def add(self, array):
+        start = (len(self.arrays) + 1) << 40
+        self.arrays[start] = (array, np.zeros(array.shape, np.int32))
+        return start
+
+    def at(self, address):
+        start = address >> 40 << 40
+        return (*self.arrays[start], address - start)
+
+    def load_float(self, address):
+        array, _, offset = self.at(address)
+        assert array.dtype == np.float32
+        return array[offset // 4]
+
+    def load_int(self, address):
+        array, _, offset = self.at(address)
+        assert array.dtype == np.int32
+        return int(array[offset // 4])
+
+    def load_words(self, address, words):
+        array, _, offset = self.at(address)
+        with _COUNTING:
+            self.loads[offset] += 1
+        assert array.dtype == np.uint8
+        assert offset % (4 * words) == 0
+        found = array[offset : offset + 4 * words]
+        assert found.size == 4 * words, "beyond the end"
+        return found.view(np.uint32).tolist()
+
+    def store(self, address, values):
+        array, written, offset = self.at(address)
+        first = offset // array.itemsize
+        assert offset % (len(values) * array.itemsize) == 0, "a store that is not aligned"
+        with _COUNTING:
+            for i, value in enumerate(values):
+                array[first + i] = value
+                written[first + i] += 1
+
+
+def bfloat16(value):
+    """Bits of the nearest."""
+    bits = int(np.float32(value).view(np.uint32))
+    return 0x7FC0 if np.isnan(value) else bits + 0x7FFF + (bits >> 16 & 1) >> 16
+
+
+def fake_ptx(memory):
+    """``dsv4.cute.device.ptx``."""
+
+    def shared():
+        return _HERE.cluster.shared[_HERE.block]
+
+    def mbarrier_init(address, count):
+        cluster = _HERE.cluster
+        cluster.barriers[_HERE.block, address] = Barrier(cluster.lock, count)
+
+    def stmatrix_x2_transposed(address, low, high):
+        every = together((address, (low, high)))
+        for matrix in range(2):
+            pair = every[_HERE.lane][1][matrix]
+            for i in range(2):
+                target = every[matrix * 8 + _HERE.lane % 4 * 2 + i][0] + _HERE.lane // 4 * 2
+                shared()[target : target + 2].view(np.uint16)[0] = pair >> 16 * i & 0xFFFF
+
+    def store_shared_bfloat16(address, value):
+        shared()[address : address + 2].view(np.uint16)[0] = bfloat16(value)
+
+    def swiglu(gate, up, limit):
+        if not (np.isfinite(gate) and np.isfinite(up)):
+            return np.float32(np.nan)
+        gate, up = min(gate, limit), max(min(up, limit), -limit)
+        with np.errstate(over="ignore"):
+            return np.float32(gate / (1 + np.exp(-np.float64(gate))) * up)
+
+    def load_shared(address, words):
+        assert address % (4 * words) == 0
+        return shared()[address : address + 4 * words].view(np.uint32).copy()
+
+    def store_shared4(address, words, offset=0):
+        assert (address + offset) % 16 == 0
+        shared()[address + offset : address + offset + 16].view(np.uint32)[:] = words
+
+    def store_shared_int(address, value):
+        shared()[address : address + 4].view(np.int32)[0] = value
+
+    def store_global4(address, words):
+        array, *_ = memory.at(address)
+        memory.store(address, np.array(words, np.uint32).view(array.dtype))
+
+    def load_global_or_zero(address, words, wanted, offset=0):
+        return memory.load_words(address + offset, words) if wanted else [0] * words
+
+    def max_u16x2(a, b):
+        a, b = int(a), int(b)
+        return np.uint32(max(a >> 16, b >> 16) << 16 | max(a & 0xFFFF, b & 0xFFFF))
+
+    def store_shared_float4(address, values):
+        assert address % 16 == 0
+        shared()[address : address + 16].view(np.float32)[:] = values
+
+    def load_shared_cluster_float4(address):
+        block, start = divmod(address, 1 << 32)
+        return _HERE.cluster.shared[block][start : start + 16].view(np.float32).copy()
+
+    return types.SimpleNamespace(
+        store_shared_float4=store_shared_float4,
+        load_shared_cluster_float4=load_shared_cluster_float4,
+        map_to_cta=lambda address, block: block << 32 | address,
+        mbarrier_init=mbarrier_init,
+        fence_mbarrier_init=lambda: None,
+        mbarrier_arrive_expect_tx=lambda address, count: _HERE.cluster.barrier(address).arrive(
+            count
+        ),
+        mbarrier_wait=lambda address, parity: _HERE.cluster.barrier(address).wait(parity),
+        mbarrier_arrive=lambda address: _HERE.cluster.barrier(address).arrive(),
+        load_shared_int=lambda address: int(load_shared(address, 1)[0]),
+        load_shared=load_shared,
+        load_global_float=memory.load_float,
+        store_global_float=lambda address, value: memory.store(address, [value]),
+        store_global4=store_global4,
+        store_global=lambda address, word: memory.store(
+            address, np.array([word], np.uint32).view(np.uint8)
+        ),
+        store_global_byte=lambda address, byte: memory.store(address, [byte]),
+        load_global=memory.load_int,
+        load_global_or_zero=load_global_or_zero,
+        store_shared4=store_shared4,
+        store_shared_int=store_shared_int,
+        fence_proxy_async_shared=lambda: None,
+        max_u16x2=max_u16x2,
+        assembly=ptx_machine.run,
+        stmatrix_x2_transposed=stmatrix_x2_transposed,
+        store_shared_bfloat16=store_shared_bfloat16,
+        pack_bfloat16x2=lambda low, high: bfloat16(low) | bfloat16(high) << 16,
+        select_float=lambda condition, yes, no: yes if condition else no,
+        swiglu=swiglu,
+    )
+
+
+def operand_elements(shared, start, rows):
+    """``[rows, 64]`` of K-major codes in rows of 128 bytes, whose 16-byte pieces are exchanged."""
+    row, byte = np.meshgrid(np.arange(rows), np.arange(32), indexing="ij")
+    place = start + row // 8 * 1024 + row % 8 * 128 + byte
+    found = shared[place ^ (place >> 7 & 7) << 4]
+    return _ELEMENTS[np.stack((found & 15, found >> 4), -1).reshape(rows, 64)]
+
+
+def operand_scales(tensor, column, rows):
+    """``[rows, 64]``: a byte for 16 columns, in lane ``row % 32`` of column ``row // 32``."""
+    row = np.arange(rows)
+    copies = [tensor[row % 32 + 32 * w, column + row // 32] for w in range(4)]
+    assert all((copy == copies[0]).all() for copy in copies), "the warps' copies differ"
+    return np.repeat(e4m3(copies[0][:, None] >> np.array([0, 8, 16, 24]) & 0xFF), 16, 1)
+
+
+def fake_tcgen05():
+    """``dsv4.cute.sm100._tcgen05``."""
+
+    def allocate(address, columns, group):
+        cluster = _HERE.cluster
+        assert group == cluster.plan.pair
+        assert columns in (32, 64, 128, 256, 512)
+        if _HERE.lane == 0:
+            assert cluster.owned[_HERE.block] == 0
+            cluster.owned[_HERE.block] = columns
+            place = cluster.shared[_HERE.block][address : address + 4]
+            place.view(np.uint32)[0] = 512 - columns
+
+    def free(start, columns, group):
+        if _HERE.lane == 0:
+            assert (start, columns) == (512 - columns, _HERE.cluster.owned[_HERE.block])
+            _HERE.cluster.owned[_HERE.block] = 0
+
+    def copy_scales(target, address, group):
+        cluster = _HERE.cluster
+
+        first = _HERE.block
+
+        def job():
+            for block in range(first, first + group):
+                found = cluster.shared[block][address : address + 512].view(np.uint32)
+                columns = cluster.tensor[block, :, target : target + 4]
+                columns[:] = np.tile(found.reshape(32, 4), (4, 1))
+
+        cluster.products[_HERE.block].ask(job)
+
+    def multiply(sums, left, right, scales, accumulate, kind, group):
+        cluster, tokens = _HERE.cluster, _HERE.cluster.plan.token_block
+        assert kind == dense_plan.instruction(128 * group, tokens)
+        start, first = 512 - cluster.owned[0], _HERE.block
+        assert start <= sums <= 512 - tokens
+
+        def job():
+            own = tokens // group
+            blocks = range(first, first + group)
+            codes = [operand_elements(cluster.shared[b], right << 4, own) for b in blocks]
+            codes = np.concatenate(codes)
+            for block in blocks:
+                tensor = cluster.tensor[block]
+                a = operand_elements(cluster.shared[block], left << 4, 128)
+                a = a * operand_scales(tensor, scales[0], 128)
+                b = codes * operand_scales(tensor, scales[1], tokens)
+                total = tensor[:, sums : sums + tokens].view(np.float32)
+                before = total.copy() if accumulate else np.float32(0)
+                total[:] = before + a @ b.T
+
+        cluster.products[_HERE.block].ask(job)
+
+    def commit(address, group):
+        cluster, first = _HERE.cluster, _HERE.block
+
+        def job():
+            for block in range(first, first + group):
+                cluster.barrier(address, block).arrive()
+
+        cluster.products[_HERE.block].ask(job)
+
+    def load(address, tiles):
+        first, column = address >> 16, address & 0xFFFF
+        assert first == 32 * (_HERE.warp % 4), "a warp loads its own lanes"
+        time.sleep(SLOWNESS)  # the next product overtakes who loads too late
+        tensor = _HERE.cluster.tensor[_HERE.block].view(np.float32)
+        row, start = first + _HERE.lane // 4, column + _HERE.lane % 4 * 2
+        return [
+            [
+                [tensor[row + 16 * h + 8 * (i // 2), start + 8 * n + i % 2] for i in range(4)]
+                for n in range(tiles)
+            ]
+            for h in range(2)
+        ]
+
+    return types.SimpleNamespace(
+        allocate=allocate,
+        free=free,
+        before_arrival=lambda: None,
+        after_wait=lambda: None,
+        codes_descriptor=lambda address: address >> 4,
+        copy_scales=copy_scales,
+        multiply=multiply,
+        commit=commit,
+        arrive_first=lambda address: _HERE.cluster.barrier(address, 0).arrive(),
+        load=load,
+    )
+
+
+def copy(operand, source, to, tma_bar_ptr, mcast_mask):
+    """A tensor copy; it announces its bytes to the first block of a cluster."""
+    cluster, block = _HERE.cluster, _HERE.block
+    (_, where), shape = source
+    (start, swizzled) = to
+    assert swizzled == operand.box.swizzled
+    assert start.address % (1024 if swizzled else 128) == 0
+
+    def job():
+        found = operand.take(shape, where)
+        place = start.address + np.arange(found.size)
+        if swizzled:
+            place ^= (place >> 7 & 7) << 4
+        for target in range(cluster.plan.blocks) if operand.multicast else [block]:
+            cluster.shared[target][place] = found
+            leader = block // cluster.plan.pair * cluster.plan.pair
+            cluster.barrier(tma_bar_ptr.address, leader).complete(found.size)
+
+    cluster.copies[block].ask(job)
+
+
+def shuffled(value, offset, mask_and_clamp, kind):
+    """A shuffle upwards; the first lanes get what they gave."""
+    assert (mask_and_clamp, kind) == (0, "up")
+    found = together(value)
+    return found[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
+
+
+def fake_cutlass():
+    """``cutlass``, as far as the kernel needs it; what only the compiler calls is missing."""
+    arch = types.SimpleNamespace(
+        thread_idx=lambda: (_HERE.thread, 0, 0),
+        block_idx=lambda: (_HERE.cluster.first * _HERE.cluster.plan.blocks + _HERE.block, 0, 0),
+        grid_dim=lambda: (_HERE.cluster.clusters * _HERE.cluster.plan.blocks, 0, 0),
+        make_warp_uniform=lambda value: value,
+        griddepcontrol_launch_dependents=lambda: None,
+        griddepcontrol_wait=lambda: None,
+        cluster_arrive=lambda: None,
+        cluster_wait=lambda: meet(_HERE.cluster.meeting),
+        barrier=lambda barrier_id=0, number_of_threads=0: meet(
+            _HERE.cluster.named[_HERE.block] if barrier_id else _HERE.cluster.meeting
+        ),
+        sync_warp=lambda: together(None) if _HERE.warp in _HERE.cluster.whole else None,
+        elect_one=nullcontext,
+        shuffle_sync_bfly=lambda value, mask: together(value)[_HERE.lane ^ mask],
+        shuffle_sync_op=shuffled,
+    )
+    cute = types.SimpleNamespace(
+        arch=arch,
+        jit=lambda function: function,
+        kernel=lambda function: function,
+        Tensor=None,
+        CopyAtom=None,
+        domain_offset=lambda where, places: (places, where),
+        local_tile=lambda source, shape, at: (source, shape),
+        recast_ptr=lambda pointer, swizzle, dtype: (pointer, swizzle is not None),
+        make_swizzle=lambda *bits: bits,
+        make_tensor=lambda pointer, layout: types.SimpleNamespace(to=pointer, layout=layout),
+        make_ordered_layout=lambda shape, order: shape,
+        make_layout=lambda shape: shape,
+        rank=len,
+        group_modes=lambda tensor, first, last: tensor,
+        copy=copy,
+    )
+    cpasync = types.SimpleNamespace(
+        prefetch_descriptor=lambda atom: None,
+        tma_partition=lambda atom, at, layout, to, source: (to.to, source),
+    )
+    numbers = {"Int16": 2, "Int32": 4, "Int64": 8, "Uint8": 1, "Uint16": 2, "Uint32": 4}
+    return types.SimpleNamespace(
+        cute=cute,
+        nvgpu=types.SimpleNamespace(cpasync=cpasync),
+        const_expr=lambda value: value,
+        range=lambda *limits, unroll=1: range(*limits),
+        range_constexpr=range,
+        min=min,
+        max=max,
+        memory=types.SimpleNamespace(SmemAllocator=Allocator),
+        Float32=np.float32,
+        Boolean=bool,
+        **{name: Number(item) for name, item in numbers.items()},
+    )
+
+
+SHARED = {
+    f"dsv4.cute.{name}"
+    for name in ("device.epilogue", "device.quantize", "device.expert_scheduler", "sm100.dense")
+}
+
+
+def emulated_source(memory, name="dsv4.cute.sm100.dense"):
+    """A module of a kernel, with everything it imports from the compiler in its place."""
+    cutlass = fake_cutlass()
+    nothing = types.SimpleNamespace(
+        CUstream=None, make_fake_tensor=None, CtaGroup=types.SimpleNamespace(ONE=1, TWO=2)
+    )
+    ptx = types.SimpleNamespace(ptx=fake_ptx(memory))
+    shuffles = types.SimpleNamespace(nvvm=types.SimpleNamespace(ShflKind=Kinds))
+    stand_ins = {
+        "cutlass._mlir.dialects": shuffles,
+        "cutlass": cutlass,
+        "cutlass.cute": cutlass,
+        "cutlass.cute.nvgpu": cutlass.nvgpu,
+        "cutlass.cute.nvgpu.tcgen05": nothing,
+        "cutlass.cute.runtime": nothing,
+        "cuda.bindings.driver": nothing,
+        "dsv4.cute.device": ptx,
+        "dsv4.cute.sm100": types.SimpleNamespace(_tcgen05=fake_tcgen05()),
+    }
+
+    def find(name, globals=None, locals=None, fromlist=(), level=0):
+        if name in stand_ins:
+            return stand_ins[name]
+        if name in SHARED:
+            stand_ins[name] = _executed(name, find)
+            return stand_ins[name]
+        return builtins.__import__(name, globals, locals, fromlist, level)
+
+    return _executed(name, find)
+
+
+class Kinds:
+    """Of shuffles."""
+
+    up = "up"
+
+
+def _executed(name, find):
+    file = _ROOT.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    scope = {"__name__": name, "__builtins__": {**vars(builtins), "__import__": find}}
+    exec(compile(file.read_text(), str(file), "exec", dont_inherit=True), scope)
+    return types.SimpleNamespace(**scope)
+
+
+def run(plan, boxes, contents, memory, arguments, clusters):
+    """Run a grid of clusters, one after another.
+
+    Args:
+        plan: The configuration.
+        boxes: Of the operands, as the driver is told.
+        contents: Their bytes.
+        memory: ``Global``, with everything else.
+        arguments: Of the kernel, after the operands.
+        clusters: Of the grid.
+
+    Returns:
+        The operands, with the number of times each element was read.
+    """
+    module, name = plan.kernel.split(":")
+    kernel = getattr(emulated_source(memory, module), name)(**dataclasses.asdict(plan))
+    make = kernel._make_barriers
+    # Of the warp that copies one lane is run, but all lanes make barriers.
+    object.__setattr__(
+        kernel, "_make_barriers", lambda first, lane: [make(first, i) for i in range(32)]
+    )
+    shared = (False, False, False, plan.shared_scales)[: len(boxes)]
+    operands = [Operand(*what) for what in zip(contents, boxes, shared, strict=True)]
+    copies = [part for operand in operands for part in (operand, None)]
+    for first in range(clusters):
+        Cluster(plan, first, clusters).run(lambda: kernel.kernel(*copies, *arguments))
+    return operands

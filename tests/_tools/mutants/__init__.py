@@ -1,0 +1,47 @@
+"""A table of mutants: every known way of getting the model wrong, as a change of one function.
+
+``python -m tests._tools.mutants [9 ...]`` applies each of them to a copy and expects the named test
+to fail. A number is that of a known pitfall (specification, section 15). "HF" are mistakes of the
+drop-in for transformers; "files" are mistakes with files that are replaced, or come from elsewhere;
+"load" are mistakes of packing while a checkpoint is read; P1 to P4 are mistakes of plans, tapes and
+launches;
+"start" are mistakes of what is compiled ahead.
+"""
+
+from __future__ import annotations
+
+from .attention import MUTANTS as _ATTENTION
+from .bench import MUTANTS as _BENCH
+from .checkpoints import MUTANTS as _CHECKPOINTS
+from .cubins import MUTANTS as _CUBINS
+from .dropin import MUTANTS as _DROPIN
+from .files import MUTANTS as _FILES
+from .kernels import MUTANTS as _KERNELS
+from .launching import MUTANTS as _LAUNCHING
+from .layering import MUTANTS as _LAYERING
+from .loading import MUTANTS as _LOADING
+from .mixing import MUTANTS as _MIXING
+from .mutant import Mutant
+from .quantisation import MUTANTS as _QUANTISATION
+from .starting import MUTANTS as _STARTING
+from .state import MUTANTS as _STATE
+
+__all__ = ["MUTANTS", "REQUIRED", "Mutant"]
+
+MUTANTS: tuple[Mutant, ...] = (
+    *_ATTENTION,
+    *_MIXING,
+    *_STATE,
+    *_QUANTISATION,
+    *_KERNELS,
+    *_CUBINS,
+    *_BENCH,
+    *_DROPIN,
+    *_CHECKPOINTS,
+    *_FILES,
+    *_LAUNCHING,
+    *_LAYERING,
+    *_LOADING,
+    *_STARTING,
+)
+REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

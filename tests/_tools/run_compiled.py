@@ -1,0 +1,188 @@
+"""Run what Triton's compiler makes of kernels, for a GPU that is not there, against the reference.
+
+    python -m tests._tools.run_compiled 90 [CASE ...]     (without TRITON_INTERPRET)
+
+A launch is compiled, and ``tests._tools.ptx.grid`` runs its PTX on the CPU tensors of the launch.
+Prints a line for each case.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from dsv4.device import interpret_triton
+from dsv4.ops.moe import moe_gather_quantize, moe_permute
+from dsv4.ops.norm import rms_norm_quantize
+from dsv4.ops.quantize import quantize
+from dsv4.ops.rope import rope, rope_quantize
+from dsv4.ops.swiglu import swiglu, swiglu_quantize
+from dsv4.quant.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.triton import _launch, _nvfp4_tile, moe, norm
+from tests._tools.compile_kernels import _Driver
+from tests._tools.ptx import grid as ptx_grid
+
+
+def _flat(argument, kind) -> Iterator[torch.Tensor | int | float]:
+    """Parameters that an argument is: none if it is known to the compiler, several of a tuple."""
+    if isinstance(kind, tuple):
+        for part, of_part in zip(argument, kind, strict=True):
+            yield from _flat(part, of_part)
+    elif kind != "constexpr":
+        if not isinstance(argument, torch.Tensor | int | float):
+            pytest.skip(f"tests._tools.ptx.grid takes no {type(argument).__name__}")
+        yield argument
+
+
+def install(arch: int) -> list[str]:
+    """Let every launch run on the CPU; the list of kernels' names grows with each."""
+    ran: list[str] = []
+    compile_only = JITFunction.run
+
+    def run(self, *args, grid, warmup, **options):
+        kernel = compile_only(self, *args, grid=grid, warmup=True, **options)
+        named = dict(zip(self.arg_names, args, strict=False)) | options
+        given = [a for n, kind in kernel.src.signature.items() for a in _flat(named[n], kind)]
+        blocks = (*grid, 1, 1)[:3]
+        threads = 32 * kernel.metadata.num_warps
+        try:
+            ptx_grid.launch(kernel.asm["ptx"], given, blocks, threads, kernel.metadata.shared)
+        except NotImplementedError as error:
+            pytest.skip(f"tests._tools.ptx.grid has no {error}")
+        ran.append(self.__name__)
+        return kernel
+
+    triton.runtime.driver.set_active(_Driver(arch))
+    JITFunction.run = run
+    _launch.options = lambda tensor, few=False: {
+        "PDL": 2 if few else 1,
+        "launch_pdl": True,
+        "enable_fp_fusion": True,
+    }
+    _launch.sm_count = lambda device: 132
+    _launch.capability = lambda tensor: (arch // 10, arch % 10)
+    return ran
+
+
+def same(found, want) -> None:
+    """Codes, scales and global scales bit for bit."""
+    for name in ("codes", "scales", "global_scale"):
+        a, b = (getattr(x, name) for x in (found, want))
+        a, b = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (a, b))
+        assert_bitwise(a, b, name)
+
+
+def values(rows: int, columns: int, exponent: int = 0) -> torch.Tensor:
+    """Normal ones, a zero block, signed zeros, a NaN and an infinity in rows of their own."""
+    x = strategies.normal(rows + columns, (rows, columns), torch.float32) * 2.0**exponent
+    x[0, :16], x[0, 16:32:2] = 0, -0.0
+    if rows > 1:
+        x[1, 3], x[1, 40] = torch.nan, -torch.inf
+    return x.to(torch.bfloat16)
+
+
+def quantized(x, **options) -> None:
+    same(quantize(x, **options, backend="triton"), quantize(x, **options, backend="reference"))
+
+
+def by_rope(tokens: int, heads: int, dim: int, half: int, groups: int, **options) -> None:
+    """Against turning, then quantising, by the reference."""
+    x = values(tokens, heads * dim).reshape(tokens, heads, dim)
+    angles = strategies.normal(7, (tokens, half), torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    found = rope_quantize(x, cos, sin, inverse=True, groups=groups, **options, backend="triton")
+    turned = rope(x, cos[:, None], sin[:, None], inverse=True, backend="reference")
+    same(found, quantize(turned.reshape(tokens, groups, -1), **options, backend="reference"))
+
+
+def normed(rows: int, columns: int, **options) -> None:
+    """Against quantising the norm that the kernel itself returns."""
+    x = values(rows, columns)
+    weight = strategies.normal(5, (columns,), torch.float32).to(torch.bfloat16)
+    y, found = rms_norm_quantize(x, weight, **options, backend="triton")
+    same(found, quantize(y, **options, backend="reference"))
+
+
+def activated(rows: int, columns: int, **options) -> None:
+    """Against the product that the plain kernel makes, quantised."""
+    x = values(rows, 2 * columns)
+    found = swiglu_quantize(x, 10.0, **options, backend="triton")
+    same(found, quantize(swiglu(x, 10.0, backend="triton"), **options, backend="reference"))
+
+
+def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
+    """Six of eight experts a token, three of them another's."""
+    ids = torch.stack([torch.randperm(8, generator=strategies.generator(i)) for i in range(tokens)])
+    ids = torch.where(ids[:, :6] < 5, ids[:, :6], -1)
+    _, offsets, rows = moe_permute(ids, 5, backend="reference")
+    scales = strategies.normal(3, (5,), torch.float32).abs() + 0.01 if static else None
+    arguments = (values(tokens, columns), rows, offsets)
+    found, want = (
+        moe_gather_quantize(*arguments, input_scale=scales, layout=layout, backend=name)
+        for name in ("triton", "reference")
+    )
+    same(found, want)
+
+
+def _of_many() -> None:
+    """Let the launchers take what few rows are given for many."""
+    _nvfp4_tile._FEW = norm._SOME = moe._FEW = moe._APART = 0
+
+
+_ONE = {"scaling": "static", "global_scale": 0.004}
+_SMALL = {"scaling": "static", "global_scale": 2.0**-120}
+_TOKEN = {"scaling": "token"}
+_FEW_AND_MANY: dict[str, Callable[[], None]] = {
+    "quantize": lambda: quantized(values(3, 2048), **_TOKEN),
+    "quantize swizzled": lambda: quantized(values(5, 272), layout=SWIZZLED, scaling="tensor"),
+    "quantize small": lambda: quantized(values(2, 2048, -110), **_SMALL),
+    "quantize weight": lambda: quantized(values(2, 512), scaling="weight"),
+    "rope": lambda: by_rope(2, 8, 512, 32, 1, **_ONE),
+    "rope, heads of two chunks": lambda: by_rope(2, 16, 128, 8, 2, **_ONE),
+    "rope, half a group": lambda: by_rope(2, 8, 512, 32, 2, **_TOKEN),
+    "rope, parts of heads": lambda: by_rope(2, 2, 96, 16, 4, **_TOKEN),
+    "norm": lambda: normed(3, 2048, **_TOKEN),
+    "norm static": lambda: normed(2, 1536, **_ONE),
+    "swiglu": lambda: activated(3, 2048, **_TOKEN),
+    "swiglu static": lambda: activated(2, 96, **_ONE),
+    "gather": lambda: gathered(3, 2048, False, LINEAR),
+    "gather static": lambda: gathered(2, 272, True, LINEAR),
+    "gather swizzled": lambda: gathered(2, 1024, False, SWIZZLED),
+    "gather by expert": lambda: gathered(3, 1024, False, SWIZZLED_EXPERTS),
+}
+CASES = {f"few {name}": case for name, case in _FEW_AND_MANY.items()}
+CASES |= {f"many {name}": case for name, case in _FEW_AND_MANY.items()}
+
+
+def main(arch: int, names: list[str]) -> int:
+    """The number of cases that differ."""
+    ran = install(arch)
+    wrong = 0
+    few = _nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART
+    for name in names or CASES:
+        _nvfp4_tile._FEW, norm._SOME, moe._FEW, moe._APART = few
+        if name.startswith("many"):
+            _of_many()
+        ran.clear()
+        try:
+            with interpret_triton():
+                CASES[name]()
+            found = "equal"
+        except Exception as error:  # a case is told of, and the next is run
+            wrong += 1
+            found = f"{type(error).__name__}: {error}"
+        print(f"{name} | {' '.join(ran)} | {found}", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]) > 0)

@@ -1,0 +1,116 @@
+"""Run every kernel once per problem size of the bench, for NVIDIA's compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \
+        --error-exitcode 9 python -m tests._tools.sanitize
+    compute-sanitizer --tool racecheck --error-exitcode 9 python -m tests._tools.sanitize
+
+Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share the work out; of
+``grouped_gemm*`` also rows an expert: ``--sizes none --rows 150,300``. The tool's option
+``--kernel-name kns=kernel_cutlass`` checks CuTeDSL's kernels alone. An operator has up to 41 of
+them, which a run without the tool compiles and keeps: under it that takes minutes. Without caching,
+each tensor is an allocation of its own, so a step past its end is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from dsv4 import dispatch
+from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
+from dsv4.bench.problem import Draw
+from dsv4.cute.runtime.driver import Kernel
+from dsv4.cute.sm90 import indexer_logits_plan
+from dsv4.ops.indexer import indexer_select
+from tests.cute.test_indexer import Coded, apart, chosen, rows_of
+
+SIZES = (
+    ("tiny", 1),
+    ("tiny", 5),
+    ("tiny", 130),
+    ("flash", 1),
+    ("flash", 19),
+    ("tiny", 1100),  # many, of kernels that take many rows
+    ("flash", 130),  # many values, of those that take many of these
+)
+# An expert has them on average: of products of few rows, of each step, and of very many.
+ROWS = (1, 6, 8, 24, 40, 60, 80, 100, 150, 300)
+
+
+def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
+    """Run the operators named, or all; the number of calls."""
+    calls = 0
+    for op in ops or list(MAKERS):
+        if all(dispatch.implementations(one)[0].name == "reference" for one in operators(op)):
+            continue
+        for preset, tokens in sizes:
+            for case in cases(op, preset, tokens):
+                problem = case.build(Draw(0, torch.device("cuda", 0)))
+                problem.run("auto")
+                torch.cuda.synchronize()
+                calls += 1
+        print(op, flush=True)
+        if op == "indexer_select":
+            calls += long_rows()
+        if op.startswith("grouped_gemm"):
+            calls += routed(op, rows)
+    return calls
+
+
+def routed(op: str, every: list[int]) -> int:
+    """With so many rows an expert, of whole tiles, by three blocks, so that each has many."""
+    config = PRESETS["tiny"]().replace(hidden_size=1280, moe_intermediate_size=384)
+    fitting, calls = Kernel.prepare, 0
+    Kernel.prepare = lambda kernel, device: min(3, fitting(kernel, device))
+    for rows in every:
+        tokens = rows * config.n_routed_experts // config.num_experts_per_tok
+        for case in MAKERS[op](config, tokens):
+            case.build(Draw(rows, torch.device("cuda", 0))).run("cute")
+            torch.cuda.synchronize()
+            calls += 1
+        print(f"{op}, {rows} rows an expert", flush=True)
+    Kernel.prepare = fitting
+    return calls
+
+
+def long_rows() -> int:
+    """Select from rows of MXFP4 keys that no case of the bench has, scales far apart in half."""
+    indexer_logits_plan._MANY = 0
+    for share in (0.0, 0.02):
+        for tokens, entries in ((2, 9000), (2, 16500), (140, 300)):
+            case = Coded(tokens, entries, 0, device="cuda")
+            apart(case, share)
+            indexer_select(**case.arguments(256), backend="cute")
+    # Rows that eight and four blocks share, and one has.
+    for tokens, group in ((1, 16), (16, 16), (2, 8), (31, 8)):
+        for kind in ("normal", "blocks"):
+            scores = rows_of(kind, 0, tokens, 20000).cuda()
+            chosen(scores, torch.full((tokens,), 19999), 512, group)
+    torch.cuda.synchronize()
+    return 14
+
+
+def sizes_of(text: str) -> list[tuple[str, int]]:
+    """Presets and numbers of tokens: ``tiny:5,flash:19``."""
+    pairs = [size.split(":") for size in listed(text)]
+    return [(preset, int(tokens)) for preset, tokens in pairs]
+
+
+def rows_of_one(text: str) -> list[int]:
+    """Rows an expert: ``150,300``."""
+    return [int(rows) for rows in listed(text)]
+
+
+def listed(text: str) -> list[str]:
+    """What commas part; nothing of ``none``."""
+    return [] if text == "none" else text.split(",")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
+    parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
+    arguments = parser.parse_args()
+    print(f"{main(arguments.ops, arguments.sizes, arguments.rows)} calls")

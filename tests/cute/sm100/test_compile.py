@@ -1,0 +1,139 @@
+"""Configurations of Blackwell's kernel compile for Blackwell, on a machine without one.
+
+Compiled and inspected, not run. Every one of them in the nightly profile, else a sample with every
+pair of values of two fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import re
+import struct
+
+import pytest
+
+pytest.importorskip("cutlass")
+pytest.importorskip("triton")
+
+from dsv4.cute import gemm_nvfp4
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.sm100 import dense_plan
+from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan
+from dsv4.cute.sm100.plans import Product, candidates
+from tests._tools import covering
+from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
+
+SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of a product
+BOTH = (False, True)
+
+
+def layouts(blocks):
+    """Tokens of a tile, blocks of a cluster and how many parts K has, of either kind of product."""
+    if blocks == 1:
+        return [(tokens, 1, 1) for tokens in TOKEN_BLOCKS] + [(64, parts, parts) for parts in PARTS]
+    return [(tokens, 2, 1) for tokens in TOKEN_BLOCKS]
+
+
+def plans(blocks):
+    """Every configuration."""
+    return [
+        DensePlan(tokens, cluster, *kind, parts)
+        for kind in itertools.product(BOTH, BOTH)
+        for tokens, cluster, parts in layouts(blocks)
+    ]
+
+
+def test_these_are_all_there_are():
+    chosen = {
+        plan
+        for kind in itertools.product(BOTH, BOTH)
+        for plan in candidates(Product(65536, 2048, 1, *kind))
+    }
+    assert chosen == {plan for blocks in (1, 2) for plan in plans(blocks)}
+
+
+def check(plan, arch, image, numbers, instructions):
+    def count(name):
+        return sum(i.split()[0] == name for i in instructions)
+
+    def begins(name):
+        return sum(i.startswith(name) for i in instructions)
+
+    assert numbers["STACK"] == numbers["LOCAL"] == begins("LDL") == begins("STL") == 0
+    # Constant loads may be moved to before the wait for the preceding kernel.
+    assert not any(".CONSTANT" in i for i in instructions)
+    assert numbers["REG"] * plan.threads <= REGISTER_FILE
+    assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED
+    assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
+    # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
+    both = ".2CTA" if plan.pair == 2 else ""
+    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
+    copies = 4 * (1 + plan.scale_tiles)
+    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
+    # Rows before and after what the kernel before wrote is waited for; tokens; scales likewise.
+    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 3
+    assert begins("UTMALDG.3D") == 3
+    assert count(f"UTMALDG.3D.MULTICAST{both}") == (1 if plan.shared_scales else 0)
+    assert count(f"UTMALDG.3D{both}") == (2 if plan.shared_scales else 3)
+    # The stage and the sums are announced, to both blocks.
+    assert begins("UTCBAR") == 2
+    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.shared_scales else 0)
+    # A chunk of 32 tokens of a warp's 32 rows.
+    assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
+    assert begins("UTMACCTL.PF") == 4, "operands' descriptions are asked for early"
+    assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
+    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
+    # Tiles of 8 tokens that a warp stores at a time, of 16 rows each, and the sums of others.
+    tiles = 2 * (dense_plan.CHUNK // 8 if plan.parts == 1 else plan.own_tiles)
+    assert count("LD.E.128") == (plan.parts * tiles if plan.parts > 1 else 0)
+    if plan.float32_out:
+        assert begins("STSM") == begins("STG.E.128") == 0
+        assert begins("STG.E") == tiles * (2 if plan.swiglu else 4)
+    else:
+        assert begins("STG.E.128") == -(-4 * tiles * plan.tile_outputs // 128)
+        assert begins("STSM") == (0 if plan.swiglu else tiles)
+
+
+def check_each(wanted, arch, folder, check):
+    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
+    images = [cubin_cache.compile_image(plan, arch) for plan in wanted]
+    listings = instructions_of(images, arch, folder / "code")
+    objections = []
+    for plan, image, instructions in zip(wanted, images, listings, strict=True):
+        try:
+            check(plan, arch, image, usage_of(image, folder / "cubin"), instructions)
+        except AssertionError as error:
+            objections.append(f"{plan}: {error}")
+    assert not objections, "\n".join(objections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", covering.batches([*plans(1), *plans(2)], 16))
+@pytest.mark.parametrize("arch", SPELLED)
+def test_every_configuration(arch, batch, tmp_path):
+    check_each(batch, arch, tmp_path, check)
+
+
+def test_instructions_and_parameters(tmp_path):
+    """What PTX says of one kernel, and the bytes of a launch against what it declares."""
+    from dsv4.cute.sm100.dense import DenseKernel
+
+    os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
+    plan = DensePlan(256, 2, False)
+    kernel = DenseKernel(**dataclasses.asdict(plan))
+    text = kernel.compile(f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    assert "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 " in text
+    assert "tcgen05.cp.cta_group::2.32x128b.warpx4 " in text
+    assert "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r" in text
+    assert f"{plan.instruction:#x}" in text
+    # Copies announce themselves to the block of even rank: bit 24 of the barrier's address is 0.
+    masks = set(map(int, re.findall(r"and\.b32\s+%r\d+, %r\d+, (-\d{8,});", text)))
+    assert masks
+    assert all(mask & 1 << 24 == 0 and mask | 1 << 24 | 1023 == -1 for mask in masks)
+    offsets, sizes, end = parameters_of(text)
+    assert gemm_nvfp4.PARAMETERS.offsets == offsets
+    assert [struct.calcsize(kind) for kind in gemm_nvfp4.PARAMETERS.kinds] == sizes
+    assert gemm_nvfp4.PARAMETERS.size == end

@@ -1,0 +1,396 @@
+"""Blackwell's NVFP4 product of sorted rows with experts, without a Blackwell.
+
+Its source is run by ``blackwell_emulator`` for many routings, of every layout of its memories in
+the nightly profile, else of some.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import types
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4.cute import grouped_nvfp4
+from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
+from dsv4.cute.sm100 import dense_plan
+from dsv4.cute.sm100.grouped_plan import TURN_WARP, GroupedPlan, candidates, choose, plans
+from dsv4.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_swiglu_quantize,
+)
+from dsv4.ops.quantize import quantize
+from dsv4.quant.formats import (
+    NVFP4,
+    SWIZZLED,
+    QuantizedTensor,
+    expert_tiles,
+    swizzle_expert_scales,
+)
+from tests._tools.emulator import blackwell_emulator
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))
+# float32 results, SwiGLU, weights of rows, codes, swizzled scales of these.
+KINDS = [
+    (False, False, False, False),
+    (False, True, True, True, True),
+    (False, True, True, True),
+    (True, True, False, False),
+    (False, True, True, False),
+    (True, False, False, False),
+    (False, True, False, True),
+    (False, True, False, False),
+    (True, True, True, False),
+]
+
+
+def plan_of(how, float32_out=False, swiglu=False, *rest):
+    return GroupedPlan(*how, float32_out, swiglu, 1, *rest)
+
+
+PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_resources(plan):
+    """Of compute capability 10.0: 227 KiB and 64 Ki registers of a block, 512 columns."""
+    assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
+    assert plan.shared_bytes >= plan.table_bytes + plan.stages * plan.stage_bytes
+    # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
+    assert (plan.stages - 1) * plan.stage_bytes >= 1500 * 64
+    assert plan.stage_bytes % 1024 == 0
+    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can be told of"
+    assert plan.barriers <= 32, "a lane makes each"
+    assert plan.threads == 256
+    assert plan.tensor_columns in (256, 512)
+    assert plan.token_scale_column + 16 * plan.scale_tiles <= plan.tensor_columns
+    boxes = plan.operands(400, 512, 300, 5)
+    assert [box.sizes[-1] for box in boxes] == [2000, 20, 300]
+    copied = [math.prod(box.box) * box.item_bytes for box in boxes]
+    assert sum(copied) == plan.copied_bytes
+    assert all(0 < count <= 256 for box in boxes for count in box.box)
+    assert all(stride % 16 == 0 for box in boxes for stride in box.strides)
+
+
+def test_these_are_all_there_are():
+    found = {
+        plan
+        for kind in KINDS
+        for plan in candidates(Experts(4096, 2048, 256, kind[0], True, *kind[1:]))
+    }
+    assert found == set(PLANS)
+
+
+@pytest.mark.parametrize("sizes", [(6144, 7168, 384), (4096, 2048, 256), (48, 256, 3)], ids=str)
+def test_every_number_of_rows_has_a_configuration(sizes):
+    wanted = Experts(*sizes, False, True)
+    for most in (1, 2, 6, 100, 5000, 49152):
+        every = [choose(wanted, tokens) for tokens in range(1, most + 1, max(1, most // 999))]
+        assert set(every) <= set(plans(wanted, most)) <= set(candidates(wanted))
+        assert choose(wanted, most) == choose(wanted, counted_as(most))
+    assert choose(wanted, 1).token_block == 64
+    assert sizes[0] < 128 or choose(wanted, 400 * sizes[2]).token_block > 64
+    assert choose(wanted._replace(columns=sizes[1] + 128), 1) is None
+    assert choose(wanted._replace(experts=MOST_EXPERTS + 1), 1) is None
+
+
+# Which tile is whose.
+
+
+def tiles_of(counts, spare, block, row_blocks):
+    """What the source finds of every tile: expert, block of rows, first row, rows from there."""
+    memory, found = blackwell_emulator.Global(), []
+    module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
+    here = blackwell_emulator._HERE
+    offsets = memory.add(np.array([0, *itertools.accumulate(counts)], np.int32))
+    table = module.ExpertTable(1024, 1024 + 4 * (MOST_EXPERTS + 1), len(counts))
+
+    def body():
+        if here.warp == TURN_WARP:
+            module.count_tiles(offsets, table, block, here.lane)
+        blackwell_emulator.meet(here.cluster.meeting)
+        if here.thread == 0:
+            total = module.total_tiles(table) * row_blocks
+            order = module.GroupedTileOrder(table, row_blocks)
+            found.extend(module.find_tile(t, order, block) for t in range(total))
+            assert module.end_row(table) == sum(counts)
+
+    blackwell_emulator.Cluster(plan_of((64, 1)), 0, 1).run(body)
+    return found
+
+
+ROUTINGS = st.one_of(
+    st.lists(st.integers(0, 70), min_size=1, max_size=9),
+    st.lists(st.sampled_from([0, 0, 0, 1, 64, 65, 400]), min_size=1, max_size=MOST_EXPERTS),
+)
+
+
+@settings(max_examples=12)
+@given(ROUTINGS, st.sampled_from(dense_plan.TOKEN_BLOCKS), st.integers(1, 5))
+@example([0] * MOST_EXPERTS, 64, 3)
+@example([0] * (MOST_EXPERTS - 1) + [1000], 128, 2)
+def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
+    wanted = [
+        (expert, row_block, start + i * block, count - i * block)
+        for expert, (start, count) in enumerate(
+            zip(itertools.accumulate(counts, initial=0), counts, strict=False)
+        )
+        for row_block in range(row_blocks)
+        for i in range(-(-count // block))
+    ]
+    assert tiles_of(counts, 0, block, row_blocks) == wanted
+
+
+# The source, run.
+
+
+@dataclasses.dataclass
+class Case:
+    """Operands of a product, and what the kernel is told of them."""
+
+    counts: list[int]
+    spare: int
+    rows: int
+    columns: int
+    scales: str = "one"
+    limit: float = 7.0
+
+    def __post_init__(self):
+        torch.manual_seed(sum(self.counts))
+        experts, total = len(self.counts), sum(self.counts) + self.spare
+        self.x = torch.randn(total, self.columns)
+        self.x[total // 3] = 0
+        weight = torch.randn(experts, self.rows, self.columns)
+        q = quantize(weight, NVFP4, scaling="weight", layout=SWIZZLED)
+        each = {"one": 1, "segments": 3, "rows": self.rows}[self.scales]
+        segments = (16, 32, self.rows - 48) if self.scales == "segments" else ()
+        scale = q.global_scale * (torch.rand(experts, each) + 0.5)
+        self.weight = QuantizedTensor(q.codes, q.scales, scale, NVFP4, SWIZZLED, segments)
+        self.offsets = torch.tensor([0, *self.counts]).cumsum(0).to(torch.int32)
+        self.row_weight = torch.rand(total) + 0.5
+        self.result_scale = torch.rand(experts) * 0.02 + 0.001
+        self.q = quantize(self.x, NVFP4, scaling="token")
+
+
+def contents(tensor):
+    return tensor.contiguous().view(torch.uint8).reshape(-1).numpy()
+
+
+def emulate(monkeypatch, plan, case, clusters):
+    """What the kernel stores, the operands with how often they were read, and the memory."""
+    total, experts = case.x.shape[0], len(case.counts)
+    wanted = Experts(case.rows, case.columns, experts, plan.float32_out, True)
+    monkeypatch.setattr(grouped_nvfp4, "choose", lambda *what: plan)
+    ready = types.SimpleNamespace(prepare=lambda device: clusters)
+    monkeypatch.setattr(grouped_nvfp4, "loaded", lambda *what: ready)
+    monkeypatch.setattr(grouped_nvfp4, "architecture", lambda device: "sm_100a")
+    limit = case.limit if plan.swiglu else math.inf
+    launch = grouped_nvfp4._prepared.__wrapped__(
+        wanted, total, case.weight.segments, case.weight.global_scale.shape[1], limit, 0
+    )
+    memory, outputs = blackwell_emulator.Global(), case.rows // 2 if plan.swiglu else case.rows
+    out = np.full(total * outputs, 7, np.float32 if plan.float32_out else np.uint16)
+    if plan.quantized_out:
+        out = np.full(total * outputs // 2, 0x77, np.uint8)
+    scale_rows = 128 * expert_tiles(total, experts) if plan.swizzled_out else total
+    block_scales = np.full(scale_rows * outputs // 16, 0x77, np.uint8)
+    results = [out, block_scales, np.full(total, 7, np.float32)]
+    given_ = [
+        contents(case.q.scales),
+        *(t.reshape(-1).numpy() for t in (case.weight.global_scale, case.q.global_scale)),
+        case.row_weight.numpy(),
+        results[0],
+        case.offsets.numpy(),
+        case.result_scale.numpy(),
+        *results[1:],
+    ]
+    places = [memory.add(array) for array in given_]
+    arguments = [*places, *grouped_nvfp4._AFTER.unpack(launch.after)]
+    operands = [contents(t) for t in (case.weight.codes, case.weight.scales, case.q.codes)]
+    grid = launch.blocks // plan.blocks
+    read = blackwell_emulator.run(plan, launch.boxes, operands, memory, arguments, grid)
+    stored = [places[4], *places[7:]] if plan.quantized_out else places[4:5]
+    assert all((memory.arrays[at][1] == 1).all() for at in stored), "every result is stored once"
+    return results, read, memory
+
+
+def check_reads(plan, case, read, memory):
+    """Every operand, byte by byte: once for each tile that needs it, of no expert without rows."""
+    blocks, block = -(-case.rows // plan.rows), plan.token_block
+    tiles = [-(-count // block) for count in case.counts]
+    codes = read[0].reads.reshape(len(tiles), case.rows, -1)
+    # Two blocks may reach beyond an expert's last rows, into the next expert's.
+    own = codes.reshape(len(tiles), -1).min(1)
+    assert (own >= tiles).all()
+    if case.rows % plan.rows == 0:
+        assert (codes == np.array(tiles)[:, None, None]).all()
+        scales = read[1].reads.reshape(len(tiles), -1)
+        assert (scales == np.array(tiles)[:, None]).all()
+    wanted, start = np.zeros(case.x.shape[0], int), 0
+    needed = np.zeros_like(wanted)
+    for count, many in zip(case.counts, tiles, strict=True):
+        wanted[start : start + many * block] += blocks
+        needed[start : start + count] += blocks * plan.pair
+        start += count
+    assert (read[2].reads == wanted[:, None]).all()
+    line = case.columns // 16
+    loads = {i * 16: needed[i * 16 // line] for i in range(case.x.shape[0] * line // 16)}
+    assert memory.loads == {at: count for at, count in loads.items() if count}
+
+
+def reference(plan, case):
+    """In float64; of SwiGLU with its clamp."""
+    x, how = case.x.double(), {"activation": "nvfp4", "backend": "reference"}
+    if not plan.swiglu:
+        return grouped_gemm(x, case.weight, case.offsets, **how)
+    weight = case.row_weight if plan.row_weighted else None
+    given_ = (x, case.weight, case.offsets, case.limit)
+    return grouped_gemm_swiglu(*given_, row_weight=weight, **how)
+
+
+def compare(monkeypatch, plan, case, clusters=1):
+    results, read, memory = emulate(monkeypatch, plan, case, clusters)
+    check_reads(plan, case, read, memory)
+    wanted, out = (
+        reference(plan, case),
+        torch.from_numpy(results[0] if plan.float32_out else results[0].view(np.int16)),
+    )
+    found = (out if plan.float32_out else out.view(torch.bfloat16)).reshape(wanted.shape)
+    error, allowed = (found.double() - wanted).abs(), 1e-5 if plan.float32_out else 2**-8
+    assert (error <= allowed * wanted.abs() + 1e-6 * wanted.abs().max()).all()
+    assert (found[case.x.shape[0] // 3] == 0).all()
+    assert (found[sum(case.counts) :] == 0).all(), "rows of no expert"
+    return found
+
+
+def ragged(plan):
+    """Empty experts, one with more rows than a tile, rows and tokens that fill no tile."""
+    return Case([0, 3, 0, plan.token_block + 5, 1, 0], 2, plan.rows + 16, 512)
+
+
+OFTEN = [(192, 1), (64, 2)]
+
+
+@pytest.mark.parametrize("how", LAYOUTS if NIGHTLY else OFTEN, ids=str)
+def test_the_source_multiplies(how, monkeypatch):
+    plan = plan_of(how, float32_out=True)
+    compare(monkeypatch, plan, ragged(plan), clusters=2)
+
+
+@settings(max_examples=60 if NIGHTLY else 4)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda counts: sum(counts) < 80),
+    st.integers(0, 3),
+    st.sampled_from(["one", "segments", "rows"]),
+    st.integers(1, 3),
+)
+@example([0, 70, 0], 1, "one", 2)
+def test_the_source_for_any_routing(counts, spare, scales, clusters):
+    if sum(counts) + spare:
+        with pytest.MonkeyPatch.context() as patch:
+            case = Case(counts, spare, 64, 256, scales)
+            compare(patch, plan_of((64, 1), float32_out=True), case, clusters)
+
+
+def test_the_source_of_whole_tiles_and_two_blocks(monkeypatch):
+    """Of which every byte is counted; a ring that goes round."""
+    compare(monkeypatch, plan_of((128, 2)), Case([2, 0, 40], 0, 256, 1024, "rows"))
+
+
+def test_no_rows_for_any_expert(monkeypatch):
+    case = Case([0, 0, 0], 4, 64, 256)
+    found = compare(monkeypatch, plan_of((64, 1)), case, clusters=2)
+    assert not found.any()
+    results, *_ = emulate(monkeypatch, plan_of((64, 1), False, True, False, True), case, 2)
+    assert not results[0].any()
+    assert not results[1].any()
+    assert (results[2] == 1).all()
+
+
+@pytest.mark.parametrize("how", [(64, 1), (128, 2)] if NIGHTLY else [(64, 1)], ids=str)
+def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
+    """Codes are bit for bit what ``quantize`` makes of the bfloat16 results, zeros behind them."""
+    case = Case([0, 17, 3, 0], 2, 96, 256, "rows")
+    case.x[5] *= 30  # beyond the clamp
+    case.x[7, 9] = math.nan
+    case.x[8] *= 1e-3
+    case.q = quantize(case.x, NVFP4, scaling="token")
+    found = emulate(monkeypatch, plan_of(how, False, True, True), case, 1)[0][0].view(np.int16)
+    bfloat16 = torch.from_numpy(found).view(torch.bfloat16).reshape(22, 48)
+    wanted = reference(plan_of(how, False, True, True), case)
+    known = torch.arange(22) != 7
+    error = (bfloat16.double() - wanted).abs()[known]
+    assert (error <= 2**-8 * wanted[known].abs() + 1e-6 * wanted[known].abs().max()).all()
+    assert bool(bfloat16[7].isnan().all())
+    (codes, scales, total), *_ = emulate(
+        monkeypatch, plan_of(how, False, True, True, True), case, 1
+    )
+    each = torch.ones(22)
+    each[:17], each[17:20] = case.result_scale[1], case.result_scale[2]
+    want = quantize(bfloat16, scaling="static", global_scale=each, backend="reference")
+    assert torch.equal(torch.from_numpy(total), each)
+    assert torch.equal(torch.from_numpy(codes).view(22, -1), want.codes)
+    assert torch.equal(torch.from_numpy(scales).view(22, -1), want.scales.view(torch.uint8))
+    # And what the operator means, but for codes whose value lies at a border.
+    how_ = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
+    given_ = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
+    same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == want.codes
+    assert same.float().mean() > 0.99
+
+
+def check_swizzled(monkeypatch, how, weighted, case, clusters):
+    """The linear result with its scales moved; every byte, padding too, is stored once."""
+    plans = [plan_of(how, False, True, weighted, True, swizzled) for swizzled in (False, True)]
+    linear, moved = (emulate(monkeypatch, plan, case, clusters)[0] for plan in plans)
+    assert (linear[0] == moved[0]).all()
+    assert (linear[2] == moved[2]).all()
+    scales = torch.from_numpy(linear[1]).view(case.x.shape[0], -1)
+    assert torch.equal(torch.from_numpy(moved[1]), swizzle_expert_scales(scales, case.offsets))
+
+
+@settings(max_examples=20 if NIGHTLY else 1)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda counts: sum(counts) < 80),
+    st.integers(0, 3),
+    st.integers(1, 3),
+)
+@example([0, 128, 0, 3], 2, 2)
+@example([0, 0], 3, 2)
+def test_the_source_of_swizzled_scales(counts, spare, clusters):
+    """Experts that end anywhere, clusters that share the padding, a tile of 128 that is full."""
+    if sum(counts) + spare:
+        with pytest.MonkeyPatch.context() as patch:
+            check_swizzled(patch, (64, 1), False, Case(counts, spare, 128, 256), clusters)
+
+
+@pytest.mark.parametrize("how", LAYOUTS if NIGHTLY else [(64, 2)], ids=str)
+def test_the_source_of_swizzled_scales_of_every_layout(how, monkeypatch):
+    check_swizzled(monkeypatch, how, True, Case([1, 0, 66], 1, 128, 256), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("full_arrivals", 1),
+        ("sorted_place", lambda plan, start, rank, k: (start // 128 * 128, k * 128)),
+        ("expert_place", lambda plan, row_block, rank, k, expert, rows: (
+            (expert * rows + row_block * 128, k * 128),
+            ((expert * rows + row_block * 128) // 128, k * 4),
+        )),
+    ],
+    ids=["full before the scales are there", "rows from a border", "scales without borders"],
+)  # fmt: skip
+def test_a_wrong_number_is_seen(name, value, monkeypatch):
+    monkeypatch.setattr(GroupedPlan, name, value)
+    plan = plan_of((64, 1), float32_out=True)
+    with pytest.raises((AssertionError, RuntimeError)):
+        compare(monkeypatch, plan, Case([3, 0, 9], 0, 144, 256))

@@ -1,0 +1,180 @@
+"""The layer of routed experts: what holds of any routing, with plain, NVFP4 and packed weights."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv4 import layers
+from dsv4.config import ModelConfig
+from dsv4.testing import strategies as fuzz
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.models import randomize_
+from tests.layers.experts_cases import quantize_apart
+
+EXPERTS, HIDDEN = 6, 64
+KINDS = ("plain", "nvfp4", "packed")
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+NUMERICS = st.sampled_from(["deepseek", "transformers"])
+
+
+def experts_of(kind: str, activation: str = "bf16", numerics: str = "deepseek", seed: int = 0):
+    """The same weights for every kind, but for the rounding to NVFP4."""
+    config = ModelConfig.tiny(
+        n_routed_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=64,
+        activation=activation,
+        numerics=numerics,
+    )
+    experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
+    if kind != "plain":
+        quantize_apart(experts)
+    if kind == "packed":
+        experts.pack()
+    return experts
+
+
+@st.composite
+def batches(draw: st.DrawFn, smallest: int = 0):
+    """Tokens, ids, weights in float64: duplicates, experts without tokens, one for all, no expert
+    (-1 and the number of experts), any top-k from 1 to 8.
+    """
+    seed, tokens = draw(fuzz.seeds()), draw(st.integers(smallest, 7))
+    top_k = draw(st.integers(1, 8))
+    low, high = draw(st.sampled_from([(0, EXPERTS), (-1, EXPERTS + 1), (0, 2), (4, 5), (-1, 0)]))
+    generator = fuzz.generator(seed)
+    ids = torch.randint(low, high, (tokens, top_k), generator=generator)
+    weights = torch.rand(tokens, top_k, generator=generator, dtype=torch.float64)
+    x = 5 * fuzz.normal(seed, (tokens, HIDDEN), torch.float64)
+    return x, ids, weights, seed
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return bool((found - wanted).norm() <= 1e-12 * wanted.norm())
+
+
+@pytest.mark.costly(2)
+@pytest.mark.parametrize("kind", KINDS)
+class TestProperties:
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    def test_is_the_sum_of_its_choices(self, kind, batch, activation, numerics):
+        """Each alone, with a top-k of 1: duplicates count twice, no expert counts nothing."""
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, _ = batch
+        parts = [experts(x, ids[:, [j]], weights[:, [j]]) for j in range(ids.shape[1])]
+        wanted = sum(parts)
+        assert close(experts(x, ids, weights), wanted)
+        nobody = ((ids < 0) | (ids == EXPERTS)).all(1)
+        assert not experts(x, ids, weights)[nobody].any()
+
+    @given(batch=batches(1), activation=ACTIVATIONS, numerics=NUMERICS)
+    def test_a_duplicate_is_one_choice_of_both_weights(self, kind, batch, activation, numerics):
+        if activation == "nvfp4":  # DeepSeek quantises a row after it was weighted
+            numerics = "transformers"
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, _ = batch
+        both = experts(x, ids[:, :1].expand(-1, 2), torch.cat((weights[:, :1], weights[:, -1:]), 1))
+        assert close(both, experts(x, ids[:, :1], weights[:, :1] + weights[:, -1:]))
+
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    def test_same_bits_run_to_run(self, kind, batch, activation, numerics):
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, _ = batch
+        assert_bitwise(experts(x, ids, weights), experts(x, ids, weights))
+
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    def test_permuted_tokens_give_permuted_results(self, kind, batch, activation, numerics):
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, seed = batch
+        moved = torch.randperm(x.shape[0], generator=fuzz.generator(seed))
+        assert close(experts(x[moved], ids[moved], weights[moved]), experts(x, ids, weights)[moved])
+
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    def test_permuted_choices_give_the_same(self, kind, batch, activation, numerics):
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, seed = batch
+        moved = torch.randperm(ids.shape[1], generator=fuzz.generator(seed))
+        assert close(experts(x, ids[:, moved], weights[:, moved]), experts(x, ids, weights))
+
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    @settings(max_examples=6)
+    def test_relabelled_experts_give_the_same(self, kind, batch, activation, numerics):
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, seed = batch
+        order = torch.randperm(EXPERTS, generator=fuzz.generator(seed))
+        other = experts_of(kind, activation, numerics)
+        for name, tensor in experts.named_parameters():
+            setattr(other, name, torch.nn.Parameter(tensor[order], requires_grad=False))
+        if kind == "packed":
+            other.gate_up_row_scale = experts.gate_up_row_scale[order]
+        new = torch.cat((order.argsort(), torch.tensor([EXPERTS, -1])))  # ids -1 take the last
+        assert close(other(x, new[ids], weights), experts(x, ids, weights))
+
+    @given(
+        batch=batches(1),
+        activation=ACTIVATIONS,
+        numerics=NUMERICS,
+        bad=st.sampled_from([math.nan, math.inf]),
+        where=st.sampled_from(["token", "weight"]),
+    )
+    def test_a_bad_token_stays_alone(self, kind, batch, activation, numerics, bad, where):
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, seed = batch
+        clean = experts(x, ids, weights)
+        token = seed % x.shape[0]
+        (x if where == "token" else weights)[token, 0] = bad
+        found = experts(x, ids, weights)
+        keep = torch.arange(x.shape[0]) != token
+        assert_bitwise(found[keep], clean[keep], "the other tokens")
+        chosen = (ids[token] >= 0) & (ids[token] < EXPERTS)
+        if chosen[0] or (where == "token" and chosen.any()):
+            assert not found[token].isfinite().any()
+        else:
+            assert_bitwise(found[token], clean[token], "a token of no expert")
+
+    @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
+    @settings(max_examples=6)
+    def test_ranges_add_up_to_the_whole(self, kind, batch, activation, numerics):
+        """Any ranges, of one expert too, and what others hold adds nothing to one."""
+        experts = experts_of(kind, activation, numerics)
+        x, ids, weights, seed = batch
+        cut = [0, *sorted({1 + seed % 5, 1 + seed % 3}), EXPERTS]
+        total = torch.zeros_like(x)
+        for first, last in pairwise(cut):
+            part = self.part(experts, kind, first, last - first)
+            total += part(x, ids, weights)
+            others = (ids < first) | (ids >= last)
+            assert not part(x, ids, weights)[others.all(1)].any()
+        assert close(total, experts(x, ids, weights))
+
+    @staticmethod
+    def part(whole, kind, first, count):
+        part = layers.DeepseekV4Experts(
+            ModelConfig.tiny(
+                n_routed_experts=EXPERTS,
+                hidden_size=HIDDEN,
+                moe_intermediate_size=64,
+                activation=whole.activation,
+                numerics=whole.numerics,
+            ),
+            first,
+            count,
+        ).requires_grad_(False)
+        if kind == "plain":
+            held = slice(first, first + count)
+            for name in ("gate_up_proj", "down_proj"):
+                weight = torch.nn.Parameter(getattr(whole, name)[held], requires_grad=False)
+                setattr(part, name, weight)
+            return part
+        part.to_format(whole.format)
+        for i in range(count):
+            part.set_expert(i, *whole.get_expert(first + i))
+        if kind == "packed":
+            part.pack()
+        return part

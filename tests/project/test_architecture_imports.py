@@ -1,0 +1,38 @@
+"""Which modules may import which: no cycles, and nothing that a lower part has no business with."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[2] / "tools" / "metrics.py"
+
+
+def _metrics():
+    spec = importlib.util.spec_from_file_location("metrics", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_modules_import_each_other() -> None:
+    """Those for types alone included."""
+    assert _metrics().cycles() == []
+
+
+def test_the_dispatcher_knows_no_backend() -> None:
+    found = _metrics().imports(inside_functions=True)
+    backends = ("dsv4.triton", "dsv4.blas", "dsv4.reference", "dsv4.cute.supports")
+    assert [name for name in found["dsv4.dispatch"] if name.startswith(backends)] == []
+    assert [name for name in found["dsv4.device"] if name.startswith("dsv4.")] == []
+
+
+def test_supports_import_no_kernels() -> None:
+    found = _metrics().imports(inside_functions=True)
+    for backend in ("triton", "cute", "blas"):
+        own = found[f"dsv4.{backend}.supports"]
+        allowed = ("_plan", "plans", "supports", "architectures", "grouped_problem")
+        kernels = [name for name in own if name.startswith(f"dsv4.{backend}.")]
+        assert [name for name in kernels if not name.endswith(allowed)] == []

@@ -1,0 +1,137 @@
+"""``generate`` over a runner: as the plain loop, and what a model keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.sampling import Sampler
+from dsv4.serving import Runner, SamplingOptions, kept_runner, release
+from dsv4.serving.generation import generate
+from dsv4.serving.kept_runner import KeptRunner
+from tests.serving.cases import ToyModel, packed, plain_text
+
+GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> ToyModel:
+    """A model that keeps its runner, as one on a GPU does."""
+    monkeypatch.setattr(kept_runner, "_keeps", lambda model: True)
+    return ToyModel()
+
+
+def kept(model: ToyModel) -> KeptRunner:
+    return KeptRunner.of(model)
+
+
+def test_generate_is_the_plain_loop() -> None:
+    model, prompts = ToyModel(), [[1, 2, 3], [4], [5] * 40]
+    found = generate(model, prompts, 9, stop_ids=())
+    assert found == [plain_text(model, prompt, GREEDY, 0) for prompt in prompts]
+    assert generate(model, prompts, 9, stop_ids=(), chunk=5) == found
+    stop = found[0][3]
+    assert (
+        generate(model, [[1, 2, 3]], 9, stop_ids=[stop])[0] == found[0][: found[0].index(stop) + 1]
+    )
+    assert generate(model, [], 9) == []
+    with pytest.raises(TypeError, match="sampler is function, wanted a Sampler"):
+        generate(model, [[1]], 2, sampler=lambda logits: logits.argmax(-1))
+
+
+def test_a_generator_decides_what_is_drawn() -> None:
+    model = ToyModel()
+
+    def drawn(seed: int) -> list[list[int]]:
+        sampler = Sampler(1.0, 0.9, torch.Generator().manual_seed(seed))
+        return generate(model, [[1, 2], [1, 2]], 12, sampler=sampler, stop_ids=())
+
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert drawn(1)[0] != drawn(1)[1]
+
+
+def test_logits_that_are_not_finite_raise() -> None:
+    model = ToyModel()
+    model.lm_head.weight.zero_()
+    cache = model.new_cache(1, 8)
+    model.prefill([[1, 2]], cache, [cache.allocate()])
+    model.failing = {int(cache.layers[1].state[0, 0, 0, 0])}
+    with pytest.raises(RuntimeError, match="the logits of prompt 1 for new token 1 have no finite"):
+        generate(model, [[5], [1, 2]], 4, stop_ids=())
+
+
+def test_a_kept_runner_serves_what_fits_it_until_a_weight_changes(keeping: ToyModel) -> None:
+    model = keeping
+
+    def runner_after(prompts: list[list[int]], count: int, **options: Any) -> Any:
+        found = generate(model, prompts, count, stop_ids=(), **options)
+        wanted = SamplingOptions(max_new_tokens=count, stop_ids=())
+        assert found == [plain_text(model, p, wanted, 0) for p in prompts]
+        return kept(model).runner
+
+    first = runner_after([[1, 2], [3]], 4)
+    assert first.limits.max_tokens == 1024  # as many as the model has positions
+    assert runner_after([[7]], 30) is first
+    more = runner_after([[1], [2], [3]], 3)
+    assert more is not first
+    assert runner_after([[1, 2], [3]], 4) is more
+    assert runner_after([[1, 2], [3]], 4, chunk=2) is not more
+    again = runner_after([[1]], 2)
+    assert again.limits.max_sequences == 1
+    model.lm_head.weight.add_(1)
+    changed = runner_after([[1]], 2)
+    assert changed is not again
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone(), requires_grad=False)
+    assert runner_after([[1]], 2) is not changed
+    release(model)
+    assert kept(model).runner is None
+
+
+def test_an_interrupted_call_leaves_nothing_behind(keeping: ToyModel) -> None:
+    model, calls = keeping, []
+    forward = model.model.forward
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return forward(*args)
+
+    model.model.forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, [[1, 2], [3]], 9, stop_ids=())
+    wanted = [plain_text(ToyModel(), p, GREEDY, 0) for p in ([1, 2], [3])]
+    assert generate(model, [[1, 2], [3]], 9, stop_ids=()) == wanted
+    runner = kept(model).runner
+    assert not runner._scheduler.running
+    assert not runner.has_work or not runner.step()
+
+
+def test_copies_do_not_get_the_runner(keeping: ToyModel) -> None:
+    generate(keeping, [[1]], 2, stop_ids=())
+    assert kept(keeping).runner is not None
+    assert copy.deepcopy(kept(keeping)).runner is None
+    assert pickle.loads(pickle.dumps(kept(keeping))).runner is None
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_keeps_its_graphs() -> None:
+    model, prompts = packed("deepseek").cuda(), [[1, 2, 3], [4]]
+    first = generate(model, prompts, 20, stop_ids=())
+    runner = kept(model).runner
+    captures = runner.captures
+    assert captures > 1
+    assert generate(model, prompts, 20, stop_ids=()) == first
+    assert kept(model).runner is runner
+    assert runner.captures == captures
+    sizes = {"buckets": (1, 2), "prompt_buckets": (32,)}
+    eager = Runner(model, max_sequences=2, max_tokens=1024, capture=False, **sizes)
+    requests = [eager.add(prompt, max_new_tokens=20, stop_ids=()) for prompt in prompts]
+    eager.run()
+    assert first == [request.tokens for request in requests]
+    release(model)
+    assert generate(model, prompts, 20, stop_ids=()) == first

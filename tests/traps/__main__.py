@@ -1,9 +1,0 @@
-"""``python -m tests.traps [9 ...]``: the numbered pitfalls, or all; see ``watch.main``."""
-
-from __future__ import annotations
-
-import sys
-
-from .watch import main
-
-raise SystemExit(main(sys.argv[1:]))

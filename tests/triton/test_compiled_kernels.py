@@ -1,0 +1,135 @@
+"""Triton's quantising kernels as compiled for Hopper and Blackwell, run on the CPU.
+
+Bit for bit what the reference gives, by few rows' kernels and by many rows'. The interpreter runs
+neither the instructions that are written out for a GPU nor what the compiler does with threads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests._tools.ptx import arithmetic as ptx_arithmetic
+from tests._tools.ptx import grid as ptx_grid
+
+_HEAD = """
+.visible .entry kernel(.param .u64 .ptr .global .align 1 kernel_param_0)
+{ .reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<9>;
+ld.param.b64 %rd1, [kernel_param_0]; mov.u32 %r1, %tid.x; mad.wide.u32 %rd2, %r1, 4, %rd1;
+"""
+
+
+def ran(body, threads=32, shared=0, size=None):
+    """The words that ``body`` leaves, a thread's at ``%rd2``."""
+    out = torch.full((size or threads,), -7, dtype=torch.int32)
+    ptx_grid.launch(_HEAD + body + "ret; }", [out], (1, 1, 1), threads, shared)
+    return out.tolist()
+
+
+@pytest.mark.first
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [90, 100])
+def test_they_give_the_references_bits(arch):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = [line.split(" | ") for line in done.stdout.splitlines()]
+    assert not [line for line in lines if line[2] != "equal"], done.stderr[-4000:]
+    assert len(lines) == 32
+    kernels = {name for line in lines for name in line[1].split()}
+    assert {"_rope_quantize_kernel", "_rope_quantize_row_kernel", "_nvfp4_row_kernel"} <= kernels
+    assert done.returncode == 0
+
+
+class TestGrid:
+    """What runs them."""
+
+    def test_threads_that_branch_apart_meet_again(self):
+        found = ran("""
+            and.b32 %r2, %r1, 1; setp.eq.b32 %p1, %r2, 0; mov.b32 %r3, 5;
+            @%p1 bra $there; mov.b32 %r3, 9; $there: add.s32 %r3, %r3, 1;
+            st.global.b32 [%rd2], %r3;""")
+        assert found == [6, 10] * 16
+
+    def test_a_barrier_that_some_do_not_reach_is_told(self):
+        with pytest.raises(RuntimeError, match="barrier"):
+            ran("setp.lt.u32 %p1, %r1, 32; @%p1 bra $on; bar.sync 0; $on:", threads=64)
+
+    @pytest.mark.parametrize("place", ["%rd1+-4", "%rd2+4"])
+    def test_an_access_outside_tensors_is_told(self, place):
+        with pytest.raises(IndexError, match="outside every tensor"):
+            ran(f"st.global.b32 [{place}], %r1;")
+
+    def test_an_access_beyond_shared_memory_is_told(self):
+        with pytest.raises(IndexError, match="shared memory"):
+            ran("shl.b32 %r2, %r1, 2; st.shared.b32 [%r2], %r1;", shared=124)
+
+    def test_an_unknown_instruction_is_told(self):
+        with pytest.raises(NotImplementedError, match=r"tanh\.approx"):
+            ran("tanh.approx.f32 %r2, %r1;")
+
+    def test_names_of_a_scope_are_its_own(self):
+        found = ran("""
+            mov.b32 %r2, 1; { .reg .b32 x; mov.b32 x, 3; add.s32 %r2, %r2, x; }
+            { .reg .b32 x<2>; mov.b32 x1, %r2; add.s32 %r2, %r2, x1; }
+            st.global.b32 [%rd2], %r2;""")
+        assert found == [8] * 32
+
+    def test_exchanges_within_a_warp(self):
+        found = ran("""
+            shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; shfl.sync.up.b32 %r3|%p1, %r2, 2, 0, -1;
+            redux.sync.max.s32 %r4, %r1, -1; @!%p1 mov.b32 %r3, %r4;
+            st.global.b32 [%rd2], %r3;""")
+        other = [i ^ 1 for i in range(32)]
+        assert found == [31, 31, *other[:-2]]
+
+    def test_a_conversion_of_16_bits_to_others(self):
+        found = ran("""
+            { .reg .b16 a<3>; cvt.rn.f16.s32 a0, %r1; cvt.bf16.f16 a1, a0; cvt.f32.bf16 %r2, a1;
+            cvt.rzi.s32.f32 %r3, %r2; } st.global.b32 [%rd2], %r3;""")
+        assert found == list(range(32))
+
+    def test_what_lies_in_shared_memory_is_everyones(self):
+        found = ran(
+            """
+            shl.b32 %r2, %r1, 2; sub.s32 %r3, 252, %r2; st.shared.b32 [%r2], %r1; bar.sync 0;
+            ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd2], %r4;""",
+            threads=64,
+            shared=256,
+        )
+        assert found == list(range(63, -1, -1))
+
+
+def exactly(x, y, z):
+    """``x * y + z`` rounded once, by way of integers."""
+    exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
+    near = np.float32(float(exact))  # rounded twice: one of three candidates
+    beside = [np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf)]
+    return min(
+        (near, *beside),
+        key=lambda v: (abs(Fraction(float(v)) - exact), int(v.view(np.uint32)) & 1),
+    )
+
+
+def test_a_fused_multiply_add_rounds_once():
+    """Also where a float64 between would make a tie of what is none."""
+    generator = np.random.default_rng(0)
+    x, y = (generator.uniform(1, 2, 2000).astype(np.float32) for _ in range(2))
+    shifts = generator.integers(-60, 30, 2000)
+    z = np.float32(1) * generator.uniform(-2, 2, 2000).astype(np.float32) * 2.0**shifts
+    z[:500] = -(x[:500] * y[:500])
+    z = z.astype(np.float32)
+    # The product, 2^24 + 1, is a tie in float32, which the last term, lost in float64, decides.
+    x[:3], y[:3] = 97, 172961
+    z[:3] = [0, 2.0**-40, -(2.0**-40)]
+    want = [exactly(*terms) for terms in zip(x, y, z, strict=True)]
+    assert want[:3] == [2**24, 2**24 + 2, 2**24]
+    assert ptx_arithmetic.fma(x, y, z).tolist() == [float(w) for w in want]
