@@ -15,7 +15,7 @@ from dsv4.compilation.recipe import Recipe
 # Seconds that jobs took on an H100 machine with 16 jobs at a time, where that is not the usual.
 _LONG = {
     "AttentionPlan": 3.0,
-    "GroupedPlan": 2.0,
+    "GroupedWgmmaPlan": 2.0,
     "ColumnsPlan": 2.0,
     "TopkClusterPlan": 1.7,
     "_update_kernel": 1.2,

@@ -26,7 +26,13 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan, Share, counts_tiles, shares
+from dsv4.cute.sm90.grouped_gemm_plans import (
+    GroupedSmallMPlan,
+    GroupedWgmmaPlan,
+    Share,
+    counts_tiles,
+    shares,
+)
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmSwigluArgs,
@@ -36,9 +42,9 @@ from dsv4.ops.grouped_gemm import (
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.quant.formats import SWIZZLED_EXPERTS
 
-# Parameters of the kernels, in the order of ``GroupedFewKernel.kernel`` and
-# ``GroupedKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X, and a
-# layout without any content.
+# Parameters of the kernels, in the order of ``GroupedSmallMKernel.kernel`` and
+# ``GroupedWgmmaKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X,
+# and a layout without any content.
 FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"i" * 8, "f")
 PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 10, *"iiiii", "q", *"i" * 9, "f")
 _BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@10q")
@@ -249,7 +255,7 @@ def _prepared(
         )
         for i, share in enumerate(found)
     )
-    few = [isinstance(share.plan, GroupedFewPlan) for share in found]
+    few = [isinstance(share.plan, GroupedSmallMPlan) for share in found]
     counted = len(found) > 1 and counts_tiles(experts, tokens)
     mean = tokens / experts.experts
     fullest = next(i for i, share in enumerate(found) if share.above < mean)
@@ -258,7 +264,7 @@ def _prepared(
 
 def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:
     """What a kernel is told of the experts that are its, and of what it need not wait for."""
-    if isinstance(share.plan, GroupedFewPlan):
+    if isinstance(share.plan, GroupedSmallMPlan):
         return share.most, 2 if beside else int(settled)
     return share.above, share.most, beside
 
@@ -275,7 +281,7 @@ def _launch(
     kernel = loaded(plan, architecture(device))
     resident = kernel.prepare(device)
     rows, sizes = tokens[0], (tokens[1], experts.experts)
-    if isinstance(plan, GroupedFewPlan):
+    if isinstance(plan, GroupedSmallMPlan):
         after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
         return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
     tiles, k_blocks = experts.rows // 16, experts.columns // 64
@@ -291,7 +297,7 @@ def _launch(
 
 def plans(
     experts: Experts, max_tokens: int, arch: str = HOPPER
-) -> list[GroupedPlan | GroupedFewPlan]:
+) -> list[GroupedWgmmaPlan | GroupedSmallMPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
     stand, tokens = [], 1
     while tokens < max_tokens:

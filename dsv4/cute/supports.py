@@ -22,8 +22,8 @@ from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
-from dsv4.cute.sm90.grouped_plan import MOST_EXPERTS
-from dsv4.cute.sm90.grouped_plan import choose as choose_grouped
+from dsv4.cute.sm90.grouped_gemm_plans import MOST_EXPERTS
+from dsv4.cute.sm90.grouped_gemm_plans import choose as choose_grouped
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm90.topk_plan import is_long

@@ -62,7 +62,10 @@ class TestOperators:
                 operators.NVFP4_GEMM,
             ),
             ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
-            ("kernel_cutlass_kernel_GroupedFewKernelGroupedFewPlancolumns64", operators.EXPERTS),
+            (
+                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlancolumns64",
+                operators.EXPERTS,
+            ),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),
             ("_few_kernel", operators.ROUTER),
             ("_product_few_kernel", operators.HYPER),

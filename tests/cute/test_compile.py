@@ -24,12 +24,12 @@ from dsv4.cute import gemm, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
-from dsv4.cute.sm90 import attention_args, grouped_plan
+from dsv4.cute.sm90 import attention_args, grouped_gemm_plans
 from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_plan import GroupedFewPlan, GroupedPlan
+from dsv4.cute.sm90.grouped_gemm_plans import GroupedSmallMPlan, GroupedWgmmaPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
@@ -58,7 +58,7 @@ ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
 _BATCH = 8
 # Those for few tokens, which Blackwell has, too.
-FEW = (SmallMPlan, SmallMRingPlan, GroupedFewPlan)
+FEW = (SmallMPlan, SmallMRingPlan, GroupedSmallMPlan)
 
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
@@ -114,15 +114,18 @@ def plans_of_experts():
     """What routed experts take for these numbers of tokens; every tile they take for others."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     chosen = {
-        grouped_plan.choose(wanted, TOP_K * tokens)
+        grouped_gemm_plans.choose(wanted, TOP_K * tokens)
         for wanted in every
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
-    found = {plan for plan in chosen if isinstance(plan, GroupedPlan)}
+    found = {plan for plan in chosen if isinstance(plan, GroupedWgmmaPlan)}
     tiles = {(plan.mma_widths, plan.warpgroups) for plan in found}
     for wanted in every:
         for plan in grouped_gemm.plans(wanted, 32768 * TOP_K):
-            if isinstance(plan, GroupedPlan) and (plan.mma_widths, plan.warpgroups) not in tiles:
+            if (
+                isinstance(plan, GroupedWgmmaPlan)
+                and (plan.mma_widths, plan.warpgroups) not in tiles
+            ):
                 tiles.add((plan.mma_widths, plan.warpgroups))
                 found.add(plan)
     return found
@@ -132,7 +135,7 @@ def plans_of_few_rows():
     """Every configuration that these experts take while most of them have few rows."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     return {
-        grouped_plan.choose(wanted, rows)
+        grouped_gemm_plans.choose(wanted, rows)
         for wanted in every
         for rows in (1, 2 * wanted.experts, 8 * wanted.experts)
     }
@@ -180,13 +183,13 @@ def assert_only_weights_come_early(plan, instructions):
     loads = [i for i in instructions if i.startswith("LDG.")]
     early = [i for i in instructions[: instructions.index("ACQBULK")] if i.startswith("LDG.")]
     assert all(".CONSTANT" in i for i in early)
-    if not isinstance(plan, SmallMPlan | GroupedFewPlan):
+    if not isinstance(plan, SmallMPlan | GroupedSmallMPlan):
         assert not any(".CONSTANT" in i for i in loads)
 
 
 def copies_of_x(plan):
     """Bulk copies; of a dense product from 9 tokens on, copies of all threads that then arrive."""
-    dense = not isinstance(plan, GroupedFewPlan)
+    dense = not isinstance(plan, GroupedSmallMPlan)
     return "ARRIVES.LDGSTSBAR" if dense and plan.token_tiles > 1 else "UBLKCP.S.G"
 
 
@@ -286,7 +289,7 @@ def test_fp8_weights(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_experts(), (GroupedPlan,)))
+@pytest.mark.parametrize("batch", batches(plans_of_experts(), (GroupedWgmmaPlan,)))
 def test_routed_experts(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -317,7 +320,7 @@ def test_routed_experts(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_few_rows(), (GroupedFewPlan,)))
+@pytest.mark.parametrize("batch", batches(plans_of_few_rows(), (GroupedSmallMPlan,)))
 def test_routed_experts_of_few_rows(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         def count(name):
@@ -346,13 +349,13 @@ def test_other_kinds_of_experts(tmp_path):
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes <= MOST_SHARED
         assert any(
-            i.startswith("HMMA" if isinstance(plan, GroupedFewPlan) else "HGMMA")
+            i.startswith("HMMA" if isinstance(plan, GroupedSmallMPlan) else "HGMMA")
             for i in instructions
         )
 
     plans = plans_of_other_kinds()
     assert len(plans) > 100
-    for batch in batches(plans, (GroupedPlan, GroupedFewPlan)):
+    for batch in batches(plans, (GroupedWgmmaPlan, GroupedSmallMPlan)):
         check_each(*batch.values, tmp_path, check)
 
 
@@ -403,7 +406,7 @@ def test_blackwell(batch, tmp_path):
         assert codes_by_sixteen_bytes(plan, instructions)
         assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         assert count(copies_of_x(plan))
-        codes = isinstance(plan, GroupedFewPlan) and plan.quantized_out
+        codes = isinstance(plan, GroupedSmallMPlan) and plan.quantized_out
         assert count("STG.E.U8") if codes else count("STG.E.128")
         assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
         assert bool(count("MUFU.EX2")) == plan.swiglu
@@ -439,7 +442,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     for sizes in ROUTED:
         for wanted in routed_kinds(*sizes):
             found = grouped_gemm.plans(wanted, 4096 * TOP_K, arch)
-            assert all(isinstance(plan, GroupedFewPlan) for plan in found)
+            assert all(isinstance(plan, GroupedSmallMPlan) for plan in found)
             assert all(plan.shared_bytes <= MOST_SHARED for plan in found)
 
 
@@ -451,15 +454,15 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (
-            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
+            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
             grouped_gemm.FEW_PARAMETERS,
         ),
         (
-            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
+            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
             grouped_gemm.PARAMETERS,
         ),
         (
-            grouped_plan.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
+            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
             grouped_gemm.PARAMETERS,
         ),
         (AttentionPlan(False), attention_args.ATTENTION_ABI.parameters),
@@ -541,31 +544,33 @@ def test_plans_of_experts_fit_their_matrix():
         for wanted in routed_kinds(*sizes):
             found = grouped_gemm.plans(wanted, 4096 * TOP_K)
             assert found == list(dict.fromkeys(found))
-            assert isinstance(found[-1], GroupedPlan)
-            for plan in (plan for plan in found if isinstance(plan, GroupedFewPlan)):
+            assert isinstance(found[-1], GroupedWgmmaPlan)
+            for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
                 assert (plan.columns, plan.blocks) == (wanted.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
                 assert wanted.columns // 64 % (plan.parts * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
-            for plan in (plan for plan in found if isinstance(plan, GroupedPlan)):
+            for plan in (plan for plan in found if isinstance(plan, GroupedWgmmaPlan)):
                 assert wanted.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
-            chosen = {grouped_plan.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)}
+            chosen = {
+                grouped_gemm_plans.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
+            }
             assert chosen <= set(found)
 
 
 def test_too_many_experts_have_no_plan():
-    most = Experts(256, 256, grouped_plan.MOST_EXPERTS, False, False)
-    assert grouped_plan.choose(most, 64) is not None
-    assert grouped_plan.choose(most._replace(experts=most.experts + 1), 64) is None
+    most = Experts(256, 256, grouped_gemm_plans.MOST_EXPERTS, False, False)
+    assert grouped_gemm_plans.choose(most, 64) is not None
+    assert grouped_gemm_plans.choose(most._replace(experts=most.experts + 1), 64) is None
 
 
 def test_rows_of_experts_stand_for_others():
-    counted = [grouped_plan.counted_as(rows) for rows in range(1, 5000)]
+    counted = [grouped_gemm_plans.counted_as(rows) for rows in range(1, 5000)]
     assert counted == sorted(counted)
     assert all(found >= rows for rows, found in enumerate(counted, 1))
     assert all(2 * rows >= found for rows, found in enumerate(counted, 1))
@@ -587,7 +592,7 @@ def test_resources(of_one_kind):
         assert plan.shared_bytes <= MOST_SHARED
         assert plan.threads <= 1024
         assert plan.threads % 32 == 0
-        if isinstance(plan, WgmmaPlan | GroupedPlan):
+        if isinstance(plan, WgmmaPlan | GroupedWgmmaPlan):
             assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
 
 

@@ -20,11 +20,11 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
-from dsv4.cute.sm90 import grouped_plan
+from dsv4.cute.sm90 import grouped_gemm_plans
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, Share
+from dsv4.cute.sm90.grouped_gemm_plans import EVERY, GroupedSmallMPlan, Share
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -115,7 +115,7 @@ def test_a_context_that_is_current_stays(monkeypatch):
 
 
 def one_share(wanted, tokens, arch=HOPPER):
-    plan = grouped_plan.choose(wanted, tokens, arch)
+    plan = grouped_gemm_plans.choose(wanted, tokens, arch)
     return () if plan is None else (Share(plan, 0, EVERY),)
 
 
@@ -294,7 +294,7 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
     assert [flat(values)[6] for _, _, _, values in launches] == [16] * 4
     product, x = Grouped(HIDDEN, INNER), torch.empty(3000, INNER).bfloat16()
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, x)
-    assert isinstance(product.plan, GroupedFewPlan)
+    assert isinstance(product.plan, GroupedSmallMPlan)
     assert values["tokens"] == 3000
     assert set(driver.archs) == {arch}
     assert driver.maps == []
@@ -372,7 +372,7 @@ class Grouped:
         )
         self.shares = grouped_gemm.shares(self.wanted, max(x.shape[0], 1), driver.arch)
         self.plan = self.shares[-1].plan
-        few = [isinstance(share.plan, GroupedFewPlan) for share in self.shares]
+        few = [isinstance(share.plan, GroupedSmallMPlan) for share in self.shares]
         kinds = (grouped_gemm.PARAMETERS, grouped_gemm.FEW_PARAMETERS)
         driver.kinds = [kinds[one] for one in few]
         driver.launches, driver.maps = [], []
@@ -395,10 +395,10 @@ class Grouped:
         out = self.out[0] if isinstance(self.out, tuple) else self.out
         own = (self.codes, self.block, self.scale, x, out, self.offsets)
         named = dict(zip(ADDRESSES, (t.data_ptr() for t in own), strict=True))
-        if not isinstance(self.plan, GroupedFewPlan):  # tensor copies read them
+        if not isinstance(self.plan, GroupedSmallMPlan):  # tensor copies read them
             del named["codes"], named["scales"]
         none = {"codes_scale": 0, "block_scales": 0, "result_scale": 0}
-        none |= {} if isinstance(self.plan, GroupedFewPlan) else {"counter": 0}
+        none |= {} if isinstance(self.plan, GroupedSmallMPlan) else {"counter": 0}
         return {**named, **none, "row_scale": row_scale, "row_weight": row_weight}
 
 
@@ -407,7 +407,7 @@ def told_of(product, x):
     tokens, row_tiles = x.shape[0], product.rows // 16
     told = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
     told |= {"stride": x.stride(0), "most": NEVER}
-    if isinstance(product.plan, GroupedFewPlan):
+    if isinstance(product.plan, GroupedSmallMPlan):
         return told | {"early": 0}
     told |= {"above": 0, "beside": 0}
     k_blocks, plan = product.columns // 64, product.plan
@@ -422,7 +422,7 @@ def told_of(product, x):
 def described_of(product, x):
     """What tensor copies are told of the operands."""
     plan = product.plan
-    if isinstance(plan, GroupedFewPlan):
+    if isinstance(plan, GroupedSmallMPlan):
         return []
     tiles, k_blocks = EXPERTS * product.rows // 16, product.columns // 64
     of_x = Matrix(x.shape[0], x.shape[1], x.stride(0), plan.tma_tokens)
@@ -443,7 +443,7 @@ def test_experts(driver, tokens, dtype):
     [(grid, threads, stream, values)] = product(
         driver, grouped_gemm.grouped_gemm, x, segments=(), dtype=dtype
     )
-    few = isinstance(product.plan, GroupedFewPlan)
+    few = isinstance(product.plan, GroupedSmallMPlan)
     assert few == (tokens <= FEW)
     assert (product.out.shape, product.out.dtype) == ((tokens, HIDDEN), dtype)
     # As many blocks as fit the GPU: how many tiles there are is known to the kernel alone.
@@ -469,7 +469,7 @@ def test_settled_offsets(driver):
 @pytest.mark.parametrize("settled", [False, True])
 def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, tokens, settled):
     """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     launches = product(
         driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
@@ -481,7 +481,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     assert all(one[1] == following[0] for one, following in itertools.pairwise(bounds))
     assert [values["tokens"] for values in told] == [0] * (len(told) - 1) + [tokens]
     waits = [values.get("beside", values.get("early")) for values in told]
-    few = [isinstance(share.plan, GroupedFewPlan) for share in product.shares]
+    few = [isinstance(share.plan, GroupedSmallMPlan) for share in product.shares]
     assert waits == [0, *(2 if one else 1 for one in few[1:])]
     assert [values["map_rows"] for values in told if "map_rows" in values].count(tokens) == (
         len(told) - sum(few)
@@ -493,7 +493,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
     """Where blocks take tiles as they are done: in memory that holds zeros."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     held, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
@@ -509,7 +509,7 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
 
 
 def test_products_together_have_one_tensor_of_counters(driver, monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(300, INNER).bfloat16()
     held, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
@@ -533,7 +533,7 @@ def test_products_together_have_one_tensor_of_counters(driver, monkeypatch):
 @pytest.mark.parametrize("tokens", [FEW, 192, 300, 460, 1000])
 def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monkeypatch, tokens):
     """Once; before the first launch where blocks do not take tiles as they are done."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_plan.shares)
+    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     called = []
     with when_nearly_done(lambda: called.append(len(driver.launches))):
@@ -542,7 +542,7 @@ def test_what_waits_for_the_end_is_called_before_the_fullest_launch(driver, monk
         nearly_done()
         product(driver, grouped_gemm.grouped_gemm, x)
     assert called == [before]
-    if not grouped_plan.counts_tiles(product.wanted, tokens):
+    if not grouped_gemm_plans.counts_tiles(product.wanted, tokens):
         assert before == 0
         return
     share = product.shares[before]

@@ -16,7 +16,13 @@ from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
 from dsv4.cute.grouped_problem import Experts
-from dsv4.cute.sm90.grouped_plan import EVERY, GroupedFewPlan, GroupedPlan, choose, shares
+from dsv4.cute.sm90.grouped_gemm_plans import (
+    EVERY,
+    GroupedSmallMPlan,
+    GroupedWgmmaPlan,
+    choose,
+    shares,
+)
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -379,7 +385,7 @@ class TestPlans:
                 assert (
                     columns
                     // 64
-                    % (plan.stages if isinstance(plan, GroupedFewPlan) else plan.stage_k_blocks)
+                    % (plan.stages if isinstance(plan, GroupedSmallMPlan) else plan.stage_k_blocks)
                     == 0
                 )
                 assert plan.blocks == 1
@@ -388,7 +394,7 @@ class TestPlans:
     def test_more_rows_of_an_expert_take_larger_tiles(self):
         wanted = Experts(6144, 7168, 384, False, False, True)
         few = [choose(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
-        assert all(isinstance(plan, GroupedFewPlan) for plan in few)
+        assert all(isinstance(plan, GroupedSmallMPlan) for plan in few)
         assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
         loads = (8, 16, 24, 40, 64, 96, 128)
         blocks = [choose(wanted, 384 * load).token_block for load in loads]
@@ -406,9 +412,9 @@ class TestPlans:
         assert all(low[1] == high[0] for low, high in pairwise(bounds))
         # Those of more rows come first; a launch for few rows is for no expert above any other.
         assert [share.above for share in found] == sorted((b[0] for b in bounds), reverse=True)
-        assert all(s.above == 0 for s in found if isinstance(s.plan, GroupedFewPlan))
+        assert all(s.above == 0 for s in found if isinstance(s.plan, GroupedSmallMPlan))
         # But in the launch for the most rows, an expert is one tile.
-        tiles = [s for s in found if isinstance(s.plan, GroupedPlan) and s.most < EVERY]
+        tiles = [s for s in found if isinstance(s.plan, GroupedWgmmaPlan) and s.most < EVERY]
         assert all(s.plan.token_block == s.most for s in tiles)
         assert len(found) <= 10
 

@@ -45,7 +45,7 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import quantize_half_block, swizzled_offset
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.grouped_plan import PLACES, STATE_BYTES, GroupedFewPlan
+from dsv4.cute.sm90.grouped_gemm_plans import PLACES, STATE_BYTES, GroupedSmallMPlan
 from dsv4.cute.sm90.small_m_tile import (
     CODE_BYTES,
     PARTIAL_BYTES,
@@ -67,10 +67,10 @@ _DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
 _PADDED = STATE_BYTES - 4
 
 
-class GroupedFewKernel(SmallMTile):
+class GroupedSmallMKernel(SmallMTile):
     """The kernel of one configuration."""
 
-    plan: GroupedFewPlan
+    plan: GroupedSmallMPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""
@@ -157,7 +157,7 @@ class GroupedFewKernel(SmallMTile):
         early: Int32,
         limit: Float32,
     ) -> None:
-        """See the module; arguments as in ``GroupedKernel.kernel``.
+        """See the module; arguments as in ``GroupedWgmmaKernel.kernel``.
 
         ``early`` is 1 where the offsets are older than the kernel in front of this one: the first
         weights are asked for before that one's results, the rows of X, are waited for. It is 2

@@ -20,13 +20,13 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
 from dsv4.cute.sm90.gemm_wgmma import CODE_BYTES, K_STEPS, SCALE_BYTES, Loop, Operands, Position
-from dsv4.cute.sm90.grouped import GroupedKernel
+from dsv4.cute.sm90.grouped_gemm_wgmma import GroupedWgmmaKernel
 from dsv4.cute.sm90.wgmma_copies import Pipeline
 
 Value = Any
 
 
-class GroupedSharingKernel(GroupedKernel):
+class GroupedWgmmaSharedScalesKernel(GroupedWgmmaKernel):
     """The kernel of one configuration."""
 
     def _room_for_scales(self, smem: Value) -> Value:

@@ -46,7 +46,7 @@ from dsv4.cute.device.quantize import BlockScales, QuantizedOutput, store_quanti
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_wgmma import LaneWeights, Loop, Position, WgmmaKernel
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
-from dsv4.cute.sm90.grouped_plan import SLOTS, GroupedPlan
+from dsv4.cute.sm90.grouped_gemm_plans import SLOTS, GroupedWgmmaPlan
 from dsv4.cute.sm90.wgmma_copies import Pipeline, fake_weights, fake_x
 from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread
 
@@ -76,10 +76,10 @@ class GroupedOutput(NamedTuple):
     codes_scale: Int64
 
 
-class GroupedKernel(WgmmaKernel):
+class GroupedWgmmaKernel(WgmmaKernel):
     """The kernel of one configuration."""
 
-    plan: GroupedPlan
+    plan: GroupedWgmmaPlan
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""

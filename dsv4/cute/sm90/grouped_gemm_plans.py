@@ -42,7 +42,7 @@ _TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
 
 
 @dataclass(frozen=True)
-class GroupedPlan(WgmmaPlan):
+class GroupedWgmmaPlan(WgmmaPlan):
     """One configuration of the kernel; ``blocks`` is 1.
 
     Attributes:
@@ -62,8 +62,8 @@ class GroupedPlan(WgmmaPlan):
     def kernel(self) -> str:
         """Where the kernel's class is."""
         if self.shares_scales:
-            return "dsv4.cute.sm90.grouped_sharing:GroupedSharingKernel"
-        return "dsv4.cute.sm90.grouped:GroupedKernel"
+            return "dsv4.cute.sm90.grouped_gemm_wgmma_shared_scales:GroupedWgmmaSharedScalesKernel"
+        return "dsv4.cute.sm90.grouped_gemm_wgmma:GroupedWgmmaKernel"
 
     @property
     def shares_scales(self) -> bool:
@@ -111,7 +111,7 @@ class GroupedPlan(WgmmaPlan):
 
 
 @dataclass(frozen=True)
-class GroupedFewPlan(SmallMPlan):
+class GroupedSmallMPlan(SmallMPlan):
     """One configuration of the kernel for few rows an expert.
 
     ``ctas`` is 1, and ``stages`` is a divisor of ``steps``. A unit is a row tile, or two where
@@ -134,7 +134,7 @@ class GroupedFewPlan(SmallMPlan):
     @property
     def kernel(self) -> str:
         """Where the kernel's class is."""
-        return "dsv4.cute.sm90.grouped_few:GroupedFewKernel"
+        return "dsv4.cute.sm90.grouped_gemm_small_m:GroupedSmallMKernel"
 
     @property
     def x_bytes(self) -> int:
@@ -275,7 +275,7 @@ class Share(NamedTuple):
         most: Rows up to which it is.
     """
 
-    plan: GroupedPlan | GroupedFewPlan
+    plan: GroupedWgmmaPlan | GroupedSmallMPlan
     above: int
     most: int
 
@@ -336,14 +336,16 @@ def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:
     return [n for n in steps if n <= last and (n > near or n in _FAR_FEWER)]
 
 
-def choose(wanted: Experts, tokens: int, arch: str = HOPPER) -> GroupedPlan | GroupedFewPlan | None:
+def choose(
+    wanted: Experts, tokens: int, arch: str = HOPPER
+) -> GroupedWgmmaPlan | GroupedSmallMPlan | None:
     """The configuration for experts of about as many rows as the average, None if there is none."""
     rows = max(tokens, 1) / wanted.experts
     found = (s.plan for s in shares(wanted, tokens, arch) if s.above < rows <= s.most)
     return next(found, None)
 
 
-def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
+def _few(wanted: Experts, tokens: int, arch: str) -> GroupedSmallMPlan | None:
     """The kernel for few rows an expert, None if shared memory does not hold a segment's rows."""
     tiles = wanted.columns // 64
     token_tiles = 1 if tokens <= _ONE_TILE * wanted.experts else 2
@@ -352,7 +354,7 @@ def _few(wanted: Experts, tokens: int, arch: str) -> GroupedFewPlan | None:
     if warps == _FEWER_WARPS:
         most = 8  # a warp has more registers
     depth = next(n for n in range(most, 0, -1) if tiles // parts % n == 0)
-    plan = GroupedFewPlan(
+    plan = GroupedSmallMPlan(
         wanted.columns,
         1,
         warps,
@@ -402,8 +404,8 @@ def _parts(tiles: int) -> int:
     return min((p for p in range(1, 17) if tiles % p == 0), key=lambda p: abs(tiles // p - 26))
 
 
-def _plan(wanted: Experts, shape: _Shape) -> GroupedPlan:
-    return GroupedPlan(
+def _plan(wanted: Experts, shape: _Shape) -> GroupedWgmmaPlan:
+    return GroupedWgmmaPlan(
         shape.token_block,
         shape.warpgroups,
         1,
@@ -419,7 +421,7 @@ def _plan(wanted: Experts, shape: _Shape) -> GroupedPlan:
     )
 
 
-def _cycles(plan: GroupedPlan, wanted: Experts, tokens: int) -> float:
+def _cycles(plan: GroupedWgmmaPlan, wanted: Experts, tokens: int) -> float:
     """Estimated cycles: tiles of all experts, in rounds while there are few.
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
@@ -442,7 +444,7 @@ def _cycles(plan: GroupedPlan, wanted: Experts, tokens: int) -> float:
     return cycles * row_blocks / _PROCESSORS
 
 
-def _step_cycles(plan: GroupedPlan, size: int) -> float:
+def _step_cycles(plan: GroupedWgmmaPlan, size: int) -> float:
     """Cycles of 64 columns of a tile of so many tokens.
 
     Bound by instructions and the tensor cores, which get in each other's way, or by memory.
