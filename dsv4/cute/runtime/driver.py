@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -328,7 +328,8 @@ class Launch:
         before: bytes,
         addresses: struct.Struct,
         after: bytes,
-        matrices: Sequence[Matrix] = (),
+        matrices: Sequence[Any] = (),
+        describe: Callable[[int, Any], bytes] | None = None,
     ) -> None:
         """Prepare it.
 
@@ -339,12 +340,14 @@ class Launch:
             before: Parameters before the addresses, as ``struct`` packs them.
             addresses: Of the kernel's operands.
             after: Parameters after the addresses.
-            matrices: What tensor copies read, X and the operands that follow it: their
-                descriptions are the first parameters.
+            matrices: What TMA copies read: their tensor maps are the first parameters.
+            describe: Makes the tensor map of one of ``matrices`` at an address; by default
+                ``tensor_map``, for ``Matrix``.
         """
         described = bytes(_MAP_BYTES * len(matrices))
         packed = described + before + bytes(addresses.size) + after
         self._name, self._matrices = kernel.image.name, tuple(matrices)
+        self._describe = describe or tensor_map
         self._described: tuple[int, ...] = ()
         self._buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
         first = len(described) + len(before)
@@ -368,7 +371,7 @@ class Launch:
             described: Addresses of what TMA copies read, in the order of ``matrices``.
         """
         if described and self._described != described:
-            maps = b"".join(map(tensor_map, described, self._matrices))
+            maps = b"".join(map(self._describe, described, self._matrices))
             ctypes.memmove(self._buffer, maps, len(maps))
             self._described = described
         self._write(*pointers)

@@ -1,4 +1,4 @@
-"""Configurations of Blackwell's grouped kernel compile for Blackwell, without one.
+"""Configurations of the ``tcgen05`` grouped GEMM compile for Blackwell, without one.
 
 Compiled and inspected, not run. Every one of them in the nightly profile, else a sample with every
 pair of values of two fields.
@@ -6,22 +6,24 @@ pair of values of two fields.
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import struct
 
 import pytest
 
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import grouped_nvfp4
-from dsv4.cute.sm100 import dense_plan
-from dsv4.cute.sm100.grouped_plan import AHEAD, GroupedPlan
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.sm100.gemm_plan import CHUNK_TOKENS, SHARED_LIMIT
+from dsv4.cute.sm100.grouped_gemm_plan import (
+    GROUPED_TCGEN05_ABI,
+    PREFETCHED_STAGES,
+    GroupedTcgen05Plan,
+)
 from tests._tools import covering
-from tests._tools.ptx.machine_code import REGISTER_FILE, parameters_of
-from tests.cute.sm100.test_compile import SPELLED, check_each
-from tests.cute.sm100.test_grouped import PLANS
+from tests._tools.ptx.machine_code import REGISTER_FILE
+from tests.cute.sm100.test_gemm_compile import SPELLED, check_each, check_parameters
+from tests.cute.sm100.test_grouped_gemm import PLANS
 
 
 def check(plan, arch, image, numbers, instructions):
@@ -35,34 +37,36 @@ def check(plan, arch, image, numbers, instructions):
     # Constant loads may be moved to before the wait for the preceding kernel.
     assert not any(".CONSTANT" in i for i in instructions)
     assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED
-    assert (image.threads, image.cluster) == (256, plan.blocks)
-    assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
-    # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
-    both = ".2CTA" if plan.pair == 2 else ""
+    assert image.shared_bytes == plan.shared_bytes <= SHARED_LIMIT
+    assert (image.threads, image.cluster) == (256, plan.ctas)
+    assert numbers["SHARED"] <= 1024, "what the system reserves of every CTA"
+    # A stage: four MMAs of 64 columns with a scale for 16, scales of rows and of tokens.
+    both = ".2CTA" if plan.cta_group == 2 else ""
     assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
     copies = 4 * (1 + plan.scale_tiles)
     assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
-    # Codes of rows and of tokens, scales of rows, of one block each.
+    # Codes of rows and of tokens, scales of rows; nothing is multicast.
     assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 2
     assert begins("UTMALDG.3D") == count(f"UTMALDG.3D{both}") == 1
-    assert begins("UTMACCTL.PF") == 3, "operands' descriptions are asked for early"
+    assert begins("UTMACCTL.PF") == 3, "tensor maps are prefetched"
     # Scales of tokens: of each row 16 bytes a stage, of 128 rows as much to each 64 columns.
-    assert count("LDG.E.128") == AHEAD * plan.token_block // 32
-    assert count("STS.128") == AHEAD * 4 * plan.scale_tiles
-    assert begins("FENCE.VIEW.ASYNC") >= AHEAD, "the tensor core sees what was written"
-    assert begins("MEMBAR.ALL.GPU") <= (2 if plan.pair == 2 else 0), "where clusters meet, alone"
-    # The stage and the sums are announced, to both blocks.
+    assert count("LDG.E.128") == PREFETCHED_STAGES * plan.token_block // 32
+    assert count("STS.128") == PREFETCHED_STAGES * 4 * plan.scale_tiles
+    assert begins("FENCE.VIEW.ASYNC") >= PREFETCHED_STAGES, "the tensor core sees what was written"
+    assert begins("MEMBAR.ALL.GPU") <= (2 if plan.cta_group == 2 else 0), (
+        "only at barriers of the cluster"
+    )
+    # Commits of a stage and of an accumulator, to both CTAs.
     assert begins("UTCBAR") == 2
-    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.pair == 2 else 0)
+    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.cta_group == 2 else 0)
     # A chunk of 32 tokens of a warp's 32 rows.
     assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
-    assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
-    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert begins("UTCATOMSWS"), "TMEM is allocated and freed"
+    assert any(i.startswith("ACQBULK") for i in instructions), "griddepcontrol.wait"
     assert count("SHFL.UP") == 5, "tiles are counted by a warp"
     # Gate and up are exchanged, and maxima of codes; sums of padding rows, by two kinds of warps.
     assert begins("MUFU.EX2") == (16 if plan.swiglu else 0)
-    lines = dense_plan.CHUNK * plan.tile_outputs // 128  # that a thread stores, of 8 results
+    lines = CHUNK_TOKENS * plan.tile_outputs // 128  # that a thread stores, of 8 results
     exchanged = (16 if plan.swiglu else 0) + (lines if plan.quantized_out else 0)
     assert count("SHFL.BFLY") == exchanged + (10 if plan.swizzled_out else 0)
     if plan.quantized_out:
@@ -85,23 +89,18 @@ def test_every_configuration(arch, batch, tmp_path):
 
 
 def test_instructions_and_parameters(tmp_path):
-    """What PTX says of one kernel, and the bytes of a launch against what it declares."""
-    from dsv4.cute.sm100.grouped import GroupedKernel
-
+    """The PTX of one kernel: instructions, their order, and parameters as declared."""
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
-    plan = GroupedPlan(64, 2, False)
-    kernel = GroupedKernel(**dataclasses.asdict(plan))
+    plan = GroupedTcgen05Plan(64, 2, False)
+    kernel = cubin_cache.kernel_of(plan)
     text = kernel.compile(f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}").__ptx__
     assert "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 " in text
     assert "tcgen05.cp.cta_group::2.32x128b.warpx4 " in text
-    assert f"{plan.instruction:#x}" in text
+    assert f"{plan.instruction_descriptor:#x}" in text
     fence, arrival = "fence.proxy.async.shared::cta;", "mbarrier.arrive.shared::cluster.b64"
-    parts = text.split(fence)
-    assert len(parts) == AHEAD + 1
-    assert all(arrival in part for part in parts[1:]), "the first block is told afterwards"
-    stored = [part.count("st.shared.v4.u32") for part in parts]
-    assert stored == [4 * plan.scale_tiles] * AHEAD + [0], "what is told of was stored before"
-    offsets, sizes, end = parameters_of(text)
-    assert grouped_nvfp4.PARAMETERS.offsets == offsets
-    assert [struct.calcsize(kind) for kind in grouped_nvfp4.PARAMETERS.kinds] == sizes
-    assert grouped_nvfp4.PARAMETERS.size == end
+    pieces = text.split(fence)
+    assert len(pieces) == PREFETCHED_STAGES + 1
+    assert all(arrival in piece for piece in pieces[1:]), "the leader's arrival follows the fence"
+    stored = [piece.count("st.shared.v4.u32") for piece in pieces]
+    assert stored == [4 * plan.scale_tiles] * PREFETCHED_STAGES + [0], "stores precede the fence"
+    check_parameters(GROUPED_TCGEN05_ABI, text)

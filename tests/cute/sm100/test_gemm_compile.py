@@ -1,4 +1,4 @@
-"""Configurations of Blackwell's kernel compile for Blackwell, on a machine without one.
+"""Configurations of the ``tcgen05`` GEMM compile for Blackwell, on a machine without one.
 
 Compiled and inspected, not run. Every one of them in the nightly profile, else a sample with every
 pair of values of two fields.
@@ -6,7 +6,6 @@ pair of values of two fields.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
@@ -17,31 +16,37 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
-from dsv4.cute import gemm_nvfp4
 from dsv4.cute.runtime import cubin_cache
-from dsv4.cute.sm100 import dense_plan
-from dsv4.cute.sm100.dense_plan import PARTS, TOKEN_BLOCKS, DensePlan
+from dsv4.cute.sm100.gemm_plan import (
+    CHUNK_TOKENS,
+    K_SPLITS,
+    SHARED_LIMIT,
+    TCGEN05_ABI,
+    TOKEN_BLOCKS,
+    Tcgen05Plan,
+)
 from dsv4.cute.sm100.plans import Product, candidates
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
 
-SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of a product
+SPELLED = {"sm_100a": "4X", "sm_103a": "BLOCK16"}  # four scales for the 64 columns of an MMA
 BOTH = (False, True)
 
 
-def layouts(blocks):
-    """Tokens of a tile, blocks of a cluster and how many parts K has, of either kind of product."""
-    if blocks == 1:
-        return [(tokens, 1, 1) for tokens in TOKEN_BLOCKS] + [(64, parts, parts) for parts in PARTS]
+def layouts(ctas):
+    """Tokens of a tile, CTAs of a cluster and parts of K, with one CTA or two to an MMA."""
+    if ctas == 1:
+        splits = [(64, splits, splits) for splits in K_SPLITS]
+        return [(tokens, 1, 1) for tokens in TOKEN_BLOCKS] + splits
     return [(tokens, 2, 1) for tokens in TOKEN_BLOCKS]
 
 
-def plans(blocks):
+def plans(ctas):
     """Every configuration."""
     return [
-        DensePlan(tokens, cluster, *kind, parts)
+        Tcgen05Plan(tokens, cluster, *kind, splits)
         for kind in itertools.product(BOTH, BOTH)
-        for tokens, cluster, parts in layouts(blocks)
+        for tokens, cluster, splits in layouts(ctas)
     ]
 
 
@@ -51,7 +56,7 @@ def test_these_are_all_there_are():
         for kind in itertools.product(BOTH, BOTH)
         for plan in candidates(Product(65536, 2048, 1, *kind))
     }
-    assert chosen == {plan for blocks in (1, 2) for plan in plans(blocks)}
+    assert chosen == {plan for ctas in (1, 2) for plan in plans(ctas)}
 
 
 def check(plan, arch, image, numbers, instructions):
@@ -65,30 +70,30 @@ def check(plan, arch, image, numbers, instructions):
     # Constant loads may be moved to before the wait for the preceding kernel.
     assert not any(".CONSTANT" in i for i in instructions)
     assert numbers["REG"] * plan.threads <= REGISTER_FILE
-    assert image.shared_bytes == plan.shared_bytes <= dense_plan.MOST_SHARED
-    assert numbers["SHARED"] <= 1024, "what the system keeps of every block"
-    # A stage: four products of 64 columns with a scale for 16, scales of rows and of tokens.
-    both = ".2CTA" if plan.pair == 2 else ""
+    assert image.shared_bytes == plan.shared_bytes <= SHARED_LIMIT
+    assert numbers["SHARED"] <= 1024, "what the system reserves of every CTA"
+    # A stage: four MMAs of 64 columns with a scale for 16, scales of rows and of tokens.
+    both = ".2CTA" if plan.cta_group == 2 else ""
     assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
     copies = 4 * (1 + plan.scale_tiles)
     assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
-    # Rows before and after what the kernel before wrote is waited for; tokens; scales likewise.
+    # Rows before griddepcontrol.wait and after it; tokens; scales likewise.
     assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 3
     assert begins("UTMALDG.3D") == 3
-    assert count(f"UTMALDG.3D.MULTICAST{both}") == (1 if plan.shared_scales else 0)
-    assert count(f"UTMALDG.3D{both}") == (2 if plan.shared_scales else 3)
-    # The stage and the sums are announced, to both blocks.
+    assert count(f"UTMALDG.3D.MULTICAST{both}") == (1 if plan.multicasts_scales else 0)
+    assert count(f"UTMALDG.3D{both}") == (2 if plan.multicasts_scales else 3)
+    # Commits of a stage and of an accumulator, to both CTAs.
     assert begins("UTCBAR") == 2
-    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.shared_scales else 0)
+    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.multicasts_scales else 0)
     # A chunk of 32 tokens of a warp's 32 rows.
     assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
-    assert begins("UTMACCTL.PF") == 4, "operands' descriptions are asked for early"
-    assert begins("UTCATOMSWS"), "tensor memory is allocated and freed"
-    assert any(i.startswith("ACQBULK") for i in instructions), "the kernel before is waited for"
+    assert begins("UTMACCTL.PF") == 4, "tensor maps are prefetched"
+    assert begins("UTCATOMSWS"), "TMEM is allocated and freed"
+    assert any(i.startswith("ACQBULK") for i in instructions), "griddepcontrol.wait"
     assert bool(begins("MUFU.EX2")) == bool(begins("SHFL.BFLY")) == plan.swiglu
-    # Tiles of 8 tokens that a warp stores at a time, of 16 rows each, and the sums of others.
-    tiles = 2 * (dense_plan.CHUNK // 8 if plan.parts == 1 else plan.own_tiles)
-    assert count("LD.E.128") == (plan.parts * tiles if plan.parts > 1 else 0)
+    # Tiles of 8 tokens that a warp stores at a time, of 16 rows each, and other CTAs' sums.
+    tiles = 2 * (CHUNK_TOKENS // 8 if plan.k_splits == 1 else plan.split_tiles)
+    assert count("LD.E.128") == (plan.k_splits * tiles if plan.k_splits > 1 else 0)
     if plan.float32_out:
         assert begins("STSM") == begins("STG.E.128") == 0
         assert begins("STG.E") == tiles * (2 if plan.swiglu else 4)
@@ -97,17 +102,25 @@ def check(plan, arch, image, numbers, instructions):
         assert begins("STSM") == (0 if plan.swiglu else tiles)
 
 
-def check_each(wanted, arch, folder, check):
-    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
-    images = [cubin_cache.compile_image(plan, arch) for plan in wanted]
+def check_each(batch, arch, folder, check):
+    """Compile and inspect all of a batch, and name those that fail ``check``."""
+    images = [cubin_cache.compile_image(plan, arch) for plan in batch]
     listings = instructions_of(images, arch, folder / "code")
-    objections = []
-    for plan, image, instructions in zip(wanted, images, listings, strict=True):
+    failures = []
+    for plan, image, instructions in zip(batch, images, listings, strict=True):
         try:
             check(plan, arch, image, usage_of(image, folder / "cubin"), instructions)
         except AssertionError as error:
-            objections.append(f"{plan}: {error}")
-    assert not objections, "\n".join(objections)
+            failures.append(f"{plan}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def check_parameters(abi, text):
+    """The parameters of a launch are those that PTX declares."""
+    offsets, sizes, end = parameters_of(text)
+    assert abi.parameters.offsets == offsets
+    assert [struct.calcsize(kind) for kind in abi.parameters.kinds] == sizes
+    assert abi.parameters.size == end
 
 
 @pytest.mark.slow
@@ -118,22 +131,21 @@ def test_every_configuration(arch, batch, tmp_path):
 
 
 def test_instructions_and_parameters(tmp_path):
-    """What PTX says of one kernel, and the bytes of a launch against what it declares."""
-    from dsv4.cute.sm100.dense import DenseKernel
+    """The PTX of one kernel: instructions, and parameters as ``TCGEN05_ABI`` declares them."""
 
     os.environ.setdefault("CUTE_DSL_ARCH", "sm_100a")
-    plan = DensePlan(256, 2, False)
-    kernel = DenseKernel(**dataclasses.asdict(plan))
-    text = kernel.compile(f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}").__ptx__
+    plan = Tcgen05Plan(256, 2, False)
+    text = (
+        cubin_cache.kernel_of(plan)
+        .compile(f"--gpu-arch sm_100a --keep-ptx --dump-dir {tmp_path}")
+        .__ptx__
+    )
     assert "tcgen05.mma.cta_group::2.kind::mxf4nvf4.block_scale.block16 " in text
     assert "tcgen05.cp.cta_group::2.32x128b.warpx4 " in text
     assert "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%r" in text
-    assert f"{plan.instruction:#x}" in text
-    # Copies announce themselves to the block of even rank: bit 24 of the barrier's address is 0.
+    assert f"{plan.instruction_descriptor:#x}" in text
+    # Copies complete bytes in the CTA of even rank: bit 24 of the mbarrier's address is 0.
     masks = set(map(int, re.findall(r"and\.b32\s+%r\d+, %r\d+, (-\d{8,});", text)))
     assert masks
     assert all(mask & 1 << 24 == 0 and mask | 1 << 24 | 1023 == -1 for mask in masks)
-    offsets, sizes, end = parameters_of(text)
-    assert gemm_nvfp4.PARAMETERS.offsets == offsets
-    assert [struct.calcsize(kind) for kind in gemm_nvfp4.PARAMETERS.kinds] == sizes
-    assert gemm_nvfp4.PARAMETERS.size == end
+    check_parameters(TCGEN05_ABI, text)
