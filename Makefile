@@ -1,6 +1,6 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
-# make check        lint, format and types
+# make check        lint, format, types and banned words
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
@@ -48,6 +48,7 @@ check: $(READY)
 	$(BIN)/ruff check dsv4 tests tools
 	$(BIN)/ruff format --check dsv4 tests tools
 	$(BIN)/mypy
+	$(BIN)/python tools/words.py
 
 # Compiled from nothing, so that what lies in the cache of this user is not published.
 kernels: $(READY)

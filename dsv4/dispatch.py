@@ -18,7 +18,7 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Call(NamedTuple):
     Attributes:
         op: Name of the operator.
         args: The operator's arguments by name, without ``backend``: the ``NamedTuple`` beside its
-            public function, e.g. ``dsv4.ops.gemm.GemmArgs``.
+            public function, e.g. ``dsv4.ops.gemm.GemmArgs``. The first one is a tensor.
         device: Device of the first tensor argument.
     """
 
@@ -69,6 +69,7 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
+        reserves_sms: Whether the function takes ``reserve_sms``.
     """
 
     op: str
@@ -78,6 +79,7 @@ class Implementation:
     slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
+    reserves_sms: bool = False
 
     def is_proven(self, call: Call) -> bool:
         """Whether it was seen right on the GPU of a call."""
@@ -89,9 +91,13 @@ class Implementation:
         With ``requested`` ``"auto"`` also why it is not taken though it can: a later row is faster.
         """
         reason = None if self.supports is None else _reason(self.supports)(call)
-        if reason is None and requested == AUTO and self.slower_than_later is not None:
-            return _reason(self.slower_than_later)(call)
-        return reason
+        return self.slower_reason(call, requested) if reason is None else reason
+
+    def slower_reason(self, call: Call, requested: str | None) -> str | None:
+        """Why ``"auto"`` does not take it though it can run a call: a later row is faster."""
+        if requested != AUTO or self.slower_than_later is None:
+            return None
+        return _reason(self.slower_than_later)(call)
 
 
 @dataclass(frozen=True)
@@ -146,12 +152,21 @@ def _cute(
     *ops: str,
     slower_than_later: str | None = None,
     proven: frozenset[tuple[int, int]] | None = None,
+    reserves_sms: bool = False,
 ) -> tuple[Implementation, ...]:
     """The same of ``cute.supports``."""
     slower = slower_than_later and f"dsv4.cute.supports:{slower_than_later}"
     check = f"dsv4.cute.supports:{supports}"
     return tuple(
-        Implementation(op, name, f"dsv4.cute.{module}:{op}", check, slower, proven=proven)
+        Implementation(
+            op,
+            name,
+            f"dsv4.cute.{module}:{op}",
+            check,
+            slower,
+            proven=proven,
+            reserves_sms=reserves_sms,
+        )
         for op in ops
     )
 
@@ -168,7 +183,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("dequantize", "dequantize", "dequantize"),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER),
+    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER, reserves_sms=True),
     Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", "dsv4.triton.supports:packed_gemm"),
     Implementation(
         "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
@@ -176,7 +191,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("gemm_fp8", "fp8_gemm", "gemm"),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER),
+    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER, reserves_sms=True),
     Implementation(
         "gemm_swiglu",
         "parts",
@@ -322,30 +337,26 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
         NotImplementedError: if the named implementation, or every one, cannot run it; with the
             reasons.
     """
-    requested = requested_backend(backend)
-    rows = implementations(call.op)
-    if requested != AUTO:
-        rows = tuple(row for row in rows if row.name == requested)
-        if not rows:
-            known = ", ".join(row.name for row in implementations(call.op))
-            raise ValueError(
-                f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}"
-            )
-    return _first(rows, call, requested)
+    return _first(call, requested_backend(backend))
 
 
-def _first(rows: Sequence[Implementation], call: Call, requested: str) -> Implementation:
-    """The first row that runs a call.
-
-    Raises:
-        NotImplementedError: with the reason of each, if none does.
-    """
+def _first(call: Call, requested: str) -> Implementation:
+    """The first row that runs a call, of those with the name ``requested``; see ``choose``."""
     reasons = []
-    for row in rows:
-        reason = row.unsupported_reason(call, requested) or _unproven(row, call, requested)
+    for row in implementations(call.op):
+        if requested not in (AUTO, row.name):
+            continue
+        reason = None if row.supports is None else _reason(row.supports)(call)
+        if reason is None and row.slower_than_later is not None:
+            reason = row.slower_reason(call, requested)
+        if reason is None and row.proven is not None:
+            reason = _unproven(row, call, requested)
         if reason is None:
             return row
         reasons.append(f"{row.name}: {reason}")
+    if not reasons:
+        known = ", ".join(row.name for row in implementations(call.op))
+        raise ValueError(f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}")
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
 
 
@@ -380,19 +391,31 @@ def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> No
     )
 
 
-def run(op: str, args: Any, backend: str = AUTO, out: torch.Tensor | None = None) -> Any:
+def run(
+    op: str,
+    args: Any,
+    backend: str = AUTO,
+    out: torch.Tensor | None = None,
+    reserve_sms: int = 0,
+) -> Any:
     """Run an operator.
 
     Args:
         op: Its name.
         args: Its arguments, see ``Call.args``.
         backend: Name of an implementation, or ``"auto"``.
-        out: Takes the first result, for operators that can be told (``_library.define_out``).
+        out: Takes the first result, for operators with ``_library.define_out``.
+        reserve_sms: SMs to leave to work on other streams; for implementations that can.
     """
-    call = Call(op, args, _device(args))
+    call, requested = Call(op, args, args[0].device), backend
+    if backend == AUTO and (_override.get() != AUTO or _VARIABLE in _ENVIRONMENT):
+        requested = requested_backend()
     if _explaining.get():
-        raise _Explained(call, requested_backend(backend))
-    implementation = _load(choose(call, backend).target)
+        raise _Explained(call, requested)
+    row = _first(call, requested)
+    implementation = _load(row.target)
+    if reserve_sms and row.reserves_sms:
+        return implementation(args, reserve_sms=reserve_sms)
     return implementation(args) if out is None else implementation(args, out=out)
 
 
@@ -404,7 +427,7 @@ def is_free(backend: str) -> bool:
 
 def implementation(op: str, args: Any) -> Callable[..., Any]:
     """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
-    return _load(choose(Call(op, args, _device(args))).target)
+    return _load(choose(Call(op, args, args[0].device)).target)
 
 
 def wait_of(call: Call) -> str | None:
@@ -419,8 +442,7 @@ def first(op: str, args: Any) -> Any:
 
     For implementations that are made of other operators; ``args`` as in ``Call``.
     """
-    call = Call(op, args, _device(args))
-    return _load(_first(implementations(op), call, AUTO).target)(args)
+    return _load(_first(Call(op, args, args[0].device), AUTO).target)(args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -472,10 +494,3 @@ def _explanation(call: Call, requested: str) -> Explanation:
     )
     wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
     return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)
-
-
-def _device(args: Sequence[Any]) -> torch.device:
-    for arg in args:
-        if isinstance(arg, torch.Tensor):
-            return arg.device
-    return torch.device("cpu")

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from dsv4 import dispatch
 from dsv4.device import interpret_triton
 from tests._tools import quick_interpreter
+from tests._tools.snapshots import Snapshots
 
 _HAS_GPU = torch.cuda.is_available()
 # Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
@@ -34,6 +35,8 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
+# For ``make quick``: no test that is marked slow, either.
+settings.register_profile("quick", max_examples=4, derandomize=True, database=None, **_COMMON)
 # For tests._tools.mutants: a failure is expected, its smallest form is not needed.
 settings.register_profile(
     "mutants",
@@ -46,12 +49,27 @@ settings.register_profile(
 _PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev")
 settings.load_profile(_PROFILE)
 # Those that are run most and watch no mutant do without what the markers in pyproject.toml name.
-_QUICK = _PROFILE in ("dev", "ci")
+_REDUCED = _PROFILE in ("dev", "ci", "quick")
 
 
 # Of the examples a profile asks for, how many the interpreter gets: it is a hundred times slower. A
 # module whose kernels take seconds there sets its own ``INTERPRETED_SHARE``.
-_INTERPRETED_SHARE = 12 if _QUICK else 6
+_INTERPRETED_SHARE = 12 if _REDUCED else 6
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--update``: see ``tests/_tools/snapshots.py``."""
+    parser.addoption(
+        "--update",
+        action="store_true",
+        help="record what snapshots find, instead of comparing it with what they have",
+    )
+
+
+@pytest.fixture
+def snapshots(request: pytest.FixtureRequest) -> Snapshots:
+    """Recorded figures of the module of a test."""
+    return Snapshots(request.path, update=request.config.getoption("--update"), complete=_REDUCED)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,7 +93,7 @@ def _share(item: pytest.Function) -> int:
     if _interpreted(item):
         share = getattr(item.module, "INTERPRETED_SHARE", _INTERPRETED_SHARE)
     costly = item.get_closest_marker("costly")
-    return share * costly.args[0] if costly and _QUICK else share
+    return share * costly.args[0] if costly and _REDUCED else share
 
 
 @pytest.hookimpl(wrapper=True)
@@ -97,12 +115,16 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "first" not in item.keywords)
-    if _QUICK:
+    if _REDUCED:
         rare = pytest.mark.skip(reason="takes long; runs in the nightly profile")
         for item in items:
             interpreted = "rarely_interpreted" in item.keywords and _interpreted(item)
             if interpreted or "nightly" in item.keywords:
                 item.add_marker(rare)
+    if _PROFILE == "quick":
+        slow = pytest.mark.skip(reason="slow; make test runs it")
+        for item in filter(lambda item: "slow" in item.keywords, items):
+            item.add_marker(slow)
     if _HAS_GPU:
         return
     wrong = None if _COMPILED else quick_interpreter.departures()

@@ -46,11 +46,42 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
         rows = dispatch.implementations(op)
         assert rows[-1].name == "reference"
         record = _library.OPERATIONS[op].record
-        wanted = ["args", "out"] if hasattr(torch.ops.dsv4, f"{op}_out") else ["args"]
+        arguments = ["args", "out"] if hasattr(torch.ops.dsv4, f"{op}_out") else ["args"]
         for row in rows:
             function = dispatch._load(row.target)
-            assert list(inspect.signature(function).parameters) == wanted, (op, row.name)
+            declared = [*arguments, *["reserve_sms"] * row.reserves_sms]
+            assert list(inspect.signature(function).parameters) == declared, (op, row.name)
             assert get_type_hints(function)["args"] is record, (op, row.name)
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])
+def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same result as without; no other implementation, and no traced call, gets them."""
+    found: list[dict[str, int]] = []
+    weight, x = ops.quantize(torch.randn(32, 64), scaling="weight"), torch.randn(2, 64)
+    load = dispatch._load
+
+    def reserving(args, **options):
+        found.append(options)
+        return load(f"dsv4.reference.{op}:{op}")(args)
+
+    row = Implementation(op, "reserving", "test:reserving", reserves_sms=True)
+    rows = (row, *dispatch.implementations(op))
+    monkeypatch.setattr(dispatch, "implementations", lambda name: rows)
+    monkeypatch.setattr(
+        dispatch, "_load", lambda target: reserving if target == row.target else load(target)
+    )
+    limit = () if op == "gemm" else (10.0,)
+    call = getattr(ops, op)
+    plain = call(x, weight, *limit)
+    assert torch.equal(call(x, weight, *limit, reserve_sms=20), plain)
+    assert torch.equal(call(x, weight, *limit, reserve_sms=20, backend="reference"), plain)
+    assert found == [{}, {"reserve_sms": 20}]
+    compiled = torch.compile(
+        lambda x: call(x, weight, *limit, reserve_sms=20), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(x), plain)
+    assert found[2:] == [{}]
 
 
 @pytest.mark.usefixtures("table")

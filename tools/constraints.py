@@ -49,7 +49,7 @@ def fitting(constraints: Iterable[str], requires: Iterable[str]) -> list[str]:
         requirement = Requirement(line)
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
             bounds.setdefault(canonical(requirement.name), []).append(requirement)
-    kept = []
+    fitting_pins = []
     for line in constraints:
         pin = line.partition("#")[0].strip()
         name, equal, version = pin.partition("==")
@@ -59,8 +59,8 @@ def fitting(constraints: Iterable[str], requires: Iterable[str]) -> list[str]:
             raise ValueError(f"a constraint is {pin!r}, wanted name==version")
         admitted = [r.specifier.contains(version, prereleases=True) for r in bounds.get(name, [])]
         if all(admitted):
-            kept.append(pin)
-    return kept
+            fitting_pins.append(pin)
+    return fitting_pins
 
 
 def _installed() -> dict[str, str]:

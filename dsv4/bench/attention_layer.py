@@ -15,7 +15,6 @@ attended to its own.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +36,6 @@ from dsv4.config.config_json import SLIDING
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.kv_cache.pages import entry_layout
 from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_
-from dsv4.layers.compressor import Selection
 
 KINDS = {"C4A": CSA, "C128A": HCA, "window": SLIDING}
 MOST_DECODED = 64
@@ -177,26 +175,18 @@ def _selecting(
     if compressor is None:
         yield
         return
-    begin = compressor.begin_paged
+    choose = compressor.paged_slots
 
-    def shown(*args: Any) -> Selection:
-        select = begin(*args)
-
-        def selected(q_residual: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return functools.partial(seen, select(q_residual))
-
-        return selected
-
-    def seen(chosen: Callable[[], torch.Tensor]) -> torch.Tensor:
-        slots = chosen()
+    def shown(*args: Any) -> torch.Tensor:
+        slots = choose(*args)
         instead = see(slots)
         return slots if instead is None else instead
 
-    vars(compressor)["begin_paged"] = shown
+    vars(compressor)["paged_slots"] = shown
     try:
         yield
     finally:
-        del vars(compressor)["begin_paged"]
+        del vars(compressor)["paged_slots"]
 
 
 def _agreement(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dsv4._leaving import left
 from dsv4.cute import gemm_fp8
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
@@ -45,7 +44,7 @@ _Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without
 _ROW_SCALED = 4
 
 
-def gemm(args: GemmArgs) -> torch.Tensor:
+def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
     FP8 weights are ``gemm_fp8``'s. Nothing but the result is allocated for bfloat16 activations
@@ -61,10 +60,11 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
     out = x.new_empty(shape, dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
-    return _product(product, x, weight, args.segments, args.input_scale, math.inf, out, shape[0])
+    scale = args.input_scale
+    return _product(product, x, weight, args.segments, scale, math.inf, out, shape[0], reserve_sms)
 
 
-def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
+def gemm_swiglu(args: GemmSwigluArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
     assert args.global_scale is not None
     tokens, (rows, half) = args.x.shape[0], args.codes.shape
@@ -72,7 +72,8 @@ def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
     out = args.x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
     bound = math.inf if args.limit is None else args.limit
-    return _product(product, args.x, weight, args.segments, args.input_scale, bound, out, tokens)
+    scale = args.input_scale
+    return _product(product, args.x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
 
 
 def _product(
@@ -84,20 +85,36 @@ def _product(
     limit: float,
     out: torch.Tensor,
     tokens: int,
+    reserve_sms: int,
 ) -> torch.Tensor:
-    """Fill and return ``out``."""
+    """Fill and return ``out``.
+
+    The kernel for many tokens leaves ``reserve_sms`` SMs to other streams. None of its CTAs then
+    begins before the preceding kernel has ended: waiting for it, they would hold these SMs.
+    """
     if not tokens:
         return out
     device = x.get_device()
     if current_device() != device:
         with torch.cuda.device(device):
-            return _product(product, x, weight, segments, input_scale, limit, out, tokens)
+            return _product(
+                product, x, weight, segments, input_scale, limit, out, tokens, reserve_sms
+            )
     row_scale = None
     if product[_ROW_SCALED]:
         x, row_scale = bfloat16_operand(x, input_scale)
     x, _, token_stride = aligned(x, tokens)
     codes, scales, global_scale = weight
-    kind = (product, tokens, token_stride, tuple(segments), global_scale.numel(), limit, device)
+    kind = (
+        product,
+        tokens,
+        token_stride,
+        tuple(segments),
+        global_scale.numel(),
+        limit,
+        device,
+        reserve_sms,
+    )
     operands = (x, codes, scales, global_scale, row_scale, out)
     run_noted(functools.partial(_launch, kind), stream_of(device), operands)
     return out
@@ -113,7 +130,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
             result.
     """
     x, codes, scales, global_scale, row_scale, out = addresses
-    for launch, is_small_m, of_x, of_scale, of_out in _prepared(*kind, left(), get_ident()):
+    for launch, is_small_m, of_x, of_scale, of_out in _prepared(*kind, get_ident()):
         part_x, part_scale = x + of_x, row_scale and row_scale + of_scale
         if is_small_m:
             pointers = _small_m_pointers(
@@ -141,7 +158,7 @@ def _prepared(
     scales: int,
     limit: float,
     device: int,
-    leave: int,
+    reserve_sms: int,
     thread: int,
 ) -> tuple[_Part, ...]:
     """The launches of a GEMM.
@@ -157,8 +174,8 @@ def _prepared(
     inputs = (token_stride, segments, scales, limit)
     if isinstance(plan, SmallMPlan):
         return _small_m(kernel, resident, wanted, plan, tokens, *inputs)
-    launch = _large_m(kernel, max(1, resident - leave), wanted, plan, tokens, *inputs)
-    if leave:
+    launch = _large_m(kernel, max(1, resident - reserve_sms), wanted, plan, tokens, *inputs)
+    if reserve_sms:
         launch.begin_late()
     return ((launch, False, 0, 0, 0),)
 

@@ -60,6 +60,13 @@ class DeepseekV4DecoderLayer(layers.DeepseekV4DecoderLayer):
 class OutputHead(layers.Linear):
     """Output head with float32 logits whatever the model's dtype (specification, section 2)."""
 
-    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        reserve_sms: int = 0,
+    ) -> torch.Tensor:
         """``[..., H]`` to ``[..., vocab]``."""
-        return super().forward(x, out_dtype or torch.promote_types(x.dtype, torch.float32))
+        dtype = out_dtype or torch.promote_types(x.dtype, torch.float32)
+        return super().forward(x, dtype, reserve_sms=reserve_sms)

@@ -21,6 +21,8 @@ COMPACT_FORMATS = ("index_fp8", "index_mxfp4")  # of index keys, which may be "p
 PAGE_FORMATS = (*ENTRY_FORMATS, *COMPACT_FORMATS)
 GROUP = 64  # NoPE dims that share one E8M0 scale
 FP4_GROUP = 32  # dims of an index key that share one E8M0 scale
+# What the dims of an entry have to be a multiple of, where it is not 1: whole scales, aligned.
+DIMS_MULTIPLES = {"index_fp8": 4, "index_mxfp4": FP4_GROUP}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class EntryLayout:
     @property
     def data_bytes(self) -> int:
         """Bytes of one entry's data: E4M3 NoPE dims, then bfloat16 RoPE dims (576 for 448 + 64)."""
-        return self.nope_dim + 2 * self.rope_dim
+        return self.head_dim + self.rope_dim
 
     @property
     def groups(self) -> int:
@@ -68,8 +70,9 @@ class EntryLayout:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page, padded to a multiple of ``data_bytes`` (64 entries: 37440)."""
-        used = page_size * (self.data_bytes + self.scale_bytes)
-        return -(-used // self.data_bytes) * self.data_bytes
+        data_bytes = self.data_bytes
+        used = page_size * (data_bytes + self.scale_bytes)
+        return -(-used // data_bytes) * data_bytes
 
 
 @dataclass(frozen=True)
@@ -193,7 +196,7 @@ class Pages:
 
 def dims_multiple(entry_format: str) -> int:
     """What the dims of an entry have to be a multiple of: whole scales, at their own alignment."""
-    return {"index_fp8": 4, "index_mxfp4": FP4_GROUP}.get(entry_format, 1)
+    return DIMS_MULTIPLES.get(entry_format, 1)
 
 
 def entry_layout(entry_format: str, head_dim: int, rope_dim: int) -> EntryLayout | IndexLayout:

@@ -33,10 +33,10 @@ from torch.nn.modules import module as nn_module
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.kv_cache.layer_cache import LayerCache
-from dsv4.layers._beside import is_few
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
+from dsv4.overlap import is_launch_bound
 from dsv4.plans.recorded import WholeOperator
 from dsv4.plans.recorder import Recorder
 from dsv4.plans.tape import Again, tape_of
@@ -298,8 +298,8 @@ def _is_plain(call: _Call) -> bool:
         and streams.dim() == 4
         and streams.shape[0] == 1
         and streams.numel() > 0
-        and is_few(streams.shape[1])
-        and _plans.is_worth_it(streams)
+        and is_launch_bound(streams.shape[1])
+        and streams.device.type in _plans.PLANNED_DEVICES
         and _plans.is_plain_call("auto")
         and _OPTIONS.issuperset(options)
         and options.get("position_ids") is None

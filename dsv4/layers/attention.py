@@ -9,15 +9,10 @@ from torch import nn
 
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
-from dsv4.layers._beside import done, started
 from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers._pooling import one_cache, plain_pages
-from dsv4.layers.compressor import (
-    QUERIES,
-    DeepseekV4CSACompressor,
-    DeepseekV4HCACompressor,
-)
+from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
@@ -25,9 +20,12 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import fake_quantize_kv, norm_rope_write_kv
 from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
+from dsv4.overlap import IN_ORDER, side_streams
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-_FEW = 64  # tokens of a step; products of more fill the GPU by themselves
+# Tokens of a step up to which queries are projected beside the choice of entries. GEMMs of more
+# tokens fill the GPU by themselves.
+_OVERLAPPED_QUERIES = 64
 
 
 class DeepseekV4Attention(FixedDtypeModule):
@@ -198,34 +196,34 @@ class DeepseekV4Attention(FixedDtypeModule):
     ) -> torch.Tensor:
         """Write a batch ``[T, H]`` to the cache, then read every key from there: ``[T, heads, D]``.
 
-        What layers share is made by the current stream, the projection before it. Of few tokens the
-        product of the indexer's queries comes first, and the others beside the choice of entries:
-        that takes as long and leaves most of the GPU alone.
+        The current stream makes what layers share. With few tokens of a CSA layer the GEMM of the
+        index queries comes first, and attention's queries are made on a side stream during the
+        choice of entries: that takes as long and leaves most of the GPU idle.
         """
         if not torch.compiler.is_compiling():
             step.cache.check_model(self.config, hidden_states.dtype)
         layer, compressor = step.cache.layers[self.layer_idx], self.compressor
-        select = None
+        streams = side_streams(hidden_states)
         if compressor is not None:
-            select = compressor.begin_paged(hidden_states, step, self.layer_idx)
+            begun = compressor.begin_paged(hidden_states, step, self.layer_idx, streams)
         q_residual, kv = self._down(hidden_states)
         tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, given)
         cos, sin = tables
         norm, seen, written = self.kv_norm, step.read_slots(layer), step.write_slots(layer)
-
-        def work(q_residual: torch.Tensor) -> torch.Tensor:
+        index_q = None if compressor is None else compressor.index_queries(q_residual)
+        overlaps = self.layer_type == CSA and q_residual.shape[0] <= _OVERLAPPED_QUERIES
+        query_streams = streams if overlaps else IN_ORDER
+        with query_streams.on("queries"):
             q = self._queries(q_residual, tables)
             norm_rope_write_kv(
                 layer.window, kv, norm.weight, cos, sin, written, eps=norm.variance_epsilon
             )
-            return q
-
-        asked = None if select is None else select(q_residual)
-        beside = self.layer_type == CSA and q_residual.shape[0] <= _FEW
-        queries = started(work, q_residual, QUERIES) if beside else done(work(q_residual))
-        slots = None if asked is None else asked()
+        slots = None
+        if compressor is not None:
+            slots = compressor.paged_slots(begun, index_q, step, self.layer_idx, streams)
+        query_streams.join("queries", q)
         return sparse_attention(
-            queries(),
+            q,
             layer.window,
             seen,
             layer.compressed,

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
-from dsv4.layers._beside import started
 from dsv4.layers._pooling import PoolingModule, one_cache
 from dsv4.layers.indexer import DeepseekV4Indexer
-
-Selection = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
-# Lanes of attention's work beside the current stream: index keys, all other entries, queries.
-KEYS, ENTRIES, QUERIES = 1, 2, 3
+from dsv4.overlap import Streams
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,19 +38,42 @@ class _AttentionCompressor(PoolingModule):
         raise NotImplementedError
 
     def begin_paged(
-        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> Selection:
-        """Start all that waits for no query, on other streams; ``hidden_states`` are ``[T, H]``.
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int, streams: Streams
+    ) -> torch.Tensor:
+        """Launch all work that needs no query on side streams; ``hidden_states`` are ``[T, H]``.
 
         Returns:
-            A function of ``q_residual [T, q_lora_rank]`` that makes what queries are asked with,
-            and returns one that gives cache slots each token attends to, ``[T, k]``, -1 for none.
-            When that one returns, the entries that closed are stored.
+            The tensor that ``paged_slots`` takes as ``begun``.
+        """
+        raise NotImplementedError
+
+    def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor | None:
+        """Queries of the choice of entries, of ``q_residual [T, q_lora_rank]``; None without."""
+        return None
+
+    def paged_slots(
+        self,
+        begun: torch.Tensor,
+        queries: torch.Tensor | None,
+        step: CacheStep,
+        layer_idx: int,
+        streams: Streams,
+    ) -> torch.Tensor:
+        """Cache slots that each token attends to, ``[T, k]``, -1 for none.
+
+        It joins the work of ``begin_paged``: the entries that closed are stored.
+
+        Args:
+            begun: Result of ``begin_paged``.
+            queries: Result of ``index_queries``.
+            step: As in ``begin_paged``.
+            layer_idx: As in ``begin_paged``.
+            streams: As in ``begin_paged``.
         """
         raise NotImplementedError
 
     def shared_in(self, step: CacheStep, layer_idx: int) -> tuple[torch.Tensor, ...]:
-        """All that ``begin_paged`` asks the step for, made if it is not there."""
+        """All that ``begin_paged`` and ``paged_slots`` ask the step for, made if missing."""
         return (self.visible_in(step),)
 
     def forward(
@@ -112,19 +130,27 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         return chosen.expand(hidden_states.shape[0], -1, -1)
 
     def begin_paged(
-        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> Selection:
-        """Gives the slots of all closed entries, -1 beyond them."""
-
-        def work(x: torch.Tensor) -> torch.Tensor:
-            self.write_pages(x, step, layer_idx)
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int, streams: Streams
+    ) -> torch.Tensor:
+        """Store the entries that closed; gives the slots of all closed entries, -1 beyond them."""
+        with streams.on("entries"):
+            self.write_pages(hidden_states, step, layer_idx)
             return self._prefix_in(step, layer_idx)
 
-        stored = started(work, hidden_states)
-        return lambda q_residual: stored
+    def paged_slots(
+        self,
+        begun: torch.Tensor,
+        queries: torch.Tensor | None,
+        step: CacheStep,
+        layer_idx: int,
+        streams: Streams,
+    ) -> torch.Tensor:
+        """Slots of all closed entries, which ``begin_paged`` made."""
+        streams.join("entries", begun)
+        return begun
 
     def shared_in(self, step: CacheStep, layer_idx: int) -> tuple[torch.Tensor, ...]:
-        """All that ``begin_paged`` asks the step for, made if it is not there."""
+        """All that ``begin_paged`` and ``paged_slots`` ask the step for, made if missing."""
         return (self._prefix_in(step, layer_idx),)
 
     def _prefix_in(self, step: CacheStep, layer_idx: int) -> torch.Tensor:
@@ -159,26 +185,39 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         return self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
 
     def begin_paged(
-        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
-    ) -> Selection:
-        """Gives the slots of the entries that the indexer chooses; its keys have a stream."""
+        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int, streams: Streams
+    ) -> torch.Tensor:
+        """Store index keys and the entries that closed; gives the weights of the index heads.
+
+        Index keys have a stream of their own. The weights come before the entries on the other
+        stream, because the choice needs them and not the entries.
+        """
+        with streams.on("index keys"):
+            self.indexer.store_keys(hidden_states, step, layer_idx)
+        with streams.on("head weights"):
+            weights = self.indexer.head_weights(hidden_states, step, layer_idx)
+        with streams.on("entries", behind="head weights"):
+            self.write_pages(hidden_states, step, layer_idx)
+        return weights
+
+    def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
+        """Index queries ``[T, heads, d]`` before rotation."""
+        return self.indexer.project_queries(q_residual)
+
+    def paged_slots(
+        self,
+        begun: torch.Tensor,
+        queries: torch.Tensor | None,
+        step: CacheStep,
+        layer_idx: int,
+        streams: Streams,
+    ) -> torch.Tensor:
+        """Slots of the entries that the indexer chooses."""
+        assert queries is not None
+        streams.join("index keys")
+        streams.join("head weights", begun)
+        ids = self.indexer.select_paged(begun, queries, step, layer_idx)
         layer = step.cache.layers[layer_idx]
-        indexer = self.indexer
-        at = step, layer_idx
-        keys = started(lambda x: indexer.store_keys(x, *at), hidden_states, KEYS)
-        weights = started(lambda x: indexer.head_weights(x, *at), hidden_states, ENTRIES)
-        stored = started(lambda x: self.write_pages(x, *at), hidden_states, ENTRIES)
-
-        def select(q_residual: torch.Tensor) -> Callable[[], torch.Tensor]:
-            q = indexer.project_queries(q_residual)
-
-            def slots() -> torch.Tensor:
-                keys()
-                ids = indexer.select_paged(weights(), q, step, layer_idx)
-                found = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
-                stored()
-                return found
-
-            return slots
-
-        return select
+        slots = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
+        streams.join("entries")
+        return slots

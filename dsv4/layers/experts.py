@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from dsv4 import dispatch
-from dsv4._counters import one_launch_of_zeros
-from dsv4._nearly import when_nearly_done
 from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Room, Workspace
@@ -23,6 +19,7 @@ from dsv4.ops.grouped_gemm import (
 )
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
+from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
 
@@ -82,8 +79,8 @@ class DeepseekV4Experts(ExpertWeights):
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        shared: torch.Tensor | Callable[[], torch.Tensor] | None = None,
-        nearly_done: Callable[[], None] | None = None,
+        shared: torch.Tensor | None = None,
+        streams: Streams = IN_ORDER,
     ) -> torch.Tensor:
         """Sum of the chosen experts' outputs, of those held here, each times its weight.
 
@@ -93,9 +90,9 @@ class DeepseekV4Experts(ExpertWeights):
                 nothing. Anything else raises on the CPU, and adds nothing on another device, where
                 ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding; or a
-                function that gives it, called when everything else is under way.
-            nearly_done: Called when the first product is nearly done, by the current stream.
+            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
+            streams: Where ``shared`` is made, by the work ``"shared"``, which is joined when
+                everything else is launched.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -104,20 +101,6 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if memory is reserved (``dsv4.layers.reserve_experts``), but for fewer
                 tokens, or for another dtype or device.
         """
-        given = (hidden_states, top_k_index, top_k_weights, shared)
-        if torch.compiler.is_compiling():
-            return self._forward(*given, nearly_done)
-        with one_launch_of_zeros():
-            return self._forward(*given, nearly_done)
-
-    def _forward(
-        self,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-        shared: torch.Tensor | Callable[[], torch.Tensor] | None,
-        nearly_done: Callable[[], None] | None,
-    ) -> torch.Tensor:
         room = self._room(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, places = self._sorted(
             hidden_states, top_k_index, top_k_weights, room.rows
@@ -125,15 +108,14 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        with nullcontext() if nearly_done is None else when_nearly_done(nearly_done):
-            inner = self._activated(rows, offsets, row_weight, room.inner)
+        inner = self._activated(rows, offsets, row_weight, room.inner)
         if isinstance(inner, QuantizedTensor):
             down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
             out = grouped_gemm(inner, down, offsets, settled=True, out_dtype=dtype, out=room.rows)
         else:
             out = self._project("down_proj", inner, offsets, room.rows)
-        if callable(shared):
-            shared = shared()
+        if shared is not None:
+            streams.join("shared", shared)
         return moe_combine(out, places, offsets, weights, shared=shared)
 
     def products(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -87,21 +87,34 @@ class Linear(FixedDtypeModule):
         self.register_parameter("weight_scale_2", None)
         self.register_parameter("input_scale", None)
 
-    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        reserve_sms: int = 0,
+    ) -> torch.Tensor:
         """Multiply.
 
         Args:
             x: ``[..., in_features]``, or ``[..., groups, in_features]`` when grouped.
             out_dtype: Dtype of the result; float32 also multiplies in float32. Default ``x.dtype``.
+            reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
 
         Raises:
             ValueError: if the last axes of ``x`` are not those.
             TypeError: if ``x`` is not floating, or not of a plain weight's dtype.
         """
-        self._check(x, out_dtype)
+        is_plain = self.format is None
+        if (
+            x.shape[-1] != self.in_features
+            or not x.is_floating_point()
+            or (is_plain and out_dtype is None and x.dtype != self.weight.dtype)
+        ):
+            self._refuse(x)
         if self.observer is not None:
             self.observer.see(x)
-        if self.format is None:
+        if is_plain:
             return self._plain(x, out_dtype)
         quantises = self.activation == "nvfp4" and self.observer is None
         return gemm(
@@ -111,9 +124,11 @@ class Linear(FixedDtypeModule):
             input_scale=self.input_scale if quantises else None,
             groups=self.groups,
             out_dtype=out_dtype,
+            reserve_sms=reserve_sms,
         )
 
-    def _check(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> None:
+    def _refuse(self, x: torch.Tensor) -> NoReturn:
+        """Say why ``x`` does not fit."""
         name = type(self).__name__
         if x.shape[-1] != self.in_features:
             raise ValueError(
@@ -121,10 +136,7 @@ class Linear(FixedDtypeModule):
             )
         if not x.is_floating_point():
             raise TypeError(f"{name}: x has dtype {x.dtype}, wanted a floating type")
-        if self.format is None and out_dtype is None and x.dtype != self.weight.dtype:
-            raise TypeError(
-                f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}"
-            )
+        raise TypeError(f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}")
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         if out_dtype is None:
@@ -372,14 +384,20 @@ class DeepseekV4GroupedLinear(Linear):
         self.n_groups = n_groups
         self.groups = n_groups
 
-    def forward(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        reserve_sms: int = 0,
+    ) -> torch.Tensor:
         """``[..., n_groups, in] -> [..., n_groups, out_features / n_groups]``."""
         if x.dim() < 2 or x.shape[-2] != self.n_groups:
             raise ValueError(
                 f"GroupedLinear: x has shape {list(x.shape)}, "
                 f"wanted [..., {self.n_groups}, {self.in_features}]"
             )
-        return super().forward(x, out_dtype)
+        return super().forward(x, out_dtype, reserve_sms=reserve_sms)
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
         dtype = x.dtype if out_dtype is None else wider(x.dtype, out_dtype)
@@ -409,7 +427,9 @@ def fused_linear(
     return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
 
-def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
+def joint_linear(
+    layers: Sequence[Linear], x: torch.Tensor, *, reserve_sms: int = 0
+) -> torch.Tensor:
     """Several projections of one input side by side, one product where their weights allow it.
 
     NVFP4 weights are joined by rows, at no cost if ``join_weights`` has done it. Every row segment
@@ -420,13 +440,14 @@ def joint_linear(layers: Sequence[Linear], x: torch.Tensor) -> torch.Tensor:
     Args:
         layers: Layers of equal ``in_features``.
         x: ``[..., in_features]``.
+        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
 
     Returns:
         ``[..., sum of out_features]``.
     """
     if not _one_product(layers):
-        return torch.cat([layer(x) for layer in layers], dim=-1)
-    return _product(layers, x)
+        return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
+    return _product(layers, x, reserve_sms=reserve_sms)
 
 
 def _one_product(layers: Sequence[Linear]) -> bool:
@@ -443,15 +464,25 @@ def _one_product(layers: Sequence[Linear]) -> bool:
 
 
 def _product(
-    layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
+    layers: Sequence[Linear],
+    x: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    reserve_sms: int = 0,
 ) -> torch.Tensor:
     activation, common = _quantising(layers)
     weight = _joined(layers)
-    return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)
+    return gemm(
+        x,
+        weight,
+        activation=activation,
+        input_scale=common,
+        out_dtype=out_dtype,
+        reserve_sms=reserve_sms,
+    )
 
 
 def joint_swiglu(
-    gate: Linear, up: Linear, x: torch.Tensor, limit: float | None
+    gate: Linear, up: Linear, x: torch.Tensor, limit: float | None, *, reserve_sms: int = 0
 ) -> torch.Tensor | None:
     """SwiGLU of both projections of one input, without a rounding between, in one operator.
 
@@ -462,6 +493,7 @@ def joint_swiglu(
         up: ``[I, K]``.
         x: ``[..., K]``.
         limit: Clamp bound, greater than 0, or None for no clamp.
+        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
 
     Returns:
         ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
@@ -477,7 +509,15 @@ def joint_swiglu(
         if layer.observer is not None:
             layer.observer.see(x)
             activation, scale = "bf16", None
-    return gemm_swiglu(x, joint.whole(), limit, activation=activation, input_scale=scale)
+    weight = joint.whole()
+    return gemm_swiglu(
+        x,
+        weight,
+        limit,
+        activation=activation,
+        input_scale=scale,
+        reserve_sms=reserve_sms,
+    )
 
 
 def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:

@@ -37,14 +37,23 @@ class DeepseekV4MLP(nn.Module):
         self.up_proj = Linear(hidden, inner, activation=activation)
         self.down_proj = Linear(inner, hidden, activation=activation)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to the same."""
-        return self.down_proj(self.inner(x))
+    def forward(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
+        """``[..., H]`` to the same.
 
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        Args:
+            x: The input.
+            reserve_sms: SMs that its GEMMs leave to other streams, see ``dsv4.ops.gemm``.
+        """
+        inner, down = self.inner(x, reserve_sms=reserve_sms), self.down_proj
+        if reserve_sms and type(down) is Linear:  # another module may not take the argument
+            return down(inner, reserve_sms=reserve_sms)
+        return down(inner)
+
+    def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
         """``[..., H]`` to ``[..., I]``, what the down projection takes."""
-        inner = joint_swiglu(self.gate_proj, self.up_proj, x, self.limit)
+        gate, up = self.gate_proj, self.up_proj
+        inner = joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
         if inner is None:
-            gate_up = joint_linear([self.gate_proj, self.up_proj], x)
+            gate_up = joint_linear((gate, up), x, reserve_sms=reserve_sms)
             inner = swiglu(gate_up, self.limit)
         return inner

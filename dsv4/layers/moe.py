@@ -8,18 +8,15 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers._beside import beside, beside_in_two
-from dsv4.layers._module import hooked
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
+from dsv4.overlap import side_streams
 
-# Tokens from which the shared expert would fill the GPU for as long as sorting and gathering rows
-# take several times over. It starts behind the router then, and leaves so many SMs to
-# these, which memory bounds; the routed experts' blocks begin there and count the tiles they take.
-# Its second product waits until the routed experts' first is nearly done, and fills what the last
-# tiles of that leave.
-_FILLING, _LEFT = 4096, 20
+# Tokens from which the shared expert would fill the GPU for several times as long as sorting and
+# gathering rows take. It is launched behind the router then, and reserves SMs for these, which
+# memory bounds; the CTAs of the routed experts begin there and count the tiles they take.
+_RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
@@ -71,17 +68,19 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         shape = hidden_states.shape
         flat = hidden_states.reshape(-1, shape[-1])
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
-        mlp, go_on = self.shared_experts, None
+        mlp, streams = self.shared_experts, side_streams(flat)
         if mlp is None:
             _, weights, indices = self.gate(*arguments)
             return self.experts(flat, indices, weights).view(shape)
-        if flat.shape[0] < _FILLING:
-            shared = beside(mlp, flat)
+        if flat.shape[0] < _RESERVING_TOKENS:
+            with streams.on("shared"):
+                shared = mlp(flat)
             _, weights, indices = self.gate(*arguments)
-            return self.experts(flat, indices, weights, shared).view(shape)
-        _, weights, indices = self.gate(*arguments)
-        if type(mlp) is DeepseekV4MLP and not hooked(mlp):
-            go_on, shared = beside_in_two(mlp.inner, mlp.down_proj, flat, _LEFT)
         else:
-            shared = beside(mlp, flat, _LEFT)
-        return self.experts(flat, indices, weights, shared, go_on).view(shape)
+            _, weights, indices = self.gate(*arguments)
+            with streams.on("shared"):
+                if type(mlp) is DeepseekV4MLP:
+                    shared = mlp(flat, reserve_sms=_RESERVED_SMS)
+                else:  # another module may not take the argument
+                    shared = mlp(flat)
+        return self.experts(flat, indices, weights, shared, streams).view(shape)

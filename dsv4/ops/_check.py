@@ -1,29 +1,99 @@
 """Argument checks shared by the public functions of ``dsv4.ops``.
 
-Each names the operator, the argument, the value found and the value wanted. They are skipped while
-``torch.compile`` traces, because shapes are symbolic there and the eager call has checked them.
+Each names the operator, the argument, the value found and the value expected. ``tensors`` checks
+all tensors of a call in one Python frame. Shapes are not checked while ``torch.compile`` traces,
+because they are symbolic there and the eager call has checked them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+
+# A tensor's dimensions: sizes, names of sizes (equal wherever they stand in one call of
+# ``tensors``), or None for any size. "..." in front stands for any dimensions, the same everywhere.
+Dims = Sequence[int | str | None]
+# An argument as ``tensors`` takes it: its name, its value, dtypes, and dimensions or None for any.
+Expected = tuple[str, torch.Tensor | None, Sequence[torch.dtype], Dims | None]
+
+
+def tensors(op: str, *expected: Expected) -> None:
+    """Raise unless all tensors have their dtypes and dimensions and are on one device.
+
+    Args:
+        op: Name of the operator.
+        *expected: The arguments in the order in which they are checked; None is skipped.
+
+    Raises:
+        TypeError: if a dtype differs.
+        ValueError: if a shape or a device differs.
+    """
+    device, is_one_device = None, True
+    for name, tensor, dtypes, _ in expected:
+        if tensor is None:
+            continue
+        if tensor.dtype not in dtypes:
+            dtype(op, name, tensor, *dtypes)
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
+            is_one_device = False
+    if not torch.compiler.is_compiling():
+        sizes: dict[str, Any] = {}
+        for name, tensor, _, dims in expected:
+            if tensor is None or dims is None:
+                continue
+            given, before = tensor.shape, dict(sizes)
+            if dims and dims[0] == "...":
+                rank = len(dims) - 1
+                lead = given[: len(given) - rank]
+                fits = len(given) >= rank and sizes.setdefault("...", lead) == lead
+                given, rest = given[len(given) - rank :], dims[1:]
+            else:
+                fits, rest = len(given) == len(dims), dims
+            if fits:
+                for size, dim in zip(given, rest, strict=True):
+                    if dim.__class__ is str:
+                        dim = sizes.setdefault(dim, size)
+                    if size != dim and dim is not None:
+                        fits = False
+            if not fits:
+                raise ValueError(_wrong_shape(op, name, tensor, dims, before))
+    if not is_one_device:
+        same_device(op, **{name: tensor for name, tensor, _, _ in expected})
+
+
+def _wrong_shape(
+    op: str, name: str, tensor: torch.Tensor, dims: Dims, sizes: dict[str, Any]
+) -> str:
+    """Message for dimensions that differ; ``sizes`` are those of the tensors before."""
+    words: list[str] = []
+    for dim in dims:
+        if dim == "...":
+            words += map(str, sizes[dim]) if dim in sizes else [dim]
+        else:
+            size = sizes.get(dim) if isinstance(dim, str) else dim
+            words.append("any" if size is None else str(size))
+    return f"{op}: {name} has shape {list(tensor.shape)}, wanted [{', '.join(words)}]"
+
 
 def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]) -> None:
-    """Raise ValueError unless ``tensor`` has the wanted shape; None matches any size."""
+    """Raise ValueError unless ``tensor`` has the expected shape; None matches any size."""
     if torch.compiler.is_compiling():
         return
-    found = tensor.shape
-    fits = len(found) == len(wanted)
+    given = tensor.shape
+    fits = len(given) == len(wanted)
     if fits:
-        for size, w in zip(found, wanted, strict=True):
-            if size != w and w is not None:
+        for size, dim in zip(given, wanted, strict=True):
+            if size != dim and dim is not None:
                 fits = False
     if not fits:
-        words = "[" + ", ".join("any" if w is None else str(w) for w in wanted) + "]"
-        raise ValueError(f"{op}: {name} has shape {list(found)}, wanted {words}")
+        raise ValueError(_wrong_shape(op, name, tensor, wanted, {}))
 
 
 def rows(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -40,9 +110,6 @@ def dtype(op: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> Non
         raise TypeError(f"{op}: {name} has dtype {found}, wanted {words}")
 
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
 def floating(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError unless ``tensor`` is bfloat16, float16, float32 or float64."""
     if tensor.dtype not in FLOATS:
@@ -51,7 +118,7 @@ def floating(op: str, name: str, tensor: torch.Tensor) -> None:
 
 def integer(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise TypeError unless ``tensor`` is int32 or int64."""
-    dtype(op, name, tensor, torch.int32, torch.int64)
+    dtype(op, name, tensor, *INTEGERS)
 
 
 def one_of(op: str, name: str, value: str, wanted: Sequence[str]) -> None:
@@ -98,13 +165,16 @@ def apart(op: str, name: str, tensor: torch.Tensor) -> None:
 
 def below(op: str, name: str, values: torch.Tensor, bound: int) -> None:
     """Raise IndexError unless all integers are below ``bound``; negative ones name nothing."""
-    none_bad(op, name, values, values.to(torch.int64) >= bound, f"below {bound}")
+    bad = values.to(torch.int64) >= bound
+    if bool(bad.any()):
+        none_bad(op, name, values, bad, f"below {bound}")
 
 
 def within(op: str, name: str, values: torch.Tensor, bound: int) -> None:
     """Raise IndexError unless all integers are from 0 on and below ``bound``."""
     bad = (values < 0) | (values.to(torch.int64) >= bound)
-    none_bad(op, name, values, bad, f"from 0 on, below {bound}")
+    if bool(bad.any()):
+        none_bad(op, name, values, bad, f"from 0 on, below {bound}")
 
 
 def none_bad(op: str, name: str, values: torch.Tensor, bad: torch.Tensor, wanted: str) -> None:

@@ -65,8 +65,21 @@ R_co = TypeVar("R_co", covariant=True)
 class Call(Protocol[A_contra, R_co]):
     """What calls an operator."""
 
-    def __call__(self, args: A_contra, backend: str, out: torch.Tensor | None = None) -> R_co:
-        """Call it; ``out`` takes the first result where the operator has that argument."""
+    def __call__(
+        self,
+        args: A_contra,
+        backend: str,
+        out: torch.Tensor | None = None,
+        reserve_sms: int = 0,
+    ) -> R_co:
+        """Call it.
+
+        Args:
+            args: Its record.
+            backend: Name of an implementation, or ``"auto"``.
+            out: Takes the first result, where the operator has that argument.
+            reserve_sms: See ``dispatch.run``; calls that torch sees lose it.
+        """
         ...
 
 
@@ -92,13 +105,14 @@ def _observer() -> Callable[[], bool]:
         least: Any = keys(key.BackendSelect)
         most: Any = least | keys(key.ADInplaceOrView)
         plain = frozenset((least.raw_repr(), most.raw_repr()))
-        include_set = torch._C._dispatch_tls_local_include_set
+        include_set: Any = torch._C._dispatch_tls_local_include_set
+        function_modes = torch._C._len_torch_function_stack
+        profiling = torch.autograd._profiler_enabled
     except AttributeError:
         return lambda: False
 
     def unobserved() -> bool:
-        found: Any = include_set()
-        return found.raw_repr() in plain and not is_watched()
+        return include_set().raw_repr() in plain and not function_modes() and not profiling()
 
     return unobserved
 
@@ -236,18 +250,28 @@ class Operation:
         out = flat[-2] if self.has_out else None
         return self.run_record(self.arguments(flat), flat[-1], out)
 
-    def run_record(self, args: Any, backend: str, out: torch.Tensor | None = None) -> Any:
+    def run_record(
+        self,
+        args: Any,
+        backend: str,
+        out: torch.Tensor | None = None,
+        reserve_sms: int = 0,
+    ) -> Any:
         """Choose an implementation and run it.
 
         Args:
             args: A ``record``.
             backend: Name of an implementation, or ``"auto"``.
             out: Takes the first result, where ``has_out``.
+            reserve_sms: See ``dispatch.run``.
         """
-        self.check_values(args)
-        if not self.has_out:
-            return dispatch.run(self.op, args, backend)
-        return self._others(dispatch.run(self.op, args, backend, out=out))
+        if self.check is not None:
+            self.check_values(args)
+        if self.has_out:
+            return self._others(dispatch.run(self.op, args, backend, out=out))
+        if reserve_sms:
+            return dispatch.run(self.op, args, backend, None, reserve_sms)
+        return dispatch.run(self.op, args, backend)
 
     def run_with(self, implementation: Callable[..., Any], flat: Sequence[Any]) -> Any:
         """Run a given implementation; ``flat`` as in ``run``."""
@@ -282,7 +306,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     """What runs at once where the registered operator would do no more, else that operator."""
-    name, run = operation.name, operation.run_record
+    name, op, check, run = operation.name, operation.op, operation.check, operation.run_record
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
@@ -300,7 +324,7 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     tensors = [i for i, kinds in enumerate(declared) if torch.Tensor in kinds]
     as_declared: set[tuple[type, ...]] = set()
 
-    def call(args: Any, backend: str, out: torch.Tensor | None = None) -> Any:
+    def call(args: Any, backend: str, out: torch.Tensor | None = None, reserve_sms: int = 0) -> Any:
         if torch.compiler.is_compiling() or not unobserved():
             return through_torch(args, backend, out)
         kinds = tuple(map(type, args))
@@ -319,7 +343,9 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
                 return through_torch(args, backend, out)
         if out is not None and (out.is_neg() or (grad and out.requires_grad)):
             return through_torch(args, backend, out)
-        return run(args, backend, out)
+        if out is None and check is None:
+            return dispatch.run(op, args, backend, None, reserve_sms)
+        return run(args, backend, out, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:
         if operation.has_out:

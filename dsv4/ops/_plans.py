@@ -38,6 +38,7 @@ from dsv4.quant.formats import FORMATS, Format, QuantizedTensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+PLANNED_DEVICES = frozenset({"cuda"})  # on the CPU an operator takes longer than any check
 _MOST = 4096  # keys of the cache
 _MOST_OF_KEY = 16  # plans of a key, whose calls differ in shapes, strides or alignment
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -216,7 +217,7 @@ class PlanCache:
         if arguments is None:
             return function(*args, **kwargs)
         tensors = arguments.tensors(values)
-        if not tensors or not is_worth_it(tensors[0]):
+        if not tensors or tensors[0].device.type not in PLANNED_DEVICES:
             return function(*args, **kwargs)
         key = (
             arguments,
@@ -273,7 +274,14 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or not is_plain_call(kwargs.get("backend", "auto")):
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.device.type not in PLANNED_DEVICES:
+            return function(*args, **kwargs)
+        if not is_plain_call(kwargs.get("backend", "auto")):
+            return function(*args, **kwargs)
+        if kwargs.get("reserve_sms"):  # a recorder sees registered operators, which have none
             return function(*args, **kwargs)
         return PLANS.call(function, args, kwargs)
 
@@ -286,11 +294,6 @@ def is_plain_call(backend: Any) -> bool:
     Such modes are part of what ``guards_of`` compares.
     """
     return dispatch.is_free(backend) and dispatch.run is _RUN and not _library.is_watched()
-
-
-def is_worth_it(tensor: torch.Tensor) -> bool:
-    """On the CPU an operator takes longer than any check."""
-    return tensor.is_cuda
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:

@@ -10,7 +10,7 @@ from dsv4.kv_cache.pages import Pages
 from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.kv_cache import check_pages
+from dsv4.ops.kv_cache import expected_pages
 
 
 class SparseAttentionArgs(NamedTuple):
@@ -117,22 +117,28 @@ def sparse_attention(
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     op = "sparse_attention"
-    _check.floating(op, "q", q)
-    _check.floating(op, "sink", sink)
-    _check.shape(op, "q", q, [None, None, window.head_dim])
-    _check.shape(op, "sink", sink, [q.shape[1]])
-    _check_pool(op, "window", q, window, window_slots)
+    expected: list[_check.Expected] = [
+        ("q", q, _check.FLOATS, ("T", "h", window.head_dim)),
+        ("sink", sink, _check.FLOATS, ("h",)),
+        expected_pages(op, "window", window),
+        ("window_slots", window_slots, _check.INTEGERS, ("T", "Kw")),
+        ("cos", cos, _check.FLOATS, ("T", "R/2")),
+        ("sin", sin, _check.FLOATS, ("T", "R/2")),
+    ]
     if (compressed is None) != (compressed_slots is None):
         raise ValueError(f"{op}: compressed and compressed_slots go together, found one of them")
-    if compressed is not None and compressed_slots is not None:
-        _check_pool(op, "compressed", q, compressed, compressed_slots)
-        if compressed.rope_dim != window.rope_dim:
-            raise ValueError(
-                f"{op}: compressed.rope_dim is {compressed.rope_dim}, "
-                f"wanted window's, {window.rope_dim}"
-            )
-    _check.same_device(op, q=q, sink=sink)
-    _check_tables(op, q, cos, sin)
+    if (cos is None) != (sin is None):
+        raise ValueError(f"{op}: cos and sin go together, found one of them")
+    if compressed is not None:
+        _check_like(compressed, window)
+        expected.append(expected_pages(op, "compressed", compressed))
+        expected.append(("compressed_slots", compressed_slots, _check.INTEGERS, ("T", "Kc")))
+    _check.tensors(op, *expected)
+    if cos is not None and not torch.compiler.is_compiling() and 2 * cos.shape[1] > q.shape[2]:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}, wanted [{q.shape[0]}, R/2] with "
+            f"R <= {q.shape[2]} (dims of q)"
+        )
     return _sparse_attention(
         SparseAttentionArgs(
             q,
@@ -154,29 +160,11 @@ def sparse_attention(
     )
 
 
-def _check_tables(
-    op: str, q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None
-) -> None:
-    if (cos is None) != (sin is None):
-        raise ValueError(f"{op}: cos and sin go together, found one of them")
-    if cos is None or sin is None or torch.compiler.is_compiling():
-        return
-    for name, table in (("cos", cos), ("sin", sin)):
-        _check.floating(op, name, table)
-    _check.shape(op, "cos", cos, [q.shape[0], None])
-    _check.shape(op, "sin", sin, list(cos.shape))
-    _check.same_device(op, q=q, cos=cos, sin=sin)
-    if 2 * cos.shape[1] > q.shape[2]:
-        raise ValueError(
-            f"{op}: cos has shape {list(cos.shape)}, wanted [{q.shape[0]}, R/2] with "
-            f"R <= {q.shape[2]} (dims of q)"
-        )
-
-
-def _check_pool(op: str, name: str, q: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
-    check_pages(op, name, pages)
-    if pages.head_dim != q.shape[-1]:
-        raise ValueError(f"{op}: {name}.head_dim is {pages.head_dim}, wanted {q.shape[-1]} as q")
-    _check.integer(op, f"{name}_slots", slots)
-    _check.shape(op, f"{name}_slots", slots, [q.shape[0], None])
-    _check.same_device(op, q=q, **{name: pages.data, f"{name}_slots": slots})
+def _check_like(compressed: Pages, window: Pages) -> None:
+    """Raise ValueError unless entries of both pools have the same dims."""
+    for field in ("head_dim", "rope_dim"):
+        value, expected = getattr(compressed, field), getattr(window, field)
+        if value != expected:
+            raise ValueError(
+                f"sparse_attention: compressed.{field} is {value}, wanted window's, {expected}"
+            )

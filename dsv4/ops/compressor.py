@@ -10,9 +10,10 @@ from dsv4.kv_cache.pages import PAGE_FORMATS, Pages
 from dsv4.ops import _check
 from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
-from dsv4.ops.kv_cache import check_pages
+from dsv4.ops.kv_cache import expected_pages
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+_STATE_FLOATS = (torch.float32, torch.float64)
 
 
 class PoolWindowsArgs(NamedTuple):
@@ -198,10 +199,13 @@ def pool_windows(
         ValueError: if a shape differs, the width is odd with overlap, or only one of
             ``previous_kv`` and ``previous_score`` is given, or either without overlap.
     """
-    _check.shape("pool_windows", "kv", kv, [None, None, None, None])
-    _check.shape("pool_windows", "score", score, list(kv.shape))
-    for name, tensor in (("kv", kv), ("score", score)):
-        _check.floating("pool_windows", name, tensor)
+    _check.tensors(
+        "pool_windows",
+        ("kv", kv, _check.FLOATS, ("R", "W", "m", "c d")),
+        ("score", score, _check.FLOATS, ("R", "W", "m", "c d")),
+        ("previous_kv", previous_kv, _check.FLOATS, None),
+        ("previous_score", previous_score, _check.FLOATS, None),
+    )
     _check_overlap("pool_windows", kv, overlap)
     if (previous_kv is None) != (previous_score is None) or (
         previous_kv is not None and not overlap
@@ -211,12 +215,8 @@ def pool_windows(
         )
     for name, before in (("previous_kv", previous_kv), ("previous_score", previous_score)):
         if before is not None:
-            _check.floating("pool_windows", name, before)
-            wanted = [kv.shape[0], kv.shape[2], kv.shape[3] // 2]
-            _check.shape("pool_windows", name, before, wanted)
-    _check.same_device(
-        "pool_windows", kv=kv, score=score, previous_kv=previous_kv, previous_score=previous_score
-    )
+            halves = [kv.shape[0], kv.shape[2], kv.shape[3] // 2]
+            _check.shape("pool_windows", name, before, halves)
     return _pool_windows(PoolWindowsArgs(kv, score, previous_kv, previous_score, overlap), backend)
 
 
@@ -274,7 +274,11 @@ def compressor_update(
             a negative start or a sequence past the state's (on the CPU; undefined on a GPU).
     """
     op = "compressor_update"
-    _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
+    _check.tensors(
+        op, *_expected_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
+    )
+    _check.apart(op, "state", state)
+    _check_overlap(op, kv, overlap)
     return _compressor_update(
         CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
     )
@@ -342,18 +346,18 @@ def compress_write(
             page of an entry that closes past the last (on the CPU; undefined on a GPU).
     """
     op = "compress_write"
-    _check_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
-    _check.floating(op, "norm_weight", norm_weight)
-    _check.dtype(op, "inv_freq", inv_freq, torch.float32)
-    _check.integer(op, "page_table", page_table)
-    check_pages(op, "pages", pages, PAGE_FORMATS)
+    width = kv.shape[-1] // (2 if overlap else 1) if kv.dim() else 0
+    _check.tensors(
+        op,
+        *_expected_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap),
+        ("norm_weight", norm_weight, _check.FLOATS, (width,)),
+        ("inv_freq", inv_freq, (torch.float32,), ("R/2",)),
+        ("page_table", page_table, _check.INTEGERS, ("S", "P")),
+        expected_pages(op, "pages", pages, PAGE_FORMATS),
+    )
+    _check.apart(op, "state", state)
     _check.apart(op, "pages.data", pages.data)
-    width = kv.shape[1] // 2 if overlap else kv.shape[1]
-    _check.shape(op, "norm_weight", norm_weight, [width])
-    _check.shape(op, "inv_freq", inv_freq, [None])
-    _check.shape(op, "page_table", page_table, [None, None])
-    _check.same_device(op, kv=kv, norm_weight=norm_weight, inv_freq=inv_freq, pages=pages.data)
-    _check.same_device(op, kv=kv, page_table=page_table)
+    _check_overlap(op, kv, overlap)
     _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
     for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):
         if value not in _ENTRY_FLOATS:
@@ -385,7 +389,7 @@ def compress_write(
     )
 
 
-def _check_tokens(
+def _expected_tokens(
     op: str,
     kv: torch.Tensor,
     score: torch.Tensor,
@@ -395,28 +399,21 @@ def _check_tokens(
     starts: torch.Tensor,
     sequences: torch.Tensor,
     overlap: bool,
-) -> None:
-    for name, tensor in (("kv", kv), ("score", score), ("ape", ape)):
-        _check.floating(op, name, tensor)
-    _check.dtype(op, "state", state, torch.float32, torch.float64)
-    for name, tensor in (("cu_seqlens", cu_seqlens), ("starts", starts), ("sequences", sequences)):
-        _check.integer(op, name, tensor)
-    tokens, width = (*kv.shape, 0, 0)[:2]
-    ratio, batch = (*ape.shape, 0)[0], (*starts.shape, 0)[0]
-    slots = 2 * ratio if overlap else ratio
-    _check.shape(op, "kv", kv, [None, None])
-    _check.shape(op, "score", score, [tokens, width])
-    _check.shape(op, "ape", ape, [None, width])
-    if not torch.compiler.is_compiling() and ratio < 1:
+) -> tuple[_check.Expected, ...]:
+    """What ``_check.tensors`` is to check of the tokens and the state."""
+    ratio = ape.shape[0] if ape.dim() else 0
+    batch = starts.shape[0] if starts.dim() else 0
+    if ape.dim() and not torch.compiler.is_compiling() and ratio < 1:
         raise ValueError(f"{op}: ape has shape {list(ape.shape)}, wanted a row at least")
-    _check.shape(op, "state", state, [None, slots, 2, width])
-    _check.apart(op, "state", state)
-    _check.shape(op, "starts", starts, [None])
-    _check.shape(op, "sequences", sequences, [batch])
-    _check.shape(op, "cu_seqlens", cu_seqlens, [batch + 1])
-    _check_overlap(op, kv, overlap)
-    _check.same_device(op, kv=kv, score=score, ape=ape, state=state, cu_seqlens=cu_seqlens)
-    _check.same_device(op, kv=kv, starts=starts, sequences=sequences)
+    return (
+        ("kv", kv, _check.FLOATS, ("T", "c d")),
+        ("score", score, _check.FLOATS, ("T", "c d")),
+        ("ape", ape, _check.FLOATS, ("m", "c d")),
+        ("state", state, _STATE_FLOATS, (None, 2 * ratio if overlap else ratio, 2, "c d")),
+        ("starts", starts, _check.INTEGERS, ("B",)),
+        ("sequences", sequences, _check.INTEGERS, ("B",)),
+        ("cu_seqlens", cu_seqlens, _check.INTEGERS, (batch + 1,)),
+    )
 
 
 def _check_entries(

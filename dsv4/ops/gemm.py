@@ -65,6 +65,7 @@ def gemm(
     input_scale: torch.Tensor | None = None,
     groups: int = 1,
     out_dtype: torch.dtype | None = None,
+    reserve_sms: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``x @ weight.T``, or one such product per group (specification, sections 4.4 and 11).
@@ -88,6 +89,9 @@ def gemm(
             other devices than the CPU are not checked; there a bad one gives NaN.
         groups: G.
         out_dtype: Floating; ``x.dtype`` if None.
+        reserve_sms: SMs to leave to work on other streams. A hint for implementations with
+            persistent CTAs (``Implementation.reserves_sms``); no result depends on it. Calls that
+            torch sees (traced, profiled) have none: it is no argument of the registered operator.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -101,7 +105,8 @@ def gemm(
     input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
     flat = _flat(x, groups)
     dtype = x.dtype if out_dtype is None else out_dtype
-    out = _gemm(_record(flat, weight, activation, input_scale, groups, dtype), backend)
+    args = _record(flat, weight, activation, input_scale, groups, dtype)
+    out = _gemm(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 

@@ -60,6 +60,7 @@ def gemm_swiglu(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    reserve_sms: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
     """``swiglu(x @ weight.T)``, gate in the even rows of the weight, up in the odd ones.
@@ -74,6 +75,7 @@ def gemm_swiglu(
         activation: As in ``gemm``.
         input_scale: As in ``gemm``.
         out_dtype: Floating; ``x.dtype`` if None.
+        reserve_sms: As in ``gemm``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -100,7 +102,7 @@ def gemm_swiglu(
         limit,
         x.dtype if out_dtype is None else out_dtype,
     )
-    out = _gemm_swiglu(args, backend)
+    out = _gemm_swiglu(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
 
 

@@ -377,9 +377,11 @@ def grouped_gemm_swiglu_quantize(
     if high == 0 or high % each:
         raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {each}")
     _check_swiglu(op, rows.x, limit, row_weight)
-    _check.dtype(op, "result_scale", result_scale, torch.float32)
-    _check.shape(op, "result_scale", result_scale, [parts.codes.shape[0]])
-    _check.same_device(op, x=rows.x, result_scale=result_scale)
+    _check.tensors(
+        op,
+        ("weight", parts.codes, (parts.codes.dtype,), ("E", "N", None)),
+        ("result_scale", result_scale, (torch.float32,), ("E",)),
+    )
     positive(f"{op}: result_scale", result_scale)
     args = GroupedGemmSwigluQuantizeArgs(
         rows.x,
@@ -459,21 +461,33 @@ def _checked(
     input_scale: torch.Tensor | None,
 ) -> _Weight:
     """Raise unless the operands fit; the weight in parts."""
-    _check.dtype(op, "offsets", offsets, torch.int32)
-    x, shape = rows.x, _check_weight(op, weight)
-    _check.shape(op, "x", x, [None, None])
-    _check.shape(op, "offsets", offsets, [shape[0] + 1])
+    x, shape = rows.x, weight.shape
+    if len(shape) != 3:
+        raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
+    if isinstance(weight, torch.Tensor):
+        parts = _Weight(weight, None, None, [], PLAIN, LINEAR)
+        dtypes: Sequence[torch.dtype] = _check.FLOATS
+    else:
+        if not torch.compiler.is_compiling():
+            weight.validate()
+        parts, dtypes = _flatten(weight), (weight.codes.dtype,)
+    if input_scale is not None and activation != "nvfp4":
+        raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
+    _check.tensors(
+        op,
+        ("x", x, (x.dtype,), ("R", "K")),
+        ("weight", parts.codes, dtypes, None),
+        ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
+        ("input_scale", input_scale, (torch.float32,), (shape[0],)),
+    )
     if not torch.compiler.is_compiling():
         check_columns(op, rows.columns, shape[2], activation)
-    _check_input_scale(op, input_scale, activation, shape[0])
-    parts = _flatten(weight)
-    _check.same_device(op, x=x, weight=parts.codes, offsets=offsets, input_scale=input_scale)
+    if input_scale is not None:
+        positive(f"{op}: input_scale", input_scale)
     return parts
 
 
-def _flatten(weight: QuantizedTensor | torch.Tensor) -> _Weight:
-    if isinstance(weight, torch.Tensor):
-        return _Weight(weight, None, None, [], PLAIN, LINEAR)
+def _flatten(weight: QuantizedTensor) -> _Weight:
     return _Weight(
         weight.codes,
         weight.scales,
@@ -484,33 +498,14 @@ def _flatten(weight: QuantizedTensor | torch.Tensor) -> _Weight:
     )
 
 
-def _check_weight(op: str, weight: QuantizedTensor | torch.Tensor) -> tuple[int, ...]:
-    if isinstance(weight, torch.Tensor):
-        _check.floating(op, "weight", weight)
-    elif not torch.compiler.is_compiling():
-        weight.validate()
-    shape = weight.shape
-    if len(shape) != 3:
-        raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
-    return tuple(shape)
-
-
 def _check_swiglu(
     op: str, x: torch.Tensor, limit: float | None, row_weight: torch.Tensor | None
 ) -> None:
     if limit is not None and not limit > 0:
         raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
     if row_weight is not None:
-        _check.floating(op, "row_weight", row_weight)
-        _check.shape(op, "row_weight", row_weight, [x.shape[0]])
-        _check.same_device(op, x=x, row_weight=row_weight)
-
-
-def _check_input_scale(op: str, scale: torch.Tensor | None, activation: str, experts: int) -> None:
-    if scale is None:
-        return
-    if activation != "nvfp4":
-        raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
-    _check.dtype(op, "input_scale", scale, torch.float32)
-    _check.shape(op, "input_scale", scale, [experts])
-    positive(f"{op}: input_scale", scale)
+        _check.tensors(
+            op,
+            ("x", x, (x.dtype,), ("R", "K")),
+            ("row_weight", row_weight, _check.FLOATS, ("R",)),
+        )

@@ -290,7 +290,7 @@ def hc_pre(
         ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
             device.
     """
-    _check_pre("hc_pre", streams, fn, scale, base, iterations)
+    _check.tensors("hc_pre", *_expected_pre("hc_pre", streams, fn, scale, base, iterations))
     return _hc_pre(HcPreArgs(streams, fn, scale, base, norm_eps, hc_eps, iterations), backend)
 
 
@@ -324,7 +324,8 @@ def hc_post(
         TypeError: if a dtype is not a floating type of at least 16 bits.
         ValueError: if a shape does not fit or a tensor is on another device.
     """
-    _check_post("hc_post", y, streams, post, comb)
+    _check_rank("hc_post", streams)
+    _check.tensors("hc_post", *_expected_post(y, streams, post, comb))
     return _hc_post(HcPostArgs(y, streams, post, comb), backend)
 
 
@@ -363,8 +364,8 @@ def hc_pre_norm(
         ValueError: if a shape does not fit, ``iterations`` is below 1, or a tensor is on another
             device.
     """
-    _check_pre("hc_pre_norm", streams, fn, scale, base, iterations)
-    _check_norm("hc_pre_norm", streams, norm_weight)
+    op = "hc_pre_norm"
+    _check.tensors(op, *_expected_pre(op, streams, fn, scale, base, iterations, norm_weight))
     return _hc_pre_norm(
         HcPreNormArgs(streams, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations), backend
     )
@@ -413,8 +414,7 @@ def hc_pre_norm_quantize(
     """
     op = "hc_pre_norm_quantize"
     _check.shape(op, "streams", streams, [None, None, None])
-    _check_pre(op, streams, fn, scale, base, iterations)
-    _check_norm(op, streams, norm_weight)
+    _check.tensors(op, *_expected_pre(op, streams, fn, scale, base, iterations, norm_weight))
     given = _check_quantize(op, streams, global_scale, scaling)
     normed, codes, scales, total, post, comb = _hc_pre_norm_quantize(
         HcPreNormQuantizeArgs(
@@ -467,9 +467,8 @@ def hc_post_pre_norm(
             device.
     """
     op = "hc_post_pre_norm"
-    _check_post(op, y, streams, post, comb)
-    _check_pre(op, streams, fn, scale, base, iterations)
-    _check_norm(op, streams, norm_weight)
+    pre = _expected_pre(op, streams, fn, scale, base, iterations, norm_weight)
+    _check.tensors(op, *_expected_post(y, streams, post, comb), *pre)
     return _hc_post_pre_norm(
         HcPostPreNormArgs(
             y, streams, post, comb, fn, scale, base, norm_weight, norm_eps, hc_eps, iterations
@@ -528,9 +527,8 @@ def hc_post_pre_norm_quantize(
     """
     op = "hc_post_pre_norm_quantize"
     _check.shape(op, "streams", streams, [None, None, None])
-    _check_post(op, y, streams, post, comb)
-    _check_pre(op, streams, fn, scale, base, iterations)
-    _check_norm(op, streams, norm_weight)
+    pre = _expected_pre(op, streams, fn, scale, base, iterations, norm_weight)
+    _check.tensors(op, *_expected_post(y, streams, post, comb), *pre)
     given = _check_quantize(op, streams, global_scale, scaling)
     mixed, normed, codes, scales, total, post, comb = _hc_post_pre_norm_quantize(
         HcPostPreNormQuantizeArgs(
@@ -584,49 +582,50 @@ def hc_head(
         TypeError: if a dtype is not a floating type of at least 16 bits.
         ValueError: if a shape does not fit or a tensor is on another device.
     """
-    n = _check_streams("hc_head", streams)
-    _check_parameters("hc_head", streams, fn=fn, scale=scale, base=base)
-    if not torch.compiler.is_compiling():
-        _check.shape("hc_head", "fn", fn, [n, n * streams.shape[-1]])
-        _check.shape("hc_head", "scale", scale, [1])
-        _check.shape("hc_head", "base", base, [n])
+    n = _check_rank("hc_head", streams)
+    _check.tensors(
+        "hc_head",
+        ("streams", streams, _check.FLOATS, ("...", "n", "H")),
+        ("fn", fn, _check.FLOATS, (n, n * streams.shape[-1])),
+        ("scale", scale, _check.FLOATS, (1,)),
+        ("base", base, _check.FLOATS, (n,)),
+    )
     return _hc_head(HcHeadArgs(streams, fn, scale, base, norm_eps, hc_eps), backend)
 
 
-def _check_pre(
+def _expected_pre(
     op: str,
     streams: torch.Tensor,
     fn: torch.Tensor,
     scale: torch.Tensor,
     base: torch.Tensor,
     iterations: int,
-) -> None:
-    n = _check_streams(op, streams)
-    _check_parameters(op, streams, fn=fn, scale=scale, base=base)
-    if not torch.compiler.is_compiling():
-        rows = (2 + n) * n
-        _check.shape(op, "fn", fn, [rows, n * streams.shape[-1]])
-        _check.shape(op, "scale", scale, [3])
-        _check.shape(op, "base", base, [rows])
+    norm_weight: torch.Tensor | None = None,
+) -> tuple[_check.Expected, ...]:
+    """What ``_check.tensors`` is to check of the arguments that collapse streams."""
+    n = _check_rank(op, streams)
     if iterations < 1:
         raise ValueError(f"{op}: iterations is {iterations}, wanted at least 1")
+    rows = (2 + n) * n
+    return (
+        ("streams", streams, _check.FLOATS, ("...", "n", "H")),
+        ("fn", fn, _check.FLOATS, (rows, n * streams.shape[-1])),
+        ("scale", scale, _check.FLOATS, (3,)),
+        ("base", base, _check.FLOATS, (rows,)),
+        ("norm_weight", norm_weight, _check.FLOATS, ("H",)),
+    )
 
 
-def _check_post(
-    op: str, y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
-) -> None:
-    _check_streams(op, streams)
-    _check_parameters(op, streams, y=y, post=post, comb=comb)
-    if not torch.compiler.is_compiling():
-        *lead, n, hidden = streams.shape
-        _check.shape(op, "y", y, [*lead, hidden])
-        _check.shape(op, "post", post, [*lead, n])
-        _check.shape(op, "comb", comb, [*lead, n, n])
-
-
-def _check_norm(op: str, streams: torch.Tensor, norm_weight: torch.Tensor) -> None:
-    _check_parameters(op, streams, norm_weight=norm_weight)
-    _check.shape(op, "norm_weight", norm_weight, [streams.shape[-1]])
+def _expected_post(
+    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+) -> tuple[_check.Expected, ...]:
+    """What ``_check.tensors`` is to check of the arguments that write back."""
+    return (
+        ("streams", streams, _check.FLOATS, ("...", "n", "H")),
+        ("y", y, _check.FLOATS, ("...", "H")),
+        ("post", post, _check.FLOATS, ("...", "n")),
+        ("comb", comb, _check.FLOATS, ("...", "n", "n")),
+    )
 
 
 def _check_quantize(
@@ -640,15 +639,8 @@ def _check_quantize(
     return given_scale(op, streams[:, 0], global_scale, scaling)
 
 
-def _check_streams(op: str, streams: torch.Tensor) -> int:
-    """Check the streams; returns n."""
-    _check.floating(op, "streams", streams)
+def _check_rank(op: str, streams: torch.Tensor) -> int:
+    """Check that streams have two axes; returns n."""
     if streams.ndim < 2:
         raise ValueError(f"{op}: streams has shape {list(streams.shape)}, wanted [..., n, H]")
     return streams.shape[-2]
-
-
-def _check_parameters(op: str, streams: torch.Tensor, **tensors: torch.Tensor) -> None:
-    for name, tensor in tensors.items():
-        _check.floating(op, name, tensor)
-    _check.same_device(op, streams=streams, **tensors)

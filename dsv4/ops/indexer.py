@@ -10,10 +10,11 @@ from dsv4.kv_cache.pages import FP4_GROUP, PAGE_FORMATS, Pages
 from dsv4.ops import _check
 from dsv4.ops._library import Symbolic, define
 from dsv4.ops._plans import planned
-from dsv4.ops.kv_cache import check_pages
+from dsv4.ops.kv_cache import expected_pages
 from dsv4.quant.formats import LINEAR, MXFP4, QuantizedTensor
 
 QUERY_FORMATS = ("fp8", "mxfp4")
+_ROTATED = (torch.bfloat16, torch.float32, torch.float64)  # what is transformed and rounded
 
 
 class IndexerRotateQuantizeArgs(NamedTuple):
@@ -156,8 +157,7 @@ def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.
         TypeError: if ``x`` has another dtype.
         ValueError: if ``x`` has no axis, or d is not a power of two, or below 32.
     """
-    _check.dtype("indexer_rotate_quantize", "x", x, torch.bfloat16, torch.float32, torch.float64)
-    _check.rows("indexer_rotate_quantize", "x", x)
+    _check.tensors("indexer_rotate_quantize", ("x", x, _ROTATED, ("...", "d")))
     _check_power("indexer_rotate_quantize", "x", x.shape[-1])
     return _indexer_rotate_quantize(IndexerRotateQuantizeArgs(x), backend)
 
@@ -192,7 +192,8 @@ def indexer_queries(
         ValueError: if a shape differs, d is odd, or with ``rotate_quantize`` is not a power of two
             of at least 32, or the tensors are on different devices.
     """
-    _check_queries("indexer_queries", q, cos, sin, rotate_quantize)
+    _check.tensors("indexer_queries", *_expected_queries(q, cos, sin, rotate_quantize))
+    _check_dims("indexer_queries", q, cos, rotate_quantize)
     return _indexer_queries(IndexerQueriesArgs(q, cos, sin, rotate_quantize), backend)
 
 
@@ -241,10 +242,12 @@ def quantize_index_queries(
     """
     op = "quantize_index_queries"
     _check.one_of(op, "query_format", query_format, QUERY_FORMATS)
-    _check.floating(op, "weights", weights)
-    _check_queries(op, q, cos, sin, rotate)
-    _check.shape(op, "weights", weights, list(q.shape[:2]))
-    _check.same_device(op, q=q, weights=weights)
+    _check.tensors(
+        op,
+        *_expected_queries(q, cos, sin, rotate),
+        ("weights", weights, _check.FLOATS, ("T", "h")),
+    )
+    _check_dims(op, q, cos, rotate)
     if query_format == "mxfp4" and q.shape[-1] % FP4_GROUP:
         raise ValueError(f"{op}: q has {q.shape[-1]} dims, wanted a multiple of {FP4_GROUP}")
     codes, scales, folded = _quantize_index_queries(
@@ -255,17 +258,18 @@ def quantize_index_queries(
     return QuantizedTensor(codes, scales, None, MXFP4), folded
 
 
-def _check_queries(
-    op: str, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate: bool
-) -> None:
-    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
-        _check.floating(op, name, tensor)
-    if rotate:
-        _check.dtype(op, "q", q, torch.bfloat16, torch.float32, torch.float64)
-    _check.shape(op, "q", q, [None, None, None])
-    _check.shape(op, "cos", cos, [q.shape[0], None])
-    _check.shape(op, "sin", sin, list(cos.shape))
-    _check.same_device(op, q=q, cos=cos, sin=sin)
+def _expected_queries(
+    q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate: bool
+) -> tuple[_check.Expected, ...]:
+    """What ``_check.tensors`` is to check of queries and tables."""
+    return (
+        ("q", q, _ROTATED if rotate else _check.FLOATS, ("T", "h", "d")),
+        ("cos", cos, _check.FLOATS, ("T", "R/2")),
+        ("sin", sin, _check.FLOATS, ("T", "R/2")),
+    )
+
+
+def _check_dims(op: str, q: torch.Tensor, cos: torch.Tensor, rotate: bool) -> None:
     d = q.shape[-1]
     if d % 2 or 2 * cos.shape[-1] > d:
         raise ValueError(
@@ -325,15 +329,17 @@ def indexer_select(
             (on the CPU; undefined on a GPU).
     """
     op = "indexer_select"
-    _check.floating(op, "weights", weights)
-    check_pages(op, "keys", keys, PAGE_FORMATS)
-    q, scales = _parts(op, q, keys.head_dim)
-    _check.shape(op, "weights", weights, list(q.shape[:2]))
-    _check.shape(op, "page_table", page_table, [None, None])
-    for name, tensor in (("sequence_of_token", sequence_of_token), ("visible", visible)):
-        _check.integer(op, name, tensor)
-        _check.shape(op, name, tensor, [q.shape[0]])
-    _check.integer(op, "page_table", page_table)
+    pages = expected_pages(op, "keys", keys, PAGE_FORMATS)
+    q, scales, expected = _parts(op, q, keys.head_dim)
+    _check.tensors(
+        op,
+        *expected,
+        ("weights", weights, _check.FLOATS, ("T", "h")),
+        pages,
+        ("page_table", page_table, _check.INTEGERS, ("S", "P")),
+        ("sequence_of_token", sequence_of_token, _check.INTEGERS, ("T",)),
+        ("visible", visible, _check.INTEGERS, ("T",)),
+    )
     if not torch.compiler.is_compiling() and top_k < 1:
         raise ValueError(f"{op}: top_k is {top_k}, wanted >= 1")
     if not torch.compiler.is_compiling() and q.shape[0] and not page_table.shape[0]:
@@ -341,8 +347,6 @@ def indexer_select(
             f"{op}: page_table has shape {list(page_table.shape)}, wanted a row at least for "
             f"{q.shape[0]} tokens"
         )
-    _check.same_device(op, q=q, weights=weights, keys=keys.data, page_table=page_table)
-    _check.same_device(op, q=q, sequence_of_token=sequence_of_token, visible=visible)
     return _indexer_select(
         IndexerSelectArgs(
             q,
@@ -363,17 +367,17 @@ def indexer_select(
 
 def _parts(
     op: str, q: torch.Tensor | QuantizedTensor, head_dim: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries, or their codes, and the scales of those."""
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[_check.Expected, ...]]:
+    """Queries, or their codes, the scales of those, and what to check of both."""
     if isinstance(q, torch.Tensor):
-        _check.dtype(op, "q", q, *_check.FLOATS, torch.float8_e4m3fn)
-        _check.shape(op, "q", q, [None, None, head_dim])
-        return q, None
+        dtypes = (*_check.FLOATS, torch.float8_e4m3fn)
+        return q, None, (("q", q, dtypes, ("T", "h", head_dim)),)
     if q.format != MXFP4 or q.layout != LINEAR:
         raise ValueError(
             f"{op}: q is a {q.layout} {q.format.name} matrix, wanted a {LINEAR} {MXFP4.name} one"
         )
-    _check.shape(op, "q.codes", q.codes, [None, None, head_dim // 2])
-    _check.shape(op, "q.scales", q.scales, [*q.codes.shape[:2], head_dim // FP4_GROUP])
-    _check.same_device(op, q=q.codes, scales=q.scales)
-    return q.codes, q.scales
+    expected: tuple[_check.Expected, ...] = (
+        ("q.codes", q.codes, (MXFP4.codes_dtype,), ("T", "h", head_dim // 2)),
+        ("q.scales", q.scales, MXFP4.scale_dtypes, ("T", "h", head_dim // FP4_GROUP)),
+    )
+    return q.codes, q.scales, expected

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.kv_cache.pages import ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages, dims_multiple
+from dsv4.kv_cache.pages import DIMS_MULTIPLES, ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages
 from dsv4.ops import _check
 from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
@@ -15,6 +15,7 @@ from dsv4.ops._plans import planned
 __all__ = ["EntryLayout", "Pages", "fake_quantize_kv", "norm_rope_write_kv", "read_kv", "write_kv"]
 
 _ENTRY_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
+_BYTES = (torch.uint8,)
 
 
 class WriteKvArgs(NamedTuple):
@@ -133,24 +134,37 @@ _norm_rope_write_kv = define(
 )
 
 
-def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS) -> None:
-    """Raise unless ``pages.data`` has the shape and dtype that the fields of ``pages`` call for.
+def expected_pages(
+    op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS
+) -> _check.Expected:
+    """What the fields of ``pages`` call for of ``pages.data``, as ``_check.tensors`` takes it.
 
-    ``formats``: those that the operator takes.
+    Args:
+        op: Name of the operator.
+        name: Of the argument.
+        pages: Its value.
+        formats: Those that the operator takes.
+
+    Raises:
+        ValueError: if the format is not one of these, or does not fit ``head_dim``.
     """
-    _check.one_of(op, f"{name}.entry_format", pages.entry_format, formats)
-    multiple = dims_multiple(pages.entry_format)
-    if pages.head_dim % multiple:
+    entry_format, head_dim = pages.entry_format, pages.head_dim
+    if entry_format not in formats:
+        _check.one_of(op, f"{name}.entry_format", entry_format, formats)
+    if entry_format == "plain":
+        return f"{name}.data", pages.data, _check.FLOATS, (None, pages.page_size, head_dim)
+    multiple = DIMS_MULTIPLES.get(entry_format, 1)
+    if head_dim % multiple:
         raise ValueError(
-            f"{op}: {name}.head_dim is {pages.head_dim}, wanted a multiple of {multiple} for "
-            f"{pages.entry_format!r}"
+            f"{op}: {name}.head_dim is {head_dim}, wanted a multiple of {multiple} for "
+            f"{entry_format!r}"
         )
-    if pages.entry_format == "plain":
-        _check.floating(op, f"{name}.data", pages.data)
-        _check.shape(op, f"{name}.data", pages.data, [None, pages.page_size, pages.head_dim])
-        return
-    _check.dtype(op, f"{name}.data", pages.data, torch.uint8)
-    _check.shape(op, f"{name}.data", pages.data, [None, pages.page_bytes()])
+    return f"{name}.data", pages.data, _BYTES, (None, pages.page_bytes())
+
+
+def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS) -> None:
+    """Raise unless ``pages.data`` is what the fields of ``pages`` call for: ``expected_pages``."""
+    _check.tensors(op, expected_pages(op, name, pages, formats))
 
 
 @planned
@@ -184,13 +198,14 @@ def write_kv(
             overlaps itself.
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
-    _check.dtype("write_kv", "entries", entries, *_ENTRY_FLOATS)
-    _check.integer("write_kv", "slots", slots)
-    check_pages("write_kv", "pages", pages, PAGE_FORMATS)
-    _check.apart("write_kv", "pages.data", pages.data)
-    _check.shape("write_kv", "entries", entries, [None, pages.head_dim])
-    _check.shape("write_kv", "slots", slots, [entries.shape[0]])
-    _check.same_device("write_kv", pages=pages.data, entries=entries, slots=slots)
+    op = "write_kv"
+    _check.tensors(
+        op,
+        ("entries", entries, _ENTRY_FLOATS, ("M", pages.head_dim)),
+        ("slots", slots, _check.INTEGERS, ("M",)),
+        expected_pages(op, "pages", pages, PAGE_FORMATS),
+    )
+    _check.apart(op, "pages.data", pages.data)
     _write_kv(
         WriteKvArgs(
             pages.data,
@@ -232,9 +247,11 @@ def read_kv(
         ValueError: if the pages' data has the wrong shape, or is on another device than ``slots``.
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
-    _check.integer("read_kv", "slots", slots)
-    check_pages("read_kv", "pages", pages, PAGE_FORMATS)
-    _check.same_device("read_kv", pages=pages.data, slots=slots)
+    _check.tensors(
+        "read_kv",
+        ("slots", slots, _check.INTEGERS, None),
+        expected_pages("read_kv", "pages", pages, PAGE_FORMATS),
+    )
     if dtype not in _ENTRY_FLOATS:
         raise TypeError(f"read_kv: dtype is {dtype}, wanted bfloat16, float32 or float64")
     return _read_kv(
@@ -271,8 +288,7 @@ def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -
         TypeError: if ``x`` has another dtype.
         ValueError: if ``x`` has no axis, or unless ``0 <= rope_dim <= D``.
     """
-    _check.dtype("fake_quantize_kv", "x", x, *_ENTRY_FLOATS)
-    _check.rows("fake_quantize_kv", "x", x)
+    _check.tensors("fake_quantize_kv", ("x", x, _ENTRY_FLOATS, ("...", "D")))
     if not 0 <= rope_dim <= x.shape[-1]:
         raise ValueError(
             f"fake_quantize_kv: rope_dim is {rope_dim}, wanted 0 to {x.shape[-1]} (dims of x)"
@@ -315,18 +331,16 @@ def norm_rope_write_kv(
         IndexError: if a slot lies past the last page (on the CPU; undefined on a GPU).
     """
     op = "norm_rope_write_kv"
-    _check.dtype(op, "kv", kv, *_ENTRY_FLOATS)
-    _check.integer(op, "slots", slots)
-    for name, tensor in (("weight", weight), ("cos", cos), ("sin", sin)):
-        _check.floating(op, name, tensor)
-    check_pages(op, "pages", pages)
+    _check.tensors(
+        op,
+        ("kv", kv, _ENTRY_FLOATS, ("T", pages.head_dim)),
+        ("slots", slots, _check.INTEGERS, ("T",)),
+        ("weight", weight, _check.FLOATS, (pages.head_dim,)),
+        ("cos", cos, _check.FLOATS, ("T", "R/2")),
+        ("sin", sin, _check.FLOATS, ("T", "R/2")),
+        expected_pages(op, "pages", pages),
+    )
     _check.apart(op, "pages.data", pages.data)
-    _check.shape(op, "kv", kv, [None, pages.head_dim])
-    _check.shape(op, "weight", weight, [pages.head_dim])
-    _check.shape(op, "cos", cos, [kv.shape[0], None])
-    _check.shape(op, "sin", sin, list(cos.shape))
-    _check.shape(op, "slots", slots, [kv.shape[0]])
-    _check.same_device(op, pages=pages.data, kv=kv, weight=weight, cos=cos, sin=sin, slots=slots)
     if 2 * cos.shape[1] > pages.head_dim:
         raise ValueError(
             f"{op}: cos has shape {list(cos.shape)}, wanted [{kv.shape[0]}, R/2] with R <= "

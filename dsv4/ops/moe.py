@@ -28,6 +28,7 @@ from dsv4.quant.formats import (
 
 Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_INT32 = (torch.int32,)
 
 
 class MoePermuteArgs(NamedTuple):
@@ -210,16 +211,15 @@ def moe_permute(
         ValueError: if ``ids`` is not 2-D, has 2^31 slots or more, the local experts are not
             within the layer's, or (on the CPU) an id is out of range.
     """
-    local = _check_ids("moe_permute", ids, num_experts, first_expert, num_local_experts)
+    _check.tensors("moe_permute", ("ids", ids, _check.INTEGERS, ("T", "k")))
+    local = _local_experts("moe_permute", ids, num_experts, first_expert, num_local_experts)
     return _moe_permute(MoePermuteArgs(ids, num_experts, first_expert, local), backend)
 
 
-def _check_ids(
+def _local_experts(
     op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
 ) -> int:
-    """Raise unless ids and experts fit; how many experts are held here."""
-    _check.integer(op, "ids", ids)
-    _check.shape(op, "ids", ids, [None, None])
+    """How many experts are held here; raises unless they and the number of ids fit."""
     local = num_experts - first if num_local_experts is None else num_local_experts
     if first < 0 or local < 1 or first + local > num_experts:
         raise ValueError(
@@ -281,10 +281,12 @@ def moe_gather(
             stated.
         IndexError: if one of ``rows`` is no sorted row (on the CPU; undefined on a GPU).
     """
-    _check.floating("moe_gather", "x", x)
-    _check.shape("moe_gather", "x", x, [None, None])
-    _check_rows("moe_gather", rows, x.shape[0])
-    _check.same_device("moe_gather", x=x, rows=rows)
+    _check.tensors(
+        "moe_gather",
+        ("x", x, _check.FLOATS, ("T", "H")),
+        ("rows", rows, _INT32, ("T", "k")),
+    )
+    _check_slots("moe_gather", "rows", rows)
     if out is None:
         return _moe_gather(MoeGatherArgs(x, rows), backend)
     _check.result("moe_gather", out, (rows.numel(), x.shape[1]), x.dtype, x)
@@ -328,15 +330,14 @@ def moe_sort(
             device.
     """
     op = "moe_sort"
-    _check.floating(op, "x", x)
-    _check.shape(op, "x", x, [None, None])
-    local = _check_ids(op, ids, num_experts, first_expert, num_local_experts)
-    _check.shape(op, "ids", ids, [x.shape[0], None])
-    if not torch.compiler.is_compiling() and ids.shape[1] < 1:
-        raise ValueError(f"{op}: ids has shape {list(ids.shape)}, wanted a slot at least")
-    _check.floating(op, "weights", weights)
-    _check.shape(op, "weights", weights, list(ids.shape))
-    _check.same_device(op, x=x, ids=ids, weights=weights)
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, ("T", "H")),
+        ("ids", ids, _check.INTEGERS, ("T", "k")),
+        ("weights", weights, _check.FLOATS, ("T", "k")),
+    )
+    local = _local_experts(op, ids, num_experts, first_expert, num_local_experts)
+    _check_slots(op, "ids", ids)
     args = MoeSortArgs(x, ids, weights, num_experts, first_expert, local)
     if out is None:
         return _moe_sort(args, backend)
@@ -381,18 +382,21 @@ def moe_gather_quantize(
             (on the CPU; undefined on a GPU).
     """
     op = "moe_gather_quantize"
-    _check.floating(op, "x", x)
-    _check.shape(op, "x", x, [None, None])
-    _check_rows(op, rows, x.shape[0])
+    experts = offsets.shape[0] - 1 if offsets.dim() else 0
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, ("T", "H")),
+        ("rows", rows, _INT32, ("T", "k")),
+        ("offsets", offsets, _INT32, ("E + 1",)),
+        ("input_scale", input_scale, (torch.float32,), (experts,)),
+    )
+    _check_slots(op, "rows", rows)
     _check_offsets(op, offsets)
     if layout != SWIZZLED_EXPERTS:
         check_scale_layout(NVFP4, layout)
-    _check.same_device(op, x=x, rows=rows, offsets=offsets, input_scale=input_scale)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
         raise ValueError(f"{op}: x has {x.shape[1]} columns, wanted a positive multiple of 16")
     if input_scale is not None:
-        _check.dtype(op, "input_scale", input_scale, torch.float32)
-        _check.shape(op, "input_scale", input_scale, [offsets.shape[0] - 1])
         positive(f"{op}: input_scale", input_scale)
     codes, scales, total = _moe_gather_quantize(
         MoeGatherQuantizeArgs(x, rows, offsets, input_scale, layout), backend
@@ -436,32 +440,29 @@ def moe_combine(
         IndexError: if one of ``rows`` is no sorted row, or one of ``offsets`` is not from 0 to T k
             (on the CPU; undefined on a GPU).
     """
-    _check.floating("moe_combine", "y", y)
-    _check_rows("moe_combine", rows, None)
-    tokens, top_k = rows.shape
-    _check.shape("moe_combine", "y", y, [tokens * top_k, None])
-    _check_offsets("moe_combine", offsets)
-    _check.same_device("moe_combine", y=y, rows=rows, offsets=offsets)
-    for name, tensor, width in (("weights", weights, top_k), ("shared", shared, y.shape[1])):
-        if tensor is not None:
-            _check.floating("moe_combine", name, tensor)
-            _check.shape("moe_combine", name, tensor, [tokens, width])
-            _check.same_device("moe_combine", y=y, **{name: tensor})
+    op = "moe_combine"
+    _check.tensors(
+        op,
+        ("rows", rows, _INT32, ("T", "k")),
+        ("y", y, _check.FLOATS, (rows.numel(), "H")),
+        ("offsets", offsets, _INT32, ("E + 1",)),
+        ("weights", weights, _check.FLOATS, ("T", "k")),
+        ("shared", shared, _check.FLOATS, ("T", "H")),
+    )
+    _check_slots(op, "rows", rows)
+    _check_offsets(op, offsets)
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
-        raise TypeError(f"moe_combine: out_dtype is {out_dtype}, wanted a floating type")
+        raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a floating type")
     return _moe_combine(MoeCombineArgs(y, rows, offsets, weights, shared, out_dtype), backend)
 
 
-def _check_rows(op: str, rows: torch.Tensor, tokens: int | None) -> None:
-    _check.dtype(op, "rows", rows, torch.int32)
-    _check.shape(op, "rows", rows, [tokens, None])
-    if not torch.compiler.is_compiling() and rows.shape[1] < 1:
-        raise ValueError(f"{op}: rows has shape {list(rows.shape)}, wanted a slot at least")
+def _check_slots(op: str, name: str, slots: torch.Tensor) -> None:
+    """Raise ValueError unless tokens have a slot at least in ``slots [T, k]``."""
+    if not torch.compiler.is_compiling() and slots.shape[1] < 1:
+        raise ValueError(f"{op}: {name} has shape {list(slots.shape)}, wanted a slot at least")
 
 
 def _check_offsets(op: str, offsets: torch.Tensor) -> None:
-    _check.dtype(op, "offsets", offsets, torch.int32)
-    _check.shape(op, "offsets", offsets, [None])
     if not torch.compiler.is_compiling() and offsets.shape[0] < 2:
         raise ValueError(f"{op}: offsets has {offsets.shape[0]} entries, wanted 2 at least")

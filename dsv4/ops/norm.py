@@ -134,12 +134,11 @@ def rms_norm(
         TypeError: if a dtype is not a floating type of at least 16 bits.
         ValueError: if ``x`` has no axis, or ``weight`` another shape than ``[D]`` or device.
     """
-    _check.floating("rms_norm", "x", x)
-    _check.rows("rms_norm", "x", x)
-    if weight is not None:
-        _check.floating("rms_norm", "weight", weight)
-        _check.shape("rms_norm", "weight", weight, [x.shape[-1]])
-        _check.same_device("rms_norm", x=x, weight=weight)
+    _check.tensors(
+        "rms_norm",
+        ("x", x, _check.FLOATS, ("...", "D")),
+        ("weight", weight, _check.FLOATS, ("D",)),
+    )
     return _rms_norm(RmsNormArgs(x, weight, eps), backend)
 
 
@@ -169,13 +168,12 @@ def rms_norm_pair(
         ValueError: if the weights do not add up to a row, or are on another device.
     """
     op = "rms_norm_pair"
-    named = {"first_weight": first_weight, "second_weight": second_weight}
-    for name, tensor in (("x", x), *named.items()):
-        _check.floating(op, name, tensor)
-    for name, tensor in named.items():
-        _check.shape(op, name, tensor, [None])
-    _check.rows(op, "x", x)
-    _check.same_device(op, x=x, **named)
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, ("...", "D")),
+        ("first_weight", first_weight, _check.FLOATS, ("D1",)),
+        ("second_weight", second_weight, _check.FLOATS, ("D2",)),
+    )
     widths = first_weight.shape[0], second_weight.shape[0]
     if not torch.compiler.is_compiling() and x.shape[-1] != sum(widths):
         raise ValueError(f"{op}: x has {x.shape[-1]} columns, wanted {widths[0]} + {widths[1]}")
@@ -208,13 +206,13 @@ def head_norm_rope_(
             tensor is on another device.
     """
     op = "head_norm_rope_"
-    for name, tensor in (("q", q), ("cos", cos), ("sin", sin)):
-        _check.floating(op, name, tensor)
-    _check.shape(op, "q", q, [None, None, None])
+    _check.tensors(
+        op,
+        ("q", q, _check.FLOATS, ("T", "h", "D")),
+        ("cos", cos, _check.FLOATS, ("T", "R/2")),
+        ("sin", sin, _check.FLOATS, ("T", "R/2")),
+    )
     _check.apart(op, "q", q)
-    _check.shape(op, "cos", cos, [q.shape[0], None])
-    _check.shape(op, "sin", sin, list(cos.shape))
-    _check.same_device(op, q=q, cos=cos, sin=sin)
     if not torch.compiler.is_compiling():
         if 2 * cos.shape[1] > q.shape[2]:
             raise ValueError(
@@ -258,11 +256,11 @@ def rms_norm_quantize(
         ValueError: if a shape, ``scaling``, ``layout`` or the global scale does not fit.
     """
     op = "rms_norm_quantize"
-    _check.floating(op, "x", x)
-    _check.floating(op, "weight", weight)
-    _check.shape(op, "x", x, [None, None])
-    _check.shape(op, "weight", weight, [x.shape[1]])
-    _check.same_device(op, x=x, weight=weight)
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, ("T", "D")),
+        ("weight", weight, _check.FLOATS, ("D",)),
+    )
     _check.one_of(op, "scaling", scaling, ("token", "static"))
     check_scale_layout(NVFP4, layout)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):

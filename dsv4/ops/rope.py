@@ -115,11 +115,13 @@ def rope_tables(
         TypeError: if ``positions`` is not int32 or int64, or given frequencies are not float32.
         ValueError: if given frequencies are not ``[R/2]`` or are on another device.
     """
-    _check.integer("rope_tables", "positions", positions)
+    given = parameters if isinstance(parameters, torch.Tensor) else None
+    _check.tensors(
+        "rope_tables",
+        ("positions", positions, _check.INTEGERS, None),
+        ("parameters", given, (torch.float32,), ("R/2",)),
+    )
     if isinstance(parameters, torch.Tensor):
-        _check.dtype("rope_tables", "parameters", parameters, torch.float32)
-        _check.shape("rope_tables", "parameters", parameters, [None])
-        _check.same_device("rope_tables", positions=positions, parameters=parameters)
         frequencies = parameters
     else:
         frequencies = torch.as_tensor(parameters.inv_freq(), dtype=torch.float32, device="cpu").to(
@@ -160,10 +162,14 @@ def rope(
         ValueError: if ``cos`` and ``sin`` differ in shape, do not broadcast against ``x`` or are
             wider than it, or a tensor is on another device.
     """
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        _check.floating("rope", name, tensor)
+    _check.tensors(
+        "rope",
+        ("x", x, _check.FLOATS, None),
+        ("cos", cos, _check.FLOATS, None),
+        ("sin", sin, _check.FLOATS, cos.shape),
+    )
     if not torch.compiler.is_compiling():
-        _check_tables(x, cos, sin)
+        _check_tables(x, cos)
     return _rope(RopeArgs(x, cos, sin, inverse), backend)
 
 
@@ -206,14 +212,14 @@ def rope_quantize(
         ValueError: if a shape, ``groups`` or a name is wrong, and as ``quantize`` does.
     """
     op = "rope_quantize"
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        _check.floating(op, name, tensor)
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, ("T", "h", "D")),
+        ("cos", cos, _check.FLOATS, ("T", "R/2")),
+        ("sin", sin, _check.FLOATS, ("T", "R/2")),
+    )
     _check.one_of(op, "scaling", scaling, ("static", "token"))
     check_scale_layout(NVFP4, layout)
-    _check.shape(op, "x", x, [None, None, None])
-    _check.shape(op, "cos", cos, [x.shape[0], None])
-    _check.shape(op, "sin", sin, list(cos.shape))
-    _check.same_device(op, x=x, cos=cos, sin=sin)
     if not torch.compiler.is_compiling():
         _check_groups(x, cos, groups)
     scale = given_scale(op, x.new_empty((x.shape[0], groups, 0)), global_scale, scaling)
@@ -238,9 +244,7 @@ def _check_groups(x: torch.Tensor, cos: torch.Tensor, groups: int) -> None:
         )
 
 
-def _check_tables(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    _check.shape("rope", "sin", sin, list(cos.shape))
-    _check.same_device("rope", x=x, cos=cos, sin=sin)
+def _check_tables(x: torch.Tensor, cos: torch.Tensor) -> None:
     if cos.ndim == 0 or x.ndim == 0 or 2 * cos.shape[-1] > x.shape[-1]:
         raise ValueError(
             f"rope: cos has shape {list(cos.shape)} for x {list(x.shape)}, "

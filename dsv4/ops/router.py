@@ -117,12 +117,14 @@ def route_topk(
         ValueError: if a shape does not fit, ``top_k`` is out of range, or a tensor is on another
             device.
     """
-    logits_dtype = _check_gate("route_topk", x, weight, logits_dtype)
+    _check.tensors(
+        "route_topk",
+        ("x", x, _check.FLOATS, ("T", "H")),
+        ("weight", weight, _check.FLOATS, ("E", "H")),
+        ("bias", bias, _check.FLOATS, ("E",)),
+    )
+    logits_dtype = _logits_dtype("route_topk", x, logits_dtype)
     experts = weight.shape[0]
-    if bias is not None:
-        _check.floating("route_topk", "bias", bias)
-        _check.shape("route_topk", "bias", bias, [experts])
-        _check.same_device("route_topk", x=x, bias=bias)
     if not 1 <= top_k <= experts:
         raise ValueError(f"route_topk: top_k is {top_k}, wanted 1 to {experts} (the experts)")
     return _route_topk(RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype), backend)
@@ -165,28 +167,23 @@ def route_hash(
         ValueError: if ``input_ids`` is None, a shape does not fit, a tensor is on another device,
             or (on the CPU) an id is out of range.
     """
-    logits_dtype = _check_gate("route_hash", x, weight, logits_dtype)
     if input_ids is None:
         raise ValueError("route_hash: input_ids is None, wanted [T]: the token ids choose experts")
-    _check.integer("route_hash", "tid2eid", tid2eid)
-    _check.integer("route_hash", "input_ids", input_ids)
-    _check.shape("route_hash", "tid2eid", tid2eid, [None, None])
-    _check.shape("route_hash", "input_ids", input_ids, [x.shape[0]])
-    _check.same_device("route_hash", x=x, tid2eid=tid2eid, input_ids=input_ids)
+    _check.tensors(
+        "route_hash",
+        ("x", x, _check.FLOATS, ("T", "H")),
+        ("weight", weight, _check.FLOATS, ("E", "H")),
+        ("tid2eid", tid2eid, _check.INTEGERS, ("V", "k")),
+        ("input_ids", input_ids, _check.INTEGERS, ("T",)),
+    )
+    logits_dtype = _logits_dtype("route_hash", x, logits_dtype)
     return _route_hash(
         RouteHashArgs(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype), backend
     )
 
 
-def _check_gate(
-    op: str, x: torch.Tensor, weight: torch.Tensor, logits_dtype: torch.dtype
-) -> torch.dtype:
-    """Check what both routers take; returns the dtype of the logits."""
-    _check.floating(op, "x", x)
-    _check.floating(op, "weight", weight)
-    _check.shape(op, "x", x, [None, None])
-    _check.shape(op, "weight", weight, [None, x.shape[-1]])
-    _check.same_device(op, x=x, weight=weight)
+def _logits_dtype(op: str, x: torch.Tensor, logits_dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the logits, checked."""
     if logits_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: logits_dtype is {logits_dtype}, wanted a floating type")
     return torch.float64 if x.dtype == torch.float64 else logits_dtype

@@ -113,7 +113,7 @@ def entry_slots(
         ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
         IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
-    _check_table("entry_slots", page_table, page_size, sequences, entries=entries)
+    _check_table("entry_slots", page_table, page_size, sequences, "entries", entries)
     if not torch.compiler.is_compiling() and entries.dim() not in (1, 2):
         raise ValueError(
             f"entry_slots: entries has shape {list(entries.shape)}, wanted [T] or [T, k]"
@@ -147,8 +147,7 @@ def prefix_slots(
         ValueError: if a shape differs, ``page_size < 1`` or a tensor is on another device.
         IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
-    _check_table("prefix_slots", page_table, page_size, sequences, counts=counts)
-    _check.shape("prefix_slots", "counts", counts, [sequences.shape[0]])
+    _check_table("prefix_slots", page_table, page_size, sequences, "counts", counts, ("T",))
     return _prefix_slots(PrefixSlotsArgs(page_table, page_size, sequences, counts), backend)
 
 
@@ -185,8 +184,8 @@ def window_slots(
             another device.
         IndexError: if a sequence is no row of the table (on the CPU; undefined on a GPU).
     """
-    _check_table("window_slots", page_table, page_size, sequences, positions=positions)
-    _check.shape("window_slots", "positions", positions, [sequences.shape[0]])
+    op = "window_slots"
+    _check_table(op, page_table, page_size, sequences, "positions", positions, ("T",))
     if window < 1:
         raise ValueError(f"window_slots: window is {window}, wanted >= 1")
     return _window_slots(
@@ -199,17 +198,22 @@ def _check_table(
     page_table: torch.Tensor,
     page_size: int,
     sequences: torch.Tensor,
-    **numbers: torch.Tensor,
+    name: str,
+    numbers: torch.Tensor,
+    dims: _check.Dims | None = None,
 ) -> None:
-    for name, tensor in (("page_table", page_table), ("sequences", sequences), *numbers.items()):
-        _check.integer(op, name, tensor)
-    _check.shape(op, "page_table", page_table, [None, None])
-    _check.shape(op, "sequences", sequences, [None])
+    """Check what all operators here take, and the numbers that one has for each token."""
+    _check.tensors(
+        op,
+        ("page_table", page_table, _check.INTEGERS, ("S", "P")),
+        ("sequences", sequences, _check.INTEGERS, ("T",)),
+        (name, numbers, _check.INTEGERS, None),
+    )
     if page_size < 1:
         raise ValueError(f"{op}: page_size is {page_size}, wanted >= 1")
-    for name, tensor in numbers.items():
-        if not torch.compiler.is_compiling() and tensor.shape[:1] != sequences.shape:
-            raise ValueError(
-                f"{op}: {name} has shape {list(tensor.shape)} for {sequences.shape[0]} sequences"
-            )
-    _check.same_device(op, page_table=page_table, sequences=sequences, **numbers)
+    if not torch.compiler.is_compiling() and numbers.shape[:1] != sequences.shape:
+        raise ValueError(
+            f"{op}: {name} has shape {list(numbers.shape)} for {sequences.shape[0]} sequences"
+        )
+    if dims is not None:
+        _check.shape(op, name, numbers, [sequences.shape[0]])

@@ -170,13 +170,14 @@ def _check_arguments(
     layout: str,
     row_weight: torch.Tensor | None,
 ) -> None:
-    _check.floating(op, "gate_up", gate_up)
+    rows = gate_up.shape[:-1]
+    _check.tensors(
+        op,
+        ("gate_up", gate_up, _check.FLOATS, None),
+        ("row_weight", row_weight, _check.FLOATS, rows),
+    )
     _check.one_of(op, "layout", layout, LAYOUTS)
     if gate_up.ndim == 0 or gate_up.shape[-1] % 2:
         raise ValueError(f"{op}: gate_up has shape {list(gate_up.shape)}, wanted an even last size")
     if limit is not None and not (0 < limit < math.inf):
         raise ValueError(f"{op}: limit is {limit}, wanted a finite number above 0, or None")
-    if row_weight is not None:
-        _check.floating(op, "row_weight", row_weight)
-        _check.same_device(op, gate_up=gate_up, row_weight=row_weight)
-        _check.shape(op, "row_weight", row_weight, gate_up.shape[:-1])

@@ -109,12 +109,12 @@ _MOCK_KERNELS: dict[Any, Kernel] = {}
 def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of what is replaced while CPU tensors stand for those of an H100."""
     options = {"launch_pdl": True, "enable_fp_fusion": True}
-    yield dispatch, "_device", lambda args: GPU
+    yield dispatch, "Call", lambda op, args, device, call=dispatch.Call: call(op, args, GPU)
     yield _launch, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
     yield _launch, "capability", lambda tensor: (9, 0)
     yield _launch, "sm_count", lambda device: _PROCESSORS
     yield _launcher, "is_on_gpu", lambda tensor: True
-    yield _plans, "is_worth_it", lambda tensor: True
+    yield _plans, "PLANNED_DEVICES", frozenset({"cpu"})
     yield cuda_driver, "_driver", lambda: cuda
     yield cuda_driver, "tensor_map", lambda address, matrix: bytes(128)
     yield torch.cuda, "device", lambda device: contextlib.nullcontext()
@@ -227,7 +227,7 @@ def _seconds(step: Callable[[], None]) -> float:
 def _time_operators(step: Callable[[], None]) -> None:
     """Print us per call by plan, and without plans and with Triton's own launches."""
     calls: list[tuple[Any, ...]] = []
-    call, worth, run = _plans.PLANS.call, _plans.is_worth_it, JITFunction.run
+    call, devices, run = _plans.PLANS.call, _plans.PLANNED_DEVICES, JITFunction.run
     _plans.PLANS.call = lambda *one: (calls.append(one), call(*one))[1]  # type: ignore[method-assign]
     is_plain, _layer_plan._is_plain = _layer_plan._is_plain, lambda call: False
     step()
@@ -237,9 +237,9 @@ def _time_operators(step: Callable[[], None]) -> None:
     for function, args, kwargs in calls:
         planned = _best(lambda f=function, a=args, k=kwargs: call(f, a, k))
         JITFunction.run = lambda self, *a, **k: run(self, *a, **k)
-        _plans.is_worth_it = lambda tensor: False
+        _plans.PLANNED_DEVICES = frozenset()
         before = _best(lambda f=function, a=args, k=kwargs: f(*a, **k))
-        JITFunction.run, _plans.is_worth_it = run, worth
+        JITFunction.run, _plans.PLANNED_DEVICES = run, devices
         table.setdefault(function.__name__, []).append((planned, before))
     print(f"{'operator':<28}calls   us by plan   us before")
     for name, times in sorted(table.items(), key=lambda item: -sum(t for t, _ in item[1])):

@@ -6,8 +6,7 @@ import contextlib
 
 import torch
 
-from dsv4 import dispatch
-from dsv4.layers import _beside
+from dsv4 import dispatch, overlap
 
 
 def written_down(monkeypatch):
@@ -42,11 +41,11 @@ def written_down(monkeypatch):
         found.append(f"{op} on {active[-1]}")
         return run(op, args, *rest)
 
-    monkeypatch.setattr(_beside, "possible", lambda x: True)
+    monkeypatch.setattr(overlap, "uses_side_streams", lambda x: True)
     monkeypatch.setattr(
-        _beside,
-        "_stream",
-        lambda device, current, lane: Stream("side" if lane == 1 else f"side {lane}"),
+        overlap,
+        "_side_stream",
+        lambda device, current, number: Stream("side" if number == 1 else f"side {number}"),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("current"))
     monkeypatch.setattr(torch.cuda, "stream", stream)

@@ -63,7 +63,7 @@ class TestOperators:
             ),
             ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
             (
-                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlancolumns64",
+                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlanctas1",
                 operators.EXPERTS,
             ),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),

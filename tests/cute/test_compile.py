@@ -29,7 +29,8 @@ from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan,
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_gemm_plans import GroupedSmallMPlan, GroupedWgmmaPlan
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
@@ -114,7 +115,7 @@ def plans_of_experts():
     """What routed experts take for these numbers of tokens; every tile they take for others."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     chosen = {
-        grouped_gemm_plans.choose(wanted, TOP_K * tokens)
+        grouped_gemm_plans.typical_plan(wanted, TOP_K * tokens)
         for wanted in every
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
@@ -135,7 +136,7 @@ def plans_of_few_rows():
     """Every configuration that these experts take while most of them have few rows."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     return {
-        grouped_gemm_plans.choose(wanted, rows)
+        grouped_gemm_plans.typical_plan(wanted, rows)
         for wanted in every
         for rows in (1, 2 * wanted.experts, 8 * wanted.experts)
     }
@@ -163,19 +164,34 @@ def batches(plans, kind):
 
 
 def check_each(batch, folder, check, arch=HOPPER):
-    """Compile and inspect all of a batch, and say which of them ``check`` objects to."""
+    """Compile and inspect all of a batch, and say which of them ``check`` objects to.
+
+    Returns:
+        What ``check`` returns for each plan, by its name: figures for a snapshot.
+    """
     images = [cubin_cache.compile_image(plan, arch) for plan in batch]
     listings = instructions_of(images, arch, folder / "code")
-    objections = []
+    failures, figures = [], {}
     for plan, image, listing in zip(batch, images, listings, strict=True):
         numbers = usage_of(image, folder / "cubin")
         instructions = [line.split()[0] for line in listing]
         try:
             assert_only_weights_come_early(plan, instructions)
-            check(plan, image, numbers, instructions)
+            figures[repr(plan)] = check(plan, image, numbers, instructions)
         except AssertionError as error:
-            objections.append(f"{plan}: {error}")
-    assert not objections, "\n".join(objections)
+            failures.append(f"{plan}: {error}")
+    assert not failures, "\n".join(failures)
+    return figures
+
+
+def counts_of(instructions, *names):
+    """How many instructions begin with each name."""
+    return {name: sum(i.startswith(name) for i in instructions) for name in names}
+
+
+def subjects_of(batches):
+    """Names of the configurations that are compiled in every profile."""
+    return [repr(plan) for batch in batches if not batch.marks for plan in batch.values[0]]
 
 
 def assert_only_weights_come_early(plan, instructions):
@@ -199,6 +215,12 @@ def codes_by_sixteen_bytes(plan, instructions):
     return any(i.startswith(name) and ".128" in i for i in instructions)
 
 
+MANY_TOKENS = batches(plans(), (WgmmaPlan,))
+FP8_WEIGHTS = batches(plans_of_fp8(), (Fp8WgmmaPlan,))
+EXPERTS = batches(plans_of_experts(), (GroupedWgmmaPlan,))
+SWIGLU = batches(plans_of_swiglu(), (*FEW, WgmmaPlan))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", batches(plans(), FEW))
 def test_few_tokens(batch, tmp_path):
@@ -220,8 +242,8 @@ def test_few_tokens(batch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans(), (WgmmaPlan,)))
-def test_many_tokens(batch, tmp_path):
+@pytest.mark.parametrize("batch", MANY_TOKENS)
+def test_many_tokens(batch, tmp_path, snapshots):
     def check(plan, image, numbers, instructions):
         def count(name):
             return sum(i.startswith(name) for i in instructions)
@@ -230,16 +252,12 @@ def test_many_tokens(batch, tmp_path):
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        # The weights are operands from registers: a product of 64 rows for each 16 columns.
-        each = plan.stage_k_blocks * plan.warp_tiles
-        assert count("HGMMA") == 4 * each
         # Were the operands of a product in flight overwritten, it would wait after every one: there
         # is one wait for every piece of 32 or 64 columns.
-        assert count("WARPGROUP.DEPBAR") == 4 // plan.k_steps * each + 1
-        # Weights come by tensor copies, before the kernel before has ended and after it, and from
-        # shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 4 + plan.stage_k_blocks
-        assert count("LDS.128") >= each
+        assert 0 < count("WARPGROUP.DEPBAR") - 1 <= count("HGMMA") // plan.k_steps
+        # Weights come by TMA copies, and from shared memory by 16 bytes a lane.
+        assert count("UTMALDG.2D")
+        assert count("LDS.128") >= plan.stage_k_blocks * plan.warp_tiles
         assert not [i for i in instructions if i.startswith("LDG.E") and ".128" in i]
         if not plan.float32_out:
             assert count("STSM" if not plan.swiglu else "STS")
@@ -249,13 +267,15 @@ def test_many_tokens(batch, tmp_path):
         # waits at a barrier of the cluster for what it has loaded.
         assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.blocks > 1)
         assert not count("MEMBAR")
+        # A GEMM of 64 rows for each 16 columns; copies of weights before and after the wait.
+        return counts_of(instructions, "HGMMA", "WARPGROUP.DEPBAR", "UTMALDG.2D")
 
-    check_each(batch, tmp_path, check)
+    snapshots.check("many tokens", check_each(batch, tmp_path, check))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_fp8(), (Fp8WgmmaPlan,)))
-def test_fp8_weights(batch, tmp_path):
+@pytest.mark.parametrize("batch", FP8_WEIGHTS)
+def test_fp8_weights(batch, tmp_path, snapshots):
     def check(plan, image, numbers, instructions):
         def count(name):
             return sum(i.startswith(name) for i in instructions)
@@ -265,17 +285,14 @@ def test_fp8_weights(batch, tmp_path):
         assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes
         assert (plan.shared_bytes + 1024) * plan.ctas_per_sm <= MOST_SHARED + 1024
-        assert count("USETMAXREG") == (2 if plan.ctas_per_sm == 1 else 0)
-        # A product of 64 rows for each 16 columns, and a wait for each two of them. One more for
-        # the sums; where these are shifted, which is rare, one within the loop and one after it.
-        assert count("HGMMA") == 8
-        assert count("WARPGROUP.DEPBAR") == 4 + (3 if plan.folded else 1)
-        # Codes and two blocks of X by tensor copies, once the kernel before has ended. A lane's
-        # pairs of codes by single loads: 32 in a stage, at the start 16, of which 8 are expanded.
-        assert count("UTMALDG.2D") == 3
-        assert count("LDS.U16") == 32 + 16
-        assert count("F2FP.F16.E4M3.UNPACK") == 32 + 8
-        assert count("HMUL2.BF16") == (32 + 8 if plan.folded else 0)
+        # Registers move from the warps that copy to those that multiply where a block is alone.
+        assert bool(count("USETMAXREG")) == (plan.ctas_per_sm == 1)
+        # GEMMs are waited for in groups, not one by one.
+        assert 0 < count("WARPGROUP.DEPBAR") < count("HGMMA")
+        # Codes and X come by TMA copies, a lane's pairs of codes from there by single loads.
+        assert count("UTMALDG.2D")
+        assert count("LDS.U16")
+        assert bool(count("HMUL2.BF16")) == plan.folded
         assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
         if not plan.float32_out:
             assert count("STSM")
@@ -284,13 +301,16 @@ def test_fp8_weights(batch, tmp_path):
         # The sums of a stage are scaled and added; of folded scales they go on.
         assert (count("FFMA") >= plan.token_block // 2) == (not plan.folded)
         assert not count("MEMBAR")
+        # A stage has 32 pairs of codes a lane, its start 16, of which 8 are dequantized.
+        codes = ("LDS.U16", "F2FP.F16.E4M3.UNPACK", "HMUL2.BF16")
+        return counts_of(instructions, "HGMMA", "WARPGROUP.DEPBAR", "UTMALDG.2D", *codes)
 
-    check_each(batch, tmp_path, check)
+    snapshots.check("FP8 weights", check_each(batch, tmp_path, check))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_experts(), (GroupedWgmmaPlan,)))
-def test_routed_experts(batch, tmp_path):
+@pytest.mark.parametrize("batch", EXPERTS)
+def test_routed_experts(batch, tmp_path, snapshots):
     def check(plan, image, numbers, instructions):
         def count(name):
             return sum(i.startswith(name) for i in instructions)
@@ -299,24 +319,23 @@ def test_routed_experts(batch, tmp_path):
         assert plan.mma_registers * 128 * plan.warpgroups + 40 * 128 <= REGISTER_FILE
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        sizes, each = len(plan.mma_widths), plan.stage_k_blocks * plan.warp_tiles
-        assert count("HGMMA") == sizes * 4 * each
-        # One for every 32 columns; where there are loops of several sizes, one after each.
-        waits = sizes * 2 * each + (sizes if sizes > 1 else 0) + 1
-        assert count("WARPGROUP.DEPBAR") == waits
-        # Weights come by tensor copies, and from shared memory by 16 bytes a lane.
-        assert count("UTMALDG.2D") == 2 + plan.stage_k_blocks
-        assert count("LDS.128") >= each
+        # GEMMs are waited for in groups, not one by one.
+        assert 0 < count("WARPGROUP.DEPBAR") < count("HGMMA")
+        # Weights come by TMA copies, and from shared memory by 16 bytes a lane.
+        assert count("UTMALDG.2D")
+        assert count("LDS.128") >= plan.stage_k_blocks * plan.warp_tiles
         # Codes by 4 bytes, block scales by 1; else rows that no expert owns are filled by 16.
         assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
         assert "ACQBULK" in instructions, "offsets are the kernel before's"
         assert bool(count("MUFU.EX2")) == bool(count("SHFL.BFLY")) == plan.swiglu
-        assert count("SHFL.UP") == 5, "the sum of the experts' tiles before each"
-        # Every round of expanded scales is 4 words a lane: one before the loops, then in each.
-        shared = sizes * plan.stage_k_blocks * plan.warp_tiles // 4 + 1
+        assert count("SHFL.UP"), "the sum of the experts' tiles before each"
+        # Every round of dequantized scales is 4 words a lane: one before the loops, then in each.
+        shared = len(plan.mma_widths) * plan.stage_k_blocks * plan.warp_tiles // 4 + 1
         assert count("STS.128") >= shared * plan.shares_scales
+        # 4 GEMMs for each 64 columns and width, a wait for every 32 columns and after a loop.
+        return counts_of(instructions, "HGMMA", "WARPGROUP.DEPBAR", "UTMALDG.2D", "SHFL.UP")
 
-    check_each(batch, tmp_path, check)
+    snapshots.check("experts", check_each(batch, tmp_path, check))
 
 
 @pytest.mark.slow
@@ -360,8 +379,8 @@ def test_other_kinds_of_experts(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_swiglu(), (*FEW, WgmmaPlan)))
-def test_swiglu(batch, tmp_path):
+@pytest.mark.parametrize("batch", SWIGLU)
+def test_swiglu(batch, tmp_path, snapshots):
     """The same products, an exponential and half the results."""
 
     def check(plan, image, numbers, instructions):
@@ -370,11 +389,23 @@ def test_swiglu(batch, tmp_path):
         assert any(i.startswith("SHFL.BFLY") for i in instructions)
         if isinstance(plan, SmallMPlan):
             assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
-        else:
-            each = plan.stage_k_blocks * plan.warp_tiles
-            assert sum(i.startswith("HGMMA") for i in instructions) == 4 * each
+            return {}
+        return counts_of(instructions, "HGMMA")
 
-    check_each(batch, tmp_path, check)
+    snapshots.check("SwiGLU", check_each(batch, tmp_path, check))
+
+
+@pytest.mark.parametrize(
+    ("group", "batches"),
+    [
+        ("many tokens", MANY_TOKENS),
+        ("FP8 weights", FP8_WEIGHTS),
+        ("experts", EXPERTS),
+        ("SwiGLU", SWIGLU),
+    ],
+)
+def test_figures_are_of_these_configurations(group, batches, snapshots):
+    snapshots.check_no_others(group, subjects_of(batches))
 
 
 def plans_of_blackwell(arch):
@@ -454,16 +485,20 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
-            grouped_gemm.FEW_PARAMETERS,
+            grouped_gemm_plans.typical_plan(Experts(6144, 7168, 384, False, False, True, True), 1),
+            grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
         ),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
-            grouped_gemm.PARAMETERS,
+            grouped_gemm_plans.typical_plan(
+                Experts(6144, 7168, 384, False, False, True, True), 384 * 32
+            ),
+            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
         ),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
-            grouped_gemm.PARAMETERS,
+            grouped_gemm_plans.typical_plan(
+                Experts(6144, 7168, 384, False, False, True, True), 384 * 75
+            ),
+            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
         ),
         (AttentionPlan(False), attention_args.ATTENTION_ABI.parameters),
         (ColumnsPlan(2), attention_args.CLUSTER_ATTENTION_ABI.parameters),
@@ -548,7 +583,7 @@ def test_plans_of_experts_fit_their_matrix():
             for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
                 assert (plan.columns, plan.blocks) == (wanted.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
-                assert wanted.columns // 64 % (plan.parts * plan.stages) == 0
+                assert wanted.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
@@ -558,15 +593,15 @@ def test_plans_of_experts_fit_their_matrix():
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             chosen = {
-                grouped_gemm_plans.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
+                grouped_gemm_plans.typical_plan(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
             }
             assert chosen <= set(found)
 
 
 def test_too_many_experts_have_no_plan():
     most = Experts(256, 256, grouped_gemm_plans.MOST_EXPERTS, False, False)
-    assert grouped_gemm_plans.choose(most, 64) is not None
-    assert grouped_gemm_plans.choose(most._replace(experts=most.experts + 1), 64) is None
+    assert grouped_gemm_plans.typical_plan(most, 64) is not None
+    assert grouped_gemm_plans.typical_plan(most._replace(experts=most.experts + 1), 64) is None
 
 
 def test_rows_of_experts_stand_for_others():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4 import dispatch, layers
+from dsv4 import dispatch, layers, overlap
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
-from dsv4.layers import _beside
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
 from dsv4.testing.strategies import normal
@@ -22,7 +21,7 @@ LAST = "sparse_attention on current"
 def _few_tokens_have_streams():
     """Also where no graph is captured: for a GPU's tests, whose steps are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside, "_FEW", 0)
+        patch.setattr(overlap, "_LAUNCH_BOUND_TOKENS", 0)
         yield
 
 
@@ -137,7 +136,7 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
         return (*outs, layer.compressed.data, layer.state)
 
     with monkeypatch.context() as patched:
-        patched.setattr(_beside, "possible", lambda x: False)
+        patched.setattr(overlap, "uses_side_streams", lambda x: False)
         wanted = run()
     for slow in ([], *([work] for work in works), works):
         with monkeypatch.context() as patched:

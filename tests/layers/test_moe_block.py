@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dsv4 import dispatch, layers
-from dsv4._leaving import left
+from dsv4 import dispatch, layers, overlap
 from dsv4.config import ModelConfig
-from dsv4.layers import _beside, moe
+from dsv4.layers import moe
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -38,7 +37,7 @@ SIZES = {
 def _few_tokens_have_streams():
     """Also where no graph is captured: for a GPU's tests, whose steps are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside, "_FEW", 0)
+        patch.setattr(overlap, "_LAUNCH_BOUND_TOKENS", 0)
         yield
 
 
@@ -64,7 +63,7 @@ def inputs(seed, module, tokens, device="cpu"):
 @contextlib.contextmanager
 def serially():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside, "possible", lambda x: False)
+        patch.setattr(overlap, "uses_side_streams", lambda x: False)
         yield
 
 
@@ -75,13 +74,13 @@ class TestOnCpu:
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_: pytest.fail("made a stream"))
         module = block(kind, layer)
         x, *ids = inputs(1, module, 7)
-        shared = _beside.beside(module.shared_experts, x[0])
-        assert isinstance(shared, torch.Tensor)
+        assert overlap.side_streams(x) is overlap.IN_ORDER
+        shared = module.shared_experts(x[0])
         _, weights, chosen = module.gate(x, *ids)
         expected = module.experts(x[0], chosen, weights, shared)
         assert_bitwise(module(x, *ids)[0], expected, "block")
 
-    def test_experts_ask_for_the_shared_part_at_the_end(self, monkeypatch):
+    def test_experts_join_the_shared_part_at_the_end(self, monkeypatch):
         module, said = block("plain"), []
         run = dispatch.run
 
@@ -94,13 +93,19 @@ class TestOnCpu:
         shared = module.shared_experts(x)
         expected = module.experts(x, ids, weights, shared)
         said.clear()
-        found = module.experts(x, ids, weights, lambda: said.append("shared") or shared)
-        assert_bitwise(found, expected, "experts")
-        assert said[-2:] == ["shared", "moe_combine"]
 
-    @pytest.mark.parametrize("filling", [4096, 3])
-    def test_compiles_to_one_graph(self, filling, monkeypatch):
-        monkeypatch.setattr(moe, "_FILLING", filling)
+        class Joins(overlap.Streams):
+            def join(self, name, *results):
+                assert results == (shared,)
+                said.append(f"join {name}")
+
+        found = module.experts(x, ids, weights, shared, Joins())
+        assert_bitwise(found, expected, "experts")
+        assert said[-2:] == ["join shared", "moe_combine"]
+
+    @pytest.mark.parametrize("reserving", [4096, 3])
+    def test_compiles_to_one_graph(self, reserving, monkeypatch):
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", reserving)
         module = block("packed")
         args = inputs(1, module, 5)
         torch._dynamo.reset()
@@ -112,8 +117,7 @@ class TestOnCpu:
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(3, 8, device="cuda", dtype=torch.bfloat16)
             assert x.is_cuda
-            out = _beside.beside(nn.Identity(), x)
-        assert out is x
+            assert overlap.side_streams(x) is overlap.IN_ORDER
 
     def test_few_tokens_take_no_stream_unless_a_graph_is_captured(self, monkeypatch):
         class OnGpu:
@@ -126,11 +130,11 @@ class TestOnCpu:
                 return math.prod(self.shape)
 
         monkeypatch.setattr(torch, "Tensor", OnGpu)
-        monkeypatch.setattr(_beside, "_FEW", 64)
+        monkeypatch.setattr(overlap, "_LAUNCH_BOUND_TOKENS", 64)
         for capturing in (False, True):
             monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda c=capturing: c)
-            assert _beside.possible(OnGpu(64)) == capturing
-            assert _beside.possible(OnGpu(65))
+            assert overlap.uses_side_streams(OnGpu(64)) == capturing
+            assert overlap.uses_side_streams(OnGpu(65))
 
     def test_nothing_is_made_at_import(self):
         code = (
@@ -138,8 +142,8 @@ class TestOnCpu:
             "def fail(*args, **kwargs): raise AssertionError('made a stream')\n"
             "torch.cuda.Stream.__new__ = fail\n"
             "import dsv4, dsv4.layers\n"
-            "from dsv4.layers import _beside\n"
-            "assert _beside._stream.cache_info().currsize == 0\n"
+            "from dsv4 import overlap\n"
+            "assert overlap._side_stream.cache_info().currsize == 0\n"
             "assert not torch.cuda.is_initialized()\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True)
@@ -222,8 +226,8 @@ class TestOrder:
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
-    def test_of_many_tokens_the_second_product_of_the_shared_expert_waits(self, said, monkeypatch):
-        monkeypatch.setattr(moe, "_FILLING", 3)
+    def test_of_many_tokens_the_shared_expert_comes_behind_the_router(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
         module = block("packed")
         (x,) = inputs(1, module, 3)
         said.clear()
@@ -232,11 +236,10 @@ class TestOrder:
             "route_topk on current",
             "side waits for current",
             "gemm_swiglu on side",
-            "moe_sort on current",
-            "grouped_gemm_swiglu on current",
-            "side waits for current",
             "gemm on side",
             "side ended",
+            "moe_sort on current",
+            "grouped_gemm_swiglu on current",
             "grouped_gemm on current",
             "current waits for end 1 of side",
             "memory kept for current",
@@ -251,7 +254,7 @@ class TestOrder:
 
     @pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
     def test_a_shared_expert_that_is_watched_is_one(self, said, monkeypatch, hook):
-        monkeypatch.setattr(moe, "_FILLING", 3)
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
         module, seen = block("packed"), []
         (x,) = inputs(1, module, 3)
         expected = module(x)
@@ -261,20 +264,20 @@ class TestOrder:
         assert len(seen) == 1
         assert said[1:4] == ["side waits for current", "gemm_swiglu on side", "gemm on side"]
 
-    def test_of_many_tokens_the_shared_expert_leaves_room(self, said, monkeypatch):
-        monkeypatch.setattr(moe, "_FILLING", 3)
+    def test_of_many_tokens_the_shared_expert_reserves_sms(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
         module, run, asked = block("packed"), dispatch.run, {}
 
-        def record(op, args, *rest):
-            asked[op] = left()
-            return run(op, args, *rest)
+        def record(op, args, backend, out=None, reserve_sms=0):
+            asked[op] = reserve_sms
+            return run(op, args, backend, out, reserve_sms)
 
         monkeypatch.setattr(dispatch, "run", record)
         (x,) = inputs(1, module, 3)
         module(x)
-        room = {op: leave for op, leave in asked.items() if leave}
-        assert room == dict.fromkeys(("gemm_swiglu", "gemm"), moe._LEFT)
-        assert len(asked) > len(room)
+        reserving = {op: count for op, count in asked.items() if count}
+        assert reserving == dict.fromkeys(("gemm_swiglu", "gemm"), moe._RESERVED_SMS)
+        assert len(asked) > len(reserving)
         module(x[:, :2])
         assert not any(asked.values())
 
@@ -331,20 +334,19 @@ class TestOnGpu:
             with serially():
                 assert_bitwise(found, module(new), f"input {seed}")
 
-    @pytest.mark.parametrize("slow", ["input", "gate", "inner", "down_proj", "experts"])
+    @pytest.mark.parametrize("slow", ["input", "gate", "shared_experts", "down_proj", "experts"])
     @torch.inference_mode()
-    def test_whatever_takes_long_where_the_second_product_waits(self, slow, monkeypatch):
-        monkeypatch.setattr(moe, "_FILLING", 7)
+    def test_whatever_takes_long_where_the_shared_expert_reserves_sms(self, slow, monkeypatch):
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", 7)
         module = block("packed").cuda()
         (x,) = inputs(0, module, 7, "cuda")
         mlp = module.shared_experts
         news = [inputs(seed, module, 7, "cuda")[0] for seed in range(20)]
         with serially():
             expected = [module(new) for new in news]
-        holder = mlp if slow in ("inner", "down_proj") else module
+        holder = mlp if slow == "down_proj" else module
         if slow != "input":
-            taken = Slow(getattr(holder, slow))
-            setattr(holder, slow, taken.forward if slow == "inner" else taken)
+            setattr(holder, slow, Slow(getattr(holder, slow)))
         for seed, new in enumerate(news):
             torch.cuda.synchronize()
             if slow == "input":

@@ -452,7 +452,7 @@ def test_bad_input_is_named(device):
     with pytest.raises(TypeError, match="q has dtype int64"):
         call(q=case.q.long())
     narrow = Pages.allocate(1, 4, 16, 8, device=device)
-    with pytest.raises(ValueError, match=r"compressed.head_dim is 16, wanted 32"):
+    with pytest.raises(ValueError, match=r"compressed.head_dim is 16, wanted window's, 32"):
         call(c=narrow, d=case.slots[1])
     other = Pages.allocate(1, 4, 32, 4, device=device)
     with pytest.raises(ValueError, match=r"compressed.rope_dim is 4, wanted window's, 8"):

@@ -39,7 +39,7 @@ REPLAYED = (
 def planning() -> Iterator[_plans.PlanCache]:
     """Calls with CPU tensors are planned as on a GPU, in a cache of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plans, "is_worth_it", lambda tensor: True)
+        patch.setattr(_plans, "PLANNED_DEVICES", frozenset({"cpu"}))
         patch.setattr(_plans, "PLANS", _plans.PlanCache())
         yield _plans.PLANS
 
@@ -85,7 +85,7 @@ def test_replayed_launches_are_the_function(op: str, monkeypatch) -> None:
             problem = case.build(Draw(seed, CPU))
             found = problem.fresh().run()
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(_plans, "is_worth_it", lambda tensor: False)
+                patch.setattr(_plans, "PLANNED_DEVICES", frozenset())
                 wanted = problem.fresh().run()
             assert_same(found, wanted, f"{op}, call {seed}")
         assert "Interpreted" in kinds(cache), "nothing was replayed"

@@ -53,6 +53,10 @@ class Switch:
         finally:
             self.is_on = False
 
+    def __contains__(self, device: str) -> bool:
+        """It stands for ``PLANNED_DEVICES``."""
+        return self.is_on
+
 
 @contextlib.contextmanager
 def switch() -> Iterator[Switch]:
@@ -64,7 +68,7 @@ def switch() -> Iterator[Switch]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_plans, "PLANS", _plans.PlanCache())
-        patch.setattr(_plans, "is_worth_it", lambda tensor: made.is_on)
+        patch.setattr(_plans, "PLANNED_DEVICES", made)
         patch.setattr(DeepseekV4DecoderLayer, "_run", counted)
         yield made
 

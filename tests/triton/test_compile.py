@@ -71,7 +71,7 @@ def assert_loads_come_first(kernels):
         assert "LDG" not in exchanges[first:], exchanges
     posts = [k for k in kernels if k["kernel"] == "_post_kernel" and k["threads"] == 64]
     assert posts
-    assert all(k["exchanges"] == ["LDG"] * 25 for k in posts)
+    assert all(set(k["exchanges"]) == {"LDG"} for k in posts)
 
 
 # Bytes of stack that the assembler of Triton 3.6 and 3.7 needs where that of 3.9 needs none.

@@ -170,10 +170,10 @@ MUTANTS = (
         "pitfall 4",
         "no inverse rotation of the output with a paged cache",
         LAYERS + "attention:DeepseekV4Attention._attend_paged",
-        "sparse_attention(queries(), layer.window, seen, layer.compressed, slots, "
-        "self.sinks, scale=self.scaling, cos=cos, sin=sin)",
-        "sparse_attention(queries(), layer.window, seen, layer.compressed, slots, "
-        "self.sinks, scale=self.scaling)",
+        "sparse_attention(q, layer.window, seen, layer.compressed, slots, self.sinks, "
+        "scale=self.scaling, cos=cos, sin=sin)",
+        "sparse_attention(q, layer.window, seen, layer.compressed, slots, self.sinks, "
+        "scale=self.scaling)",
         MODEL_CHUNKS,
     ),
     Mutant(

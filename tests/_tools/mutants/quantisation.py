@@ -173,12 +173,10 @@ MUTANTS = (
         "pitfall 28",
         "the largest global scale for a fused matrix",
         LAYERS + "linear:_product",
-        "weight = _joined(layers)\n"
-        "return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)",
+        "weight = _joined(layers)",
         "weight = _joined(layers)\n"
         "weight = QuantizedTensor(weight.codes, weight.scales, weight.global_scale.amax(0, "
-        "keepdim=True), weight.format)\n"
-        "return gemm(x, weight, activation=activation, input_scale=common, out_dtype=out_dtype)",
+        "keepdim=True), weight.format)",
         QUANTISED + "test_pitfall_28_fused_parts_keep_their_own_global_scale",
     ),
     Mutant(
@@ -438,17 +436,16 @@ MUTANTS = (
         "pitfall 32",
         "a packed shared expert ignores the clamp",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "joint_swiglu(self.gate_proj, self.up_proj, x, self.limit)",
-        "joint_swiglu(self.gate_proj, self.up_proj, x, None)",
+        "joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)",
+        "joint_swiglu(gate, up, x, None, reserve_sms=reserve_sms)",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
         "pitfall 32",
         "a packed shared expert's limit is divided by its global scale",
         LAYERS + "linear:joint_swiglu",
-        "gemm_swiglu(x, joint.whole(), limit, activation=activation, input_scale=scale)",
-        "gemm_swiglu(x, joint.whole(), limit / float(joint.global_scale.amax()), "
-        "activation=activation, input_scale=scale)",
+        "weight = joint.whole()",
+        "weight = joint.whole()\nlimit = limit and limit / float(joint.global_scale.amax())",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("triton")
 
 from dsv4.cute.runtime import cubin_cache
-from dsv4.cute.sm100.gemm_plan import CHUNK_TOKENS, SHARED_LIMIT
+from dsv4.cute.sm100.gemm_plan import SHARED_LIMIT
 from dsv4.cute.sm100.grouped_gemm_plan import (
     GROUPED_TCGEN05_ABI,
     PREFETCHED_STAGES,
@@ -22,7 +22,13 @@ from dsv4.cute.sm100.grouped_gemm_plan import (
 )
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE
-from tests.cute.sm100.test_gemm_compile import SPELLED, check_each, check_parameters
+from tests.cute.sm100.test_gemm_compile import (
+    SPELLED,
+    check_each,
+    check_parameters,
+    counted,
+    subjects_of,
+)
 from tests.cute.sm100.test_grouped_gemm import PLANS
 
 
@@ -40,52 +46,54 @@ def check(plan, arch, image, numbers, instructions):
     assert image.shared_bytes == plan.shared_bytes <= SHARED_LIMIT
     assert (image.threads, image.cluster) == (256, plan.ctas)
     assert numbers["SHARED"] <= 1024, "what the system reserves of every CTA"
-    # A stage: four MMAs of 64 columns with a scale for 16, scales of rows and of tokens.
+    # MMAs of 64 columns with a scale for 16, and copies of scales: of one CTA, or all of two.
     both = ".2CTA" if plan.cta_group == 2 else ""
-    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") == 4
-    copies = 4 * (1 + plan.scale_tiles)
-    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") == copies
+    assert begins("UTCOMMA") == count(f"UTCOMMA{both}.{SPELLED[arch]}") > 0
+    assert begins("UTCCP") == count(f"UTCCP.T.S{both}.4x32dp128bit") > 0
     # Codes of rows and of tokens, scales of rows; nothing is multicast.
-    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") == 2
-    assert begins("UTMALDG.3D") == count(f"UTMALDG.3D{both}") == 1
-    assert begins("UTMACCTL.PF") == 3, "tensor maps are prefetched"
-    # Scales of tokens: of each row 16 bytes a stage, of 128 rows as much to each 64 columns.
-    assert count("LDG.E.128") == PREFETCHED_STAGES * plan.token_block // 32
-    assert count("STS.128") == PREFETCHED_STAGES * 4 * plan.scale_tiles
+    assert begins("UTMALDG.2D") == count(f"UTMALDG.2D{both}") > 0
+    assert begins("UTMALDG.3D") == count(f"UTMALDG.3D{both}") > 0
+    assert begins("UTMACCTL.PF"), "tensor maps are prefetched"
+    # Scales of tokens are loaded and stored by 16 bytes a lane.
+    assert count("LDG.E.128")
+    assert count("STS.128")
     assert begins("FENCE.VIEW.ASYNC") >= PREFETCHED_STAGES, "the tensor core sees what was written"
     assert begins("MEMBAR.ALL.GPU") <= (2 if plan.cta_group == 2 else 0), (
         "only at barriers of the cluster"
     )
     # Commits of a stage and of an accumulator, to both CTAs.
-    assert begins("UTCBAR") == 2
-    assert count("UTCBAR.2CTA.MULTICAST") == (2 if plan.cta_group == 2 else 0)
+    assert count("UTCBAR.2CTA.MULTICAST") == (begins("UTCBAR") if plan.cta_group == 2 else 0)
     # A chunk of 32 tokens of a warp's 32 rows.
-    assert begins("LDTM") == count("LDTM.16dp256bit.x4") == 2
+    assert begins("LDTM") == count("LDTM.16dp256bit.x4") > 0
     assert begins("UTCATOMSWS"), "TMEM is allocated and freed"
     assert any(i.startswith("ACQBULK") for i in instructions), "griddepcontrol.wait"
-    assert count("SHFL.UP") == 5, "tiles are counted by a warp"
-    # Gate and up are exchanged, and maxima of codes; sums of padding rows, by two kinds of warps.
-    assert begins("MUFU.EX2") == (16 if plan.swiglu else 0)
-    lines = CHUNK_TOKENS * plan.tile_outputs // 128  # that a thread stores, of 8 results
-    exchanged = (16 if plan.swiglu else 0) + (lines if plan.quantized_out else 0)
-    assert count("SHFL.BFLY") == exchanged + (10 if plan.swizzled_out else 0)
+    assert count("SHFL.UP"), "tiles are counted by a warp"
+    # Gate and up are exchanged, and maxima of codes; sums of padding rows.
+    assert bool(begins("MUFU.EX2")) == plan.swiglu
+    assert bool(count("SHFL.BFLY")) == (plan.swiglu or plan.quantized_out or plan.swizzled_out)
     if plan.quantized_out:
-        ours = lines + (0 if plan.swizzled_out else 1)
-        assert count("STG.E.U8") == ours, "block scales, and linear ones of no expert"
+        assert count("STG.E.U8"), "block scales"
         assert begins("STG.E.128") == 0
-    elif plan.float32_out:
-        assert count("STG.E") == 8 * (2 if plan.swiglu else 4)
-        assert begins("STG.E.128") == 1, "rows of no expert"
     else:
-        assert begins("STG.E.128") == lines + 1
-        assert begins("STSM") == (0 if plan.swiglu else 8)
+        assert begins("STG.E.128"), "rows of no expert, and results in bfloat16"
+        assert not plan.float32_out or count("STG.E")
+        assert plan.float32_out or bool(begins("STSM")) == (not plan.swiglu)
+    return counted(instructions)
+
+
+BATCHES = covering.batches(PLANS, 18)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", covering.batches(PLANS, 18))
+@pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("arch", SPELLED)
-def test_every_configuration(arch, batch, tmp_path):
-    check_each(batch, arch, tmp_path, check)
+def test_every_configuration(arch, batch, tmp_path, snapshots):
+    snapshots.check(arch, check_each(batch, arch, tmp_path, check))
+
+
+@pytest.mark.parametrize("arch", SPELLED)
+def test_figures_are_of_these_configurations(arch, snapshots):
+    snapshots.check_no_others(arch, subjects_of(BATCHES))
 
 
 def test_instructions_and_parameters(tmp_path):
