@@ -72,7 +72,7 @@ def compiled(monkeypatch):
 
     def compile_image(plan, arch):
         made.append((plan, arch))
-        return Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes)
+        return Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes)
 
     monkeypatch.setattr(cubin_cache, "compile_image", compile_image)
     return made

@@ -12,7 +12,6 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from dsv4.plans.recorder import current_recorder
@@ -21,7 +20,6 @@ _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # attributes of a kernel
 _PORTABLE_CLUSTER = 8
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_LAUNCH = 6
-_MOST_LAUNCHES = 256  # prepared ones of a kernel
 
 
 class _Attribute(ctypes.Structure):
@@ -229,7 +227,6 @@ class Kernel:
         self._attributes[1].id = _PROGRAMMATIC_LAUNCH  # the last, which a launch may leave out
         self._attributes[1].value[0] = 1
         self._prepared: dict[int, int] = {}
-        self._launches: dict[tuple[int, int, int], _Prepared] = {}
 
     def prepare(self, device: int) -> int:
         """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
@@ -272,45 +269,6 @@ class Kernel:
         )
         made.grid[0:3] = (blocks, 1, 1)
         return made
-
-    def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
-        """Launch ``blocks`` blocks on a stream of the current device; ``Launch`` is faster.
-
-        Args:
-            blocks: Of the grid.
-            stream: The driver's handle.
-            kinds: Of the parameters.
-            packed: The parameters as ``struct`` packs them with native alignment.
-        """
-        key = (blocks, id(kinds), get_ident())
-        found = self._launches.get(key)
-        if found is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            found = self._launches[key] = _Prepared(self, blocks, kinds)
-        found.launch(stream, packed)
-
-
-class _Prepared:
-    """Buffers of one thread's launches of a kernel with one number of CTAs."""
-
-    def __init__(self, kernel: Kernel, blocks: int, kinds: Parameters) -> None:
-        self._kinds = kinds  # kept alive, because it is known by its identity
-        self._buffer = (ctypes.c_char * kinds.size)()
-        self._config = kernel.config(blocks)
-        pointers = kinds.pointers(self._buffer)
-        self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
-        self._start, self._name = launcher(), kernel.image.name
-
-    def launch(self, stream: int, packed: bytes) -> None:
-        ctypes.memmove(self._buffer, packed, len(packed))
-        self._config.stream = stream
-        status = self._start(*self._arguments)
-        if status:
-            check(status, f"launching {self._name}")
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.driver_launched()
 
 
 class Launch:

@@ -130,11 +130,6 @@ class Tcgen05Plan:
         return "dsv4.cute.sm100.gemm:Tcgen05Kernel"
 
     @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
-
-    @property
     def cta_group(self) -> int:
         """CTAs whose shared memory and TMEM one instruction works on: 1 or 2."""
         return self.ctas // self.k_splits
