@@ -135,7 +135,7 @@ class Tcgen05Kernel(Tcgen05Copies, Tcgen05Mma, Tcgen05Epilogue):
                 self._multiply(stages_at, barriers, tmem, walk, k_stages)
             self._sync_splits()
         else:
-            # What is stored may be what the preceding kernel still reads.
+            # The preceding kernel writes the tokens' global scales, and may still read ``out``.
             cute.arch.griddepcontrol_wait()
             output = Output(
                 global_scale=args.global_scale,
