@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
+from dsv4.bench.checks.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
 from dsv4.cute.grouped_problem import Experts
