@@ -35,6 +35,7 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.quantize import quantize
+from dsv4.plans.recorder import DriverLaunch, Recorder
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
 
 
@@ -276,6 +277,30 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
         (1, x_scales.data_ptr(), [256, 9, -(-tokens // 128)], [512, 9 * 512],
          [256, high[1], high[0]], [1] * 3, (0, 0, promote, 0)),
     ]  # fmt: skip
+
+
+def test_a_tape_repeats_launches(driver, monkeypatch):
+    """With the pointers of other tensors, in the kernel's order."""
+    weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
+    x = torch.randn(3, 64).bfloat16()
+    q = quantize(x, NVFP4, scaling="token", layout=SWIZZLED)
+    operands = (weight.codes, weight.scales, q.codes, q.scales, weight.global_scale, q.global_scale)
+    monkeypatch.setattr(gemm_nvfp4, "quantized", lambda *what: (q.codes, q.scales, q.global_scale))
+    recorder = Recorder([*operands, x], lambda name, args: None)
+    args = GemmArgs(
+        x, weight.codes, weight.scales, weight.global_scale, (), "nvfp4", SWIZZLED, "nvfp4",
+        None, 1, torch.bfloat16,
+    )  # fmt: skip
+    with recorder.watching():
+        gemm_nvfp4.gemm(args)
+    assert recorder.inside is None
+    launches = [step for step in recorder.steps if isinstance(step, DriverLaunch)]
+    assert len(launches) == len(driver.launches) == 1
+    launches[0].run(77, range(64, 64 * 8, 64))
+    values = driver.launches[1][3]
+    pointers = [values[name] for name in ("global_scale", "token_scale", "out")]
+    assert pointers == [320, 384, 448]
+    assert [start for _, start, *_ in driver.maps[4:]] == [64, 128, 192, 256]
 
 
 def test_no_tokens_is_no_launch(driver):
