@@ -389,7 +389,7 @@ class _Recorder(TorchDispatchMode):
                 row_scale = scale if scale is None else scale[:1]
                 bfloat16_operand(args.x, row_scale)
             elif grouped:
-                grouped_nvfp4.quantized((args.x, None, None, scale), args.offsets)
+                grouped_nvfp4.quantized(args.x, None, None, scale, args.offsets)
             else:
                 gemm_nvfp4.quantized(args.x, scale)
 

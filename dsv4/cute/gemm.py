@@ -195,14 +195,14 @@ def _small_m(
     row_tiles, groups = product.rows // 16, product.groups
     cut0, cut1, cut2 = cuts(segments)
     clusters = -(-row_tiles // plan.warps)
-    if plan.blocks == groups == 1:
+    if plan.ctas == groups == 1:
         clusters = min(clusters, resident)  # persistent CTAs: each takes row tiles in turn
     out_bytes = product.rows // (2 if product.swiglu else 1) * (4 if product.float32_out else 2)
     parts = []
     for first in range(0, tokens, TOKENS):
         launch = SMALL_M_ABI.launch(
             kernel,
-            clusters * plan.blocks,
+            clusters * plan.ctas,
             tokens=min(TOKENS, tokens - first),
             row_tiles=row_tiles,
             group_tiles=row_tiles // groups,

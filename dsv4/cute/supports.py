@@ -16,7 +16,7 @@ from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm90.topk_plan import is_long
-from dsv4.cute.sm100.dense_plan import STEP
+from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call
 from dsv4.ops.attention import SparseAttentionArgs
@@ -234,10 +234,10 @@ def tcgen05_grouped_gemm(call: Call) -> str | None:
     if elsewhere:
         return elsewhere
     experts, rows, half = args.weight.shape
-    if experts > MOST_EXPERTS or rows % 16 or half % (STEP // 2):
+    if experts > MOST_EXPERTS or rows % 16 or half % (K_MULTIPLE // 2):
         return (
             f"there are {experts} experts of {rows} x {2 * half}, wanted at most {MOST_EXPERTS} of "
-            f"multiples of 16 x {STEP}"
+            f"multiples of 16 x {K_MULTIPLE}"
         )
     return _stored(args.weight, args.scales, args.global_scale)
 

@@ -19,14 +19,13 @@ from pathlib import Path
 from dsv4.cute.runtime import cubin_cache
 from tests._tools.ptx.machine_code import instructions_of, usage_of
 from tests.cute import test_compile as test_cute_compile
-from tests.cute.sm100 import test_compile as test_sm100_compile
-from tests.cute.sm100 import test_grouped as test_sm100_grouped
+from tests.cute.sm100 import test_gemm_compile, test_grouped_gemm
 
 ARCHITECTURES = ("sm_100a", "sm_103a")
 # Column and what an instruction begins with.
 COUNTED = {
     "block-scaled MMAs": "UTCOMMA",
-    "scales to tensor memory": "UTCCP",
+    "scales to TMEM": "UTCCP",
     "TMA copies": "UTMALDG",
     "of them multicast": "UTMALDG.3D.MULTICAST",
     "mma.sync": "HMMA",
@@ -34,21 +33,21 @@ COUNTED = {
 }
 
 
-def blocks_of(plan):
-    return "1 block" if plan.blocks == 1 else f"{plan.blocks} blocks"
+def ctas_of(plan):
+    return "1 CTA" if plan.ctas == 1 else f"{plan.ctas} CTAs"
 
 
 def plans(arch):
     """All configurations of CuTeDSL kernels, by what tells their rows apart."""
     rows = collections.defaultdict(list)
-    dense = [plan for blocks in (1, 2) for plan in test_sm100_compile.plans(blocks)]
-    for plan in (*dense, *test_sm100_grouped.PLANS):
-        how = f"{plan.token_block} tokens, {blocks_of(plan)}" + (
-            f", K by {plan.parts}" if plan.parts > 1 else ""
+    dense = [plan for ctas in (1, 2) for plan in test_gemm_compile.plans(ctas)]
+    for plan in (*dense, *test_grouped_gemm.PLANS):
+        how = f"{plan.token_block} tokens, {ctas_of(plan)}" + (
+            f", K by {plan.k_splits}" if plan.k_splits > 1 else ""
         )
         rows[type(plan).__name__, how].append(plan)
     for plan in test_cute_compile.plans_of_blackwell(arch):
-        rows[type(plan).__name__, blocks_of(plan)].append(plan)
+        rows[type(plan).__name__, ctas_of(plan)].append(plan)
     return rows
 
 

@@ -36,7 +36,7 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.driver import Image
 from dsv4.cute.sm90 import indexer_logits_plan
-from dsv4.cute.sm100 import grouped_plan
+from dsv4.cute.sm100 import grouped_gemm_plan
 from dsv4.cute.sm100 import plans as blackwell
 from dsv4.integrations._swap import OutputHead
 from dsv4.quant.formats import FRAGMENTS, SWIZZLED
@@ -72,7 +72,7 @@ def compiled(monkeypatch):
 
     def compile_image(plan, arch):
         made.append((plan, arch))
-        return Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes)
+        return Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes)
 
     monkeypatch.setattr(cubin_cache, "compile_image", compile_image)
     return made
@@ -210,7 +210,7 @@ def test_of_blackwells_products_every_configuration_is_compiled():
     kinds = [(p.experts.swiglu, p.experts.quantized_out) for p in experts]
     assert kinds == [(True, False), (False, False), (True, True)], "scales may come or not"
     for p in experts:
-        assert p.plans(300, "sm_103a") == grouped_plan.plans(p.experts, 300 * 6)
+        assert p.plans(300, "sm_103a") == grouped_gemm_plan.plans(p.experts, 300 * 6)
 
 
 def test_experts_that_cannot_be_packed_need_no_kernel():

@@ -66,7 +66,7 @@ class Driver:
 
     def load(self, plan, arch):
         self.loaded.append(plan)
-        return Kernel(Image(b"", "name", plan.threads, plan.blocks, plan.shared_bytes))
+        return Kernel(Image(b"", "name", plan.threads, plan.ctas, plan.shared_bytes))
 
 
 def launches(args, plan, splits):

@@ -267,7 +267,7 @@ def test_many_tokens(batch, tmp_path, snapshots):
         assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
         # Sums go to the block that adds them without anybody waiting for their way, and no thread
         # waits at a barrier of the cluster for what it has loaded.
-        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.blocks > 1)
+        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.ctas > 1)
         assert not count("MEMBAR")
         # A GEMM of 64 rows for each 16 columns; copies of weights before and after the wait.
         return counts_of(instructions, "HGMMA", "WARPGROUP.DEPBAR", "UTMALDG.2D")
@@ -299,7 +299,7 @@ def test_fp8_weights(batch, tmp_path, snapshots):
         if not plan.float32_out:
             assert count("STSM")
             assert count("STG.E.128")
-        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.blocks > 1)
+        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.ctas > 1)
         # The sums of a stage are scaled and added; of folded scales they go on.
         assert (count("FFMA") >= plan.token_block // 2) == (not plan.folded)
         assert not count("MEMBAR")
@@ -547,10 +547,10 @@ def test_plans_of_many_tokens_fit_their_matrix():
             plan = choose(product, tokens)
             if isinstance(plan, WgmmaPlan):
                 assert columns // 64 % plan.stage_k_blocks == 0
-                assert columns // 64 >= plan.blocks * plan.stage_k_blocks
+                assert columns // 64 >= plan.ctas * plan.stage_k_blocks
                 assert groups == 1 or rows // groups % plan.rows == 0
                 ring = plan.stages * (plan.stage_k_blocks * plan.x_bytes + plan.weight_bytes)
-                assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
+                assert plan.ctas == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
                 assert 1 <= plan.early_stages <= plan.stages
             else:
                 assert tokens <= 16
@@ -563,10 +563,10 @@ def test_plans_of_fp8_fit_their_matrix(folded):
             plan = fp8_plan(Product(rows, columns, groups, False, False), tokens, folded)
             assert plan.folded == folded
             assert plan.stages >= 2
-            assert columns // 128 >= plan.blocks
+            assert columns // 128 >= plan.ctas
             assert groups == 1 or rows // groups % plan.rows == 0
             ring = plan.stages * (2 * plan.x_bytes + plan.weight_bytes)
-            assert plan.blocks == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
+            assert plan.ctas == 1 or plan.has_exchange_buffer or ring >= plan.exchange_bytes
 
 
 def test_fp8_plans_are_those_of_both_kinds_of_activations():
@@ -578,20 +578,20 @@ def test_fp8_plans_are_those_of_both_kinds_of_activations():
 
 def test_plans_of_experts_fit_their_matrix():
     for sizes in ROUTED:
-        for expected in routed_kinds(*sizes):
-            actual = grouped_gemm.plans(expected, 4096 * TOP_K)
-            assert actual == list(dict.fromkeys(actual))
-            assert isinstance(actual[-1], GroupedWgmmaPlan)
-            for plan in (plan for plan in actual if isinstance(plan, GroupedSmallMPlan)):
-                assert (plan.columns, plan.blocks) == (expected.columns, 1)
+        for wanted in routed_kinds(*sizes):
+            found = grouped_gemm.plans(wanted, 4096 * TOP_K)
+            assert found == list(dict.fromkeys(found))
+            assert isinstance(found[-1], GroupedWgmmaPlan)
+            for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
+                assert (plan.columns, plan.ctas) == (wanted.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
                 assert expected.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
-            for plan in (plan for plan in actual if isinstance(plan, GroupedWgmmaPlan)):
-                assert expected.columns // 64 % plan.stage_k_blocks == 0
-                assert (plan.blocks, plan.shared_bytes <= MOST_SHARED) == (1, True)
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
+            for plan in (plan for plan in found if isinstance(plan, GroupedWgmmaPlan)):
+                assert wanted.columns // 64 % plan.stage_k_blocks == 0
+                assert (plan.ctas, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
             chosen = {
@@ -639,7 +639,7 @@ def test_every_matrix_has_a_plan():
         for tokens in range(1, 17):
             plan = plan_of(*matrix, tokens)
             assert isinstance(plan, SmallMPlan)
-            assert plan.tiles * plan.blocks * 64 == matrix[1]
+            assert plan.tiles * plan.ctas * 64 == matrix[1]
             assert plan.stages <= plan.tiles
             any_rest = isinstance(plan, SmallMRingPlan) or plan.rounds == 2
             assert any_rest or plan.tiles % plan.stages == 0

@@ -34,9 +34,9 @@ def configurations():
     result = {}
     for tokens, folded in itertools.product((32, 64, 128, 256), (False, True)):
         for plan in candidates(Product(592, 896, 1, False, False), tokens, folded):
-            key = (plan.token_block, plan.rows, plan.blocks, plan.folded, plan.ctas_per_sm)
-            result.setdefault(key, plan)
-    return list(result.values())
+            key = (plan.token_block, plan.rows, plan.ctas, plan.folded, plan.ctas_per_sm)
+            found.setdefault(key, plan)
+    return list(found.values())
 
 
 def assert_right(x, weight, got):

@@ -467,7 +467,7 @@ def driver(monkeypatch):
 
 
 def _kernel_of(plan):
-    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+    return Kernel(Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes))
 
 
 @pytest.mark.parametrize(("tokens", "group"), [(1, 0), (2, 8), (2, 16), (40, 16)])

@@ -139,7 +139,7 @@ def driver(monkeypatch):
 
 
 def _kernel_of(plan):
-    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+    return Kernel(Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes))
 
 
 def launched(
@@ -169,7 +169,7 @@ def flat(values):
 
 def test_few_tokens(driver):
     plan, addresses, [(grid, threads, stream, values)] = launched(driver, 5)
-    assert (grid, threads, stream) == (-(-384 // plan.warps) * plan.blocks, plan.threads, 77)
+    assert (grid, threads, stream) == (-(-384 // plan.warps) * plan.ctas, plan.threads, 77)
     never = 2**31 - 1
     assert flat(values) == [
         *addresses,
@@ -198,8 +198,8 @@ def test_many_tokens(driver, plan):
         driver, 300, segments=(1000, 1144, 4000), scales=3
     )
     tiles = -(-300 // plan.token_block), -(-6144 // plan.rows)
-    clusters = tiles[0] * tiles[1] if plan.blocks > 1 else min(132, tiles[0] * tiles[1])
-    assert (grid, threads, stream) == (clusters * plan.blocks, plan.threads, 77)
+    clusters = tiles[0] * tiles[1] if plan.ctas > 1 else min(132, tiles[0] * tiles[1])
+    assert (grid, threads, stream) == (clusters * plan.ctas, plan.threads, 77)
     codes, scales, *rest, x = (addresses[n] for n in (0, 1, 2, 3, 4, 5, 3))
     boxes = (
         Matrix(300, 7168, 7168, plan.token_block),
@@ -222,7 +222,7 @@ def test_many_tokens_reserve_sms(driver, plan, reserve_sms):
     _, _, [(whole, *_)] = launched(driver, 300)
     assert driver.early == [reserve_sms == 0, True]
     # Single CTAs are persistent, a cluster has one tile.
-    assert reserving == (whole if plan.blocks > 1 else max(1, whole - reserve_sms))
+    assert reserving == (whole if plan.ctas > 1 else max(1, whole - reserve_sms))
 
 
 def test_few_tokens_reserve_nothing(driver):

@@ -214,9 +214,9 @@ def configurations():
     for tokens in (32, 64, 128, 256):
         for columns in (512, 1408):
             for plan in wgmma_candidates(592, 592, columns, tokens, False, False):
-                shape = (plan.token_block, plan.rows, plan.warp_tiles, plan.blocks)
-                result.setdefault(shape, (plan, columns))
-    return list(result.values())
+                shape = (plan.token_block, plan.rows, plan.warp_tiles, plan.ctas)
+                found.setdefault(shape, (plan, columns))
+    return list(found.values())
 
 
 def few_configurations():

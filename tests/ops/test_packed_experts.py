@@ -386,7 +386,7 @@ class TestPlans:
                     % (plan.stages if isinstance(plan, GroupedSmallMPlan) else plan.stage_k_blocks)
                     == 0
                 )
-                assert plan.blocks == 1
+                assert plan.ctas == 1
                 assert plan.shared_bytes <= 227 * 1024
 
     def test_more_rows_of_an_expert_take_larger_tiles(self):

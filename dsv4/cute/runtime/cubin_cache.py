@@ -79,7 +79,7 @@ def image(plan: Any, arch: str) -> Image:
     """The compiled kernel of a configuration: from disk, or compiled now and kept.
 
     Args:
-        plan: A frozen dataclass with ``kernel`` (``"module:class"``), ``threads``, ``blocks`` and
+        plan: A frozen dataclass with ``kernel`` (``"module:class"``), ``threads``, ``ctas`` and
             ``shared_bytes``, and ``for_family`` if one image is for a family of architectures.
         arch: One of ``architectures.ARCHITECTURES``.
 
@@ -205,12 +205,9 @@ def require_compiler(plan: Any) -> None:
 
 
 def kernel_of(plan: Any) -> Any:
-    """The CuTeDSL kernel of a configuration; imports CuTeDSL."""
+    """The CuTeDSL kernel of a configuration, which holds it; imports CuTeDSL."""
     module, name = plan.kernel.split(":")
-    kernel_class: Any = getattr(importlib.import_module(module), name)
-    # A kernel holds its plan. Those that inherit the plan's class instead take its fields.
-    inherits = dataclasses.is_dataclass(kernel_class)
-    return kernel_class(**dataclasses.asdict(plan)) if inherits else kernel_class(plan)
+    return getattr(importlib.import_module(module), name)(plan)
 
 
 def compile_image(plan: Any, arch: str) -> Image:
@@ -231,6 +228,6 @@ def compile_image(plan: Any, arch: str) -> Image:
             cubin=made.__cubin__,
             name=found.group(1),
             threads=plan.threads,
-            cluster=plan.blocks,
+            cluster=plan.ctas,
             shared_bytes=plan.shared_bytes,
         )

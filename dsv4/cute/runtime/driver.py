@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import get_ident
 from typing import Any, NamedTuple
 
 from dsv4.plans.recorder import current_recorder
@@ -21,7 +20,6 @@ _MAX_DYNAMIC_SHARED, _LARGE_CLUSTERS = 8, 14  # attributes of a kernel
 _PORTABLE_CLUSTER = 8
 _CLUSTER_DIMENSION = 4
 _PROGRAMMATIC_LAUNCH = 6
-_MOST_LAUNCHES = 256  # prepared ones of a kernel
 
 
 class _Attribute(ctypes.Structure):
@@ -229,7 +227,6 @@ class Kernel:
         self._attributes[1].id = _PROGRAMMATIC_LAUNCH  # the last, which a launch may leave out
         self._attributes[1].value[0] = 1
         self._prepared: dict[int, int] = {}
-        self._launches: dict[tuple[int, int, int], _Prepared] = {}
 
     def prepare(self, device: int) -> int:
         """Make the kernel ready on the current GPU, once; how many clusters fit it at a time.
@@ -273,45 +270,6 @@ class Kernel:
         made.grid[0:3] = (blocks, 1, 1)
         return made
 
-    def launch(self, blocks: int, stream: int, kinds: Parameters, packed: bytes) -> None:
-        """Launch ``blocks`` blocks on a stream of the current device; ``Launch`` is faster.
-
-        Args:
-            blocks: Of the grid.
-            stream: The driver's handle.
-            kinds: Of the parameters.
-            packed: The parameters as ``struct`` packs them with native alignment.
-        """
-        key = (blocks, id(kinds), get_ident())
-        found = self._launches.get(key)
-        if found is None:
-            if len(self._launches) >= _MOST_LAUNCHES:
-                self._launches.clear()
-            found = self._launches[key] = _Prepared(self, blocks, kinds)
-        found.launch(stream, packed)
-
-
-class _Prepared:
-    """Buffers of one thread's launches of a kernel with one number of CTAs."""
-
-    def __init__(self, kernel: Kernel, blocks: int, kinds: Parameters) -> None:
-        self._kinds = kinds  # kept alive, because it is known by its identity
-        self._buffer = (ctypes.c_char * kinds.size)()
-        self._config = kernel.config(blocks)
-        pointers = kinds.pointers(self._buffer)
-        self._arguments = (ctypes.byref(self._config), kernel.handle, pointers, None)
-        self._start, self._name = launcher(), kernel.image.name
-
-    def launch(self, stream: int, packed: bytes) -> None:
-        ctypes.memmove(self._buffer, packed, len(packed))
-        self._config.stream = stream
-        status = self._start(*self._arguments)
-        if status:
-            check(status, f"launching {self._name}")
-        recorder = current_recorder()
-        if recorder is not None:
-            recorder.driver_launched()
-
 
 class Launch:
     """A launch of a kernel but for its stream and addresses, for one thread at a time.
@@ -328,7 +286,8 @@ class Launch:
         before: bytes,
         addresses: struct.Struct,
         after: bytes,
-        matrices: Sequence[Matrix] = (),
+        matrices: Sequence[Any] = (),
+        describe: Callable[[int, Any], bytes] | None = None,
     ) -> None:
         """Prepare it.
 
@@ -339,12 +298,14 @@ class Launch:
             before: Parameters before the addresses, as ``struct`` packs them.
             addresses: Of the kernel's operands.
             after: Parameters after the addresses.
-            matrices: What tensor copies read, X and the operands that follow it: their
-                descriptions are the first parameters.
+            matrices: What TMA copies read: their tensor maps are the first parameters.
+            describe: Makes the tensor map of one of ``matrices`` at an address; by default
+                ``tensor_map``, for ``Matrix``.
         """
         described = bytes(_MAP_BYTES * len(matrices))
         packed = described + before + bytes(addresses.size) + after
         self._name, self._matrices = kernel.image.name, tuple(matrices)
+        self._describe = describe or tensor_map
         self._described: tuple[int, ...] = ()
         self._buffer = (ctypes.c_char * kinds.size).from_buffer_copy(packed)
         first = len(described) + len(before)
@@ -368,7 +329,7 @@ class Launch:
             described: Addresses of what TMA copies read, in the order of ``matrices``.
         """
         if described and self._described != described:
-            maps = b"".join(map(tensor_map, described, self._matrices))
+            maps = b"".join(map(self._describe, described, self._matrices))
             ctypes.memmove(self._buffer, maps, len(maps))
             self._described = described
         self._write(*pointers)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
-from dsv4.cute.runtime.driver import Kernel, Launch, Matrix, Parameters
+from dsv4.cute.runtime.driver import Kernel, Launch, Parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,14 +122,23 @@ class KernelAbi:
         return self._scalars(**values)
 
     def launch(
-        self, kernel: Kernel, ctas: int, matrices: Sequence[Matrix] = (), **values: float
+        self,
+        kernel: Kernel,
+        ctas: int,
+        matrices: Sequence[Any] = (),
+        describe: Callable[[int, Any], bytes] | None = None,
+        /,
+        **values: float,
     ) -> Launch:
         """A launch of which only the stream and the pointers are open.
 
         Args:
             kernel: Made ready on the current GPU.
             ctas: CTAs of the grid.
-            matrices: What the TMA copies read, in the order of their descriptors.
+            matrices: What the TMA copies read, in the order of their descriptors: ``Matrix`` if
+                the kernel has fields of type ``TmaSizes``.
+            describe: Makes the descriptor of one of them at an address; by default that of a
+                ``Matrix``.
             **values: Every scalar that is no pointer, by name.
 
         Raises:
@@ -142,10 +151,12 @@ class KernelAbi:
             )
             name = self._scalars.__name__
             raise TypeError(f"{name}: missing arguments {missing}, unknown arguments {unknown}")
-        sizes = iter([(matrix.rows, matrix.columns) for matrix in matrices])
+        sizes = ((matrix.rows, matrix.columns) for matrix in matrices)
         before = self._packed(self._before, values, sizes, "0q")
         after = self._packed(self._after, values, sizes, "")
-        return Launch(kernel, ctas, self.parameters, before, self._pointers, after, matrices)
+        return Launch(
+            kernel, ctas, self.parameters, before, self._pointers, after, matrices, describe
+        )
 
     def _packed(
         self,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.cute.runtime.cubin_cache import image
-from dsv4.cute.runtime.driver import Kernel, Parameters
+from dsv4.cute.runtime.driver import Kernel
 from dsv4.plans.recorder import current_recorder
 
 _NO_CUTS = (2**31 - 1,) * 3  # rows that there are not: there are at most four segments
@@ -78,32 +76,6 @@ def run_noted(
         return
     with recorder.noting(run, tensors):
         run(stream, addresses)
-
-
-@dataclass(frozen=True)
-class PackedLaunch:
-    """A launch whose parameters are addresses and then numbers.
-
-    Attributes:
-        kernel: Made ready on the current GPU.
-        blocks: Of the grid.
-        kinds: Of the parameters.
-        pack: Packs what comes before the addresses, they, and the numbers.
-        numbers: The other parameters.
-        before: Parameters before the addresses.
-    """
-
-    kernel: Kernel
-    blocks: int
-    kinds: Parameters
-    pack: struct.Struct
-    numbers: tuple[Any, ...]
-    before: tuple[Any, ...] = ()
-
-    def __call__(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on a stream of the current GPU, with the operands' addresses."""
-        packed = self.pack.pack(*self.before, *addresses, *self.numbers)
-        self.kernel.launch(self.blocks, stream, self.kinds, packed)
 
 
 def on(device: int) -> contextlib.AbstractContextManager[Any]:

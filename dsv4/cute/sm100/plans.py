@@ -1,4 +1,9 @@
-"""Which configuration of Blackwell's kernels a product takes; needs no compiler."""
+"""Choice of a configuration for a ``tcgen05`` GEMM; needs no compiler.
+
+``choose`` takes the configuration that ``estimated_cycles`` calls the fastest. Its constants are
+rates of a B200 from its documentation; nothing here was measured, because the project has no such
+GPU. So it ranks configurations, and predicts no times.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,31 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from dsv4.cute.sm100.dense_plan import PARTS, ROWS, STEP, TOKEN_BLOCKS, DensePlan
+from dsv4.cute.sm100.gemm_plan import K_SPLITS, ROWS, TOKEN_BLOCKS, Tcgen05Plan
+from dsv4.cute.sm100.tensor_maps import STAGE_K
 
-# Of a B200, from its documentation: nothing here was measured. Codes that a processor's tensor core
-# multiplies in a cycle, bytes that the level-2 cache gives it, and that memory gives all.
-PROCESSORS = 148
-_PRODUCTS = 16384
-_CACHE_BYTES = 64
-_MEMORY_BYTES = 4300
-_FEWEST, _MOST_TOKENS = 64, 8192
-# Cycles: of a launch, a tile's first stage, 32 tokens' results, and adding what others have.
-_LAUNCH, _FILL, _CHUNK, _TOGETHER = 3000, 1500, 350, 2500
+# Rates of a B200, per cycle.
+SMS = 148
+_MMA_CODES = 16384  # pairs of codes that the tensor core of an SM multiplies
+_L2_BYTES = 64  # that L2 gives an SM
+_MEMORY_BYTES = 4300  # that memory gives all SMs
+_TOKEN_STEP, _MOST_TOKENS = 64, 8192
+# Guesses, in cycles.
+_LAUNCH_CYCLES = 3000
+_FILL_CYCLES = 1500  # until the first stage of a tile has arrived
+_CHUNK_CYCLES = 350  # of the epilogue, for 32 tokens
+_REDUCTION_CYCLES = 2500  # of the sums of CTAs that share K
 
 
 class Product(NamedTuple):
-    """What a kernel depends on beside the number of tokens.
+    """A GEMM without its number of tokens.
 
     Attributes:
         rows: N, of all groups; a multiple of 16.
         columns: K, a multiple of 32.
         groups: Groups of rows with an input each, of 128 rows or a multiple each if several.
         float32_out: Whether the result is float32, else bfloat16.
-        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
     """
 
     rows: int
@@ -37,56 +45,58 @@ class Product(NamedTuple):
     swiglu: bool = False
 
 
-def choose(product: Product, tokens: int) -> DensePlan:
-    """The configuration for a number of tokens, that ``estimated_cycles`` calls the fastest.
+def choose(product: Product, tokens: int) -> Tcgen05Plan:
+    """The configuration for a number of tokens that ``estimated_cycles`` calls the fastest.
 
-    It depends on tiles of 64 tokens, and above 8192 tokens on nothing more.
+    It depends on the number of tiles of 64 tokens, and above 8192 tokens on nothing more.
     """
-    return _choose(product, min(-(-tokens // _FEWEST) * _FEWEST, _MOST_TOKENS))
+    return _choose(product, min(-(-tokens // _TOKEN_STEP) * _TOKEN_STEP, _MOST_TOKENS))
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _choose(product: Product, tokens: int) -> DensePlan:
+def _choose(product: Product, tokens: int) -> Tcgen05Plan:
     return min(candidates(product), key=lambda plan: estimated_cycles(plan, product, tokens))
 
 
-def candidates(product: Product) -> list[DensePlan]:
-    """Every configuration that can multiply."""
-    blocks = (1, 2) if product.rows // product.groups % (2 * ROWS) == 0 else (1,)
+def candidates(product: Product) -> list[Tcgen05Plan]:
+    """Every configuration that can compute a GEMM."""
+    ctas = (1, 2) if product.rows // product.groups % (2 * ROWS) == 0 else (1,)
     if product.groups == 1:
-        blocks = (1, 2)
+        ctas = (1, 2)
     kind = (product.float32_out, product.swiglu)
-    found = [DensePlan(*how, *kind) for how in itertools.product(TOKEN_BLOCKS, blocks)]
-    shares = [parts for parts in PARTS if parts <= -(-product.columns // STEP)]
-    return found + [DensePlan(_FEWEST, parts, *kind, parts) for parts in shares]
+    whole = [Tcgen05Plan(*shape, *kind) for shape in itertools.product(TOKEN_BLOCKS, ctas)]
+    splits = [splits for splits in K_SPLITS if splits <= -(-product.columns // STAGE_K)]
+    return whole + [Tcgen05Plan(TOKEN_BLOCKS[0], count, *kind, count) for count in splits]
 
 
-def plans(product: Product, max_tokens: int) -> list[DensePlan]:
-    """The configurations that a product takes for 1 to ``max_tokens`` tokens, each once."""
-    steps = range(_FEWEST, min(max_tokens, _MOST_TOKENS) + _FEWEST, _FEWEST)
+def plans(product: Product, max_tokens: int) -> list[Tcgen05Plan]:
+    """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once."""
+    steps = range(_TOKEN_STEP, min(max_tokens, _MOST_TOKENS) + _TOKEN_STEP, _TOKEN_STEP)
     return list(dict.fromkeys(choose(product, tokens) for tokens in steps))
 
 
-def estimated_cycles(plan: DensePlan, product: Product, tokens: int) -> float:
-    """Cycles that a product takes: rounds of tiles. It is there to rank configurations.
+def estimated_cycles(plan: Tcgen05Plan, product: Product, tokens: int) -> float:
+    """Estimated cycles of a GEMM: rounds of tiles. It is there to rank configurations.
 
-    A stage takes as long as the tensor core multiplies, or as its bytes take to come.
+    A stage takes as long as the tensor core multiplies, or as its bytes take to arrive.
     """
     tiles = -(-tokens // plan.token_block) * -(-product.rows // plan.rows)
-    rounds = -(-tiles // (PROCESSORS // plan.blocks))
-    return cycles_of(plan, rounds, tiles, plan.steps(product.columns))
+    rounds = -(-tiles // (SMS // plan.ctas))
+    return cycles_of(plan, rounds, tiles, plan.k_stages(product.columns))
 
 
-def cycles_of(plan: DensePlan, rounds: float, tiles: float, steps: int) -> float:
-    """Cycles of so many rounds of so many tiles, of so many stages each."""
-    busy = min(tiles, PROCESSORS // plan.blocks) * plan.blocks
+def cycles_of(plan: Tcgen05Plan, rounds: float, tiles: float, k_stages: int) -> float:
+    """Estimated cycles of ``rounds`` rounds of ``tiles`` tiles, of ``k_stages`` stages each."""
+    busy_sms = min(tiles, SMS // plan.ctas) * plan.ctas
     stage = max(
-        ROWS * plan.token_block * STEP / _PRODUCTS,
-        plan.stage_bytes / _CACHE_BYTES,
-        busy * (plan.row_code_bytes + plan.row_scale_bytes) / _MEMORY_BYTES,
+        ROWS * plan.token_block * STAGE_K / _MMA_CODES,
+        plan.stage_bytes / _L2_BYTES,
+        busy_sms * (plan.row_code_bytes + plan.row_scale_bytes) / _MEMORY_BYTES,
     )
-    results = plan.chunks * _CHUNK
-    steps = -(-steps // plan.parts)
-    if plan.parts > 1:
-        return _LAUNCH + rounds * (_FILL + steps * stage + _TOGETHER + results)
-    return _LAUNCH + _FILL + rounds * max(steps * stage, results) + results
+    results = plan.chunks * _CHUNK_CYCLES
+    k_stages = -(-k_stages // plan.k_splits)
+    if plan.k_splits > 1:
+        tile = _FILL_CYCLES + k_stages * stage + _REDUCTION_CYCLES + results
+        return _LAUNCH_CYCLES + rounds * tile
+    # The epilogue of a tile overlaps the MMAs of the next one.
+    return _LAUNCH_CYCLES + _FILL_CYCLES + rounds * max(k_stages * stage, results) + results

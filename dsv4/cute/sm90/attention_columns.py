@@ -615,11 +615,11 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
         for i in cutlass.range_constexpr(self.plan.heads * chunks // _THREADS):
             number = i * _THREADS + thread
             row, chunk = number // chunks, number % chunks
-            four = ptx.load_shared(line + Uint32(row * width + (chunk ^ (row % 8)) * 16), 4)
+            vector = ptx.load_shared(line + Uint32(row * width + (chunk ^ (row % 8)) * 16), 4)
             if tile.first_head + row < args.heads:
                 place = (Int64(tile.token) * args.heads + tile.first_head + row) * DIMS
                 dim = rank * (self.share * _ROWS) + chunk * 8
-                ptx.store_global4(args.out + (place + dim) * 2, four)
+                ptx.store_global4(args.out + (place + dim) * 2, vector)
 
     @cute.jit
     def _factors(self, statistics: Uint32, sinks: Uint32, lane: Int32) -> list[Fragment]:

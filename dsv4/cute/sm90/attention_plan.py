@@ -99,11 +99,6 @@ class AttentionPlan:
         return 2 if self.paired else 1
 
     @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
-
-    @property
     def shared_words(self) -> int:
         """Words of references, sums of weights, items, sinks and angles; a pair's statistics."""
         return 4 * HEADS + CONSUMER_WARPS + ROPE + (8 * HEADS if self.paired else 0)
@@ -142,11 +137,6 @@ class ColumnsPlan:
     threads = 384
 
     @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
-
-    @property
     def shared_bytes(self) -> int:
         """Stages, queries, weights, codes, statistics, descriptions of stages, barriers."""
         tiles = STAGES * STAGE_BYTES + self.heads * (DIMS + BLOCK) * 2
@@ -160,7 +150,7 @@ class MergePlan:
     """The kernel in ``attention_merge``, which adds the partial sums of a token's KV splits."""
 
     kernel = "dsv4.cute.sm90.attention_merge:MergeKernel"
-    blocks = 1
+    ctas = 1
     threads = DIMS // 8
     shared_bytes = 0
 
@@ -183,11 +173,6 @@ class NarrowPlan:
     threads = 256
     stages = 3  # of codes
     prefetched = 2  # steps whose codes are copied while one is multiplied
-
-    @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
 
     @property
     def owners(self) -> int:

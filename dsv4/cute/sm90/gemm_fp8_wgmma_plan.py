@@ -202,16 +202,16 @@ def candidates(product: Product, tokens: int, folded: bool) -> Iterator[Fp8Wgmma
     if product.columns % BLOCK or group_rows % 16:
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
-    for (warpgroups, token_block, resident), blocks in itertools.product(shapes, CLUSTERS):
+    for (warpgroups, token_block, resident), ctas in itertools.product(shapes, CLUSTERS):
         plan = _configuration(
-            token_block, warpgroups, blocks, 2, *kind, folded=folded, ctas_per_sm=resident
+            token_block, warpgroups, ctas, 2, *kind, folded=folded, ctas_per_sm=resident
         )
         whole = product.groups == 1 or group_rows % plan.rows == 0
-        if not whole or product.columns // BLOCK < blocks or token_block > 2 * max(tokens, 16):
+        if not whole or product.columns // BLOCK < ctas or token_block > 2 * max(tokens, 16):
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
         if plan.stages >= 2 and (
-            blocks == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
+            ctas == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
         ):
             yield plan
 

@@ -145,11 +145,6 @@ class SmallMPlan:
         return True
 
     @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
-
-    @property
     def tiles(self) -> int:
         """Tiles of 64 columns of a CTA's part of K."""
         return self.columns // 64 // self.ctas

@@ -158,11 +158,6 @@ class WgmmaPlan:
         return "dsv4.cute.sm90.gemm_wgmma:WgmmaKernel"
 
     @property
-    def blocks(self) -> int:
-        """``ctas`` under the name that plans of other kernels have."""
-        return self.ctas
-
-    @property
     def rows(self) -> int:
         """Rows of the weight of a CTA."""
         return 64 * self.warpgroups * self.warp_tiles
@@ -352,17 +347,17 @@ def candidates(
     if columns % 128:
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
-    for (warpgroups, tiles, depth, token_block), blocks in itertools.product(shapes, CLUSTERS):
+    for (warpgroups, tiles, k_blocks, token_block), ctas in itertools.product(shapes, CLUSTERS):
         kind = (float32_out, row_scaled)
-        plan = _configuration(token_block, warpgroups, blocks, depth, *kind, warp_tiles=tiles)
+        plan = _configuration(token_block, warpgroups, ctas, k_blocks, *kind, warp_tiles=tiles)
         whole = rows == group_rows or group_rows % plan.rows == 0
-        steps = columns // 64 // depth
+        stages = columns // 64 // k_blocks
         # 512 rows of a CTA: registers hold these options beside the accumulators of 32 tokens only.
         spills = plan.rows == 512 and token_block > 32 and (float32_out or row_scaled)
-        if spills or not whole or steps < blocks or token_block > 2 * max(tokens, 16):
+        if spills or not whole or stages < ctas or token_block > 2 * max(tokens, 16):
             continue
-        stages = plan.stages * (plan.stage_bytes - 16)
-        if blocks == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages:
+        ring_bytes = plan.stages * (plan.stage_bytes - 16)
+        if ctas == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= ring_bytes:
             yield plan
 
 

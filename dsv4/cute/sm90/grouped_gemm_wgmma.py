@@ -497,8 +497,8 @@ class GroupedWgmmaKernel(WgmmaKernel):
         rows = []
         for first in range(0, 16 * self.plan.warp_tiles, 32):
             row = (first + lane) % (16 * self.plan.warp_tiles)
-            row_tile = tile.row_block * self.plan.cta_row_tiles
-            row_tile += warp + row // 16 * self.plan.mma_warps
+            row_tile = tile.row_block * self.plan.cta_row_tiles + warp
+            row_tile += row // 16 * self.plan.mma_warps
             at = cutlass.min(row_tile, args.row_tiles - 1) * 16 + row % 16
             # The segment of the row, or the row itself.
             index = Int32(at >= args.cut0) + Int32(at >= args.cut1) + Int32(at >= args.cut2)

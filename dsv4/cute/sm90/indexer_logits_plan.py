@@ -99,11 +99,6 @@ class IndexerLogitsPlan:
     ctas = 1
 
     @property
-    def blocks(self) -> int:
-        """CTAs of a cluster, by the name that all plans share."""
-        return self.ctas
-
-    @property
     def stages(self) -> int:
         """Blocks of entries that a warpgroup has in flight, a power of two."""
         return 4

@@ -78,11 +78,6 @@ class TopkPlan:
     classes = 2048
 
     @property
-    def blocks(self) -> int:
-        """CTAs of a cluster, by the name that all plans share."""
-        return self.ctas
-
-    @property
     def warps(self) -> int:
         """Warps of a CTA."""
         return self.threads // 32

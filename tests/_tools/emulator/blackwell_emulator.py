@@ -1,17 +1,16 @@
-"""Runs the source of Blackwell's kernels on the CPU, as an emulation of what the PTX manual says.
+"""Runs the source of the ``tcgen05`` kernels on the CPU, emulating what the PTX manual says.
 
-Every thread of a cluster that does something of its own is a Python thread: those that store
-results, turn scales or clear rows, and one each that copies and multiplies. TMA copies end in
-any order, products some time after they were asked for. Barriers count arrivals and bytes as the
-hardware's do, and a wait that does not end is an error. So a wrong coordinate, swizzle, column,
-parity or count gives a wrong result or none.
+Every thread of a cluster that does something of its own is a Python thread: those of the epilogue,
+scale and clear warps, and one each of the copy and the MMA warp. TMA copies end in any order, MMAs
+some time after they were issued. mbarriers count arrivals and bytes as the hardware's do, and a
+wait that does not end is an error. So a wrong coordinate, swizzle, column, parity or count gives a
+wrong result or none.
 """
 
 from __future__ import annotations
 
 import builtins
 import collections
-import dataclasses
 import itertools
 import random
 import threading
@@ -19,11 +18,12 @@ import time
 import types
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 import dsv4
-from dsv4.cute.sm100 import dense_plan
+from dsv4.cute.sm100 import gemm_plan, mma_descriptors
 from tests._tools.ptx import machine as ptx_machine
 
 SLOWNESS = 0.02  # seconds that a load takes
@@ -77,14 +77,14 @@ class Barrier:
 
 
 class Engine(threading.Thread):
-    """Does what it is asked for some time later: in order, or any of the pending first."""
+    """Executes jobs asynchronously: in order, or any of the pending ones first."""
 
     def __init__(self, cluster, ordered):
         super().__init__(daemon=True)
         self.cluster, self.ordered, self.jobs = cluster, ordered, []
         self.changed, self.ends, self.random = threading.Condition(), False, random.Random(0)
 
-    def ask(self, job):
+    def issue(self, job):
         with self.changed:
             self.jobs.append(job)
             self.changed.notify()
@@ -111,28 +111,27 @@ class Engine(threading.Thread):
 
 
 class Cluster:
-    """Memories, barriers and engines of one cluster, and its threads."""
+    """Memories, mbarriers, asynchronous engines and threads of one cluster."""
 
     def __init__(self, plan, first, clusters):
         self.plan, self.first, self.clusters = plan, first, clusters
-        self.shared = [np.full(1 << 18, 0xFF, np.uint8) for _ in range(plan.blocks)]
-        self.tensor = np.full((plan.blocks, 128, 512), 0xFFFFFFFF, np.uint32)
+        self.shared = [np.full(1 << 18, 0xFF, np.uint8) for _ in range(plan.ctas)]
+        self.tmem = np.full((plan.ctas, 128, 512), 0xFFFFFFFF, np.uint32)
         self.lock, self.barriers, self.failed = threading.Condition(threading.RLock()), {}, []
-        self.copies = [Engine(self, ordered=False) for _ in range(plan.blocks)]
-        self.products = [Engine(self, ordered=True) for _ in range(plan.blocks)]
-        self.owned = [0] * plan.blocks  # columns of tensor memory
-        alone = (dense_plan.MULTIPLY_WARP, dense_plan.COPY_WARP)
+        self.copies = [Engine(self, ordered=False) for _ in range(plan.ctas)]
+        self.mmas = [Engine(self, ordered=True) for _ in range(plan.ctas)]
+        self.owned = [0] * plan.ctas  # TMEM columns
+        alone = (gemm_plan.MMA_WARP, gemm_plan.COPY_WARP)
         self.whole = [warp for warp in range(plan.threads // 32) if warp not in alone]
         self.lanes = [32 * warp + lane for warp in self.whole for lane in range(32)]
         self.lanes += [32 * warp for warp in alone]
-        self.meeting = threading.Barrier(len(self.lanes) * plan.blocks)
-        self.named = [threading.Barrier(128) for _ in range(plan.blocks)]
+        self.meeting = threading.Barrier(len(self.lanes) * plan.ctas)
+        self.named = [threading.Barrier(128) for _ in range(plan.ctas)]
         self.warps = [
-            {warp: threading.Barrier(32) for warp in self.whole} for _ in range(plan.blocks)
+            {warp: threading.Barrier(32) for warp in self.whole} for _ in range(plan.ctas)
         ]
         self.slots = [
-            {warp: [[None] * 32 for _ in range(2)] for warp in self.whole}
-            for _ in range(plan.blocks)
+            {warp: [[None] * 32 for _ in range(2)] for warp in self.whole} for _ in range(plan.ctas)
         ]
 
     def fail(self, error):
@@ -147,15 +146,15 @@ class Cluster:
         if self.failed:
             raise RuntimeError("another thread failed")
 
-    def barrier(self, address, block=None):
-        return self.barriers[_HERE.block if block is None else block, address]
+    def barrier(self, address, cta=None):
+        return self.barriers[_HERE.cta if cta is None else cta, address]
 
     def run(self, body):
         """Run the kernel in all threads; raises what the first that failed raised."""
-        engines = [*self.copies, *self.products]
+        engines = [*self.copies, *self.mmas]
         threads = [
-            threading.Thread(target=self._thread, args=(body, block, thread), daemon=True)
-            for block in range(self.plan.blocks)
+            threading.Thread(target=self._thread, args=(body, cta, thread), daemon=True)
+            for cta in range(self.plan.ctas)
             for thread in self.lanes
         ]
         for thread in (*engines, *threads):
@@ -167,13 +166,13 @@ class Cluster:
             engine.join()
         if self.failed:
             raise self.failed[0]
-        assert not any(self.owned), "tensor memory was not given back"
+        assert not any(self.owned), "TMEM was not freed"
         assert all(b.bytes == 0 and b.pending == b.count for b in self.barriers.values())
 
-    def _thread(self, body, block, thread):
-        _HERE.cluster, _HERE.block, _HERE.thread = self, block, thread
+    def _thread(self, body, cta, thread):
+        _HERE.cluster, _HERE.cta, _HERE.thread = self, cta, thread
         _HERE.warp, _HERE.lane = divmod(thread, 32)
-        _HERE.turn = 0
+        _HERE.slot_set = 0
         try:
             body()
         except BaseException as error:
@@ -189,13 +188,13 @@ def meet(barrier):
 
 
 def together(value):
-    """What every lane of the warp gives."""
-    cluster, block, warp = _HERE.cluster, _HERE.block, _HERE.warp
-    # Two sets of slots in turn: who writes the next time cannot disturb who still reads.
-    _HERE.turn ^= 1
-    slots = cluster.slots[block][warp][_HERE.turn]
+    """The values of all lanes of the warp."""
+    cluster, cta, warp = _HERE.cluster, _HERE.cta, _HERE.warp
+    # Two sets of slots, alternating: a lane that writes the next time disturbs no lane that reads.
+    _HERE.slot_set ^= 1
+    slots = cluster.slots[cta][warp][_HERE.slot_set]
     slots[_HERE.lane] = value
-    meet(cluster.warps[block][warp])
+    meet(cluster.warps[cta][warp])
     return slots
 
 
@@ -213,7 +212,7 @@ class Pointer:
 
 
 class Allocator:
-    """Shared memory of a block, the same for every thread."""
+    """Shared memory of a CTA, the same for every thread."""
 
     def __init__(self):
         self.end = 1024
@@ -229,19 +228,19 @@ class Allocator:
 
 
 class Number(int):
-    """Not a number, but what one is called in a kernel: ``Int32(value)``."""
+    """A DSL type: ``Int32(value)`` in kernels, an element size for ``Allocator``."""
 
     def __new__(cls, item):
-        result = super().__new__(cls, item)
-        result.item = item
-        return result
+        number = super().__new__(cls, item)
+        number.item = item
+        return number
 
     def __call__(self, value):
         return int(value)
 
 
 class Operand:
-    """What a TMA copy reads: bytes, and the box of its tensor map."""
+    """What a TMA copy reads: bytes, and the box that is passed to the driver."""
 
     def __init__(self, content, box, multicast=False):
         self.content, self.box, self.multicast = content, box, multicast
@@ -250,22 +249,22 @@ class Operand:
     def take(self, shape, where):
         """A box of bytes; zeros beyond the end."""
         box = self.box
-        assert tuple(shape[::-1]) == box.box, "the kernel copies another box than is described"
-        place = np.indices(shape).reshape(len(shape), -1) + np.array(where)[:, None]
+        assert tuple(shape[::-1]) == box.box, "the kernel copies another box than the map has"
+        coordinates = np.indices(shape).reshape(len(shape), -1) + np.array(where)[:, None]
         sizes = np.array(box.sizes[::-1])[:, None]
-        assert (place >= 0).all()
-        inside = (place < sizes).all(0)
+        assert (coordinates >= 0).all()
+        inside = (coordinates < sizes).all(0)
         strides = np.array((*box.strides[::-1], box.item_bytes))[:, None]
-        start = (place * strides).sum(0)[:, None] + np.arange(box.item_bytes)
-        result = np.zeros((place.shape[1], box.item_bytes), np.uint8)
-        result[inside] = self.content[start[inside]]
+        start = (coordinates * strides).sum(0)[:, None] + np.arange(box.item_bytes)
+        copied = np.zeros((coordinates.shape[1], box.item_bytes), np.uint8)
+        copied[inside] = self.content[start[inside]]
         with _COUNTING:
-            np.add.at(self.reads, tuple(place[:, inside]), 1)
-        return result.reshape(-1)
+            np.add.at(self.reads, tuple(coordinates[:, inside]), 1)
+        return copied.reshape(-1)
 
 
 class Global:
-    """Global memory: arrays by address, and what was written, or loaded as words, how often."""
+    """Global memory: arrays by address, with counts of stores and of loads of words."""
 
     def __init__(self):
         self.arrays, self.loads = {}, collections.Counter()
@@ -295,9 +294,9 @@ class Global:
             self.loads[offset] += 1
         assert array.dtype == np.uint8
         assert offset % (4 * words) == 0
-        result = array[offset : offset + 4 * words]
-        assert result.size == 4 * words, "beyond the end"
-        return result.view(np.uint32).tolist()
+        loaded = array[offset : offset + 4 * words]
+        assert loaded.size == 4 * words, "beyond the end"
+        return loaded.view(np.uint32).tolist()
 
     def store(self, address, values):
         array, written, offset = self.at(address)
@@ -319,11 +318,11 @@ def fake_ptx(memory):
     """``dsv4.cute.device.ptx``."""
 
     def shared():
-        return _HERE.cluster.shared[_HERE.block]
+        return _HERE.cluster.shared[_HERE.cta]
 
     def mbarrier_init(address, count):
         cluster = _HERE.cluster
-        cluster.barriers[_HERE.block, address] = Barrier(cluster.lock, count)
+        cluster.barriers[_HERE.cta, address] = Barrier(cluster.lock, count)
 
     def stmatrix_x2_transposed(address, low, high):
         every = together((address, (low, high)))
@@ -358,8 +357,8 @@ def fake_ptx(memory):
         array, *_ = memory.at(address)
         memory.store(address, np.array(words, np.uint32).view(array.dtype))
 
-    def load_global_or_zero(address, words, expected, offset=0):
-        return memory.load_words(address + offset, words) if expected else [0] * words
+    def load_global_or_zero(address, words, exists, offset=0):
+        return memory.load_words(address + offset, words) if exists else [0] * words
 
     def max_u16x2(a, b):
         a, b = int(a), int(b)
@@ -370,13 +369,13 @@ def fake_ptx(memory):
         shared()[address : address + 16].view(np.float32)[:] = values
 
     def load_shared_cluster_float4(address):
-        block, start = divmod(address, 1 << 32)
-        return _HERE.cluster.shared[block][start : start + 16].view(np.float32).copy()
+        cta, start = divmod(address, 1 << 32)
+        return _HERE.cluster.shared[cta][start : start + 16].view(np.float32).copy()
 
     return types.SimpleNamespace(
         store_shared_float4=store_shared_float4,
         load_shared_cluster_float4=load_shared_cluster_float4,
-        map_to_cta=lambda address, block: block << 32 | address,
+        map_to_cta=lambda address, cta: cta << 32 | address,
         mbarrier_init=mbarrier_init,
         fence_mbarrier_init=lambda: None,
         mbarrier_arrive_expect_tx=lambda address, count: _HERE.cluster.barrier(address).arrive(
@@ -411,90 +410,88 @@ def fake_ptx(memory):
 def operand_elements(shared, start, rows):
     """``[rows, 64]`` of K-major codes in rows of 128 bytes, whose 16-byte pieces are exchanged."""
     row, byte = np.meshgrid(np.arange(rows), np.arange(32), indexing="ij")
-    place = start + row // 8 * 1024 + row % 8 * 128 + byte
-    result = shared[place ^ (place >> 7 & 7) << 4]
-    return _ELEMENTS[np.stack((result & 15, result >> 4), -1).reshape(rows, 64)]
+    address = start + row // 8 * 1024 + row % 8 * 128 + byte
+    codes = shared[address ^ (address >> 7 & 7) << 4]
+    return _ELEMENTS[np.stack((codes & 15, codes >> 4), -1).reshape(rows, 64)]
 
 
-def operand_scales(tensor, column, rows):
+def operand_scales(tmem, column, rows):
     """``[rows, 64]``: a byte for 16 columns, in lane ``row % 32`` of column ``row // 32``."""
     row = np.arange(rows)
-    copies = [tensor[row % 32 + 32 * w, column + row // 32] for w in range(4)]
+    copies = [tmem[row % 32 + 32 * w, column + row // 32] for w in range(4)]
     assert all((copy == copies[0]).all() for copy in copies), "the warps' copies differ"
     return np.repeat(e4m3(copies[0][:, None] >> np.array([0, 8, 16, 24]) & 0xFF), 16, 1)
 
 
 def fake_tcgen05():
-    """``dsv4.cute.sm100._tcgen05``."""
+    """``dsv4.cute.sm100.tcgen05``."""
 
-    def allocate(address, columns, group):
+    def allocate(address, columns, cta_group):
         cluster = _HERE.cluster
-        assert group == cluster.plan.pair
+        assert cta_group == cluster.plan.cta_group
         assert columns in (32, 64, 128, 256, 512)
         if _HERE.lane == 0:
-            assert cluster.owned[_HERE.block] == 0
-            cluster.owned[_HERE.block] = columns
-            place = cluster.shared[_HERE.block][address : address + 4]
-            place.view(np.uint32)[0] = 512 - columns
+            assert cluster.owned[_HERE.cta] == 0
+            cluster.owned[_HERE.cta] = columns
+            slot = cluster.shared[_HERE.cta][address : address + 4]
+            slot.view(np.uint32)[0] = 512 - columns
 
-    def free(start, columns, group):
+    def free(start, columns, cta_group):
         if _HERE.lane == 0:
-            assert (start, columns) == (512 - columns, _HERE.cluster.owned[_HERE.block])
-            _HERE.cluster.owned[_HERE.block] = 0
+            assert (start, columns) == (512 - columns, _HERE.cluster.owned[_HERE.cta])
+            _HERE.cluster.owned[_HERE.cta] = 0
 
-    def copy_scales(target, address, group):
-        cluster = _HERE.cluster
-
-        first = _HERE.block
+    def copy_scales(target, address, cta_group):
+        cluster, first = _HERE.cluster, _HERE.cta
 
         def job():
-            for block in range(first, first + group):
-                result = cluster.shared[block][address : address + 512].view(np.uint32)
-                columns = cluster.tensor[block, :, target : target + 4]
-                columns[:] = np.tile(result.reshape(32, 4), (4, 1))
+            for cta in range(first, first + cta_group):
+                scales = cluster.shared[cta][address : address + 512].view(np.uint32)
+                columns = cluster.tmem[cta, :, target : target + 4]
+                columns[:] = np.tile(scales.reshape(32, 4), (4, 1))
 
-        cluster.products[_HERE.block].ask(job)
+        cluster.mmas[_HERE.cta].issue(job)
 
-    def multiply(sums, left, right, scales, accumulate, kind, group):
+    def multiply(sums, left, right, left_scales, right_scales, accumulate, instruction, cta_group):
         cluster, tokens = _HERE.cluster, _HERE.cluster.plan.token_block
-        assert kind == dense_plan.instruction(128 * group, tokens)
-        start, first = 512 - cluster.owned[0], _HERE.block
+        assert instruction == mma_descriptors.instruction_descriptor(128 * cta_group, tokens)
+        start, first = 512 - cluster.owned[0], _HERE.cta
         assert start <= sums <= 512 - tokens
 
         def job():
-            own = tokens // group
-            blocks = range(first, first + group)
-            codes = [operand_elements(cluster.shared[b], right << 4, own) for b in blocks]
+            own = tokens // cta_group
+            ctas = range(first, first + cta_group)
+            codes = [operand_elements(cluster.shared[b], right << 4, own) for b in ctas]
             codes = np.concatenate(codes)
-            for block in blocks:
-                tensor = cluster.tensor[block]
-                a = operand_elements(cluster.shared[block], left << 4, 128)
-                a = a * operand_scales(tensor, scales[0], 128)
-                b = codes * operand_scales(tensor, scales[1], tokens)
-                total = tensor[:, sums : sums + tokens].view(np.float32)
+            for cta in ctas:
+                tmem = cluster.tmem[cta]
+                a = operand_elements(cluster.shared[cta], left << 4, 128)
+                a = a * operand_scales(tmem, left_scales, 128)
+                b = codes * operand_scales(tmem, right_scales, tokens)
+                total = tmem[:, sums : sums + tokens].view(np.float32)
                 before = total.copy() if accumulate else np.float32(0)
                 total[:] = before + a @ b.T
 
-        cluster.products[_HERE.block].ask(job)
+        cluster.mmas[_HERE.cta].issue(job)
 
-    def commit(address, group):
-        cluster, first = _HERE.cluster, _HERE.block
+    def commit(address, cta_group):
+        cluster, first = _HERE.cluster, _HERE.cta
 
         def job():
-            for block in range(first, first + group):
-                cluster.barrier(address, block).arrive()
+            for cta in range(first, first + cta_group):
+                cluster.barrier(address, cta).arrive()
 
-        cluster.products[_HERE.block].ask(job)
+        cluster.mmas[_HERE.cta].issue(job)
 
     def load(address, tiles):
         first, column = address >> 16, address & 0xFFFF
         assert first == 32 * (_HERE.warp % 4), "a warp loads its own lanes"
-        time.sleep(SLOWNESS)  # the next GEMM overtakes a warp that loads too late
-        tensor = _HERE.cluster.tensor[_HERE.block].view(np.float32)
+        time.sleep(SLOWNESS)  # the next MMAs overwrite what is loaded too late
+        tmem = _HERE.cluster.tmem[_HERE.cta].view(np.float32)
         row, start = first + _HERE.lane // 4, column + _HERE.lane % 4 * 2
         return [
             [
-                [tensor[row + 16 * h + 8 * (i // 2), start + 8 * n + i % 2] for i in range(4)]
+                [tmem[row + 16 * h + 8 * (i // 2), start + 8 * n + i % 2] for i in range(4)]
                 for n in range(tiles)
             ]
             for h in range(2)
@@ -503,58 +500,58 @@ def fake_tcgen05():
     return types.SimpleNamespace(
         allocate=allocate,
         free=free,
-        before_arrival=lambda: None,
-        after_wait=lambda: None,
+        fence_before_sync=lambda: None,
+        fence_after_sync=lambda: None,
         codes_descriptor=lambda address: address >> 4,
         copy_scales=copy_scales,
         multiply=multiply,
         commit=commit,
-        arrive_first=lambda address: _HERE.cluster.barrier(address, 0).arrive(),
+        arrive_leader=lambda address: _HERE.cluster.barrier(address, 0).arrive(),
         load=load,
     )
 
 
 def copy(operand, source, to, tma_bar_ptr, mcast_mask):
-    """A TMA copy; it announces its bytes to the first block of a cluster."""
-    cluster, block = _HERE.cluster, _HERE.block
+    """A TMA copy; its bytes complete at the mbarrier of the MMA's leader."""
+    cluster, cta = _HERE.cluster, _HERE.cta
     (_, where), shape = source
     (start, swizzled) = to
     assert swizzled == operand.box.swizzled
     assert start.address % (1024 if swizzled else 128) == 0
 
     def job():
-        result = operand.take(shape, where)
-        place = start.address + np.arange(result.size)
+        copied = operand.take(shape, where)
+        addresses = start.address + np.arange(copied.size)
         if swizzled:
-            place ^= (place >> 7 & 7) << 4
-        for target in range(cluster.plan.blocks) if operand.multicast else [block]:
-            cluster.shared[target][place] = result
-            leader = block // cluster.plan.pair * cluster.plan.pair
-            cluster.barrier(tma_bar_ptr.address, leader).complete(result.size)
+            addresses ^= (addresses >> 7 & 7) << 4
+        for target in range(cluster.plan.ctas) if operand.multicast else [cta]:
+            cluster.shared[target][addresses] = copied
+            leader = cta // cluster.plan.cta_group * cluster.plan.cta_group
+            cluster.barrier(tma_bar_ptr.address, leader).complete(copied.size)
 
-    cluster.copies[block].ask(job)
+    cluster.copies[cta].issue(job)
 
 
 def shuffled(value, offset, mask_and_clamp, kind):
     """A shuffle upwards; the first lanes get what they gave."""
     assert (mask_and_clamp, kind) == (0, "up")
-    result = together(value)
-    return result[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
+    values = together(value)
+    return values[_HERE.lane - offset if _HERE.lane >= offset else _HERE.lane]
 
 
 def fake_cutlass():
     """``cutlass``, as far as the kernel needs it; what only the compiler calls is missing."""
     arch = types.SimpleNamespace(
         thread_idx=lambda: (_HERE.thread, 0, 0),
-        block_idx=lambda: (_HERE.cluster.first * _HERE.cluster.plan.blocks + _HERE.block, 0, 0),
-        grid_dim=lambda: (_HERE.cluster.clusters * _HERE.cluster.plan.blocks, 0, 0),
+        block_idx=lambda: (_HERE.cluster.first * _HERE.cluster.plan.ctas + _HERE.cta, 0, 0),
+        grid_dim=lambda: (_HERE.cluster.clusters * _HERE.cluster.plan.ctas, 0, 0),
         make_warp_uniform=lambda value: value,
         griddepcontrol_launch_dependents=lambda: None,
         griddepcontrol_wait=lambda: None,
         cluster_arrive=lambda: None,
         cluster_wait=lambda: meet(_HERE.cluster.meeting),
         barrier=lambda barrier_id=0, number_of_threads=0: meet(
-            _HERE.cluster.named[_HERE.block] if barrier_id else _HERE.cluster.meeting
+            _HERE.cluster.named[_HERE.cta] if barrier_id else _HERE.cluster.meeting
         ),
         sync_warp=lambda: together(None) if _HERE.warp in _HERE.cluster.whole else None,
         elect_one=nullcontext,
@@ -598,14 +595,26 @@ def fake_cutlass():
     )
 
 
-SHARED = {
+# Modules of device code that are executed with fakes in place of the compiler.
+EXECUTED = {
     f"dsv4.cute.{name}"
-    for name in ("device.epilogue", "device.quantize", "device.expert_scheduler", "sm100.dense")
+    for name in (
+        "device.epilogue",
+        "device.expert_scheduler",
+        "device.kernel",
+        "device.quantize",
+        "sm100.gemm",
+        "sm100.gemm_copies",
+        "sm100.gemm_epilogue",
+        "sm100.gemm_mma",
+        "sm100.gemm_pipeline",
+        "sm100.grouped_gemm_scales",
+    )
 }
 
 
-def emulated_source(memory, name="dsv4.cute.sm100.dense"):
-    """A module of a kernel, with everything it imports from the compiler in its place."""
+def emulated_source(memory, name="dsv4.cute.sm100.gemm"):
+    """A module of device code, executed with fakes of what it imports from the compiler."""
     cutlass = fake_cutlass()
     nothing = types.SimpleNamespace(
         CUstream=None, make_fake_tensor=None, CtaGroup=types.SimpleNamespace(ONE=1, TWO=2)
@@ -621,13 +630,13 @@ def emulated_source(memory, name="dsv4.cute.sm100.dense"):
         "cutlass.cute.runtime": nothing,
         "cuda.bindings.driver": nothing,
         "dsv4.cute.device": ptx,
-        "dsv4.cute.sm100": types.SimpleNamespace(_tcgen05=fake_tcgen05()),
+        "dsv4.cute.sm100": types.SimpleNamespace(tcgen05=fake_tcgen05()),
     }
 
     def find(name, globals=None, locals=None, fromlist=(), level=0):
         if name in stand_ins:
             return stand_ins[name]
-        if name in SHARED:
+        if name in EXECUTED:
             stand_ins[name] = _executed(name, find)
             return stand_ins[name]
         return builtins.__import__(name, globals, locals, fromlist, level)
@@ -648,30 +657,68 @@ def _executed(name, find):
     return types.SimpleNamespace(**scope)
 
 
-def run(plan, boxes, contents, memory, arguments, clusters):
-    """Run a grid of clusters, one after another.
+class Prepared(NamedTuple):
+    """What a launcher asks ``KernelAbi.launch`` for.
+
+    Attributes:
+        ctas: Of the grid.
+        boxes: What the TMA copies read.
+        scalars: Arguments of the kernel that are no pointers, by name.
+    """
+
+    ctas: int
+    boxes: tuple
+    scalars: dict
+
+
+def prepared(monkeypatch, launcher, abi, plan, clusters, call):
+    """The launch that a launcher prepares of a call with a given plan.
+
+    Args:
+        monkeypatch: Restores what is replaced.
+        launcher: ``gemm_nvfp4`` or ``grouped_nvfp4``.
+        abi: The kernel's ``KernelAbi``.
+        plan: The configuration.
+        clusters: That the GPU holds at a time.
+        call: The launcher's ``_Call``.
+    """
+
+    def launch(kernel, ctas, boxes, describe, **scalars):
+        return Prepared(ctas, boxes, scalars)
+
+    ready = types.SimpleNamespace(prepare=lambda device: clusters)
+    monkeypatch.setattr(launcher, "choose", lambda *what: plan)
+    monkeypatch.setattr(launcher, "loaded", lambda *what: ready)
+    monkeypatch.setattr(launcher, "architecture", lambda device: "sm_100a")
+    monkeypatch.setattr(abi, "launch", launch)
+    return launcher._prepared.__wrapped__(call, 0)
+
+
+def run(plan, launch, operands, memory, records, pointers):
+    """Run the grid of a launch, one cluster after another.
 
     Args:
         plan: The configuration.
-        boxes: Of the operands, as in their tensor maps.
-        contents: Their bytes.
+        launch: ``Prepared``.
+        operands: Bytes of what the TMA copies read.
         memory: ``Global``, with everything else.
-        arguments: Of the kernel, after the operands.
-        clusters: Of the grid.
+        records: Types of the kernel's TMA copies and of its arguments.
+        pointers: Addresses in ``memory``, by the names of the arguments.
 
     Returns:
         The operands, with the number of times each element was read.
     """
     module, name = plan.kernel.split(":")
-    kernel = getattr(emulated_source(memory, module), name)(**dataclasses.asdict(plan))
+    kernel = getattr(emulated_source(memory, module), name)(plan)
     make = kernel._make_barriers
-    # Of the warp that copies one lane is run, but all lanes make barriers.
-    object.__setattr__(
-        kernel, "_make_barriers", lambda first, lane: [make(first, i) for i in range(32)]
-    )
-    shared = (False, False, False, plan.shared_scales)[: len(boxes)]
-    operands = [Operand(*what) for what in zip(contents, boxes, shared, strict=True)]
-    copies = [part for operand in operands for part in (operand, None)]
+    # Of the copy warp one lane is run, but all lanes make barriers.
+    kernel._make_barriers = lambda barriers, lane: [make(barriers, i) for i in range(32)]
+    multicast = (False, False, False, plan.multicasts_scales)[: len(operands)]
+    operands = [Operand(*what) for what in zip(operands, launch.boxes, multicast, strict=True)]
+    tma_type, args_type = records
+    tma = tma_type(*(types.SimpleNamespace(atom=each, tensor=None) for each in operands))
+    args = args_type(**launch.scalars, **pointers)
+    clusters = launch.ctas // plan.ctas
     for first in range(clusters):
-        Cluster(plan, first, clusters).run(lambda: kernel.kernel(*copies, *arguments))
+        Cluster(plan, first, clusters).run(lambda: kernel.kernel(tma, args))
     return operands

@@ -28,7 +28,7 @@ class Plan:
     number: int = 0
     kernel: str = "module:class"
     threads: int = 128
-    blocks: int = 2
+    ctas: int = 2
     shared_bytes: int = 4096
 
 
@@ -48,7 +48,7 @@ def compiled(monkeypatch):
     def compile_image(plan, arch):
         made.append(plan)
         code = b"code %d of plan %d" % (len(made), plan.number)
-        return Image(code, f"entry_{plan.number}", plan.threads, plan.blocks, plan.shared_bytes)
+        return Image(code, f"entry_{plan.number}", plan.threads, plan.ctas, plan.shared_bytes)
 
     monkeypatch.setattr(cubin_cache, "compile_image", compile_image)
     return made

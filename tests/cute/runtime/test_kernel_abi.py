@@ -64,15 +64,20 @@ class Driver:
         return 0
 
 
-def launched(abi, pointers, values, matrices=(), described=()):
+class Descriptors(NamedTuple):
+    of_codes: TmaDescriptor
+    of_scales: TmaDescriptor
+
+
+def launched(abi, pointers, values, matrices=(), described=(), describe=None):
     """Values that the kernel of each launch finds, by name."""
     driver = Driver(abi)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda_driver, "_driver", lambda: driver)
         patch.setattr(cuda_driver, "tensor_map", lambda *what: MAP)
-        launch = abi.launch(Kernel(Image(b"", "name", 32, 1, 0)), 1, matrices, **values)
-        for pointer in pointers:
-            launch(0, abi.pointers(**pointer), described)
+        launch = abi.launch(Kernel(Image(b"", "name", 32, 1, 0)), 1, matrices, describe, **values)
+        for each in pointers:
+            launch(0, abi.pointers(**each), described)
     return driver.launches
 
 
@@ -99,6 +104,20 @@ def test_tma_copies_come_first():
     assert (result["of_x"], result["of_codes"]) == ((MAP,), (MAP,))
     assert (result["x"], result["codes"], result["layout"]) == ((300, 512), (1024, 256), (b"\0",))
     assert (result["rows"], result["source"], result["out"]) == ((7,), (16,), (32,))
+
+
+def test_a_kernel_describes_its_own_operands():
+    """Copies of other operands than ``Matrix``: no sizes among the parameters, other maps."""
+
+    def describe(address, operand):
+        return f"{operand} at {address}".encode().ljust(128)
+
+    values = {"rows": 7, "stride": 1, "flag": 0, "factor": 2.0}
+    abi, where = KernelAbi(Descriptors, Args), [{"source": 16, "out": 32}]
+    [arguments] = launched(abi, where, values, ("codes", "scales"), (64, 80), describe)
+    assert arguments["of_codes"][0].rstrip() == b"codes at 64"
+    assert arguments["of_scales"][0].rstrip() == b"scales at 80"
+    assert (arguments["rows"], arguments["source"], arguments["out"]) == ((7,), (16,), (32,))
 
 
 def test_a_wrong_name_is_said():

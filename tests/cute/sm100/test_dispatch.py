@@ -1,4 +1,4 @@
-"""Which GPU gets Blackwell's kernel, why others do not, and what a launch tells the driver."""
+"""Which GPU gets the ``tcgen05`` kernels, why others do not, and what a launch passes on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime import launch
 from dsv4.cute.runtime.driver import Image, Kernel
-from dsv4.cute.sm100 import _maps, grouped_plan
+from dsv4.cute.sm100 import grouped_gemm_plan, tensor_maps
+from dsv4.cute.sm100.gemm_plan import TCGEN05_ABI, Tcgen05Tma
+from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Tma
 from dsv4.cute.sm100.plans import Product, choose
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
@@ -33,6 +35,7 @@ from dsv4.ops.grouped_gemm import (
     grouped_gemm_swiglu_quantize,
 )
 from dsv4.ops.quantize import quantize
+from dsv4.plans.recorder import DriverLaunch, Recorder
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED, SWIZZLED_EXPERTS
 
 
@@ -44,7 +47,7 @@ def packages():
 
 
 def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns=512, **how):
-    """The call of a product as if its tensors were on a GPU of that capability."""
+    """The call of a GEMM as if its tensors were on a GPU of that capability."""
     machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
@@ -61,7 +64,7 @@ EXPERT_OPS = [grouped_gemm, grouped_gemm_swiglu, grouped_gemm_swiglu_quantize]
 def call_of_experts(
     capability, monkeypatch, op=grouped_gemm, layout=SWIZZLED, sizes=(3, 96, 256), **how
 ):
-    """The same of a product of sorted rows; ``quantized`` rows, or ``activation``."""
+    """The same of a grouped GEMM; ``quantized`` rows, or ``activation``."""
     machine.MACHINE.pretend(capability=capability)
     monkeypatch.setattr(self_check, "unsupported", lambda *call: None)  # green
     weight = quantize(torch.randn(sizes), NVFP4, scaling="weight").with_layout(layout)
@@ -105,7 +108,7 @@ def test_experts_it_cannot_multiply(capability, how, said, monkeypatch):
     assert said in unsupported_reason(call_of_experts(capability, monkeypatch, **how))
 
 
-def test_experts_in_fragments_go_to_the_kernel_for_few_rows(monkeypatch):
+def test_experts_in_fragments_go_to_the_small_m_kernel(monkeypatch):
     call = call_of_experts((10, 0), monkeypatch, layout=FRAGMENTS, quantized=True)
     assert dispatch.choose(call).name == "cute"
 
@@ -154,7 +157,7 @@ def test_elsewhere_it_says_why(capability, said, monkeypatch):
     ],
     ids=str,
 )
-def test_a_product_it_cannot_do(how, said, monkeypatch):
+def test_a_gemm_it_cannot_do(how, said, monkeypatch):
     assert said in unsupported_reason(call_of((10, 0), monkeypatch, **how))
 
 
@@ -163,10 +166,10 @@ def test_groups_it_can_do(monkeypatch):
 
 
 class Driver:
-    """Keeps what it was asked to describe and to launch."""
+    """A mock CUDA driver: keeps the tensor maps and the arguments of launches, by name."""
 
     def __init__(self):
-        self.maps, self.launches, self.parameters = [], [], gemm_nvfp4.PARAMETERS
+        self.maps, self.launches, self.abi = [], [], TCGEN05_ABI
 
     def __getattr__(self, name):
         return lambda *arguments: 0
@@ -177,50 +180,43 @@ class Driver:
 
     def cuTensorMapEncodeTiled(self, place, kind, rank, start, sizes, strides, box, steps, *rest):  # noqa: N802
         place[0] = len(self.maps)
-        result = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
-        self.maps.append((kind, start.value, *result, rest))
+        arrays = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
+        self.maps.append((kind, start.value, *arrays, rest))
         return 0
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
-        config = config._obj
-        kinds = self.parameters.kinds
-        values = [
-            struct.unpack("@" + kind, ctypes.string_at(pointer, struct.calcsize("@" + kind)))[0]
-            for kind, pointer in zip(kinds, pointers, strict=True)
-        ]
+        config, values = config._obj, {}
+        for (name, field), pointer in zip(self.abi.fields.items(), pointers, strict=True):
+            kind = "@" + field.format
+            values[name] = struct.unpack(kind, ctypes.string_at(pointer, struct.calcsize(kind)))[0]
         self.launches.append((config.grid[0], config.block[0], config.stream, values))
         return 0
 
 
 @pytest.fixture
 def driver(monkeypatch):
-    result = Driver()
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: result)
-    monkeypatch.setattr(_maps, "tensor_map", _maps.tensor_map.__wrapped__)
-    monkeypatch.setattr(gemm_nvfp4, "tensor_map", _maps.tensor_map)
-    monkeypatch.setattr(gemm_nvfp4, "stream_of", lambda index: 77)
+    mock = Driver()
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: mock)
     monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(gemm_nvfp4, "_prepared", gemm_nvfp4._prepared.__wrapped__)
-    monkeypatch.setattr(gemm_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    return result
+    for launcher in (gemm_nvfp4, grouped_nvfp4):
+        monkeypatch.setattr(launcher, "tensor_map", tensor_maps.tensor_map.__wrapped__)
+        monkeypatch.setattr(launcher, "stream_of", lambda index: 77)
+        monkeypatch.setattr(launcher, "_prepared", launcher._prepared.__wrapped__)
+        monkeypatch.setattr(launcher, "loaded", _kernel_of)
+        monkeypatch.setattr(launcher, "architecture", lambda device: "sm_103a")
+    return mock
 
 
 @pytest.fixture
-def grouped_driver(driver, monkeypatch):
-    driver.parameters = grouped_nvfp4.PARAMETERS
-    monkeypatch.setattr(grouped_nvfp4, "tensor_map", _maps.tensor_map)
-    monkeypatch.setattr(grouped_nvfp4, "stream_of", lambda index: 77)
-    monkeypatch.setattr(grouped_nvfp4, "_prepared", grouped_nvfp4._prepared.__wrapped__)
-    monkeypatch.setattr(grouped_nvfp4, "loaded", lambda plan, arch: _kernel_of(plan, arch))
-    monkeypatch.setattr(grouped_nvfp4, "architecture", lambda device: "sm_103a")
+def grouped_driver(driver):
+    driver.abi = GROUPED_TCGEN05_ABI
     return driver
 
 
 def _kernel_of(plan, arch):
     assert arch == "sm_103a"
-    return Kernel(Image(b"code", "name", plan.threads, plan.blocks, plan.shared_bytes))
+    return Kernel(Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes))
 
 
 @pytest.mark.parametrize("tokens", [70, 1000])
@@ -248,25 +244,63 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
     [(x_codes, x_scales, token_scale)] = seen
     assert token_scale.numel() == (1 if scaling == "static" else tokens)
     [(grid, threads, stream, values)] = driver.launches
-    tiles, blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
-    clusters = tiles * blocks if plan.parts > 1 else min(7, tiles * blocks)
-    assert (grid, threads, stream) == (clusters * plan.blocks, 192, 77)
-    assert [value[0] for value in values[:4]] == [0, 1, 2, 3], "the maps in their order"
-    assert values[4:] == [
-        scale.data_ptr(), token_scale.data_ptr(), out.data_ptr(), tokens, tiles,
-        max(1, 2048 // plan.token_block), 3, rows, blocks, blocks, 144, 2**31 - 1, 2**31 - 1, 0,
-        scaling == "token", math.inf,
-    ]  # fmt: skip
-    promote, high = 3, plan.scale_box
+    tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
+    clusters = tiles * row_blocks if plan.k_splits > 1 else min(7, tiles * row_blocks)
+    assert (grid, threads, stream) == (clusters * plan.ctas, 192, 77)
+    maps = [values.pop(name)[0] for name in Tcgen05Tma._fields]
+    assert maps == [0, 1, 2, 3], "the maps in their order"
+    assert values == {
+        "global_scale": scale.data_ptr(),
+        "token_scale": token_scale.data_ptr(),
+        "out": out.data_ptr(),
+        "tokens": tokens,
+        "token_tiles": tiles,
+        "token_span": max(1, 2048 // plan.token_block),
+        "k_stages": 3,
+        "rows": rows,
+        "row_blocks": row_blocks,
+        "group_blocks": row_blocks,
+        "cut0": 144,
+        "cut1": 2**31 - 1,
+        "cut2": 2**31 - 1,
+        "scale_rows": 0,
+        "scale_tokens": scaling == "token",
+        "limit": math.inf,
+    }
+    promote, high = 3, plan.token_scale_box
     codes, scales = weight.codes.data_ptr(), weight.scales.data_ptr()
     assert driver.maps == [
         (0, codes, [272, rows], [272], [128, 128], [1, 1], (0, 3, promote, 0)),
         (1, scales, [256, 9, 4], [512, 9 * 512], [256, 4, 1], [1] * 3, (0, 0, promote, 0)),
-        (0, x_codes.data_ptr(), [272, tokens], [272], [128, plan.own_tokens], [1, 1],
+        (0, x_codes.data_ptr(), [272, tokens], [272], [128, plan.cta_tokens], [1, 1],
          (0, 3, promote, 0)),
         (1, x_scales.data_ptr(), [256, 9, -(-tokens // 128)], [512, 9 * 512],
          [256, high[1], high[0]], [1] * 3, (0, 0, promote, 0)),
     ]  # fmt: skip
+
+
+def test_a_tape_repeats_launches(driver, monkeypatch):
+    """With the pointers of other tensors, in the kernel's order."""
+    weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
+    x = torch.randn(3, 64).bfloat16()
+    q = quantize(x, NVFP4, scaling="token", layout=SWIZZLED)
+    operands = (weight.codes, weight.scales, q.codes, q.scales, weight.global_scale, q.global_scale)
+    monkeypatch.setattr(gemm_nvfp4, "quantized", lambda *what: (q.codes, q.scales, q.global_scale))
+    recorder = Recorder([*operands, x], lambda name, args: None)
+    args = GemmArgs(
+        x, weight.codes, weight.scales, weight.global_scale, (), "nvfp4", SWIZZLED, "nvfp4",
+        None, 1, torch.bfloat16,
+    )  # fmt: skip
+    with recorder.watching():
+        gemm_nvfp4.gemm(args)
+    assert recorder.inside is None
+    launches = [step for step in recorder.steps if isinstance(step, DriverLaunch)]
+    assert len(launches) == len(driver.launches) == 1
+    launches[0].run(77, range(64, 64 * 8, 64))
+    values = driver.launches[1][3]
+    pointers = [values[name] for name in ("global_scale", "token_scale", "out")]
+    assert pointers == [320, 384, 448]
+    assert [start for _, start, *_ in driver.maps[4:]] == [64, 128, 192, 256]
 
 
 def test_no_tokens_is_no_launch(driver):
@@ -345,27 +379,41 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         assert torch.equal(token_scale, of_expert)
     kinds = (swiglu, codes, codes, kind == "swizzled")
     sizes = Experts(rows, columns, experts, kind == "product", True, *kinds)
-    plan = grouped_plan.choose(sizes, tokens)
+    plan = grouped_gemm_plan.choose(sizes, tokens)
     [(grid, threads, stream, values)] = grouped_driver.launches
-    blocks = -(-rows // plan.rows)
-    most = (min(tokens, experts) + tokens // plan.token_block) * blocks
-    assert (grid, threads, stream) == (min(7, most) * plan.blocks, 256, 77)
-    assert [value[0] for value in values[:3]] == [0, 1, 2], "the maps in their order"
-    addresses = [t.data_ptr() for t in (x_scales, scale, token_scale)]
-    assert values[3:6] == addresses
-    assert (values[6] != 0) == codes
-    rest = [result_scale.data_ptr(), *(t.data_ptr() for t in out[1:])] if codes else [0, 0, 0]
-    assert values[7:12] == [out[0].data_ptr(), offsets.data_ptr(), *rest]
-    assert values[12:] == [
-        tokens, experts, 2, rows, blocks, 2, 96, 2**31 - 1, 2**31 - 1, 0,
-        10.0 if codes else math.inf,
-    ]  # fmt: skip
+    row_blocks = -(-rows // plan.rows)
+    most = (min(tokens, experts) + tokens // plan.token_block) * row_blocks
+    assert (grid, threads, stream) == (min(7, most) * plan.ctas, 256, 77)
+    maps = [values.pop(name)[0] for name in GroupedTcgen05Tma._fields]
+    assert maps == [0, 1, 2], "the maps in their order"
+    assert (values.pop("row_weight") != 0) == codes
+    names = ("out", "block_scales", "row_scale")
+    stored = dict(zip(names, [*(t.data_ptr() for t in out), 0, 0], strict=False))
+    assert values == {
+        "x_scales": x_scales.data_ptr(),
+        "global_scale": scale.data_ptr(),
+        "token_scale": token_scale.data_ptr(),
+        "offsets": offsets.data_ptr(),
+        "result_scale": result_scale.data_ptr() if codes else 0,
+        **stored,
+        "tokens": tokens,
+        "experts": experts,
+        "k_stages": 2,
+        "rows": rows,
+        "row_blocks": row_blocks,
+        "expert_scales": 2,
+        "cut0": 96,
+        "cut1": 2**31 - 1,
+        "cut2": 2**31 - 1,
+        "scale_rows": 0,
+        "limit": 10.0 if codes else math.inf,
+    }
     promote = 3
     stored_at = weight.codes.data_ptr(), weight.scales.data_ptr(), x_codes.data_ptr()
     assert grouped_driver.maps == [
         (0, stored_at[0], [256, 5 * rows], [256], [128, 128], [1, 1], (0, 3, promote, 0)),
         (1, stored_at[1], [256, 8, 10], [512, 4096], [256, 4, 1], [1] * 3, (0, 0, promote, 0)),
-        (0, stored_at[2], [256, 300], [256], [128, plan.own_tokens], [1, 1], (0, 3, promote, 0)),
+        (0, stored_at[2], [256, 300], [256], [128, plan.cta_tokens], [1, 1], (0, 3, promote, 0)),
     ]
     grouped_driver.launches.clear()
     nothing = GroupedGemmArgs(given_[0][:0], *given_[1:], torch.float32, False)

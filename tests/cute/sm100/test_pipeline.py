@@ -1,10 +1,9 @@
-"""Every order in which the roles of Blackwell's kernels can proceed, on a small model of them.
+"""Every order in which the warp roles of the ``tcgen05`` kernels can proceed, on a small model.
 
-Five kinds of processes a cluster: warps that copy, their copies in flight, the warp that
-multiplies, the tensor core, and warps that load results; of the grouped kernel also warps that turn
-scales. A step of one is enabled when the barrier
-it waits for has passed the phase. All reachable states are visited: none but the last may be
-without a step, and no step may touch what another still needs.
+Five kinds of processes a cluster: copy warps, their TMA copies in flight, the MMA warp, the tensor
+core, and epilogue warps; of the grouped GEMM also scale warps. A step of one is enabled when the
+mbarrier that it waits for has completed the phase. All reachable states are visited: none but the
+last may be without a step, and no step may touch what another still needs.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import itertools
 
 import pytest
 
-from dsv4.cute.sm100.dense_plan import DensePlan
-from dsv4.cute.sm100.grouped_plan import GroupedPlan
+from dsv4.cute.sm100.gemm_plan import Tcgen05Plan
+from dsv4.cute.sm100.grouped_gemm_plan import GroupedTcgen05Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +22,11 @@ class Step:
     """One step of a process.
 
     Attributes:
-        waits: Barrier and parity, or None.
-        after: Process and how many of its steps must be over: what was asked for comes later.
-        arrives: Barriers that are arrived at.
-        needs: The same as ``after``, but an error of the kernel if it does not hold.
         name: What it is.
+        waits: Barrier and parity, or None.
+        after: Process and how many of its steps must be over: what was issued is executed later.
+        arrives: Barriers that it arrives at.
+        needs: Processes and steps that must be over; if they are not, the kernel is wrong.
     """
 
     name: str
@@ -38,27 +37,27 @@ class Step:
 
 
 class Model:
-    """Processes of a plan with so few stages, tiles and stages of K."""
+    """Processes of a plan with a given number of ring stages, tiles and stages of K."""
 
     def __init__(self, plan, stages, tiles, steps, early=True):
         self.plan, self.stages, self.tiles, self.steps = plan, stages, tiles, steps
-        self.blocks = range(plan.blocks)
-        self.early, self.turns = early, isinstance(plan, GroupedPlan)
+        self.ctas = range(plan.ctas)
+        self.early, self.has_scale_warp = early, isinstance(plan, GroupedTcgen05Plan)
         self.counts = {}
-        for block in self.blocks:
+        for cta in self.ctas:
             for stage in range(stages):
-                self.counts["full", block, stage] = plan.full_arrivals + plan.blocks
-                self.counts["empty", block, stage] = 1
-            for which in range(plan.sum_stages):
-                self.counts["sums full", block, which] = 1
-                self.counts["sums empty", block, which] = plan.blocks
+                self.counts["full", cta, stage] = plan.full_arrivals + plan.ctas
+                self.counts["empty", cta, stage] = 1
+            for which in range(plan.accumulator_stages):
+                self.counts["accumulator full", cta, which] = 1
+                self.counts["accumulator empty", cta, which] = plan.ctas
         self.processes = {("multiply",): self.multiply(), ("core",): self.core()}
-        for block in self.blocks:
-            if self.turns:
-                self.processes["turn", block] = self.turn(block)
-            self.processes["copy", block] = self.copy(block)
-            self.processes["flight", block] = self.flight(block)
-            self.processes["results", block] = self.results(block)
+        for cta in self.ctas:
+            if self.has_scale_warp:
+                self.processes["scales", cta] = self.scales(cta)
+            self.processes["copy", cta] = self.copy(cta)
+            self.processes["flight", cta] = self.flight(cta)
+            self.processes["epilogue", cta] = self.epilogue(cta)
         self.names = list(self.processes)
         self.arrivals = {
             name: list(itertools.accumulate((s.arrives for s in run), initial=()))
@@ -70,35 +69,35 @@ class Model:
         for number in range(self.tiles * self.steps):
             yield number, number % self.stages, number // self.stages % 2
 
-    def copy(self, block):
+    def copy(self, cta):
         run = []
         for number, stage, parity in self.fills():
-            announced = (("full", 0, stage),) if block == 0 else ()
+            announced = (("full", 0, stage),) if cta == 0 else ()
             run.append(
-                Step(f"ask {number}", (("empty", block, stage), parity ^ 1), arrives=announced)
+                Step(f"issue {number}", (("empty", cta, stage), parity ^ 1), arrives=announced)
             )
         end = self.tiles * self.steps
         for number in range(end, end + self.stages):
             stage, parity = number % self.stages, number // self.stages % 2 ^ 1
-            run.append(Step("drain", (("empty", block, stage), parity)))
+            run.append(Step("drain", (("empty", cta, stage), parity)))
         return run
 
-    def turn(self, block):
+    def scales(self, cta):
         return [
             Step(
-                f"turn {number}",
-                (("empty", block, stage), parity ^ 1),
+                f"store {number}",
+                (("empty", cta, stage), parity ^ 1),
                 arrives=(("full", 0, stage),),
                 needs=((("core",), self.core_step(number - self.stages)),),
             )
             for number, stage, parity in self.fills()
         ]
 
-    def flight(self, block):
+    def flight(self, cta):
         return [
             Step(
                 f"write {number}",
-                after=(("copy", block), number + 1),
+                after=(("copy", cta), number + 1),
                 arrives=(("full", 0, stage),),
                 needs=((("core",), self.core_step(number - self.stages)),),
             )
@@ -106,21 +105,21 @@ class Model:
         ]
 
     def core_step(self, number):
-        """Steps of the tensor core up to and with the product of a stage."""
+        """Steps of the tensor core up to and with the MMAs of a stage."""
         return 0 if number < 0 else number + number // self.steps + 1
 
     def multiply(self):
         run = []
         for tile in range(self.tiles):
-            which, parity = self.plan.sums(tile)
-            run.append(Step("begin", (("sums empty", 0, which), parity ^ 1)))
+            which, parity = self.plan.accumulator_phase(tile)
+            run.append(Step("begin", (("accumulator empty", 0, which), parity ^ 1)))
             for k in range(self.steps):
                 number = tile * self.steps + k
                 stage, parity = number % self.stages, number // self.stages % 2
                 run.append(Step(f"multiply {number}", (("full", 0, stage), parity)))
-        for tile in range(self.tiles, self.tiles + self.plan.sum_stages):
-            which, parity = self.plan.sums(tile)
-            run.append(Step("drain", (("sums empty", 0, which), parity ^ 1)))
+        for tile in range(self.tiles, self.tiles + self.plan.accumulator_stages):
+            which, parity = self.plan.accumulator_phase(tile)
+            run.append(Step("drain", (("accumulator empty", 0, which), parity ^ 1)))
         return run
 
     def core(self):
@@ -131,32 +130,32 @@ class Model:
                 loaded = max(loaded, self.loads_over(tile - 1, whole=False))
             for k in range(self.steps):
                 number = tile * self.steps + k
-                needs = [(("results", block), loaded) for block in self.blocks]
-                needs += [(("flight", block), number + 1) for block in self.blocks]
-                if self.turns:
-                    needs += [(("turn", block), number + 1) for block in self.blocks]
-                asked = tile * (self.steps + 1) + 1 + k + 1
+                needs = [(("epilogue", cta), loaded) for cta in self.ctas]
+                needs += [(("flight", cta), number + 1) for cta in self.ctas]
+                if self.has_scale_warp:
+                    needs += [(("scales", cta), number + 1) for cta in self.ctas]
+                issued = tile * (self.steps + 1) + 1 + k + 1
                 stage = number % self.stages
-                empties = tuple(("empty", block, stage) for block in self.blocks)
+                empties = tuple(("empty", cta, stage) for cta in self.ctas)
                 run.append(
-                    Step(f"product {number}", None, (("multiply",), asked), empties, tuple(needs))
+                    Step(f"mma {number}", None, (("multiply",), issued), empties, tuple(needs))
                 )
-            which, _ = self.plan.sums(tile)
-            full = tuple(("sums full", block, which) for block in self.blocks)
-            run.append(Step(f"end {tile}", None, (("multiply",), asked), full))
+            which, _ = self.plan.accumulator_phase(tile)
+            full = tuple(("accumulator full", cta, which) for cta in self.ctas)
+            run.append(Step(f"end {tile}", None, (("multiply",), issued), full))
         return run
 
     def loads_over(self, tile, whole):
-        """Steps of the results up to a tile's last load, or its last of shared columns."""
+        """Steps of the epilogue up to a tile's last load, or its last of common columns."""
         return 0 if tile < 0 else tile * 3 + (3 if whole else 1)
 
-    def results(self, block):
+    def epilogue(self, cta):
         run = []
         for tile in range(self.tiles):
-            which, parity = self.plan.sums(tile)
+            which, parity = self.plan.accumulator_phase(tile)
             over = ((("core",), self.core_step((tile + 1) * self.steps - 1) + 1),)
-            release = Step(f"release {tile}", arrives=(("sums empty", 0, which),))
-            first = Step(f"load {tile}", (("sums full", block, which), parity), needs=over)
+            release = Step(f"release {tile}", arrives=(("accumulator empty", 0, which),))
+            first = Step(f"load {tile}", (("accumulator full", cta, which), parity), needs=over)
             rest = Step(f"load rest of {tile}", needs=over)
             between = self.early and self.plan.early_chunks < self.plan.chunks
             run += [first, release, rest] if between else [first, rest, release]
@@ -206,22 +205,22 @@ SIZES = [(1, 3, 1), (2, 3, 2), (3, 2, 2), (3, 5, 2), (4, 4, 3)]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("tokens", [64, 256], ids=["apart", "shared columns"])
-def test_one_block_never_stops(tokens, size):
-    assert Model(DensePlan(tokens, 1, False), *size).explore() > 50
+@pytest.mark.parametrize("tokens", [64, 256], ids=["separate", "overlapping"])
+def test_one_cta_never_stops(tokens, size):
+    assert Model(Tcgen05Plan(tokens, 1, False), *size).explore() > 50
 
 
 @pytest.mark.parametrize("size", [(1, 3, 1), (2, 3, 2), (3, 3, 2)], ids=str)
-@pytest.mark.parametrize("tokens", [64, 256], ids=["apart", "shared columns"])
-def test_two_blocks_never_stop(tokens, size):
-    assert Model(DensePlan(tokens, 2, False), *size).explore() > 200
+@pytest.mark.parametrize("tokens", [64, 256], ids=["separate", "overlapping"])
+def test_two_ctas_never_stop(tokens, size):
+    assert Model(Tcgen05Plan(tokens, 2, False), *size).explore() > 200
 
 
 @pytest.mark.parametrize("size", [(1, 3, 1), (2, 3, 2), (3, 3, 2)], ids=str)
 @pytest.mark.parametrize("how", [(64, 1), (256, 1), (64, 2)], ids=str)
-def test_with_scales_that_are_turned_none_stops(how, size):
+def test_with_scale_warps_none_stops(how, size):
     few = (2, 2, 1) if how[1] == 2 and size[0] == 3 else size
-    assert Model(GroupedPlan(*how, False), *few).explore() > 50
+    assert Model(GroupedTcgen05Plan(*how, False), *few).explore() > 50
 
 
 def without(model, process, name, **changes):
@@ -235,32 +234,32 @@ def without(model, process, name, **changes):
 
 
 def test_a_release_that_is_missing_stops_it():
-    model = Model(DensePlan(64, 1, False), 2, 3, 1)
+    model = Model(Tcgen05Plan(64, 1, False), 2, 3, 1)
     with pytest.raises(AssertionError, match="stuck"):
-        without(model, ("results", 0), "release 0", arrives=()).explore()
+        without(model, ("epilogue", 0), "release 0", arrives=()).explore()
 
 
 def test_a_wait_that_is_missing_is_seen():
-    model = Model(DensePlan(64, 1, False), 2, 3, 1)
+    model = Model(Tcgen05Plan(64, 1, False), 2, 3, 1)
     with pytest.raises(AssertionError, match=r"does 'write 2' before"):
-        without(model, ("copy", 0), "ask 2", waits=None).explore()
+        without(model, ("copy", 0), "issue 2", waits=None).explore()
 
 
 def test_a_release_before_the_load_is_seen(monkeypatch):
-    """Accumulators that do not share columns must be loaded as a whole."""
-    monkeypatch.setattr(DensePlan, "early_chunks", 1)
-    with pytest.raises(AssertionError, match="does 'product 2' before"):
-        Model(DensePlan(64, 1, False), 3, 3, 1).explore()
+    """Accumulators that do not overlap must be loaded as a whole."""
+    monkeypatch.setattr(Tcgen05Plan, "early_chunks", 1)
+    with pytest.raises(AssertionError, match="does 'mma 2' before"):
+        Model(Tcgen05Plan(64, 1, False), 3, 3, 1).explore()
 
 
-def test_scales_that_are_turned_too_early_are_seen():
-    model = Model(GroupedPlan(64, 1, False), 2, 3, 1)
-    with pytest.raises(AssertionError, match=r"turn.* does 'turn 2' before"):
-        without(model, ("turn", 0), "turn 2", waits=None).explore()
+def test_scales_that_are_stored_too_early_are_seen():
+    model = Model(GroupedTcgen05Plan(64, 1, False), 2, 3, 1)
+    with pytest.raises(AssertionError, match=r"scales.* does 'store 2' before"):
+        without(model, ("scales", 0), "store 2", waits=None).explore()
 
 
-def test_a_product_that_does_not_wait_for_scales_is_seen(monkeypatch):
+def test_mmas_that_do_not_wait_for_scales_are_seen(monkeypatch):
     """Where TMA copies alone fill a stage, the other CTA's scales may come later."""
-    monkeypatch.setattr(GroupedPlan, "full_arrivals", 2)
-    with pytest.raises(AssertionError, match="does 'product 0' before"):
-        Model(GroupedPlan(64, 2, False), 1, 1, 1).explore()
+    monkeypatch.setattr(GroupedTcgen05Plan, "full_arrivals", 2)
+    with pytest.raises(AssertionError, match="does 'mma 0' before"):
+        Model(GroupedTcgen05Plan(64, 2, False), 1, 1, 1).explore()

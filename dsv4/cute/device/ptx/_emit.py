@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
 
-Value = Any  # a DSL scalar
+# ``Any``, because CuTeDSL's types say nothing of an element of a register tensor.
+Float = Float32 | Any
+Word = Int32 | Uint32 | Any  # 32 bits
 
 
-def assembly(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Value] = ()) -> Any:
+def assembly(code: str, outputs: Sequence[Any] = (), inputs: Sequence[Any] = ()) -> Any:
     """Emit PTX text: outputs are ``{$w0}``, ``{$w1}``, ..., inputs ``{$r0}``, ``{$r1}``, ...
 
     Args:

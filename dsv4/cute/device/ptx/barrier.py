@@ -6,16 +6,12 @@ next phase starts at once. Waiters name the phase by its parity, 0 for the first
 
 from __future__ import annotations
 
-from typing import Any
-
 from cutlass import Int32, Uint32
 
 from dsv4.cute.device.ptx._emit import assembly
 
-Value = Any  # a DSL scalar
 
-
-def mbarrier_init(barrier: Value, arrivals: int) -> None:
+def mbarrier_init(barrier: Uint32, arrivals: int) -> None:
     """``mbarrier.init``: an mbarrier whose phases complete after ``arrivals`` arrivals.
 
     One thread executes it, then ``fence_mbarrier_init`` and a CTA (or cluster) barrier before use.
@@ -31,7 +27,7 @@ def fence_mbarrier_init() -> None:
     assembly("fence.mbarrier_init.release.cluster;")
 
 
-def mbarrier_arrive_expect_tx(barrier: Value, count: Any) -> None:
+def mbarrier_arrive_expect_tx(barrier: Uint32, count: Int32 | int) -> None:
     """``mbarrier.arrive.expect_tx``: one arrival, and ``count`` bytes to wait for.
 
     One thread executes it before, or after, the copies that complete these bytes.
@@ -41,7 +37,7 @@ def mbarrier_arrive_expect_tx(barrier: Value, count: Any) -> None:
     )
 
 
-def mbarrier_wait(barrier: Value, parity: Value) -> None:
+def mbarrier_wait(barrier: Uint32, parity: Int32) -> None:
     """Spin on ``mbarrier.try_wait.parity`` until the phase of that parity has completed.
 
     Acquires, at CTA scope: reads after it see what was written before the phase's arrivals and what
@@ -56,7 +52,7 @@ def mbarrier_wait(barrier: Value, parity: Value) -> None:
     )
 
 
-def mbarrier_arrive_remote(barrier: Value) -> None:
+def mbarrier_arrive_remote(barrier: Uint32) -> None:
     """``mbarrier.arrive.shared::cluster`` at a ``map_to_cta`` address.
 
     Tells another CTA that this thread has read what it was given; orders this thread's earlier
@@ -65,12 +61,12 @@ def mbarrier_arrive_remote(barrier: Value) -> None:
     assembly("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", (), [barrier])
 
 
-def mbarrier_arrive(barrier: Value) -> None:
+def mbarrier_arrive(barrier: Uint32) -> None:
     """``mbarrier.arrive``: one arrival; releases this thread's accesses at CTA scope."""
     assembly("mbarrier.arrive.shared::cta.b64 _, [{$r0}];", (), [barrier])
 
 
-def mbarrier_arrive_pending_count(barrier: Value) -> Value:
+def mbarrier_arrive_pending_count(barrier: Uint32) -> Uint32:
     """``mbarrier.arrive``, then ``mbarrier.pending_count`` of the state.
 
     Returns the arrivals that were pending before this one: 1 tells a thread that it is the last.
@@ -85,7 +81,7 @@ def mbarrier_arrive_pending_count(barrier: Value) -> Value:
     )
 
 
-def mbarrier_arrive_on_async_copies(barrier: Value) -> None:
+def mbarrier_arrive_on_async_copies(barrier: Uint32) -> None:
     """``cp.async.mbarrier.arrive.noinc``: arrive when own copies are done.
 
     The arrival is triggered by the completion of all cp.async of this thread so far, and counts

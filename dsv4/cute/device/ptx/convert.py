@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cutlass import Float32, Int32, Uint32
 
 from dsv4.cute.device.ptx._emit import assembly
 
-Value = Any  # a DSL scalar
 
-
-def mul_bfloat16x2_by_half(a: Value, b: Value, half: int) -> Value:
+def mul_bfloat16x2_by_half(a: Uint32, b: Uint32, half: int) -> Uint32:
     """``mul.rn.bf16x2`` of ``a`` by one half of ``b``, 0 the low one; keeps subnormals."""
     one = "lh"[half]
     return assembly(
@@ -23,12 +20,12 @@ def mul_bfloat16x2_by_half(a: Value, b: Value, half: int) -> Value:
     )
 
 
-def pack_bfloat16x2(low: Value, high: Value) -> Value:
+def pack_bfloat16x2(low: Float32, high: Float32) -> Uint32:
     """``cvt.rn.bf16x2.f32``: two float32, rounded to nearest even, in one word."""
     return assembly("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", [Uint32], [low, high])
 
 
-def pack_accumulators(values: Sequence[Value]) -> tuple[Value, ...]:
+def pack_accumulators(values: Sequence[Float32]) -> tuple[Uint32, ...]:
     """Eight float32 in five words, as 20 bits each: sign, exponent, 11 bits of fraction.
 
     Truncation is compensated by a factor of 1 + 2^-12.5, so that the relative error is at most
@@ -52,7 +49,9 @@ def pack_accumulators(values: Sequence[Value]) -> tuple[Value, ...]:
     return assembly("{ " + " ".join(code) + " }", [Uint32] * 5, list(values))
 
 
-def unpack_accumulators(words: Sequence[Value], last: Value, half: Value) -> tuple[Value, ...]:
+def unpack_accumulators(
+    words: Sequence[Uint32], last: Uint32, half: Int32 | int
+) -> tuple[Float32, ...]:
     """Four of the eight float32 of ``pack_accumulators``.
 
     Bits 7 to 4 of a fraction repeat bits 15 to 12, so that values that bfloat16 holds are exact.
@@ -68,24 +67,24 @@ def unpack_accumulators(words: Sequence[Value], last: Value, half: Value) -> tup
     return assembly("{ " + " ".join(code) + " }", [Float32] * 4, [*words, last, 4 * Int32(half)])
 
 
-def unpack_all_accumulators(words: Sequence[Value]) -> list[Value]:
+def unpack_all_accumulators(words: Sequence[Uint32]) -> list[Float32]:
     """The eight float32 of ``pack_accumulators``."""
     halves = [unpack_accumulators(words[2 * h : 2 * h + 2], words[4], h) for h in range(2)]
     return [*halves[0], *halves[1]]
 
 
-def bfloat16_low_to_float(word: Value) -> Value:
+def bfloat16_low_to_float(word: Uint32) -> Float32:
     """The low bfloat16 of a word as float32 (exact, by a shift)."""
     return assembly("{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }", [Float32], [word])
 
 
-def bfloat16_high_to_float(word: Value) -> Value:
+def bfloat16_high_to_float(word: Uint32) -> Float32:
     """The high bfloat16 of a word as float32 (exact, by a mask)."""
     code = "{ .reg .b32 t; and.b32 t, {$r0}, 0xFFFF0000; mov.b32 {$w0}, t; }"
     return assembly(code, [Float32], [word])
 
 
-def e4m3x2_times_bfloat16x2(word: Value, half: int, factor: Value) -> Value:
+def e4m3x2_times_bfloat16x2(word: Uint32, half: int, factor: Uint32) -> Uint32:
     """Two E4M3 codes, the low (0) or high (1) pair, times a pair of bfloat16.
 
     ``cvt.rn.f16x2.e4m3x2``, then through float32 to bfloat16, then ``mul.rn.bf16x2``.
@@ -101,7 +100,7 @@ def e4m3x2_times_bfloat16x2(word: Value, half: int, factor: Value) -> Value:
     )
 
 
-def e8m0_to_bfloat16x2(byte: Value) -> Value:
+def e8m0_to_bfloat16x2(byte: Uint32) -> Uint32:
     """An E8M0 byte, ``2^(byte - 127)``, as bfloat16 in both halves; NaN of 255."""
     return assembly(
         "{ .reg .u32 t; .reg .pred p; mul.lo.u32 {$w0}, {$r0}, 0x800080; "
@@ -113,7 +112,9 @@ def e8m0_to_bfloat16x2(byte: Value) -> Value:
     )
 
 
-def e2m1_to_signed_bytes(word: Value, low: Value, high: Value, shift16: Value) -> tuple[Value, ...]:
+def e2m1_to_signed_bytes(
+    word: Uint32, low: Uint32, high: Uint32, shift16: Uint32
+) -> tuple[Uint32, ...]:
     """Eight E2M1 codes as signed bytes, codes 0 to 3 and 4 to 7, by ``prmt.b32``.
 
     A selector with the sign's bit gives zero instead of a table's byte.
@@ -136,7 +137,7 @@ def e2m1_to_signed_bytes(word: Value, low: Value, high: Value, shift16: Value) -
     )
 
 
-def e8m0_to_float(byte: Value) -> Value:
+def e8m0_to_float(byte: Uint32) -> Float32:
     """An E8M0 byte, ``2^(byte - 127)``, as float32; NaN of 255, subnormal of 0."""
     return assembly(
         "{ .reg .b32 t; .reg .pred p; shl.b32 t, {$r0}, 23; setp.eq.u32 p, {$r0}, 0; "
@@ -147,29 +148,27 @@ def e8m0_to_float(byte: Value) -> Value:
     )
 
 
-def bits_to_float(word: Value) -> Value:
+def bits_to_float(word: Uint32) -> Float32:
     """``mov.b32``: reinterpret a word as float32."""
     return assembly("mov.b32 {$w0}, {$r0};", [Float32], [word])
 
 
-def int_to_float(value: Value) -> Value:
+def int_to_float(value: Int32) -> Float32:
     """``cvt.rn.f32.s32``: the nearest float32."""
     return assembly("cvt.rn.f32.s32 {$w0}, {$r0};", [Float32], [value])
 
 
 def e2m1_to_bytes_by_table(
-    word: Value, tables: Sequence[Value], minus_one: Value
-) -> tuple[Value, ...]:
+    word: Uint32, tables: Sequence[Uint32], minus_one: Uint32
+) -> tuple[Uint32, ...]:
     """Eight E2M1 codes as table bytes, codes 0 to 3 and 4 to 7, by ``prmt.b32``.
 
     Args:
         word: The codes.
-        tables: Bytes, below 128, of the codes 0 to 3 and 4 to 7 without a sign, and of 7 to 4 and 3
-        to
-            0 with one.
+        tables: Bytes, below 128, of the codes 0 to 3 and 4 to 7 without a sign, and of 7 to 4 and
+            3 to 0 with one.
         minus_one: -1, opaque to the compiler: complements, whose selectors have no sign where the
-        codes
-            have one, are computed by ``mad.lo``, off the logic pipe.
+            codes have one, are computed by ``mad.lo``, off the logic pipe.
     """
     one = (
         "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r3}}, {{$r4}}, {1}; "
@@ -186,7 +185,7 @@ def e2m1_to_bytes_by_table(
     )
 
 
-def e4m3x2_to_bfloat16x2(pair: Value) -> Value:
+def e4m3x2_to_bfloat16x2(pair: Uint32) -> Uint32:
     """Two E4M3 codes in a word's low half as a pair of bfloat16; NaN stays NaN.
 
     Through float32, because the conversion from float16 to bfloat16 has a sixteenth of its rate.
@@ -200,6 +199,6 @@ def e4m3x2_to_bfloat16x2(pair: Value) -> Value:
     )
 
 
-def mul_bfloat16x2(a: Value, b: Value) -> Value:
+def mul_bfloat16x2(a: Uint32, b: Uint32) -> Uint32:
     """``mul.bf16x2``: two products of bfloat16, each rounded once."""
     return assembly("mul.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])

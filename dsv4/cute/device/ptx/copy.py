@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute.device.ptx._emit import _ins, _outs, assembly
-
-Value = Any  # a DSL scalar
+from dsv4.cute.device.ptx._emit import Float, _ins, _outs, assembly
 
 
-def map_to_cta(address: Value, rank: Value) -> Value:
+def map_to_cta(address: Uint32, rank: Int32) -> Uint32:
     """``mapa.shared::cluster``: a shared-memory address in the CTA of that cluster rank."""
     return assembly("mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", [Uint32], [address, rank])
 
 
 def async_store_remote4(
-    address: Value, values: Sequence[Value], barrier: Value, offset: int = 0
+    address: Uint32, values: Sequence[Float], barrier: Uint32, offset: int = 0
 ) -> None:
     """``st.async.v4.f32`` to a CTA of the cluster; 16 bytes complete on its mbarrier.
 
@@ -33,7 +30,7 @@ def async_store_remote4(
     )
 
 
-def store_shared_cluster4(address: Value, words: Sequence[Value]) -> None:
+def store_shared_cluster4(address: Uint32, words: Sequence[Uint32]) -> None:
     """``st.shared::cluster.v4.u32`` to a ``map_to_cta`` address.
 
     Visible to the other CTA after a cluster barrier with release and acquire.
@@ -41,12 +38,12 @@ def store_shared_cluster4(address: Value, words: Sequence[Value]) -> None:
     assembly(f"st.shared::cluster.v4.u32 [{{$r0}}], {_ins(1, 4)};", (), [address, *words])
 
 
-def store_shared_cluster(address: Value, word: Value) -> None:
+def store_shared_cluster(address: Uint32, word: Uint32) -> None:
     """``st.shared::cluster.u32`` to a ``map_to_cta`` address; visible as there."""
     assembly("st.shared::cluster.u32 [{$r0}], {$r1};", (), [address, word])
 
 
-def bulk_copy_to_shared(target: Value, source: Value, count: Any, barrier: Value) -> None:
+def bulk_copy_to_shared(target: Uint32, source: Int64, count: Int32 | int, barrier: Uint32) -> None:
     """``cp.async.bulk`` from global to shared memory; completes bytes on an mbarrier.
 
     One thread issues it. Addresses and ``count`` are multiples of 16. The bytes are counted by the
@@ -67,7 +64,7 @@ def bulk_copy_to_shared(target: Value, source: Value, count: Any, barrier: Value
     )
 
 
-def bulk_copy_to_remote(target: Value, source: Value, count: int, barrier: Value) -> None:
+def bulk_copy_to_remote(target: Uint32, source: Uint32, count: int, barrier: Uint32) -> None:
     """``cp.async.bulk`` from own shared memory to that of another CTA of the cluster.
 
     One thread issues it. Target and barrier are ``map_to_cta`` addresses in the other CTA, whose
@@ -82,7 +79,7 @@ def bulk_copy_to_remote(target: Value, source: Value, count: int, barrier: Value
     )
 
 
-def bulk_prefetch_l2(source: Value, count: Any) -> None:
+def bulk_prefetch_l2(source: Int64, count: Int32 | int) -> None:
     """``cp.async.bulk.prefetch.L2``: ask for ``count`` bytes in L2; nothing waits.
 
     One thread issues it; address and count are multiples of 16.
@@ -90,13 +87,13 @@ def bulk_prefetch_l2(source: Value, count: Any) -> None:
     assembly("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", (), [source, Int32(count)])
 
 
-def load_shared_cluster_float4(address: Value) -> tuple[Value, ...]:
+def load_shared_cluster_float4(address: Uint32) -> tuple[Float32, ...]:
     """``ld.shared::cluster.v4.f32`` from a ``map_to_cta`` address."""
     return assembly(f"ld.shared::cluster.v4.f32 {_outs(4)}, [{{$r0}}];", [Float32] * 4, [address])
 
 
 def async_copy16_or_zero(
-    target: Value, source: Value, count: Value, to: int = 0, offset: int = 0
+    target: Uint32, source: Int64, count: Int32, to: int = 0, offset: int = 0
 ) -> None:
     """``cp.async.cg.shared.global``, 16 bytes, zero-filled beyond ``count`` (0 or 16).
 
@@ -117,20 +114,20 @@ def async_copy16_or_zero(
     )
 
 
-def async_copy4_or_zero(target: Value, source: Value, count: Value) -> None:
+def async_copy4_or_zero(target: Uint32, source: Int64, count: Int32) -> None:
     """``cp.async.ca.shared.global``, 4 bytes, zero-filled beyond ``count`` (0 or 4)."""
     code = "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};"
     assembly(code, (), [target, source, count])
 
 
-def async_copy16(target: Value, source: Value, to: int = 0, offset: int = 0) -> None:
+def async_copy16(target: Uint32, source: Int64, to: int = 0, offset: int = 0) -> None:
     """``cp.async.cg.shared.global``, 16 bytes; ``to`` and ``offset`` are immediate offsets."""
     assembly(
         f"cp.async.cg.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 16;", (), [target, source]
     )
 
 
-def async_copy8(target: Value, source: Value, to: int = 0, offset: int = 0) -> None:
+def async_copy8(target: Uint32, source: Int64, to: int = 0, offset: int = 0) -> None:
     """``cp.async.ca.shared.global``, 8 bytes; ``to`` and ``offset`` are immediate offsets."""
     assembly(
         f"cp.async.ca.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 8;", (), [target, source]

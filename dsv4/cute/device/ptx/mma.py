@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from cutlass import Float32, Int32, Uint32
 
-from dsv4.cute.device.ptx._emit import _ins, _outs, assembly
-
-Value = Any  # a DSL scalar
+from dsv4.cute.device.ptx._emit import Word, _ins, _outs, assembly
 
 
-def ldmatrix_x4(address: Value, offset: int = 0) -> tuple[Value, ...]:
+def ldmatrix_x4(address: Uint32, offset: int = 0) -> tuple[Uint32, ...]:
     """``ldmatrix.m8n8.x4.b16``: four 8 x 8 matrices of 16-bit values from shared memory.
 
     Lane ``8 i + r`` passes the address of row r of matrix i. Lane ``l`` receives row ``l // 4``,
@@ -22,7 +19,7 @@ def ldmatrix_x4(address: Value, offset: int = 0) -> tuple[Value, ...]:
     return assembly(code, [Uint32] * 4, [address])
 
 
-def movmatrix_transpose(word: Value) -> Value:
+def movmatrix_transpose(word: Uint32) -> Uint32:
     """``movmatrix.trans``: the transpose of an 8 x 8 matrix of 16-bit values.
 
     Operand and result hold, in lane ``l``, row ``l // 4``, columns ``2 (l % 4)`` and the next.
@@ -30,7 +27,9 @@ def movmatrix_transpose(word: Value) -> Value:
     return assembly("movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};", [Uint32], [word])
 
 
-def mma_m16n8k16_bf16(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]) -> list[Value]:
+def mma_m16n8k16_bf16(
+    d: Sequence[Float32], a: Sequence[Uint32], b: Sequence[Uint32]
+) -> list[Float32]:
     """``mma.m16n8k16``: ``d + a b``, bfloat16 operands, float32 accumulators.
 
     Args:
@@ -47,7 +46,7 @@ def mma_m16n8k16_bf16(d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]
     return list(assembly(code, [Float32] * 4, [*a, *b, *d]))
 
 
-def stmatrix_x2_transposed(address: Value, a: Value, b: Value) -> None:
+def stmatrix_x2_transposed(address: Uint32, a: Uint32, b: Uint32) -> None:
     """``stmatrix.m8n8.x2.trans.b16``: two 8 x 8 matrices to shared memory, transposed.
 
     Lane ``8 i + r`` (the first 16 count) passes the address where column r of matrix i becomes a
@@ -57,7 +56,7 @@ def stmatrix_x2_transposed(address: Value, a: Value, b: Value) -> None:
     assembly(code + _ins(1, 2) + ";", (), [address, a, b])
 
 
-def stmatrix_x4_transposed(address: Value, words: Sequence[Value]) -> None:
+def stmatrix_x4_transposed(address: Uint32, words: Sequence[Uint32]) -> None:
     """``stmatrix.m8n8.x4.trans.b16``: four 8 x 8 matrices, transposed.
 
     Lane ``8 i + r`` passes the address where column r of matrix i becomes a row.
@@ -66,7 +65,7 @@ def stmatrix_x4_transposed(address: Value, words: Sequence[Value]) -> None:
     assembly(code + _ins(1, 4) + ";", (), [address, *words])
 
 
-def stmatrix_x4(address: Value, words: Sequence[Value]) -> None:
+def stmatrix_x4(address: Uint32, words: Sequence[Word]) -> None:
     """``stmatrix.m8n8.x4.b16``: four 8 x 8 matrices of 16-bit values to shared memory.
 
     Lane ``8 i + r`` passes the address of row r of matrix i.
@@ -76,8 +75,8 @@ def stmatrix_x4(address: Value, words: Sequence[Value]) -> None:
 
 
 def mma_m16n8k32_s8(
-    d: Sequence[Value], a: Sequence[Value], b: Sequence[Value]
-) -> tuple[Value, ...]:
+    d: Sequence[Int32], a: Sequence[Uint32], b: Sequence[Uint32]
+) -> tuple[Int32, ...]:
     """``mma.m16n8k32``: ``d + a b``, signed bytes, exact int32 accumulators."""
     code = (
         "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "

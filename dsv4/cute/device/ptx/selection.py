@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from cutlass import Int32, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
-from dsv4.cute.device.ptx._emit import _outs, assembly
-
-Value = Any  # a DSL scalar
+from dsv4.cute.device.ptx._emit import Word, _outs, assembly
 
 
-def load_keys4(address: Value, there: Value) -> tuple[Value, ...]:
+def load_keys4(address: Int64, there: Int32) -> tuple[Uint32, ...]:
     """Predicated ``ld.v4.u32`` of generic memory: ``there`` words count, the others are 0."""
     selects = " ".join(
         f"setp.gt.s32 p, {{$r1}}, {i}; selp.u32 {{$w{i}}}, {{$w{i}}}, 0, p;" for i in range(1, 4)
@@ -25,7 +22,7 @@ def load_keys4(address: Value, there: Value) -> tuple[Value, ...]:
     return assembly(code, [Uint32] * 4, [address, there])
 
 
-def count_bucket(counts: Value, distance: Value, span: Value, shift: Value) -> None:
+def count_bucket(counts: Uint32, distance: Uint32, span: Uint32, shift: Uint32) -> None:
     """Predicated ``red.shared.add.u32``: count a key's distance in its bucket.
 
     Buckets are ``2^shift`` long; bucket 0 and distances beyond ``span`` are not counted. All
@@ -40,7 +37,7 @@ def count_bucket(counts: Value, distance: Value, span: Value, shift: Value) -> N
     )
 
 
-def ordered_key(score: Value) -> Value:
+def ordered_key(score: Float32) -> Uint32:
     """A word above 0 that orders, unsigned, as scores do: zeros are equal, NaN is highest."""
     return assembly(
         # The sum of zeros is the positive one.
@@ -52,7 +49,7 @@ def ordered_key(score: Value) -> Value:
     )
 
 
-def add_if_above(number: Value, key: Value, bound: Value, more: int) -> Value:
+def add_if_above(number: Int32, key: Uint32, bound: Uint32, more: int) -> Int32:
     """``setp.gt.u32``, predicated ``add.s32``: ``number``, plus ``more`` if key > bound."""
     return assembly(
         "{ .reg .pred p; setp.gt.u32 p, {$r1}, {$r2}; mov.b32 {$w0}, {$r0}; "
@@ -62,7 +59,9 @@ def add_if_above(number: Value, key: Value, bound: Value, more: int) -> Value:
     )
 
 
-def append_if_above(address: Value, words: Sequence[Value], bound: Value, key_offset: int) -> Value:
+def append_if_above(
+    address: Uint32, words: Sequence[Word], bound: Uint32, key_offset: int
+) -> Uint32:
     """Predicated ``st.shared.b32`` of an index, and of its key, if the key is above a bound.
 
     Args:

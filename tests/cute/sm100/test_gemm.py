@@ -1,7 +1,7 @@
-"""Blackwell's NVFP4 GEMM without a Blackwell: its numbers, its layouts, and its source run.
+"""The ``tcgen05`` NVFP4 GEMM without a Blackwell: its numbers, its layouts, and its source run.
 
-The source of the kernel is run by ``blackwell_emulator``; CuTeDSL's own layouts and instructions
-are asked for by ``sm100_layouts``, in a process of its own.
+``blackwell_emulator`` runs the source of the kernel; ``sm100_layouts`` prints CuTeDSL's own layouts
+and instructions, in a process of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,17 @@ from hypothesis import strategies as st
 
 from dsv4.cute import gemm_nvfp4
 from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.sm100 import dense_plan
-from dsv4.cute.sm100.dense_plan import DensePlan
+from dsv4.cute.sm100 import mma_descriptors
+from dsv4.cute.sm100.gemm_plan import (
+    CHUNK_TOKENS,
+    K_SPLITS,
+    SHARED_LIMIT,
+    TCGEN05_ABI,
+    TOKEN_BLOCKS,
+    Tcgen05Args,
+    Tcgen05Plan,
+    Tcgen05Tma,
+)
 from dsv4.cute.sm100.plans import Product, candidates, choose, plans
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -33,57 +41,56 @@ from dsv4.quant.formats import NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.quant.scales import scale_offset
 from tests._tools.emulator import blackwell_emulator
 
-LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))
+LAYOUTS = list(itertools.product(TOKEN_BLOCKS, (1, 2)))
 KINDS = list(itertools.product((False, True), repeat=2))
-PLANS = [DensePlan(*how, *kind) for how in LAYOUTS for kind in KINDS]
-PLANS += [DensePlan(64, parts, *kind, parts) for parts in dense_plan.PARTS for kind in KINDS]
-FEW = settings(max_examples=10)
+PLANS = [Tcgen05Plan(*how, *kind) for how in LAYOUTS for kind in KINDS]
+PLANS += [Tcgen05Plan(64, splits, *kind, splits) for splits in K_SPLITS for kind in KINDS]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resources(plan):
-    """Of compute capability 10.0: 227 KiB of a block, 512 columns, boxes of at most 256."""
-    assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
+    """On compute capability 10.0: 227 KiB of a CTA, 512 TMEM columns, boxes of at most 256."""
+    assert plan.shared_bytes <= 227 * 1024 == SHARED_LIMIT
     assert plan.stages >= 4
     assert plan.stage_bytes % 1024 == plan.row_code_bytes % 1024 == 0
-    assert plan.pair * plan.stage_bytes < 1 << 20, "bytes that a barrier can expect"
-    assert plan.barriers <= 32, "a lane makes each"
-    assert plan.parts == 1 or plan.stages * plan.stage_bytes >= 128 * 4 * plan.token_block
-    assert plan.pair in (1, 2)
-    assert plan.own_tiles <= 4 or plan.parts == 1
-    assert plan.tensor_columns in (32, 64, 128, 256, 512)
-    used = [(0, plan.token_block), (plan.second_sums, plan.token_block)]
+    assert plan.cta_group * plan.stage_bytes < 1 << 20, "bytes that an mbarrier can expect"
+    assert plan.barriers <= 32, "a lane initializes each"
+    assert plan.k_splits == 1 or plan.stages * plan.stage_bytes >= 128 * 4 * plan.token_block
+    assert plan.cta_group in (1, 2)
+    assert plan.split_tiles <= 4 or plan.k_splits == 1
+    assert plan.tmem_columns in (32, 64, 128, 256, 512)
+    used = [(0, plan.token_block), (plan.second_accumulator, plan.token_block)]
     used += [(plan.row_scale_column, 16), (plan.token_scale_column, 16 * plan.scale_tiles)]
-    assert max(start + count for start, count in used) <= plan.tensor_columns
-    assert plan.row_scale_column >= plan.second_sums + plan.token_block
-    assert plan.overlap == max(0, used[0][1] - plan.second_sums)
-    assert plan.line % 16 == 0
-    assert plan.line // 16 % 2 == 1, "lines of 8 tokens begin in different banks"
+    assert max(start + count for start, count in used) <= plan.tmem_columns
+    assert plan.row_scale_column >= plan.second_accumulator + plan.token_block
+    assert plan.overlap == max(0, used[0][1] - plan.second_accumulator)
+    assert plan.line_bytes % 16 == 0
+    assert plan.line_bytes // 16 % 2 == 1, "lines of 8 tokens begin in different banks"
     for box in plan.boxes(400, 544, 300, 1):
         assert all(0 < count <= 256 for count in box.box)
         assert box.box[0] * box.item_bytes % 16 == 0
         assert not box.swizzled or box.box[0] * box.item_bytes == 128
         assert all(stride % 16 == 0 for stride in box.strides)
     copied = [math.prod(box.box) * box.item_bytes for box in plan.boxes(400, 544, 300, 1)]
-    both = 2 if plan.shared_scales else 1
+    ctas = 2 if plan.multicasts_scales else 1
     assert copied[:3] == [plan.row_code_bytes, plan.row_scale_bytes, plan.token_code_bytes]
-    assert both * copied[3] == plan.token_scale_bytes
+    assert ctas * copied[3] == plan.token_scale_bytes
 
 
 @pytest.mark.parametrize("plan", PLANS[::4], ids=repr)
-def test_what_sums_share_is_loaded_first(plan):
+def test_columns_of_both_accumulators_are_loaded_first(plan):
     for count in range(2):
         order = [plan.chunk(i, count) for i in range(plan.chunks)]
         assert sorted(order) == list(range(plan.chunks))
-        start = plan.first_column(count)
+        start = plan.accumulator_column(count)
         early = {
-            start + chunk * dense_plan.CHUNK + column
+            start + chunk * CHUNK_TOKENS + column
             for chunk in order[: plan.early_chunks]
-            for column in range(dense_plan.CHUNK)
+            for column in range(CHUNK_TOKENS)
         }
-        other = plan.first_column(count + 1)
+        other = plan.accumulator_column(count + 1)
         needed = set(range(start, start + plan.token_block))
-        if plan.sum_stages == 1:
+        if plan.accumulator_stages == 1:
             needed &= set(range(other, other + plan.token_block))
         assert needed <= early
 
@@ -103,12 +110,12 @@ def test_every_product_has_a_plan_that_fits():
     assert result == plans(Product(400, 7168, 1, True, True), 100)
 
 
-def test_few_tokens_take_few():
+def test_small_m_takes_the_smallest_tile():
     assert {choose(Product(7168, 7168, 1, False), t).token_block for t in range(1, 65)} == {64}
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 20))
-def test_every_tile_is_multiplied_once(token_tiles, span, row_blocks, clusters):
+def test_every_tile_is_visited_once(token_tiles, span, row_blocks, clusters):
     total = token_tiles * row_blocks
     result = [
         tile_position(tile, (token_tiles, span, row_blocks))
@@ -131,7 +138,7 @@ def test_every_tile_is_multiplied_once(token_tiles, span, row_blocks, clusters):
 @example((64, 2), 9, 17, 575, 2)
 def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, groups):
     """By coordinates alone: tiles of tokens for the weight, blocks of rows for the tokens."""
-    plan = DensePlan(*how, False)
+    plan = Tcgen05Plan(*how, False)
     group_rows = rows * 16 if groups == 1 else -(-rows // 16) * 256
     rows, columns = group_rows * groups, columns * 32
     tiles, blocks = -(-tokens // plan.token_block), -(-group_rows // plan.rows)
@@ -139,12 +146,12 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
     counts = [np.zeros((box.sizes[1], -(-box.sizes[0] // 128)), int) for box in boxes[::2]]
     scales = [np.zeros(box.sizes[:0:-1], int) for box in boxes[1::2]]
     for block, tile, rank in itertools.product(
-        range(blocks * groups), range(tiles), range(plan.blocks)
+        range(blocks * groups), range(tiles), range(plan.ctas)
     ):
-        for k in range(plan.steps(columns)):
+        for k in range(plan.k_stages(columns)):
             token = tile * plan.token_block
-            row = plan.row_place(block, rank, k)
-            other = plan.token_place(token, block // blocks, tokens, rank, k)
+            row = plan.row_tile(block, rank, k)
+            other = plan.token_tile(token, block // blocks, tokens, rank, k)
             for (code, scale), count, many, box in zip(
                 (row, other), counts, scales, (boxes[:2], boxes[2:]), strict=True
             ):
@@ -211,9 +218,9 @@ def cutedsl(tmp_path_factory):
 
 def test_layouts_are_cutedsls(cutedsl):
     for (rows, tokens), layouts in cutedsl["shapes"]:
-        plan = DensePlan(tokens, rows // 128, False)
+        plan = Tcgen05Plan(tokens, rows // 128, False)
         codes, scales, columns, sums = layouts[:2], layouts[2:4], layouts[4:6], layouts[6]
-        for (shape, stride, swizzle), count in zip(codes, (128, plan.own_tokens), strict=True):
+        for (shape, stride, swizzle), count in zip(codes, (128, plan.cta_tokens), strict=True):
             assert swizzle == "S<3,4,3>", "address bits 4 to 6 with bits 7 to 9"
             for m, k in itertools.product(range(0, count, 3), range(0, 256, 10)):
                 place = at([[m, k % 64], 0, k // 64, 0], shape, stride)
@@ -246,11 +253,11 @@ def test_loads_are_fragments_of_16_by_8(cutedsl):
 
 def test_descriptions_are_cutedsls(cutedsl):
     """Every large number in a kernel of CuTeDSL's own instructions, but the compiler's build."""
-    ours = {dense_plan.CODES_DESCRIPTOR, dense_plan.SCALES_DESCRIPTOR}
-    ours |= {dense_plan.instruction(*shape) for shape, _ in cutedsl["shapes"]}
-    result = set(cutedsl["numbers"])
-    assert ours <= result
-    assert len(result - ours) <= 1
+    ours = {mma_descriptors.CODES_DESCRIPTOR, mma_descriptors.SCALES_DESCRIPTOR}
+    ours |= {mma_descriptors.instruction_descriptor(*shape) for shape, _ in cutedsl["shapes"]}
+    found = set(cutedsl["numbers"])
+    assert ours <= found
+    assert len(found - ours) <= 1
     kinds = {i.split(".collector")[0] for i in cutedsl["instructions"]}
     assert kinds == {
         f"tcgen05.{what}"
@@ -262,7 +269,7 @@ def test_descriptions_are_cutedsls(cutedsl):
     }
 
 
-@FEW
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(1, 700), st.integers(1, 60)), min_size=1, max_size=3))
 def test_scales_in_memory_are_cutedsls(shapes):
     """Specification, section 11.3, against the layout that CuTeDSL's own kernels assume."""
@@ -304,35 +311,35 @@ def activations(x, scaling, groups):
 def emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit):
     """What the kernel stores, and the operands with how often they were read."""
     tokens, (rows, columns) = x.shape[0], weight.shape
-    product = Product(rows, columns, groups, plan.float32_out, plan.swiglu)
-    monkeypatch.setattr(gemm_nvfp4, "choose", lambda *what: plan)
-    ready = types.SimpleNamespace(prepare=lambda device: clusters)
-    monkeypatch.setattr(gemm_nvfp4, "loaded", lambda *what: ready)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    scale_rows = not weight.segments and weight.global_scale.numel() > 1
-    launch = gemm_nvfp4._prepared.__wrapped__(
-        product, tokens, weight.segments, scale_rows, scaling == "token", limit, 0
+    call = gemm_nvfp4._Call(
+        product=Product(rows, columns, groups, plan.float32_out, plan.swiglu),
+        tokens=tokens,
+        segments=weight.segments,
+        scale_rows=not weight.segments and weight.global_scale.numel() > 1,
+        scale_tokens=scaling == "token",
+        limit=limit,
+        device=0,
     )
+    launch = blackwell_emulator.prepared(monkeypatch, gemm_nvfp4, TCGEN05_ABI, plan, clusters, call)
     _, q = activations(x, scaling, groups)
     memory = blackwell_emulator.Global()
     outputs = rows // 2 if plan.swiglu else rows
     out = np.zeros(tokens * outputs, np.float32 if plan.float32_out else np.uint16)
-    places = [
-        memory.add(weight.global_scale.numpy()),
-        memory.add(q.global_scale.reshape(-1).numpy()),
-        memory.add(out),
-    ]
+    pointers = {
+        "global_scale": memory.add(weight.global_scale.numpy()),
+        "token_scale": memory.add(q.global_scale.reshape(-1).numpy()),
+        "out": memory.add(out),
+    }
     contents = [
         t.contiguous().view(torch.uint8).reshape(-1).numpy()
         for t in (weight.codes, weight.scales, q.codes, q.scales)
     ]
-    arguments = [*places, *gemm_nvfp4._AFTER.unpack(launch.after)]
-    grid = launch.blocks // plan.blocks
-    read = blackwell_emulator.run(plan, launch.boxes, contents, memory, arguments, grid)
-    assert (memory.arrays[places[2]][1] == 1).all(), "every result is stored once"
-    result = torch.from_numpy(out if plan.float32_out else out.view(np.int16))
-    result = result if plan.float32_out else result.view(torch.bfloat16)
-    return result.reshape(tokens, outputs), read
+    records = (Tcgen05Tma, Tcgen05Args)
+    read = blackwell_emulator.run(plan, launch, contents, memory, records, pointers)
+    assert (memory.arrays[pointers["out"]][1] == 1).all(), "every result is stored once"
+    results = torch.from_numpy(out if plan.float32_out else out.view(np.int16))
+    results = results if plan.float32_out else results.view(torch.bfloat16)
+    return results.reshape(tokens, outputs), read
 
 
 def compare(monkeypatch, plan, rows, columns, tokens, groups=1, scaling="token", clusters=1):
@@ -346,7 +353,7 @@ def compare(monkeypatch, plan, rows, columns, tokens, groups=1, scaling="token",
         weight.codes, weight.scales, weight.global_scale * scale, NVFP4, SWIZZLED, cuts
     )
     limit = 7.0 if plan.swiglu else math.inf
-    actual, read = emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit)
+    results, read = emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit)
     kind = {"activation": "nvfp4", "input_scale": activations(x, scaling, groups)[0]}
     if plan.swiglu:
         kind["limit"] = limit
@@ -354,43 +361,43 @@ def compare(monkeypatch, plan, rows, columns, tokens, groups=1, scaling="token",
     if groups > 1:
         kind["groups"] = groups
     expected = op(x.double(), weight, backend="reference", **kind).reshape(tokens, -1)
-    error = (actual.double() - expected).abs()
+    error = (results.double() - expected).abs()
     allowed = 1e-5 if plan.float32_out else 2**-8
     assert (error <= allowed * expected.abs() + 1e-6 * expected.abs().max()).all()
-    assert (actual[tokens // 2] == 0).all()
-    blocks, tiles = -(-rows // plan.rows), -(-tokens // plan.token_block)
-    assert [(load.reads == tiles).all() for load in read[:2]] == [True, True]
-    assert groups > 1 or (read[2].reads == blocks).all()
+    assert (results[tokens // 2] == 0).all()
+    row_blocks, tiles = -(-rows // plan.rows), -(-tokens // plan.token_block)
+    assert [(operand.reads == tiles).all() for operand in read[:2]] == [True, True]
+    assert groups > 1 or (read[2].reads == row_blocks).all()
 
 
 @pytest.mark.parametrize("how", LAYOUTS, ids=str)
 def test_the_source_multiplies(how, monkeypatch):
     """Rings go round more than once; the last tiles of rows, tokens and columns are ragged."""
-    plan = DensePlan(*how, float32_out=True)
+    plan = Tcgen05Plan(*how, float32_out=True)
     compare(monkeypatch, plan, plan.rows + 16, 544, plan.token_block + 3)
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_the_source_shares_columns(parts, monkeypatch):
-    """Of 5 stages of K, blocks get 2 and 3, or 1, 1, 1 and 2."""
-    plan = DensePlan(64, parts, True, parts=parts)
+@pytest.mark.parametrize("splits", [2, 4])
+def test_the_source_splits_k(splits, monkeypatch):
+    """Of 5 stages of K, CTAs get 2 and 3, or 1, 1, 1 and 2."""
+    plan = Tcgen05Plan(64, splits, True, k_splits=splits)
     compare(monkeypatch, plan, 144, 1056, 60, clusters=2)
 
 
-def test_the_source_of_swiglu_shares_columns(monkeypatch):
-    compare(monkeypatch, DensePlan(64, 8, False, True, 8), 96, 2048, 35)
+def test_the_source_of_swiglu_splits_k(monkeypatch):
+    compare(monkeypatch, Tcgen05Plan(64, 8, False, True, 8), 96, 2048, 35)
 
 
-def test_the_source_turns_bfloat16(monkeypatch):
-    compare(monkeypatch, DensePlan(64, 2, False), 144, 64, 35, scaling="static")
+def test_the_source_transposes_bfloat16(monkeypatch):
+    compare(monkeypatch, Tcgen05Plan(64, 2, False), 144, 64, 35, scaling="static")
 
 
 def test_the_source_of_swiglu(monkeypatch):
-    compare(monkeypatch, DensePlan(64, 1, False, swiglu=True), 96, 288, 33)
+    compare(monkeypatch, Tcgen05Plan(64, 1, False, swiglu=True), 96, 288, 33)
 
 
 def test_the_source_of_groups(monkeypatch):
-    plan = DensePlan(64, 1, float32_out=True)
+    plan = Tcgen05Plan(64, 1, float32_out=True)
     compare(monkeypatch, plan, 256, 288, 70, groups=2, clusters=3)
 
 
@@ -401,10 +408,10 @@ def test_the_source_of_groups(monkeypatch):
         ((64, 2), "token_scale_offset", lambda plan, rank: 0),
         ((256, 1), "chunk", lambda plan, i, count: i),
     ],
-    ids=["scales of the tile before", "one half of the scales", "shared columns loaded last"],
+    ids=["scales of the tile before", "one half of the scales", "common columns loaded last"],
 )
 def test_a_wrong_number_is_seen(how, name, value, monkeypatch):
-    monkeypatch.setattr(DensePlan, name, value)
-    plan = DensePlan(*how, float32_out=True)
+    monkeypatch.setattr(Tcgen05Plan, name, value)
+    plan = Tcgen05Plan(*how, float32_out=True)
     with pytest.raises(AssertionError):
         compare(monkeypatch, plan, plan.rows + 16, 544, plan.token_block + 3)

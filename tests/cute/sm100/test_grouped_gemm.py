@@ -1,7 +1,7 @@
-"""Blackwell's NVFP4 GEMM of sorted rows with experts, without a Blackwell.
+"""The ``tcgen05`` NVFP4 grouped GEMM, without a Blackwell.
 
-Its source is run by ``blackwell_emulator`` for many routings, of every layout of its memories in
-the nightly profile, else of some.
+``blackwell_emulator`` runs its source for many routings, with every layout of shared memory and
+TMEM in the nightly profile, else with some.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import math
 import os
-import types
 
 import numpy as np
 import pytest
@@ -20,8 +19,17 @@ from hypothesis import strategies as st
 
 from dsv4.cute import grouped_nvfp4
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
-from dsv4.cute.sm100 import dense_plan
-from dsv4.cute.sm100.grouped_plan import TURN_WARP, GroupedPlan, candidates, choose, plans
+from dsv4.cute.sm100.gemm_plan import SHARED_LIMIT, TOKEN_BLOCKS, OperandTile
+from dsv4.cute.sm100.grouped_gemm_plan import (
+    GROUPED_TCGEN05_ABI,
+    SCALE_WARP,
+    GroupedTcgen05Args,
+    GroupedTcgen05Plan,
+    GroupedTcgen05Tma,
+    candidates,
+    choose,
+    plans,
+)
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_swiglu,
@@ -38,7 +46,7 @@ from dsv4.quant.formats import (
 from tests._tools.emulator import blackwell_emulator
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-LAYOUTS = list(itertools.product(dense_plan.TOKEN_BLOCKS, (1, 2)))
+LAYOUTS = list(itertools.product(TOKEN_BLOCKS, (1, 2)))
 # float32 results, SwiGLU, weights of rows, codes, swizzled scales of these.
 KINDS = [
     (False, False, False, False),
@@ -54,7 +62,7 @@ KINDS = [
 
 
 def plan_of(how, float32_out=False, swiglu=False, *rest):
-    return GroupedPlan(*how, float32_out, swiglu, 1, *rest)
+    return GroupedTcgen05Plan(*how, float32_out, swiglu, 1, *rest)
 
 
 PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
@@ -63,20 +71,20 @@ PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resources(plan):
     """Of compute capability 10.0: 227 KiB and 64 Ki registers of a block, 512 columns."""
-    assert plan.shared_bytes <= 227 * 1024 == dense_plan.MOST_SHARED
+    assert plan.shared_bytes <= 227 * 1024 == SHARED_LIMIT
     assert plan.shared_bytes >= plan.table_bytes + plan.stages * plan.stage_bytes
     # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
     assert (plan.stages - 1) * plan.stage_bytes >= 1500 * 64
     assert plan.stage_bytes % 1024 == 0
-    assert plan.pair * plan.copied_bytes < 1 << 20, "bytes that a barrier can expect"
-    assert plan.barriers <= 32, "a lane makes each"
+    assert plan.cta_group * plan.tma_bytes < 1 << 20, "bytes that an mbarrier can expect"
+    assert plan.barriers <= 32, "a lane initializes each"
     assert plan.threads == 256
-    assert plan.tensor_columns in (256, 512)
-    assert plan.token_scale_column + 16 * plan.scale_tiles <= plan.tensor_columns
+    assert plan.tmem_columns in (256, 512)
+    assert plan.token_scale_column + 16 * plan.scale_tiles <= plan.tmem_columns
     boxes = plan.operands(400, 512, 300, 5)
     assert [box.sizes[-1] for box in boxes] == [2000, 20, 300]
     copied = [math.prod(box.box) * box.item_bytes for box in boxes]
-    assert sum(copied) == plan.copied_bytes
+    assert sum(copied) == plan.tma_bytes
     assert all(0 < count <= 256 for box in boxes for count in box.box)
     assert all(stride % 16 == 0 for box in boxes for stride in box.strides)
 
@@ -115,7 +123,7 @@ def tiles_of(counts, spare, block, row_blocks):
     table = module.ExpertTable(1024, 1024 + 4 * (MOST_EXPERTS + 1), len(counts))
 
     def body():
-        if here.warp == TURN_WARP:
+        if here.warp == SCALE_WARP:
             module.count_tiles(offsets, table, block, here.lane)
         blackwell_emulator.meet(here.cluster.meeting)
         if here.thread == 0:
@@ -135,7 +143,7 @@ ROUTINGS = st.one_of(
 
 
 @settings(max_examples=12)
-@given(ROUTINGS, st.sampled_from(dense_plan.TOKEN_BLOCKS), st.integers(1, 5))
+@given(ROUTINGS, st.sampled_from(TOKEN_BLOCKS), st.integers(1, 5))
 @example([0] * MOST_EXPERTS, 64, 3)
 @example([0] * (MOST_EXPERTS - 1) + [1000], 128, 2)
 def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
@@ -188,39 +196,44 @@ def contents(tensor):
 def emulate(monkeypatch, plan, case, clusters):
     """What the kernel stores, the operands with how often they were read, and the memory."""
     total, experts = case.x.shape[0], len(case.counts)
-    expected = Experts(case.rows, case.columns, experts, plan.float32_out, True)
-    monkeypatch.setattr(grouped_nvfp4, "choose", lambda *what: plan)
-    ready = types.SimpleNamespace(prepare=lambda device: clusters)
-    monkeypatch.setattr(grouped_nvfp4, "loaded", lambda *what: ready)
-    monkeypatch.setattr(grouped_nvfp4, "architecture", lambda device: "sm_100a")
-    limit = case.limit if plan.swiglu else math.inf
-    launch = grouped_nvfp4._prepared.__wrapped__(
-        expected, total, case.weight.segments, case.weight.global_scale.shape[1], limit, 0
+    call = grouped_nvfp4._Call(
+        experts=Experts(case.rows, case.columns, experts, plan.float32_out, True),
+        tokens=total,
+        segments=case.weight.segments,
+        expert_scales=case.weight.global_scale.shape[1],
+        limit=case.limit if plan.swiglu else math.inf,
+        device=0,
+    )
+    launch = blackwell_emulator.prepared(
+        monkeypatch, grouped_nvfp4, GROUPED_TCGEN05_ABI, plan, clusters, call
     )
     memory, outputs = blackwell_emulator.Global(), case.rows // 2 if plan.swiglu else case.rows
     out = np.full(total * outputs, 7, np.float32 if plan.float32_out else np.uint16)
     if plan.quantized_out:
         out = np.full(total * outputs // 2, 0x77, np.uint8)
     scale_rows = 128 * expert_tiles(total, experts) if plan.swizzled_out else total
-    block_scales = np.full(scale_rows * outputs // 16, 0x77, np.uint8)
-    results = [out, block_scales, np.full(total, 7, np.float32)]
-    given_ = [
-        contents(case.q.scales),
-        *(t.reshape(-1).numpy() for t in (case.weight.global_scale, case.q.global_scale)),
-        case.row_weight.numpy(),
-        results[0],
-        case.offsets.numpy(),
-        case.result_scale.numpy(),
-        *results[1:],
-    ]
-    places = [memory.add(array) for array in given_]
-    arguments = [*places, *grouped_nvfp4._AFTER.unpack(launch.after)]
+    results = {
+        "out": out,
+        "block_scales": np.full(scale_rows * outputs // 16, 0x77, np.uint8),
+        "row_scale": np.full(total, 7, np.float32),
+    }
+    arrays = {
+        "x_scales": contents(case.q.scales),
+        "global_scale": case.weight.global_scale.reshape(-1).numpy(),
+        "token_scale": case.q.global_scale.reshape(-1).numpy(),
+        "row_weight": case.row_weight.numpy(),
+        "offsets": case.offsets.numpy(),
+        "result_scale": case.result_scale.numpy(),
+        **results,
+    }
+    pointers = {name: memory.add(array) for name, array in arrays.items()}
     operands = [contents(t) for t in (case.weight.codes, case.weight.scales, case.q.codes)]
-    grid = launch.blocks // plan.blocks
-    read = blackwell_emulator.run(plan, launch.boxes, operands, memory, arguments, grid)
-    stored = [places[4], *places[7:]] if plan.quantized_out else places[4:5]
-    assert all((memory.arrays[at][1] == 1).all() for at in stored), "every result is stored once"
-    return results, read, memory
+    records = (GroupedTcgen05Tma, GroupedTcgen05Args)
+    read = blackwell_emulator.run(plan, launch, operands, memory, records, pointers)
+    stored = list(results) if plan.quantized_out else ["out"]
+    counts = [memory.arrays[pointers[name]][1] for name in stored]
+    assert all((count == 1).all() for count in counts), "every result is stored once"
+    return list(results.values()), read, memory
 
 
 def check_reads(plan, case, read, memory):
@@ -238,8 +251,8 @@ def check_reads(plan, case, read, memory):
     expected, start = np.zeros(case.x.shape[0], int), 0
     needed = np.zeros_like(expected)
     for count, many in zip(case.counts, tiles, strict=True):
-        expected[start : start + many * block] += blocks
-        needed[start : start + count] += blocks * plan.pair
+        wanted[start : start + many * block] += blocks
+        needed[start : start + count] += blocks * plan.cta_group
         start += count
     assert (read[2].reads == expected[:, None]).all()
     line = case.columns // 16
@@ -381,8 +394,8 @@ def test_the_source_of_swizzled_scales_of_every_layout(how, monkeypatch):
     ("name", "value"),
     [
         ("full_arrivals", 1),
-        ("sorted_place", lambda plan, start, rank, k: (start // 128 * 128, k * 128)),
-        ("expert_place", lambda plan, row_block, rank, k, expert, rows: (
+        ("sorted_codes", lambda plan, start, rank, k: (start // 128 * 128, k * 128)),
+        ("expert_row_tile", lambda plan, row_block, rank, k, expert, rows: OperandTile(
             (expert * rows + row_block * 128, k * 128),
             ((expert * rows + row_block * 128) // 128, k * 4),
         )),
@@ -390,7 +403,7 @@ def test_the_source_of_swizzled_scales_of_every_layout(how, monkeypatch):
     ids=["full before the scales are there", "rows from a border", "scales without borders"],
 )  # fmt: skip
 def test_a_wrong_number_is_seen(name, value, monkeypatch):
-    monkeypatch.setattr(GroupedPlan, name, value)
+    monkeypatch.setattr(GroupedTcgen05Plan, name, value)
     plan = plan_of((64, 1), float32_out=True)
     with pytest.raises((AssertionError, RuntimeError)):
         compare(monkeypatch, plan, Case([3, 0, 9], 0, 144, 256))
