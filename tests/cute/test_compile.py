@@ -578,19 +578,19 @@ def test_fp8_plans_are_those_of_both_kinds_of_activations():
 
 def test_plans_of_experts_fit_their_matrix():
     for sizes in ROUTED:
-        for wanted in routed_kinds(*sizes):
-            found = grouped_gemm.plans(wanted, 4096 * TOP_K)
+        for expected in routed_kinds(*sizes):
+            found = grouped_gemm.plans(expected, 4096 * TOP_K)
             assert found == list(dict.fromkeys(found))
             assert isinstance(found[-1], GroupedWgmmaPlan)
             for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
-                assert (plan.columns, plan.ctas) == (wanted.columns, 1)
+                assert (plan.columns, plan.ctas) == (expected.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
                 assert expected.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
-                assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
+                assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
             for plan in (plan for plan in found if isinstance(plan, GroupedWgmmaPlan)):
-                assert wanted.columns // 64 % plan.stage_k_blocks == 0
+                assert expected.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.ctas, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
@@ -598,7 +598,7 @@ def test_plans_of_experts_fit_their_matrix():
                 grouped_gemm_plans.typical_plan(expected, rows)
                 for rows in range(1, 4096 * TOP_K, 97)
             }
-            assert chosen <= set(actual)
+            assert chosen <= set(found)
 
 
 def test_too_many_experts_have_no_plan():

@@ -35,8 +35,8 @@ def configurations():
     for tokens, folded in itertools.product((32, 64, 128, 256), (False, True)):
         for plan in candidates(Product(592, 896, 1, False, False), tokens, folded):
             key = (plan.token_block, plan.rows, plan.ctas, plan.folded, plan.ctas_per_sm)
-            found.setdefault(key, plan)
-    return list(found.values())
+            result.setdefault(key, plan)
+    return list(result.values())
 
 
 def assert_right(x, weight, got):

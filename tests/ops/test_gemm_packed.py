@@ -215,8 +215,8 @@ def configurations():
         for columns in (512, 1408):
             for plan in wgmma_candidates(592, 592, columns, tokens, False, False):
                 shape = (plan.token_block, plan.rows, plan.warp_tiles, plan.ctas)
-                found.setdefault(shape, (plan, columns))
-    return list(found.values())
+                result.setdefault(shape, (plan, columns))
+    return list(result.values())
 
 
 def few_configurations():

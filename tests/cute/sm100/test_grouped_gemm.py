@@ -251,7 +251,7 @@ def check_reads(plan, case, read, memory):
     expected, start = np.zeros(case.x.shape[0], int), 0
     needed = np.zeros_like(expected)
     for count, many in zip(case.counts, tiles, strict=True):
-        wanted[start : start + many * block] += blocks
+        expected[start : start + many * block] += blocks
         needed[start : start + count] += blocks * plan.cta_group
         start += count
     assert (read[2].reads == expected[:, None]).all()
