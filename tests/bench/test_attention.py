@@ -101,16 +101,16 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch, tmp_path: Path):
     assert len(rows_of(tmp_path / "found.json")) == 1
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("position", [0, -1])
 @pytest.mark.parametrize("group", ["attention", "indexer"])
-def test_a_wrong_token_has_no_time(group, place, monkeypatch):
+def test_a_wrong_token_has_no_time(group, position, monkeypatch):
     """The first or the last of many; only some are judged."""
     right = Problem.run
 
     def wrong(self, backend="auto"):
         out = right(self, backend)
         if backend == "auto":
-            out[0][place] = out[0][place].flip(-1) + 1
+            out[0][position] = out[0][position].flip(-1) + 1
         return out
 
     monkeypatch.setattr(Problem, "run", wrong)
@@ -229,10 +229,10 @@ def test_which_of_transformers_are_timed(monkeypatch):
 
 
 def test_a_compiled_reference_is_timed_beside_few_tokens():
-    few, many = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
+    small_m, large_m = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
     baseline = inductor.of_reference("aot_eager")
-    torch.testing.assert_close(baseline(few)(), few.run("reference")[0])
-    assert baseline(many) is None
+    torch.testing.assert_close(baseline(small_m)(), small_m.run("reference")[0])
+    assert baseline(large_m) is None
 
 
 class Library:

@@ -51,8 +51,8 @@ def _damaged(op: str):
             row = tensor.reshape(-1, tensor.shape[-1])[0].float()
             flat[0] += 0.05 * float(row.norm()) + 0.01
         else:
-            place = flat.view(torch.uint8) if tensor.element_size() == 1 else flat
-            place[0] ^= 1
+            view = flat.view(torch.uint8) if tensor.element_size() == 1 else flat
+            view[0] ^= 1
         return result
 
     return run
@@ -162,8 +162,8 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
     path = tmp_path / "out.json"
     function = next(name for name in MAKERS if op in operators(name))
     only = ["--cases", op.removeprefix(f"{function}_")] if function != op else []
-    given = [*only, "--tokens", "5", "--repeat", "1", "--json", str(path)]
-    assert main(["run", function, *given]) == 2
+    arguments = [*only, "--tokens", "5", "--repeat", "1", "--json", str(path)]
+    assert main(["run", function, *arguments]) == 2
     result = json.loads(path.read_text())
     results.validate(result)
     for row in result["rows"]:
@@ -447,7 +447,7 @@ def test_a_rest_comes_before_every_timed_run(monkeypatch: pytest.MonkeyPatch):
 def test_cooled_times_follow_sustained_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     rests = []
     taken = timing.Timing(1.0, "clock")
-    monkeypatch.setattr(timing, "measure", lambda *given: rests.append(given[3:]) or taken)
+    monkeypatch.setattr(timing, "measure", lambda *arguments: rests.append(arguments[3:]) or taken)
     monkeypatch.setattr(baselines, "BASELINES", {})
     baselines.register("rope", "sleepy")(lambda problem: lambda: None)
     path = tmp_path / "out.json"

@@ -67,8 +67,8 @@ def rows_of(path: Path) -> list[dict]:
 
 
 def command(path: Path, *more: str) -> int:
-    given = ["--tokens", "1,5", "--repeat", "1", "--device", "cpu", "--json", str(path)]
-    return main(["moe", *given, *more])
+    arguments = ["--tokens", "1,5", "--repeat", "1", "--device", "cpu", "--json", str(path)]
+    return main(["moe", *arguments, *more])
 
 
 @pytest.mark.parametrize("kind", moe_parts.ROUTINGS)
@@ -355,9 +355,9 @@ def test_cooled_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, m
     # Each part twice, and what baselines have, in the condition of the line they are printed in.
     assert seen.count(0.25) * 2 == len(seen) >= len(cases)
     printed = capsys.readouterr().out.splitlines()
-    place = [line.split("  ")[0] for line in printed].index("shapes")
-    at = printed[place].index("timed")
-    kinds = [line[at:].split("  ")[0] for line in printed[place + 2 : place + 8]]
+    index = [line.split("  ")[0] for line in printed].index("shapes")
+    at = printed[index].index("timed")
+    kinds = [line[at:].split("  ")[0] for line in printed[index + 2 : index + 8]]
     assert kinds == ["sustained", "cooled"] * 3
 
 
@@ -541,9 +541,9 @@ def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
 
     monkeypatch.setattr(moe_baselines.importlib, "import_module", import_module)
     rows = measured(monkeypatch, tmp_path, humming=moe_baselines.humming)
-    beside = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
-    assert len(beside) == 2 * 3
-    assert all(set(row["baselines"]) == {"humming"} for row in beside)
+    humming_rows = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
+    assert len(humming_rows) == 2 * 3
+    assert all(set(row["baselines"]) == {"humming"} for row in humming_rows)
 
 
 def test_baselines_that_do_not_fit_are_not_made(monkeypatch):

@@ -151,10 +151,10 @@ class TestTables:
         rows = [dataclasses.replace(ROW, reason=why) for why in ("first " * 30, "second", "second")]
         lines = report.lines(rows)
         assert [line.split()[-1] for line in lines[2:5]] == ["1", "2", "2"]
-        place = next(i for i, line in enumerate(lines) if line.startswith("why this"))
-        assert lines[place + 2] == "  2  second"
-        assert lines[place + 1].endswith("...")
-        assert len(lines[place + 1]) <= report.REASON + 5
+        index = next(i for i, line in enumerate(lines) if line.startswith("why this"))
+        assert lines[index + 2] == "  2  second"
+        assert lines[index + 1].endswith("...")
+        assert len(lines[index + 1]) <= report.REASON + 5
 
     def test_microseconds_are_in_headings_alone(self):
         row = dataclasses.replace(ROW, baselines={"torch": 3.0})
@@ -190,8 +190,8 @@ class TestTables:
         assert alone.baseline_ratio is None
         assert wrong.baseline_ratio is None
         rows = [base, alone]
-        place = report.HEADINGS.index("speedup")
-        assert [report.cells(row)[place] for row in rows] == ["1.50", "-"]
+        index = report.HEADINGS.index("speedup")
+        assert [report.cells(row)[index] for row in rows] == ["1.50", "-"]
         listed = [line.split()[-3:] for line in report.baseline_table(rows)[-2:]]
         assert listed == [["slow", "9.00", "4.50"], ["fast", "3.00", "1.50"]]
         path = report.write_csv(str(tmp_path / "x.csv"), rows)
@@ -212,9 +212,9 @@ class TestVerdict:
             "FAILED: 1 of 2 checks: gemm [q_b] N=256 K=32, 1 token, reference: "
             "error 3.25 times its budget"
         )
-        place = "codes differs at 3 of 64 places, first at [0, 1]: "
-        bits = dataclasses.replace(row, ratio=float("inf"), message=place + "250, wanted 17")
-        assert verdict.line([verdict.of_row(bits)]).endswith(f"{place}250,...")
+        difference = "codes differs at 3 of 64 places, first at [0, 1]: "
+        bits = dataclasses.replace(row, ratio=float("inf"), message=difference + "250, wanted 17")
+        assert verdict.line([verdict.of_row(bits)]).endswith(f"{difference}250,...")
 
     def test_many_failures_are_counted(self):
         checks = [Check("check", f"place {i}", False, "bad") for i in range(5)]

@@ -251,16 +251,16 @@ class Operand:
         """A box of bytes; zeros beyond the end."""
         box = self.box
         assert tuple(shape[::-1]) == box.box, "the kernel copies another box than is described"
-        place = np.indices(shape).reshape(len(shape), -1) + np.array(where)[:, None]
+        coordinates = np.indices(shape).reshape(len(shape), -1) + np.array(where)[:, None]
         sizes = np.array(box.sizes[::-1])[:, None]
-        assert (place >= 0).all()
-        inside = (place < sizes).all(0)
+        assert (coordinates >= 0).all()
+        inside = (coordinates < sizes).all(0)
         strides = np.array((*box.strides[::-1], box.item_bytes))[:, None]
-        start = (place * strides).sum(0)[:, None] + np.arange(box.item_bytes)
-        result = np.zeros((place.shape[1], box.item_bytes), np.uint8)
+        start = (coordinates * strides).sum(0)[:, None] + np.arange(box.item_bytes)
+        result = np.zeros((coordinates.shape[1], box.item_bytes), np.uint8)
         result[inside] = self.content[start[inside]]
         with _COUNTING:
-            np.add.at(self.reads, tuple(place[:, inside]), 1)
+            np.add.at(self.reads, tuple(coordinates[:, inside]), 1)
         return result.reshape(-1)
 
 
@@ -411,8 +411,8 @@ def fake_ptx(memory):
 def operand_elements(shared, start, rows):
     """``[rows, 64]`` of K-major codes in rows of 128 bytes, whose 16-byte pieces are exchanged."""
     row, byte = np.meshgrid(np.arange(rows), np.arange(32), indexing="ij")
-    place = start + row // 8 * 1024 + row % 8 * 128 + byte
-    result = shared[place ^ (place >> 7 & 7) << 4]
+    address = start + row // 8 * 1024 + row % 8 * 128 + byte
+    result = shared[address ^ (address >> 7 & 7) << 4]
     return _ELEMENTS[np.stack((result & 15, result >> 4), -1).reshape(rows, 64)]
 
 
@@ -434,8 +434,8 @@ def fake_tcgen05():
         if _HERE.lane == 0:
             assert cluster.owned[_HERE.block] == 0
             cluster.owned[_HERE.block] = columns
-            place = cluster.shared[_HERE.block][address : address + 4]
-            place.view(np.uint32)[0] = 512 - columns
+            word = cluster.shared[_HERE.block][address : address + 4]
+            word.view(np.uint32)[0] = 512 - columns
 
     def free(start, columns, group):
         if _HERE.lane == 0:
@@ -524,11 +524,11 @@ def copy(operand, source, to, tma_bar_ptr, mcast_mask):
 
     def job():
         result = operand.take(shape, where)
-        place = start.address + np.arange(result.size)
+        addresses = start.address + np.arange(result.size)
         if swizzled:
-            place ^= (place >> 7 & 7) << 4
+            addresses ^= (addresses >> 7 & 7) << 4
         for target in range(cluster.plan.blocks) if operand.multicast else [block]:
-            cluster.shared[target][place] = result
+            cluster.shared[target][addresses] = result
             leader = block // cluster.plan.pair * cluster.plan.pair
             cluster.barrier(tma_bar_ptr.address, leader).complete(result.size)
 
@@ -567,7 +567,7 @@ def fake_cutlass():
         kernel=lambda function: function,
         Tensor=None,
         CopyAtom=None,
-        domain_offset=lambda where, places: (places, where),
+        domain_offset=lambda where, positions: (positions, where),
         local_tile=lambda source, shape, at: (source, shape),
         recast_ptr=lambda pointer, swizzle, dtype: (pointer, swizzle is not None),
         make_swizzle=lambda *bits: bits,

@@ -204,7 +204,7 @@ def emulate(monkeypatch, plan, case, clusters):
     scale_rows = 128 * expert_tiles(total, experts) if plan.swizzled_out else total
     block_scales = np.full(scale_rows * outputs // 16, 0x77, np.uint8)
     results = [out, block_scales, np.full(total, 7, np.float32)]
-    given_ = [
+    inputs = [
         contents(case.q.scales),
         *(t.reshape(-1).numpy() for t in (case.weight.global_scale, case.q.global_scale)),
         case.row_weight.numpy(),
@@ -213,12 +213,12 @@ def emulate(monkeypatch, plan, case, clusters):
         case.result_scale.numpy(),
         *results[1:],
     ]
-    places = [memory.add(array) for array in given_]
-    arguments = [*places, *grouped_nvfp4._AFTER.unpack(launch.after)]
+    addresses = [memory.add(array) for array in inputs]
+    arguments = [*addresses, *grouped_nvfp4._AFTER.unpack(launch.after)]
     operands = [contents(t) for t in (case.weight.codes, case.weight.scales, case.q.codes)]
     grid = launch.blocks // plan.blocks
     read = blackwell_emulator.run(plan, launch.boxes, operands, memory, arguments, grid)
-    stored = [places[4], *places[7:]] if plan.quantized_out else places[4:5]
+    stored = [addresses[4], *addresses[7:]] if plan.quantized_out else addresses[4:5]
     assert all((memory.arrays[at][1] == 1).all() for at in stored), "every result is stored once"
     return results, read, memory
 
@@ -253,8 +253,8 @@ def reference(plan, case):
     if not plan.swiglu:
         return grouped_gemm(x, case.weight, case.offsets, **how)
     weight = case.row_weight if plan.row_weighted else None
-    given_ = (x, case.weight, case.offsets, case.limit)
-    return grouped_gemm_swiglu(*given_, row_weight=weight, **how)
+    arguments = (x, case.weight, case.offsets, case.limit)
+    return grouped_gemm_swiglu(*arguments, row_weight=weight, **how)
 
 
 def compare(monkeypatch, plan, case, clusters=1):
@@ -342,8 +342,8 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     assert torch.equal(torch.from_numpy(scales).view(22, -1), quantized.scales.view(torch.uint8))
     # And what the operator means, but for codes whose value lies at a border.
     how_ = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
-    given_ = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
-    same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == quantized.codes
+    arguments = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
+    same = grouped_gemm_swiglu_quantize(*arguments, **how_).codes == quantized.codes
     assert same.float().mean() > 0.99
 
 
