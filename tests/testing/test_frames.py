@@ -14,7 +14,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.norm import rms_norm
 from dsv4.testing.frames import frames_outside_implementations
 from dsv4.testing.models import random_model
-from tests.layer_plan_cases import WARM, switch, tiny
+from tests.plans.layer_plan_cases import WARM, switch, tiny
 
 KINDS = (SLIDING, HCA, CSA)
 _MOST = 400  # of a layer; a CSA layer had 1588
