@@ -194,15 +194,15 @@ def wide(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     """Where an operator test runs, with which implementation; see ``pytest_generate_tests``."""
-    place, _, kernel = request.param.partition("-")
-    if kernel and place == "cpu":
+    device_type, _, kernel = request.param.partition("-")
+    if kernel and device_type == "cpu":
         pytest.importorskip("triton")
         if _HAS_GPU:
             pytest.skip("kernels are compiled in this process, not interpreted")
         with interpret_triton():
-            yield torch.device(place)
-    elif place == "cuda" and not kernel and hasattr(request.module, "KERNELS"):
+            yield torch.device(device_type)
+    elif device_type == "cuda" and not kernel and hasattr(request.module, "KERNELS"):
         with dispatch.use_backend("reference"):
-            yield torch.device(place)
+            yield torch.device(device_type)
     else:
-        yield torch.device(place)
+        yield torch.device(device_type)

@@ -113,9 +113,9 @@ class TritonDriver(MockTritonDriver):
         return _STREAM
 
     def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
-        def launch(*given: Any) -> None:
-            *grid, stream, _, packed, _, _, _ = given[:9]
-            self.raw.append((tuple(grid), stream, packed, source, metadata, given[9:]))
+        def launch(*arguments: Any) -> None:
+            *grid, stream, _, packed, _, _, _ = arguments[:9]
+            self.raw.append((tuple(grid), stream, packed, source, metadata, arguments[9:]))
 
         return launch
 
@@ -206,12 +206,12 @@ def neighbours(draw: Callable[..., Any]) -> list[Any]:
     first = [draw(values) for values in EVERY]
     grid, options = draw(st.sampled_from([(1,), (3, 2)])), draw(OPTIONS)
     calls: list[Any] = [(tuple(first), grid, options)]
-    for place in draw(st.lists(st.integers(0, len(EVERY) + 1), min_size=2, max_size=5)):
+    for index in draw(st.lists(st.integers(0, len(EVERY) + 1), min_size=2, max_size=5)):
         args = list(first)
-        if place < len(EVERY):
-            args[place] = draw(EVERY[place])
-        other = draw(GRIDS) if place == len(EVERY) else grid
-        calls.append((tuple(args), other, draw(OPTIONS) if place > len(EVERY) else options))
+        if index < len(EVERY):
+            args[index] = draw(EVERY[index])
+        other = draw(GRIDS) if index == len(EVERY) else grid
+        calls.append((tuple(args), other, draw(OPTIONS) if index > len(EVERY) else options))
     return calls
 
 

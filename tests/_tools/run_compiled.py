@@ -101,8 +101,8 @@ def by_rope(tokens: int, heads: int, dim: int, half: int, groups: int, **options
     angles = strategies.normal(7, (tokens, half), torch.float32)
     cos, sin = angles.cos(), angles.sin()
     result = rope_quantize(x, cos, sin, inverse=True, groups=groups, **options, backend="triton")
-    turned = rope(x, cos[:, None], sin[:, None], inverse=True, backend="reference")
-    same(result, quantize(turned.reshape(tokens, groups, -1), **options, backend="reference"))
+    rotated = rope(x, cos[:, None], sin[:, None], inverse=True, backend="reference")
+    same(result, quantize(rotated.reshape(tokens, groups, -1), **options, backend="reference"))
 
 
 def normed(rows: int, columns: int, **options) -> None:

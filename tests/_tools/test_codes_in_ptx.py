@@ -52,8 +52,8 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
     # Of the size that the scale is for, too, where codes are neither all 0 nor all saturated.
     near = (torch.randn(1, 16, generator=generator) * scale * 500).bfloat16()
     for values in (block, near):
-        for place, value in special:
-            values[0, place] = value
+        for position, value in special:
+            values[0, position] = value
         global_scale = torch.tensor([scale])
         expected = quantize(
             values, scaling="static", global_scale=global_scale, backend="reference"

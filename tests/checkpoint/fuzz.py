@@ -137,9 +137,9 @@ def _damaged_data(data: bytes, rng: random.Random) -> bytes:
         return data[: rng.randrange(len(data) + 1)] + bytes(rng.choice([0, 0, 1, 8]))
     values = bytearray(data)
     for _ in range(rng.choice([1, 4, 64])):
-        place = rng.randrange(begin, len(data))
+        position = rng.randrange(begin, len(data))
         size = rng.choice([1, 2, 4, 8])
-        values[place : place + size] = rng.choice([b"\x00", b"\xff", b"\x7f", b"\x80"]) * size
+        values[position : position + size] = rng.choice([b"\x00", b"\xff", b"\x7f", b"\x80"]) * size
     return bytes(values[: len(data)])
 
 
@@ -157,17 +157,17 @@ def _damaged_json(data: bytes, rng: random.Random) -> bytes:
         values = json.loads(data)
     except ValueError:
         return _damaged_bytes(data, len(data), rng)
-    places = list(_places(values))
-    if not places:
+    positions = list(_places(values))
+    if not positions:
         return json.dumps(rng.choice(ODD)).encode()
-    holder, key = rng.choice(places)
+    holder, key = rng.choice(positions)
     action = rng.choice(["set", "set", "set", "lose", "add", "rename", "copy", "nest"])
     if action == "set":
         holder[key] = copy.deepcopy(rng.choice(ODD))
     elif action == "lose":
         del holder[key]
     elif action == "copy":
-        other, name = rng.choice(places)
+        other, name = rng.choice(positions)
         holder[key] = copy.deepcopy(other[name])
     elif action == "nest":
         holder[key] = rng.choice([[holder[key]], {"a": holder[key]}])

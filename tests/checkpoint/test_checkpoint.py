@@ -181,8 +181,8 @@ def test_what_a_layout_cannot_hold_is_refused(tmp_path):
 def test_mxfp4_becomes_nvfp4_without_loss(tmp_path):
     save(make_model(), tmp_path, layout="deepseek")
     unconverted = load(tmp_path, progress=False)
-    turned = load(tmp_path, mxfp4="nvfp4", activation="nvfp4", progress=False)
-    for left, right in zip(unconverted.model.layers, turned.model.layers, strict=True):
+    converted = load(tmp_path, mxfp4="nvfp4", activation="nvfp4", progress=False)
+    for left, right in zip(unconverted.model.layers, converted.model.layers, strict=True):
         for name in ("gate_up_proj", "down_proj"):
             assert right.mlp.experts.format is NVFP4
             wide = [x.mlp.experts.dense_weight(name) for x in (left, right)]

@@ -66,8 +66,8 @@ def _block() -> dict[str, list[str]]:
         spelled = (f"{ours}.weight", f"{theirs}.weight")
         out[f"self_attn.compressor.indexer.{ours}.weight"] = _products(indexer, spelled)
     for ours, theirs in MLP.items():
-        for place in ("shared_experts.", "experts.7."):
-            out[f"mlp.{place}{ours}"] = _products(mlp, (place,), (ours, *theirs))
+        for prefix in ("shared_experts.", "experts.7."):
+            out[f"mlp.{prefix}{ours}"] = _products(mlp, (prefix,), (ours, *theirs))
     return out
 
 

@@ -61,8 +61,8 @@ def test_what_is_written_is_read_in_any_order(images, random):
 def test_a_changed_byte_is_found(data):
     content = bytearray(_bundle.encode(ARCH, IMAGES, VERSIONS))
     end = len(content) - 1
-    place = data.draw(st.one_of(st.integers(0, end), st.integers(end - 29, end)))
-    content[place] ^= data.draw(st.integers(1, 255))
+    position = data.draw(st.one_of(st.integers(0, end), st.integers(end - 29, end)))
+    content[position] ^= data.draw(st.integers(1, 255))
     with pytest.raises(BundleError):
         images_of(bytes(content))
 

@@ -209,11 +209,11 @@ class TestCompileAll:
         return work.outcome
 
     @given(st.lists(st.sampled_from(("missing", "stored", "failing")), max_size=8))
-    def test_each_kernel_is_stored_compiled_or_failed(self, places):
-        jobs = [Kernel(f"k{i}", place) for i, place in enumerate(places)]
+    def test_each_kernel_is_stored_compiled_or_failed(self, states):
+        jobs = [Kernel(f"k{i}", state) for i, state in enumerate(states)]
         outcome = self.compile_all([*jobs, *jobs])
         assert outcome.jobs == jobs, "each once"
-        of = {place: [j for j in jobs if j.place == place] for place in ("stored", "missing")}
+        of = {state: [j for j in jobs if j.place == state] for state in ("stored", "missing")}
         assert outcome.stored == {j.key: b"stored " + j.key for j in of["stored"]}
         assert outcome.compiled == {j.key: b"compiled " + j.key for j in of["missing"]}
         failing = {j.name for j in jobs if j.place == "failing"}

@@ -269,7 +269,7 @@ def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
     for request in steps.requests.values():
         if request.name in ("_choose_kernel", "_look_up_kernel"):
             names = list(request.signature)
-            constants = {names[place]: value for (place,), value in request.constants.items()}
+            constants = {names[position]: value for (position,), value in request.constants.items()}
             result.add((constants["SPLITS"] > 1, constants["STORED"]))
     assert result == {(True, False)}
 

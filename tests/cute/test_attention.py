@@ -276,11 +276,11 @@ def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, 
     with dealt(count):
         together = case.run()
         assert_bitwise(case.run(), together)
-        turned = torch.randperm(case.pools[0].num_slots // 64, device=CUDA)
+        shuffled = torch.randperm(case.pools[0].num_slots // 64, device=CUDA)
         data = case.pools[0].data
-        case.pools[0].data[turned] = data.clone()
+        case.pools[0].data[shuffled] = data.clone()
         slots = case.slots[0]
-        case.slots[0] = torch.where(slots < 0, slots, turned[slots // 64] * 64 + slots % 64)
+        case.slots[0] = torch.where(slots < 0, slots, shuffled[slots // 64] * 64 + slots % 64)
         assert_bitwise(case.run(), together)
         case.q, case.slots = case.q[1:2], [s[1:2] for s in case.slots]
         assert_bitwise(case.run(), together[1:2])
@@ -484,7 +484,7 @@ def unsupported_reason(
     size=(512, 64),
     scale=1.0,
     offset=0,
-    turned=64,
+    rotated=64,
 ):
     """What is said of a call on tensors that are not looked at."""
     width = size[0] + size[1] + (size[0] - size[1]) // 64 + 1
@@ -492,7 +492,7 @@ def unsupported_reason(
     q = torch.empty(tokens, heads, size[0], dtype=BF16)
     slots = torch.empty(tokens, 3, dtype=torch.int64)
     pool, others = (data, page, "fp8"), torch.empty(tokens, 3, dtype=torch.int64)
-    tables = (torch.empty(tokens, turned // 2),) * 2 if turned else (None, None)
+    tables = (torch.empty(tokens, rotated // 2),) * 2 if rotated else (None, None)
     sink = torch.empty(heads)
     args = SparseAttentionArgs(q, *pool, slots, *pool, others, sink, size[1], scale, *tables)
     return supports.sparse_attention(dispatch.Call("sparse_attention", args, CUDA))
@@ -510,8 +510,8 @@ def test_what_it_does_not_run_is_said(pretended):
     assert unsupported_reason() is None
     assert unsupported_reason(heads=1, page=2) is None
     assert "wanted 512 and 64" in unsupported_reason(size=(128, 64))
-    assert unsupported_reason(turned=0) is None
-    assert "32 dims of the result are to be turned, wanted 64" in unsupported_reason(turned=32)
+    assert unsupported_reason(rotated=0) is None
+    assert "32 dims of the result are to be turned, wanted 64" in unsupported_reason(rotated=32)
     assert "power of two" in unsupported_reason(page=48)
     assert "multiples of 16" in unsupported_reason(offset=8)
     assert "above 0" in unsupported_reason(scale=-1.0)

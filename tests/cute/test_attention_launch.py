@@ -58,9 +58,9 @@ class Driver:
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
         plan, result = self.loaded[-1], {}
-        for (name, field), place in zip(abi_of(plan).fields.items(), pointers, strict=True):
+        for (name, field), address in zip(abi_of(plan).fields.items(), pointers, strict=True):
             kind = "@" + field.format
-            (result[name],) = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
+            (result[name],) = struct.unpack(kind, ctypes.string_at(address, struct.calcsize(kind)))
         self.launches.append((plan, config._obj.grid[0], result))
         return 0
 

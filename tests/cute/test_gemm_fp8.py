@@ -194,10 +194,10 @@ class TestValues:
         x = buffer[shift : shift + 50 * (128 + pad)].view(50, -1)[:, :128]
         wide = torch.full((48, 128 + 16 * pad), 0x7F, dtype=torch.uint8, device="cuda")
         wide[:, :128] = weight.codes.view(torch.uint8)
-        apart = dataclasses.replace(weight, codes=wide.view(torch.float8_e4m3fn)[:, :128])
+        separate = dataclasses.replace(weight, codes=wide.view(torch.float8_e4m3fn)[:, :128])
         expected = product(x.clone(), weight)
         assert_right(x, weight, expected)
-        for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, apart)):
+        for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, separate)):
             assert_bitwise(product(left, right), expected, "product")
 
 

@@ -189,14 +189,14 @@ def scored(case, group, calls):
     from dsv4.cute.indexer import indexer_logits
     from dsv4.triton.indexer import Keys
 
-    given = case.arguments(1)
-    keys, q = given["keys"], given["q"]
-    expected = Keys(keys.data, case.page, "index_mxfp4", given["page_table"])
+    arguments = case.arguments(1)
+    keys, q = arguments["keys"], arguments["q"]
+    expected = Keys(keys.data, case.page, "index_mxfp4", arguments["page_table"])
     widths = (case.entries, -(-case.entries // group))
     actual = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
     for scores, maxima in zip(*actual, strict=True):
-        rest = (given["sequence_of_token"], given["visible"], scores, maxima, 1, group)
-        indexer_logits(q.codes, q.scales.view(torch.uint8), given["weights"], expected, *rest)
+        rest = (arguments["sequence_of_token"], arguments["visible"], scores, maxima, 1, group)
+        indexer_logits(q.codes, q.scales.view(torch.uint8), arguments["weights"], expected, *rest)
     return actual
 
 
@@ -331,7 +331,7 @@ def test_who_takes_a_selection():
     ],
 )
 def test_what_integers_do_not_multiply(change, value):
-    given = {
+    arguments = {
         "q": torch.zeros(1, 64, 64, dtype=torch.uint8),
         "weights": torch.zeros(1, 64),
         "data": torch.zeros(2, 4352, dtype=torch.uint8),
@@ -340,8 +340,8 @@ def test_what_integers_do_not_multiply(change, value):
         "query_scales": torch.zeros(1, 64, 4, dtype=torch.uint8),
         "capacity": 1 << 20,
     }
-    assert supports_int8(**given)
-    assert not supports_int8(**(given | {change: value}))
+    assert supports_int8(**arguments)
+    assert not supports_int8(**(arguments | {change: value}))
 
 
 def test_which_rows_are_long():
@@ -508,22 +508,22 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     from dsv4.triton.indexer import Keys
 
     case = Coded(tokens, entries, 0, heads=3)
-    given = case.arguments(512)
-    keys = Keys(given["keys"].data, PAGE, "index_mxfp4", given["page_table"])
-    scales = given["q"].scales.view(torch.uint8)
+    arguments = case.arguments(512)
+    keys = Keys(arguments["keys"].data, PAGE, "index_mxfp4", arguments["page_table"])
+    scales = arguments["q"].scales.view(torch.uint8)
     scores, maxima = torch.zeros(tokens, 1000).int(), torch.zeros(tokens, 9).int()
-    sequences, visible = given["sequence_of_token"].int(), given["visible"]
+    sequences, visible = arguments["sequence_of_token"].int(), arguments["visible"]
     driver.kinds = INDEXER_LOGITS_ABI.parameters
-    operands = (given["q"].codes, scales, given["weights"], keys, sequences, visible)
+    operands = (arguments["q"].codes, scales, arguments["weights"], keys, sequences, visible)
     indexer_logits(*operands, scores, maxima, 512, 8)
     plan = IndexerLogitsPlan(8, warpgroups)
     [(grid, threads, stream, values)] = driver.launches
     assert (grid, threads, stream) == (tokens * splits, plan.threads, 77)
     args = IndexerLogitsArgs(*[value for (value,) in values])
     assert args == IndexerLogitsArgs(
-        q=given["q"].codes.data_ptr(),
+        q=arguments["q"].codes.data_ptr(),
         q_scales=scales.data_ptr(),
-        weights=given["weights"].data_ptr(),
+        weights=arguments["weights"].data_ptr(),
         cache=keys.data.data_ptr(),
         table=keys.page_table.data_ptr(),
         sequences=sequences.data_ptr(),

@@ -249,7 +249,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     """Two groups of rows whose codes lie apart, and activations with a scale each."""
     plan = Fp8WgmmaPlan(96, 2, blocks, 2, True, True)
     folded, asked = dtype == torch.float8_e8m0fnu, []
-    monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *given: asked.append(given) or plan)
+    monkeypatch.setattr(gemm_fp8, "fp8_plan", lambda *arguments: asked.append(arguments) or plan)
     driver.kinds = gemm_fp8.FP8_WGMMA_ABI.parameters
     x = torch.ones(300, 2, 512, dtype=torch.bfloat16)
     codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
@@ -502,14 +502,14 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
     held, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
     launches = product(driver, grouped_gemm.grouped_gemm, x)
-    places = [values["counter"] for *_, values in launches if "counter" in values]
+    counter_addresses = [values["counter"] for *_, values in launches if "counter" in values]
     if not counted:
-        assert (set(places), held) == ({0}, [])
+        assert (set(counter_addresses), held) == ({0}, [])
         return
     [counters] = held
     start = counters.data_ptr()
     assert (counters.dtype, counters.shape) == (torch.int32, (len(launches),))
-    assert places == [start + 4 * i for i in range(len(launches))]
+    assert counter_addresses == [start + 4 * i for i in range(len(launches))]
 
 
 @pytest.mark.parametrize(

@@ -135,13 +135,13 @@ def test_the_indexer_turns_and_rounds_to_fp4_by_deepseek_only(seed: int) -> None
     deepseek, plain = pair(layers.DeepseekV4Indexer, F32, seed)
     x, residual = draw(seed, 2, 17, 64, dtype=F32), draw(seed + 1, 2, 17, 32, dtype=F32)
     positions = torch.arange(17).expand(2, -1)
-    for turned, straight in (
+    for rotated, straight in (
         (deepseek.queries(residual, positions), plain.queries(residual, positions)),
         (deepseek.dense_entries(x, None, 0), plain.dense_entries(x, None, 0)),
     ):
-        assert torch.equal(turned, indexer_rotate_quantize(straight))
+        assert torch.equal(rotated, indexer_rotate_quantize(straight))
         # FP4 leaves at most 15 values in each group of 32.
-        assert all(group.unique().numel() <= 15 for group in turned.reshape(-1, 32))
+        assert all(group.unique().numel() <= 15 for group in rotated.reshape(-1, 32))
         assert any(group.unique().numel() > 15 for group in straight.reshape(-1, 32))
     # The transform alone would change no score: the weights of the heads are the same bits.
     assert torch.equal(deepseek.scorer.weights(x), plain.scorer.weights(x))
@@ -221,8 +221,8 @@ def test_the_softmax_is_in_float32_here_whatever_the_numerics(seed: int) -> None
 def test_stream_mixing_weights_are_rounded_by_transformers_only(seed: int) -> None:
     deepseek, plain = pair(layers.DeepseekV4HyperConnection, BF16, seed)
     streams, output = draw(seed, 1, 6, 4, 64), draw(seed + 1, 1, 6, 64)
-    post, comb, collapsed = deepseek(streams)
-    for a, b in zip((post, comb, collapsed), plain(streams), strict=True):
+    post, comb, mixed = deepseek(streams)
+    for a, b in zip((post, comb, mixed), plain(streams), strict=True):
         assert torch.equal(a, b), "what comes before the sublayer is the same"
     assert post.dtype == comb.dtype == F32
     result = deepseek.spread(output, streams, post, comb)

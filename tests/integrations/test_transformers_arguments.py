@@ -74,7 +74,7 @@ def test_what_has_no_effect_has_none_in_transformers_either(
     positions, ids = torch.arange(LENGTH)[None], ids_of(1, LENGTH)
     hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     for model in pair:
-        given = {
+        arguments = {
             "position_embeddings": {
                 label: model.model.rotary_emb(x, positions, label) for label in ("main", "compress")
             },
@@ -84,8 +84,10 @@ def test_what_has_no_effect_has_none_in_transformers_either(
         option = {name: VALUES[name]}
         for layer in model.model.layers:
             attention = layer.self_attn
-            assert torch.equal(attention(x, **given, **option)[0], attention(x, **given)[0])
-        assert torch.equal(layer(streams, ids, **given, **option), layer(streams, ids, **given))
+            assert torch.equal(attention(x, **arguments, **option)[0], attention(x, **arguments)[0])
+        assert torch.equal(
+            layer(streams, ids, **arguments, **option), layer(streams, ids, **arguments)
+        )
     actual, expected = (model(ids, **option).logits for model in pair)
     assert relative(actual, expected) <= TOLERANCE
 
@@ -155,10 +157,10 @@ def test_an_argument_that_is_not_known_is_an_error_before_the_swap(
     from transformers.models.deepseek_v4 import modeling_deepseek_v4 as modeling
 
     theirs = getattr(modeling, kind)
-    given = list(inspect.signature(theirs.forward).parameters.values())
+    arguments = list(inspect.signature(theirs.forward).parameters.values())
     extra = inspect.Parameter("temperature", inspect.Parameter.KEYWORD_ONLY, default=1.0)
-    named = [p for p in given if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    rest = [p for p in given if p.kind is inspect.Parameter.VAR_KEYWORD]
+    named = [p for p in arguments if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    rest = [p for p in arguments if p.kind is inspect.Parameter.VAR_KEYWORD]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError

@@ -68,8 +68,8 @@ def test_a_model_is_loaded_and_swapped_on_any_device(device: torch.device, tmp_p
             model = from_pretrained(
                 path, device=device, dtype=torch.float32, parts=parts, progress=False
             )
-            places = {t.device.type for t in (*model.parameters(), *model.buffers())}
-            assert places == {device.type}
+            device_types = {t.device.type for t in (*model.parameters(), *model.buffers())}
+            assert device_types == {device.type}
             assert relative(model(ids.to(device)).logits.cpu(), expected) <= TOLERANCE
 
 

@@ -672,11 +672,11 @@ def test_before_a_step_the_device_knows_which_pages_every_row_has(
     """Also that a freed row has none."""
     cache = Stack(published(), 1).cache(3, 280, pool_tokens=3 * 512, max_chunk=90)
     live: list[int] = []
-    for joins, place, new in story:
+    for joins, row_index, new in story:
         if joins and len(live) < 3:
             live.append(cache.allocate())
         elif live:
-            cache.free(live.pop(place % len(live)))
+            cache.free(live.pop(row_index % len(live)))
         step = [row for row in live if cache._tokens[row] + new <= 280]
         cache.prepare(step, [new] * len(step))
         for table in cache._tables.values():

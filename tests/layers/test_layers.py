@@ -415,8 +415,8 @@ def _explicit_attention(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         angle = torch.tensor(float(position)) * frequencies
         turn = torch.complex(angle.cos().double(), sign * angle.sin().double())
         pairs = torch.view_as_complex(v[..., -tail:].reshape(*v.shape[:-1], tail // 2, 2))
-        turned = torch.view_as_real(pairs * turn).flatten(-2)
-        return torch.cat([v[..., :-tail], turned], -1)
+        rotated = torch.view_as_real(pairs * turn).flatten(-2)
+        return torch.cat([v[..., :-tail], rotated], -1)
 
     def rms(v: torch.Tensor, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
         return weight * v / torch.sqrt(v.square().mean(-1, keepdim=True) + config.rms_norm_eps)

@@ -415,19 +415,19 @@ class TestExperts:
         scale = torch.stack([torch.cat([p.global_scale for p in e[:2]]).repeat(64) for e in parts])
         scales = in_turn("scales").view(torch.float8_e4m3fn)
         first = QuantizedTensor(in_turn("codes"), scales, scale, NVFP4)
-        order, offsets, places = moe_permute(ids, 5)
+        order, offsets, positions = moe_permute(ids, 5)
         row_weight = weights.flatten()[order.long()] if numerics == "deepseek" else None
         quantised = activation == "nvfp4"
         of_first, of_last = (
             {"activation": activation, "input_scale": getattr(plain, n) if quantised else None}
             for n in ("gate_up_proj_input_scale", "down_proj_input_scale")
         )
-        rows = moe_gather(x, places)
+        rows = moe_gather(x, positions)
         inner = grouped_gemm_swiglu(
             rows, first, offsets, plain.limit, row_weight=row_weight, **of_first
         )
         out = grouped_gemm(inner, plain.quantized_weight("down_proj"), offsets, **of_last)
-        expected = moe_combine(out, places, offsets, None if row_weight is not None else weights)
+        expected = moe_combine(out, positions, offsets, None if row_weight is not None else weights)
         assert_bitwise(actual, expected, "result")
 
     @given(strategies.seeds())
@@ -484,10 +484,10 @@ class TestExperts:
         experts = routed(1)
         names = ("gate_up_proj", "gate_up_proj_scale", "down_proj", "down_proj_scale")
         codes = [experts.gate_up_proj, experts.down_proj]
-        places = [getattr(experts, name).data_ptr() for name in names]
+        addresses = [getattr(experts, name).data_ptr() for name in names]
         for change in (experts.pack, experts.pack, experts.unpack, experts.unpack):
             change()
-            assert [getattr(experts, name).data_ptr() for name in names] == places
+            assert [getattr(experts, name).data_ptr() for name in names] == addresses
             assert experts.gate_up_proj is codes[0]
             assert experts.down_proj is codes[1]
 

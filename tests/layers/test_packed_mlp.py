@@ -239,8 +239,8 @@ class TestJoining:
             assert pair[0].joint.in_turn == in_turn_now
             assert close(packed(x), plain(x))
             # Not bitwise: a BLAS may sum in another order for another number of rows.
-            apart = torch.cat([layer(x) for layer in pair], -1)
-            torch.testing.assert_close(layers.joint_linear(pair, x), apart, rtol=0, atol=1e-13)
+            separate = torch.cat([layer(x) for layer in pair], -1)
+            torch.testing.assert_close(layers.joint_linear(pair, x), separate, rtol=0, atol=1e-13)
             same_state(packed.state_dict(), plain.state_dict())
 
     def test_up_before_gate_is_not_taken_for_gate_before_up(self):

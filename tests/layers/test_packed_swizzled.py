@@ -82,17 +82,17 @@ def test_layers_that_would_share_a_block_of_scales_do_not():
 @given(strategies.seeds(), st.sampled_from([16, 80, 128]), ACTIVATIONS)
 def test_gate_and_up_interleaved(seed, rows, activation):
     plain = [linear(seed + i, rows, 64, activation) for i in range(2)]
-    turned, linear_ones = copy.deepcopy(plain), copy.deepcopy(plain)
-    for layer in turned:
+    packed, linear_ones = copy.deepcopy(plain), copy.deepcopy(plain)
+    for layer in packed:
         layer.pack(SWIZZLED)
     for layer in linear_ones:
         layer.pack(FRAGMENTS)
-    assert layers.join_weights(turned, in_turn=True)
+    assert layers.join_weights(packed, in_turn=True)
     assert layers.join_weights(linear_ones, in_turn=True)
-    assert turned[0].joint.layout == SWIZZLED
+    assert packed[0].joint.layout == SWIZZLED
     x = normal(seed + 5, 3, 64)
-    assert torch.equal(joint_swiglu(*turned, x, 10.0), joint_swiglu(*linear_ones, x, 10.0))
-    for layer, old in zip(turned, plain, strict=True):
+    assert torch.equal(joint_swiglu(*packed, x, 10.0), joint_swiglu(*linear_ones, x, 10.0))
+    for layer, old in zip(packed, plain, strict=True):
         assert torch.equal(layer(x), old(x))
 
 
@@ -146,11 +146,11 @@ def test_every_bit_of_experts_comes_back(seed):
     experts = random_bytes(seed, **SIZES)
     before = {name: tensor.clone() for name, tensor in experts.state_dict().items()}
     dense = [experts.dense_weight(name) for name in ("gate_up_proj", "down_proj")]
-    places = [t.data_ptr() for t in experts.parameters()]
+    addresses = [t.data_ptr() for t in experts.parameters()]
     parts = [part.to("cpu") for e in range(5) for part in copy.deepcopy(experts).get_expert(e)]
     for layout in (SWIZZLED, FRAGMENTS, SWIZZLED):
         experts.pack(layout)
-        assert [t.data_ptr() for t in experts.parameters()] == places, "in place"
+        assert [t.data_ptr() for t in experts.parameters()] == addresses, "in place"
         for name, expected in zip(("gate_up_proj", "down_proj"), dense, strict=True):
             weight = experts.quantized_weight(name).validate()
             assert weight.layout == experts.layout == layout

@@ -44,8 +44,8 @@ def routing(seed, tokens, top_k, device="cpu"):
 def sorted_rows(seed, tokens, device):
     ids, _ = routing(seed, tokens, 2, device)
     x = strategies.normal(seed, (tokens, HIDDEN), torch.bfloat16).to(device)
-    _, offsets, places = moe_permute(ids, COUNT)
-    return x, places, offsets
+    _, offsets, positions = moe_permute(ids, COUNT)
+    return x, positions, offsets
 
 
 def packed_weight(seed, rows, device):
@@ -56,38 +56,38 @@ def packed_weight(seed, rows, device):
 class TestOperators:
     @given(seed=strategies.seeds(), tokens=st.integers(0, 9))
     def test_gather(self, device, seed, tokens):
-        x, places, _ = sorted_rows(seed, tokens, device)
+        x, positions, _ = sorted_rows(seed, tokens, device)
         out = poisoned(2 * tokens, HIDDEN, device=device)
-        assert moe_gather(x, places, out=out) is out
-        assert_bitwise(out, moe_gather(x, places), "rows")
+        assert moe_gather(x, positions, out=out) is out
+        assert_bitwise(out, moe_gather(x, positions), "rows")
 
     @settings(max_examples=6)
     @given(seed=strategies.seeds(), tokens=st.integers(0, 9), activation=ACTIVATIONS)
     def test_products(self, device, seed, tokens, activation):
-        x, places, offsets = sorted_rows(seed, tokens, device)
-        rows, weight = moe_gather(x, places), packed_weight(seed, 64, device)
+        x, positions, offsets = sorted_rows(seed, tokens, device)
+        rows, weight = moe_gather(x, positions), packed_weight(seed, 64, device)
         scale = strategies.normal(seed, (2 * tokens,)).to(device)
-        given = (rows, weight, offsets)
+        arguments = (rows, weight, offsets)
         for dtype in (torch.bfloat16, torch.float32):
             how = {"activation": activation, "out_dtype": dtype}
             out = poisoned(2 * tokens, 64, dtype=dtype, device=device)
-            assert grouped_gemm(*given, out=out, **how) is out
-            assert_bitwise(out, grouped_gemm(*given, **how), "product")
+            assert grouped_gemm(*arguments, out=out, **how) is out
+            assert_bitwise(out, grouped_gemm(*arguments, **how), "product")
             out = poisoned(2 * tokens, 32, dtype=dtype, device=device)
             how["row_weight"] = scale
-            assert grouped_gemm_swiglu(*given, 10.0, out=out, **how) is out
-            assert_bitwise(out, grouped_gemm_swiglu(*given, 10.0, **how), "SwiGLU")
+            assert grouped_gemm_swiglu(*arguments, 10.0, out=out, **how) is out
+            assert_bitwise(out, grouped_gemm_swiglu(*arguments, 10.0, **how), "SwiGLU")
 
     @pytest.mark.rarely_interpreted
     def test_opcheck(self, device):
-        x, places, offsets = sorted_rows(0, 3, device)
-        rows, ops = moe_gather(x, places), torch.ops.dsv4
+        x, positions, offsets = sorted_rows(0, 3, device)
+        rows, ops = moe_gather(x, positions), torch.ops.dsv4
         weight = packed_weight(0, 64, device)
-        given = dispatch.arguments(grouped_gemm, rows, weight, offsets).args
+        arguments = dispatch.arguments(grouped_gemm, rows, weight, offsets).args
         swiglu = dispatch.arguments(grouped_gemm_swiglu, rows, weight, offsets, 10.0).args
         for op, args, columns in (
-            (ops.moe_gather_out, (x, places), HIDDEN),
-            (ops.grouped_gemm_out, given, 64),
+            (ops.moe_gather_out, (x, positions), HIDDEN),
+            (ops.grouped_gemm_out, arguments, 64),
             (ops.grouped_gemm_swiglu_out, swiglu, 32),
         ):
             out = torch.zeros(6, columns, dtype=torch.bfloat16, device=device)
@@ -98,26 +98,26 @@ class TestOperators:
                     assert_bitwise(arg.view(torch.uint8), old.view(torch.uint8), "argument")
 
     def test_compiles_whole(self, device):
-        x, places, _ = sorted_rows(0, 3, device)
+        x, positions, _ = sorted_rows(0, 3, device)
 
-        def gather(x, places):
+        def gather(x, positions):
             buffer = x.new_zeros(8, HIDDEN)
-            moe_gather(x, places, out=buffer[:6])
+            moe_gather(x, positions, out=buffer[:6])
             return buffer
 
         torch.compiler.reset()
         compiled = torch.compile(gather, fullgraph=True, backend="aot_eager")
-        assert_bitwise(compiled(x, places), gather(x, places), "rows")
+        assert_bitwise(compiled(x, positions), gather(x, positions), "rows")
 
     def test_the_named_implementation_runs(self):
-        x, places, offsets = sorted_rows(0, 3, "cpu")
+        x, positions, offsets = sorted_rows(0, 3, "cpu")
         out = poisoned(6, HIDDEN)
         with pytest.raises(NotImplementedError, match="moe_gather: triton: Triton kernels run on"):
-            moe_gather(x, places, out=out, backend="triton")
+            moe_gather(x, positions, out=out, backend="triton")
         weight = packed_weight(0, HIDDEN, "cpu")
         with pytest.raises(NotImplementedError, match="grouped_gemm: cute: "):
             grouped_gemm(out, weight, offsets, out=poisoned(6, HIDDEN), backend="cute")
-        assert dispatch.explain(moe_gather, x, places, out=out).op == "moe_gather"
+        assert dispatch.explain(moe_gather, x, positions, out=out).op == "moe_gather"
 
     @pytest.mark.parametrize(
         ("out", "error", "words"),
@@ -132,10 +132,10 @@ class TestOperators:
         ],
     )
     def test_wrong_memory_is_named(self, out, error, words):
-        x, places, offsets = sorted_rows(0, 3, "cpu")
+        x, positions, offsets = sorted_rows(0, 3, "cpu")
         with pytest.raises(error, match=f"moe_gather: .*{words}"):
-            moe_gather(x, places, out=out)
-        rows = moe_gather(x, places)
+            moe_gather(x, positions, out=out)
+        rows = moe_gather(x, positions)
         with pytest.raises(error, match=f"grouped_gemm: .*{words}"):
             grouped_gemm(rows, packed_weight(0, HIDDEN, "cpu"), offsets, out=out)
         weight = packed_weight(0, 2 * HIDDEN, "cpu")

@@ -50,17 +50,17 @@ class Case:
             self.slots.append(slots.to(device))
 
     def run(self, **changes):
-        given_ = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
+        arguments = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
         return sparse_attention(
-            given_["q"],
+            arguments["q"],
             self.pools[0],
             self.slots[0],
             self.pools[1],
             self.slots[1],
-            given_["sink"],
-            scale=given_["scale"],
-            cos=given_.get("cos"),
-            sin=given_.get("sin"),
+            arguments["sink"],
+            scale=arguments["scale"],
+            cos=arguments.get("cos"),
+            sin=arguments.get("sin"),
         )
 
     def entries(self, token: int) -> torch.Tensor:
@@ -122,12 +122,12 @@ def test_float32_is_within_its_budget(device, seed, dtype, magnitude):
 
 
 @given(seeds(), st.sampled_from([0, 2, 8, 14, 32]), st.integers(0, 4))
-def test_pitfall_4_the_last_dims_are_turned_back(device, seed, turned, tokens):
+def test_pitfall_4_the_last_dims_are_turned_back(device, seed, rotated, tokens):
     """As complex numbers times exp(-i angle); the dims before them keep their bits."""
     case = Case(seed, tokens, device=device)
-    cos, sin = angles(seed, tokens, turned // 2, device, F64)
+    cos, sin = angles(seed, tokens, rotated // 2, device, F64)
     plain, out = case.run(), case.run(cos=cos, sin=sin)
-    unrotated = 32 - turned
+    unrotated = 32 - rotated
     assert_bitwise(out[..., :unrotated], plain[..., :unrotated])
     pairs = torch.view_as_complex(plain[..., unrotated:].unflatten(-1, (-1, 2)).contiguous())
     expected = pairs * torch.complex(cos, -sin).unsqueeze(1)

@@ -68,11 +68,11 @@ class Case:
             self.slots.append(slots.to(device))
 
     def run(self, backend="triton", **changes):
-        given_ = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
+        operands = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
         (window, compressed), (slots, chosen) = self.pools, self.slots
-        arguments = (given_["q"], window, slots, compressed, chosen, given_["sink"])
-        tables = {name: given_[name] for name in ("cos", "sin") if name in given_}
-        return sparse_attention(*arguments, scale=given_["scale"], backend=backend, **tables)
+        arguments = (operands["q"], window, slots, compressed, chosen, operands["sink"])
+        tables = {name: operands[name] for name in ("cos", "sin") if name in operands}
+        return sparse_attention(*arguments, scale=operands["scale"], backend=backend, **tables)
 
     def entries(self, token: int) -> torch.Tensor:
         """The entries the token attends to, float64."""
@@ -84,15 +84,15 @@ class Case:
 
     def check(self, out: torch.Tensor, **changes) -> None:
         """Every token against a softmax in float64."""
-        given_ = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
+        arguments = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
         for t in range(self.q.shape[0]):
-            kv, q = self.entries(t), given_["q"][t].double()
+            kv, q = self.entries(t), arguments["q"][t].double()
             if kv.shape[0] == 0:
                 assert not out[t].any()
                 continue
-            truth, budget = softmax(q, kv, given_["sink"].double(), given_["scale"])
-            if "cos" in given_:
-                truth, budget = turned_back(truth, budget, given_["cos"][t], given_["sin"][t])
+            truth, budget = softmax(q, kv, arguments["sink"].double(), arguments["scale"])
+            if "cos" in arguments:
+                truth, budget = turned_back(truth, budget, arguments["cos"][t], arguments["sin"][t])
             assert_within_budget(out[t], truth, budget)
 
 
@@ -112,23 +112,23 @@ def test_equals_a_softmax(device, seed, tokens, width, entry_format, size, heads
         case.check(case.run())
 
 
-@example(seed=0, entry_format="fp8", size=(200, 64), turned=64, heads=17, count=1)
-@example(seed=1, entry_format="fp8", size=(72, 16), turned=40, heads=3, count=3)
+@example(seed=0, entry_format="fp8", size=(200, 64), rotated=64, heads=17, count=1)
+@example(seed=1, entry_format="fp8", size=(72, 16), rotated=40, heads=3, count=3)
 @given(
     seed=seeds(),
     entry_format=formats,
     size=dims,
-    turned=st.sampled_from([0, 2, 8, 16]),
+    rotated=st.sampled_from([0, 2, 8, 16]),
     heads=st.sampled_from([1, 3, 17]),
     count=splits,
 )
-def test_the_last_dims_are_turned_back(device, seed, entry_format, size, turned, heads, count):
+def test_the_last_dims_are_turned_back(device, seed, entry_format, size, rotated, heads, count):
     """Whatever the pages rotate; the dims before them keep their bits, infinities too."""
     case = Case(seed, device, 2, (18, 20), entry_format, heads, size)
-    cos, sin = angles(seed, 2, turned // 2, device)
+    cos, sin = angles(seed, 2, rotated // 2, device)
     with launched(count):
         plain, out = case.run(), case.run(cos=cos, sin=sin)
-    unrotated = size[0] - turned
+    unrotated = size[0] - rotated
     assert_bitwise(out[..., :unrotated], plain[..., :unrotated])
     case.check(out, cos=cos, sin=sin)
 
@@ -481,7 +481,7 @@ class TestDispatch:
         )
         short = [Pages.allocate(3, 8, 30, 8) for _ in range(2)]
         assert "multiples of 8" in why(q=case.q[..., :30], a=short[0], b=short[1])
-        turned = window.data.t().contiguous().t()
-        assert "strides" in why(a=dataclasses.replace(window, data=turned))
+        transposed = window.data.t().contiguous().t()
+        assert "strides" in why(a=dataclasses.replace(window, data=transposed))
         result = explain(sparse_attention, case.q, window, slots, None, None, case.sink, scale=1.0)
         assert result.chosen == "reference"

@@ -18,10 +18,10 @@ SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4)
 
 def meets_itself(tensor: torch.Tensor) -> bool:
     """By the addresses of all elements."""
-    places = torch.zeros((), dtype=torch.int64)
+    positions = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = places.unsqueeze(-1) + stride * torch.arange(size)
-    return places.unique().numel() < tensor.numel()
+        positions = positions.unsqueeze(-1) + stride * torch.arange(size)
+    return positions.unique().numel() < tensor.numel()
 
 
 @given(shape=SHAPES, data=st.data())

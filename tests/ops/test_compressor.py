@@ -527,8 +527,8 @@ def test_tokens_further_apart_than_32_bits_reach(device):
     actual = []
     for kv in (dense, far):
         state = empty_state(1, 8, False, 32, torch.float32, device)
-        given = (cu, starts, torch.zeros_like(starts))
-        actual.append((*compressor_update(kv, score, ape, state, *given, overlap=False), state))
+        keywords = (cu, starts, torch.zeros_like(starts))
+        actual.append((*compressor_update(kv, score, ape, state, *keywords, overlap=False), state))
     for far_away, expected in zip(*actual[::-1], strict=True):
         assert_bitwise(far_away, expected)
 
@@ -536,10 +536,10 @@ def test_tokens_further_apart_than_32_bits_reach(device):
 def test_a_state_with_slots_that_far_apart_is_the_references(device):
     kv, score, ape, state, cu, starts, rows = arguments(8, False, device)
     far = torch.empty_strided(state.shape, (4, 310_000_000, 2, 1), device=device).copy_(state)
-    given = (kv, score, ape, far, cu, starts, rows)
-    why = dispatch.explain(compressor_update, *given, overlap=False)
+    keywords = (kv, score, ape, far, cu, starts, rows)
+    why = dispatch.explain(compressor_update, *keywords, overlap=False)
     assert why.chosen == "reference"
-    compressor_update(*given, overlap=False)
+    compressor_update(*keywords, overlap=False)
     compressor_update(kv, score, ape, state, cu, starts, rows, overlap=False, backend="reference")
     assert_bitwise(far.contiguous(), state)
 
@@ -622,16 +622,16 @@ def test_numbers_out_of_range_raise_on_the_cpu(lengths, data, dtype, name):
     tensors = (kv, score, ape, state.clone(), *given_numbers.values())
     compressor_update(*tensors, overlap=False)
     if name == "cu_seqlens":
-        place, bad, expected = count, tokens + 1, f"from 0 on, below {tokens + 1}"
+        position, bad, expected = count, tokens + 1, f"from 0 on, below {tokens + 1}"
     elif not busy:
         return
     else:
-        place = busy[-1] if data is None else data.draw(st.sampled_from(busy))
+        position = busy[-1] if data is None else data.draw(st.sampled_from(busy))
         past = (count, f"below {count}")
         bad, expected = {"starts": (-1, "from 0 on"), "sequences": past}[name]
-    given_numbers[name][place] = bad
+    given_numbers[name][position] = bad
     before = state.clone()
-    words = rf"compressor_update: {name}\[{place}\] is {bad}, wanted {expected}"
+    words = rf"compressor_update: {name}\[{position}\] is {bad}, wanted {expected}"
     with pytest.raises(IndexError, match=words):
         compressor_update(kv, score, ape, state, *given_numbers.values(), overlap=False)
     assert_bitwise(state, before)
@@ -1188,8 +1188,8 @@ class TestCompressWrite:
             if row >= 0 and length and window // self.PAGE < table.shape[1]
         }
         junk = torch.full_like(table, pages.num_pages)
-        for place in closing:
-            junk[place] = table[place]
+        for position in closing:
+            junk[position] = table[position]
         states = ragged.state.clone(), ragged.state.clone()
         other = replace(pages, data=pages.data.clone())
         compress_write(*ragged.args(states[0]), *norm, pages, table, overlap=True)
@@ -1198,12 +1198,12 @@ class TestCompressWrite:
         assert_bitwise(states[1], states[0])
         if not closing:
             return
-        places = sorted(closing)
-        place = places[0] if data is None else data.draw(st.sampled_from(places))
-        junk[place] = pages.num_pages
-        entry = ragged.rows.tolist().index(place[0])
+        positions = sorted(closing)
+        position = positions[0] if data is None else data.draw(st.sampled_from(positions))
+        junk[position] = pages.num_pages
+        entry = ragged.rows.tolist().index(position[0])
         words = (
-            rf"page_table\[sequences\]\[{entry}, {place[1]}\] is {pages.num_pages}, wanted below"
+            rf"page_table\[sequences\]\[{entry}, {position[1]}\] is {pages.num_pages}, wanted below"
         )
         with pytest.raises(IndexError, match=f"compress_write: {words} {pages.num_pages}"):
             compress_write(*ragged.args(states[1]), *norm, other, junk, overlap=True)

@@ -207,8 +207,8 @@ class TestContract:
     def test_a_pure_operator_of_known_sizes(self, device):
         x, weight, offsets, *rest = self.given(device)
         options = {"scale_layout": SWIZZLED_EXPERTS}
-        given_ = (x, weight, offsets, *rest)
-        call = dispatch.arguments(grouped_gemm_swiglu_quantize, *given_, **options)
+        arguments = (x, weight, offsets, *rest)
+        call = dispatch.arguments(grouped_gemm_swiglu_quantize, *arguments, **options)
         assert_pure(torch.ops.dsv4.grouped_gemm_swiglu_quantize, *call.args, "auto")
         result = torch.ops.dsv4.grouped_gemm_swiglu_quantize(*call.args, "auto")
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -250,22 +250,22 @@ class TestKernel:
         x, offsets = sorted_rows(seed, draw.tolist(), seed % 4, 128 * columns, "cuda")
         row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
         options = {"row_weight": row_weight, "activation": activation}
-        given_ = (x, weight, offsets, 10.0, scales_of(seed, experts, "cuda"))
-        result = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
+        arguments = (x, weight, offsets, 10.0, scales_of(seed, experts, "cuda"))
+        result = dispatch.explain(grouped_gemm_swiglu_quantize, *arguments, **options)
         assert result.chosen == "cute"
-        check(*given_, **options)
+        check(*arguments, **options)
 
     @pytest.mark.parametrize("tokens", [6, 60, 400, 3000])
     def test_one_graph_serves_any_routing(self, tokens):
         """Padding is zero where rows of the routing before had scales."""
         weight = weights_of(0, 16, 512, 512, "cuda", "rows")
         x, offsets = sorted_rows(0, [tokens] + [0] * 15, 0, 512, "cuda")
-        given_ = (x, weight, offsets, 10.0, scales_of(0, 16, "cuda"))
+        arguments = (x, weight, offsets, 10.0, scales_of(0, 16, "cuda"))
         options = {"scale_layout": SWIZZLED_EXPERTS}
-        grouped_gemm_swiglu_quantize(*given_, **options)
+        grouped_gemm_swiglu_quantize(*arguments, **options)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = grouped_gemm_swiglu_quantize(*given_, **options)
+            out = grouped_gemm_swiglu_quantize(*arguments, **options)
         for seed in range(200):
             ids = torch.randint(0, 17, (tokens,), generator=strategies.generator(seed))
             if seed % 3 == 0:
@@ -276,7 +276,7 @@ class TestKernel:
             if seed % 2:
                 out.scales.view(torch.uint8).fill_(0x7F)
             graph.replay()
-            linear = grouped_gemm_swiglu_quantize(*given_)
+            linear = grouped_gemm_swiglu_quantize(*arguments)
             assert_bitwise(out.codes, linear.codes, f"codes of routing {seed}")
             expected = expert_by_expert(linear.scales.view(torch.uint8), counts)
             assert_bitwise(out.scales.view(torch.uint8), expected, f"scales of routing {seed}")

@@ -212,14 +212,14 @@ class TestPitfalls:
         scale = torch.tensor([2.0**-5], device=device) if static and activation == "nvfp4" else None
         options = {"activation": activation, "input_scale": scale}
         got = gemm(x, fused, **options)
-        apart = torch.cat([gemm(x, part, **options) for part in parts], -1)
+        separate = torch.cat([gemm(x, part, **options) for part in parts], -1)
         budget = torch.cat([_budget(x, part, activation, scale) for part in parts], -1)
-        assert_within_budget(got, apart.double(), 2 * budget, "product")
+        assert_within_budget(got, separate.double(), 2 * budget, "product")
         if activation == "bf16":
-            assert_bitwise(got, apart, "product")
+            assert_bitwise(got, separate, "product")
         largest = fused.global_scale.amax(-1, keepdim=True)
         wrong = dataclasses.replace(fused, global_scale=largest, segments=())
-        if bool((apart != 0).any(0).all()):
+        if bool((separate != 0).any(0).all()):
             assert not torch.allclose(gemm(x, wrong, **options), got, rtol=0.4, atol=0)
 
     @given(seed=strategies.seeds())

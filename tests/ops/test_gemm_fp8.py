@@ -142,9 +142,9 @@ class TestValues:
         monkeypatch.setattr(kernel, "plan", lambda *sizes: plan)
         for g in range(groups):
             x[tokens // 2, g, seed % columns] = float("inf")
-        given = x if groups > 1 else x[:, 0]
+        input_rows = x if groups > 1 else x[:, 0]
         options = {"groups": groups, "activation": activation, "out_dtype": torch.float32}
-        got = gemm(given, weight, **options).reshape(tokens, groups, rows)
+        got = gemm(input_rows, weight, **options).reshape(tokens, groups, rows)
         assert bool(got[tokens // 2].isnan().all())
         keep = torch.arange(tokens, device=device) != tokens // 2
         if activation == "nvfp4":
@@ -207,8 +207,8 @@ class TestValues:
         expected, budget = truth(x, weight)
         wide = torch.zeros(40, 128 + pad, device=device).to(torch.float8_e4m3fn)
         wide.view(torch.uint8)[:, :128] = weight.codes.view(torch.uint8)
-        apart = dataclasses.replace(weight, codes=wide[:, :128])
-        for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, apart)):
+        separate = dataclasses.replace(weight, codes=wide[:, :128])
+        for left, right in ((x, weight), (x.t().contiguous().t(), weight), (x, separate)):
             got = gemm(left, right, out_dtype=torch.float32)
             assert_within_budget(got, expected, budget, "product")
 

@@ -158,8 +158,10 @@ class TestValues:
         buffer = bfloat16(seed, (5 * (128 + 8 * pad) + 16,), device)
         x = buffer[shift : shift + 5 * (128 + 8 * pad)].view(5, -1)[:, :128]
         assert_bitwise(product(x, weight), product(x.clone(), weight), "product")
-        turned = bfloat16(seed, (128, 5), device).t()
-        assert_bitwise(product(turned, weight), product(turned.contiguous(), weight), "product")
+        transposed = bfloat16(seed, (128, 5), device).t()
+        assert_bitwise(
+            product(transposed, weight), product(transposed.contiguous(), weight), "product"
+        )
 
 
 class TestIndependence:
@@ -405,9 +407,9 @@ class TestIntegration:
         placed = []
         for line, part in zip(buffer, parts, strict=True):
             flat = part.reshape(-1).view(torch.uint8)
-            place = line[4096 : 4096 + flat.numel()]
-            place.copy_(flat)
-            placed.append(place.view(part.dtype).view(part.shape))
+            line_part = line[4096 : 4096 + flat.numel()]
+            line_part.copy_(flat)
+            placed.append(line_part.view(part.dtype).view(part.shape))
         x, codes, scales = placed
         weight = dataclasses.replace(weight, codes=codes, scales=scales)
         before = buffer.clone()

@@ -40,11 +40,11 @@ def unswizzled(scales, rows, blocks):
     """float64 ``[rows, blocks]`` from 128 x 4 tiles: 32 lines of four rows, 32 apart, by four."""
     m, k = torch.meshgrid(torch.arange(rows), torch.arange(blocks), indexing="ij")
     tile = m // 128 * -(-blocks // 4) + k // 4
-    place = tile * 512 + m % 32 * 16 + m % 128 // 32 * 4 + k % 4
+    position = tile * 512 + m % 32 * 16 + m % 128 // 32 * 4 + k % 4
     padding = torch.ones(scales.numel(), dtype=torch.bool)
-    padding[place.flatten()] = False
+    padding[position.flatten()] = False
     assert not bool(scales.view(torch.uint8)[padding].any()), "the padding is not zero"
-    return scales.double()[place]
+    return scales.double()[position]
 
 
 def emulated(

@@ -190,10 +190,10 @@ def assert_is_pre(result, truth, args, hc_eps, iterations):
     """``result`` of hc_pre for ``args`` against ``truth`` in float64."""
     streams, n = args[0], args[0].shape[-2]
     u, error = computed(streams.dtype), logit_budget(*args)
-    collapsed, post, comb = result
+    mixed, post, comb = result
     assert_within_budget(post, truth[1], 2 * (error[:, n : 2 * n] / 4 + 8 * u), "post")
     budget = collapse_budget(streams, error[:, :n], truth[0], hc_eps)
-    assert_within_budget(collapsed, truth[0], budget, "collapsed")
+    assert_within_budget(mixed, truth[0], budget, "collapsed")
 
     logit = error[:, 2 * n :].unflatten(-1, (n, n)).amax((-1, -2), keepdim=True)
     relative = sinkhorn_budget(n, iterations, logit, u)
@@ -262,12 +262,12 @@ def from_base(base, n, device, dtype=torch.float64, **overrides):
 def test_pitfall_8_eps_of_pre_and_factor_of_post(device, wide):
     n, exactly = 4, 8 * unit_roundoff(wide)
     low = torch.full((24,), -200.0)
-    collapsed, post, _ = from_base(low, n, device, wide, hc_eps=0.25)
-    assert collapsed.tolist() == pytest.approx([n * 0.25] * 2, rel=exactly)  # pre = 0 + eps
+    mixed, post, _ = from_base(low, n, device, wide, hc_eps=0.25)
+    assert mixed.tolist() == pytest.approx([n * 0.25] * 2, rel=exactly)  # pre = 0 + eps
     assert post.max().item() < 1e-80  # no eps
     high = -low
-    collapsed, post, _ = from_base(high, n, device, wide, hc_eps=0.25)
-    assert collapsed.tolist() == pytest.approx([n * 1.25] * 2, rel=exactly)
+    mixed, post, _ = from_base(high, n, device, wide, hc_eps=0.25)
+    assert mixed.tolist() == pytest.approx([n * 1.25] * 2, rel=exactly)
     assert post.tolist() == pytest.approx([2.0] * n, rel=exactly)
 
 
@@ -348,14 +348,14 @@ def test_first_layer_identity(device, wide, case):
     n, hidden = case["n"], case["hidden"]
     e = streams[:, 0]
     streams = e.unsqueeze(1).expand(-1, n, -1)
-    collapsed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+    mixed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
     short = fn.double().view(-1, n, hidden).sum(1)
     exact = e.double()
     m = exact @ short.T * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
     pre = torch.sigmoid(m[:, :n] * scale[0].double() + base[:n].double()) + 1e-6
     error = logit_budget(streams, fn[:n], scale[:1], base[:n])
     expected = pre.sum(-1, keepdim=True) * exact
-    assert_within_budget(collapsed, expected, collapse_budget(streams, error, expected, 1e-6))
+    assert_within_budget(mixed, expected, collapse_budget(streams, error, expected, 1e-6))
     back = hc_post(torch.zeros_like(e), streams, post, comb)
     # As in ``test_columns_sum_to_one``, and the sum over the streams.
     lost = 1.01 * n * 1e-6 + (2 * n + 2) * unit_roundoff(wide)
@@ -389,11 +389,11 @@ def test_head_against_explicit_loops(device, wide, case):
 def test_head_is_the_collapse_of_pre(device, case):
     streams, fn, scale, base = build(case, device, torch.float32)
     n = case["n"]
-    collapsed, _, _ = hc_pre(streams, fn, scale, base, **settings_of(case))
+    mixed, _, _ = hc_pre(streams, fn, scale, base, **settings_of(case))
     head = hc_head(streams, fn[:n], scale[:1], base[:n], norm_eps=1e-6, hc_eps=case["hc_eps"])
     # The products of fn may be summed in another order: K u on each logit, 1/4 of it on a weight.
     size = fn.abs().sum() * scale.abs().max() * 2 * n * case["hidden"] * U + 8 * U
-    assert_within_budget(head, collapsed.double(), size.double() * streams.abs().sum(1).double())
+    assert_within_budget(head, mixed.double(), size.double() * streams.abs().sum(1).double())
 
 
 @given(case=cases, dtype=st.sampled_from([torch.float32, torch.bfloat16]))
@@ -402,11 +402,11 @@ def test_float32_within_budget_of_float64(device, case, dtype):
     case = {**case, "exponent": min(case["exponent"], 10)}
     streams, fn, scale, base = build(case, device, dtype)
     kwargs = settings_of(case)
-    collapsed, post, comb = hc_pre(streams, fn, scale, base, **kwargs)
-    assert (collapsed.dtype, post.dtype, comb.dtype) == (dtype, torch.float32, torch.float32)
+    mixed, post, comb = hc_pre(streams, fn, scale, base, **kwargs)
+    assert (mixed.dtype, post.dtype, comb.dtype) == (dtype, torch.float32, torch.float32)
     truth = hc_pre(streams.double(), fn, scale, base, **kwargs)
     args = (streams, fn, scale, base)
-    assert_is_pre((collapsed, post, comb), truth, args, case["hc_eps"], case["iterations"])
+    assert_is_pre((mixed, post, comb), truth, args, case["hc_eps"], case["iterations"])
 
 
 @given(case=cases, dtype=fuzz.float_dtypes())
@@ -445,9 +445,9 @@ def test_a_bad_row_stays_alone(device, bad):
     y = fuzz.normal(9, (5, 6)).to(device)
 
     def everything():
-        collapsed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
+        mixed, post, comb = hc_pre(streams, fn, scale, base, **PRE)
         head = hc_head(streams, fn[:4], scale[:1], base[:4], **EPS)
-        return collapsed, post, comb, head, hc_post(y, streams, post, comb)
+        return mixed, post, comb, head, hc_post(y, streams, post, comb)
 
     clean = everything()
     streams[2, 1, 3] = bad
@@ -476,9 +476,9 @@ def test_any_leading_shape(device, wide, lead):
     )
     tokens = math.prod(lead)
     shaped = streams[:tokens].reshape(*lead, 4, 3)
-    collapsed, post, comb = hc_pre(shaped, fn, scale, base, **PRE)
-    assert (collapsed.shape, post.shape, comb.shape) == ((*lead, 3), (*lead, 4), (*lead, 4, 4))
-    assert hc_post(collapsed, shaped, post, comb).shape == shaped.shape
+    mixed, post, comb = hc_pre(shaped, fn, scale, base, **PRE)
+    assert (mixed.shape, post.shape, comb.shape) == ((*lead, 3), (*lead, 4), (*lead, 4, 4))
+    assert hc_post(mixed, shaped, post, comb).shape == shaped.shape
     assert hc_head(shaped, fn[:4], scale[:1], base[:4], **EPS).shape == (*lead, 3)
 
 
@@ -614,8 +614,8 @@ def test_post_pre_norm_is_its_parts(device, case, dtype):
     assert_is_pre_then_norm(got, mixed, fn, scale, base, weight, dtype)
 
 
-def assert_quantized(actual, normed, scaling="token", **given):
-    expected = quantize(normed, "nvfp4", scaling=scaling, backend="reference", **given)
+def assert_quantized(actual, normed, scaling="token", **options):
+    expected = quantize(normed, "nvfp4", scaling=scaling, backend="reference", **options)
     assert actual.layout == expected.layout == "linear"
     assert_bitwise(actual.codes, expected.codes, "codes")
     assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
@@ -629,10 +629,10 @@ def assert_quantized(actual, normed, scaling="token", **given):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     scaling=st.sampled_from(["token", "one", "rows"]),
     exponent=st.sampled_from([-40, -4, 0, 6, 40]),
-    apart=st.booleans(),
+    separate=st.booleans(),
 )
 def test_norm_that_is_quantised_is_its_parts(
-    device, seed, tokens, hidden, dtype, scaling, exponent, apart
+    device, seed, tokens, hidden, dtype, scaling, exponent, separate
 ):
     """The codes are those of the norm that is returned; that and the rest as without them.
 
@@ -640,7 +640,7 @@ def test_norm_that_is_quantised_is_its_parts(
     """
     kernels = pytest.importorskip("dsv4.triton.hyper_connection")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_FEW_QUANTIZED", -1 if apart else 128)
+        patch.setattr(kernels, "_FEW_QUANTIZED", -1 if separate else 128)
         check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent)
 
 
@@ -654,8 +654,8 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
     if scaling != "token":
         # Some of them saturate, some leave all codes 0.
         steps = torch.randint(-6, 3, (1 if scaling == "one" else tokens,)).double()
-        given = torch.exp2(steps + exponent).float().to(device)
-        settings = {"scaling": "static", "global_scale": given}
+        global_scale = torch.exp2(steps + exponent).float().to(device)
+        settings = {"scaling": "static", "global_scale": global_scale}
     mixed, normed, codes, *rest = hc_post_pre_norm_quantize(*args, **PRE, **settings)
     assert_bitwise(mixed, hc_post(back[0], streams, *back[1:]), "streams")
     assert_is_pre_then_norm([normed, *rest], mixed, fn, scale, base, weight, dtype)
@@ -809,8 +809,8 @@ def test_fused_compiles_without_graph_breaks(device):
 
 def quantize_arguments(device, scaling, dtype=torch.bfloat16, tokens=3):
     args = fused_arguments(device, dtype, tokens)
-    given = torch.full((1,), 0.01, device=device) if scaling == "static" else None
-    return (*args[:8], given, *args[8:11], scaling, "auto")
+    global_scale = torch.full((1,), 0.01, device=device) if scaling == "static" else None
+    return (*args[:8], global_scale, *args[8:11], scaling, "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -170,10 +170,10 @@ def test_rotate_contract(device):
         indexer_rotate_quantize(x.half())
 
 
-def queries_of(seed, tokens, heads, d, turned, dtype, device="cpu"):
+def queries_of(seed, tokens, heads, d, rotated, dtype, device="cpu"):
     """q, cos, sin; ``turned`` dims are rotated."""
     q = normal(seed, (tokens, heads, d), dtype).to(device)
-    angles = normal(seed + 1, (tokens, turned // 2)) * 3
+    angles = normal(seed + 1, (tokens, rotated // 2)) * 3
     return q, angles.cos().to(device), angles.sin().to(device)
 
 
@@ -334,9 +334,9 @@ def test_fp8_queries_and_their_weights(device, dims, tokens, heads, seed, dtype,
         q, cos, sin, weights, rotate=rotate, query_format="fp8", weight_scale=0.0078125
     )
     assert codes.dtype == torch.float8_e4m3fn
-    turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
-    turned = reference.rotated(turned) if rotate else turned
-    expected, scale = fp8_oracle(turned.float().cpu().numpy())
+    rotated = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
+    rotated = reference.rotated(rotated) if rotate else rotated
+    expected, scale = fp8_oracle(rotated.float().cpu().numpy())
     assert_bitwise(codes.view(torch.uint8).cpu(), torch.from_numpy(expected))
     assert_bitwise(folded.cpu(), weights.float().cpu() * 0.0078125 * torch.from_numpy(scale))
 
@@ -353,9 +353,9 @@ def test_mxfp4_queries_have_the_values_of_rounded_ones(device, dims, tokens, hea
     q, cos, sin = queries_of(seed, tokens, heads, *dims, dtype, device)
     weights = normal(seed + 2, (tokens, heads), dtype).to(device)
     args, kwargs = (q, cos, sin, weights), {"query_format": "mxfp4", "weight_scale": 0.3}
-    turned = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
+    rotated = rope(q, cos.unsqueeze(1), sin.unsqueeze(1), backend="reference")
     actual, folded = quantize_index_queries(*args, rotate=False, **kwargs)
-    expected = quantize(turned, "mxfp4", backend="reference")
+    expected = quantize(rotated, "mxfp4", backend="reference")
     assert_bitwise(actual.codes, expected.codes)
     assert_bitwise(actual.scales.view(torch.uint8), expected.scales.view(torch.uint8))
     assert_bitwise(folded, weights.float() * 0.3)
@@ -648,11 +648,11 @@ def test_rows_and_pages_out_of_range_raise_on_the_cpu(drawn, in_table, beyond, d
         name, tensor, limit = "page_table", case.table, case.keys.num_pages
     if not tensor.numel():
         return
-    place = (0,) * tensor.ndim
+    position = (0,) * tensor.ndim
     if data is not None:
-        place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
-    tensor[place] = limit + beyond
-    where = ", ".join(map(str, place))
+        position = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+    tensor[position] = limit + beyond
+    where = ", ".join(map(str, position))
     words = rf"indexer_select: {name}\[{where}\] is {limit + beyond}, wanted below {limit}"
     with pytest.raises(IndexError, match=words):
         case.run(3)

@@ -416,15 +416,15 @@ def writers(pages: Pages, slots: torch.Tensor):
 def test_slots_past_the_pool_raise_on_the_cpu(entry_format, good, bad, dtype, where, count):
     """Whatever implementation would run; nothing is written. Pools of two pages and of none."""
     pages = Pages.allocate(count, 4, 40, 8, entry_format)
-    place = where % len(good)
+    position = where % len(good)
     slots = torch.tensor([slot if count else -1 for slot in good], dtype=dtype)
-    slots[place] = bad
+    slots[position] = bad
     calls = {**writers(pages, slots), "read_kv": lambda: read_kv(pages, slots)}
     for op, call in calls.items():
-        words = rf"{op}: slots\[{place}\] is {bad}, wanted below {4 * count}"
+        words = rf"{op}: slots\[{position}\] is {bad}, wanted below {4 * count}"
         with pytest.raises(IndexError, match=words):
             call()
-    with pytest.raises(IndexError, match=rf"slots\[0, {place}\] is"):
+    with pytest.raises(IndexError, match=rf"slots\[0, {position}\] is"):
         read_kv(pages, slots[None])
     assert not pages.data.any()
 
@@ -503,13 +503,13 @@ def entries_oracle(kv, weight, cos, sin, eps):
         t[:, unrotated:].unflatten(-1, (-1, 2)).unbind(-1) for t in (normed, off)
     )
     c, s = cos.double(), sin.double()
-    turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+    rotated = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
     size, moved = (
         torch.stack((p * c.abs() + q * s.abs(), q * c.abs() + p * s.abs()), -1).flatten(-2)
         for p, q in ((a.abs(), b.abs()), (a_off, b_off))
     )
-    moved = moved + 1.01 * (2 * 2.0**-24 * size + u * (turned.abs() + moved))
-    truth = torch.cat((normed[:, :unrotated], turned), -1)
+    moved = moved + 1.01 * (2 * 2.0**-24 * size + u * (rotated.abs() + moved))
+    truth = torch.cat((normed[:, :unrotated], rotated), -1)
     return truth, torch.cat((off[:, :unrotated], moved), -1)
 
 

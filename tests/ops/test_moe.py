@@ -123,10 +123,10 @@ def check_sort(device, x, ids, weights, experts, **held):
     expected = moe_gather(x, rows), weights.flatten()[order.long()], offsets, rows
     out = torch.full_like(expected[0], torch.nan)
     actual = moe_sort(x, ids, weights, experts, **held)
-    given = moe_sort(x, ids, weights, experts, out=out, **held)
-    assert given[0] is out
+    in_memory = moe_sort(x, ids, weights, experts, out=out, **held)
+    assert in_memory[0] is out
     for name, expected_tensor, *both in zip(
-        ("sorted rows", "weights", "offsets", "rows"), expected, actual, given, strict=True
+        ("sorted rows", "weights", "offsets", "rows"), expected, actual, in_memory, strict=True
     ):
         for got in both:
             assert_bitwise(got, expected_tensor, name)
@@ -589,11 +589,11 @@ def test_rows_out_of_range_raise_on_the_cpu(sizes, far, below, name, data):
     ids = torch.zeros(sizes, dtype=torch.int64)
     _, offsets, rows = moe_permute(ids, 2)
     tensor, most = {"rows": (rows, ids.numel()), "offsets": (offsets, ids.numel() + 1)}[name]
-    place = (0,) * tensor.ndim
+    position = (0,) * tensor.ndim
     if data is not None:
-        place = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
+        position = tuple(data.draw(st.integers(0, size - 1)) for size in tensor.shape)
     bad = -1 - far if below else most + far
-    tensor[place] = bad
+    tensor[position] = bad
     x, out = torch.ones(sizes[0], 16), torch.zeros(ids.numel(), 16)
     calls = {
         "moe_gather_quantize": lambda: moe_gather_quantize(x, rows, offsets),
@@ -602,7 +602,7 @@ def test_rows_out_of_range_raise_on_the_cpu(sizes, far, below, name, data):
     if name == "rows":
         calls["moe_gather"] = lambda: moe_gather(x, rows)
         calls["moe_gather "] = lambda: moe_gather(x, rows, out=out)
-    where = ", ".join(map(str, place))
+    where = ", ".join(map(str, position))
     for op, call in calls.items():
         words = rf"{op.strip()}: {name}\[{where}\] is {bad}, wanted from 0 on, below {most}"
         with pytest.raises(IndexError, match=words):

@@ -142,9 +142,9 @@ class TestValues:
     def test_every_warp_of_a_wide_row_has_the_whole_sum(self, device, columns, dtype):
         """Warps tell one another their sums: of one number each, in turn, and of a NaN."""
         x = torch.zeros((8, columns), dtype=dtype)
-        places = torch.arange(8) * (columns // 8) + 3
-        x[torch.arange(8), places] = 2.0 ** torch.arange(8).to(dtype)
-        x[5, places[5]] = float("nan")
+        positions = torch.arange(8) * (columns // 8) + 3
+        x[torch.arange(8), positions] = 2.0 ** torch.arange(8).to(dtype)
+        x[5, positions[5]] = float("nan")
         weight = strategies.normal(1, (columns,), dtype)
         got = rms_norm(x.to(device), weight.to(device)).cpu()
         assert got[5].isnan().all()
@@ -255,9 +255,9 @@ def turned_heads(q, cos, sin):
     cos, sin = cos[:, None].double(), sin[:, None].double()
     truth = rope(normed, cos, sin)
     pairs = error[..., unrotated:].unflatten(-1, (-1, 2))
-    turned = pairs * cos.abs()[..., None] + pairs.flip(-1) * sin.abs()[..., None]
-    turned = turned.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
-    allowed = torch.cat((error[..., :unrotated], turned), -1)
+    rotated = pairs * cos.abs()[..., None] + pairs.flip(-1) * sin.abs()[..., None]
+    rotated = rotated.flatten(-2) + 3 * unit_roundoff(torch.float32) * normed.abs().amax(-1, True)
+    allowed = torch.cat((error[..., :unrotated], rotated), -1)
     return truth, allowed + 1.01 * unit_roundoff(dtype) * truth.abs() + 2.0**-126
 
 
@@ -360,10 +360,10 @@ class TestHeads:
         q[:, :, ::3] = -0.0
         q = q.to(device)
         cos, sin = angles(seed, 3, 4, device)
-        still, turned = q.clone(), q.clone()
-        head_norm_rope_(turned, cos, sin)
+        still, rotated = q.clone(), q.clone()
+        head_norm_rope_(rotated, cos, sin)
         head_norm_rope_(still, torch.ones_like(cos), torch.zeros_like(sin))
-        assert_bitwise(turned[..., :8], still[..., :8], "the first columns")
+        assert_bitwise(rotated[..., :8], still[..., :8], "the first columns")
         assert bool((q == 0).logical_or(still != 0).all())
         assert_bitwise(still[..., :8].signbit(), q[..., :8].signbit(), "signs")
         truth = oracle(q, None, 1e-6)

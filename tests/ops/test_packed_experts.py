@@ -229,10 +229,10 @@ class TestValues:
     def test_a_bad_row_has_nan_scales_and_is_alone(self, device, seed, kind):
         weight = weights_of(seed, 3, 64, 128, device)
         x, offsets = sorted_rows(seed, [3, 0, 4], 0, 128, device)
-        given_, scale = (weight, offsets, 10.0), scales_of(seed, 3, device)
-        clean = grouped_gemm_swiglu_quantize(x, *given_, scale)
+        arguments, scale = (weight, offsets, 10.0), scales_of(seed, 3, device)
+        clean = grouped_gemm_swiglu_quantize(x, *arguments, scale)
         x[3, seed % 128] = kind
-        got = grouped_gemm_swiglu_quantize(x, *given_, scale)
+        got = grouped_gemm_swiglu_quantize(x, *arguments, scale)
         assert bool((got.scales[3].view(torch.uint8) == 0x7F).all())
         assert not got.codes[3].any()
         keep = torch.arange(7, device=device) != 3
@@ -495,10 +495,10 @@ class TestKernel:
         row_weight = strategies.normal(seed, (x.shape[0],)).cuda() if weighted else None
         options = {"row_weight": row_weight, "activation": activation}
         scale = scales_of(seed, experts, "cuda")
-        given_ = (x, weight, offsets, 10.0, scale)
-        result = dispatch.explain(grouped_gemm_swiglu_quantize, *given_, **options)
+        arguments = (x, weight, offsets, 10.0, scale)
+        result = dispatch.explain(grouped_gemm_swiglu_quantize, *arguments, **options)
         assert result.chosen == "cute"
-        check_codes(*given_, **options)
+        check_codes(*arguments, **options)
 
     @pytest.mark.parametrize("exponent", [-149, -140, -126, -100, -70, 0, 60, 100, 127])
     @pytest.mark.parametrize("counts", [[3, 0, 7], [300, 20, 90]])

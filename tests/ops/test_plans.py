@@ -133,13 +133,13 @@ def test_whatever_came_before_a_call_is_the_function(calls) -> None:
     with planning(), logged() as ran:
         for how, eps, weighted, mode in calls:
             with modes[mode]():
-                given = ALIKE[how](x)
-                of_row = weight.to(given.dtype) if weighted else None
+                variant = ALIKE[how](x)
+                of_row = weight.to(variant.dtype) if weighted else None
                 ran.clear()
-                actual = ops.rms_norm(given, of_row, eps)
+                actual = ops.rms_norm(variant, of_row, eps)
                 by = list(ran)
                 ran.clear()
-                expected = ops.rms_norm.__wrapped__(given, of_row, eps)
+                expected = ops.rms_norm.__wrapped__(variant, of_row, eps)
                 assert by == ran == ["rms_norm reference"]
                 assert actual.requires_grad == expected.requires_grad
                 assert torch.equal(actual, expected)

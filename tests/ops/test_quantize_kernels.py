@@ -169,9 +169,9 @@ class TestBorders:
 
         @triton.jit
         def kernel(out, exponent, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-            place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-            x = (((exponent + 127) << 23) + place).to(tl.float32, bitcast=True)
-            tl.store(out + place, FUNCTION(x))
+            offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+            x = (((exponent + 127) << 23) + offsets).to(tl.float32, bitcast=True)
+            tl.store(out + offsets, FUNCTION(x))
 
         for exponent in (-127, -126, -119, -118, -117, -115, -61, -60, 0, 127):
             got = torch.empty(1 << 23, device="cuda")
@@ -211,10 +211,10 @@ class TestBorders:
         size = x.numel() // 128 * 128
         x, product = x[:size].bfloat16(), product[:size]
         product[::97] = 0.0
-        beside = (x.view(torch.int16)[:, None] + torch.tensor([-1, 0, 1])).to(torch.int16)
-        beside = beside.view(torch.bfloat16)
+        adjacent = (x.view(torch.int16)[:, None] + torch.tensor([-1, 0, 1])).to(torch.int16)
+        adjacent = adjacent.view(torch.bfloat16)
         others = torch.stack((x * 0, x * 2.0**-9, x * -256), -1)
-        values = torch.cat((beside, -beside[:, :2], others), -1).cuda()
+        values = torch.cat((adjacent, -adjacent[:, :2], others), -1).cuda()
         product = product.cuda()
         codes = torch.empty((size, 4), dtype=torch.uint8, device="cuda")
         kernel[(size // 128,)](values, product, codes, nvfp4.conversion(codes), BLOCK=128)
@@ -351,7 +351,7 @@ def test_rows_of_several_chunks_at_any_scale(device, monkeypatch, exponent, scal
     heads = x.reshape(2, 16, 128)
     cos, sin = (t.to(device) for t in torch.ones(2, 2, 8))
     result = rope_quantize(heads, cos, sin, inverse=True, groups=2, **arguments)
-    turned = rope(heads, cos[:, None], sin[:, None], inverse=True).reshape(2, 2, 1024)
-    same(result, by_reference(turned, **arguments))
+    rotated = rope(heads, cos[:, None], sin[:, None], inverse=True).reshape(2, 2, 1024)
+    same(result, by_reference(rotated, **arguments))
     result = swiglu_quantize(x, None, **arguments)
     same(result, by_reference(swiglu(x, None), **arguments))

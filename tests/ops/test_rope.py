@@ -161,9 +161,9 @@ def test_dot_products_depend_on_the_distance_alone(
     where = torch.tensor([query, key, query + shift, key + shift], device=device)
     cos, sin = rope_tables(where, parameters)
     q, k = fuzz.normal(seed, (2, 64), wide).to(device)
-    turned = rope(torch.stack((q, k, q, k)), cos, sin).double()
+    rotated = rope(torch.stack((q, k, q, k)), cos, sin).double()
     q, k = q.double(), k.double()
-    dots = turned[0] @ turned[1], turned[2] @ turned[3]
+    dots = rotated[0] @ rotated[1], rotated[2] @ rotated[3]
     # Rounding the angle to float32 moves it by at most u times the angle, the tables add one ulp
     # (2 u) in each of cos and sin.
     frequency = parameters.inv_freq().double().to(device)
@@ -272,8 +272,10 @@ def test_tables_of_strided_positions(device, seed, shape):
     where = torch.randint(0, 2**20, shape, generator=fuzz.generator(seed)).to(device)
     frequencies = YARN.inv_freq().to(device)
     expected = rope_tables(where, frequencies)
-    apart = fuzz.strided(where) if where.numel() else where
-    for actual, table in zip(rope_tables(apart, fuzz.strided(frequencies)), expected, strict=True):
+    strided = fuzz.strided(where) if where.numel() else where
+    for actual, table in zip(
+        rope_tables(strided, fuzz.strided(frequencies)), expected, strict=True
+    ):
         assert_bitwise(actual, table)
 
 
@@ -385,9 +387,9 @@ class TestRopeQuantize:
             size = (tokens, groups) if scaling == "row scale" else (1,)
             scale = fuzz.normal(draw.seed, size).abs() * 2.0**-8 + 2.0**-12
             options |= {"scaling": "static", "global_scale": scale.to(device)}
-        turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=inverse)
+        rotated = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=inverse)
         expected = quantize(
-            turned.reshape(tokens, groups, -1 if tokens else 16), "nvfp4", **options
+            rotated.reshape(tokens, groups, -1 if tokens else 16), "nvfp4", **options
         )
         actual = rope_quantize(x, cos, sin, inverse=inverse, groups=groups, **options)
         if tokens:
@@ -491,14 +493,14 @@ def test_model_shapes_on_a_gpu(tokens, heads):
     """Many tokens take larger tiles, few one row per program: both give the same bits."""
     device = torch.device("cuda")
     x, cos, sin = grouped_case(0, tokens, heads, 512, 32, torch.bfloat16, device)
-    turned = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
+    rotated = rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
     for token in (0, tokens - 1):
         row = rope(x[token], cos[token], sin[token], inverse=True)
-        assert_bitwise(row, turned[token])
-    assert_bitwise(turned[..., :448], x[..., :448])
+        assert_bitwise(row, rotated[token])
+    assert_bitwise(rotated[..., :448], x[..., :448])
     truth = oracle(x, cos.unsqueeze(1), sin.unsqueeze(1), sign=-1)
     budget = rotation_budget(x, cos.unsqueeze(1), sin.unsqueeze(1), truth)
-    assert_within_budget(turned, truth, budget)
+    assert_within_budget(rotated, truth, budget)
     result = rope_quantize(x, cos, sin, inverse=True, groups=heads // 8)
-    grouped = turned.reshape(tokens, heads // 8, -1)
+    grouped = rotated.reshape(tokens, heads // 8, -1)
     assert_same(result, quantize(grouped, "nvfp4", scaling="token", backend="reference"))

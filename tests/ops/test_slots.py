@@ -165,16 +165,16 @@ class TestContract:
     )
     @example(good=[0], bad=2, where=0, dtype=torch.int64)
     def test_sequences_past_the_table_raise_on_the_cpu(self, good, bad, where, dtype):
-        table, place = torch.zeros(2, 2).long(), where % len(good)
+        table, position = torch.zeros(2, 2).long(), where % len(good)
         rows = torch.tensor(good, dtype=dtype)
-        rows[place] = bad
+        rows[position] = bad
         calls = {
             "entry_slots": lambda: entry_slots(table, 4, rows, rows * 0),
             "prefix_slots": lambda: prefix_slots(table, 4, rows, rows * 0),
             "window_slots": lambda: window_slots(table, 4, rows, rows * 0, 1),
         }
         for op, call in calls.items():
-            words = rf"{op}: sequences\[{place}\] is {bad}, wanted below 2"
+            words = rf"{op}: sequences\[{position}\] is {bad}, wanted below 2"
             with pytest.raises(IndexError, match=words):
                 call()
 

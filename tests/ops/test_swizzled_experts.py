@@ -95,9 +95,9 @@ def test_quantised_rows_are_those_that_products_quantise(device, seed, counts, s
     assert_bitwise(grouped_gemm(q, *rest), grouped_gemm(x, *rest, **how), "product")
     got, expected = grouped_gemm_swiglu(q, *rest, 10.0), grouped_gemm_swiglu(x, *rest, 10.0, **how)
     assert_bitwise(got, expected, "SwiGLU")
-    given_ = (*rest, 10.0, torch.full_like(scale, 0.01))
+    arguments = (*rest, 10.0, torch.full_like(scale, 0.01))
     first, other = (
-        grouped_gemm_swiglu_quantize(rows, *given_, **options)
+        grouped_gemm_swiglu_quantize(rows, *arguments, **options)
         for rows, options in ((q, {}), (x, how))
     )
     for name in ("codes", "scales", "global_scale"):
@@ -141,11 +141,11 @@ class TestKernel:
     def test_one_graph_serves_any_routing(self, tokens):
         weight = swizzled(0, 16, 512, 512, "cuda", "rows")
         x, offsets = sorted_rows(0, [tokens] + [0] * 15, 0, 512, "cuda")
-        given_ = (x, weight, offsets, 10.0)
-        grouped_gemm_swiglu(*given_, activation="nvfp4")
+        arguments = (x, weight, offsets, 10.0)
+        grouped_gemm_swiglu(*arguments, activation="nvfp4")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = grouped_gemm_swiglu(*given_, activation="nvfp4")
+            out = grouped_gemm_swiglu(*arguments, activation="nvfp4")
         for seed in range(100):
             ids = torch.randint(0, 17, (tokens,), generator=strategies.generator(seed))
             counts = torch.bincount(ids % 3 if seed % 3 == 0 else ids, minlength=17)[:16]
@@ -153,5 +153,5 @@ class TestKernel:
             x.copy_(strategies.normal(seed, x.shape, torch.bfloat16))
             out.fill_(math.nan)
             graph.replay()
-            expected = grouped_gemm_swiglu(*given_, activation="nvfp4")
+            expected = grouped_gemm_swiglu(*arguments, activation="nvfp4")
             assert_bitwise(out, expected, f"routing {seed}")

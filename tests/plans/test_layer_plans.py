@@ -348,17 +348,17 @@ def test_a_capture_is_of_the_layers(on_gpu) -> None:
     """It uses more streams than an eager step; what it replays is the same."""
     rows = on_gpu.warm()
     cache, model = on_gpu.caches[0], on_gpu.model
-    tokens, given = torch.tensor([1], device="cuda"), torch.tensor(rows, device="cuda")
+    tokens, row_tensor = torch.tensor([1], device="cuda"), torch.tensor(rows, device="cuda")
     with on_gpu.plans.on():
         for _ in range(2):
             cache.prepare(rows, [1])
-            model.decode(tokens, cache, given)
+            model.decode(tokens, cache, row_tensor)
         torch.cuda.synchronize()
         cache.prepare(rows, [1])
         graph = torch.cuda.CUDAGraph()
         on_gpu.plans.ran = 0
         with torch.cuda.graph(graph):
-            model.decode(tokens, cache, given)
+            model.decode(tokens, cache, row_tensor)
         assert on_gpu.plans.ran == len(model.model.layers)
 
 

@@ -24,10 +24,10 @@ def test_memory_of_a_tape_is_that_of_the_call(steps: list[tuple[int, int]]) -> N
     def call(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = [x]
         for source, size in steps:
-            given = made[source % len(made)]
+            source_tensor = made[source % len(made)]
             out = torch.empty(size, dtype=torch.uint8)
-            count = min(size, given.numel())
-            copies(count, given, out)
+            count = min(size, source_tensor.numel())
+            copies(count, source_tensor, out)
             made.append(out)
         # All of them are read in the end, by one that the tape has to give.
         out = torch.empty(sum(map(torch.Tensor.numel, made)), dtype=torch.uint8)
@@ -68,8 +68,8 @@ def written(steps: list[tuple[int, int]]) -> torch.Tensor:
     made = [torch.ones(700, dtype=torch.bool)]
     for source, size in steps:
         part = torch.zeros(size, dtype=torch.bool)
-        given = made[source % len(made)][:size]
-        part[: len(given)] = given
+        source_tensor = made[source % len(made)][:size]
+        part[: len(source_tensor)] = source_tensor
         made.append(part)
     return torch.cat(made)
 

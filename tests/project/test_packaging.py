@@ -57,8 +57,8 @@ def requirements(extras: tuple[str, ...], minor: str) -> list[Requirement]:
     for extra in extras:
         lines += table["optional-dependencies"][extra]
     result = [Requirement(line) for line in lines]
-    place = {"python_version": minor, "sys_platform": "linux", "extra": ""}
-    return [r for r in result if r.marker is None or r.marker.evaluate(place)]
+    environment = {"python_version": minor, "sys_platform": "linux", "extra": ""}
+    return [r for r in result if r.marker is None or r.marker.evaluate(environment)]
 
 
 @pytest.mark.parametrize("minor", MINORS)

@@ -365,8 +365,10 @@ class TestPitfalls:
             dequantize(q, torch.float64), codes * wide * q.global_scale.double(), "value"
         )
         folded = encode_e4m3(q.scales.float() * q.global_scale)
-        apart = dataclasses.replace(q, scales=folded, global_scale=torch.ones_like(q.global_scale))
-        assert not torch.equal(dequantize(apart), dequantize(q))
+        separate = dataclasses.replace(
+            q, scales=folded, global_scale=torch.ones_like(q.global_scale)
+        )
+        assert not torch.equal(dequantize(separate), dequantize(q))
 
 
 def exact_values(q):

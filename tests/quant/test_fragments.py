@@ -89,8 +89,8 @@ class TestLayout:
             inner, k = column % 64, column % 16
             lane = row % 8 * 4 + k % 8 // 2
             word = int(words[row // 16, column // 64, lane, inner // 16])
-            place = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
-            bits = [(bit + column % 2 * 16) % 32 for bit in place]
+            position = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
+            bits = [(bit + column % 2 * 16) % 32 for bit in position]
             result = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(bits))
             assert result == nibble
             byte = int(tiles[row // 16, column // 64, row % 8, inner // 16, row % 16 // 8])
@@ -122,9 +122,9 @@ class TestTheKernelsArithmetic:
         generator = np.random.default_rng(seed)
         codes = generator.integers(0, 16, (4, 2, 1000), dtype=np.uint32)  # 2 k + h, e
         words = np.zeros(1000, np.uint32)
-        for place, both in zip(fragments.PLACES, codes, strict=True):
+        for position, both in zip(fragments.PLACES, codes, strict=True):
             for odd, code in enumerate(both):
-                for i, bit in enumerate(place):
+                for i, bit in enumerate(position):
                     words |= (code >> (3 - i) & 1) << (bit + 16 * odd) % 32
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dequant, "Uint32", np.uint32)

@@ -45,7 +45,9 @@ class Recurrence(nn.Module):
                 assert 0 <= slot < len(window)
                 window[slot, 0] = token
         hashes = torch.zeros(len(tokens), dtype=torch.float64)
-        cu, starts, places = (x.tolist() for x in (batch.cu_seqlens, batch.starts, batch.positions))
+        cu, starts, indices = (
+            x.tolist() for x in (batch.cu_seqlens, batch.starts, batch.positions)
+        )
         read = step.read_slots(layer).tolist()
         for b, row in enumerate(batch.sequences.tolist()):
             if row < 0 or cu[b] == cu[b + 1]:
@@ -55,7 +57,7 @@ class Recurrence(nn.Module):
                 seen = [int(window[slot, 0]) for slot in read[t] if slot >= 0]
                 assert seen[-1] == tokens[t]
                 value = value * 31 + tokens[t] + sum(i * x for i, x in enumerate(seen, 1))
-                value = (value + self._entries(layer, row, places[t], value)) % _PRIME
+                value = (value + self._entries(layer, row, indices[t], value)) % _PRIME
                 hashes[t] = value
             state[row, 0, 0, 0] = value
         return hashes.view(1, -1, 1), None

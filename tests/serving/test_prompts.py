@@ -151,9 +151,9 @@ def test_a_step_of_padding_changes_nothing(numerics: str) -> None:
     st.integers(0, 3),
 )
 def test_inputs_say_where_each_token_belongs(
-    given: list[tuple[int, list[int]]], more: int, others: int
+    prompts: list[tuple[int, list[int]]], more: int, others: int
 ) -> None:
-    parts = [Part(row, start, ids, True) for row, (start, ids) in enumerate(given)]
+    parts = [Part(row, start, ids, True) for row, (start, ids) in enumerate(prompts)]
     count = sum(len(part.tokens) for part in parts)
     size = Size(count + more, len(parts) + others)
     inputs = Inputs.of_size(size, torch.device("cpu"))

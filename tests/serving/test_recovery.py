@@ -126,10 +126,10 @@ def test_cancelling_ends_one_request(steps: int, victim: int) -> None:
     before = requests[victim].done
     runner.cancel(requests[victim])
     assert requests[victim].done
-    given = requests[victim].tokens
+    tokens_before = requests[victim].tokens
     runner.run()
     assert (requests[victim].finish_reason == "cancelled") != before
-    assert requests[victim].tokens == given
+    assert requests[victim].tokens == tokens_before
     for request in requests:
         text = plain_text(model, list(request.prompt), _GREEDY, 0)
         assert request.tokens == text[: len(request.tokens)]

@@ -63,10 +63,10 @@ class TestGrid:
         with pytest.raises(RuntimeError, match="barrier"):
             ran("setp.lt.u32 %p1, %r1, 32; @%p1 bra $on; bar.sync 0; $on:", threads=64)
 
-    @pytest.mark.parametrize("place", ["%rd1+-4", "%rd2+4"])
-    def test_an_access_outside_tensors_is_reported(self, place):
+    @pytest.mark.parametrize("position", ["%rd1+-4", "%rd2+4"])
+    def test_an_access_outside_tensors_is_reported(self, position):
         with pytest.raises(IndexError, match="outside every tensor"):
-            ran(f"st.global.b32 [{place}], %r1;")
+            ran(f"st.global.b32 [{position}], %r1;")
 
     def test_an_access_beyond_shared_memory_is_reported(self):
         with pytest.raises(IndexError, match="shared memory"):
@@ -112,9 +112,9 @@ def exactly(x, y, z):
     """``x * y + z`` rounded once, by way of integers."""
     exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
     near = np.float32(float(exact))  # rounded twice: one of three candidates
-    beside = [np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf)]
+    neighbours = [np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf)]
     return min(
-        (near, *beside),
+        (near, *neighbours),
         key=lambda v: (abs(Fraction(float(v)) - exact), int(v.view(np.uint32)) & 1),
     )
 

@@ -102,10 +102,10 @@ def test_every_kernel_that_is_launched_is_launched_fast() -> None:
 
 def test_classes_of_scalars() -> None:
     alike = [(3, 5), (16, 48), (0, -16), (2**31, 2**40), (1.0, -0.0)]
-    apart = [(1, 3), (3, 16), (16, 2**32), (2**32 + 1, 2**63 + 1), (1, True), (1, 1.0), (0, None),
+    unlike = [(1, 3), (3, 16), (16, 2**32), (2**32 + 1, 2**63 + 1), (1, True), (1, 1.0), (0, None),
              (True, False), (0, 0.0)]  # fmt: skip
     assert all(scalar_class(a) == scalar_class(b) for a, b in alike)
-    assert all(scalar_class(a) != scalar_class(b) for a, b in apart)
+    assert all(scalar_class(a) != scalar_class(b) for a, b in unlike)
     assert integer_class.cache_info().maxsize is not None
 
 

@@ -564,7 +564,7 @@ def fake_cutlass():
         kernel=lambda function: function,
         Tensor=None,
         CopyAtom=None,
-        domain_offset=lambda where, places: (places, where),
+        domain_offset=lambda where, positions: (positions, where),
         local_tile=lambda source, shape, at: (source, shape),
         recast_ptr=lambda pointer, swizzle, dtype: (pointer, swizzle is not None),
         make_swizzle=lambda *bits: bits,

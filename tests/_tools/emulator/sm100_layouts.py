@@ -84,12 +84,12 @@ class Kernel:
 
 
 def instructions(shapes):
-    room = cutlass.memory.SmemAllocator().allocate(1 << 17, 1024)
+    shared_memory = cutlass.memory.SmemAllocator().allocate(1 << 17, 1024)
     for rows, tokens in shapes:
         mma = product(rows, tokens)
         a, b, sfa, _, tsfa, tsfb, sums = layouts(rows, tokens)
-        left = mma.make_fragment_A(pointed(room, a))
-        right = mma.make_fragment_B(pointed(room + (1 << 16), b))
+        left = mma.make_fragment_A(pointed(shared_memory, a))
+        right = mma.make_fragment_B(pointed(shared_memory + (1 << 16), b))
         total = cute.make_tensor(tensor_memory(Float32, 0), sums)[(None, None, None, 0)]
         left_scales = cute.make_tensor(tensor_memory(Float8E4M3FN, 464), tsfa)
         right_scales = cute.make_tensor(tensor_memory(Float8E4M3FN, 480), tsfb)
@@ -97,7 +97,7 @@ def instructions(shapes):
         atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(group), Float8E4M3FN)
         compact = cute.filter_zeros(left_scales)
         copy = tcgen05.make_s2t_copy(atom, compact)
-        source = cute.make_tensor(cute.recast_ptr(room, None, Float8E4M3FN), sfa)
+        source = cute.make_tensor(cute.recast_ptr(shared_memory, None, Float8E4M3FN), sfa)
         slice_ = copy.get_slice(0)
         parts = slice_.partition_S(cute.filter_zeros(source))
         parts = tcgen05.get_s2t_smem_desc_tensor(copy, parts)
@@ -109,8 +109,8 @@ def instructions(shapes):
         cute.gemm(mma, total, left[coordinates], right[coordinates], total)
 
 
-def pointed(room, layout):
-    return cute.make_tensor(cute.recast_ptr(room, layout.inner, Float4E2M1FN), layout.outer)
+def pointed(address, layout):
+    return cute.make_tensor(cute.recast_ptr(address, layout.inner, Float4E2M1FN), layout.outer)
 
 
 def tensor_memory(dtype, column):

@@ -90,8 +90,8 @@ def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
     error = (product - (total - rest)) + (z - rest)
     even = total.view(np.int64) & 1 == 0
     lost = np.isfinite(total) & even & (error != 0) & np.isfinite(error)
-    beside = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
-    return np.where(lost, beside, total).astype(np.float32)
+    neighbour = np.nextafter(total, np.where(error > 0, np.inf, -np.inf))
+    return np.where(lost, neighbour, total).astype(np.float32)
 
 
 def _by_halves(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -143,8 +143,8 @@ def _odd(near: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """``near``, or the float32 beside it with an odd last bit where ``exact`` is neither."""
     lost = np.isfinite(near) & (near.astype(np.float64) != exact)
     lost &= near.view(np.uint32) & 1 == 0
-    beside = np.nextafter(near, np.where(exact > near, np.inf, -np.inf).astype(np.float32))
-    return np.where(lost, beside, near)
+    neighbour = np.nextafter(near, np.where(exact > near, np.inf, -np.inf).astype(np.float32))
+    return np.where(lost, neighbour, near)
 
 
 def larger_or_nan(a, b):

@@ -477,13 +477,13 @@ class Block:
         d, a, b, keeps, *flags = instruction.operands
         type_, columns = parts[-1], int(shape[1])
         assert flags[:2] == ["1", "1"]
-        *turned_left, turned = (flag == "1" for flag in flags[2:])
+        *turned_left, rotated = (flag == "1" for flag in flags[2:])
         if isinstance(a, tuple):
             tiles = self.fragment(a, type_).reshape(-1, 2, 2, 8, 8)  # [W, halves of k, of rows]
             left = tiles.transpose(0, 2, 3, 1, 4).reshape(-1, 64, 16)
         else:
             left = self.described(a, 64, turned_left[0], type_)
-        sums = left @ self.described(b, columns, turned, type_).transpose(0, 2, 1)
+        sums = left @ self.described(b, columns, rotated, type_).transpose(0, 2, 1)
         lanes, rows = self.lanes, np.arange(self.threads) % 128 // 32 * 16
         for i, name in enumerate(d):
             row = rows + lanes // 4 + i % 4 // 2 * 8
@@ -492,7 +492,7 @@ class Block:
             before = np.where(self.predicate(keeps), self.read(name, "f32"), np.float32(0))
             self.write(name, (result + before).astype(np.float32), mask)
 
-    def described(self, name: str, rows: int, turned: bool, type_: str) -> np.ndarray:
+    def described(self, name: str, rows: int, rotated: bool, type_: str) -> np.ndarray:
         """A matrix in shared memory by each warpgroup's descriptor: ``[G, rows, 16]``.
 
         ``turned``: its rows lie side by side. Pieces of 16 bytes are exchanged as the pattern that
@@ -504,14 +504,14 @@ class Block:
         for word in words:
             start, leading, stride = ((word >> at & 0x3FFF) << 4 for at in (0, 16, 32))
             wide = {0: 16, 1: 128, 2: 64, 3: 32}[word >> 62]
-            across, along = (row, column) if turned else (column, row)
+            across, along = (row, column) if rotated else (column, row)
             many = wide // 2
-            place = along % 8 * wide + across % many * 2
-            place += start + across // many * leading + along // 8 * stride
-            place ^= place >> 3 & (wide - 1) & 0x70
-            if (place < 0).any() or (place + 2 > len(self.shared)).any():
+            address = along % 8 * wide + across % many * 2
+            address += start + across // many * leading + along // 8 * stride
+            address ^= address >> 3 & (wide - 1) & 0x70
+            if (address < 0).any() or (address + 2 > len(self.shared)).any():
                 raise IndexError("a matrix outside shared memory")
-            bits = self.shared[place].astype(np.uint16) | self.shared[place + 1].astype(
+            bits = self.shared[address].astype(np.uint16) | self.shared[address + 1].astype(
                 np.uint16
             ) << np.uint16(8)
             number = from_bfloat16(bits) if type_ == "bf16" else from_float16(bits)
@@ -563,25 +563,25 @@ class Block:
         return result
 
     def load(self, space: str, base, offset: int, size: int, mask: np.ndarray) -> np.ndarray:
-        places = self.addresses(space, base, offset, mask, size)
+        addresses = self.addresses(space, base, offset, mask, size)
         raw = np.zeros((self.threads, size), np.uint8)
         span = np.arange(size)
         if space == "global":
             threads = np.flatnonzero(mask)
-            for array, which, starts in self.memory.at(places, size):
+            for array, which, starts in self.memory.at(addresses, size):
                 raw[threads[which]] = array[starts[:, None] + span]
         else:
-            raw[mask] = self.shared[places[:, None] + span]
+            raw[mask] = self.shared[addresses[:, None] + span]
         return raw
 
     def store(self, space: str, base, offset: int, raw: np.ndarray, mask: np.ndarray) -> None:
         size = raw.shape[1]
-        places, span = self.addresses(space, base, offset, mask, size), np.arange(size)
+        addresses, span = self.addresses(space, base, offset, mask, size), np.arange(size)
         if space == "global":
-            for array, which, starts in self.memory.at(places, size):
+            for array, which, starts in self.memory.at(addresses, size):
                 array[starts[:, None] + span] = raw[mask][which]
         else:
-            self.shared[places[:, None] + span] = raw[mask]
+            self.shared[addresses[:, None] + span] = raw[mask]
 
     def do_stmatrix(self, instruction: Instruction, mask: np.ndarray) -> None:
         (base, offset), source = instruction.operands
@@ -609,9 +609,9 @@ class Block:
         """Each matrix's number and where its rows lie, of every warp ``[W, 8]``."""
         assert {"m8n8", f"x{count}", "b16"} <= set(instruction.parts)
         assert mask.all()
-        places = self.bits(base).astype(np.int64).reshape(-1, 32) + offset
+        addresses = self.bits(base).astype(np.int64).reshape(-1, 32) + offset
         for i in range(count):
-            rows = places[:, 8 * i : 8 * i + 8]
+            rows = addresses[:, 8 * i : 8 * i + 8]
             if (rows % 16).any() or (rows < 0).any() or (rows + 16 > len(self.shared)).any():
                 raise IndexError("a row of a matrix outside shared memory, or not aligned")
             yield i, rows
@@ -640,5 +640,5 @@ def launch(
     for number in range(math.prod(grid)):
         x, rest = number % grid[0], number // grid[0]
         at = {"x": x, "y": rest % grid[1], "z": rest // grid[1]}
-        here = {f"%ctaid.{axis}": place for axis, place in at.items()}
+        here = {f"%ctaid.{axis}": index for axis, index in at.items()}
         Block(program, threads, shared, memory, values | here).run()

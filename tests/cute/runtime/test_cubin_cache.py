@@ -33,7 +33,7 @@ class Plan:
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """The cache's folder, which does not exist yet."""
     folder = tmp_path / "cache" / "kernels"
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(folder))
@@ -113,8 +113,8 @@ def fetch(plan=None, arch="sm_90a"):
     return cubin_cache.image(plan or Plan(), arch)
 
 
-def only_file(place):
-    (file,) = place.iterdir()
+def only_file(folder):
+    (file,) = folder.iterdir()
     return file
 
 
@@ -124,11 +124,11 @@ class TestDamage:
     def test_the_driver_gets_what_was_compiled(
         self, data, tmp_path_factory, compiled, loaded, said, monkeypatch
     ):
-        place = tmp_path_factory.mktemp("kernels")
-        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(place))
+        folder = tmp_path_factory.mktemp("kernels")
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(folder))
         compiled.clear(), loaded.clear()
         first = fetch()
-        file, content = only_file(place), only_file(place).read_bytes()
+        file, content = only_file(folder), only_file(folder).read_bytes()
         damaged = bytearray(content)
         if data is None or data.draw(st.booleans()):
             del damaged[data.draw(st.integers(0, len(content) - 1)) if data else 0 :]
@@ -141,24 +141,24 @@ class TestDamage:
         assert len(compiled) == 2, "the damaged file was replaced by a good one"
         assert any(f"{file} is damaged" in text for text in said)
 
-    def test_a_file_is_read_once(self, place, compiled, loaded, monkeypatch):
+    def test_a_file_is_read_once(self, folder, compiled, loaded, monkeypatch):
         """The driver gets the bytes that were verified, whatever the file holds by then."""
         fetch()
         decode = cubin_file.decode
 
         def exchange(content, key):
-            only_file(place).write_bytes(b"exchanged after it was read")
+            only_file(folder).write_bytes(b"exchanged after it was read")
             return decode(content, key)
 
         monkeypatch.setattr(cubin_file, "decode", exchange)
         Kernel(fetch())
         assert (loaded, len(compiled)) == ([b"code 1 of plan 0"], 1)
 
-    def test_a_swapped_file_is_not_the_other_kernel(self, place, compiled, said):
+    def test_a_swapped_file_is_not_the_other_kernel(self, folder, compiled, said):
         fetch(Plan(1))
-        first = only_file(place)
+        first = only_file(folder)
         fetch(Plan(2))
-        (second,) = set(place.iterdir()) - {first}
+        (second,) = set(folder.iterdir()) - {first}
         os.replace(second, first)
         assert fetch(Plan(1)).name == "entry_1"
         assert "it is another kernel" in next(iter(said))
@@ -253,34 +253,34 @@ class TestTrust:
         assert group("staff", 1000, []) is None
         assert group("me", 0, []) is None
 
-    def test_without_owners_nothing_is_trusted(self, place, compiled, said, monkeypatch):
+    def test_without_owners_nothing_is_trusted(self, folder, compiled, said, monkeypatch):
         monkeypatch.delattr(os, "geteuid")
         assert fetch().name == "entry_0"
-        assert not place.exists()
+        assert not folder.exists()
         assert "this system does not tell who can change a file" in next(iter(said))
 
 
 class TestOtherUsers:
-    def test_planted_files_are_refused(self, place, compiled, loaded, said, monkeypatch):
+    def test_planted_files_are_refused(self, folder, compiled, loaded, said, monkeypatch):
         """Even a file with the right key, lengths and hash, if another user owns it."""
         for number in range(3):
             fetch(Plan(number))
-        planted = {file: file.read_bytes() for file in place.iterdir()}
+        planted = {file: file.read_bytes() for file in folder.iterdir()}
         for file in planted:
             pretend(monkeypatch, file, uid=STRANGER)
         for number in range(3):
             Kernel(fetch(Plan(number)))
         assert loaded == [b"code %d of plan %d" % (4 + n, n) for n in range(3)]
-        assert {file: file.read_bytes() for file in place.iterdir()} == planted, "not touched"
+        assert {file: file.read_bytes() for file in folder.iterdir()} == planted, "not touched"
         (text,) = said
-        assert f"not kept in {place}: a file there belongs to user {STRANGER}" in text
+        assert f"not kept in {folder}: a file there belongs to user {STRANGER}" in text
 
     @pytest.mark.parametrize("mode", [0o602, 0o666, 0o777, 0o620])
     def test_a_file_that_others_can_write_is_refused_and_replaced(
-        self, mode, place, compiled, said, monkeypatch
+        self, mode, folder, compiled, said, monkeypatch
     ):
         fetch()
-        pretend(monkeypatch, only_file(place), mode=mode, gid=STRANGER)
+        pretend(monkeypatch, only_file(folder), mode=mode, gid=STRANGER)
         assert fetch().cubin == b"code 2 of plan 0"
         assert "can be written by" in next(iter(said))
         assert fetch().cubin == b"code 2 of plan 0", "the new file is ours alone"
@@ -290,27 +290,27 @@ class TestOtherUsers:
     )
     @pytest.mark.parametrize("above", [False, True])
     def test_a_folder_of_others_is_neither_read_nor_written(
-        self, change, above, place, compiled, said, monkeypatch
+        self, change, above, folder, compiled, said, monkeypatch
     ):
         fetch()
-        before = only_file(place).read_bytes()
-        pretend(monkeypatch, place.parent if above else place, **change)
+        before = only_file(folder).read_bytes()
+        pretend(monkeypatch, folder.parent if above else folder, **change)
         for number in range(2):
             fetch(Plan(number))
         assert len(compiled) == 3
-        assert only_file(place).read_bytes() == before
+        assert only_file(folder).read_bytes() == before
         assert len(said) == 1
 
-    def test_nothing_is_made_in_a_folder_of_others(self, place, compiled, said, monkeypatch):
-        place.parent.mkdir()
-        pretend(monkeypatch, place.parent, mode=0o777)
+    def test_nothing_is_made_in_a_folder_of_others(self, folder, compiled, said, monkeypatch):
+        folder.parent.mkdir()
+        pretend(monkeypatch, folder.parent, mode=0o777)
         assert fetch().name == "entry_0"
-        assert not place.exists()
+        assert not folder.exists()
 
-    def test_files_that_cannot_be_read(self, place, compiled, said, monkeypatch):
+    def test_files_that_cannot_be_read(self, folder, compiled, said, monkeypatch):
         """A shared folder with another user's files of mode 0600."""
         fetch(Plan(1)), fetch(Plan(2))
-        for file in place.iterdir():
+        for file in folder.iterdir():
             pretend(monkeypatch, file, uid=STRANGER, mode=0o600)
         real = os.open
 
@@ -325,18 +325,18 @@ class TestOtherUsers:
         assert f"belongs to user {STRANGER}" in text
 
     @pytest.mark.skipif(ME != 0, reason="gives files away")
-    def test_real_owners(self, place, compiled, said):
+    def test_real_owners(self, folder, compiled, said):
         fetch()
-        os.chown(only_file(place), STRANGER, STRANGER)
+        os.chown(only_file(folder), STRANGER, STRANGER)
         assert fetch().cubin == b"code 2 of plan 0"
-        os.chown(only_file(place), 0, 0)
+        os.chown(only_file(folder), 0, 0)
         assert fetch().cubin == b"code 1 of plan 0"
-        os.chown(place, STRANGER, STRANGER)
+        os.chown(folder, STRANGER, STRANGER)
         assert fetch().cubin == b"code 3 of plan 0"
         assert len(said) == 2
 
     @pytest.mark.skipif(ME != 0, reason="the files are root's")
-    def test_files_of_root_serve_everybody(self, place, compiled, said, monkeypatch):
+    def test_files_of_root_serve_everybody(self, folder, compiled, said, monkeypatch):
         """As an installed package's would, in folders that the user cannot write."""
         fetch()
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
@@ -344,9 +344,9 @@ class TestOtherUsers:
         assert len(said) == 0
 
     @pytest.mark.parametrize("kind", ["link", "folder", "fifo", "large"])
-    def test_what_is_no_regular_file(self, kind, place, compiled, said, tmp_path, monkeypatch):
+    def test_what_is_no_regular_file(self, kind, folder, compiled, said, tmp_path, monkeypatch):
         fetch()
-        file, aside = only_file(place), tmp_path / "aside"
+        file, aside = only_file(folder), tmp_path / "aside"
         os.replace(file, aside)
         if kind == "link":
             file.symlink_to(aside)
@@ -358,20 +358,20 @@ class TestOtherUsers:
             monkeypatch.setattr(trusted, "MOST_BYTES", 10)
             os.replace(aside, file)
         assert fetch().cubin == b"code 2 of plan 0"
-        assert [entry.name for entry in place.iterdir()] == [file.name]
+        assert [entry.name for entry in folder.iterdir()] == [file.name]
         assert len(said) == 1
 
 
 class TestFolders:
-    def test_files_are_readable_by_all_and_written_by_one(self, place, compiled):
+    def test_files_are_readable_by_all_and_written_by_one(self, folder, compiled):
         before = os.umask(0)
         try:
             fetch()
         finally:
             os.umask(before)
-        assert stat.S_IMODE(only_file(place).stat().st_mode) == 0o644
-        assert stat.S_IMODE(place.stat().st_mode) == 0o755
-        assert stat.S_IMODE(place.parent.stat().st_mode) == 0o755
+        assert stat.S_IMODE(only_file(folder).stat().st_mode) == 0o644
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+        assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o755
         assert fetch().cubin == b"code 1 of plan 0"
         assert len(compiled) == 1
 
@@ -419,7 +419,7 @@ class TestFolders:
 
     @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EACCES])
     @pytest.mark.parametrize("call", ["mkdir", "open", "write", "replace"])
-    def test_a_full_or_read_only_disk(self, call, code, place, compiled, said, monkeypatch):
+    def test_a_full_or_read_only_disk(self, call, code, folder, compiled, said, monkeypatch):
         def fail(*arguments, **options):
             raise OSError(code, os.strerror(code))
 
@@ -450,22 +450,22 @@ class TestFolders:
             patch.setattr(os, name, patches.get(call, fail))
             names = [fetch(Plan(number)).name for number in range(3)]
         assert names == ["entry_0", "entry_1", "entry_2"]
-        assert not place.exists() or list(place.iterdir()) == [], "litter"
+        assert not folder.exists() or list(folder.iterdir()) == [], "litter"
         (text,) = said
         assert os.strerror(code) in text
         fetch()
-        assert len(list(place.iterdir())) == 1
+        assert len(list(folder.iterdir())) == 1
 
-    def test_an_interrupt_leaves_nothing_behind(self, place, compiled, monkeypatch):
+    def test_an_interrupt_leaves_nothing_behind(self, folder, compiled, monkeypatch):
         def interrupt(*names):
             raise KeyboardInterrupt
 
         monkeypatch.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt):
             fetch()
-        assert list(place.iterdir()) == []
+        assert list(folder.iterdir()) == []
 
-    def test_many_writers_and_readers(self, place, compiled):
+    def test_many_writers_and_readers(self, folder, compiled):
         result, failures = [], []
 
         def work():
@@ -481,5 +481,5 @@ class TestFolders:
             thread.join()
         assert failures == []
         assert len(result) == 320
-        assert len(list(place.iterdir())) == 4
+        assert len(list(folder.iterdir())) == 4
         assert len(compiled) <= 32

@@ -36,10 +36,10 @@ def test_any_truncation_is_found():
 
 
 def test_any_flipped_bit_is_found():
-    for place in range(len(CONTENT)):
+    for position in range(len(CONTENT)):
         for bit in range(8):
             damaged = bytearray(CONTENT)
-            damaged[place] ^= 1 << bit
+            damaged[position] ^= 1 << bit
             with pytest.raises(cubin_file.DamagedError):
                 cubin_file.decode(bytes(damaged), KEY)
 

@@ -57,9 +57,9 @@ class Driver:
 
     def cuLaunchKernelEx(self, config, kernel, pointers, extra):  # noqa: N802
         result = {}
-        for (name, field), place in zip(self.abi.fields.items(), pointers, strict=True):
+        for (name, field), address in zip(self.abi.fields.items(), pointers, strict=True):
             kind = "@" + field.format
-            result[name] = struct.unpack(kind, ctypes.string_at(place, struct.calcsize(kind)))
+            result[name] = struct.unpack(kind, ctypes.string_at(address, struct.calcsize(kind)))
         self.launches.append(result)
         return 0
 
@@ -82,9 +82,9 @@ def launched(abi, pointers, values, matrices=(), described=(), describe=None):
 
 
 @given(INT32, st.lists(st.tuples(INT64, INT64), min_size=1, max_size=3), INT64, INT32)
-def test_every_argument_is_found_by_its_name(rows, places, stride, flag):
+def test_every_argument_is_found_by_its_name(rows, addresses, stride, flag):
     values = {"factor": math.inf, "flag": flag, "stride": stride, "rows": rows}
-    pointers = [{"out": out, "source": source} for source, out in places]
+    pointers = [{"out": out, "source": source} for source, out in addresses]
     result = launched(KernelAbi(Args), pointers, values)
     assert result == [
         {

@@ -348,18 +348,18 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         SWIZZLED,
         "nvfp4",
     )
-    given_ = (q.codes if given_codes else x, *stored, *of_x)
+    arguments = (q.codes if given_codes else x, *stored, *of_x)
     row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
     if kind == "product":
-        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*given_, torch.float32, False))]
+        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*arguments, torch.float32, False))]
     elif kind == "SwiGLU":
-        args = GroupedGemmSwigluArgs(*given_, None, None, torch.bfloat16)
+        args = GroupedGemmSwigluArgs(*arguments, None, None, torch.bfloat16)
         out = [grouped_nvfp4.grouped_gemm_swiglu(args)]
     else:
         function = grouped_nvfp4.grouped_gemm_swiglu_quantize
         layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
         rest = (10.0, row_weight, result_scale, layout)
-        out = function(GroupedGemmSwigluQuantizeArgs(*given_, *rest))
+        out = function(GroupedGemmSwigluQuantizeArgs(*arguments, *rest))
     wide = rows if kind == "product" else rows // 2
     swiglu, codes = kind != "product", kind in ("codes", "swizzled")
     # 300 rows of 5 experts: 7 tiles of 128, whatever the offsets.
@@ -416,7 +416,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         (0, stored_at[2], [256, 300], [256], [128, plan.cta_tokens], [1, 1], (0, 3, promote, 0)),
     ]
     grouped_driver.launches.clear()
-    nothing = GroupedGemmArgs(given_[0][:0], *given_[1:], torch.float32, False)
+    nothing = GroupedGemmArgs(arguments[0][:0], *arguments[1:], torch.float32, False)
     assert grouped_nvfp4.grouped_gemm(nothing).shape == (0, rows)
     assert grouped_driver.launches == []
 

@@ -223,18 +223,18 @@ def test_layouts_are_cutedsls(cutedsl):
         for (shape, stride, swizzle), count in zip(codes, (128, plan.cta_tokens), strict=True):
             assert swizzle == "S<3,4,3>", "address bits 4 to 6 with bits 7 to 9"
             for m, k in itertools.product(range(0, count, 3), range(0, 256, 10)):
-                place = at([[m, k % 64], 0, k // 64, 0], shape, stride)
-                assert place == 2 * (m * 128 + k // 2)  # in codes, two a byte
+                address = at([[m, k % 64], 0, k // 64, 0], shape, stride)
+                assert address == 2 * (m * 128 + k // 2)  # in codes, two a byte
         for (shape, stride), high in zip(scales, (1, plan.scale_tiles), strict=True):
             for m, k in itertools.product(range(0, 128 * high, 3), range(16)):
-                place = at([[[m % 128, m // 128], [7, k % 4]], 0, k // 4, 0], shape, stride)
-                assert place == (m // 128 * 4 + k // 4) * 512 + scale_offset(m % 128, k % 4, 4)
+                address = at([[[m % 128, m // 128], [7, k % 4]], 0, k // 4, 0], shape, stride)
+                assert address == (m // 128 * 4 + k // 4) * 512 + scale_offset(m % 128, k % 4, 4)
         for (shape, stride), high in zip(columns, (1, plan.scale_tiles), strict=True):
             for m, k, warp in itertools.product(range(0, 128 * high, 5), range(16), range(4)):
-                place = at([[[[m % 32, m // 32], warp], [7, k % 4]], 0, k // 4], shape, stride)
+                address = at([[[[m % 32, m // 32], warp], [7, k % 4]], 0, k // 4], shape, stride)
                 # In bytes: a lane is 2^18, a column 4.
                 lane, column = m % 32 + 32 * warp, k // 4 * 4 * high + m // 32
-                assert place == lane << 18 | column * 4 | k % 4
+                assert address == lane << 18 | column * 4 | k % 4
         for m, n in itertools.product(range(0, 128, 7), range(tokens)):
             assert at([[m, n], 0, 0, 0], *sums) == m << 16 | n
 
@@ -243,8 +243,8 @@ def test_loads_are_fragments_of_16_by_8(cutedsl):
     (shape, stride), text = cutedsl["loaded"]
     assert "Tiler MN:        ((4,16):(32,1),32:1)" in text, "16 lanes of each warp's 32"
     for thread, register in itertools.product(range(128), range(16)):
-        place = at([thread, register], shape, stride)
-        row, column = place % 64 % 4 * 32 + place % 64 // 4, place // 64
+        position = at([thread, register], shape, stride)
+        row, column = position % 64 % 4 * 32 + position % 64 // 4, position // 64
         tile, i = divmod(register, 4)
         lane = thread % 32
         assert row == thread // 32 * 32 + lane // 4 + i // 2 * 8

@@ -266,8 +266,8 @@ def reference(plan, case):
     if not plan.swiglu:
         return grouped_gemm(x, case.weight, case.offsets, **how)
     weight = case.row_weight if plan.row_weighted else None
-    given_ = (x, case.weight, case.offsets, case.limit)
-    return grouped_gemm_swiglu(*given_, row_weight=weight, **how)
+    arguments = (x, case.weight, case.offsets, case.limit)
+    return grouped_gemm_swiglu(*arguments, row_weight=weight, **how)
 
 
 def compare(monkeypatch, plan, case, clusters=1):
@@ -355,8 +355,8 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     assert torch.equal(torch.from_numpy(scales).view(22, -1), quantized.scales.view(torch.uint8))
     # And what the operator means, but for codes whose value lies at a border.
     how_ = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
-    given_ = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
-    same = grouped_gemm_swiglu_quantize(*given_, **how_).codes == quantized.codes
+    arguments = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
+    same = grouped_gemm_swiglu_quantize(*arguments, **how_).codes == quantized.codes
     assert same.float().mean() > 0.99
 
 
