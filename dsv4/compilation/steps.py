@@ -424,14 +424,13 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
         steps.requests[request.key] = request
         return request
 
-    options = {"launch_pdl": True, "enable_fp_fusion": True}
+    def shared_options(tensor: Any, *flags: bool, **named: bool) -> dict[str, Any]:
+        few_programs = any((*flags, *named.values()))
+        return {"launch_pdl": True, "enable_fp_fusion": True, "PDL": 2 if few_programs else 1}
+
     replaced = [
         (JITFunction, "run", listed),
-        (
-            _launch,
-            "options",
-            lambda tensor, **flags: {**options, "PDL": 2 if any(flags.values()) else 1},
-        ),
+        (_launch, "options", shared_options),
         (_launch, "capability", lambda tensor: capability),
         (_launch, "sm_count", lambda device: target.sms),
         (dispatch, "Call", lambda op, args, device: call(op, args, _GPU)),
