@@ -424,14 +424,13 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
         steps.requests[request.key] = request
         return request
 
-    options = {"launch_pdl": True, "enable_fp_fusion": True}
+    def shared_options(tensor: Any, *flags: bool, **named: bool) -> dict[str, Any]:
+        few_programs = any((*flags, *named.values()))
+        return {"launch_pdl": True, "enable_fp_fusion": True, "PDL": 2 if few_programs else 1}
+
     replaced = [
         (JITFunction, "run", listed),
-        (
-            launch_options,
-            "options",
-            lambda tensor, **flags: {**options, "PDL": 2 if any(flags.values()) else 1},
-        ),
+        (launch_options, "options", shared_options),
         (launch_options, "capability", lambda tensor: capability),
         (launch_options, "sm_count", lambda device: target.sms),
         (dispatch, "Call", lambda op, args, device: call(op, args, _GPU)),
