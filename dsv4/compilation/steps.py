@@ -427,7 +427,11 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     replaced = [
         (JITFunction, "run", listed),
-        (launch_options, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}),
+        (
+            launch_options,
+            "options",
+            lambda tensor, small=False: {**options, "PDL": 2 if small else 1},
+        ),
         (launch_options, "capability", lambda tensor: capability),
         (launch_options, "sm_count", lambda device: target.sms),
         (dispatch, "_device", lambda args: _GPU),
