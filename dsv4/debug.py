@@ -5,7 +5,7 @@ the first one, in execution order, that was given good tensors and returned bad 
 its own bad parameters. ``watch`` does the same around any code. ``check_parameters`` looks at the
 weights alone.
 
-NaN and infinity are told apart, because infinities can be meant (masks, padding heads' sinks): a
+NaN and infinity are distinguished, because infinities can be meant (masks, padding heads' sinks): a
 module is the origin of a NaN if none of its inputs has a NaN, even if one of them has infinities.
 
 Every check waits for the device: this is for looking, not for production. Hooks see only modules
@@ -122,28 +122,33 @@ class Report:
     Attributes:
         first_nan: First module whose outputs have a NaN and whose inputs have none, or None.
         first_infinite: Likewise for infinities.
-        given: Paths and kinds of bad tensors that the watched module itself was given.
+        inputs: Paths and kinds of bad tensors that the watched module itself received.
         calls: Module calls seen.
     """
 
     first_nan: Origin | None = None
     first_infinite: Origin | None = None
-    given: list[BadTensor] = field(default_factory=list)
+    inputs: list[BadTensor] = field(default_factory=list)
     calls: int = 0
+
+    @property
+    def given(self) -> list[BadTensor]:
+        """The former name of ``inputs``."""
+        return self.inputs
 
     @property
     def first(self) -> Origin | None:
         """The earlier of ``first_nan`` and ``first_infinite``, or None if all was finite."""
-        found = [o for o in (self.first_nan, self.first_infinite) if o is not None]
-        return min(found, key=lambda origin: origin.call, default=None)
+        origins = [o for o in (self.first_nan, self.first_infinite) if o is not None]
+        return min(origins, key=lambda origin: origin.call, default=None)
 
     def __bool__(self) -> bool:
-        return self.first is not None or bool(self.given)
+        return self.first is not None or bool(self.inputs)
 
     def __str__(self) -> str:
         if not self:
             return f"no NaN and no Inf in the outputs of {self.calls} module calls"
-        lines = [f"given to the watched module: {bad}" for bad in self.given]
+        lines = [f"given to the watched module: {bad}" for bad in self.inputs]
         origins = [o for o in (self.first_nan, self.first_infinite) if o is not None]
         lines += [str(origin) for origin in sorted(origins, key=lambda origin: origin.call)]
         return "\n".join(lines)
@@ -211,15 +216,15 @@ def count_dropped(module: nn.Module) -> Iterator[DroppedIds]:
     Raises:
         ValueError: if ``module`` holds no experts.
     """
-    found = {name: m for name, m in module.named_modules() if _is_experts(m)}
-    if not found:
+    by_name = {name: m for name, m in module.named_modules() if _is_experts(m)}
+    if not by_name:
         raise ValueError(f"count_dropped: {type(module).__name__} holds no DeepseekV4Experts")
-    counters = {name: _counter(experts) for name, experts in found.items()}
+    counters = {name: _counter(experts) for name, experts in by_name.items()}
     report = DroppedIds(counters)
     report.reset()
     handles = [
         experts.register_forward_pre_hook(_counting(counters[name]), with_kwargs=True)
-        for name, experts in found.items()
+        for name, experts in by_name.items()
     ]
     try:
         yield report
@@ -313,7 +318,7 @@ class _Watcher:
         # Inputs are judged now: the forward may overwrite them.
         bad = [b for n, t in inputs if (b := _inspect(n, t)) is not None]
         if module is self.root:
-            self.report.given += bad
+            self.report.inputs += bad
         kinds = _kinds(bad)
         for _, outer in self.open:
             for kind in kinds - outer.kinds:
@@ -386,11 +391,11 @@ def _inspect(name: str, tensor: torch.Tensor) -> BadTensor | None:
 
 
 def _coordinate(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
+    coordinates = []
     for size in reversed(shape):
         index, rest = divmod(index, size)
-        found.append(rest)
-    return tuple(reversed(found))
+        coordinates.append(rest)
+    return tuple(reversed(coordinates))
 
 
 def compilations() -> Counter[str]:

@@ -34,7 +34,7 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
-from dsv4.cute.sm90.grouped_gemm_plans import choose as choose_grouped
+from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.plans import Product, choose, token_counts
 from dsv4.cute.sm100 import grouped_plan as sm100_grouped
 from dsv4.cute.sm100 import plans as sm100_dense
@@ -78,7 +78,7 @@ def _gemm_fp8(arch: str, matrix: list[int], float32_out: bool, tokens: int, fold
 
 
 def _grouped(arch: str, experts: list[Any], rows: int) -> Any:
-    return choose_grouped(Experts(*experts), rows, arch)
+    return typical_plan(Experts(*experts), rows, arch)
 
 
 def _grouped_share(arch: str, experts: list[Any], number: int) -> Any:

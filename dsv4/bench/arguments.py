@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="operators, their cases and implementations")
     listing.set_defaults(command="list")
     layer = commands.add_parser(
-        "layer", help="a decode step of one layer without its products, on a GPU"
+        "layer", help="a decode step of one layer without its GEMMs, on a GPU"
     )
     _sizes(layer)
     layer.add_argument("--context", type=_positive, default=8192, help="tokens before; 8192")
@@ -80,7 +80,7 @@ def _run(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="validate every kernel of the product and print a report to send back; "
+        help="validate every GEMM kernel and print a report to send back; "
         "--no-check: time unchecked. Default: check each result, then time it",
     )
     _rest(run)
@@ -164,7 +164,7 @@ def _baselines(to: argparse.ArgumentParser, example: str) -> None:
     to.add_argument(
         "--baselines",
         "--rivals",
-        dest="rivals",
+        dest="baselines",
         type=lambda text: () if text == "none" else tuple(text.split(",")),
         metavar="NAMES",
         help=f"what to time for comparison, comma-separated, or none; e.g. {example} "
@@ -179,7 +179,8 @@ def _rest(to: argparse.ArgumentParser) -> None:
         default=0.0,
         metavar="SECONDS",
         help="time everything, baselines too, once more with so much rest before each timed run, "
-        "in rows named 'rested' (a GPU at its power limit has a lower clock without); 0.06, say",
+        "in rows named 'cooled' (a GPU at its power limit has a lower clock without); "
+        "0.06, say",
     )
 
 

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench import environment, main_job, report, results, rivals, tables, verdict
+from dsv4.bench import baselines, environment, report, results, tables, verdict
 from dsv4.bench.arguments import parser
-from dsv4.bench.cases import MAKERS, PRESETS, cases, operators, own_gemm
+from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
+from dsv4.bench.cases.gemm import own_gemm
 from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.suites import main_job
 from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
@@ -51,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _device(options: argparse.Namespace) -> torch.device:
-    wanted = getattr(options, "device", None)
-    if wanted is None:
+    name = getattr(options, "device", None)
+    if name is None:
         return environment.default_device()
-    if wanted.partition(":")[0] not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {wanted!r}, wanted cpu, cuda or cuda:<number>")
-    device = torch.device(wanted)
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {name!r}, wanted cpu, cuda or cuda:<number>")
+    device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device is {wanted!r}, found {torch.cuda.device_count()} CUDA devices")
+        raise UsageError(f"--device is {name!r}, found {torch.cuda.device_count()} CUDA devices")
     return device
 
 
@@ -66,24 +68,24 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
     device = _device(options)
     repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 5)
     check, seed = getattr(options, "check", True), getattr(options, "seed", 0)
-    rivals = getattr(options, "rivals", None)
+    named = getattr(options, "baselines", None)
     rest = getattr(options, "rest", 0.0)
-    return Options(device, backend, check, repeat, seed, rivals, rest)
+    return Options(device, backend, check, repeat, seed, named, rest)
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     """Each case at all token counts before the next: they share weights, which are kept."""
-    found = []
+    candidates = []
     for op in ops:
         for preset in options.shapes.split(","):
             by_tokens = [_cases(options, op, preset, tokens) for tokens in options.tokens]
-            found += [case for same in zip(*by_tokens, strict=True) for case in same]
+            candidates += [case for same in zip(*by_tokens, strict=True) for case in same]
     patterns = getattr(options, "cases", None)
     if patterns is None:
-        return found
-    chosen = [case for case in found if any(fnmatchcase(case.name, p) for p in patterns)]
+        return candidates
+    chosen = [case for case in candidates if any(fnmatchcase(case.name, p) for p in patterns)]
     if not chosen:
-        names = ", ".join(dict.fromkeys(case.name for case in found if case.name))
+        names = ", ".join(dict.fromkeys(case.name for case in candidates if case.name))
         raise UsageError(f"--cases matches none of {names or 'these operators, which have one'}")
     return chosen
 
@@ -101,15 +103,16 @@ def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> li
 
 def _check_baselines(options: argparse.Namespace, ops: Sequence[str]) -> None:
     """Refuse names of baselines that none of the operators has."""
-    known = [name for op in ops for one in operators(op) for name in rivals.RIVALS.get(one, {})]
-    rivals.check_names(options.rivals, known)
+    called = [name for op in ops for name in operators(op)]
+    known = [name for op in called for name in baselines.BASELINES.get(op, {})]
+    baselines.check_names(options.baselines, known)
 
 
 def _run(options: argparse.Namespace) -> int:
     if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
         raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
-        if options.n or options.k or options.rivals is not None:
+        if options.n or options.k or options.baselines is not None:
             raise UsageError("--check has sizes of its own and no --n, --k and --baselines")
         return _validate(options)
     options.check = options.check is None
@@ -121,20 +124,20 @@ def _run(options: argparse.Namespace) -> int:
     header = _print_header(options)
     backends = options.backend.split(",")
     rates = environment.rates(_device(options))
-    wanted = [(case, backend) for case in chosen for backend in backends]
+    runs = [(case, backend) for case in chosen for backend in backends]
     rows: list[Row] = []
     try:
-        for case, backend in wanted:
+        for case, backend in runs:
             timed = _measuring(options, backend).conditions()
-            rows += [attempt(case, each, rates) for each in timed]
+            rows += [attempt(case, condition, rates) for condition in timed]
     except KeyboardInterrupt:
-        stopped = f"interrupted after {len(rows)} of {len(wanted)} rows"
+        stopped = f"interrupted after {len(rows)} of {len(runs)} rows"
         return _finish(options, header, rows, stopped=stopped) or INTERRUPTED
     return _finish(options, header, rows)
 
 
 def _attention(options: argparse.Namespace) -> int:
-    from dsv4.bench import attention
+    from dsv4.bench.suites import attention
 
     if len(options.ops) > 1 or "," in options.backend:
         raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
@@ -142,9 +145,9 @@ def _attention(options: argparse.Namespace) -> int:
         raise UsageError("--n and --k are for gemm alone")
     (group,), device = options.ops, _device(options)
     _check_group_baselines(options, group)
-    gpu, given = device.type == "cuda", options.arguments
-    shapes = options.shapes if _names(given, "--shapes") or not gpu else "flash,pro"
-    tokens = options.tokens if _names(given, "--tokens") else attention.usual_tokens(group, gpu)
+    gpu, arguments = device.type == "cuda", options.arguments
+    shapes = options.shapes if _names(arguments, "--shapes") or not gpu else "flash,pro"
+    tokens = options.tokens if _names(arguments, "--tokens") else attention.usual_tokens(group, gpu)
     measuring = _measuring(options, options.backend)
     rows: list[Row] = []
     header, stopped = _print_header(options), ""
@@ -164,15 +167,15 @@ def _check_group_baselines(options: argparse.Namespace, group: str) -> None:
     if group in _OPERATORS:
         _check_baselines(options, [_OPERATORS[group]])
         return
-    from dsv4.bench.rivals import inductor, transformers_attention
+    from dsv4.bench.baselines import inductor, transformers_attention
 
     known = (transformers_attention.EAGER, transformers_attention.COMPILED, inductor.NAME)
-    rivals.check_names(options.rivals, known)
+    baselines.check_names(options.baselines, known)
 
 
 def _validate(options: argparse.Namespace) -> int:
-    from dsv4.bench import validate
-    from dsv4.bench.validate_kernel import Request
+    from dsv4.bench.validate import command as validate
+    from dsv4.bench.validate.kernel import Request
 
     if options.ops != ["gemm"]:
         raise UsageError("--check validates gemm: run gemm --check")
@@ -182,9 +185,9 @@ def _validate(options: argparse.Namespace) -> int:
         raise UsageError(f"--json is {options.json!r}, wanted a file for --check")
     device = _device(options)
     usual = ("flash,pro", validate.TOKENS) if device.type == "cuda" else ("tiny", [1, 17])
-    given = options.arguments
-    shapes = options.shapes if _names(given, "--shapes") else usual[0]
-    tokens = options.tokens if _names(given, "--tokens") else usual[1]
+    arguments = options.arguments
+    shapes = options.shapes if _names(arguments, "--shapes") else usual[0]
+    tokens = options.tokens if _names(arguments, "--tokens") else usual[1]
     patterns = options.cases or ["*"]
     if not any(fnmatchcase(name, pattern) for name in validate.NAMES for pattern in patterns):
         raise UsageError(f"--cases matches none of {', '.join(validate.NAMES)}")
@@ -198,12 +201,12 @@ def _validate(options: argparse.Namespace) -> int:
         getattr(options, "seed", 0),
         options.backend.split(","),
     )
-    found = validate.run(shapes.split(","), request)
-    print("\n".join(found.lines()))
+    validation = validate.run(shapes.split(","), request)
+    print("\n".join(validation.lines()))
     if hasattr(options, "json"):
-        print(f"wrote {validate.write_json(options.json, found, header)}")
-    print(found.verdict(), flush=True)
-    return WRONG if found.wrong or not found.kernels else OK
+        print(f"wrote {validate.write_json(options.json, validation, header)}")
+    print(validation.verdict(), flush=True)
+    return WRONG if validation.wrong or not validation.kernels else OK
 
 
 def _names(arguments: Sequence[str], option: str) -> bool:
@@ -245,6 +248,8 @@ def _finish(
         print("\n".join([*lines, *report.wrong(rows)]))
     else:
         report.table(rows)
+    if any(row.timer == "clock" for row in rows):
+        print(environment.WITHOUT_GPU)
     print()
     written = []
     if hasattr(options, "json"):
@@ -276,14 +281,14 @@ def _list(options: argparse.Namespace) -> int:
     body = []
     for op in MAKERS:
         names = [case.name for case in cases(op, "tiny", 1) if case.name]
-        every = [row.name for one in operators(op) for row in dispatch.implementations(one)]
+        every = [row.name for name in operators(op) for row in dispatch.implementations(name)]
         body.append((op, ", ".join(dict.fromkeys(every)), ", ".join(names)))
     print("\n".join(tables.plain(("operator", "implementations", "cases"), body)))
     return OK
 
 
 def _layer(options: argparse.Namespace) -> int:
-    from dsv4.bench import layer
+    from dsv4.bench.suites import layer
 
     device = _device(options)
     if device.type != "cuda":
@@ -303,38 +308,38 @@ def _layer(options: argparse.Namespace) -> int:
 
 
 def _moe(options: argparse.Namespace) -> int:
-    from dsv4.bench import moe
+    from dsv4.bench.suites import moe
 
     header = _print_header(options)
-    found: moe.Found = {}
+    points: moe.Measured = {}
     failed, stopped = OK, ""
     try:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
-        wanted = options.shapes.split(","), options.routings, options.tokens or usual
-        moe.run(*wanted, _measuring(options), environment.rates(_device(options)), found)
+        selection = options.shapes.split(","), options.routings, options.tokens or usual
+        moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
     except KeyboardInterrupt:
-        failed, stopped = INTERRUPTED, f"interrupted after {len(found)} points"
+        failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
         raise
     except Exception:  # whatever it is, what was measured until then is kept
-        failed, stopped = IMPOSSIBLE, f"error after {len(found)} points"
+        failed, stopped = IMPOSSIBLE, f"error after {len(points)} points"
         traceback.print_exc()
-    rows = [row for parts in found.values() for row in parts.values()]
-    return _finish(options, header, rows, moe.lines(found), stopped) or failed
+    rows = [row for parts in points.values() for row in parts.values()]
+    return _finish(options, header, rows, moe.lines(points), stopped) or failed
 
 
 def _model(options: argparse.Namespace) -> int:
-    from dsv4.bench.model import command
-    from dsv4.bench.model.document import ModelResults
+    from dsv4.bench.suites.model import command
+    from dsv4.bench.suites.model.document import ModelResults
 
     device = _device(options)
-    found = ModelResults()
-    found.start.process_s = command.seconds_since_process_start()
+    measured = ModelResults()
+    measured.start.process_s = command.seconds_since_process_start()
     request = command.prepare(options, device)
     header = _print_header(options)
-    command.measure(request, environment.rates(device), found)
-    good = command.finish(options, request, header, found)
-    if found.stopped:
+    command.measure(request, environment.rates(device), measured)
+    good = command.finish(options, request, header, measured)
+    if measured.stopped:
         return INTERRUPTED
     return OK if good else WRONG
 
@@ -347,11 +352,11 @@ def _env(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     for case in _chosen(options, [options.op]):
         problem = case.build(Draw(0, _device(options)))
-        found = dispatch.explain(
+        explanation = dispatch.explain(
             problem.function, *problem.args, **problem.kwargs, backend=options.backend
         )
         row = Row(case.op, case.name, case.shape, case.tokens, "")
-        print(f"{verdict.where(row)}\n{dataclasses.replace(found, op=case.op)}\n")
+        print(f"{verdict.where(row)}\n{dataclasses.replace(explanation, op=case.op)}\n")
     return OK
 
 
@@ -359,9 +364,9 @@ def _compare(options: argparse.Namespace) -> int:
     from dsv4.bench.compare import Comparison
 
     files = results.read_json(options.a), results.read_json(options.b)
-    found = Comparison(*files, options.threshold)
-    print("\n".join(found.lines()), flush=True)
-    return WRONG if found.failed() else OK
+    comparison = Comparison(*files, options.threshold)
+    print("\n".join(comparison.lines()), flush=True)
+    return WRONG if comparison.failed() else OK
 
 
 _COMMANDS = {

@@ -57,11 +57,11 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """What differs in the headers, a table, and the verdict."""
-        found = []
+        differences = []
         for name in _HEADER:
             a, b = self.a.header[name], self.b.header[name]
             if a != b:
-                found.append(f"{name}: {_difference(a, b)}")
+                differences.append(f"{name}: {_difference(a, b)}")
         pairs = self.pairs()
         body = [
             (
@@ -75,7 +75,7 @@ class Comparison:
             for a, b in pairs
         ]
         table = labelled(_HEADINGS, body) if body else []
-        return [*found, *([""] if found else []), *table, "", self.summary(pairs)]
+        return [*differences, *([""] if differences else []), *table, "", self.summary(pairs)]
 
     def failed(self) -> bool:
         """Whether a check failed in the second file, or nothing could be compared."""
@@ -103,13 +103,13 @@ def _us(row: Row) -> str:
 
 def _by_key(rows: Sequence[Row]) -> dict[Key, Row]:
     """Rows by what they measure; the n-th of equal ones (several backends) has the number n."""
-    found: dict[Key, Row] = {}
+    by_key: dict[Key, Row] = {}
     for row in rows:
         first, count = (row.op, row.case, tuple(sorted(row.shape.items())), row.tokens), 0
-        while (key := (*first, count)) in found:
+        while (key := (*first, count)) in by_key:
             count += 1
-        found[key] = row
-    return found
+        by_key[key] = row
+    return by_key
 
 
 def _difference(a: object, b: object) -> str:

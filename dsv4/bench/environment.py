@@ -1,4 +1,4 @@
-"""The machine: names, versions, and the rates that floors are computed from."""
+"""The machine: names, versions, and the rates that roofline bounds are computed from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import dsv4
 from dsv4.bench import timing
 
+WITHOUT_GPU = "no GPU: times are of the reference implementation on the CPU, not of any kernel"
 _PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "transformers", "safetensors")
 
 
@@ -31,7 +32,7 @@ class Rates:
     Attributes:
         copy_tbs: Terabytes per second of a large copy, read and written bytes together.
         read_tbs: Terabytes per second of a large sum.
-        bf16_tflops: Rate of a large bfloat16 matrix product.
+        bf16_tflops: Rate of a large bfloat16 GEMM.
         node_us: Microseconds of an empty kernel in a CUDA graph of many; 0 on a CPU.
     """
 
@@ -40,7 +41,7 @@ class Rates:
     bf16_tflops: float
     node_us: float = 0.0
 
-    def floor_us(self, nbytes: int, flops: int) -> float:
+    def bound_us(self, nbytes: int, flops: int) -> float:
         """Time below which no implementation can be: moving the bytes, or doing the arithmetic."""
         return max(nbytes / (self.read_tbs * 1e6), flops / (self.bf16_tflops * 1e6))
 
@@ -62,9 +63,9 @@ def device_name(device: torch.device) -> str:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        found = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", info.read_text(), re.MULTILINE)
+        if match:
+            return match.group(1).strip()
     return platform.processor() or platform.machine() or "CPU"
 
 
@@ -86,36 +87,36 @@ def rates(device: torch.device) -> Rates:
     # A kernel, because a captured plain copy runs on the slower copy engine.
     copy = timing.measure([lambda: torch.neg(source, out=target)], device, repeat).us
     read = timing.measure([lambda: source.sum()], device, repeat).us
-    product = timing.measure([lambda: left @ right], device, repeat).us
+    gemm = timing.measure([lambda: left @ right], device, repeat).us
     size = 4 * count
     return Rates(
         2 * size / copy / 1e6,
         size / read / 1e6,
-        2 * side**3 / product / 1e6,
+        2 * side**3 / gemm / 1e6,
         timing.empty_node_us(device, repeat),
     )
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, this package and what it can use; what is not installed is left out."""
-    found = {"python": platform.python_version(), "dsv4": dsv4.__version__}
+    installed = {"python": platform.python_version(), "dsv4": dsv4.__version__}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    found["torch"] = torch.__version__  # names the build, e.g. +cpu, where the metadata may not
+    installed["torch"] = torch.__version__  # names the build, e.g. +cpu, where the metadata may not
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        installed["cuda"] = torch.version.cuda
+    return installed
 
 
 def version_lines() -> list[str]:
     """``versions``, a line each; what is not installed is named as such."""
-    found = versions()
-    names = ["dsv4", *(name for name in found if name != "dsv4")]
-    names += [name for name in _PACKAGES if name not in found]
-    return [f"{name} {found.get(name, 'not installed')}" for name in names]
+    installed = versions()
+    names = ["dsv4", *(name for name in installed if name != "dsv4")]
+    names += [name for name in _PACKAGES if name not in installed]
+    return [f"{name} {installed.get(name, 'not installed')}" for name in names]
 
 
 def commit() -> str:
@@ -159,16 +160,18 @@ def header(device: torch.device, argv: list[str]) -> dict[str, object]:
 
 def lines(header: dict[str, object]) -> list[str]:
     """The header for people."""
-    found = header["versions"]
-    assert isinstance(found, dict)
+    installed = header["versions"]
+    assert isinstance(installed, dict)
     described = [
         f"device    {header['gpu']}, driver {header['driver']}, "
         f"{torch.get_num_threads()} CPU threads",
-        "versions  " + ", ".join(f"{name} {version}" for name, version in found.items()),
+        "versions  " + ", ".join(f"{name} {version}" for name, version in installed.items()),
         f"platform  {platform.platform()}",
         f"commit    {header['commit']}, {header['date']}",
         f"rates     copy {header['copy_tbs']:.3g} TB/s (read + written), "
-        f"read {header['read_tbs']:.3g} TB/s, bf16 product {header['bf16_tflops']:.3g} TFLOP/s, "
+        f"read {header['read_tbs']:.3g} TB/s, bf16 GEMM {header['bf16_tflops']:.3g} TFLOP/s, "
         f"empty graph node {header['node_us']:.2f} us",
     ]
+    if header["driver"] == "none":
+        described.append(f"note      {WITHOUT_GPU}")
     return [part for line in described for part in textwrap.wrap(line, 120, subsequent_indent=_IN)]

@@ -12,17 +12,17 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.bench import timing
+from dsv4.bench.baselines import prepare_baselines
 from dsv4.bench.environment import Rates
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, Verdict, nbytes
 from dsv4.bench.results import Row
-from dsv4.bench.rivals import rivals
 
 _MEMORY = 8 << 30  # bytes of inputs that timing may hold
 _MOST_COPIES = 8
 _SMALL = 1 << 30  # bytes within which small problems are copied more often
 _MOST_SMALL_COPIES = 64  # as many as the empty node is timed of: a graph's launch costs as much
 _TOKENS_JUDGED = 16
-BACK_TO_BACK, RESTED = "back to back", "rested"
+SUSTAINED, COOLED = "sustained", "cooled"
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Options:
         check: Whether to check before timing.
         repeat: Timed runs.
         seed: Of the inputs.
-        rivals: Names of those to time beside; None for all that are quick to prepare.
-        rest: Seconds of rest before each timed run, of rivals too; 0: they follow one another.
+        baselines: Names of the baselines to time; None for all that are quick to prepare.
+        rest: Seconds of rest before each timed run, of baselines too; 0: they follow one another.
     """
 
     device: torch.device
@@ -44,17 +44,17 @@ class Options:
     check: bool = True
     repeat: int = 5
     seed: int = 0
-    rivals: tuple[str, ...] | None = None
+    baselines: tuple[str, ...] | None = None
     rest: float = 0.0
 
     def conditions(self) -> list[Options]:
-        """Back to back, and, if a rest was asked for, rested."""
-        back_to_back = dataclasses.replace(self, rest=0.0)
-        return [back_to_back, self] if self.rest else [back_to_back]
+        """Sustained load, and, if a rest is requested, cooled down before each run."""
+        sustained = dataclasses.replace(self, rest=0.0)
+        return [sustained, self] if self.rest else [sustained]
 
     def named(self, case: str) -> str:
-        """What a case timed so is called."""
-        return f"{case} {RESTED}".strip() if self.rest else case
+        """Name of the row of a case under these options."""
+        return f"{case} {COOLED}".strip() if self.rest else case
 
 
 def attempt(case: Case, options: Options, rates: Rates) -> Row:
@@ -94,7 +94,7 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
         "tokens": case.tokens,
         "backend": chosen,
         "reason": reason,
-        "floor_us": rates.floor_us(moved, problem.flops),
+        "bound_us": rates.bound_us(moved, problem.flops),
         "bytes": moved,
         "flops": problem.flops,
     }
@@ -110,13 +110,18 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
 
 
 def _choice(problem: Problem, backend: str) -> tuple[str, str]:
-    found = dispatch.explain(problem.function, *problem.args, **problem.kwargs, backend=backend)
-    known = [name for name, _ in found.candidates]
-    if found.requested not in (dispatch.AUTO, *known):
-        raise UsageError(f"{found.op} has no backend {found.requested!r}, only {', '.join(known)}")
-    if found.chosen is None:
-        raise UsageError(f"{found.op}: {found.reason}")
-    return found.chosen, found.reason
+    explanation = dispatch.explain(
+        problem.function, *problem.args, **problem.kwargs, backend=backend
+    )
+    known = [name for name, _ in explanation.candidates]
+    if explanation.requested not in (dispatch.AUTO, *known):
+        listed = ", ".join(known)
+        raise UsageError(
+            f"{explanation.op} has no backend {explanation.requested!r}, only {listed}"
+        )
+    if explanation.chosen is None:
+        raise UsageError(f"{explanation.op}: {explanation.reason}")
+    return explanation.chosen, explanation.reason
 
 
 def _writes(problem: Problem) -> int:
@@ -131,9 +136,9 @@ def verify(problem: Problem, backend: str) -> Verdict:
     actual = tested.run(backend)
     judged = dataclasses.replace(problem, backend=backend)
     if problem.of_tokens:
-        some = chosen(actual[0].shape[0]).to(actual[0].device)
-        judged, oracle = judged.only(some), problem.only(some).widened()
-        actual = (actual[0][some],)
+        sample = chosen(actual[0].shape[0]).to(actual[0].device)
+        judged, oracle = judged.only(sample), problem.only(sample).widened()
+        actual = (actual[0][sample],)
     return problem.judge(judged, actual, oracle.run("reference"))
 
 
@@ -145,26 +150,26 @@ def chosen(tokens: int) -> torch.Tensor:
 def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     problems = [problem, *_copies(case, options, problem)]
     taken = timing.measure(
-        [_call(each, options.backend) for each in problems],
+        [_call(copied, options.backend) for copied in problems],
         options.device,
         options.repeat,
         options.rest,
     )
     note = taken.note
-    times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "rivals": {}}
+    times: dict[str, Any] = {"us": taken.us, "timer": taken.timer, "baselines": {}}
     refused: dict[str, str] = {}
     op = dispatch.arguments(problem.function, *problem.args, **problem.kwargs).op
-    able = rivals(op, problem, options.rivals, refused)
+    able = prepare_baselines(op, problem, options.baselines, refused)
     # Who cannot do the first is not asked again: a compiler takes seconds to say so each time.
-    others = [rivals(op, each, tuple(able)) for each in problems[1:]]
+    others = [prepare_baselines(op, copied, tuple(able)) for copied in problems[1:]]
     for name, call in able.items():
         if not all(name in calls for calls in others):
             continue  # it did not fit the memory as often as the problem does
         calls = [call, *(calls[name] for calls in others)]
         taken = timing.measure(calls, options.device, options.repeat, options.rest)
-        times["rivals"][name] = taken.us
+        times["baselines"][name] = taken.us
     # Of those that were asked for by name it is said why they have no time.
-    asked = refused.items() if options.rivals else ()
+    asked = refused.items() if options.baselines else ()
     notes = [note, *(f"baseline {name} was not timed: {why}" for name, why in asked)]
     times["message"] = "; ".join(filter(None, notes))
     return times

@@ -113,7 +113,7 @@ class Problem:
         kwargs: Its keyword arguments, without ``backend``.
         judge: Compares outputs with those of the float64 oracle.
         reads: Bytes that have to be read, each input that is used once.
-        flops: Operations of its products; 0 where moving data is all there is.
+        flops: Operations of its GEMMs; 0 where moving data is all there is.
         writes: Bytes that have to be written; None: those of the outputs.
         mutates: Positions in ``args`` of tensors or pages changed in place; outputs too.
         backend: What made the outputs to be judged, for judges that make a difference.
@@ -161,9 +161,11 @@ class Problem:
 
     def only(self, tokens: torch.Tensor) -> Problem:
         """The same call for these tokens alone."""
-        few = self._with_args(lambda i, arg: _rows(arg, tokens) if i in self.of_tokens else arg)
+        narrowed = self._with_args(
+            lambda i, arg: _rows(arg, tokens) if i in self.of_tokens else arg
+        )
         kwargs = {k: _rows(v, tokens) if k in self.of_tokens else v for k, v in self.kwargs.items()}
-        return dataclasses.replace(few, kwargs=kwargs)
+        return dataclasses.replace(narrowed, kwargs=kwargs)
 
     def _with_args(self, change: Callable[[int, Any], Any]) -> Problem:
         return dataclasses.replace(self, args=tuple(change(i, a) for i, a in enumerate(self.args)))
@@ -214,8 +216,8 @@ def _widen_named(name: str, value: Any) -> Any:
     if name in _WIDENED_DTYPES and isinstance(value, torch.dtype):
         return torch.float64
     # Scales of quantised activations are float32 by definition.
-    kept = ("input_scale", "global_scale", "result_scale", "inv_freq", "parameters")
-    return value if name in kept else widen(value)
+    stays = ("input_scale", "global_scale", "result_scale", "inv_freq", "parameters")
+    return value if name in stays else widen(value)
 
 
 def _copy(value: Any) -> Any:

@@ -22,8 +22,8 @@ HEADINGS = ("operator", "case", "shape", *_NUMBERS, "baselines us", "why")
 def cells(row: Row) -> tuple[str, ...]:
     """The texts of a row, in the order of ``HEADINGS``."""
     op, _, shape = label(row)
-    rivals = ", ".join(f"{name} {number(us)}" for name, us in row.rivals.items())
-    return op, row.case, shape, *_numbers(row), rivals, short(row.reason, REASON)
+    baselines = ", ".join(f"{name} {number(us)}" for name, us in row.baselines.items())
+    return op, row.case, shape, *_numbers(row), baselines, short(row.reason, REASON)
 
 
 def _numbers(row: Row) -> tuple[str, ...]:
@@ -35,9 +35,9 @@ def _numbers(row: Row) -> tuple[str, ...]:
         error,
         check(row.match),
         "-" if row.us is None else number(row.us),
-        number(row.floor_us),
+        number(row.bound_us),
         "-" if row.copy_share is None else f"{100 * row.copy_share:.0f}",
-        "-" if row.rival_ratio is None else f"{row.rival_ratio:.2f}",
+        "-" if row.baseline_ratio is None else f"{row.baseline_ratio:.2f}",
     )
 
 
@@ -58,11 +58,11 @@ def lines(rows: Sequence[Row]) -> list[str]:
     reasons = dict.fromkeys(dict.fromkeys(short(row.reason, REASON) for row in rows), 0)
     reasons = {reason: i + 1 for i, reason in enumerate(reasons)}
     body = [(label(row), (*_numbers(row), str(reasons[short(row.reason, REASON)]))) for row in rows]
-    found = labelled((_LABEL, *_NUMBERS, "why"), body)
+    text = labelled((_LABEL, *_NUMBERS, "why"), body)
     if any(reasons):
-        found += ["", "why this implementation runs (`explain OP` has the whole reason):"]
-        found += [f"{i:>3}  {reason}" for reason, i in reasons.items()]
-    return [*found, *baselines(rows), *notes(rows)]
+        text += ["", "why this implementation runs (`explain OP` has the whole reason):"]
+        text += [f"{i:>3}  {reason}" for reason, i in reasons.items()]
+    return [*text, *baseline_table(rows), *notes(rows)]
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -71,7 +71,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [line for text in said for line in wrapped(f"note: {text}")]
 
 
-def baselines(rows: Sequence[Row]) -> list[str]:
+def baseline_table(rows: Sequence[Row]) -> list[str]:
     """A table of all baselines that were timed, after an empty line; nothing if none was."""
     body = [
         (
@@ -80,7 +80,7 @@ def baselines(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
         if row.us
-        for name, us in row.rivals.items()
+        for name, us in row.baselines.items()
     ]
     if not body:
         return []
@@ -100,11 +100,11 @@ def table(rows: Sequence[Row], stream: TextIO | None = None) -> None:
 
 def wrong(rows: Sequence[Row]) -> list[str]:
     """The checks that failed, each with all that was found."""
-    found = []
+    text = []
     for row in rows:
         if row.match is False:
-            found += wrapped(f"WRONG {where(row)}: {row.message}")
-    return found
+            text += wrapped(f"WRONG {where(row)}: {row.message}")
+    return text
 
 
 def _rich(text: Sequence[str], stream: TextIO) -> None:
@@ -130,14 +130,17 @@ def write_csv(path: str, rows: Sequence[Row]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("w", newline="") as stream:
         writer = csv.writer(stream)
-        names = ("op", "case", "shape", "tokens", "backend", "error", "match", "us", "floor_us")
-        writer.writerow([*names, "copy_share", "bytes", "flops", "rivals", "rival_ratio", "reason"])
+        names = ("op", "case", "shape", "tokens", "backend", "error", "match", "us", "bound_us")
+        writer.writerow(
+            [*names, "copy_share", "bytes", "flops", "baselines", "baseline_ratio", "reason"]
+        )
         for row in rows:
-            shape, rivals = (
-                " ".join(f"{k}={v}" for k, v in pairs.items()) for pairs in (row.shape, row.rivals)
+            shape, baselines = (
+                " ".join(f"{k}={v}" for k, v in pairs.items())
+                for pairs in (row.shape, row.baselines)
             )
-            found = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
-            found += [row.floor_us, row.copy_share, row.bytes, row.flops, rivals]
-            found += [row.rival_ratio, row.reason]
-            writer.writerow(found)
+            cells = [row.op, row.case, shape, row.tokens, row.backend, row.error, row.match, row.us]
+            cells += [row.bound_us, row.copy_share, row.bytes, row.flops, baselines]
+            cells += [row.baseline_ratio, row.reason]
+            writer.writerow(cells)
     return target

@@ -33,11 +33,11 @@ _ROW: dict[str, Any] = {
     "backend": str,
     "reason": str,
     "us": _OPTIONAL_NUMBER,
-    "floor_us": _NUMBER,
+    "bound_us": _NUMBER,
     "copy_share": _OPTIONAL_NUMBER,
     "bytes": int,
     "flops": int,
-    "rivals": dict,
+    "baselines": dict,
     "error": (*_OPTIONAL_NUMBER, str),
     "match": (bool, type(None)),
     "timer": str,
@@ -47,6 +47,10 @@ _ROW: dict[str, Any] = {
 
 # Absent from files written before they were measured.
 _ADDED: dict[str, Any] = {"ratio": (*_OPTIONAL_NUMBER, str)}
+# Names of fields, and how names of cases ended, in files of earlier versions.
+_FORMER_FIELDS = {"rivals": "baselines", "floor_us": "bound_us"}
+_FORMER_ENDING, _ENDING = "rested", "cooled"
+_FORMER_CASE, _CASE = "between the products", "between the GEMMs"
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class Row:
         backend: The implementation that ran.
         reason: Why that one.
         us: Median microseconds; None if the check failed.
-        floor_us: What the machine's measured rates allow at best.
+        bound_us: What the machine's measured rates allow at best.
         copy_share: ``bytes`` over what a plain copy moves in ``us``; None without a time.
         bytes: Bytes that have to be moved, each once.
-        flops: Operations of the products.
-        rivals: Microseconds of others, by name; empty if the check failed.
+        flops: Operations of the GEMMs.
+        baselines: Microseconds of other implementations, by name; empty if the check failed.
         error: Largest error of a row over the norm of the row against float64, ``"bitwise"``, or
             None if unchecked.
         match: Whether the check passed, or None if unchecked.
@@ -82,10 +86,10 @@ class Row:
     backend: str
     reason: str = ""
     us: float | None = None
-    floor_us: float = 0.0
+    bound_us: float = 0.0
     bytes: int = 0
     flops: int = 0
-    rivals: dict[str, float] = field(default_factory=dict)
+    baselines: dict[str, float] = field(default_factory=dict)
     error: float | str | None = None
     match: bool | None = None
     timer: str = ""
@@ -94,9 +98,9 @@ class Row:
     ratio: float | None = None
 
     @property
-    def rival_ratio(self) -> float | None:
-        """Time of the fastest rival over ours, above 1 where ours is faster; None without both."""
-        return min(self.rivals.values()) / self.us if self.us and self.rivals else None
+    def baseline_ratio(self) -> float | None:
+        """Time of the fastest baseline over ``us``; None if either is missing."""
+        return min(self.baselines.values()) / self.us if self.us and self.baselines else None
 
 
 def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
@@ -112,49 +116,73 @@ def _plain(row: Row) -> dict[str, Any]:
     return values
 
 
-def validate(found: Any) -> None:
+def upgraded(content: Any) -> Any:
+    """A document of any version with the field and case names of this one.
+
+    What is not shaped like a document is returned as it is, for ``validate`` to refuse.
+    """
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
+        return content
+    return {**content, "rows": [_upgraded_row(row) for row in content["rows"]]}
+
+
+def _upgraded_row(row: Any) -> Any:
+    if not isinstance(row, dict):
+        return row
+    fields = {_FORMER_FIELDS.get(name, name): value for name, value in row.items()}
+    case = fields.get("case")
+    if len(fields) != len(row):
+        return row  # both names of one field: unknown to the schema
+    if isinstance(case, str):
+        if case.split(" ")[-1] == _FORMER_ENDING:
+            case = case.removesuffix(_FORMER_ENDING) + _ENDING
+        fields["case"] = case.replace(_FORMER_CASE, _CASE)
+    return fields
+
+
+def validate(content: Any) -> None:
     """Check a document against the schema.
 
     Raises:
         ValueError: naming the first field that is missing, unknown or of the wrong type, and a row
             that has a time although its check failed.
     """
-    if not isinstance(found, dict) or set(found) != {"header", "rows"}:
+    if not isinstance(content, dict) or set(content) != {"header", "rows"}:
         raise ValueError("results: wanted exactly the fields header and rows")
-    _fields("header", found["header"], _HEADER)
-    if not isinstance(found["rows"], list):
+    _fields("header", content["header"], _HEADER)
+    if not isinstance(content["rows"], list):
         raise ValueError("results: rows is not a list")
-    for i, row in enumerate(found["rows"]):
+    for i, row in enumerate(content["rows"]):
         where = f"rows[{i}]"
         _fields(where, row, _ROW, _ADDED)
-        for name in ("shape", "rivals"):
-            wanted = int if name == "shape" else _NUMBER
+        for name in ("shape", "baselines"):
+            kinds = int if name == "shape" else _NUMBER
             for key, value in row[name].items():
-                _typed(f"{where}.{name}.{key}", value, wanted)
+                _typed(f"{where}.{name}.{key}", value, kinds)
         if isinstance(row["error"], str) and row["error"] not in ("bitwise", "inf"):
             raise ValueError(f"results: {where}.error is {row['error']!r}, wanted 'bitwise'")
         if isinstance(row.get("ratio"), str) and row["ratio"] != "inf":
             raise ValueError(f"results: {where}.ratio is {row['ratio']!r}, wanted a number")
-        if row["match"] is False and (row["us"] is not None or row["rivals"]):
+        if row["match"] is False and (row["us"] is not None or row["baselines"]):
             raise ValueError(f"results: {where} has a time although its check failed")
 
 
 def _fields(
-    where: str, found: Any, schema: dict[str, Any], optional: dict[str, Any] | None = None
+    where: str, values: Any, schema: dict[str, Any], optional: dict[str, Any] | None = None
 ) -> None:
-    if not isinstance(found, dict):
-        raise ValueError(f"results: {where} is {type(found).__name__}, wanted named fields")
+    if not isinstance(values, dict):
+        raise ValueError(f"results: {where} is {type(values).__name__}, wanted named fields")
     known = {**schema, **(optional or {})}
-    for name in [*schema, *found]:
-        if name not in found or name not in known:
-            kind = "unknown" if name in found else "missing"
+    for name in [*schema, *values]:
+        if name not in values or name not in known:
+            kind = "unknown" if name in values else "missing"
             raise ValueError(f"results: {where}.{name} is {kind}")
-    for name, value in found.items():
+    for name, value in values.items():
         _typed(f"{where}.{name}", value, known[name])
 
 
-def _typed(where: str, value: Any, wanted: Any) -> None:
-    kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+def _typed(where: str, value: Any, kinds: Any) -> None:
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise ValueError(f"results: {where} is {value!r}, wanted {kinds}")
 
@@ -179,15 +207,15 @@ def read_json(path: str) -> Results:
         UsageError: if it cannot be read or is no file of results; says which and why.
     """
     try:
-        found = json.loads(Path(path).read_text())
-        validate(found)
+        content = upgraded(json.loads(Path(path).read_text()))
+        validate(content)
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: {error}") from error
     rows = []
-    for row in found["rows"]:
+    for row in content["rows"]:
         numbers = {n: float("inf") for n in ("error", "ratio") if row.get(n) == "inf"}
         rows.append(Row(**{**row, **numbers}))
-    return Results(found["header"], tuple(rows))
+    return Results(content["header"], tuple(rows))
 
 
 def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:
@@ -205,7 +233,7 @@ def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Pat
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
-    return [_write(folder / f"{op}.json", document(header, some)) for op, some in by_op.items()]
+    return [_write(folder / f"{op}.json", document(header, of_op)) for op, of_op in by_op.items()]
 
 
 def _write(path: Path, content: dict[str, Any]) -> Path:

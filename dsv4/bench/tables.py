@@ -72,23 +72,23 @@ def labelled(
             texts of the other columns, which stand in the label's last line.
     """
     others = [texts for _, texts in body]
-    room = max(_LEAST, WIDTH - _total(_widths(headings[1:], others)) - len(_GAP))
+    width = max(_LEAST, WIDTH - _total(_widths(headings[1:], others)) - len(_GAP))
     table: list[list[str]] = []
     for parts, texts in body:
-        *above, last = _label(parts, room)
+        *above, last = _label(parts, width)
         table += [[line, *[""] * len(texts)] for line in above]
         table.append([last, *texts])
     return _aligned(headings, table)
 
 
-def _label(parts: Sequence[str], room: int) -> list[str]:
+def _label(parts: Sequence[str], width: int) -> list[str]:
     lines: list[str] = [""]
     for part in filter(None, parts):
         joined = f"{lines[-1]} {part}" if lines[-1] else part
-        if len(joined) <= room:
+        if len(joined) <= width:
             lines[-1] = joined
         else:
-            lines += [f"  {piece}" for piece in textwrap.wrap(part, room - 2)]
+            lines += [f"  {piece}" for piece in textwrap.wrap(part, width - 2)]
     return lines if lines[0] else lines[1:] or [""]
 
 
@@ -101,7 +101,7 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _blocks(widths: Sequence[int], keys: int) -> list[list[int]]:
-    """The other columns, dealt out to tables that fit, at least one to each."""
+    """The other columns, split into tables that fit, at least one in each."""
     blocks: list[list[int]] = [[]]
     for i in range(keys, len(widths)):
         if blocks[-1] and _total([*widths[:keys], *(widths[j] for j in (*blocks[-1], i))]) > WIDTH:
@@ -112,10 +112,10 @@ def _blocks(widths: Sequence[int], keys: int) -> list[list[int]]:
 
 def _wrapped(headings: Sequence[str], body: Body) -> list[str]:
     """With the last column in several lines where the table would be too wide."""
-    room = max(_LEAST, WIDTH - _total(_widths(headings[:-1], [row[:-1] for row in body])) - 2)
+    width = max(_LEAST, WIDTH - _total(_widths(headings[:-1], [row[:-1] for row in body])) - 2)
     table: list[list[str]] = []
     for *first, last in body:
-        pieces = textwrap.wrap(last, room) if len(last) > room else [last]
+        pieces = textwrap.wrap(last, width) if len(last) > width else [last]
         table.append([*first, pieces[0]])
         table += [[*[""] * len(first), piece] for piece in pieces[1:]]
     return _aligned(headings, table)

@@ -1,9 +1,9 @@
 """How long a call takes, in microseconds; always a median.
 
-Timed runs follow one another, or each begins after a rest. A GPU at its power limit lowers its
-clock within milliseconds, so calls of milliseconds take longer back to back than after rests, on
-an H200 10 to 20 %: times of both kinds are told apart wherever they are printed, and only those of
-one kind are compared.
+Timed runs follow one another (sustained), or each begins after a rest (cooled down). A GPU at its
+power limit lowers its clock within milliseconds, so calls of milliseconds take longer sustained
+than cooled down, on an H200 10 to 20 %. Every printed time says which of the two it is, and only
+times of the same kind are compared.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Timing:
 
 
 def measure(calls: Sequence[Call], device: torch.device, repeat: int, rest: float = 0.0) -> Timing:
-    """Time one call; ``calls`` are the same one on different inputs, taken in turn.
+    """Time one call; ``calls`` are the same one on different inputs, one after another.
 
     Args:
         calls: At least one.

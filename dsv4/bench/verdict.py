@@ -21,13 +21,13 @@ class Check:
         kind: What is counted: ``"operator check"``, ``"generation"``.
         where: Which operator, shape and implementation, or which model.
         passed: None if it was not checked.
-        found: What is wrong, in a few words.
+        detail: What is wrong, in a few words.
     """
 
     kind: str
     where: str
     passed: bool | None
-    found: str = ""
+    detail: str = ""
 
 
 def where(row: Row) -> str:
@@ -45,12 +45,12 @@ def label(row: Row) -> tuple[str, str, str]:
 
 def of_row(row: Row) -> Check:
     """The check of one measured row."""
-    found = ""
+    detail = ""
     if row.match is False:
         ratio = row.ratio
         known = ratio is not None and math.isfinite(ratio)
-        found = f"error {ratio:.3g} times its budget" if known else short(row.message, _MOST)
-    return Check("check", where(row), row.match, found)
+        detail = f"error {ratio:.3g} times its budget" if known else short(row.message, _MOST)
+    return Check("check", where(row), row.match, detail)
 
 
 def line(checks: Sequence[Check], stopped: str = "") -> str:
@@ -75,7 +75,7 @@ def line(checks: Sequence[Check], stopped: str = "") -> str:
         for kind in kinds
         if any(check.kind == kind for check in failed)
     )
-    named = "; ".join(f"{check.where}: {check.found}" for check in failed[:_NAMED])
+    named = "; ".join(f"{check.where}: {check.detail}" for check in failed[:_NAMED])
     more = f"; and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
     return f"FAILED: {counts}: {named}{more}{rest}"
 

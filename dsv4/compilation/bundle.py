@@ -11,7 +11,7 @@ Little-endian, without padding::
     8      magic, b"dsv4bdl\\n"
     32     SHA-256 of the index
     8      length of the index
-    ...    index, JSON: version, architecture, versions, and of each image its key, name, place,
+    ...    index, JSON: version, architecture, versions, and of each image its key, name, offset,
            length and SHA-256
     ...    images, each as its file in the folder of compiled kernels
 
@@ -93,12 +93,12 @@ class Bundle:
         entry = self.entries.get(key)
         if entry is None:
             return None
-        found = self.images[entry.offset : entry.offset + entry.length]
-        if len(found) != entry.length:
-            raise BundleError(f"{entry.name} has {len(found)} bytes, wanted {entry.length}")
-        if hashlib.sha256(found).hexdigest() != entry.sha256:
+        image = self.images[entry.offset : entry.offset + entry.length]
+        if len(image) != entry.length:
+            raise BundleError(f"{entry.name} has {len(image)} bytes, wanted {entry.length}")
+        if hashlib.sha256(image).hexdigest() != entry.sha256:
             raise BundleError(f"the SHA-256 of {entry.name} differs")
-        return found
+        return image
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class Compiled:
 def encode(arch: str, compiled: Iterable[Compiled], versions: Versions) -> bytes:
     """The contents of a bundle. Equal kernels give equal bytes, in whatever order they come."""
     images, entries, offset = [], [], 0
-    for one in sorted({image.key: image for image in compiled}.values(), key=lambda c: c.key):
-        digest = hashlib.sha256(one.content).hexdigest()
-        entries.append(Entry(one.key.hex(), one.name, offset, len(one.content), digest))
-        images.append(one.content)
-        offset += len(one.content)
+    for kernel in sorted({image.key: image for image in compiled}.values(), key=lambda c: c.key):
+        digest = hashlib.sha256(kernel.content).hexdigest()
+        entries.append(Entry(kernel.key.hex(), kernel.name, offset, len(kernel.content), digest))
+        images.append(kernel.content)
+        offset += len(kernel.content)
     index = {
         "version": VERSION,
         "arch": arch,
@@ -173,16 +173,16 @@ def read(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
     file = Path(path).expanduser().absolute()
     try:
         trusted.check_folder(str(file.parent))
-        found = decode(trusted.read_file(str(file), MOST_BYTES))
+        bundle = decode(trusted.read_file(str(file), MOST_BYTES))
     except (BundleError, trusted.UntrustedError, OSError) as reason:
         said = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
         raise BundleError(f"the bundle {file} cannot be used: {said}") from reason
-    difference = found.versions.difference(Versions.current())
-    if arch is not None and found.arch != arch:
-        difference = f"arch is {found.arch}, here {arch}"
+    difference = bundle.versions.difference(Versions.current())
+    if arch is not None and bundle.arch != arch:
+        difference = f"arch is {bundle.arch}, here {arch}"
     if difference is not None:
         raise BundleError(f"the bundle {file} was made for something else: {difference}")
-    return found
+    return bundle
 
 
 def write(path: str | os.PathLike[str], content: bytes) -> None:
@@ -203,22 +203,22 @@ class Active:
     """Bundles that this process uses, by architecture.
 
     Attributes:
-        given: By ``use``.
-        found: By the environment or an installed package; None where there is none.
+        explicit: By ``use``.
+        discovered: By the environment or an installed package; None where there is none.
         fresh: Files of kernels that were compiled and could not be kept on disk, by key.
     """
 
-    given: dict[str, Bundle] = field(default_factory=dict)
-    found: dict[str, Bundle | None] = field(default_factory=dict)
+    explicit: dict[str, Bundle] = field(default_factory=dict)
+    discovered: dict[str, Bundle | None] = field(default_factory=dict)
     fresh: dict[bytes, bytes] = field(default_factory=dict)
 
     def of(self, arch: str) -> Bundle | None:
         """The one for an architecture."""
-        if arch in self.given:
-            return self.given[arch]
-        if arch not in self.found:
-            self.found[arch] = _find(arch)
-        return self.found[arch]
+        if arch in self.explicit:
+            return self.explicit[arch]
+        if arch not in self.discovered:
+            self.discovered[arch] = _find(arch)
+        return self.discovered[arch]
 
 
 @functools.cache
@@ -228,14 +228,14 @@ def active() -> Active:
 
 
 def use(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
-    """Look kernels up in a bundle from now on, before any other place.
+    """Look kernels up in a bundle from now on, before any other source.
 
     Raises:
         BundleError: if it cannot be used.
     """
-    found = read(path, arch)
-    active().given[found.arch] = found
-    return found
+    bundle = read(path, arch)
+    active().explicit[bundle.arch] = bundle
+    return bundle
 
 
 def has(arch: str, key: bytes) -> bool:

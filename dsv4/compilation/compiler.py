@@ -62,7 +62,7 @@ class Compilation:
 
         Args:
             pool: Does the jobs.
-            count: Is told of each kernel.
+            count: Counts each kernel.
             ready: Called with each kernel that is there, in this thread, while others compile.
         """
         self.outcome = Outcome()
@@ -113,7 +113,7 @@ class Compilation:
         """
         for finished in self._pool.finished():
             if isinstance(finished.job, FindJob):
-                self._found(finished)
+                self._add_steps(finished)
             else:
                 self._compiled(finished)
 
@@ -125,13 +125,13 @@ class Compilation:
         """
         if self._error is not None:
             raise self._error
-        found = Steps()
+        steps = Steps()
         for part in self._parts.values():
             assert part is not None
-            found.add(part)
-        return found
+            steps.add(part)
+        return steps
 
-    def _found(self, finished: Finished) -> None:
+    def _add_steps(self, finished: Finished) -> None:
         job, done = finished.job, finished.done
         if done.error:
             self._error = RuntimeError(f"{job.name} failed: {done.error}\n{done.details}")

@@ -120,12 +120,12 @@ class Forks:
         end = None if seconds is None else time.monotonic() + seconds
         with self._lock:
             assert self._process.stdout is not None
-            told = self._process.stdout.fileno()
+            pipe = self._process.stdout.fileno()
             while number not in self._ended:
                 left = None if end is None else max(0.0, end - time.monotonic())
-                if not select.select([told], [], [], left)[0]:
+                if not select.select([pipe], [], [], left)[0]:
                     raise subprocess.TimeoutExpired("a worker", seconds or 0.0)
-                message = os.read(told, ENDED.size)  # pipes keep short messages whole
+                message = os.read(pipe, ENDED.size)  # pipes keep short messages whole
                 if len(message) < ENDED.size:
                     return self._ended.setdefault(number, _UNKNOWN)
                 other, status = ENDED.unpack(message)

@@ -63,8 +63,8 @@ class CuteJob:
         """The kernel's file if it is in a bundle or on disk."""
         from dsv4.cute.runtime import cubin_cache, cubin_file
 
-        found = cubin_cache.stored(self.plan, self.arch)
-        return None if found is None else cubin_file.encode(found, self.key)
+        cubin = cubin_cache.stored(self.plan, self.arch)
+        return None if cubin is None else cubin_file.encode(cubin, self.key)
 
     def run(self) -> Compiled:
         """Compile it."""

@@ -30,8 +30,8 @@ from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 
 @dataclass(frozen=True)
-class Product:
-    """What the kernels of a packed product depend on.
+class PackedGemm:
+    """What the kernels of a packed GEMM depend on.
 
     Attributes:
         rows: N, of all groups.
@@ -77,8 +77,8 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Fp8Product:
-    """What the kernels of a product with an FP8 weight depend on; see ``Product``."""
+class Fp8Gemm:
+    """What the kernels of a GEMM with an FP8 weight depend on; see ``PackedGemm``."""
 
     rows: int
     columns: int
@@ -96,7 +96,7 @@ class Fp8Product:
 
 
 @dataclass(frozen=True)
-class GroupedProduct:
+class GroupedGemm:
     """The same of packed routed experts.
 
     Attributes:
@@ -129,31 +129,31 @@ class Attention:
     heads: int
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
-        """All of Hopper's: how tokens are dealt out follows from the width of the page tables."""
+        """All of Hopper's: how tokens are split follows from the width of the page tables."""
         return [] if arch != HOPPER else cute_attention.plans()
 
 
 @dataclass(frozen=True)
 class Indexer:
-    """The choice from long rows of index scores, and scores of MXFP4 keys of the kernel's size."""
+    """Top-k selection from long rows, and indexer logits of MXFP4 keys of the kernel's size."""
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """All of Hopper's: which is taken follows from the width of the page tables."""
         return [] if arch != HOPPER else indexer_logits_plan.plans()
 
 
-Call = Product | Fp8Product | GroupedProduct | Attention | Indexer
+Call = PackedGemm | Fp8Gemm | GroupedGemm | Attention | Indexer
 
 
-def kernel_plans(found: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
+def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
     """The configurations of all kernels of these calls, each once."""
-    return list(dict.fromkeys(plan for p in found for plan in p.plans(max_tokens, arch)))
+    return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
 
 
 def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
-    """Products of linear layers and of routed experts, the indexer, and attention."""
-    dense, grouped = products(model, arch), grouped_products(model, arch)
-    return [*dense, *fp8_products(model), *grouped, *indexers(model), *attentions(model)]
+    """GEMMs of linear layers and of routed experts, the indexer, and attention."""
+    dense, grouped = packed_gemms(model, arch), grouped_gemms(model, arch)
+    return [*dense, *fp8_gemms(model), *grouped, *indexers(model), *attentions(model)]
 
 
 def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
@@ -163,23 +163,23 @@ def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
     return packed_layout_of(arch, layer.activation)
 
 
-def products(model: Any, arch: str = HOPPER) -> list[Product]:
-    """The products of packed weights, each shape once; see ``warmup`` for which layers count."""
+def packed_gemms(model: Any, arch: str = HOPPER) -> list[PackedGemm]:
+    """GEMMs of packed weights, each shape once; see ``warmup`` for which layers count."""
     if isinstance(model, nn.Module):
         if _not_bfloat16(model):
             return []
-        return _products(model, arch, lambda layer: layer.format == NVFP4)
-    return _products(_empty(model), arch, lambda layer: True)
+        return _packed_gemms(model, arch, lambda layer: layer.format == NVFP4)
+    return _packed_gemms(_empty(model), arch, lambda layer: True)
 
 
-def fp8_products(model: Any) -> list[Fp8Product]:
-    """The products of a module's FP8 weights, each shape once; none of a configuration."""
+def fp8_gemms(model: Any) -> list[Fp8Gemm]:
+    """GEMMs of a module's FP8 weights, each shape once; none of a configuration."""
     if not isinstance(model, nn.Module) or _not_bfloat16(model):
         return []
     wide = {layer for parent in model.modules() for layer in _float32_results(parent)}
     return list(
         dict.fromkeys(
-            Fp8Product(
+            Fp8Gemm(
                 layer.out_features,
                 layer.in_features,
                 layer.groups,
@@ -198,7 +198,7 @@ def _scale_dtype(layer: Linear) -> torch.dtype:
     return layer.weight_scale.dtype
 
 
-def grouped_products(model: Any, arch: str = HOPPER) -> list[GroupedProduct]:
+def grouped_gemms(model: Any, arch: str = HOPPER) -> list[GroupedGemm]:
     """The same of packed routed experts."""
     if isinstance(model, nn.Module):
         layers = [] if _not_bfloat16(model) else _experts_of(model)
@@ -230,8 +230,8 @@ def _configs(model: Any) -> list[ModelConfig]:
     """Of each layer of attention, or the one given."""
     if not isinstance(model, nn.Module):
         return [ModelConfig.of(model)]
-    found = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
-    return [] if _not_bfloat16(model) else found
+    configs = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
+    return [] if _not_bfloat16(model) else configs
 
 
 def _not_bfloat16(model: nn.Module) -> bool:
@@ -247,7 +247,7 @@ def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
     return [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
 
 
-def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedProduct]:
+def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedGemm]:
     """Of gate and up, and of down; none if the layer cannot be packed.
 
     Quantised results of the first are the second's rows where their scales are known; whether they
@@ -260,20 +260,20 @@ def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedProduct]:
     known = quantises and layer.down_proj_input_scale is not None
     first = Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs)
     second = Experts(hidden, inner, layer.num_local_experts, False, quantises)
-    found = [first._replace(quantized_out=known), second]
+    kinds = [first._replace(quantized_out=known), second]
     if quantises and layer.format is None:
-        found.append(first._replace(quantized_out=True))
-    return [GroupedProduct(experts, layer.num_experts_per_tok, layout) for experts in found]
+        kinds.append(first._replace(quantized_out=True))
+    return [GroupedGemm(experts, layer.num_experts_per_tok, layout) for experts in kinds]
 
 
-def _products(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[Product]:
+def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[PackedGemm]:
     modules = list(model.modules())
     linear = {
         m: torch.float32 if isinstance(m, OutputHead) else torch.bfloat16
         for m in modules
         if isinstance(m, Linear) and nvfp4(m)
     }
-    found: list[Product] = []
+    gemms: list[PackedGemm] = []
     for parent in modules:
         for layer in _float32_results(parent):
             if layer in linear:
@@ -282,18 +282,18 @@ def _products(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> l
             for names in getattr(parent, how, ()):
                 layers = [getattr(parent, name) for name in names]
                 if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
-                    in_turn = how == "joined_in_turn"
-                    found += _product(layers, linear.pop(layers[0]), arch, swiglu=in_turn)
+                    interleaved = how == "joined_in_turn"
+                    gemms += _gemm_of(layers, linear.pop(layers[0]), arch, swiglu=interleaved)
                     for layer in layers[1:]:
                         del linear[layer]
     for layer, dtype in linear.items():
-        found += _product([layer], dtype, arch)
-    return list(dict.fromkeys(found))
+        gemms += _gemm_of([layer], dtype, arch)
+    return list(dict.fromkeys(gemms))
 
 
-def _product(
+def _gemm_of(
     layers: Sequence[Linear], out_dtype: torch.dtype, arch: str, *, swiglu: bool = False
-) -> list[Product]:
+) -> list[PackedGemm]:
     """One, or none if a layer cannot be packed."""
     first, rows = layers[0], [layer.out_features for layer in layers]
     layout = layout_of(first, arch)
@@ -302,7 +302,7 @@ def _product(
     if not all(packs(n // first.groups, first.in_features, layout, first.groups) for n in rows):
         return []
     shape = (sum(rows), first.in_features, first.groups)
-    return [Product(*shape, first.activation, out_dtype, swiglu, layout)]
+    return [PackedGemm(*shape, first.activation, out_dtype, swiglu, layout)]
 
 
 def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:

@@ -52,7 +52,7 @@ class Listing:
     def encode(self, steps: Steps) -> bundle.Compiled:
         """A list as it is kept."""
         ran = [
-            [op, name, sorted(ran.kernels), ran.objections] for (op, name), ran in steps.ran.items()
+            [op, name, sorted(ran.kernels), ran.reasons] for (op, name), ran in steps.ran.items()
         ]
         kernels = {key.hex(): request.name for key, request in steps.requests.items()}
         words = json.dumps({"kernels": kernels, "ran": ran}, sort_keys=True).encode()
@@ -66,16 +66,15 @@ class Listing:
         def decode(file: bytes) -> dict[str, Any]:
             return json.loads(sealed_file.decode(_MAGIC, self.key, file))
 
-        found = cubin_cache.find(self.target.arch, self.key, self.file_name, decode)
-        if found is None:
+        content = cubin_cache.find(self.target.arch, self.key, self.file_name, decode)
+        if content is None:
             return None
-        known = {bytes.fromhex(key): name for key, name in found["kernels"].items()}
+        known = {bytes.fromhex(key): name for key, name in content["kernels"].items()}
         for key in known:
             if not cubin_cache.is_kept(self.target.arch, key, triton_images.file_name(key)):
                 return None
         ran = {
-            (op, name): Ran(objections, set(kernels))
-            for op, name, kernels, objections in found["ran"]
+            (op, name): Ran(reasons, set(kernels)) for op, name, kernels, reasons in content["ran"]
         }
         return Steps(ran, known=known)
 

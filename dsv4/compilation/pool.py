@@ -26,7 +26,7 @@ from dsv4.compilation.jobs import Job
 from dsv4.compilation.worker import Done, done, receive, send
 
 _MOST_WORKERS = 32
-_FEW = 2  # jobs that take less time than the start of a worker
+_SMALL_COUNT = 2  # jobs that take less time than the start of a worker
 _Process = subprocess.Popen[bytes] | forks.Fork
 
 
@@ -105,7 +105,7 @@ class Pool:
                 heapq.heappush(self._waiting, entry)
                 self._open += 1
             self._changed.notify_all()
-            several = len(self._waiting) > _FEW
+            several = len(self._waiting) > _SMALL_COUNT
         if several:
             self.start(min(self.workers, self._open))
 
@@ -118,7 +118,7 @@ class Pool:
         count = self.workers if count is None else count
         if self._threads or not can_start():
             return
-        if count > _FEW:
+        if count > _SMALL_COUNT:
             self._forks = forks.start(count, self._arch)
         self._threads = [
             threading.Thread(target=self._work, args=(i,), daemon=True) for i in range(count)
@@ -134,9 +134,9 @@ class Pool:
                 assert job is not None
                 result = Finished(job, done(job))
             else:
-                found = self._finished.get()
+                entry = self._finished.get()
                 # A job comes back where no process can be started.
-                result = found if isinstance(found, Finished) else Finished(found, done(found))
+                result = entry if isinstance(entry, Finished) else Finished(entry, done(entry))
             self._open -= 1
             yield result
 

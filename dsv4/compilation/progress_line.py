@@ -15,7 +15,7 @@ class Count(Protocol):
 
     def expect(self, more: int) -> None:
         """Count further steps."""
-        """So many more are to come."""
+        """Add ``more`` kernels to come."""
 
     def advance(self) -> None:
         """One more is ready."""
@@ -23,7 +23,7 @@ class Count(Protocol):
 
 @contextmanager
 def progress(shown: bool, what: str = "kernels") -> Iterator[Count]:
-    """Give what is told of each kernel.
+    """Yield a counter of kernels, which shows its progress.
 
     Args:
         shown: Whether to show anything.

@@ -81,8 +81,8 @@ class Recipe:
             firsts.setdefault(kind, i)
         chosen = list(firsts.values())
         named = [
-            (f"model.layers.{place}.{name}", weight)
-            for place, i in enumerate(chosen)
+            (f"model.layers.{position}.{name}", weight)
+            for position, i in enumerate(chosen)
             for name, weight in _weights(layers[i])
         ]
         others = [(n, w) for n, w in _weights(model) if not n.startswith(("model.layers.", "mtp."))]

@@ -49,11 +49,11 @@ def decode(magic: bytes, key: bytes, file: bytes) -> bytes:
     """
     if len(file) < _START:
         raise DamagedError(f"it has {len(file)} bytes, wanted at least {_START}")
-    found, digest = _HASHED.unpack_from(file)
+    stored, digest = _HASHED.unpack_from(file)
     version, made_for, size = _FIELDS.unpack_from(file, _HASHED.size)
-    if (found, version) != (magic, VERSION):
+    if (stored, version) != (magic, VERSION):
         raise DamagedError(
-            f"it begins with {found!r} version {version}, wanted {magic!r} {VERSION}"
+            f"it begins with {stored!r} version {version}, wanted {magic!r} {VERSION}"
         )
     if len(file) != _START + size:
         raise DamagedError(f"it has {len(file)} bytes, its header says {_START + size}")

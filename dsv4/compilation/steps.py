@@ -58,11 +58,11 @@ class Ran:
     """What runs an operator.
 
     Attributes:
-        objections: Of the implementations before it in the table, the first of each.
+        reasons: Of the implementations before it in the table, the first of each.
         kernels: Names of the Triton kernels that it launches.
     """
 
-    objections: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     kernels: set[str] = field(default_factory=set)
 
 
@@ -85,7 +85,7 @@ class Steps:
         self.requests.update(others.requests)
         for key, ran in others.ran.items():
             own = self.ran.setdefault(key, Ran())
-            own.objections = {**ran.objections, **own.objections}
+            own.reasons = {**ran.reasons, **own.reasons}
             own.kernels |= ran.kernels
 
 
@@ -159,8 +159,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     shapes = [StepShape(count, 1, context) for count in tokens]
     shapes += [StepShape(n, n, context) for n in sorted({*tokens[:16], *powers, *beyond})]
     for count in beyond:
-        some = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
-        shapes += [StepShape(n, count, context) for n in some]
+        counts = [n for n in (2 * count, 16 * count, max_tokens) if count < n <= max_tokens]
+        shapes += [StepShape(n, count, context) for n in counts]
     padded = [bucket for bucket in BUCKETS if bucket <= max_tokens]
     shapes += [StepShape(n, m, context) for n in padded for m in _PADDED_SEQUENCES]
     for narrow in _contexts(context):
@@ -202,14 +202,14 @@ def find_steps(
     config = model.config
     if shapes is None:
         shapes = step_shapes(max_tokens, config.max_position_embeddings)
-    found = Steps()
-    with _listing_for(target, found) as names, torch.inference_mode():
-        _pack(found, names)
+    steps = Steps()
+    with _listing_for(target, steps) as names, torch.inference_mode():
+        _pack(steps, names)
         _sample(config)
-        with _Recorder(found, names):
+        with _Recorder(steps, names):
             for shape in shapes:
                 _step(model, shape)
-    return found
+    return steps
 
 
 def of_each_kind(config: ModelConfig) -> ModelConfig:
@@ -275,9 +275,9 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
     if shape.sequences == shape.tokens:
         batch = Batch.decode(cache.lengths[rows], rows)
     else:
-        each = [shape.tokens // shape.sequences] * shape.sequences  # 0 of padding
-        each[0] += shape.tokens - sum(each)
-        batch = Batch.from_lengths(each, rows, rows)
+        lengths = [shape.tokens // shape.sequences] * shape.sequences  # 0 of padding
+        lengths[0] += shape.tokens - sum(lengths)
+        batch = Batch.from_lengths(lengths, rows, rows)
     ids = torch.zeros((1, shape.tokens), dtype=torch.int64, device="meta")
     hidden, _ = model.model(ids, None, CacheStep(cache, batch))
     cache.advance(batch)
@@ -315,7 +315,7 @@ def _sample(config: ModelConfig) -> None:
             sampling.sample(logits, rows, numbers, integers, rows, mask, filters=filters)
 
 
-def _pack(found: Steps, names: list[str]) -> None:
+def _pack(steps: Steps, names: list[str]) -> None:
     """The kernels that re-lay weights, there and back."""
     packing = importlib.import_module("dsv4.triton.fragments")
     codes, scales = (
@@ -324,15 +324,15 @@ def _pack(found: Steps, names: list[str]) -> None:
     for pairs in (False, True):
         packing.pack(codes, scales, pairs)
         packing.unpack(codes, scales, pairs)
-    found.ran[_PACKING, "triton"] = Ran(kernels=set(names))
+    steps.ran[_PACKING, "triton"] = Ran(kernels=set(names))
 
 
 class _Recorder(TorchDispatchMode):
     """Looks at every operator call of a step, and runs what compiles."""
 
-    def __init__(self, found: Steps, names: list[str]) -> None:
+    def __init__(self, steps: Steps, names: list[str]) -> None:
         super().__init__()
-        self.found, self.names = found, names
+        self.steps, self.names = steps, names
         self.seen: set[str] = set()
 
     def __torch_dispatch__(
@@ -344,33 +344,33 @@ class _Recorder(TorchDispatchMode):
 
     def _look(self, func: Any, args: tuple[Any, ...]) -> None:
         operation = OPERATIONS[func._opname]
-        op, given = operation.op, operation.arguments(args)
-        key = repr((op, [_described(arg) for arg in given]))
+        op, arguments = operation.op, operation.arguments(args)
+        key = repr((op, [_described(arg) for arg in arguments]))
         if key in self.seen:
             return
         self.seen.add(key)
-        call = dispatch.Call(op, given, _GPU)
-        objections = {}
+        call = dispatch.Call(op, arguments, _GPU)
+        reasons = {}
         for row in dispatch.implementations(op):
             why = row.unsupported_reason(call, dispatch.AUTO)
             if why is None:
                 break
-            objections[row.name] = why
-        ran = self.found.ran.setdefault((op, row.name), Ran())
-        ran.objections = {**objections, **ran.objections}
+            reasons[row.name] = why
+        ran = self.steps.ran.setdefault((op, row.name), Ran())
+        ran.reasons = {**reasons, **ran.reasons}
         self.names.clear()
         with self:
             if row.name in ("cute", "tcgen05"):
-                if isinstance(given, _GEMM_RECORDS):
-                    self._before_gemm(row, given)
+                if isinstance(arguments, _GEMM_RECORDS):
+                    self._before_gemm(row, arguments)
                 if op == "indexer_select":  # Triton has a part in it
-                    dispatch.first(op, given)
+                    dispatch.first(op, arguments)
             elif row.name != "reference":
-                dispatch.first(op, given)
+                dispatch.first(op, arguments)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
-                    experts = given.offsets.shape[0] - 1
-                    scales = given.offsets.new_empty(experts, dtype=torch.float32)
-                    dispatch.first(op, given._replace(input_scale=scales))
+                    experts = arguments.offsets.shape[0] - 1
+                    scales = arguments.offsets.new_empty(experts, dtype=torch.float32)
+                    dispatch.first(op, arguments._replace(input_scale=scales))
         ran.kernels.update(self.names)
 
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
@@ -386,8 +386,8 @@ class _Recorder(TorchDispatchMode):
         experts = args.offsets.shape[0] - 1 if grouped else 1
         for scale in (None, torch.empty(experts, dtype=torch.float32, device=args.x.device)):
             if row.name == "cute":
-                each = scale if scale is None else scale[:1]
-                bfloat16_operand(args.x, each)
+                row_scale = scale if scale is None else scale[:1]
+                bfloat16_operand(args.x, row_scale)
             elif grouped:
                 grouped_nvfp4.quantized((args.x, None, None, scale), args.offsets)
             else:
@@ -401,7 +401,7 @@ def _described(arg: Any) -> Any:
 
 
 @contextmanager
-def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
+def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     """Make launches list the kernels they would compile on the GPU; yields their names."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -421,7 +421,7 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
     def collect(request: Any) -> Any:
-        found.requests[request.key] = request
+        steps.requests[request.key] = request
         return request
 
     options = {"launch_pdl": True, "enable_fp_fusion": True}
@@ -449,9 +449,9 @@ def _listing_for(target: Target, found: Steps) -> Iterator[list[str]]:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         undo.callback(setattr, driver, "_active", driver._active)
-        device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), found)
+        device = _Driver(GPUTarget("cuda", 10 * capability[0] + capability[1], 32), steps)
         driver.set_active(device)
-        undo.callback(lambda: [k.device_caches.pop(found, None) for k in kernels.values()])
+        undo.callback(lambda: [k.device_caches.pop(steps, None) for k in kernels.values()])
         undo.enter_context(kernel_store.collecting(collect))
         yield names
 

@@ -57,7 +57,7 @@ class Warmup:
     """What ``warmup`` did; ``print`` shows all of it.
 
     Attributes:
-        kernels: How many CuTeDSL kernels the products and attention need.
+        kernels: How many CuTeDSL kernels the GEMMs and attention need.
         compiled: How many of them were neither in a bundle nor on disk.
         seconds: How long it took.
         triton: How many Triton kernels the steps need, every specialisation counted.
@@ -87,9 +87,9 @@ class Warmup:
         lines += [f"failed: {name}: {why}" for name, why in self.failed.items()]
         first = [operator for operator in self.operators if not operator.refused]
         others = [operator for operator in self.operators if operator.refused]
-        for title, some in (("compiled", first), ("no kernel of its own", others)):
-            if some:
-                lines += [f"{title}:", *(f"  {operator}" for operator in some)]
+        for title, listed in (("compiled", first), ("no kernel of its own", others)):
+            if listed:
+                lines += [f"{title}:", *(f"  {operator}" for operator in listed)]
         return "\n".join(lines)
 
 
@@ -216,14 +216,14 @@ def compile_model(
         work.finish()
     outcome, steps = work.outcome, stored or _steps.Steps()
     if listing is not None and stored is None:
-        steps, skipped = _found(work)
+        steps, skipped = _steps_of(work)
         if steps.requests and not outcome.failed:
             listing.keep(steps)
             outcome.lists.append(listing.encode(steps))
     new = [job for job in outcome.jobs if job.key in outcome.compiled]
     number = sum(isinstance(job, CuteJob) for job in new)
     operators = tuple(
-        Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.objections.items()))
+        Operator(name, implementation, tuple(sorted(ran.kernels)), tuple(ran.reasons.items()))
         for (name, implementation), ran in steps.ran.items()
     )
     seconds = time.perf_counter() - start
@@ -245,7 +245,7 @@ def _listing(
     return Listing(Recipe.of(model), target, max_tokens), ""
 
 
-def _found(work: _compile.Compilation) -> tuple[_steps.Steps, str]:
+def _steps_of(work: _compile.Compilation) -> tuple[_steps.Steps, str]:
     """The list, or why it could not be made: then kernels are compiled at their first launch."""
     try:
         return work.steps(), ""
@@ -273,21 +273,21 @@ def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) 
             raise RuntimeError(
                 "warmup: there is no CUDA GPU; name one to compile for, e.g. arch='sm_90a'"
             )
-    found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    if found.type != "cuda":
-        raise ValueError(f"warmup: device is {found}, wanted a CUDA GPU")
-    index = torch.cuda.current_device() if found.index is None else found.index
+    target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if target.type != "cuda":
+        raise ValueError(f"warmup: device is {target}, wanted a CUDA GPU")
+    index = torch.cuda.current_device() if target.index is None else target.index
     return torch.device("cuda", index)
 
 
 def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
     """The name to compile for; None if there are no kernels for the GPU."""
     if arch is not None and arch not in ARCHITECTURES.values():
-        wanted = ", ".join(map(repr, ARCHITECTURES.values()))
-        raise ValueError(f"warmup: arch is {arch!r}, wanted one of {wanted}")
+        known = ", ".join(map(repr, ARCHITECTURES.values()))
+        raise ValueError(f"warmup: arch is {arch!r}, wanted one of {known}")
     if gpu is None:
         return arch
-    found = ARCHITECTURES.get(capability(gpu))
-    if arch is not None and arch != found:
-        raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {found or 'none'}")
-    return found
+    own = ARCHITECTURES.get(capability(gpu))
+    if arch is not None and arch != own:
+        raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {own or 'none'}")
+    return own

@@ -85,8 +85,8 @@ def main() -> None:
 
 def serve(jobs: IO[bytes], answers: IO[bytes]) -> None:
     """Do jobs of a stream until it ends."""
-    with tempfile.TemporaryDirectory() as room:
-        os.environ["TRITON_CACHE_DIR"] = room  # the parent keeps what is compiled
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder  # the parent keeps what is compiled
         while True:
             try:
                 job = receive(jobs)

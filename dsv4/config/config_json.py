@@ -40,15 +40,15 @@ def parse(values: Mapping[str, Any]) -> dict[str, Any]:
         *fields.wrong_types(values),
         *_alias_problems(values),
     ]
-    found = {name: values[name] for name in (*REQUIRED, *OPTIONAL) if name in values}
+    known_values = {name: values[name] for name in (*REQUIRED, *OPTIONAL) if name in values}
     if not problems:
-        found["compress_rates"] = _read_rates(values, problems)
-        found["layer_types"] = _layer_types(values, found["compress_rates"], problems)
-        found["mlp_layer_types"] = _mlp_layer_types(values, problems)
-        found.update(_ropes(values, problems))
+        known_values["compress_rates"] = _read_rates(values, problems)
+        known_values["layer_types"] = _layer_types(values, known_values["compress_rates"], problems)
+        known_values["mlp_layer_types"] = _mlp_layer_types(values, problems)
+        known_values.update(_ropes(values, problems))
     if problems:
         raise ValueError("config.json: " + "; ".join(problems))
-    return found
+    return known_values
 
 
 def _missing(values: Mapping[str, Any]) -> list[str]:
@@ -85,22 +85,22 @@ def rates(table: Any) -> tuple[int, int]:
 
 def _read_rates(values: Mapping[str, Any], problems: list[str]) -> tuple[int, int]:
     table = values.get("compress_rates")
-    found = [4, 128]
+    pair = [4, 128]
     try:
-        found = [4, 128] if table is None else list(rates(table))
+        pair = [4, 128] if table is None else list(rates(table))
     except ValueError as error:
         problems.append(str(error))
-    for place, name in enumerate(("compress_rate_csa", "compress_rate_hca")):
+    for index, name in enumerate(("compress_rate_csa", "compress_rate_hca")):
         rate = values.get(name)
         if rate is None:
             continue
         if not is_integer(rate, 1):
             problems.append(f"{name} is {show(rate)}, wanted an integer >= 1 or null")
-        elif table is not None and rate != found[place]:
-            problems.append(f"{name} is {rate}, which contradicts compress_rates ({found[place]})")
+        elif table is not None and rate != pair[index]:
+            problems.append(f"{name} is {rate}, which contradicts compress_rates ({pair[index]})")
         else:
-            found[place] = rate
-    return found[0], found[1]
+            pair[index] = rate
+    return pair[0], pair[1]
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
@@ -136,8 +136,8 @@ def _layer_types(
     by_ratio = {0: SLIDING, compress_rates[0]: CSA, compress_rates[1]: HCA}
     strange = sorted({show(r) for r in ratios if r not in by_ratio})
     if strange:
-        wanted = ", ".join(map(str, by_ratio))
-        problems.append(f"compress_ratios holds {', '.join(strange[:6])}, wanted {wanted}")
+        known = ", ".join(map(str, by_ratio))
+        problems.append(f"compress_ratios holds {', '.join(strange[:6])}, wanted {known}")
         return ()
     count = values["num_hidden_layers"]
     total = count + values.get("num_nextn_predict_layers", 0)
@@ -216,7 +216,7 @@ def _rope_tables(
             problems.append(f"rope_parameters.{name} is {show(table)}, wanted a table")
             table = {}
         pair.append(dict(table))
-    # transformers drops what it finds beside the two tables.
+    # transformers drops what it finds in addition to the two tables.
     problems.extend(f"unknown field rope_parameters.{show(k)[1:-1]}" for k in nested)
     if scaling and any(scaling.get(k) != pair[1].get(k) for k in _YARN):
         problems.append("rope_scaling contradicts rope_parameters")
@@ -224,11 +224,11 @@ def _rope_tables(
 
 
 def _flat(values: Mapping[str, Any], table: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """YaRN's table alone: its theta, if it has one, repeats one of the two beside it."""
+    """YaRN's table alone: its theta, if it has one, repeats one of the two next to it."""
     theta = table.pop("rope_theta", None)
-    beside = [values.get("rope_theta"), values.get("compress_rope_theta")]
-    if theta is not None and theta not in beside:
-        problems.append(f"rope_theta of the rope table is {show(theta)}, wanted one of {beside}")
+    thetas = [values.get("rope_theta"), values.get("compress_rope_theta")]
+    if theta is not None and theta not in thetas:
+        problems.append(f"rope_theta of the rope table is {show(theta)}, wanted one of {thetas}")
     return table
 
 
@@ -326,13 +326,13 @@ def _yarn_types(table: Mapping[str, Any]) -> list[str]:
         if name not in table or (optional and value is None):
             continue
         if whole:
-            sound, wanted = is_integer(value, 1), "an integer >= 1"
+            sound, expected = is_integer(value, 1), "an integer >= 1"
         elif optional:
-            sound, wanted = is_number(value), "a number > 0"
+            sound, expected = is_number(value), "a number > 0"
         else:
-            sound, wanted = is_number(value) and not value < 1, "a number >= 1"
+            sound, expected = is_number(value) and not value < 1, "a number >= 1"
         if not sound:
-            problems.append(f"rope_scaling.{name} is {show(value)}, wanted {wanted}")
+            problems.append(f"rope_scaling.{name} is {show(value)}, wanted {expected}")
     return problems
 
 

@@ -151,16 +151,16 @@ _V41 = (
 
 def another_model(values: Mapping[str, Any]) -> str | None:
     """The one sentence that says that a file is another architecture's; None if it is not."""
-    wanted = FIXED["model_type"][0]
-    kind = values.get("model_type", wanted)
+    expected = FIXED["model_type"][0]
+    kind = values.get("model_type", expected)
     if isinstance(kind, str) and kind.startswith("deepseek_v41"):
-        return f"model_type is {show(kind)}, wanted {wanted!r}: {_V41}"
-    if kind != wanted:
-        return f"model_type is {show(kind)}, wanted {wanted!r}"
+        return f"model_type is {show(kind)}, wanted {expected!r}: {_V41}"
+    if kind != expected:
+        return f"model_type is {show(kind)}, wanted {expected!r}"
     alien = sorted(str(name) for name in values if _V41_FIELDS.fullmatch(str(name)))
     alien = [name for name in alien if values[name] is not None]
     if alien:
-        return f"{alien[0]} is a field of {_ANOTHER}, wanted those of {wanted!r}: {_V41}"
+        return f"{alien[0]} is a field of {_ANOTHER}, wanted those of {expected!r}: {_V41}"
     classes = values.get("architectures")
     ours = isinstance(classes, list) and any(str(n).startswith("DeepseekV4") for n in classes)
     if "model_type" not in values and classes and not ours:
@@ -206,9 +206,9 @@ def fixed(values: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _same(value: Any, wanted: Any) -> bool:
-    """Equality that keeps True and 1 apart."""
-    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+def _same(value: Any, expected: Any) -> bool:
+    """Equality that distinguishes True from 1."""
+    return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 def is_integer(value: Any, least: int = 0) -> bool:
@@ -244,8 +244,8 @@ def _wrong_ids(values: Mapping[str, Any]) -> list[str]:
             continue
         several = name == "eos_token_id" and isinstance(value, (list, tuple)) and len(value) > 0
         if not (several and all(map(is_integer, value))):
-            wanted = "an id, a list of ids or null" if name == "eos_token_id" else "an id or null"
-            problems.append(f"{name} is {show(value)}, wanted {wanted}")
+            expected = "an id, a list of ids or null" if name == "eos_token_id" else "an id or null"
+            problems.append(f"{name} is {show(value)}, wanted {expected}")
     return problems
 
 

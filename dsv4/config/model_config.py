@@ -202,8 +202,8 @@ class ModelConfig:
                 if isinstance(value, bool) or not isinstance(value, (int, float)):
                     raise TypeError(f"ModelConfig: {f.name} is {value!r}, wanted a number")
                 if not is_number(value):
-                    found = show(value)
-                    raise ValueError(f"ModelConfig: {f.name} is {found}, wanted a number > 0")
+                    shown = show(value)
+                    raise ValueError(f"ModelConfig: {f.name} is {shown}, wanted a number > 0")
 
     def _schedule_problems(self) -> Iterator[str]:
         n = self.num_hidden_layers
@@ -269,12 +269,12 @@ class ModelConfig:
             ValueError: naming every missing, unknown or contradictory field at once. A file
                 without a layer schedule is an error: there is no default one (pitfall 42).
         """
-        found = config_json.parse(values)
+        fields = config_json.parse(values)
         for name in ("rope_main", "rope_compress"):
-            found[name] = RopeParameters(**found[name])
-        found["compress_rates"] = CompressRates(*found["compress_rates"])
+            fields[name] = RopeParameters(**fields[name])
+        fields["compress_rates"] = CompressRates(*fields["compress_rates"])
         try:
-            return cls(**found, numerics=numerics, activation=activation)
+            return cls(**fields, numerics=numerics, activation=activation)
         except ValueError as error:
             if numerics not in NUMERICS or activation not in ACTIVATIONS:
                 raise

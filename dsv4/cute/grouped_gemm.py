@@ -1,10 +1,9 @@
-"""CuTeDSL products of sorted rows with NVFP4 experts in the layout ``"fragments_16x64"``."""
+"""Launchers of the CuTeDSL grouped GEMMs with NVFP4 weights in the layout ``fragments_16x64``."""
 
 from __future__ import annotations
 
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from dsv4.cute.gemm import packed_matrices
 from dsv4.cute.grouped_problem import Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.runtime.driver import Launch, Matrix, Parameters
+from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     aligned,
     architecture,
@@ -25,12 +24,19 @@ from dsv4.cute.runtime.launch import (
     stream_of,
 )
 from dsv4.cute.sm90.grouped_gemm_plans import (
-    GroupedSmallMPlan,
-    GroupedWgmmaPlan,
-    Share,
-    counts_tiles,
-    shares,
+    GroupedPlan,
+    LaunchPlan,
+    launch_plans,
+    uses_tile_counters,
 )
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
+    ALL_READY,
+    GROUPED_SMALL_M_ABI,
+    NOTHING_READY,
+    OFFSETS_READY,
+    GroupedSmallMPlan,
+)
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
 from dsv4.ops.grouped_gemm import (
     GroupedGemmArgs,
     GroupedGemmSwigluArgs,
@@ -40,38 +46,28 @@ from dsv4.ops.grouped_gemm import (
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.quant.formats import SWIZZLED_EXPERTS
 
-# Parameters of the kernels, in the order of ``GroupedSmallMKernel.kernel`` and
-# ``GroupedWgmmaKernel.kernel``. Before the latter's come what tensor copies need, the sizes of X,
-# and a layout without any content.
-FEW_PARAMETERS = Parameters(*"q" * 11, *"iii", "q", *"i" * 8, "f")
-PARAMETERS = Parameters(*["128s"] * 3, *["2i"] * 3, "s", *"q" * 10, *"iiiii", "q", *"i" * 9, "f")
-_BEFORE, _ADDRESSES = struct.Struct("@6is0q"), struct.Struct("@10q")
-_FEW_ADDRESSES = struct.Struct("@11q")
-_FEW_AFTER, _AFTER = struct.Struct("@3iq8if"), struct.Struct("@5iq9if")
-
-# Their fields, without the names.
-_Experts = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
+# Fields of an ``Experts``, without its name.
+_Problem = tuple[int, int, int, bool, bool, bool, bool, bool, bool]
 _ROW_SCALED = 4
+_AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
+_small_m_pointers = GROUPED_SMALL_M_ABI.pointers
+_wgmma_pointers = GROUPED_WGMMA_ABI.pointers
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
     Nothing but the result, and at most 128 bytes for counters, is allocated for bfloat16
-    activations whose rows begin at multiples of 16 bytes. Codes are expanded first.
+    activations whose rows begin at multiples of 16 bytes. Codes are dequantized first.
     """
-    assert args.scales is not None
-    assert args.global_scale is not None
     x = _values(args.x, args.x_scales)
     (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     kind = (args.out_dtype == torch.float32, scaled, False, False, False, False)
-    wanted = (rows, columns, experts, *kind)
     if out is None:
         out = x.new_empty((tokens, rows), dtype=args.out_dtype)
-    parts = (args.weight, args.scales, args.global_scale, args.offsets)
-    of_x = (args.input_scale, args.row_scale)
-    _product(wanted, x, parts, tuple(args.segments), of_x, None, math.inf, (out,), args.settled)
+    problem = (rows, columns, experts, *kind)
+    _multiply(problem, args, x, None, math.inf, (out, None, None, None), args.settled)
     return out
 
 
@@ -79,21 +75,17 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
-    assert args.scales is not None
-    assert args.global_scale is not None
     x, row_weight = _values(args.x, args.x_scales), args.row_weight
     (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
-    kind = (args.out_dtype == torch.float32, scaled, True, row_weight is not None)
-    wanted = (rows, columns, experts, *kind, False, False)
+    kind = (args.out_dtype == torch.float32, scaled, True, row_weight is not None, False, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     if out is None:
         out = x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
-    parts = (args.weight, args.scales, args.global_scale, args.offsets)
-    bound = math.inf if args.limit is None else args.limit
-    of_x = (args.input_scale, args.row_scale)
-    _product(wanted, x, parts, tuple(args.segments), of_x, row_weight, bound, (out,))
+    limit = math.inf if args.limit is None else args.limit
+    problem = (rows, columns, experts, *kind)
+    _multiply(problem, args, x, row_weight, limit, (out, None, None, None))
     return out
 
 
@@ -101,22 +93,17 @@ def grouped_gemm_swiglu_quantize(
     args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
-    assert args.scales is not None
-    assert args.global_scale is not None
     x, row_weight = _values(args.x, args.x_scales), args.row_weight
     experts, rows, _ = args.weight.shape
-    weighted = row_weight is not None
     scaled = args.activation == "nvfp4" or args.row_scale is not None
-    kind = (False, scaled, True, weighted, True, args.scale_layout == SWIZZLED_EXPERTS)
-    wanted = (rows, x.shape[1], experts, *kind)
+    swizzled = args.scale_layout == SWIZZLED_EXPERTS
+    kind = (False, scaled, True, row_weight is not None, True, swizzled)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
     out = empty_codes(x, args.weight, args.scale_layout)
-    parts = (args.weight, args.scales, args.global_scale, args.offsets)
-    bound = math.inf if args.limit is None else args.limit
-    results = (*out, args.result_scale.contiguous())
-    of_x = (args.input_scale, args.row_scale)
-    _product(wanted, x, parts, tuple(args.segments), of_x, row_weight, bound, results)
+    limit = math.inf if args.limit is None else args.limit
+    problem = (rows, x.shape[1], experts, *kind)
+    _multiply(problem, args, x, row_weight, limit, (*out, args.result_scale.contiguous()))
     return out
 
 
@@ -125,72 +112,103 @@ def _values(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     return x if scales is None else block_values(x, scales, torch.bfloat16)
 
 
-def _product(
-    wanted: _Experts,
+def _multiply(
+    problem: _Problem,
+    args: _AnyArgs,
     x: torch.Tensor,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    segments: tuple[int, ...],
-    of_x: tuple[torch.Tensor | None, torch.Tensor | None],
     row_weight: torch.Tensor | None,
     limit: float,
-    results: tuple[torch.Tensor, ...],
-    settled: bool = False,
+    results: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    offsets_ready: bool = False,
 ) -> None:
-    """Fills the results: one, or codes, block scales and rows' scales, of each expert's scale.
+    """Fill the results.
 
-    ``of_x`` is ``input_scale`` and ``row_scale`` of the operator.
+    Args:
+        problem: Fields of an ``Experts``.
+        args: Of the operator.
+        x: Its rows of X.
+        row_weight: float32 weights of these rows.
+        limit: Clamp of SwiGLU.
+        results: The result; where it is NVFP4, its codes, block scales and row scales, and then the
+            scale of each expert's results, which is read.
+        offsets_ready: Whether the preceding kernel does not write the offsets.
     """
     tokens, device = x.shape[0], x.get_device()
     if not tokens:
         return
     if current_device() != device:
         with torch.cuda.device(device):
-            _product(wanted, x, parts, segments, of_x, row_weight, limit, results, settled)
+            _multiply(problem, args, x, row_weight, limit, results, offsets_ready)
         return
-    codes, scales, global_scale, offsets = parts
-    input_scale, row_scale = of_x
-    if wanted[_ROW_SCALED] and row_scale is None:
-        each = None if input_scale is None else of_rows(input_scale, offsets, tokens)
-        x, row_scale = bfloat16_operand(x, each)
+    row_scale, global_scale = args.row_scale, args.global_scale
+    assert global_scale is not None
+    if problem[_ROW_SCALED] and row_scale is None:
+        input_scale = args.input_scale
+        by_row = None if input_scale is None else of_rows(input_scale, args.offsets, tokens)
+        x, row_scale = bfloat16_operand(x, by_row)
     x, _, token_stride = aligned(x, tokens)
-    # The weights' addresses are for tensor copies, or for the kernel itself: that for few rows.
-    out, *of_codes = results
-    block_scales, row_scales, codes_scale = of_codes or (None, None, None)
-    of_weight = (codes, scales, global_scale)
-    others = (x, row_scale, row_weight, out, offsets, codes_scale, block_scales, row_scales)
-    operands, stream = (x, *of_weight, *others), stream_of(device)
-    kind = (wanted, tokens, token_stride, segments, global_scale.shape[-1], limit, settled, device)
-    counters = 0
+    out, block_scales, row_scales, result_scale = results
+    operands = (
+        *(x, args.weight, args.scales, global_scale, row_scale, row_weight),
+        *(out, args.offsets, result_scale, block_scales, row_scales),
+    )
+    segments, stream = tuple(args.segments), stream_of(device)
+    scales = global_scale.shape[-1]
+    kind = (problem, tokens, token_stride, segments, scales, limit, offsets_ready, device)
     prepared = _prepared(*kind, get_ident())
-    if prepared.counted:
-        numbers = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
-        counters = numbers.data_ptr()
-    else:
+    if not prepared.counted:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
         return
+    # A tape would repeat the launches, but not set the counters to 0.
+    counters = torch.zeros(len(prepared.launches), dtype=torch.int32, device=x.device)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
-    _launch_all(kind, stream, addresses, counters)
+    _launch_all(kind, stream, addresses, counters.data_ptr())
 
 
 def _launch_all(
     kind: tuple[Any, ...], stream: int, addresses: Sequence[int], counters: int = 0
 ) -> None:
-    """Launch a product on the current GPU.
+    """Launch a grouped GEMM on the current GPU.
 
     Args:
-        kind: What ``_prepared`` takes first.
+        kind: First arguments of ``_prepared``.
         stream: The driver's handle.
-        addresses: Of what TMA copies read (x, codes, block scales), then of the other operands, in
-            the order of the kernels' parameters.
-        counters: Address of zeros for the blocks' counts of tiles, or 0.
+        addresses: Of ``operands`` in ``_multiply``; 0 for those that there are not.
+        counters: Address of an int32 0 for each launch, which counts its tiles, or 0.
     """
+    x, codes, scales, global_scale, token_scale, row_weight, *others = addresses
+    out, offsets, result_scale, out_block_scales, out_row_scale = others
     prepared = _prepared(*kind, get_ident())
-    for i, (launch, few) in enumerate(prepared.launches):
-        if few:  # which reads the weight by itself, and has no counter
-            launch(stream, addresses[1:])
+    for i, (launch, is_small_m) in enumerate(prepared.launches):
+        if is_small_m:  # which reads codes and scales without TMA, and has no counter
+            pointers = _small_m_pointers(
+                codes=codes,
+                scales=scales,
+                global_scale=global_scale,
+                x=x,
+                token_scale=token_scale,
+                row_weight=row_weight,
+                out=out,
+                offsets=offsets,
+                result_scale=result_scale,
+                out_block_scales=out_block_scales,
+                out_row_scale=out_row_scale,
+            )
+            launch(stream, pointers)
         else:
-            counter = counters and counters + 4 * i
-            launch(stream, (*addresses[3:], counter), described=tuple(addresses[:3]))
+            pointers = _wgmma_pointers(
+                global_scale=global_scale,
+                x=x,
+                token_scale=token_scale,
+                row_weight=row_weight,
+                out=out,
+                offsets=offsets,
+                result_scale=result_scale,
+                out_block_scales=out_block_scales,
+                out_row_scale=out_row_scale,
+                tile_counter=counters and counters + 4 * i,
+            )
+            launch(stream, pointers, described=(x, codes, scales))
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -204,11 +222,12 @@ def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Ten
 
 
 class _Prepared(NamedTuple):
-    """The launches of a product.
+    """The launches of a grouped GEMM.
 
     Attributes:
-        launches: Each with whether it is of the kernel for few rows.
-        counted: Whether their blocks count tiles.
+        launches: Each with whether it is of the small-M kernel. Plain tuples, because unpacking a
+            named one takes 0.1 us more in every launch (CPython 3.11).
+        counted: Whether their CTAs take tiles by counters.
     """
 
     launches: tuple[tuple[Launch, bool], ...]
@@ -217,78 +236,119 @@ class _Prepared(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    wanted: _Experts,
+    problem: _Problem,
     tokens: int,
     token_stride: int,
     segments: tuple[int, ...],
-    scales_each: int,
+    scales: int,
     limit: float,
-    settled: bool,
+    offsets_ready: bool,
     device: int,
     thread: int,
 ) -> _Prepared:
-    """Made once in every thread, because it takes longer than a launch."""
-    experts = Experts(*wanted)
-    found = shares(experts, tokens, architecture(device))
-    assert found
-    rest = (token_stride, scales_each, *cuts(segments), not segments and scales_each > 1, 16)
-    last = len(found) - 1
-    launches = tuple(
-        _launch(
-            share,
-            experts,
-            # Rows of no expert are filled once, by the last one.
-            (tokens, tokens if i == last else 0),
-            (*rest, *_loads(share, settled, i > 0), limit),
-            device,
-        )
-        for i, share in enumerate(found)
-    )
-    few = [isinstance(share.plan, GroupedSmallMPlan) for share in found]
-    counted = len(found) > 1 and counts_tiles(experts, tokens)
-    return _Prepared(tuple(zip(launches, few, strict=True)), counted)
+    """The launches of a grouped GEMM.
+
+    Made once in every thread, because it takes longer than a launch.
+
+    Args:
+        problem: Fields of an ``Experts``.
+        tokens: Rows of X.
+        token_stride: Elements from one row of X to the next.
+        segments: Rows of an expert's weight that share a global scale each.
+        scales: Global scales of an expert.
+        limit: Clamp of SwiGLU.
+        offsets_ready: Whether the preceding kernel does not write the offsets.
+        device: Index of the GPU.
+        thread: Identifier of the thread; a launch is for one thread at a time.
+    """
+    experts, arch = Experts(*problem), architecture(device)
+    planned = launch_plans(experts, tokens, arch)
+    assert planned
+    cut0, cut1, cut2 = cuts(segments)
+    common = {
+        "experts": experts.experts,
+        "token_stride": token_stride,
+        "expert_scales": scales,
+        "cut0": cut0,
+        "cut1": cut1,
+        "cut2": cut2,
+        "scale_rows": not segments and scales > 1,
+        "opaque_16": 16,
+        "limit": limit,
+    }
+    launches = []
+    for i, launch_plan in enumerate(planned):
+        kernel = loaded(launch_plan.plan, arch)
+        ctas = kernel.prepare(device)  # as many as the GPU holds: the kernels find their tiles
+        # Rows of no expert are cleared once, by the last launch.
+        values = {**common, "clear_end": tokens if i == len(planned) - 1 else 0}
+        if isinstance(launch_plan.plan, GroupedSmallMPlan):
+            # Another launch of the same GEMM, which it follows, has waited for the operands.
+            ready = ALL_READY if i else OFFSETS_READY if offsets_ready else NOTHING_READY
+            launch = _small_m(kernel, ctas, launch_plan, experts, ready, values)
+            launches.append((launch, True))
+        else:
+            x = Matrix(tokens, experts.columns, token_stride, launch_plan.plan.tma_tokens)
+            launch = _wgmma(kernel, ctas, launch_plan, experts, x, i > 0, values)
+            launches.append((launch, False))
+    counted = len(planned) > 1 and uses_tile_counters(experts, tokens)
+    return _Prepared(tuple(launches), counted)
 
 
-def _loads(share: Share, settled: bool, beside: bool) -> tuple[int, ...]:
-    """What a kernel is told of the experts that are its, and of what it need not wait for."""
-    if isinstance(share.plan, GroupedSmallMPlan):
-        return share.most, 2 if beside else int(settled)
-    return share.above, share.most, beside
-
-
-def _launch(
-    share: Share,
+def _small_m(
+    kernel: Kernel,
+    ctas: int,
+    launch_plan: LaunchPlan,
     experts: Experts,
-    tokens: tuple[int, int],
-    rest: tuple[float, ...],
-    device: int,
+    ready: int,
+    values: dict[str, float],
 ) -> Launch:
-    """One launch; of the rows of X, and of those that are filled where they are no expert's."""
-    plan = share.plan
-    kernel = loaded(plan, architecture(device))
-    resident = kernel.prepare(device)
-    rows, sizes = tokens[0], (tokens[1], experts.experts)
-    if isinstance(plan, GroupedSmallMPlan):
-        after = _FEW_AFTER.pack(*sizes, experts.rows // 16 // plan.unit_tiles, *rest)
-        return Launch(kernel, resident, FEW_PARAMETERS, b"", _FEW_ADDRESSES, after)
-    tiles, k_blocks = experts.rows // 16, experts.columns // 64
-    row_blocks = -(-experts.rows // plan.rows)
-    after = _AFTER.pack(*sizes, k_blocks, tiles, row_blocks, *rest)
-    matrices = (
-        Matrix(rows, experts.columns, int(rest[0]), plan.tma_tokens, 64),
-        *packed_matrices(plan, experts.experts * tiles, k_blocks),
+    """A launch of the small-M kernel."""
+    plan = launch_plan.plan
+    assert isinstance(plan, GroupedSmallMPlan)
+    return GROUPED_SMALL_M_ABI.launch(
+        kernel,
+        ctas,
+        (),
+        units=experts.rows // 16 // plan.unit_tiles,
+        most_rows=launch_plan.most_rows,
+        ready=ready,
+        **values,
     )
-    before = _BEFORE.pack(*(size for m in matrices for size in (m.rows, m.columns)), b"")
-    return Launch(kernel, resident, PARAMETERS, before, _ADDRESSES, after, matrices)
 
 
-def plans(
-    experts: Experts, max_tokens: int, arch: str = HOPPER
-) -> list[GroupedWgmmaPlan | GroupedSmallMPlan]:
+def _wgmma(
+    kernel: Kernel,
+    ctas: int,
+    launch_plan: LaunchPlan,
+    experts: Experts,
+    x: Matrix,
+    all_ready: bool,
+    values: dict[str, float],
+) -> Launch:
+    """A launch of the wgmma kernel."""
+    plan = launch_plan.plan
+    assert isinstance(plan, GroupedWgmmaPlan)
+    row_tiles, k_blocks = experts.rows // 16, experts.columns // 64
+    return GROUPED_WGMMA_ABI.launch(
+        kernel,
+        ctas,
+        (x, *packed_matrices(plan, experts.experts * row_tiles, k_blocks)),
+        k_blocks=k_blocks,
+        row_tiles=row_tiles,
+        row_blocks=-(-experts.rows // plan.rows),
+        above_rows=launch_plan.above_rows,
+        most_rows=launch_plan.most_rows,
+        all_ready=all_ready,
+        **values,
+    )
+
+
+def plans(experts: Experts, max_tokens: int, arch: str = HOPPER) -> list[GroupedPlan]:
     """The configurations taken for 1 to ``max_tokens`` rows of X, each once."""
-    stand, tokens = [], 1
+    representatives, tokens = [], 1
     while tokens < max_tokens:
-        stand.append(tokens)
+        representatives.append(tokens)
         tokens = counted_as(tokens + 1)
-    found = (shares(experts, count, arch) for count in [*stand, max_tokens])
-    return list(dict.fromkeys(share.plan for some in found for share in some))
+    launches = (launch_plans(experts, count, arch) for count in [*representatives, max_tokens])
+    return list(dict.fromkeys(x.plan for launch in launches for x in launch))

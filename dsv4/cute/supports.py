@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts
 from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
-from dsv4.cute.sm90.grouped_gemm_plans import MOST_EXPERTS
-from dsv4.cute.sm90.grouped_gemm_plans import choose as choose_grouped
+from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.cute.sm90.topk_plan import is_long
@@ -174,7 +173,7 @@ def _grouped_sizes(
         return reason
     experts, rows, half = codes
     sizes = Experts(rows, 2 * half, experts, out_dtype == torch.float32, False)
-    if choose_grouped(sizes, max(tokens, 1), ARCHITECTURES[capability(device)]) is None:
+    if typical_plan(sizes, max(tokens, 1), ARCHITECTURES[capability(device)]) is None:
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_EXPERTS} and "
             "a multiple of 128"

@@ -76,11 +76,11 @@ def check_signature(theirs: type[nn.Module], ours: type[nn.Module]) -> None:
     """Compare the forward of a class of transformers with that of its replacement.
 
     Raises:
-        TypeError: naming the class, an argument that ours does not take or takes in another place,
-            and transformers' version.
+        TypeError: naming the class, an argument that ours does not take or takes at another
+            position, and transformers' version.
     """
-    wanted, known = _Parameters.of(theirs), _Parameters.of(ours)
-    for problem in _differences(wanted, known):
+    expected, known = _Parameters.of(theirs), _Parameters.of(ours)
+    for problem in _differences(expected, known):
         raise TypeError(
             f"{theirs.__name__}.forward of transformers {transformers_version()}: {problem}. "
             f"Install transformers {'.'.join(map(str, NEWEST_TESTED))}, or leave the part that "
@@ -88,15 +88,15 @@ def check_signature(theirs: type[nn.Module], ours: type[nn.Module]) -> None:
         )
 
 
-def _differences(wanted: _Parameters, known: _Parameters) -> Iterator[str]:
-    for name in wanted.names:
+def _differences(expected: _Parameters, known: _Parameters) -> Iterator[str]:
+    for name in expected.names:
         if name not in known.names:
             yield f"dsv4 does not know its argument {name!r}"
-    places = zip(wanted.names, known.names, strict=False)
-    for place, (name, ours) in enumerate(places):
+    pairs = zip(expected.names, known.names, strict=False)
+    for position, (name, ours) in enumerate(pairs):
         if name != ours:
-            yield f"its argument {place} is {name!r}, wanted {ours!r}"
-    if wanted.rest and not known.rest:
+            yield f"its argument {position} is {name!r}, wanted {ours!r}"
+    if expected.rest and not known.rest:
         yield "it takes any keyword argument, and dsv4's takes none beyond its own"
 
 

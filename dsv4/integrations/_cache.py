@@ -22,23 +22,23 @@ class PackedRows:
 
     Attributes:
         step: The paged cache and the flat batch.
-        kept: Which of the ``B * S`` tokens those are, ``[T]``; None: all.
+        real_tokens: Which of the ``B * S`` tokens those are, ``[T]``; None: all.
     """
 
     step: CacheStep
-    kept: torch.Tensor | None
+    real_tokens: torch.Tensor | None
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, S, H]`` to ``[1, T, H]``."""
         flat = x.reshape(1, -1, x.shape[-1])
-        return flat if self.kept is None else flat[:, self.kept]
+        return flat if self.real_tokens is None else flat[:, self.real_tokens]
 
     def unpack(self, y: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """``[1, T, H]`` to the shape of ``like``, zeros for padding."""
-        if self.kept is None:
+        if self.real_tokens is None:
             return y.view(*like.shape[:2], -1)
         out = y.new_zeros(like.shape[0] * like.shape[1], y.shape[-1])
-        out[self.kept] = y[0]
+        out[self.real_tokens] = y[0]
         return out.view(*like.shape[:2], -1)
 
 
@@ -163,7 +163,7 @@ class PagedTransformersCache(Cache):
         position_ids: torch.Tensor | None,
     ) -> PackedRows:
         there = self._take_rows(rows)
-        lengths, kept = [tokens] * rows, None
+        lengths, real_tokens = [tokens] * rows, None
         # Padding is on the left: once every row has begun, a single token is none.
         if tokens > 1 or not self._all_begun or there.device.type == "cpu":
             real = self._real(rows, tokens, mask, there.device)
@@ -175,15 +175,15 @@ class PagedTransformersCache(Cache):
                     "row has begun, wanted 1"
                 )
             if sum(lengths) < rows * tokens:
-                kept = real.reshape(-1).nonzero().squeeze(1)
+                real_tokens = real.reshape(-1).nonzero().squeeze(1)
         self.paged.prepare(self._rows, lengths)
         starts = self.paged.lengths[there]
-        if tokens == 1 and kept is None:
+        if tokens == 1 and real_tokens is None:
             batch = Batch.decode(starts, there)
         else:
             batch = Batch.from_lengths(lengths, starts, there)
         self._all_begun = self._all_begun or all(lengths)
-        return PackedRows(CacheStep(self.paged, batch), kept)
+        return PackedRows(CacheStep(self.paged, batch), real_tokens)
 
     @staticmethod
     def _real(
@@ -208,9 +208,9 @@ class PagedTransformersCache(Cache):
         tokens = real.shape[1]
         if mask is not None:
             band = window_band(tokens, tokens, self.paged.config.sliding_window, real.device)
-            wanted = band & real.unsqueeze(1)
+            allowed = band & real.unsqueeze(1)
             # What a padding token sees is nobody's concern.
-            same = (shown_by(mask[:, 0]) == wanted) | ~real.unsqueeze(2)
+            same = (shown_by(mask[:, 0]) == allowed) | ~real.unsqueeze(2)
             masked = same.all() & ~is_bias(mask)
         if position_ids is not None:
             columns = torch.arange(tokens, device=real.device) + self.columns

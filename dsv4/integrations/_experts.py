@@ -47,24 +47,24 @@ def experts_forward(
     Raises:
         ValueError: if the module is one that these operators cannot express.
     """
-    objection = _objection(self)
-    if objection is not None:
-        raise ValueError(f"experts_implementation='dsv4': {objection}")
-    _, offsets, places = moe_permute(top_k_index, self.num_experts)
-    gate_up = grouped_gemm(moe_gather(hidden_states, places), self.gate_up_proj, offsets)
+    reason = _unsupported_reason(self)
+    if reason is not None:
+        raise ValueError(f"experts_implementation='dsv4': {reason}")
+    _, offsets, positions = moe_permute(top_k_index, self.num_experts)
+    gate_up = grouped_gemm(moe_gather(hidden_states, positions), self.gate_up_proj, offsets)
     out = grouped_gemm(swiglu(gate_up, self.limit), self.down_proj, offsets)
-    out = moe_combine(out, places, offsets, top_k_weights)
+    out = moe_combine(out, positions, offsets, top_k_weights)
     no_gradient(self, None, out)
     return out
 
 
-def _objection(experts: Any) -> str | None:
+def _unsupported_reason(experts: Any) -> str | None:
     """Why the operators cannot run a module, or None."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
-    for name, wanted in _LAYOUT.items():
-        if getattr(experts, name, wanted) is not wanted:
-            return f"{name} is {getattr(experts, name)}, wanted {wanted}"
+    for name, expected in _LAYOUT.items():
+        if getattr(experts, name, expected) is not expected:
+            return f"{name} is {getattr(experts, name)}, wanted {expected}"
     activation = type(experts.act_fn).__name__
     if activation not in _SILU:
         return f"act_fn is a {activation}, wanted SiLU"

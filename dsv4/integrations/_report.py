@@ -1,4 +1,4 @@
-"""What a swap of modules did, in words, and how to take it back."""
+"""Report of a swap of modules, and how to undo it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Replaced:
 
 
 @dataclass(frozen=True)
-class Kept:
+class NotReplaced:
     """One module that was not replaced, and why."""
 
     name: str
@@ -41,7 +41,7 @@ class Report:
     Attributes:
         title: First line of the printed report.
         replaced: What was replaced.
-        kept: What could have been but was not.
+        not_replaced: What could have been replaced but was not.
         notes: What works differently from now on.
         left_out: Names of checkpoint tensors that the model has no place for.
         packing: Which layers ``from_pretrained`` packed, and why others are not packed; None if it
@@ -51,12 +51,17 @@ class Report:
 
     title: str
     replaced: tuple[Replaced, ...] = ()
-    kept: tuple[Kept, ...] = ()
+    not_replaced: tuple[NotReplaced, ...] = ()
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     packing: Packing | None = None
     conversion: Conversion | None = None
     _undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def kept(self) -> tuple[NotReplaced, ...]:
+        """The former name of ``not_replaced``."""
+        return self.not_replaced
 
     def undo(self) -> None:
         """Put the original modules back, the same objects, with the tensors the model has now.
@@ -80,9 +85,9 @@ class Report:
         yield f"replaced {len(self.replaced)}"
         groups = _grouped(self.replaced, lambda r: (r.part, r.old))
         yield from _table((part, old, _abbreviated(names)) for (part, old), names in groups)
-        if self.kept:
-            yield f"not replaced {len(self.kept)}"
-            groups = _grouped(self.kept, lambda k: (k.part, k.reason))
+        if self.not_replaced:
+            yield f"not replaced {len(self.not_replaced)}"
+            groups = _grouped(self.not_replaced, lambda k: (k.part, k.reason))
             yield from _table((part, _abbreviated(names), why) for (part, why), names in groups)
         if self.left_out:
             yield f"left out of the checkpoint {len(self.left_out)}"

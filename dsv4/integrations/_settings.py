@@ -1,4 +1,4 @@
-"""What transformers' modules hold beside tensors: numbers, activations and rotary frequencies."""
+"""What transformers' modules hold besides tensors: numbers, activations, rotary frequencies."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _problems(old: nn.Module, new: nn.Module | None) -> Any:
     for name, value in vars(old).items():
         if new is None or name in _FREE or name.startswith("_") or name not in vars(new):
             continue
-        wanted = vars(new)[name]
-        if _is_setting(value) and _is_setting(wanted) and _number(value) != _number(wanted):
-            yield name, f"is {value}, by the configuration {wanted}"
+        expected = vars(new)[name]
+        if _is_setting(value) and _is_setting(expected) and _number(value) != _number(expected):
+            yield name, f"is {value}, by the configuration {expected}"
 
 
 def _is_setting(value: Any) -> bool:
@@ -70,7 +70,7 @@ def changed_frequencies(model: nn.Module, config: ModelConfig) -> dict[str, torc
     Raises:
         ValueError: if two modules of the model have different ones.
     """
-    found: dict[str, tuple[str, torch.Tensor]] = {}
+    changed: dict[str, tuple[str, torch.Tensor]] = {}
     for name, module in model.named_modules():
         if type(module).__name__ != _ROTARY or isinstance(module, DeepseekV4RotaryEmbedding):
             continue
@@ -78,7 +78,7 @@ def changed_frequencies(model: nn.Module, config: ModelConfig) -> dict[str, torc
             buffer = module._buffers.get(f"{label}_inv_freq")
             if buffer is None or buffer.is_meta:
                 continue
-            first, known = found.setdefault(label, (name, buffer))
+            first, known = changed.setdefault(label, (name, buffer))
             if known.shape != buffer.shape or not torch.equal(known.cpu(), buffer.cpu()):
                 raise ValueError(
                     f"{name}.{label}_inv_freq differs from {first}.{label}_inv_freq, wanted the "
@@ -86,7 +86,7 @@ def changed_frequencies(model: nn.Module, config: ModelConfig) -> dict[str, torc
                 )
     return {
         label: buffer
-        for label, (_, buffer) in found.items()
+        for label, (_, buffer) in changed.items()
         if not _by_configuration(config, label, buffer)
     }
 

@@ -14,7 +14,7 @@ from dsv4.config import ModelConfig
 from dsv4.integrations._arguments import check_signatures
 from dsv4.integrations._guards import guard
 from dsv4.integrations._modules import DeepseekV4Attention, DeepseekV4DecoderLayer, OutputHead
-from dsv4.integrations._report import Kept, Replaced
+from dsv4.integrations._report import NotReplaced, Replaced
 from dsv4.integrations._settings import adopt_frequencies, settings_differ
 
 _FOREIGN_FORWARD = "its forward was replaced on the instance (an offload hook or another patch)"
@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
     "Linear": Rule("lm_head", layers.Linear, _head),
 }
 # Where each class belongs: a module of another class in its place is reported as kept.
-_PLACES = {
+_SUBMODULES = {
     "rotary_emb": "DeepseekV4RotaryEmbedding",
     "self_attn": "DeepseekV4Attention",
     "gate": "DeepseekV4TopKRouter",
@@ -154,12 +154,12 @@ class Swap:
 
 def _own(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of a tree by name; shared ones under every name."""
-    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for path, sub in module.named_modules():
         for name, tensor in sub._buffers.items():
             if tensor is not None and name not in sub._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = tensor
-    return found
+                tensors[f"{path}.{name}" if path else name] = tensor
+    return tensors
 
 
 def tensors_differ(old: nn.Module, new: nn.Module) -> str | None:
@@ -222,7 +222,7 @@ def _kind(module: nn.Module, attribute: str) -> str:
     for base in type(module).__mro__:
         if base.__name__ in RULES and base.__name__ != "Linear":
             return base.__name__
-    return _PLACES.get(attribute, "")
+    return _SUBMODULES.get(attribute, "")
 
 
 @dataclass
@@ -241,7 +241,7 @@ class Plan:
     parts: tuple[str, ...]
     frequencies: dict[str, torch.Tensor] = field(default_factory=dict)
     swaps: list[Swap] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    not_replaced: list[NotReplaced] = field(default_factory=list)
 
     def check(self) -> None:
         """Compare the arguments of what is to be replaced with those of what replaces it.
@@ -274,14 +274,16 @@ class Plan:
         old = parent._modules[attribute]
         assert old is not None
         if rule.part not in self.parts:
-            self.kept.append(Kept(name, rule.part, f"{rule.part!r} was not asked for"))
+            self.not_replaced.append(
+                NotReplaced(name, rule.part, f"{rule.part!r} was not asked for")
+            )
             return False
         if type(old).__module__.startswith("dsv4."):
-            self.kept.append(Kept(name, rule.part, _ALREADY))
+            self.not_replaced.append(NotReplaced(name, rule.part, _ALREADY))
             return True
         reason, new = self._candidate(old, kind)
         if new is None:
-            self.kept.append(Kept(name, rule.part, reason))
+            self.not_replaced.append(NotReplaced(name, rule.part, reason))
             return False
         container = rule.container is not None
         self.swaps.append(Swap(parent, attribute, name, rule.part, old, new, container))

@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from dsv4.config.fields import IGNORED_PREFIXES, KNOWN
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
 from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._guards import Guards, check_implementation
-from dsv4.integrations._report import Kept, Replaced, Report
+from dsv4.integrations._report import NotReplaced, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
@@ -55,7 +56,7 @@ from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
     "PARTS",
-    "Kept",
+    "NotReplaced",
     "Replaced",
     "Report",
     "apply",
@@ -67,6 +68,15 @@ __all__ = [
 EXPERTS_IMPLEMENTATION = "dsv4"
 
 _logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """The former name of ``NotReplaced``, with a warning."""
+    if name == "Kept":
+        message = "Kept is now NotReplaced; the old name goes with the next release"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return NotReplaced
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def register_experts() -> None:
@@ -159,7 +169,7 @@ def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...
         f"dsv4 in {type(model).__name__}, numerics {config.numerics}, "
         f"activation {config.activation}"
     )
-    return Report(title, replaced, tuple(plan.kept), tuple(_notes(replaced)), _undo=undo)
+    return Report(title, replaced, tuple(plan.not_replaced), tuple(_notes(replaced)), _undo=undo)
 
 
 def from_pretrained(
@@ -328,11 +338,11 @@ def _chosen(parts: Iterable[str] | None) -> tuple[str, ...]:
         return PARTS
     if isinstance(parts, str):
         raise TypeError(f"parts is the string {parts!r}, wanted a sequence such as ({parts!r},)")
-    given = tuple(parts)
-    unknown = [part for part in given if part not in PARTS]
-    if unknown or not given:
-        raise ValueError(f"parts is {given}, wanted some of {', '.join(PARTS)}")
-    return given
+    requested = tuple(parts)
+    unknown = [part for part in requested if part not in PARTS]
+    if unknown or not requested:
+        raise ValueError(f"parts is {requested}, wanted some of {', '.join(PARTS)}")
+    return requested
 
 
 def _configuration(config: ModelConfig, numerics: str, activation: str) -> ModelConfig:

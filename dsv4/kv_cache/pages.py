@@ -53,7 +53,7 @@ class EntryLayout:
     @property
     def groups(self) -> int:
         """Scales per entry; the last group may be short."""
-        return -(-self.nope_dim // GROUP)
+        return -(-(self.head_dim - self.rope_dim) // GROUP)
 
     @property
     def scale_bytes(self) -> int:

@@ -114,6 +114,8 @@ class Linear(FixedDtypeModule):
             self._refuse(x)
         if self.observer is not None:
             self.observer.see(x)
+        if is_plain and out_dtype is None and self.groups == 1:
+            return F.linear(x, self.weight)
         if is_plain:
             return self._plain(x, out_dtype)
         quantises = self.activation == "nvfp4" and self.observer is None
@@ -139,8 +141,7 @@ class Linear(FixedDtypeModule):
         raise TypeError(f"{name}: x has dtype {x.dtype}, wanted the weight's, {self.weight.dtype}")
 
     def _plain(self, x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.Tensor:
-        if out_dtype is None:
-            return F.linear(x, self.weight)
+        assert out_dtype is not None
         wide, weight = wider(x.dtype, out_dtype), self.weight
         if x.is_cuda and wide == torch.float32 and x.dtype == weight.dtype != wide:
             # Sums of float32 either way, and the weight is not copied.

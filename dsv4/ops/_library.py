@@ -255,7 +255,6 @@ class Operation:
         args: Any,
         backend: str,
         out: torch.Tensor | None = None,
-        reserve_sms: int = 0,
     ) -> Any:
         """Choose an implementation and run it.
 
@@ -263,14 +262,11 @@ class Operation:
             args: A ``record``.
             backend: Name of an implementation, or ``"auto"``.
             out: Takes the first result, where ``has_out``.
-            reserve_sms: See ``dispatch.run``.
         """
         if self.check is not None:
             self.check_values(args)
         if self.has_out:
             return self._others(dispatch.run(self.op, args, backend, out=out))
-        if reserve_sms:
-            return dispatch.run(self.op, args, backend, None, reserve_sms)
         return dispatch.run(self.op, args, backend)
 
     def run_with(self, implementation: Callable[..., Any], flat: Sequence[Any]) -> Any:
@@ -306,7 +302,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     """What runs at once where the registered operator would do no more, else that operator."""
-    name, op, check, run = operation.name, operation.op, operation.check, operation.run_record
+    name, op, check, has_out = operation.name, operation.op, operation.check, operation.has_out
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
@@ -343,9 +339,11 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
                 return through_torch(args, backend, out)
         if out is not None and (out.is_neg() or (grad and out.requires_grad)):
             return through_torch(args, backend, out)
-        if out is None and check is None:
-            return dispatch.run(op, args, backend, None, reserve_sms)
-        return run(args, backend, out, reserve_sms)
+        if has_out:
+            return operation.run_record(args, backend, out)
+        if check is not None:
+            operation.check_values(args)
+        return dispatch.run(op, args, backend, None, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:
         if operation.has_out:

@@ -128,19 +128,20 @@ def _write_fake(args: CompressWriteArgs) -> None:
 
 def _check_batch(op: str, args: CompressorUpdateArgs | CompressWriteArgs) -> None:
     _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
-    _check_sequences(op, args.cu_seqlens, args.sequences, args.state.shape[0])
-    backwards = _has_tokens(args.cu_seqlens, args.sequences) & (args.starts < 0)
-    _check.none_bad(op, "starts", args.starts, backwards, "from 0 on")
+    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
+    _check_sequences(op, has_tokens, args.sequences, args.state.shape[0])
+    _check.none_bad(op, "starts", args.starts, has_tokens & (args.starts < 0), "from 0 on")
 
 
 def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     data = args.data
     _check_batch(op, args)
-    _check_sequences(op, args.cu_seqlens, args.sequences, args.page_table.shape[0])
+    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
+    _check_sequences(op, has_tokens, args.sequences, args.page_table.shape[0])
     # Windows that close are entries ``first`` to ``last - 1`` of a sequence.
     first = args.starts // args.ape.shape[0]
     last = (args.starts + args.cu_seqlens.diff()) // args.ape.shape[0]
-    writes = _has_tokens(args.cu_seqlens, args.sequences) & (first < last)
+    writes = has_tokens & (first < last)
     if not bool(writes.any()):
         return
     entry = args.page_size * torch.arange(args.page_table.shape[1], device=args.page_table.device)
@@ -150,9 +151,10 @@ def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
 
 
-def _check_sequences(op: str, cu_seqlens: torch.Tensor, sequences: torch.Tensor, rows: int) -> None:
-    past = _has_tokens(cu_seqlens, sequences) & (sequences >= rows)
-    _check.none_bad(op, "sequences", sequences, past, f"below {rows}")
+def _check_sequences(op: str, has_tokens: torch.Tensor, sequences: torch.Tensor, rows: int) -> None:
+    past = has_tokens & (sequences >= rows)
+    if bool(past.any()):
+        _check.none_bad(op, "sequences", sequences, past, f"below {rows}")
 
 
 def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
@@ -277,7 +279,8 @@ def compressor_update(
     _check.tensors(
         op, *_expected_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
     )
-    _check.apart(op, "state", state)
+    if not state.is_contiguous():
+        _check.apart(op, "state", state)
     _check_overlap(op, kv, overlap)
     return _compressor_update(
         CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
@@ -355,8 +358,10 @@ def compress_write(
         ("page_table", page_table, _check.INTEGERS, ("S", "P")),
         expected_pages(op, "pages", pages, PAGE_FORMATS),
     )
-    _check.apart(op, "state", state)
-    _check.apart(op, "pages.data", pages.data)
+    if not state.is_contiguous():
+        _check.apart(op, "state", state)
+    if not pages.data.is_contiguous():
+        _check.apart(op, "pages.data", pages.data)
     _check_overlap(op, kv, overlap)
     _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
     for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -103,9 +103,21 @@ def gemm(
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
     input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
-    flat = _flat(x, groups)
-    dtype = x.dtype if out_dtype is None else out_dtype
-    args = _record(flat, weight, activation, input_scale, groups, dtype)
+    own = 2 if groups > 1 else 1  # axes of a token
+    flat = x if x.dim() == own + 1 else x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
+    args = GemmArgs(
+        flat,
+        weight.codes,
+        weight.scales,
+        weight.global_scale,
+        list(weight.segments),
+        weight.format.name,
+        weight.layout,
+        activation,
+        input_scale,
+        groups,
+        x.dtype if out_dtype is None else out_dtype,
+    )
     out = _gemm(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
@@ -121,61 +133,37 @@ def check_gemm(
     groups: int = 1,
 ) -> torch.Tensor | None:
     """Raise what ``gemm`` says; returns the scale as operators take it."""
-    check_operands(op, x, activation, out_dtype)
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if input_scale is not None:
         input_scale = check_input_scale(op, activation, input_scale)
-    check_shapes(op, x, weight, activation, groups)
-    _check.same_device(op, x=x, weight=weight.codes, input_scale=input_scale)
+    _check.tensors(
+        op,
+        ("x", x, _check.FLOATS, None),
+        ("weight", weight.codes, (weight.codes.dtype,), None),
+        ("input_scale", input_scale, (torch.float32,), None),
+    )
+    if activation not in ACTIVATIONS or (out_dtype is not None and out_dtype not in _check.FLOATS):
+        check_options(op, activation, out_dtype)
+    if not torch.compiler.is_compiling():
+        weight.validate()
+        shape = weight.shape
+        if len(shape) != 2 or groups < 1 or shape[0] % groups or not x.dim():
+            _refuse_shapes(op, x, shape, groups)
+        if groups > 1 and tuple(x.shape[-2:-1]) != (groups,):
+            _refuse_shapes(op, x, shape, groups)
+        columns = x.shape[-1]
+        if columns != shape[1] or (activation == "nvfp4" and columns % 16):
+            check_columns(op, columns, shape[1], activation)
     return input_scale
 
 
-def _flat(x: torch.Tensor, groups: int) -> torch.Tensor:
-    """With one axis of tokens."""
-    kept = 2 if groups > 1 else 1
-    return x if x.dim() == kept + 1 else x.reshape(math.prod(x.shape[:-kept]), *x.shape[-kept:])
-
-
-def _record(
-    x: torch.Tensor,
-    weight: QuantizedTensor,
-    activation: str,
-    input_scale: torch.Tensor | None,
-    groups: int,
-    out_dtype: torch.dtype,
-) -> GemmArgs:
-    return GemmArgs(
-        x,
-        weight.codes,
-        weight.scales,
-        weight.global_scale,
-        list(weight.segments),
-        weight.format.name,
-        weight.layout,
-        activation,
-        input_scale,
-        groups,
-        out_dtype,
-    )
-
-
-def check_operands(
-    op: str, x: torch.Tensor, activation: str, out_dtype: torch.dtype | None
-) -> torch.dtype:
-    """Check what both products share; returns the dtype of the result."""
-    _check.floating(op, "x", x)
-    _check.one_of(op, "activation", activation, ACTIVATIONS)
-    return check_out_dtype(op, out_dtype, x.dtype)
-
-
-def check_out_dtype(op: str, out_dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """The dtype of the result, which must be floating."""
-    if out_dtype is None:
-        return default
-    if out_dtype not in _check.FLOATS:
+def check_options(op: str, activation: str, out_dtype: torch.dtype | None) -> None:
+    """Raise unless ``activation`` is known and ``out_dtype`` floating, or None."""
+    if activation not in ACTIVATIONS:
+        _check.one_of(op, "activation", activation, ACTIVATIONS)
+    if out_dtype is not None and out_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a float of 16 bits or more")
-    return out_dtype
 
 
 def check_columns(op: str, columns: int, wanted: int, activation: str) -> None:
@@ -197,20 +185,11 @@ def check_input_scale(op: str, activation: str, input_scale: torch.Tensor) -> to
     return input_scale.reshape(1)
 
 
-def check_shapes(
-    op: str, x: torch.Tensor, weight: QuantizedTensor, activation: str, groups: int
-) -> None:
-    """Raise ValueError unless x, weight and groups fit."""
-    if torch.compiler.is_compiling():
-        return
-    weight.validate()
-    shape, given = weight.shape, x.shape
+def _refuse_shapes(op: str, x: torch.Tensor, shape: Sequence[int], groups: int) -> NoReturn:
+    """Raise ValueError for shapes that do not fit; ``shape`` is the weight's."""
     if len(shape) != 2:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [N, K]")
-    rows, columns = shape
-    if groups < 1 or rows % groups:
-        raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {rows} rows")
-    if not given or (groups > 1 and (len(given) < 2 or given[-2] != groups)):
-        wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
-        raise ValueError(f"{op}: x has shape {list(given)}, wanted {wanted}")
-    check_columns(op, given[-1], columns, activation)
+    if groups < 1 or shape[0] % groups:
+        raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {shape[0]} rows")
+    wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
+    raise ValueError(f"{op}: x has shape {list(x.shape)}, wanted {wanted}")

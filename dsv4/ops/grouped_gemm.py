@@ -10,7 +10,7 @@ import torch
 from dsv4.ops import _check
 from dsv4.ops._library import define, define_out
 from dsv4.ops._plans import planned
-from dsv4.ops.gemm import check_columns, check_operands, check_out_dtype
+from dsv4.ops.gemm import check_columns, check_options
 from dsv4.ops.quantize import positive
 from dsv4.quant.formats import LINEAR, NVFP4, SWIZZLED_EXPERTS, QuantizedTensor, expert_tiles
 
@@ -440,7 +440,8 @@ def _rows(
 ) -> tuple[_Rows, torch.dtype]:
     """The rows, checked apart from the other operands, and the dtype of the result."""
     if isinstance(x, torch.Tensor):
-        return _Rows(x), check_operands(op, x, activation, out_dtype)
+        check_options(op, activation, out_dtype)
+        return _Rows(x), x.dtype if out_dtype is None else out_dtype
     if x.format != NVFP4 or len(x.shape) != 2:
         raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
     if activation != "bf16":
@@ -449,7 +450,8 @@ def _rows(
         x.validate()
     linear = x.with_layout(LINEAR)
     rows = _Rows(linear.codes, linear.scales, linear.row_scale().contiguous())
-    return rows, check_out_dtype(op, out_dtype, torch.bfloat16)
+    check_options(op, activation, out_dtype)
+    return rows, torch.bfloat16 if out_dtype is None else out_dtype
 
 
 def _checked(
@@ -471,11 +473,12 @@ def _checked(
         if not torch.compiler.is_compiling():
             weight.validate()
         parts, dtypes = _flatten(weight), (weight.codes.dtype,)
+    x_dtypes = _check.FLOATS if rows.scales is None else (x.dtype,)
     if input_scale is not None and activation != "nvfp4":
         raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
     _check.tensors(
         op,
-        ("x", x, (x.dtype,), ("R", "K")),
+        ("x", x, x_dtypes, ("R", "K")),
         ("weight", parts.codes, dtypes, None),
         ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
         ("input_scale", input_scale, (torch.float32,), (shape[0],)),

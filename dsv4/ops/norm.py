@@ -212,7 +212,8 @@ def head_norm_rope_(
         ("cos", cos, _check.FLOATS, ("T", "R/2")),
         ("sin", sin, _check.FLOATS, ("T", "R/2")),
     )
-    _check.apart(op, "q", q)
+    if not q.is_contiguous():
+        _check.apart(op, "q", q)
     if not torch.compiler.is_compiling():
         if 2 * cos.shape[1] > q.shape[2]:
             raise ValueError(

@@ -10,6 +10,7 @@ Scale values and layouts are in ``dsv4.quant.scales``. Formulas: specification, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -92,7 +93,7 @@ class Format:
     scale_dtypes: tuple[torch.dtype, ...]
     has_global_scale: bool
 
-    @property
+    @functools.cached_property
     def packed(self) -> bool:
         """Whether two codes share a byte."""
         return self.element == "e2m1"

@@ -93,7 +93,7 @@ def _at_least(name: str, value: Any, low: int) -> None:
 
 
 def default_window_pages(config: ModelConfig, limits: Limits) -> int:
-    """Pages of raw key-values for every step.
+    """Pages of raw KV entries for every step.
 
     Each row holds a window that begins within a page; each sequence of a step adds the pages of its
     new tokens, of which the first and the last may be partly used.
@@ -117,10 +117,10 @@ def check_window(cache: PagedCache, chunk: int) -> None:
     """
     entries = min(cache.config.sliding_window - 1 + chunk, cache.max_tokens)
     need = -(-entries // WINDOW_PAGE)
-    found = cache.layers[0].window.num_pages
-    if need > found:
+    pages = cache.layers[0].window.num_pages
+    if need > pages:
         raise ValueError(
-            f"Runner: window_pages is {found}, wanted at least {need} for max_chunk ({chunk})"
+            f"Runner: window_pages is {pages}, wanted at least {need} for max_chunk ({chunk})"
         )
 
 
@@ -134,11 +134,11 @@ def check_fits(cache: PagedCache, tokens: int) -> None:
         if layer.compressed is None:
             continue
         entries = (tokens - 1) // layer.ratio  # the last token is never processed
-        need, found = -(-entries // layer.compressed.page_size), layer.compressed.num_pages
-        if need > found:
+        need, pages = -(-entries // layer.compressed.page_size), layer.compressed.num_pages
+        if need > pages:
             raise ValueError(
                 f"a request of {tokens} tokens needs {need} compressed pages, and the cache has "
-                f"{found}: make the runner with a larger pool_tokens"
+                f"{pages}: make the runner with a larger pool_tokens"
             )
 
 
@@ -204,8 +204,8 @@ def check_prompt_buckets(
 
 def _reserved_tokens(model: nn.Module) -> list[int]:
     """Tokens for which memory is reserved; with more, a step raises."""
-    rooms = (module for module in model.modules() if isinstance(module, Workspace))
-    return [room.max_tokens for room in rooms]
+    workspaces = (module for module in model.modules() if isinstance(module, Workspace))
+    return [workspace.max_tokens for workspace in workspaces]
 
 
 def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
@@ -251,14 +251,14 @@ def is_compiled(model: nn.Module) -> bool:
     )
 
 
-def stop_tokens(config: ModelConfig, given: Sequence[int] | None) -> frozenset[int]:
+def stop_tokens(config: ModelConfig, stop_ids: Sequence[int] | None) -> frozenset[int]:
     """Tokens that end a request.
 
     Raises:
         ValueError: if one is outside the vocabulary.
     """
-    if given is not None:
-        return frozenset(token_ids("stop_ids", given, config.vocab_size))
+    if stop_ids is not None:
+        return frozenset(token_ids("stop_ids", stop_ids, config.vocab_size))
     eos = config.eos_token_id
     if eos is None:
         return frozenset()

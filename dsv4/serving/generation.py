@@ -8,7 +8,7 @@ import torch
 
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.arguments import check_choice
-from dsv4.serving.kept_runner import Lease, Room, lease
+from dsv4.serving.kept_runner import Capacity, Lease, lease
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.sampler import FAILED
@@ -55,7 +55,7 @@ def generate(
         )
         for seed in seeds
     ]
-    need = Room.of_prompts(prompts, max_new_tokens)
+    need = Capacity.of_prompts(prompts, max_new_tokens)
     with lease(model, need, chunk) as held:
         answers = _answers(held, prompts, options)
         if answers is None:

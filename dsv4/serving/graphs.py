@@ -33,10 +33,10 @@ class Chosen:
 
     def copied(self, count: int) -> Chosen:
         """The first ``count`` rows, in memory that no later step overwrites."""
-        found = self.logprobs
-        if found is not None:
-            found = type(found)(*(tensor[:count].clone() for tensor in found))
-        return Chosen(self.tokens[:count].clone(), found)
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = type(logprobs)(*(tensor[:count].clone() for tensor in logprobs))
+        return Chosen(self.tokens[:count].clone(), logprobs)
 
     @classmethod
     def joined(cls, parts: Sequence[Chosen]) -> Chosen:

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Room:
+class Capacity:
     """What a call of ``generate`` needs, or a kept runner has.
 
     Attributes:
@@ -53,17 +53,17 @@ class Room:
     pool: int
 
     @classmethod
-    def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Room:
+    def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Capacity:
         """For prompts and ``new`` tokens behind each."""
         totals = [len(prompt) + new for prompt in prompts]
         return cls(len(prompts), max(totals), sum(map(_in_blocks, totals)))
 
     @classmethod
-    def of_equal(cls, sequences: int, tokens: int) -> Room:
+    def of_equal(cls, sequences: int, tokens: int) -> Capacity:
         """For sequences of one length."""
         return cls(sequences, tokens, sequences * _in_blocks(tokens))
 
-    def holds(self, other: Room) -> bool:
+    def holds(self, other: Capacity) -> bool:
         """Whether there is room for another."""
         return (
             self.sequences >= other.sequences
@@ -71,12 +71,12 @@ class Room:
             and self.pool >= other.pool
         )
 
-    def rounded(self, most: int) -> Room:
+    def rounded(self, most: int) -> Capacity:
         """For calls that need a little more, too; ``most``: tokens of any sequence."""
         tokens = max(self.tokens, min(_rounded(self.tokens, _STEP), most))
-        return Room.of_equal(self.sequences, tokens)
+        return Capacity.of_equal(self.sequences, tokens)
 
-    def grown(self, need: Room, most: int) -> Room:
+    def grown(self, need: Capacity, most: int) -> Capacity:
         """For what this has and ``need``: what is too small at least doubles."""
         sequences, tokens, pool = self.sequences, self.tokens, self.pool
         if need.sequences > sequences:
@@ -88,7 +88,7 @@ class Room:
             pool = max(need.pool, 2 * pool)
         # More sequences have room for what this call's have, not for the longest.
         pool = max(pool, sequences * need.rounded(most).pool // need.sequences, _in_blocks(tokens))
-        return Room(sequences, tokens, min(pool, Room.of_equal(sequences, tokens).pool))
+        return Capacity(sequences, tokens, min(pool, Capacity.of_equal(sequences, tokens).pool))
 
     def __str__(self) -> str:
         if self.sequences == 1:
@@ -101,7 +101,7 @@ class Prepared:
     """What ``prepare`` did; ``print`` shows it.
 
     Attributes:
-        room: What the kept runner has room for; None if there is none.
+        capacity: What the kept runner has room for; None if there is none.
         graphs: How many CUDA graphs it captured.
         seconds: How long that took.
         bytes: By how much the memory grew that PyTorch's allocator holds: cache, graphs, and the
@@ -109,7 +109,7 @@ class Prepared:
         skipped: Why there is no runner; empty if there is one.
     """
 
-    room: Room | None = None
+    capacity: Capacity | None = None
     graphs: int = 0
     seconds: float = 0.0
     bytes: int = 0
@@ -119,7 +119,7 @@ class Prepared:
         if self.skipped:
             return f"nothing is prepared: {self.skipped}"
         return (
-            f"room for {self.room}; {self.graphs} graphs, {self.bytes / 1e9:.2f} GB, "
+            f"room for {self.capacity}; {self.graphs} graphs, {self.bytes / 1e9:.2f} GB, "
             f"{self.seconds:.1f} s"
         )
 
@@ -130,14 +130,14 @@ class KeptRunner:
 
     Attributes:
         runner: None if there is none.
-        room: What it has room for.
+        capacity: What it has room for.
         weights: Whose addresses its graphs hold.
         chunk: Most prompt tokens of a step, as they were asked for.
         lock: Held by who uses or replaces the runner.
     """
 
     runner: Runner | None = None
-    room: Room | None = None
+    capacity: Capacity | None = None
     weights: Weights | None = None
     chunk: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -145,8 +145,8 @@ class KeptRunner:
     @classmethod
     def of(cls, model: DeepseekV4ForCausalLM) -> KeptRunner:
         """That of a model, made at its first use."""
-        found: KeptRunner = model.__dict__.setdefault(_ATTRIBUTE, cls())
-        return found
+        held: KeptRunner = model.__dict__.setdefault(_ATTRIBUTE, cls())
+        return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KeptRunner:
         return KeptRunner()
@@ -155,55 +155,55 @@ class KeptRunner:
         return KeptRunner, ()
 
     def fit(
-        self, model: DeepseekV4ForCausalLM, need: Room, chunk: int | None
+        self, model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None
     ) -> tuple[Runner, bool]:
         """A runner with room for ``need`` whose graphs read memory of the model.
 
         Returns:
             The runner, and whether it is new. Of another the weights may have been written to.
         """
-        runner, room, most = self.runner, self.room, model.config.max_position_embeddings
-        if runner is None or room is None or self.weights is None:
-            wanted = need.rounded(most)
+        runner, capacity, most = self.runner, self.capacity, model.config.max_position_embeddings
+        if runner is None or capacity is None or self.weights is None:
+            grown = need.rounded(most)
         elif not self.weights.are_in_place(model) or self.chunk != chunk:
             _logger.info("the model's weights or chunk changed: generate captures graphs again")
-            wanted = need.rounded(most)
-        elif room.holds(need):
+            grown = need.rounded(most)
+        elif capacity.holds(need):
             return runner, False
         else:
-            wanted = room.grown(need, most)
+            grown = capacity.grown(need, most)
             _logger.warning(
                 "generate needs room for %s, and its runner has it for %s: it makes one for %s and "
                 "captures graphs again, which takes about a second. "
                 "dsv4.serving.prepare(model, sequences, tokens) does so ahead",
-                *(need, room, wanted),
+                *(need, capacity, grown),
             )
         runner = None
         self.drop()  # its memory first
-        return self.make(model, wanted, chunk, least=need), True
+        return self.make(model, grown, chunk, least=need), True
 
     def make(
         self,
         model: DeepseekV4ForCausalLM,
-        room: Room,
+        capacity: Capacity,
         chunk: int | None = None,
-        least: Room | None = None,
+        least: Capacity | None = None,
     ) -> Runner:
         """Keep a new runner; there is none.
 
         Raises:
-            torch.OutOfMemoryError: if the GPU has no memory for ``least``; None: for ``room``.
+            torch.OutOfMemoryError: if the GPU has no memory for ``least``; None: for ``capacity``.
         """
         try:
-            runner = new_runner(model, room, chunk)
+            runner = new_runner(model, capacity, chunk)
         except torch.OutOfMemoryError:
-            if least is None or least == room:
+            if least is None or least == capacity:
                 raise
             runner = None
         if runner is None and least is not None:  # here nothing holds what was allocated
-            room = least
-            runner = new_runner(model, room, chunk)
-        self.runner, self.room, self.chunk = runner, room, chunk
+            capacity = least
+            runner = new_runner(model, capacity, chunk)
+        self.runner, self.capacity, self.chunk = runner, capacity, chunk
         self.weights = Weights(model)
         assert runner is not None
         return runner
@@ -211,19 +211,19 @@ class KeptRunner:
     def drop(self) -> None:
         """Free the runner."""
         runner = self.runner
-        self.runner = self.room = self.weights = None
+        self.runner = self.capacity = self.weights = None
         if runner is not None:
             runner.close()  # waits for the GPU
 
 
-def new_runner(model: DeepseekV4ForCausalLM, room: Room, chunk: int | None) -> Runner:
+def new_runner(model: DeepseekV4ForCausalLM, capacity: Capacity, chunk: int | None) -> Runner:
     """A runner as ``generate`` uses it."""
     return Runner(
         model,
-        max_sequences=room.sequences,
-        max_tokens=room.tokens,
+        max_sequences=capacity.sequences,
+        max_tokens=capacity.tokens,
         max_chunk=chunk,
-        pool_tokens=max(room.pool, _in_blocks(room.tokens)),
+        pool_tokens=max(capacity.pool, _in_blocks(capacity.tokens)),
         prefix_sequences=0,
     )
 
@@ -238,46 +238,46 @@ class Lease:
 
     runner: Runner
     _model: DeepseekV4ForCausalLM
-    _kept: KeptRunner | None = None  # None: the runner is this call's own
+    _owner: KeptRunner | None = None  # None: the runner is this call's own
     _is_new: bool = True
 
     def is_current(self) -> bool:
         """Whether the runner was made for the weights as they are now."""
-        if self._kept is None or self._is_new:
+        if self._owner is None or self._is_new:
             return True
-        return self._kept.weights is not None and self._kept.weights.are_those_of(self._model)
+        return self._owner.weights is not None and self._owner.weights.are_those_of(self._model)
 
-    def renew(self, need: Room, chunk: int | None) -> None:
+    def renew(self, need: Capacity, chunk: int | None) -> None:
         """Replace the runner: it is not current."""
-        assert self._kept is not None
+        assert self._owner is not None
         _logger.info("the model's weights changed: generate captures graphs again")
-        self._kept.drop()
+        self._owner.drop()
         del self.runner  # its memory first
-        self.runner, self._is_new = self._kept.fit(self._model, need, chunk)
+        self.runner, self._is_new = self._owner.fit(self._model, need, chunk)
 
 
 @contextmanager
-def lease(model: DeepseekV4ForCausalLM, need: Room, chunk: int | None) -> Iterator[Lease]:
+def lease(model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None) -> Iterator[Lease]:
     """The kept runner, on a GPU where nobody uses it, or another one."""
-    kept = KeptRunner.of(model)
-    if not _keeps(model) or not kept.lock.acquire(blocking=False):
+    owner = KeptRunner.of(model)
+    if not _keeps(model) or not owner.lock.acquire(blocking=False):
         rounded = need.rounded(model.config.max_position_embeddings)
         with new_runner(model, rounded, chunk) as runner:
             yield Lease(runner, model)
         return
     try:
-        runner, is_new = kept.fit(model, need, chunk)
-        yield Lease(runner, model, kept, is_new)
+        runner, is_new = owner.fit(model, need, chunk)
+        yield Lease(runner, model, owner, is_new)
     finally:
-        kept.lock.release()
+        owner.lock.release()
 
 
 def release(model: DeepseekV4ForCausalLM) -> None:
     """Free the cache and the graphs that ``generate`` keeps for a model."""
-    kept = model.__dict__.get(_ATTRIBUTE)
-    if kept is not None:
-        with kept.lock:
-            kept.drop()
+    held = model.__dict__.get(_ATTRIBUTE)
+    if held is not None:
+        with held.lock:
+            held.drop()
 
 
 @torch.inference_mode()
@@ -317,25 +317,25 @@ def prepare(
         raise TypeError(f"prepare: model is {type(model).__name__}, wanted what dsv4.load gives")
     checked_count("prepare", "sequences", sequences, 1)
     checked_count("prepare", "tokens", tokens, 2)
-    room = Room.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
+    capacity = Capacity.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
     reason = why_eager(model, sequences)
     if reason is None and not dispatch.is_free(dispatch.AUTO):
         reason = "a backend is asked for by name"
     if reason is not None:
         _logger.info("generate is not prepared, its steps run eagerly: %s", reason)
         return Prepared(skipped=reason)
-    kept = KeptRunner.of(model)
-    with kept.lock, torch.cuda.device(model.device):
-        kept.drop()
-        return _prepared(kept, model, room)
+    held = KeptRunner.of(model)
+    with held.lock, torch.cuda.device(model.device):
+        held.drop()
+        return _prepared(held, model, capacity)
 
 
-def _prepared(kept: KeptRunner, model: DeepseekV4ForCausalLM, room: Room) -> Prepared:
+def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity) -> Prepared:
     """Make the kept runner; a warning says why if there is none then."""
     device = model.device
     start, before, reason = time.perf_counter(), torch.cuda.memory_reserved(device), ""
     try:
-        runner = kept.make(model, room)
+        runner = held.make(model, capacity)
         graphs = runner.warm_up(_VARIANTS)
         # Python's and the host's first calls: 4 ms of the first answer on a host of an H100.
         # Logits that are not finite fail the request alone; the call of ``generate`` says so.
@@ -347,17 +347,17 @@ def _prepared(kept: KeptRunner, model: DeepseekV4ForCausalLM, room: Room) -> Pre
     except torch.OutOfMemoryError as error:
         reason = str(error).partition("\n")[0]
     if reason:
-        kept.drop()
+        held.drop()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         _logger.warning(
             "generate is not prepared, for %s with %.2f of %.1f GB of the GPU free: %s; its first "
             "call tries again",
-            *(room, free / 1e9, total / 1e9, reason),
+            *(capacity, free / 1e9, total / 1e9, reason),
         )
         return Prepared(skipped=reason)
     grown = torch.cuda.memory_reserved(device) - before
-    done = Prepared(room, graphs, time.perf_counter() - start, grown)
+    done = Prepared(capacity, graphs, time.perf_counter() - start, grown)
     _logger.info("generate is prepared: %s", done)
     return done
 

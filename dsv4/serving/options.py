@@ -35,7 +35,7 @@ class SamplingOptions:
             the token alone. None: the runner draws one; ``Request.seed`` says which.
         stop_ids: Tokens that end the answer and belong to it; None: ``eos_token_id`` of the
             model's configuration.
-        logprobs: None, or how many most probable tokens to report beside the chosen one, 0 to 20.
+        logprobs: None, or how many most probable tokens to report besides the chosen one, 0 to 20.
             Log-probabilities are those of the unmodified distribution: the log-softmax of the
             model's logits.
         max_new_tokens: Most tokens of the answer, at least 1.
@@ -88,19 +88,19 @@ class SamplingOptions:
             raise TypeError(f"option {unknown[0]!r} is unknown, wanted one of {', '.join(names)}")
         return cls(**changes) if options is None else dataclasses.replace(options, **changes)
 
-    def _number(self, name: str, wanted: str, within: Any) -> None:
+    def _number(self, name: str, expected: str, within: Any) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} is {value!r}, wanted a number, {wanted}")
+            raise TypeError(f"{name} is {value!r}, wanted a number, {expected}")
         if not within(value):
-            raise ValueError(f"{name} is {value}, wanted {wanted}")
+            raise ValueError(f"{name} is {value}, wanted {expected}")
         object.__setattr__(self, name, float(value))
 
     def _integer(self, name: str, low: int, high: int | None) -> None:
         value = _index(name, getattr(self, name))
         if value < low or (high is not None and value > high):
-            wanted = f"{low} or more" if high is None else f"{low} to {high}"
-            raise ValueError(f"{name} is {value}, wanted {wanted}")
+            expected = f"{low} or more" if high is None else f"{low} to {high}"
+            raise ValueError(f"{name} is {value}, wanted {expected}")
         object.__setattr__(self, name, value)
 
 

@@ -1,7 +1,7 @@
 """Cache rows that are kept so that prompts which begin alike share their pages.
 
 A row can be forked only where it ends, because its window and its compressor state are those of its
-last token. So rows are kept at two places: where a sequence ended, and at block boundaries up to
+last token. So rows are kept at two points: where a sequence ended, and at block boundaries up to
 which at least two prompts agree, which prefill stops at for that purpose.
 """
 
@@ -18,7 +18,7 @@ _MOST_SEEN = 1 << 17  # blocks of prompts that are remembered, some 20 MB
 
 
 @dataclass(eq=False)
-class KeptRow:
+class CachedRow:
     """A cache row that no request owns, with the tokens it holds."""
 
     row: int
@@ -42,33 +42,33 @@ class PrefixCache:
         self.block = block
         self.grid = grid
         self._cache = cache
-        self._kept: list[KeptRow] = []
+        self._rows: list[CachedRow] = []
         self._seen: Counter[int] = Counter()
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._rows)
 
-    def find(self, tokens: Sequence[int]) -> KeptRow | None:
+    def find(self, tokens: Sequence[int]) -> CachedRow | None:
         """The longest kept row that ``tokens`` begin with and go beyond."""
-        found: KeptRow | None = None
-        for kept in self._kept:
-            length = len(kept.tokens)
-            longer = found is None or length > len(found.tokens)
-            if not longer or length >= len(tokens) or tokens[length - 1] != kept.tokens[-1]:
+        longest: CachedRow | None = None
+        for cached in self._rows:
+            length = len(cached.tokens)
+            longer = longest is None or length > len(longest.tokens)
+            if not longer or length >= len(tokens) or tokens[length - 1] != cached.tokens[-1]:
                 continue
-            if tuple(tokens[:length]) == kept.tokens:
-                found = kept
-        return found
+            if tuple(tokens[:length]) == cached.tokens:
+                longest = cached
+        return longest
 
-    def fork(self, kept: KeptRow) -> int:
-        """A new row that goes on where ``kept`` ends.
+    def fork(self, cached: CachedRow) -> int:
+        """A new row that goes on where ``cached`` ends.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
         """
-        row = self._cache.fork(kept.row)
-        self._kept.remove(kept)
-        self._kept.append(kept)
+        row = self._cache.fork(cached.row)
+        self._rows.remove(cached)
+        self._rows.append(cached)
         return row
 
     def remember(self, prompt: Sequence[int]) -> None:
@@ -110,7 +110,7 @@ class PrefixCache:
             copied = self._cache.fork(row)
         except CacheFullError:
             return
-        self._kept.append(KeptRow(copied, tuple(tokens)))
+        self._rows.append(CachedRow(copied, tuple(tokens)))
 
     def keep(self, row: int, tokens: Sequence[int]) -> None:
         """Keep a row that no request owns any more, or free it."""
@@ -119,14 +119,14 @@ class PrefixCache:
             self._cache.free(row)
             return
         self._shrink(self.capacity - 1)
-        self._kept.append(KeptRow(row, tuple(tokens)))
+        self._rows.append(CachedRow(row, tuple(tokens)))
 
-    def evict(self, keep: KeptRow | None = None) -> bool:
+    def evict(self, keep: CachedRow | None = None) -> bool:
         """Free the least recently used row but ``keep``; whether there was one."""
-        for kept in self._kept:
-            if kept is not keep:
-                self._kept.remove(kept)
-                self._cache.free(kept.row)
+        for cached in self._rows:
+            if cached is not keep:
+                self._rows.remove(cached)
+                self._cache.free(cached.row)
                 return True
         return False
 
@@ -136,11 +136,11 @@ class PrefixCache:
 
     def forget(self) -> None:
         """Drop the kept rows without freeing them: the cache was cleared."""
-        self._kept.clear()
+        self._rows.clear()
 
     def _holds(self, tokens: Sequence[int]) -> bool:
-        return any(kept.tokens == tuple(tokens) for kept in self._kept)
+        return any(cached.tokens == tuple(tokens) for cached in self._rows)
 
     def _shrink(self, count: int) -> None:
-        while len(self._kept) > count:
+        while len(self._rows) > count:
             self.evict()

@@ -60,7 +60,7 @@ class Inputs:
 
     Attributes:
         memory: int64; the tensors that follow are parts of it.
-        places: Where these are: tokens, positions and rows of tokens, then bounds, starts, rows and
+        spans: Where these are: tokens, positions and rows of tokens, then bounds, starts, rows and
             ends of sequences.
         ids: ``[1, T]`` tokens.
         ends: ``[B]`` index of each sequence's last token.
@@ -68,7 +68,7 @@ class Inputs:
     """
 
     memory: torch.Tensor
-    places: tuple[slice, ...]
+    spans: tuple[slice, ...]
     ids: torch.Tensor
     ends: torch.Tensor
     batch: Batch
@@ -77,16 +77,16 @@ class Inputs:
     def of_size(cls, size: Size, device: torch.device) -> Inputs:
         """Memory, uninitialised."""
         tokens, sequences = size
-        places, begin = list[slice](), 0
+        spans, begin = list[slice](), 0
         for count in (*[tokens] * 3, sequences + 1, *[sequences] * 3):
-            places.append(slice(begin, begin + count))
+            spans.append(slice(begin, begin + count))
             begin += -(-count // _ALIGNED) * _ALIGNED
         memory = torch.empty(begin, dtype=torch.int64, device=device)
         ids, positions, rows_of_tokens, cu_seqlens, starts, rows, ends = (
-            memory[place] for place in places
+            memory[span] for span in spans
         )
         batch = Batch(cu_seqlens, starts, rows, positions, rows_of_tokens)
-        return cls(memory, tuple(places), ids.unsqueeze(0), ends, batch)
+        return cls(memory, tuple(spans), ids.unsqueeze(0), ends, batch)
 
     def write(self, parts: Sequence[Part]) -> None:
         """Fill it with sequences, then padding, in stream order; a GPU is not waited for."""
@@ -109,10 +109,10 @@ class Inputs:
             ([number - 1 for number in cu_seqlens[1:]], 0),
         )
         numbers = list[int]()
-        for (values, padding), place in zip(columns, self.places, strict=True):
-            numbers += [0] * (place.start - len(numbers))
+        for (values, padding), span in zip(columns, self.spans, strict=True):
+            numbers += [0] * (span.start - len(numbers))
             numbers += values
-            numbers += [padding] * (place.stop - len(numbers))
+            numbers += [padding] * (span.stop - len(numbers))
         numbers += [0] * (len(self.memory) - len(numbers))
         self.memory.copy_(to_device(numbers, self.memory.device))
 

@@ -89,24 +89,24 @@ class Pending:
     count: int
     width: int | None  # alternatives per row
 
-    def wait(self, wanted: Sequence[int | None]) -> Results:
-        """Wait for the step; ``wanted`` says how many alternatives each row reports, or None."""
+    def wait(self, requested: Sequence[int | None]) -> Results:
+        """Wait for the step; ``requested`` says how many alternatives each row reports, or None."""
         if self.slot.ready is not None:
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()
-        logprobs = [] if self.width is None else self._logprobs(tokens, wanted, self.width)
+        logprobs = [] if self.width is None else self._logprobs(tokens, requested, self.width)
         self.owner.give_back(self.slot)
         return Results(tokens, logprobs)
 
     def _logprobs(
-        self, tokens: Sequence[int], wanted: Sequence[int | None], width: int
+        self, tokens: Sequence[int], requested: Sequence[int | None], width: int
     ) -> list[TokenLogprobs]:
         chosen = self.slot.chosen[: self.count].tolist()
         values = self.slot.values[: self.count * width].view(-1, width).tolist()
         ids = self.slot.ids[: self.count * width].view(-1, width).tolist()
-        found = []
+        reports = []
         for row, token in enumerate(tokens):
-            count = min(wanted[row] or 0, width)
+            count = min(requested[row] or 0, width)
             top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
-            found.append(TokenLogprobs(token, chosen[row], top))
-        return found
+            reports.append(TokenLogprobs(token, chosen[row], top))
+        return reports

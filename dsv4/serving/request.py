@@ -115,11 +115,11 @@ class Request:
         return list(self)
 
     def __iter__(self) -> Iterator[int]:
-        given = 0
+        yielded = 0
         while True:
-            while given < len(self._emitted):
-                given += 1
-                yield self._emitted[given - 1].token
+            while yielded < len(self._emitted):
+                yielded += 1
+                yield self._emitted[yielded - 1].token
             if self._outcome is not None:
                 if self._outcome.error is not None:
                     raise self._outcome.error

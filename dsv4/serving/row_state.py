@@ -133,5 +133,5 @@ class RowState:
 
 def _kernels_run(logits: torch.Tensor) -> bool:
     """Whether Triton samples: as for an operator that has a kernel and a reference."""
-    wanted = dispatch.requested_backend() in (dispatch.AUTO, "triton")
-    return wanted and (no_triton(logits.device) or float64_tensor([logits])) is None
+    allowed = dispatch.requested_backend() in (dispatch.AUTO, "triton")
+    return allowed and (no_triton(logits.device) or float64_tensor([logits])) is None

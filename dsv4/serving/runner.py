@@ -93,7 +93,7 @@ class Runner:
             max_chunk: Most prompt tokens per step, of all requests; None: 4096 or ``max_tokens``.
             pool_tokens: Tokens of all requests together that have room in the cache; None: as
                 many as all sequences can have. With fewer, requests wait or are preempted.
-            window_pages: Pages of raw key-values; None: enough for every step.
+            window_pages: Pages of raw KV entries; None: enough for every step.
             index_format: Of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"`` where
                 it holds the same values as ``"plain"``.
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
@@ -262,10 +262,10 @@ class Runner:
             torch.OutOfMemoryError: if the GPU has no memory for a step.
         """
         if self._capture and not self._closed:
-            wanted = sorted({Variant.of(options) for options in variants}, key=repr)
+            distinct = sorted({Variant.of(options) for options in variants}, key=repr)
             try:
-                self._capture_all(wanted)
-                self._rehearse(wanted)
+                self._capture_all(distinct)
+                self._rehearse(distinct)
             except CaptureError as error:
                 self._go_on_eagerly(error)
         return self.captures
@@ -457,8 +457,8 @@ class Runner:
         """Give tokens to their requests, except those of the ``newest`` launches."""
         while len(self._launched) > newest:
             launched = self._launched[0]
-            wanted = [s.request.options.logprobs for s in launched.sequences]
-            results = launched.results.wait(wanted)
+            requested = [s.request.options.logprobs for s in launched.sequences]
+            results = launched.results.wait(requested)
             for i, (sequence, token) in enumerate(
                 zip(launched.sequences, results.tokens, strict=True)
             ):
@@ -472,7 +472,7 @@ class Runner:
                 if sequence.repeats:
                     _repeat(sequence, token)
                     continue
-                report = None if wanted[i] is None else results.logprobs[i]
+                report = None if requested[i] is None else results.logprobs[i]
                 sequence.request.emit(Emitted(token, report))
             self._launched.popleft()
 
@@ -493,10 +493,10 @@ def _variant(sequences: Sequence[RunningSequence]) -> Variant:
 def _repeat(sequence: RunningSequence, token: int) -> None:
     """Count a token that was decoded again after a preemption."""
     tokens = sequence.request.tokens
-    place = len(tokens) - sequence.repeats
+    position = len(tokens) - sequence.repeats
     sequence.repeats -= 1
-    if token != tokens[place]:
+    if token != tokens[position]:
         sequence.request.fail(
-            f"new token {place + 1} was {tokens[place]} and is {token} when decoded again: the "
-            "model has changed"
+            f"new token {position + 1} was {tokens[position]} and is {token} when decoded again: "
+            "the model has changed"
         )

@@ -145,7 +145,7 @@ def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> t
     )
     scores = relative - noise
     if variant.filters:
-        scores = torch.where(kept(relative, parameters), scores, -math.inf)
+        scores = torch.where(keep_mask(relative, parameters), scores, -math.inf)
     return torch.where(drawn, scores, logits)
 
 
@@ -160,7 +160,7 @@ def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(v < _SMALL, series, -torch.log(1 - v)).log()
 
 
-def kept(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+def keep_mask(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """Which tokens top-k, top-p and min-p leave: ``[B, vocab]`` bool.
 
     Args:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
-from dsv4.serving.prefix_cache import KeptRow, PrefixCache
+from dsv4.serving.prefix_cache import CachedRow, PrefixCache
 from dsv4.serving.request import Request
 from dsv4.serving.sampler import Variant
 
@@ -145,28 +145,28 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_sequences:
             request = self.waiting[0]
             fill = request.sequence() if self._grid is None else request.prompt
-            kept = self._prefixes.find(fill)
-            known = 0 if kept is None else len(kept.tokens)
-            if self._will_share(fill, known) or not self._has_room(len(fill), known, kept):
+            cached = self._prefixes.find(fill)
+            known = 0 if cached is None else len(cached.tokens)
+            if self._will_share(fill, known) or not self._fits(len(fill), known, cached):
                 return
-            sequence = self._start(request, fill, kept)
+            sequence = self._start(request, fill, cached)
             self.running.append(sequence)
             self.waiting.popleft()
 
     def _start(
-        self, request: Request, fill: tuple[int, ...], kept: KeptRow | None
+        self, request: Request, fill: tuple[int, ...], cached: CachedRow | None
     ) -> RunningSequence:
-        row, fed = self._row(kept)
+        row, fed = self._row(cached)
         cut = self._prefixes.boundary(fill)
         repeats = len(request.prompt) + len(request.tokens) - len(fill)
         cut = cut if cut > fed else 0
         return RunningSequence(request, row, fill, fed=fed, cut=cut, repeats=repeats)
 
-    def _row(self, kept: KeptRow | None) -> tuple[int, int]:
+    def _row(self, cached: CachedRow | None) -> tuple[int, int]:
         """A row and how many tokens it holds."""
-        if kept is not None:
+        if cached is not None:
             try:
-                return self._prefixes.fork(kept), len(kept.tokens)
+                return self._prefixes.fork(cached), len(cached.tokens)
             except CacheFullError:
                 pass  # its window needs pages; process the prompt from the beginning
         return self._cache.allocate(), 0
@@ -178,7 +178,7 @@ class Scheduler:
             for s in self.running
         )
 
-    def _has_room(self, tokens: int, known: int, kept: KeptRow | None) -> bool:
+    def _fits(self, tokens: int, known: int, cached: CachedRow | None) -> bool:
         """Whether the pages of a new sequence are free, and one more for each that runs.
 
         An estimate: a step that lacks pages preempts. A sequence alone always has room, since
@@ -189,7 +189,7 @@ class Scheduler:
         block = self._prefixes.block
         need = -(-tokens // block) - known // block + len(self.running)
         while min(self._free_pages(), default=need) < need:
-            if not self._prefixes.evict(keep=kept):
+            if not self._prefixes.evict(keep=cached):
                 return False
         return True
 
@@ -229,11 +229,11 @@ class Scheduler:
                 self._cache.prepare(rows, counts)
                 return pieces
             except CacheFullError as error:
-                self._make_room(error)
+                self._reclaim(error)
             pieces = [p for p in pieces if not p.sequence.closed]
         return pieces
 
-    def _make_room(self, error: CacheFullError) -> None:
+    def _reclaim(self, error: CacheFullError) -> None:
         if self._prefixes.evict():
             return
         before = len(self.running)

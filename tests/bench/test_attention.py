@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4.bench import attention, attention_layer, cli, environment, measure, results
+from dsv4.bench import cli, environment, measure, results
+from dsv4.bench.baselines import _prepare, flash_mla, inductor, transformers_attention
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, Problem
-from dsv4.bench.rivals import _prepare, flash_mla, inductor, transformers_attention
+from dsv4.bench.suites import attention, attention_layer
 from dsv4.config import CSA, ModelConfig
 from dsv4.config.config_json import SLIDING
 
@@ -139,7 +140,7 @@ def test_a_wrong_sublayer_has_no_time(kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", attention_layer.KINDS)
-def test_the_floor_of_a_sublayer_counts_what_it_reads(kind):
+def test_the_bound_of_a_sublayer_counts_what_it_reads(kind):
     """By hand, at position 127 of a window of 8, ratios 4 and 8, and 4 chosen entries."""
     c = attention_layer.one_layer(ModelConfig.tiny(), kind)
     draw = Draw(0, CPU)
@@ -187,12 +188,12 @@ def test_published_sizes():
     assert attention.usual_tokens("attention_layer", True) == (1, 64, 4096)
 
 
-def test_floors_on_an_h200(monkeypatch):
+def test_bounds_on_an_h200(monkeypatch):
     assert attention.published(CPU, RATES) is RATES
     monkeypatch.setattr(attention, "device_name", lambda device: "NVIDIA H200")
     found = attention.published(CPU, RATES)
-    assert found.floor_us(4_380_000, 0) == pytest.approx(1.0)
-    assert found.floor_us(0, 790_000_000) == pytest.approx(1.0)
+    assert found.bound_us(4_380_000, 0) == pytest.approx(1.0)
+    assert found.bound_us(0, 790_000_000) == pytest.approx(1.0)
     assert found.copy_tbs == RATES.copy_tbs
 
 
@@ -206,7 +207,7 @@ def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
 
 
 def test_which_of_transformers_are_timed(monkeypatch):
-    """Eager on a GPU or where rivals are asked for, compiled where Inductor is."""
+    """Eager on a GPU or where baselines are asked for, compiled where Inductor is."""
     step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
     given = []
 
@@ -218,7 +219,7 @@ def test_which_of_transformers_are_timed(monkeypatch):
 
     monkeypatch.setattr(transformers_attention, "step_us", step_us)
     asked = (None, (), ("Inductor",))
-    named = {rivals: dataclasses.replace(OPTIONS, rivals=rivals) for rivals in asked}
+    named = {baselines: dataclasses.replace(OPTIONS, baselines=baselines) for baselines in asked}
     assert transformers_attention.times(step, named[None]) == ({}, "")
     eager = {"transformers eager": 3.0}
     assert transformers_attention.times(step, named[()]) == (eager, "")
@@ -229,9 +230,9 @@ def test_which_of_transformers_are_timed(monkeypatch):
 
 def test_a_compiled_reference_is_timed_beside_few_tokens():
     few, many = (next(attention.attention("tiny", n)).build(Draw(0, CPU)) for n in (3, 70))
-    rival = inductor.of_reference("aot_eager")
-    torch.testing.assert_close(rival(few)(), few.run("reference")[0])
-    assert rival(many) is None
+    baseline = inductor.of_reference("aot_eager")
+    torch.testing.assert_close(baseline(few)(), few.run("reference")[0])
+    assert baseline(many) is None
 
 
 class Library:

@@ -14,22 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch, ops
-from dsv4.bench import (
-    budgets,
-    check,
-    cli,
-    environment,
-    measure,
-    report,
-    results,
-    rivals,
-    timing,
-)
-from dsv4.bench.cases import MAKERS, PRESETS, cases, matrices, operators
+from dsv4.bench import baselines, cli, environment, measure, report, results, timing
+from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
+from dsv4.bench.cases.gemm import matrices
+from dsv4.bench.checks import budgets, judge
 from dsv4.bench.cli import main
 from dsv4.bench.measure import verify
-from dsv4.bench.model import document as model_document
 from dsv4.bench.problem import Draw, Problem, UsageError, nbytes
+from dsv4.bench.suites.model import document as model_document
 from dsv4.config import ModelConfig
 from dsv4.quant import fragments
 
@@ -137,7 +129,7 @@ def test_the_budget_of_a_packed_product_is_that_of_the_weight_in_rows(name: str)
     packed = case.build(Draw(0, CPU))
     rows = dataclasses.replace(packed, args=(packed.args[0], packed.args[1].with_layout("linear")))
     (truth,) = packed.widened().run("reference")
-    assert torch.equal(budgets.product(packed, truth), budgets.product(rows, truth))
+    assert torch.equal(budgets.gemm(packed, truth), budgets.gemm(rows, truth))
 
 
 def test_every_published_matrix_can_be_packed():
@@ -178,7 +170,7 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
         assert row["backend"] == "wrong"
         assert row["match"] is False
         assert row["us"] is None
-        assert row["rivals"] == {}
+        assert row["baselines"] == {}
         assert row["message"]
     printed = capsys.readouterr()
     assert "WRONG" in printed.out
@@ -321,10 +313,10 @@ def test_json_has_one_file_per_operator_in_a_folder(tmp_path: Path):
     for row in found["rows"]:
         assert row["match"] is True
         assert row["us"] > 0
-        assert set(row["rivals"]) == {"torch bf16"}
+        assert set(row["baselines"]) == {"torch bf16"}
         # [T, 2I] and [T, I] of bfloat16, at 0.01 TB/s.
         assert row["bytes"] == 2 * 3 * row["shape"]["I"] * row["tokens"]
-        assert row["floor_us"] == pytest.approx(row["bytes"] / 0.01e6)
+        assert row["bound_us"] == pytest.approx(row["bytes"] / 0.01e6)
 
 
 def test_options_before_the_command_count(tmp_path: Path):
@@ -370,7 +362,7 @@ def test_schema_accepts_what_it_should():
         (lambda d: d["rows"][0].update(us="1"), r"rows\[0\].us is '1'"),
         (lambda d: d["rows"][0].update(bytes=True), r"rows\[0\].bytes is True"),
         (lambda d: d["rows"][0]["shape"].update(N=1.5), r"rows\[0\].shape.N is 1.5"),
-        (lambda d: d["rows"][0]["rivals"].update(t=None), r"rows\[0\].rivals.t is None"),
+        (lambda d: d["rows"][0]["baselines"].update(t=None), r"rows\[0\].baselines.t is None"),
         (lambda d: d["rows"][0].update(error="large"), "error is 'large'"),
         (lambda d: d["rows"][0].update(match=False), "has a time although its check failed"),
     ],
@@ -412,12 +404,12 @@ def test_ranked_allows_ties_and_nothing_else():
     wanted, error = torch.tensor([[0, 2]]), torch.tensor([[1e-6]], dtype=torch.float64)
 
     def judged(ids: list[int]) -> bool:
-        return check.ranked(scores, torch.tensor([ids]), wanted, error).match
+        return judge.ranked(scores, torch.tensor([ids]), wanted, error).match
 
     assert judged([0, 2])
     assert judged([0, 1])
-    assert check.ranked(scores, wanted, wanted, error).error is None
-    assert check.ranked(scores, torch.tensor([[0, 1]]), wanted, error).error == pytest.approx(1e-9)
+    assert judge.ranked(scores, wanted, wanted, error).error is None
+    assert judge.ranked(scores, torch.tensor([[0, 1]]), wanted, error).error == pytest.approx(1e-9)
     assert not judged([2, 0])
     assert not judged([0, 3])
     assert not judged([0, 0])
@@ -429,10 +421,10 @@ def test_nan_never_passes():
     truth = torch.ones(2, 3, dtype=torch.float64)
     bad = truth.clone()
     bad[1, 2] = torch.nan
-    verdict = check.compare(bad, truth, 1e9, "x")
+    verdict = judge.compare(bad, truth, 1e9, "x")
     assert not verdict.match
     assert verdict.error == float("inf")
-    assert not check.same(bad, truth, "x").match
+    assert not judge.same(bad, truth, "x").match
 
 
 def test_timing_is_the_median_of_single_calls():
@@ -450,18 +442,16 @@ def test_a_rest_comes_before_every_timed_run(monkeypatch: pytest.MonkeyPatch):
     assert done == ["a", "b", 0.25, "a", "b", 0.25, "a", "b"]
 
 
-def test_rested_times_stand_beside_those_back_to_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_cooled_times_follow_sustained_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     rests = []
     taken = timing.Timing(1.0, "clock")
     monkeypatch.setattr(timing, "measure", lambda *given: rests.append(given[3:]) or taken)
-    monkeypatch.setattr(rivals, "RIVALS", {})
-    rivals.register("rope", "sleepy")(lambda problem: lambda: None)
+    monkeypatch.setattr(baselines, "BASELINES", {})
+    baselines.register("rope", "sleepy")(lambda problem: lambda: None)
     path = tmp_path / "out.json"
     assert main(["run", "rope", "--rest", "0.5", "--json", str(path)]) == 0
     cases = [row["case"] for row in json.loads(path.read_text())["rows"]]
-    assert cases[1::2] == [f"{case} rested".strip() for case in cases[::2]]
+    assert cases[1::2] == [f"{case} cooled".strip() for case in cases[::2]]
     assert rests == [(0.0,), (0.0,), (0.5,), (0.5,)] * (len(cases) // 2)
 
 
@@ -484,33 +474,33 @@ def test_rates_are_measured(monkeypatch: pytest.MonkeyPatch):
     assert min(found.copy_tbs, found.read_tbs, found.bf16_tflops) > 0
     assert found.node_us == 0  # a CPU has no graphs
     assert found.copy_share(10**6, 1.0) == pytest.approx(1 / found.copy_tbs)
-    assert found.floor_us(10**6, 0) == pytest.approx(1 / found.read_tbs)
-    assert found.floor_us(0, 10**6) == pytest.approx(1 / found.bf16_tflops)
+    assert found.bound_us(10**6, 0) == pytest.approx(1 / found.read_tbs)
+    assert found.bound_us(0, 10**6) == pytest.approx(1 / found.bf16_tflops)
 
 
-def test_rivals_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(rivals, "RIVALS", {})
-    rivals.register("rope", "sleepy")(lambda problem: lambda: None)
-    rivals.register("rope", "unable")(lambda problem: None)
+def test_baselines_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(baselines, "BASELINES", {})
+    baselines.register("rope", "sleepy")(lambda problem: lambda: None)
+    baselines.register("rope", "unable")(lambda problem: None)
     path = tmp_path / "out.json"
     assert main(["run", "rope", "--repeat", "1", "--json", str(path)]) == 0
-    assert set(json.loads(path.read_text())["rows"][0]["rivals"]) == {"sleepy"}
+    assert set(json.loads(path.read_text())["rows"][0]["baselines"]) == {"sleepy"}
 
 
-def test_a_rival_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_baseline_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """However many inputs there are: a compiler takes seconds to refuse each of them."""
     asked: list[str] = []
     monkeypatch.setattr(measure, "_copies", lambda case, options, problem: [problem] * 3)
-    monkeypatch.setattr(rivals, "RIVALS", {})
-    rivals.register("rms_norm_pair", "able (note)")(
+    monkeypatch.setattr(baselines, "BASELINES", {})
+    baselines.register("rms_norm_pair", "able (note)")(
         lambda problem: asked.append("able") or (lambda: None)
     )
-    rivals.register("rms_norm_pair", "unable")(lambda problem: asked.append("unable"))
+    baselines.register("rms_norm_pair", "unable")(lambda problem: asked.append("unable"))
     path = tmp_path / "out.json"
     run = ["run", "rms_norm_pair", "--repeat", "1", "--json", str(path)]
-    assert main([*run, "--rivals", "able,unable"]) == 0
+    assert main([*run, "--baselines", "able,unable"]) == 0
     rows = json.loads(path.read_text())["rows"]
-    assert all(set(row["rivals"]) == {"able (note)"} for row in rows)
+    assert all(set(row["baselines"]) == {"able (note)"} for row in rows)
     assert [asked.count(name) for name in ("able", "unable")] == [4 * len(rows), len(rows)]
 
 
@@ -538,11 +528,49 @@ def test_an_interrupted_run_keeps_its_rows(monkeypatch: pytest.MonkeyPatch, caps
     assert last == "STOPPED: 1 check passed; interrupted after 1 of 4 rows"
 
 
-KEPT = sorted((Path(__file__).parents[2] / "results").glob("*/*.json"))
+RESULTS = sorted((Path(__file__).parents[2] / "results").glob("*/*.json"))
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.stem)
-def test_kept_results_fit_the_schema(path: Path):
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_committed_results_fit_the_schema(path: Path):
     content = json.loads(path.read_text())
-    of_model = content.get("schema") == model_document.SCHEMA
-    (model_document if of_model else results).validate(content)
+    if content.get("schema") == model_document.SCHEMA:
+        model_document.validate(content)
+        return
+    rows = results.read_json(str(path)).rows
+    for row, line in zip(rows, content["rows"], strict=True):
+        assert row.baselines == line.get("baselines", line.get("rivals"))
+        assert row.bound_us == line.get("bound_us", line.get("floor_us"))
+    results.validate(results.document(content["header"], rows))
+
+
+def test_files_of_earlier_versions_are_read(tmp_path: Path):
+    row = results.Row("op", "", {}, 1, "b", "w", 2.0, bound_us=1.0, baselines={"a": 3.0})
+    rows = [dataclasses.replace(row, case=case) for case in ("q", "q cooled", "cooled")]
+    text = json.dumps(results.document(_document()["header"], rows))
+    for new, former in (("baselines", "rivals"), ("bound_us", "floor_us")):
+        text = text.replace(f'"{new}"', f'"{former}"')
+    file = tmp_path / "rows.json"
+    file.write_text(text.replace("cooled", "rested"))
+    assert list(results.read_json(str(file)).rows) == rows
+
+
+def test_a_file_with_both_names_of_a_field_is_refused(tmp_path: Path):
+    content = _document()
+    content["rows"][0]["rivals"] = {}
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=r"rows\[0\].rivals is unknown"):
+        results.read_json(str(file))
+
+
+def test_a_former_name_of_the_baselines_warns():
+    with pytest.warns(DeprecationWarning, match=r"RIVALS is now dsv4\.bench\.baselines\.BASELINES"):
+        assert baselines.RIVALS is baselines.BASELINES
+
+
+def test_times_of_a_cpu_say_that_no_kernel_ran(capsys):
+    assert cli.main(["run", "swiglu", "--repeat", "1", "--device", "cpu"]) == 0
+    output = capsys.readouterr().out
+    assert output.count(environment.WITHOUT_GPU) == 2  # above the times and below
+    assert "reference implementation" in environment.WITHOUT_GPU

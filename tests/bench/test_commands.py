@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dsv4
-from dsv4.bench import environment, moe_rivals, results
+from dsv4.bench import environment, results
+from dsv4.bench.baselines import experts as moe_baselines
 from dsv4.bench.cli import main
 from dsv4.bench.compare import Comparison
 from dsv4.bench.results import Row
@@ -57,7 +58,7 @@ class TestBaselines:
             (["run", "attention"], "FlashMLA (no rotation)"),
             (["run", "indexer"], "inductor"),
             (["run", "attention_layer"], "transformers eager, transformers inductor, inductor"),
-            (["moe"], next(iter(moe_rivals.RIVALS))),
+            (["moe"], next(iter(moe_baselines.BASELINES))),
         ],
     )
     def test_unknown_names_are_errors(self, option, arguments, known, capsys):
@@ -87,7 +88,7 @@ class TestBaselines:
         path = tmp_path / "x.json"
         command = ["run", "swiglu", "--baselines", "none", "--repeat", "1", "--device", "cpu"]
         assert main([*command, "--json", str(path)]) == 0
-        assert results.read_json(str(path)).rows[0].rivals == {}
+        assert results.read_json(str(path)).rows[0].baselines == {}
 
 
 class TestVersion:

@@ -15,15 +15,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import checkpoint
-from dsv4.bench import environment, whole_model
+from dsv4.bench import environment
 from dsv4.bench.cli import main
-from dsv4.bench.model import measure, memory, operators, profile
-from dsv4.bench.model.document import DecodeRow, validate
-from dsv4.bench.model.memory import ModelBytes, model_bytes
-from dsv4.bench.model.profile import Launch
-from dsv4.bench.model.request import COLUMNS, Budget, ModelRequest
-from dsv4.bench.random_model import RECIPES, Weights, random_model
-from dsv4.bench.whole_model import DecodeStep
+from dsv4.bench.suites import whole_model
+from dsv4.bench.suites.model import measure, memory, operators, profile
+from dsv4.bench.suites.model.document import DecodeRow, validate
+from dsv4.bench.suites.model.memory import ModelBytes, model_bytes
+from dsv4.bench.suites.model.profile import Launch
+from dsv4.bench.suites.model.request import COLUMNS, Budget, ModelRequest
+from dsv4.bench.suites.random_model import RECIPES, Weights, random_model
+from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import ModelConfig
 from dsv4.testing.models import random_model as plain_model
 

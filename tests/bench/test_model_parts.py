@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import dsv4
 from dsv4.bench import environment
-from dsv4.bench.model import operators, report
-from dsv4.bench.model.chart import Chart, Group
-from dsv4.bench.model.document import DecodeRow, ModelResults, Named, PromptRow, validate
-from dsv4.bench.model.marks import Mark, decode_ms, marked
-from dsv4.bench.model.profile import Launch, Profile
-from dsv4.bench.random_model import Weights, random_model
+from dsv4.bench.suites.model import operators, report
+from dsv4.bench.suites.model.chart import Chart, Group
+from dsv4.bench.suites.model.document import DecodeRow, ModelResults, Named, PromptRow, validate
+from dsv4.bench.suites.model.marks import Mark, decode_ms, marked
+from dsv4.bench.suites.model.profile import Launch, Profile
+from dsv4.bench.suites.random_model import Weights, random_model
 from dsv4.config import ModelConfig
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ class TestOperators:
             ),
             ("kernel_cutlass_kernel__AttentionKernelheads64", operators.ATTENTION),
             (
-                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlancolumns64",
+                "kernel_cutlass_kernel_GroupedSmallMKernelGroupedSmallMPlanctas1",
                 operators.EXPERTS,
             ),
             ("kernel_cutlass_kernel_NewKernelcolumns64", operators.OTHER),

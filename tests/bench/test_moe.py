@@ -1,4 +1,4 @@
-"""``python -m dsv4.bench moe``: its routings, checks, rivals and files."""
+"""``python -m dsv4.bench moe``: its routings, checks, baselines and files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,13 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.bench import (
-    environment,
-    moe,
-    moe_checks,
-    moe_layer,
-    moe_parts,
-    moe_rivals,
-    results,
-    timing,
-)
+from dsv4.bench import environment, results, timing
+from dsv4.bench.baselines import experts as moe_baselines
+from dsv4.bench.checks import moe as moe_checks
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw
+from dsv4.bench.suites import moe, moe_layer, moe_parts
 from dsv4.layers import DeepseekV4SparseMoeBlock
 from dsv4.ops import dequantize
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
@@ -48,8 +42,8 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_rivals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_rivals, "RIVALS", {})
+def without_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_baselines, "BASELINES", {})
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +168,7 @@ def test_rows_lie_by_expert(layer, kind):
     assert inputs.touched == len(inputs.ids.unique())
 
 
-def test_the_floor_counts_what_has_to_be_moved(layer):
+def test_the_bound_counts_what_has_to_be_moved(layer):
     c, tokens, touched = layer.config, 7, 5
     found = moe_parts.costs(layer, tokens, touched)
     rows, h, i = tokens * c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size
@@ -184,13 +178,13 @@ def test_the_floor_counts_what_has_to_be_moved(layer):
     assert found["pair"] == tuple(map(sum, zip(found["gate_up"], found["down"], strict=True)))
     assert found["block"][1] == found["pair"][1]
     assert found["block"][0] == 5 * sum(expert) + tokens * h * 2 * 3 + rows * 12
-    ids, places, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
-    assert found["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + places + offsets, 0)
-    assert found["combine"] == (2 * h * (rows + 2 * tokens) + places + offsets, 0)
+    ids, positions, weight, offsets = 8 * rows, 4 * rows, 4 * rows, 4 * 9
+    assert found["sort"] == (2 * h * (tokens + rows) + ids + 2 * weight + positions + offsets, 0)
+    assert found["combine"] == (2 * h * (rows + 2 * tokens) + positions + offsets, 0)
     assert found["around"] == (found["sort"][0] + found["combine"][0], 0)
 
 
-def test_the_floor_of_the_layer_counts_router_and_shared_expert_too(layer, whole):
+def test_the_bound_of_the_layer_counts_router_and_shared_expert_too(layer, whole):
     c, tokens, touched = layer.config, 7, 5
     h, i, experts = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
     expert = 2 * i * h * 9 // 16 + 4 * 2 * i + h * i * 9 // 16 + 4
@@ -265,11 +259,11 @@ def test_a_wrong_sort_has_no_time(layer, monkeypatch, name):
     right = moe_parts.sort
 
     def moved(*args):
-        rows, row_weight, offsets, places = right(*args)
+        rows, row_weight, offsets, positions = right(*args)
         wrong = {
-            "the sorted rows": (rows.flip(0), row_weight, offsets, places),
-            "their weights": (rows, row_weight.flip(0), offsets, places),
-            "places": (rows, row_weight, offsets, places.roll(1, 0)),
+            "the sorted rows": (rows.flip(0), row_weight, offsets, positions),
+            "their weights": (rows, row_weight.flip(0), offsets, positions),
+            "places": (rows, row_weight, offsets, positions.roll(1, 0)),
         }
         return wrong[name]
 
@@ -332,7 +326,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
         assert row["op"] == "moe"
         assert row["match"] is True
         assert row["us"] > 0
-        assert row["floor_us"] == pytest.approx(RATES.floor_us(row["bytes"], row["flops"]))
+        assert row["bound_us"] == pytest.approx(RATES.bound_us(row["bytes"], row["flops"]))
         assert 2 <= row["shape"]["touched"] <= min(8, 2 * row["tokens"])
         several = row["case"].endswith(("pair", "around", "block", "layer"))
         assert row["backend"] == ("auto" if several else "reference")
@@ -343,7 +337,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     assert printed[-1] == f"PASSED: {len(rows)} checks passed"
 
 
-def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
+def test_cooled_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
     seen = []
     measured = timing.measure
 
@@ -356,18 +350,18 @@ def test_rested_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, m
     assert command(path, "--routings", "single", "--rest", "0.25") == 0
     cases = [row["case"] for row in rows_of(path)]
     parts = [f"tiny single {part}" for part in moe_parts.PARTS]
-    layers = ["tiny router layer", "tiny router layer rested"]
-    assert cases == [*parts, *(f"{part} rested" for part in parts)] * 2 + layers * 2
-    # Each part twice, and what rivals have, in the condition of the line they are printed in.
+    layers = ["tiny router layer", "tiny router layer cooled"]
+    assert cases == [*parts, *(f"{part} cooled" for part in parts)] * 2 + layers * 2
+    # Each part twice, and what baselines have, in the condition of the line they are printed in.
     assert seen.count(0.25) * 2 == len(seen) >= len(cases)
     printed = capsys.readouterr().out.splitlines()
     place = [line.split("  ")[0] for line in printed].index("shapes")
     at = printed[place].index("timed")
     kinds = [line[at:].split("  ")[0] for line in printed[place + 2 : place + 8]]
-    assert kinds == ["back to back", "rested"] * 3
+    assert kinds == ["sustained", "cooled"] * 3
 
 
-def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):
+def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_baselines):
     path = tmp_path / "moe.json"
     assert main(["moe", "--repeat", "1", "--device", "cpu", "--json", str(path)]) == 0
     found = [(row["case"], row["tokens"]) for row in rows_of(path)]
@@ -376,7 +370,7 @@ def test_few_tokens_by_default_on_the_cpu(tmp_path: Path, without_rivals):
     assert found == [*wanted, ("tiny router layer", 1), ("tiny router layer", 8)]
 
 
-def test_markdown_and_a_folder(tmp_path: Path, capsys, without_rivals):
+def test_markdown_and_a_folder(tmp_path: Path, capsys, without_baselines):
     assert command(f"{tmp_path}/", "--routings", "single", "--markdown") == 0
     folder = tmp_path / "results" / environment.slug(environment.device_name(CPU))
     count = 2 * len(moe_parts.PARTS) + 2
@@ -410,7 +404,7 @@ def test_bad_commands_say_what_to_write(command, arguments: list[str], message: 
     ],
 )
 def test_what_was_measured_before_a_stop_is_written(
-    monkeypatch, capsys, tmp_path: Path, without_rivals, stop, status, said
+    monkeypatch, capsys, tmp_path: Path, without_baselines, stop, status, said
 ):
     measure = moe.measure
 
@@ -447,13 +441,13 @@ def test_calls_of_a_graph_have_routings_of_their_own(layer, monkeypatch):
     assert len({tuple(one.ids.flatten().tolist()) for one in found}) == 8
 
 
-def measured(monkeypatch, tmp_path: Path, **rivals) -> list[dict]:
-    monkeypatch.setattr(moe_rivals, "RIVALS", rivals)
+def measured(monkeypatch, tmp_path: Path, **baselines) -> list[dict]:
+    monkeypatch.setattr(moe_baselines, "BASELINES", baselines)
     assert command(tmp_path / "r.json", "--routings", "zipf") == 0
     return rows_of(tmp_path / "r.json")
 
 
-def test_a_rival_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
+def test_a_baseline_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
     def fails(gate_up, down):
         raise OSError("no compiler\nand more")
 
@@ -461,18 +455,18 @@ def test_a_rival_that_fails_says_why(monkeypatch, tmp_path: Path, capsys):
         def product(x, ends):
             raise RuntimeError("")
 
-        return moe_rivals.Pair(product, product, lambda offsets: offsets, False)
+        return moe_baselines.Pair(product, product, lambda offsets: offsets, False)
 
     rows = measured(monkeypatch, tmp_path, absent=fails, broken=breaks)
     for row in rows:
         assert row["us"] > 0
-        assert row["rivals"] == {}
+        assert row["baselines"] == {}
         pair = row["case"].endswith("pair")
         assert row["message"] == ("absent: OSError: no compiler; broken: RuntimeError: " * pair)
     assert "absent: OSError: no compiler" in capsys.readouterr().out
 
 
-def one_after_another(gate_up, down) -> moe_rivals.Pair:
+def one_after_another(gate_up, down) -> moe_baselines.Pair:
     """Right, and in plain PyTorch."""
 
     def product(weight):
@@ -484,7 +478,7 @@ def one_after_another(gate_up, down) -> moe_rivals.Pair:
 
         return multiply
 
-    return moe_rivals.Pair(product(gate_up), product(down), torch.Tensor.tolist, False)
+    return moe_baselines.Pair(product(gate_up), product(down), torch.Tensor.tolist, False)
 
 
 def test_grouped_mm_multiplies_what_was_packed(layer):
@@ -492,14 +486,14 @@ def test_grouped_mm_multiplies_what_was_packed(layer):
         pytest.skip("this PyTorch has no _grouped_mm")
     inputs = inputs_of(layer, "zipf", 20)
     try:
-        made = moe_rivals.grouped_mm(layer.gate_up, layer.down)
+        made = moe_baselines.grouped_mm(layer.gate_up, layer.down)
         made.gate_up(inputs.rows, made.offsets(inputs.offsets))
     except RuntimeError as refusal:
         pytest.skip(str(refusal))
-    moe_rivals.compare(made, inputs.rows, inputs.offsets, (layer.gate_up, layer.down))
+    moe_baselines.compare(made, inputs.rows, inputs.offsets, (layer.gate_up, layer.down))
 
 
-def test_a_rival_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
+def test_a_baseline_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
     def halves(gate_up, down):
         made = one_after_another(gate_up, down)
         return dataclasses.replace(made, down=lambda x, ends: made.down(x, ends) / 2)
@@ -507,7 +501,7 @@ def test_a_rival_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
     rows = measured(monkeypatch, tmp_path, right=one_after_another, wrong=halves)
     for row in rows:
         timed = row["case"].endswith(("gate_up", "down", "pair"))
-        assert set(row["rivals"]) == ({"right"} if timed else set())
+        assert set(row["baselines"]) == ({"right"} if timed else set())
         if row["case"].endswith("pair"):
             assert row["message"].startswith("wrong: ValueError: off by 5.0e-01")
 
@@ -545,60 +539,60 @@ def test_humming_is_given_rows_and_one_scale(monkeypatch, tmp_path: Path):
     def found(name):
         return library if name.startswith("humming") else others(name)
 
-    monkeypatch.setattr(moe_rivals.importlib, "import_module", found)
-    rows = measured(monkeypatch, tmp_path, humming=moe_rivals.humming)
+    monkeypatch.setattr(moe_baselines.importlib, "import_module", found)
+    rows = measured(monkeypatch, tmp_path, humming=moe_baselines.humming)
     beside = [row for row in rows if row["case"].endswith(("gate_up", "down", "pair"))]
     assert len(beside) == 2 * 3
-    assert all(set(row["rivals"]) == {"humming"} for row in beside)
+    assert all(set(row["baselines"]) == {"humming"} for row in beside)
 
 
-def test_rivals_that_do_not_fit_are_not_made(monkeypatch):
+def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
     device = torch.device("cuda")
-    moe_rivals._room(device, 40 << 30)
+    moe_baselines._room(device, 40 << 30)
     with pytest.raises(RuntimeError, match=r"take 52 GB and 17 to spare, 64 GB are free"):
-        moe_rivals._room(device, 48 << 30)
+        moe_baselines._room(device, 48 << 30)
 
 
-def test_rivals_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
+def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     prepared = []
     some = {name: lambda *_, name=name: prepared.append(name) for name in ("One (note)", "Two")}
-    monkeypatch.setattr(moe_rivals, "RIVALS", some)
-    monkeypatch.setattr(moe, "_rival_times", lambda *_: {})
-    assert command(tmp_path / "r.json", "--routings", "single", "--rivals", "one") == 0
+    monkeypatch.setattr(moe_baselines, "BASELINES", some)
+    monkeypatch.setattr(moe, "_baseline_times", lambda *_: {})
+    assert command(tmp_path / "r.json", "--routings", "single", "--baselines", "one") == 0
     assert prepared == ["One (note)"]
-    assert command(tmp_path / "r.json", "--rivals", "one,three") == 1
+    assert command(tmp_path / "r.json", "--baselines", "one,three") == 1
     message = "--baselines has 'three', wanted some of One (note), Two"
     assert message in capsys.readouterr().err
 
 
-def test_rivals_are_named():
+def test_baselines_are_named():
     theirs = (f"transformers {kind} (bf16 weights)" for kind in THEIRS)
-    assert set(moe_rivals.RIVALS) == {GROUPED_MM, HUMMING, *theirs}
+    assert set(moe_baselines.BASELINES) == {GROUPED_MM, HUMMING, *theirs}
 
 
 @pytest.mark.parametrize("kind", THEIRS)
 def test_experts_of_transformers_stand_beside_the_block(kind, monkeypatch, tmp_path: Path):
     pytest.importorskip("transformers.models.deepseek_v4")
-    prepare = functools.partial(moe_rivals.transformers_experts, kind)
+    prepare = functools.partial(moe_baselines.transformers_experts, kind)
     rows = measured(monkeypatch, tmp_path, theirs=prepare)
     for row in rows:
-        assert set(row["rivals"]) == ({"theirs"} if row["case"].endswith("block") else set())
+        assert set(row["baselines"]) == ({"theirs"} if row["case"].endswith("block") else set())
         assert not row["message"]
 
 
 def test_wrong_experts_of_transformers_are_left_out(layer):
     pytest.importorskip("transformers.models.deepseek_v4")
-    made = moe_rivals.transformers_experts("eager", layer.gate_up, layer.down)
+    made = moe_baselines.transformers_experts("eager", layer.gate_up, layer.down)
     inputs = inputs_of(layer, "uniform", 5)
     routed, weights = (inputs.x, inputs.ids, inputs.weights), (layer.gate_up, layer.down)
-    moe_rivals.compare_whole(made, routed, 10.0, weights)
+    moe_baselines.compare_whole(made, routed, 10.0, weights)
     for changed in (lambda *args: 1.05 * made.forward(*args), lambda *_: inputs.x * math.nan):
         with pytest.raises(ValueError, match=r"off by .*, left out"):
-            moe_rivals.compare_whole(moe_rivals.Whole(changed), routed, 10.0, weights)
+            moe_baselines.compare_whole(moe_baselines.Whole(changed), routed, 10.0, weights)
     with pytest.raises(ValueError, match=r"off by .*, left out"):
-        moe_rivals.compare_whole(made, routed, 0.01, (layer.gate_up, _halved(layer.down)))
+        moe_baselines.compare_whole(made, routed, 0.01, (layer.gate_up, _halved(layer.down)))
 
 
 def _halved(weight: QuantizedTensor) -> QuantizedTensor:

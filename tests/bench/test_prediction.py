@@ -32,7 +32,7 @@ def test_errors(files, median, worst):
 
 
 @pytest.mark.parametrize(
-    "name", ["launch_us", "few_launch_us", "tile_cycles", "shared_cycles", "l2_bytes"]
+    "name", ["launch_us", "small_m_launch_us", "tile_cycles", "shared_cycles", "l2_bytes"]
 )
 def test_the_fitted_numbers_are_the_best(name):
     best = prediction.loss(H200)
@@ -48,7 +48,7 @@ def test_bytes_and_operations_are_those_of_the_bench():
         found = prediction.on_hopper(H200, shape)
         assert found.flops == row["flops"]
         assert 0 <= row["bytes"] - found.bytes <= 16
-        assert found.floor_us == pytest.approx(row["floor_us"], rel=0.02)
+        assert found.bound_us == pytest.approx(row["floor_us"], rel=0.02)
 
 
 def test_what_bounds_a_product():
@@ -58,7 +58,7 @@ def test_what_bounds_a_product():
     wide, tile = Shape(148 * 128, 8192, 1, 256), Tile(128, 256, 1, 1, 4, "nvfp4")
     full = predict(machine, wide, tile)
     assert (full.tiles, full.waves, full.bound) == (148, 1, "tensor")
-    assert full.us == pytest.approx(full.floor_us, rel=1e-3)
+    assert full.us == pytest.approx(full.bound_us, rel=1e-3)
     more = predict(machine, wide._replace(rows=149 * 128), tile)
     assert (more.tiles, more.waves) == (149, 2)
     assert more.us == pytest.approx(2 * full.us, rel=1e-3)
@@ -67,14 +67,14 @@ def test_what_bounds_a_product():
     assert one.us == pytest.approx(one.bytes / (machine.read_tbs * 1e6))
     narrow = dataclasses.replace(machine, l2_bytes=10.0)
     alone, pair = (predict(narrow, wide, tile._replace(pair=pair)) for pair in (False, True))
-    assert alone.bound == pair.bound == "level 2"
+    assert alone.bound == pair.bound == "L2"
     assert pair.us < alone.us
 
 
 @pytest.mark.parametrize("preset", ["pro", "flash"])
-def test_a_b200_is_never_below_its_floor(preset):
+def test_a_b200_is_never_below_its_bound(preset):
     for _, shape in prediction.shapes(preset):
-        found, few = block_scaled(B200, shape), prediction.few_on_blackwell(B200, shape)
-        assert found.us >= found.floor_us + B200.launch_us - 1e-9
-        assert (few is None) == (shape.tokens > 64)
-        assert few is None or few.us >= few.floor_us
+        found, small_m = block_scaled(B200, shape), prediction.small_m_on_blackwell(B200, shape)
+        assert found.us >= found.bound_us + B200.launch_us - 1e-9
+        assert (small_m is None) == (shape.tokens > 64)
+        assert small_m is None or small_m.us >= small_m.bound_us

@@ -15,23 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4.bench import (
-    attention,
-    cli,
-    environment,
-    main_job,
-    measure,
-    report,
-    results,
-    rivals,
-    tables,
-    verdict,
-)
+from dsv4.bench import baselines, cli, environment, measure, report, results, tables, verdict
 from dsv4.bench.cases import MAKERS, PRESETS, cases
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.suites import attention, main_job
 from dsv4.bench.verdict import Check
 
 CPU = torch.device("cpu")
@@ -82,12 +72,12 @@ def last_line(capsys) -> str:
 
 class TestTables:
     @pytest.mark.parametrize("preset", PRESETS)
-    @pytest.mark.parametrize("rest", ["", " rested"])
+    @pytest.mark.parametrize("rest", ["", " cooled"])
     def test_rows_of_every_case_fit(self, preset: str, rest: str):
         every = [case for op in MAKERS for case in cases(op, preset, 4096)]
         for group in (attention.attention, attention.indexer):
             every += group(preset, 1)
-        names = {name for known in rivals.RIVALS.values() for name in known}
+        names = {name for known in baselines.BASELINES.values() for name in known}
         backends = [row.name for row in dispatch.IMPLEMENTATIONS]
         rows = [
             Row(
@@ -167,7 +157,7 @@ class TestTables:
         assert len(lines[place + 1]) <= report.REASON + 5
 
     def test_microseconds_are_in_headings_alone(self):
-        row = dataclasses.replace(ROW, rivals={"torch": 3.0})
+        row = dataclasses.replace(ROW, baselines={"torch": 3.0})
         lines = report.lines([row])
         headings = [line for line in lines if line.startswith("operator")]
         assert len(headings) == 2
@@ -193,20 +183,20 @@ class TestTables:
         assert "WRONG" in "".join(written)
 
     def test_the_fastest_baseline_is_set_against_ours(self, tmp_path: Path):
-        base = dataclasses.replace(ROW, rivals={"slow": 9.0, "fast": 3.0})
-        assert base.rival_ratio == 1.5
-        alone = dataclasses.replace(base, rivals={})
-        wrong = dataclasses.replace(base, us=None, rivals={})
-        assert alone.rival_ratio is None
-        assert wrong.rival_ratio is None
+        base = dataclasses.replace(ROW, baselines={"slow": 9.0, "fast": 3.0})
+        assert base.baseline_ratio == 1.5
+        alone = dataclasses.replace(base, baselines={})
+        wrong = dataclasses.replace(base, us=None, baselines={})
+        assert alone.baseline_ratio is None
+        assert wrong.baseline_ratio is None
         rows = [base, alone]
         place = report.HEADINGS.index("speedup")
         assert [report.cells(row)[place] for row in rows] == ["1.50", "-"]
-        listed = [line.split()[-3:] for line in report.baselines(rows)[-2:]]
+        listed = [line.split()[-3:] for line in report.baseline_table(rows)[-2:]]
         assert listed == [["slow", "9.00", "4.50"], ["fast", "3.00", "1.50"]]
         path = report.write_csv(str(tmp_path / "x.csv"), rows)
         with path.open() as stream:
-            assert [row["rival_ratio"] for row in csv.DictReader(stream)] == ["1.5", ""]
+            assert [row["baseline_ratio"] for row in csv.DictReader(stream)] == ["1.5", ""]
         results.validate(results.document(HEADER, rows))
 
 
@@ -362,7 +352,7 @@ class TestMainJob:
         logits = torch.ones(1, 2, 3)
         assert main_job._agree("x", [1, 2], [1, 2], logits, logits).passed
         tokens = main_job._agree("x", [1, 3], [1, 2], logits, logits)
-        assert (tokens.passed, tokens.found) == (False, "1 of 2 tokens differ, logits 0.0e+00 off")
+        assert (tokens.passed, tokens.detail) == (False, "1 of 2 tokens differ, logits 0.0e+00 off")
         assert not main_job._agree("x", [1], [1, 2], logits, logits).passed
         assert not main_job._agree("x", [1], [1], logits * 1.001, logits).passed
         assert capsys.readouterr().out.count("WRONG") == 3

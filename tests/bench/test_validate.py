@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench import environment, validate_experts, validate_kernel
+from dsv4.bench import environment
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
+from dsv4.bench.validate import experts as validate_experts
+from dsv4.bench.validate import kernel as validate_kernel
 
 COMMAND = ["run", "gemm", "--check", "--device", "cpu"]
 FEW = [*COMMAND, "--cases", "q_a+kv,o_a"]
@@ -59,7 +61,7 @@ def test_the_report(capsys):
     """A header with everything that tells the machine, a line for each kernel, why others lack."""
     status, header, lines = printed(capsys)
     assert status == 0
-    names = ("device", "versions", "platform", "commit", "rates")
+    names = ("device", "versions", "platform", "commit", "rates", "note")
     assert [line.split()[0] for line in header if line[0] != " "] == list(names)
     assert "driver none" in header[0]
     assert f"torch {torch.__version__}" in header[1]
@@ -75,7 +77,7 @@ def test_the_report(capsys):
         assert [word for word in line if word.endswith(":")] == ["1:", "17:"]
     assert any(line.startswith("not run: cute: ") for line in lines)
     assert any(line.startswith("not run: scaled_mm: ") for line in lines)
-    assert lines[-1] == "PASSED: 4 kernels passed; 52 products compared"
+    assert lines[-1] == "PASSED: 4 kernels passed; 52 GEMMs compared"
 
 
 def test_the_report_as_json(tmp_path, capsys):

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4.bench.random_model import RECIPES, WEIGHTS, Weights, random_model
-from dsv4.bench.whole_model import DecodeStep, Fill, prompt_flops, step_cost
+from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights, random_model
+from dsv4.bench.suites.whole_model import DecodeStep, Fill, prompt_flops, step_cost
 from dsv4.config import ModelConfig
 from dsv4.layers import DeepseekV4Experts
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4

@@ -20,14 +20,14 @@ from dsv4.compilation import pool, progress_line, steps
 from dsv4.compilation import warmup as _warmup
 from dsv4.compilation.kernel_calls import (
     Attention,
-    Fp8Product,
-    GroupedProduct,
-    Product,
+    Fp8Gemm,
+    GroupedGemm,
+    PackedGemm,
     attentions,
-    fp8_products,
-    grouped_products,
+    fp8_gemms,
+    grouped_gemms,
     kernel_plans,
-    products,
+    packed_gemms,
 )
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
@@ -91,7 +91,7 @@ def launched(model, monkeypatch, packed=FRAGMENTS):
                 groups = 1 if swiglu else args.groups
                 shape = (args.codes.shape[0], args.codes.shape[1] * 2, groups)
                 kind = (args.activation, args.out_dtype, swiglu, args.layout)
-                found.append(Product(*shape, *kind))
+                found.append(PackedGemm(*shape, *kind))
             return run(args, backend)
 
         monkeypatch.setattr(module, f"_{name}", record)
@@ -126,7 +126,7 @@ def launched_of_experts(model, top_k, monkeypatch):
             float32 = not quantized and args.out_dtype == torch.float32
             kind = (float32, scaled, swiglu, weighed, quantized)
             sizes = Experts(rows, 2 * half, experts, *kind)
-            found.append(GroupedProduct(sizes, top_k, args.layout))
+            found.append(GroupedGemm(sizes, top_k, args.layout))
             return run(args, *rest)
 
         monkeypatch.setattr(module, name, record)
@@ -144,9 +144,9 @@ def test_the_products_are_those_that_the_model_runs(numerics, activation, monkey
     config = dsv4.ModelConfig.tiny(numerics=numerics, activation=activation, **WHOLE)
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     layers.quantize_(model, names=_plain_names(model))
-    found = products(model)
+    found = packed_gemms(model)
     assert layers.pack_(model).joined
-    assert set(found) == set(products(model)) == set(launched(model, monkeypatch))
+    assert set(found) == set(packed_gemms(model)) == set(launched(model, monkeypatch))
     assert len(found) == len(set(found))
     assert {p.activation for p in found} >= {activation}
     assert {p.groups for p in found} == {1, config.o_groups}
@@ -159,19 +159,19 @@ def test_the_products_are_those_that_the_model_runs(numerics, activation, monkey
 def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
     config = dsv4.ModelConfig.tiny(numerics=numerics, activation=activation, **WHOLE)
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
-    assert grouped_products(model) == [], "plain"
+    assert grouped_gemms(model) == [], "plain"
     layers.quantize_(model, names=["*.experts"])
     if calibrated:
         with layers.calibrate(model):
             run_everything(model)
-    found = grouped_products(model)
+    found = grouped_gemms(model)
     assert len(layers.pack_(model).packed) == config.total_layers
-    assert found == grouped_products(model)
+    assert found == grouped_gemms(model)
     launched = launched_of_experts(model, config.num_experts_per_tok, monkeypatch)
     assert set(found) == set(launched)
     assert len(found) == 2
     assert found[0].experts.quantized_out == (calibrated and activation == "nvfp4")
-    of_config = grouped_products(config)
+    of_config = grouped_gemms(config)
     assert set(found) <= set(of_config)
     assert len(of_config) == (3 if activation == "nvfp4" else 2), "scales may come or not"
 
@@ -183,12 +183,12 @@ def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
     layers.quantize_(model, names=[*_plain_names(model), "*.experts"])
     with layers.calibrate(model):
         run_everything(model)
-    found, experts = products(model, "sm_100a"), grouped_products(model, "sm_100a")
+    found, experts = packed_gemms(model, "sm_100a"), grouped_gemms(model, "sm_100a")
     assert {p.layout for p in (*found, *experts)} == {FRAGMENTS, SWIZZLED}
     assert any(p.swiglu for p in found)
     layers.pack_(model, SWIZZLED)
-    assert set(found) == set(products(model, "sm_100a"))
-    assert experts == grouped_products(model, "sm_100a")
+    assert set(found) == set(packed_gemms(model, "sm_100a"))
+    assert experts == grouped_gemms(model, "sm_100a")
     with monkeypatch.context() as patch:
         ran = launched(model, patch, SWIZZLED)
     assert {p for p in found if p.layout == SWIZZLED} == set(ran)
@@ -200,13 +200,13 @@ def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
 
 def test_of_blackwells_products_every_configuration_is_compiled():
     config = steps.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
-    dense = [p for p in products(config, "sm_103a") if p.layout == SWIZZLED]
+    dense = [p for p in packed_gemms(config, "sm_103a") if p.layout == SWIZZLED]
     assert {p.groups for p in dense} == {1, config.o_groups}
     for p in dense:
         wanted = blackwell.Product(p.rows, p.columns, p.groups, False, p.swiglu)
         wanted = wanted._replace(float32_out=p.out_dtype == torch.float32)
         assert p.plans(300, "sm_103a") == blackwell.plans(wanted, 300)
-    experts = grouped_products(config, "sm_103a")
+    experts = grouped_gemms(config, "sm_103a")
     kinds = [(p.experts.swiglu, p.experts.quantized_out) for p in experts]
     assert kinds == [(True, False), (False, False), (True, True)], "scales may come or not"
     for p in experts:
@@ -217,21 +217,21 @@ def test_experts_that_cannot_be_packed_need_no_kernel():
     config = dsv4.ModelConfig.tiny(moe_intermediate_size=32)
     experts = layers.DeepseekV4Experts(config).requires_grad_(False)
     experts.quantize()
-    assert grouped_products(experts) == grouped_products(config) == []
+    assert grouped_gemms(experts) == grouped_gemms(config) == []
     model = random_model(dsv4.ModelConfig.tiny(**WHOLE), 0)
     layers.quantize_(model, names=["*.experts"])
-    assert grouped_products(model) == [], "float32"
+    assert grouped_gemms(model) == [], "float32"
 
 
 def test_kernels_of_experts_are_for_every_choice_of_every_token():
     config = dsv4.ModelConfig.flash()
-    first, second = (p.experts for p in grouped_products(config))
+    first, second = (p.experts for p in grouped_gemms(config))
     assert first == Experts(4096, 4096, 256, False, False, True, True)
     assert second == Experts(4096, 2048, 256, False, False)
     for tokens in (1, 64, 8192):
         wanted = [*cute_grouped.plans(first, 6 * tokens), *cute_grouped.plans(second, 6 * tokens)]
-        assert kernel_plans(grouped_products(config), tokens) == wanted
-    w4a4 = grouped_products(config.replace(activation="nvfp4", numerics="transformers"))
+        assert kernel_plans(grouped_gemms(config), tokens) == wanted
+    w4a4 = grouped_gemms(config.replace(activation="nvfp4", numerics="transformers"))
     assert w4a4[0].experts == Experts(4096, 4096, 256, False, True, True, False)
     assert w4a4[1].experts == Experts(4096, 2048, 256, False, True)
     assert w4a4[2].experts == w4a4[0].experts._replace(quantized_out=True)
@@ -240,7 +240,7 @@ def test_kernels_of_experts_are_for_every_choice_of_every_token():
 def test_kernels_of_experts_are_compiled_too(compiled):
     config = dsv4.ModelConfig.tiny(**WHOLE)
     done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
-    dense, grouped = (kernel_plans(found(config), 64) for found in (products, grouped_products))
+    dense, grouped = (kernel_plans(found(config), 64) for found in (packed_gemms, grouped_gemms))
     assert grouped
     assert done.kernels == len(dense) + len(grouped)
     assert len(compiled) == done.kernels
@@ -307,7 +307,7 @@ class TestAttention:
     def test_its_kernels_are_compiled_with_the_others(self, compiled):
         config = dsv4.ModelConfig.tiny(**HEADS)
         done = dsv4.warmup(config, arch="sm_90a", max_tokens=64, progress=False)
-        dense = kernel_plans([*products(config), *grouped_products(config)], 64)
+        dense = kernel_plans([*packed_gemms(config), *grouped_gemms(config)], 64)
         assert done.kernels == done.compiled == len(dense) + 17
         assert {plan for plan, _ in compiled} == {*dense, *cute_attention.plans()}
 
@@ -326,20 +326,20 @@ def test_a_configuration_is_a_model_with_every_layer_in_nvfp4():
     for module in model.modules():
         if isinstance(module, layers.Linear):
             module.to_format("nvfp4")
-    assert set(products(config)) == set(products(model))
+    assert set(packed_gemms(config)) == set(packed_gemms(model))
 
 
 def test_every_kind_of_product_is_found():
-    found = products(dsv4.ModelConfig.flash())
+    found = packed_gemms(dsv4.ModelConfig.flash())
     bfloat16, float32 = torch.bfloat16, torch.float32
-    assert Product(32768, 1024, 1, "bf16", bfloat16) in found
-    assert Product(8192, 4096, 8, "bf16", bfloat16) in found, "groups"
-    assert Product(1024 + 512, 4096, 1, "bf16", bfloat16) in found, "joined"
-    assert Product(2 * 2048, 4096, 1, "bf16", bfloat16, True) in found, "gate and up in turn"
-    assert Product(1024, 4096, 1, "bf16", float32) in found, "the compressor computes in float32"
-    assert Product(129280, 4096, 1, "bf16", float32) in found, "logits"
-    w4a4 = products(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
-    assert Product(32768, 1024, 1, "nvfp4", bfloat16) in w4a4
+    assert PackedGemm(32768, 1024, 1, "bf16", bfloat16) in found
+    assert PackedGemm(8192, 4096, 8, "bf16", bfloat16) in found, "groups"
+    assert PackedGemm(1024 + 512, 4096, 1, "bf16", bfloat16) in found, "joined"
+    assert PackedGemm(2 * 2048, 4096, 1, "bf16", bfloat16, True) in found, "gate and up in turn"
+    assert PackedGemm(1024, 4096, 1, "bf16", float32) in found, "the compressor computes in float32"
+    assert PackedGemm(129280, 4096, 1, "bf16", float32) in found, "logits"
+    w4a4 = packed_gemms(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
+    assert PackedGemm(32768, 1024, 1, "nvfp4", bfloat16) in w4a4
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -355,46 +355,46 @@ def test_fp8_products_are_those_that_the_model_runs(numerics, monkeypatch):
     def record(args, backend):
         assert args.format == "fp8_block"
         kind = (args.groups, args.activation, args.out_dtype, args.scales.dtype)
-        found.append(Fp8Product(*args.codes.shape, *kind))
+        found.append(Fp8Gemm(*args.codes.shape, *kind))
         return run(args, backend)
 
     monkeypatch.setattr(module, "_gemm", record)
     run_everything(model)
-    assert set(found) == set(fp8_products(model))
-    assert products(model) == []
+    assert set(found) == set(fp8_gemms(model))
+    assert packed_gemms(model) == []
 
 
 def test_fp8_kernels_are_hoppers_and_of_whole_blocks(compiled):
     layer = layers.Linear(256, 160).to(torch.bfloat16)
     layer.to_format("fp8_block")
-    [product] = fp8_products(layer)
+    [product] = fp8_gemms(layer)
     plans = product.plans(300)
     assert plans == list(dict.fromkeys(plans))
     assert product.plans(300, "sm_100a") == []
     assert dataclasses.replace(product, columns=192).plans(300) == []
     dsv4.warmup(layer, arch="sm_90a", max_tokens=300, progress=False)
     assert [plan for plan, _ in compiled] == plans
-    assert fp8_products(dsv4.ModelConfig.flash()) == []
+    assert fp8_gemms(dsv4.ModelConfig.flash()) == []
 
 
 def test_what_is_not_packed_needs_no_kernel():
     config = dsv4.ModelConfig.tiny(**WHOLE)
-    assert products(layers.DeepseekV4MLP(config)) == [], "plain"
+    assert packed_gemms(layers.DeepseekV4MLP(config)) == [], "plain"
     mlp = layers.DeepseekV4MLP(dsv4.ModelConfig.tiny())
     layers.quantize_(mlp)
-    assert [p.columns for p in products(mlp)] == [64], "down has 32 columns"
+    assert [p.columns for p in packed_gemms(mlp)] == [64], "down has 32 columns"
     model = random_model(config, 0)
     layers.quantize_(model, names=_plain_names(model))
     assert model.dtype == torch.float32
-    assert products(model) == []
+    assert packed_gemms(model) == []
 
 
 def test_layers_that_quantise_differently_are_not_joined():
     mlp = layers.DeepseekV4MLP(dsv4.ModelConfig.tiny(**WHOLE))
     layers.quantize_(mlp)
-    assert [(p.rows, p.swiglu) for p in products(mlp)] == [(128, True), (128, False)]
+    assert [(p.rows, p.swiglu) for p in packed_gemms(mlp)] == [(128, True), (128, False)]
     mlp.up_proj.activation = "nvfp4"
-    assert {(p.rows, p.activation) for p in products(mlp)} == {
+    assert {(p.rows, p.activation) for p in packed_gemms(mlp)} == {
         (64, "bf16"),
         (64, "nvfp4"),
         (128, "bf16"),
@@ -404,15 +404,15 @@ def test_layers_that_quantise_differently_are_not_joined():
 def test_one_layer_is_a_model():
     layer = layers.Linear(64, 32)
     layers.quantize_(nn.ModuleList([layer]))
-    assert products(layer) == [Product(32, 64, 1, "bf16", torch.bfloat16)]
+    assert packed_gemms(layer) == [PackedGemm(32, 64, 1, "bf16", torch.bfloat16)]
     head = OutputHead(64, 32)
     layers.quantize_(nn.ModuleList([head]))
-    assert products(head) == [Product(32, 64, 1, "bf16", torch.float32)]
+    assert packed_gemms(head) == [PackedGemm(32, 64, 1, "bf16", torch.float32)]
 
 
 @pytest.mark.parametrize(("most", "kinds"), [(1, 1), (8, 1), (9, 2), (64, 4)])
 def test_as_many_tokens_as_are_asked_for(most, kinds):
-    plans = kernel_plans([Product(6144, 7168, 1, "nvfp4", torch.float32)], most)
+    plans = kernel_plans([PackedGemm(6144, 7168, 1, "nvfp4", torch.float32)], most)
     assert len(plans) == kinds
     assert all(plan.row_scaled and plan.float32_out for plan in plans)
 
@@ -446,7 +446,7 @@ def test_plans_are_those_of_the_product(arch, monkeypatch):
 def test_kernels_are_compiled_once(compiled, folder):
     config = dsv4.ModelConfig.tiny()
     first = dsv4.warmup(config, arch="sm_90a", progress=False)
-    plans = kernel_plans(products(config), 64)
+    plans = kernel_plans(packed_gemms(config), 64)
     assert compiled == [(plan, "sm_90a") for plan in plans]
     assert first.kernels == first.compiled == len(plans) == len(os.listdir(folder)) > 4
     second = dsv4.warmup(config, arch="sm_90a", progress=False)

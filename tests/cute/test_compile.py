@@ -29,7 +29,8 @@ from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan,
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_gemm_plans import GroupedSmallMPlan, GroupedWgmmaPlan
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
@@ -114,7 +115,7 @@ def plans_of_experts():
     """What routed experts take for these numbers of tokens; every tile they take for others."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     chosen = {
-        grouped_gemm_plans.choose(wanted, TOP_K * tokens)
+        grouped_gemm_plans.typical_plan(wanted, TOP_K * tokens)
         for wanted in every
         for tokens in (1, 8, 64, 512, 4096, 32768)
     }
@@ -135,7 +136,7 @@ def plans_of_few_rows():
     """Every configuration that these experts take while most of them have few rows."""
     every = [wanted for sizes in ROUTED for wanted in routed_kinds(*sizes)]
     return {
-        grouped_gemm_plans.choose(wanted, rows)
+        grouped_gemm_plans.typical_plan(wanted, rows)
         for wanted in every
         for rows in (1, 2 * wanted.experts, 8 * wanted.experts)
     }
@@ -484,16 +485,20 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 1),
-            grouped_gemm.FEW_PARAMETERS,
+            grouped_gemm_plans.typical_plan(Experts(6144, 7168, 384, False, False, True, True), 1),
+            grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
         ),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 32),
-            grouped_gemm.PARAMETERS,
+            grouped_gemm_plans.typical_plan(
+                Experts(6144, 7168, 384, False, False, True, True), 384 * 32
+            ),
+            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
         ),
         (
-            grouped_gemm_plans.choose(Experts(6144, 7168, 384, False, False, True, True), 384 * 75),
-            grouped_gemm.PARAMETERS,
+            grouped_gemm_plans.typical_plan(
+                Experts(6144, 7168, 384, False, False, True, True), 384 * 75
+            ),
+            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
         ),
         (AttentionPlan(False), attention_args.ATTENTION_ABI.parameters),
         (ColumnsPlan(2), attention_args.CLUSTER_ATTENTION_ABI.parameters),
@@ -578,7 +583,7 @@ def test_plans_of_experts_fit_their_matrix():
             for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
                 assert (plan.columns, plan.blocks) == (wanted.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
-                assert wanted.columns // 64 % (plan.parts * plan.stages) == 0
+                assert wanted.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
@@ -588,15 +593,15 @@ def test_plans_of_experts_fit_their_matrix():
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == wanted[3:]
             chosen = {
-                grouped_gemm_plans.choose(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
+                grouped_gemm_plans.typical_plan(wanted, rows) for rows in range(1, 4096 * TOP_K, 97)
             }
             assert chosen <= set(found)
 
 
 def test_too_many_experts_have_no_plan():
     most = Experts(256, 256, grouped_gemm_plans.MOST_EXPERTS, False, False)
-    assert grouped_gemm_plans.choose(most, 64) is not None
-    assert grouped_gemm_plans.choose(most._replace(experts=most.experts + 1), 64) is None
+    assert grouped_gemm_plans.typical_plan(most, 64) is not None
+    assert grouped_gemm_plans.typical_plan(most._replace(experts=most.experts + 1), 64) is None
 
 
 def test_rows_of_experts_stand_for_others():

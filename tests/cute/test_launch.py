@@ -21,7 +21,8 @@ from dsv4.cute.sm90 import grouped_gemm_plans
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
-from dsv4.cute.sm90.grouped_gemm_plans import EVERY, GroupedSmallMPlan, Share
+from dsv4.cute.sm90.grouped_gemm_plans import ANY_ROWS, LaunchPlan
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.plans import Product, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -111,9 +112,9 @@ def test_a_context_that_is_current_stays(monkeypatch):
     assert found.asked == [7]
 
 
-def one_share(wanted, tokens, arch=HOPPER):
-    plan = grouped_gemm_plans.choose(wanted, tokens, arch)
-    return () if plan is None else (Share(plan, 0, EVERY),)
+def single_launch(problem, tokens, arch=HOPPER):
+    plan = grouped_gemm_plans.typical_plan(problem, tokens, arch)
+    return () if plan is None else (LaunchPlan(plan, 0, ANY_ROWS),)
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(cuda_driver, "_driver", lambda: found)
     monkeypatch.setattr(cuda_driver, "tensor_map", lambda *what: found.maps.append(what) or MAP)
     # One launch for all experts, unless a test asks for those that there are.
-    monkeypatch.setattr(grouped_gemm, "shares", one_share)
+    monkeypatch.setattr(grouped_gemm, "launch_plans", single_launch)
     monkeypatch.setattr(gemm, "choose", lambda *what: found.plan or choose(*what))
     for module in (gemm, gemm_fp8, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
@@ -368,10 +369,13 @@ class Grouped:
             codes is not None,
             codes is not None and codes[1] == SWIZZLED_EXPERTS,
         )
-        self.shares = grouped_gemm.shares(self.wanted, max(x.shape[0], 1), driver.arch)
-        self.plan = self.shares[-1].plan
-        few = [isinstance(share.plan, GroupedSmallMPlan) for share in self.shares]
-        kinds = (grouped_gemm.PARAMETERS, grouped_gemm.FEW_PARAMETERS)
+        self.launches = grouped_gemm.launch_plans(self.wanted, max(x.shape[0], 1), driver.arch)
+        self.plan = self.launches[-1].plan
+        few = [isinstance(launch.plan, GroupedSmallMPlan) for launch in self.launches]
+        kinds = (
+            grouped_gemm.GROUPED_WGMMA_ABI.parameters,
+            grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
+        )
         driver.kinds = [kinds[one] for one in few]
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
@@ -467,19 +471,19 @@ def test_settled_offsets(driver):
 @pytest.mark.parametrize("settled", [False, True])
 def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, tokens, settled):
     """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
+    monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     launches = product(
         driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
     )
     told = [values for _, _, _, values in launches]
-    assert len(told) == len(product.shares) > 1
+    assert len(told) == len(product.launches) > 1
     bounds = sorted((values.get("above", 0), values["most"]) for values in told)
     assert [bounds[0][0], bounds[-1][1]] == [0, NEVER]
     assert all(one[1] == following[0] for one, following in itertools.pairwise(bounds))
     assert [values["tokens"] for values in told] == [0] * (len(told) - 1) + [tokens]
     waits = [values.get("beside", values.get("early")) for values in told]
-    few = [isinstance(share.plan, GroupedSmallMPlan) for share in product.shares]
+    few = [isinstance(launch.plan, GroupedSmallMPlan) for launch in product.launches]
     assert waits == [0, *(2 if one else 1 for one in few[1:])]
     assert [values["map_rows"] for values in told if "map_rows" in values].count(tokens) == (
         len(told) - sum(few)
@@ -491,7 +495,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
     """Where blocks take tiles as they are done: in memory that holds zeros."""
-    monkeypatch.setattr(grouped_gemm, "shares", grouped_gemm_plans.shares)
+    monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     held, zeros = [], torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *a, **b: held.append(zeros(*a, **b)) or held[-1])
@@ -579,10 +583,13 @@ def test_a_given_scale_of_every_row(driver, tokens):
 
 def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
     """Whatever dtype and stride they come in."""
-    seen, product_of = [], grouped_gemm._product
-    monkeypatch.setattr(
-        grouped_gemm, "_product", lambda *told: seen.append(told[5]) or product_of(*told)
-    )
+    seen, multiply = [], grouped_gemm._multiply
+
+    def watched(problem, args, x, row_weight, *rest):
+        seen.append(row_weight)
+        multiply(problem, args, x, row_weight, *rest)
+
+    monkeypatch.setattr(grouped_gemm, "_multiply", watched)
     weight = torch.ones(SOME, 2, dtype=torch.bfloat16)[:, 0]
     x = torch.empty(SOME, HIDDEN).bfloat16()
     [(_, _, _, values)] = Grouped(2 * INNER, HIDDEN)(

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4.bench.fused_judges import gemm_swiglu as judge
+from dsv4.bench.checks.fused_judges import gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu

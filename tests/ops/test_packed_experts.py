@@ -12,17 +12,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4.bench.fused_judges import grouped_gemm_swiglu as judge
+from dsv4.bench.checks.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
 from dsv4.cute.grouped_gemm import of_rows, plans
 from dsv4.cute.grouped_problem import Experts
-from dsv4.cute.sm90.grouped_gemm_plans import (
-    EVERY,
-    GroupedSmallMPlan,
-    GroupedWgmmaPlan,
-    choose,
-    shares,
-)
+from dsv4.cute.sm90.grouped_gemm_plans import ANY_ROWS, launch_plans, typical_plan
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -380,7 +376,7 @@ class TestPlans:
             found = plans(wanted, 8192 * 6)
             assert 1 <= len(found) <= 16
             for tokens in (1, 5, 6, 100, 777, 8192 * 6):
-                plan = choose(wanted, tokens)
+                plan = typical_plan(wanted, tokens)
                 assert plan in found
                 assert (
                     columns
@@ -393,35 +389,39 @@ class TestPlans:
 
     def test_more_rows_of_an_expert_take_larger_tiles(self):
         wanted = Experts(6144, 7168, 384, False, False, True)
-        few = [choose(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
+        few = [typical_plan(wanted, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
         assert all(isinstance(plan, GroupedSmallMPlan) for plan in few)
         assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
         loads = (8, 16, 24, 40, 64, 96, 128)
-        blocks = [choose(wanted, 384 * load).token_block for load in loads]
+        blocks = [typical_plan(wanted, 384 * load).token_block for load in loads]
         assert blocks == sorted(blocks)
         assert all(load <= block <= 2 * load for load, block in zip(loads, blocks, strict=True))
 
     @given(experts=st.sampled_from([1, 5, 48, 384]), tokens=st.integers(1, 1 << 18))
     def test_an_expert_is_one_launchs(self, experts, tokens):
         wanted = Experts(6144, 7168, experts, False, False, True)
-        found = shares(wanted, tokens)
-        assert choose(wanted, tokens) in [share.plan for share in found]
-        assert {share.plan for share in found} <= set(plans(wanted, tokens))
-        bounds = sorted((share.above, share.most) for share in found)
-        assert (bounds[0][0], bounds[-1][1]) == (0, EVERY)
+        found = launch_plans(wanted, tokens)
+        assert typical_plan(wanted, tokens) in [launch.plan for launch in found]
+        assert {launch.plan for launch in found} <= set(plans(wanted, tokens))
+        bounds = sorted((launch.above_rows, launch.most_rows) for launch in found)
+        assert (bounds[0][0], bounds[-1][1]) == (0, ANY_ROWS)
         assert all(low[1] == high[0] for low, high in pairwise(bounds))
         # Those of more rows come first; a launch for few rows is for no expert above any other.
-        assert [share.above for share in found] == sorted((b[0] for b in bounds), reverse=True)
-        assert all(s.above == 0 for s in found if isinstance(s.plan, GroupedSmallMPlan))
+        assert [launch.above_rows for launch in found] == sorted(
+            (b[0] for b in bounds), reverse=True
+        )
+        assert all(s.above_rows == 0 for s in found if isinstance(s.plan, GroupedSmallMPlan))
         # But in the launch for the most rows, an expert is one tile.
-        tiles = [s for s in found if isinstance(s.plan, GroupedWgmmaPlan) and s.most < EVERY]
-        assert all(s.plan.token_block == s.most for s in tiles)
+        tiles = [
+            s for s in found if isinstance(s.plan, GroupedWgmmaPlan) and s.most_rows < ANY_ROWS
+        ]
+        assert all(s.plan.token_block == s.most_rows for s in tiles)
         assert len(found) <= 10
 
     def test_none_for_what_the_kernel_cannot_do(self):
-        assert choose(Experts(32, 192, 4, False, False), 10) is None
-        assert choose(Experts(32, 128, 513, False, False), 10) is None
-        assert shares(Experts(32, 192, 4, False, False), 10) == ()
+        assert typical_plan(Experts(32, 192, 4, False, False), 10) is None
+        assert typical_plan(Experts(32, 128, 513, False, False), 10) is None
+        assert launch_plans(Experts(32, 192, 4, False, False), 10) == ()
 
 
 @pytest.mark.gpu

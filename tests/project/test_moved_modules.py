@@ -11,9 +11,10 @@ import pytest
 
 import dsv4
 
+FOLDER = Path(dsv4.__file__).parent / "_moved"
 MOVED = sorted(
-    file.stem
-    for file in (Path(dsv4.__file__).parent / "_moved").glob("*.py")
+    ".".join(file.relative_to(FOLDER).with_suffix("").parts)
+    for file in FOLDER.rglob("*.py")
     if file.stem != "__init__"
 )
 

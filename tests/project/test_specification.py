@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.bench.cases import matrices
+from dsv4.bench.cases.gemm import matrices
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.quant.scales import scale_offset
 from tests._tools.mutants import MUTANTS

@@ -19,7 +19,7 @@ from dsv4.layers import quantize_
 from dsv4.serving import Runner, SamplingOptions, _setup, kept_runner, prepare, prompts, release
 from dsv4.serving._capture import CaptureError
 from dsv4.serving.graphs import Graphs, default_buckets
-from dsv4.serving.kept_runner import KeptRunner, Room
+from dsv4.serving.kept_runner import Capacity, KeptRunner
 from dsv4.serving.sampling import Sampler
 from dsv4.testing.models import random_model
 from tests._tools.taped import replayed
@@ -57,7 +57,7 @@ def test_nothing_is_prepared_on_a_cpu() -> None:
     model = ToyModel()
     done = prepare(model)
     assert str(done) == "nothing is prepared: the model is on cpu"
-    assert (done.room, done.graphs, done.bytes) == (None, 0, 0)
+    assert (done.capacity, done.graphs, done.bytes) == (None, 0, 0)
     assert model.generate([[1, 2]], 6, stop_ids=()) == [plain_text(model, [1, 2], GREEDY, 0)]
     assert KeptRunner.of(model).runner is None
 
@@ -90,7 +90,9 @@ def test_the_first_call_captures_nothing(
 
     gpu.model.forward = counted  # type: ignore[method-assign]
     done = prepare(gpu, sequences)
-    assert done.room == Room(sequences, 1024, sequences * 1024)  # as many as it has positions
+    assert done.capacity == Capacity(
+        sequences, 1024, sequences * 1024
+    )  # as many as it has positions
     assert steps.count(1023) == 2, "a chunk that no graph holds, until its calls are planned"
     runner, captures = runner_of(gpu), runner_of(gpu).captures
     assert done.graphs == captures > 5
@@ -187,20 +189,20 @@ def test_a_runner_that_grows_is_said(gpu: ToyModel, caplog: pytest.LogCaptureFix
 def test_without_memory_to_grow_a_call_gets_what_it_needs(
     gpu: ToyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, asked = kept_runner.new_runner, list[Room]()
+    make, asked = kept_runner.new_runner, list[Capacity]()
 
-    def little(model: Any, room: Room, chunk: int | None) -> Runner:
-        asked.append(room)
-        if room.sequences > 3:
+    def little(model: Any, capacity: Capacity, chunk: int | None) -> Runner:
+        asked.append(capacity)
+        if capacity.sequences > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return make(model, room, chunk)
+        return make(model, capacity, chunk)
 
     prepare(gpu, sequences=2)
     monkeypatch.setattr(kept_runner, "new_runner", little)
     prompts = [[1], [2], [3]]
     wanted = [plain_text(gpu, prompt, GREEDY, 0) for prompt in prompts]
     assert gpu.generate(prompts, 6, stop_ids=()) == wanted
-    assert [room.sequences for room in asked] == [4, 3]
+    assert [capacity.sequences for capacity in asked] == [4, 3]
     with pytest.raises(torch.OutOfMemoryError):
         gpu.generate([*prompts, [4]], 6, stop_ids=())
 
@@ -213,22 +215,22 @@ def test_without_memory_to_grow_a_call_gets_what_it_needs(
 @example(have=(1, 8192), prompts=[20] * 64, new=1)
 def test_room_grows_at_least_twofold(have: tuple[int, int], prompts: list[int], new: int) -> None:
     most = 8192
-    room, need = Room.of_equal(*have), Room.of_prompts([[0] * n for n in prompts], new)
-    grown = room.grown(need, most)
-    assert grown.holds(room)
+    capacity, need = Capacity.of_equal(*have), Capacity.of_prompts([[0] * n for n in prompts], new)
+    grown = capacity.grown(need, most)
+    assert grown.holds(capacity)
     assert grown.holds(need)
-    assert room.rounded(most).holds(room)
+    assert capacity.rounded(most).holds(capacity)
     for name in ("sequences", "tokens", "pool"):
-        old, now = getattr(room, name), getattr(grown, name)
+        old, now = getattr(capacity, name), getattr(grown, name)
         if getattr(need, name) > old:
-            whole = Room.of_equal(grown.sequences, grown.tokens).pool
+            whole = Capacity.of_equal(grown.sequences, grown.tokens).pool
             limits = {"tokens": most, "pool": whole}
             assert now >= min(2 * old, limits.get(name, 2 * old))
         elif name != "pool":
             assert now == old
-    assert grown.sequences in (room.sequences, *default_buckets(4096))
+    assert grown.sequences in (capacity.sequences, *default_buckets(4096))
     # The longest is not multiplied by the number of sequences.
-    parts = 2 * room.pool, 2 * need.pool, grown.sequences * need.rounded(most).tokens
+    parts = 2 * capacity.pool, 2 * need.pool, grown.sequences * need.rounded(most).tokens
     assert grown.pool <= max(*parts, grown.tokens + 256) + 256 * grown.sequences
 
 

@@ -16,7 +16,7 @@ from dsv4.serving.sampler import (
     Parameters,
     Variant,
     exponential_log,
-    kept,
+    keep_mask,
     logprobs,
     sample,
 )
@@ -95,7 +95,7 @@ def test_filters_keep_what_their_definition_says(values, top_k, top_p, min_p) ->
     values = [v - max(values) for v in values]
     scaled = torch.tensor([values], dtype=torch.float64)
     options = SamplingOptions(top_k=top_k, top_p=top_p, min_p=min_p, temperature=1)
-    found = kept(scaled, parameters(options, 0, 0, absent(len(values))))
+    found = keep_mask(scaled, parameters(options, 0, 0, absent(len(values))))
     assert found[0].tolist() == kept_in_words([float(v) for v in values], top_k, top_p, min_p)
 
 

@@ -152,10 +152,18 @@ class WgmmaKernel(WgmmaCopies):
         x: cute.Tensor,
         codes: cute.Tensor,
         scales: cute.Tensor,
-        args: WgmmaArgs,
+        args: Any,
         stream: CUstream,
     ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
+        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself.
+
+        Args:
+            x: bfloat16 ``[tokens, groups K]``.
+            codes: Packed codes, as words.
+            scales: Packed block scales, as words.
+            args: ``WgmmaArgs``, or those of the subclass.
+            stream: The driver's handle.
+        """
         x_atom, x_tensor = self._x_tma(x)
         codes_atom, codes_tensor = self._weights_tma(codes, self.plan.code_bytes)
         scales_atom, scales_tensor = self._weights_tma(scales, self.plan.scale_bytes)

@@ -1,205 +1,103 @@
-"""Which configuration of the kernel in ``grouped`` a product takes; needs no compiler."""
+"""Which kernels a grouped GEMM launches, in which configurations; needs no compiler.
+
+How many rows each expert has is known on the GPU alone, so a grouped GEMM has several launches,
+each for the experts whose number of rows lies in a range (``launch_plans``). The ranges suppose
+rows that were drawn uniformly; results are right for any routing.
+
+* Few rows: ``grouped_gemm_small_m``, on every architecture.
+* More: ``grouped_gemm_wgmma``, on Hopper, in tiles of about as many tokens as an expert has rows.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
-from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 
-PLACES = 8  # of sums of row tiles, in its shared memory
-STATE_BYTES = 48 + 4 * 16
-# Rows of X up to which K is cut into parts, because there are few row tiles for all warps.
-_CUT_ROWS = 64
-# Rows an expert, on average, up to which a segment has 8 rows, and the kernel for few is taken; and
-# fewest rows of a larger segment.
-_ONE_TILE, _FEW_ROWS, _LEAST = 4, 6, 12
+GroupedPlan = GroupedWgmmaPlan | GroupedSmallMPlan
+ANY_ROWS = 2**31 - 1  # no upper bound of an expert's rows
+_SHARED_LIMIT = 227 * 1024  # shared memory of an SM that one CTA can have
+
+# Rows of X up to which K is split, because there are few row tiles for all warps. At 64 rows
+# gate_up and down of Pro took 1594 and 799 us in 4 and 2 splits, 1520 and 741 us in 2 and 1: the
+# end of a split costs some 400 instructions, a tile 80 (H200).
+_SPLIT_ROWS = 64
+# Tiles of 64 columns of a split: 24 to 28 were the fastest of those measured (H200).
+_SPLIT_TILES = 26
+# Average rows of an expert up to which a segment has 8 rows.
+_ONE_TILE_MEAN = 4
+# Average rows up to which the small-M kernel is taken: at 4 both kernels take as long, above 6
+# wgmma is faster, between them nothing was measured (H200).
+_SMALL_M_MEAN = 6
+_LEAST_ROWS = 12  # fewest rows of a segment of two tiles of tokens
+# Warps of a CTA of the small-M kernel; 12 where these fill their rounds better. At one token:
+# gate_up of Flash 20.8 us instead of 22.4, of Pro 44.5 instead of 47.3 (H200).
 _WARPS, _FEWER_WARPS = 16, 12
-# Longest part of K of the fewer warps, in tiles of 64 columns, and how much better they must fill
-# their rounds to be taken.
-_LONGEST, _WORTH = 64, 0.05
-_SHARED_ROOM = 227 * 1024
-_PROCESSORS = 132  # of an H200
-# Cycles of 64 rows and columns, by tiles of a warp: of the instructions; of a token beside them;
-# and of a token where the tensor cores bound. Cycles of a byte of weights from memory.
-_ISSUE, _BOTH, _TENSOR, _MEMORY = {1: 104.0, 2: 67.0}, 1.56, {1: 2.39, 2: 2.08}, 0.0414
-SLOTS = 14  # of what tiles are, more than there are stages
-# Rows on average from which experts are shared among launches, and at least so many rows more than
-# the average has an expert that has far more. Average from which one launch takes all that have
-# more rows than those for far fewer do.
-_SHARED_FROM, _FAR, _WHOLE_FROM = 0.5, 5.0, 144.0
-_FAR_FEWER = (16, 32, 48, 64)
-# Rows on average from which blocks take tiles as they are done, up to ``_WHOLE_FROM``.
-_COUNTED_FROM = 48.0
-EVERY = 2**31 - 1
-_TABLE_BYTES = 8 * (MOST_EXPERTS + 2) + 24 * SLOTS  # a slot has a barrier
+_FEWER_WARPS_TILES = 64  # most tiles of 64 columns of a split of the fewer warps
+_FILLED_MORE = 0.05  # by how much they must fill their rounds better
 
+# Average rows from which the experts are divided among several launches.
+_SEVERAL_LAUNCHES_MEAN = 0.5
+# An expert has far more rows than the average from so many more on, or two standard deviations.
+_FAR_ABOVE = 5.0
+# Average rows above which one launch takes all experts but those of far fewer rows.
+_WHOLE_MEAN = 144.0
+# Most rows of launches for experts of far fewer rows than the average.
+_FAR_BELOW = (16, 32, 48, 64)
+# Average rows from which CTAs take tiles by a counter, up to ``_WHOLE_MEAN``: 4096 tokens of Pro,
+# Zipf, 7120 us instead of 7305 (H200). Below, counters do not repay the launch that sets them to 0.
+_COUNTED_MEAN = 48.0
 
-@dataclass(frozen=True)
-class GroupedWgmmaPlan(WgmmaPlan):
-    """One configuration of the kernel; ``blocks`` is 1.
-
-    Attributes:
-        row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
-        quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
-        swizzled_out: Whether those block scales are swizzled, by expert.
-        narrow: Tokens of narrower products, ascending, multiples of 8 below ``token_block``. A tile
-            takes the first that has as many as its expert's rows.
-    """
-
-    row_weighted: bool = False
-    quantized_out: bool = False
-    narrow: tuple[int, ...] = ()
-    swizzled_out: bool = False
-
-    @property
-    def kernel(self) -> str:
-        """Where the kernel's class is."""
-        if self.shares_scales:
-            return "dsv4.cute.sm90.grouped_gemm_wgmma_shared_scales:GroupedWgmmaSharedScalesKernel"
-        return "dsv4.cute.sm90.grouped_gemm_wgmma:GroupedWgmmaKernel"
-
-    @property
-    def shares_scales(self) -> bool:
-        """Whether the lanes of a warp share the expansion of its scales.
-
-        Of four pairs of a row tile and a block of 64 columns at a time, if registers hold it.
-        """
-        # 128 sums of a thread leave too few for float32 results, or four tiles and scales of rows.
-        most = self.warp_tiles * self.token_block == 256
-        spills = most and (self.float32_out or (self.row_scaled and self.warp_tiles == 4))
-        whole = self.warp_tiles > 1 and self.warp_tiles * self.stage_k_blocks % 4 == 0
-        # Of three warpgroups the assembler follows one loop alone.
-        fits = self.warpgroups == 2 or (self.warpgroups == 3 and not self.narrow)
-        return fits and whole and not spills
-
-    @property
-    def scale_room_bytes(self) -> int:
-        """Where the warps leave expanded scales for their lanes."""
-        return 512 * self.mma_warps if self.shares_scales else 0
-
-    @property
-    def mma_widths(self) -> tuple[int, ...]:
-        """As there, the narrower ones first."""
-        return (*self.narrow, self.token_block)
-
-    @property
-    def tma_tokens(self) -> int:
-        """As there: every size is some of them."""
-        return math.gcd(*self.mma_widths)
-
-    @property
-    def k_steps(self) -> int:
-        """As there."""
-        return 2
-
-    @property
-    def epilogue_buffers(self) -> int:
-        """As there; one, so that there is room for stages."""
-        return 1
-
-    @property
-    def other_bytes(self) -> int:
-        """As there: tables of the experts' tiles and first rows, slots, expanded scales."""
-        return _TABLE_BYTES + self.scale_room_bytes
-
-
-@dataclass(frozen=True)
-class GroupedSmallMPlan(SmallMPlan):
-    """One configuration of the kernel for few rows an expert.
-
-    ``ctas`` is 1, and ``stages`` is a divisor of ``steps``. A unit is a row tile, or two where
-    their outputs make a block of 16 codes.
-
-    Attributes:
-        parts: Parts of K, a divisor of ``tiles``.
-        segment_rows: Most rows of X of a segment, at most 8 ``token_tiles``.
-        row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
-        quantized_out: Whether results are NVFP4: codes, block scales, scales of rows.
-        swizzled_out: Whether those block scales are swizzled, by expert.
-    """
-
-    parts: int = 1
-    row_weighted: bool = False
-    segment_rows: int = 8
-    quantized_out: bool = False
-    swizzled_out: bool = False
-
-    @property
-    def kernel(self) -> str:
-        """Where the kernel's class is."""
-        return "dsv4.cute.sm90.grouped_gemm_small_m:GroupedSmallMKernel"
-
-    @property
-    def x_bytes(self) -> int:
-        """Bytes of a segment's rows of X."""
-        return self.segment_rows * self.x_row_bytes
-
-    @property
-    def unit_tiles(self) -> int:
-        """Row tiles of a unit."""
-        return 2 if self.quantized_out else 1
-
-    @property
-    def shares(self) -> int:
-        """Jobs of a unit: parts of K of its row tiles."""
-        return self.parts * self.unit_tiles
-
-    @property
-    def sums_bytes(self) -> int:
-        """Room for sums of shares."""
-        return PLACES * self.shares * self.partial_bytes if self.shares > 1 else 0
-
-    @property
-    def buffer_bytes(self) -> int:
-        """A warp's buffer for the epilogue transpose: of 8 codes 16 bytes before they are coded."""
-        return self.partial_bytes // 2 if self.quantized_out else self.partial_bytes
-
-    @property
-    def steps(self) -> int:
-        """Tiles of 64 columns of a part."""
-        return self.tiles // self.parts
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        state = 8 + 16 * PLACES + STATE_BYTES
-        return self.x_bytes + self.sums_bytes + self.epilogue_bytes + state + _TABLE_BYTES
+# Constants of ``_cycles``, fitted to 38 times of Pro's GEMMs on an H200, 8 to 512 rows an expert;
+# all but one within 12 %. Cycles of 64 rows and 64 columns, by row tiles of a warp: of the
+# instructions; of a token beside them; of a token where the tensor cores are the bound.
+_ISSUE, _BOTH, _TENSOR = {1: 104.0, 2: 67.0}, 1.56, {1: 2.39, 2: 2.08}
+_MEMORY = 0.0414  # cycles of a byte of weights from memory
 
 
 class _Shape(NamedTuple):
-    """Tokens of a tile and of narrower products, warpgroups, row tiles of a warp, ``depth``."""
+    """Tiles of a configuration.
+
+    Attributes:
+        token_block: Tokens of a tile.
+        narrow_widths: As in ``GroupedWgmmaPlan``.
+        warpgroups: MMA warpgroups.
+        warp_tiles: Row tiles of a warp.
+        stage_k_blocks: Blocks of 64 columns of a stage.
+    """
 
     token_block: int
-    narrow: tuple[int, ...]
+    narrow_widths: tuple[int, ...]
     warpgroups: int
-    tiles: int
-    depth: int = 2
+    warp_tiles: int
+    stage_k_blocks: int = 2
 
 
 class _Ladder(NamedTuple):
-    """What registers and shared memory hold of a kind of product, the fastest that was measured.
+    """Shapes for one kind of result: of those that registers hold, the fastest measured on an H200.
 
     More row tiles of a warp share more of what waiting, addresses and descriptors of X cost.
 
     Attributes:
-        steps: Of launches for experts of at most so many rows.
-        above: Of the launch for more rows than these take, where they take up to 16, and further.
-        whole: For many more rows on average.
-        most: Where blocks take tiles as they are done, steps go up to here, however few rows an
-            expert has on average.
+        steps: By most rows of an expert: the launches for experts of up to so many rows.
+        above: For experts of more rows than the steps: where those end at 16 rows or fewer, and
+            where they go further.
+        whole: Candidates for averages above ``_WHOLE_MEAN``.
+        counted_most: Where CTAs take tiles by a counter, steps go up to here even if experts have
+            fewer rows on average.
     """
 
     steps: dict[int, _Shape]
     above: tuple[_Shape, _Shape]
     whole: tuple[_Shape, ...]
-    most: int = 0
+    counted_most: int = 0
 
 
 _WIDEST = (_Shape(160, (128, 144), 2, 1, 1), _Shape(192, (), 2, 1, 1))
@@ -218,13 +116,15 @@ _LADDER = _Ladder(
     _HEAVY,
     (_HEAVY[1], *_WIDEST),
 )
-# Where rows have no scales, registers hold more: shared scales of three warpgroups, more sums.
+# Where rows have no scales, registers hold more: shared block scales with three warpgroups, which
+# have a single width (Pro at 4096 tokens 8277 thousand cycles instead of 8524, H200), and 144
+# tokens with two row tiles a warp (8192 tokens: 13789 instead of 15069).
 _UNSCALED = {72: _Shape(72, (), 3, 2), 80: _Shape(80, (), 3, 2), 144: _Shape(144, (136,), 2, 2)}
 _LADDER_UNSCALED = _LADDER._replace(
-    steps=dict(sorted({**_LADDER.steps, **_UNSCALED}.items())), most=144
+    steps=dict(sorted({**_LADDER.steps, **_UNSCALED}.items())), counted_most=144
 )
-# Where storing float32 results, or coding them, takes more registers.
-_LADDER_OF_MORE = _LADDER._replace(
+# Storing float32 results, or quantizing them, takes more registers.
+_LADDER_WIDE_OUT = _LADDER._replace(
     steps={
         **_LADDER.steps,
         48: _Shape(48, (32, 40), 3, 2),
@@ -233,7 +133,7 @@ _LADDER_OF_MORE = _LADDER._replace(
         128: _HEAVY[1],
     }
 )
-# SwiGLU's results with scales of rows: of 32 tokens on registers do not hold two tiles of a warp.
+# SwiGLU with scales of rows: from 32 tokens on, registers do not hold two row tiles of a warp.
 _HEAVY_SCALED = (_Shape(64, (48,), 4, 1), _Shape(128, (64, 96), 3, 1, 1))
 _LADDER_SCALED = _Ladder(
     {
@@ -248,217 +148,213 @@ _LADDER_SCALED = _Ladder(
     _HEAVY_SCALED,
     (_HEAVY_SCALED[1], *_WIDEST),
 )
-
-# float32 results of scaled rows, whose 128 sums of a thread are too many.
-_LADDER_OF_MOST = _LADDER_OF_MORE._replace(
-    steps={**_LADDER_OF_MORE.steps, 128: _HEAVY_SCALED[1]},
+# float32 results of scaled rows: 128 accumulators of a thread are too many.
+_LADDER_WIDE_OUT_SCALED = _LADDER_WIDE_OUT._replace(
+    steps={**_LADDER_WIDE_OUT.steps, 128: _HEAVY_SCALED[1]},
     above=(_HEAVY[0], _HEAVY_SCALED[1]),
     whole=_LADDER_SCALED.whole,
 )
 
 
-def _ladder(wanted: Experts) -> _Ladder:
-    if wanted.row_scaled and wanted.swiglu:
+def _ladder(problem: Experts) -> _Ladder:
+    if problem.row_scaled and problem.swiglu:
         return _LADDER_SCALED
-    if wanted.float32_out or wanted.quantized_out:
-        most = wanted.float32_out and wanted.row_scaled
-        return _LADDER_OF_MOST if most else _LADDER_OF_MORE
-    return _LADDER if wanted.row_scaled else _LADDER_UNSCALED
+    if problem.float32_out or problem.quantized_out:
+        scaled = problem.float32_out and problem.row_scaled
+        return _LADDER_WIDE_OUT_SCALED if scaled else _LADDER_WIDE_OUT
+    return _LADDER if problem.row_scaled else _LADDER_UNSCALED
 
 
-class Share(NamedTuple):
-    """The experts of one launch.
+class LaunchPlan(NamedTuple):
+    """One launch of a grouped GEMM, and the experts that it is for.
 
     Attributes:
         plan: Its configuration.
-        above: Rows above which an expert is its.
-        most: Rows up to which it is.
+        above_rows: Experts of as many rows or fewer are another launch's.
+        most_rows: So are experts of more rows than this.
     """
 
-    plan: GroupedWgmmaPlan | GroupedSmallMPlan
-    above: int
-    most: int
+    plan: GroupedPlan
+    above_rows: int
+    most_rows: int
 
 
-def shares(wanted: Experts, tokens: int, arch: str = HOPPER) -> tuple[Share, ...]:
-    """Launches for a number of rows of X, in their order, none if there is no kernel.
+def launch_plans(problem: Experts, tokens: int, arch: str = HOPPER) -> tuple[LaunchPlan, ...]:
+    """Launches for a number of rows of X, in their order; none if there is no kernel.
 
-    How many rows each expert has is known on the GPU alone, so every launch is for the experts of
-    so many rows: those that have about as many as an expert has on average, in steps; those that
-    have far more before, those that have far fewer after, which is seldom any expert where rows
-    were drawn uniformly. The result is right for any routing.
+    Several launches are for experts of about as many rows as the average, in steps of the ladder.
+    Experts of far more rows come before them; those of far fewer, which a uniform draw seldom
+    gives, after them.
+
+    Args:
+        problem: Sizes of the weights, and the kind of result.
+        tokens: Rows of X, of all experts.
+        arch: What the kernels are compiled for.
     """
-    return _shares(wanted, counted_as(tokens), arch)
+    return _launch_plans(problem, counted_as(tokens), arch)
 
 
 @functools.cache
-def _shares(wanted: Experts, tokens: int, arch: str) -> tuple[Share, ...]:
-    if wanted.experts > MOST_EXPERTS or wanted.columns % 128:
+def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan, ...]:
+    if problem.experts > MOST_EXPERTS or problem.columns % 128:
         return ()
-    mean = tokens / wanted.experts
-    few = _few(wanted, tokens, arch) if arch != HOPPER or mean <= _FEW_ROWS else None
-    if arch != HOPPER or (few is not None and mean < _SHARED_FROM):
-        return () if few is None else (Share(few, 0, EVERY),)
-    ladder, found, above = _ladder(wanted), [], 0
+    mean = tokens / problem.experts
+    small_m = None
+    if arch != HOPPER or mean <= _SMALL_M_MEAN:
+        small_m = _small_m_plan(problem, tokens, arch)
+    if arch != HOPPER or (small_m is not None and mean < _SEVERAL_LAUNCHES_MEAN):
+        return () if small_m is None else (LaunchPlan(small_m, 0, ANY_ROWS),)
+    ladder, launches, above = _ladder(problem), [], 0
     # Two standard deviations of a uniform draw.
-    far = mean + max(_FAR, 2 * mean**0.5)
-    if few is not None:
+    far = mean + max(_FAR_ABOVE, 2 * mean**0.5)
+    if small_m is not None:
         above = 8 if far <= 8 else 16
-        found.append(Share(few, 0, above))
-    for most in _steps(mean, far, ladder) if few is None else ():
-        found.append(Share(_plan(wanted, ladder.steps[most]), above, most))
+        launches.append(LaunchPlan(small_m, 0, above))
+    for most in _steps(mean, far, ladder) if small_m is None else ():
+        launches.append(LaunchPlan(_wgmma_plan(problem, ladder.steps[most]), above, most))
         above = most
-    if mean > _WHOLE_FROM:
-        every = (_plan(wanted, shape) for shape in ladder.whole)
-        plan = min(every, key=lambda plan: _cycles(plan, wanted, tokens))
+    if mean > _WHOLE_MEAN:
+        candidates = (_wgmma_plan(problem, shape) for shape in ladder.whole)
+        plan = min(candidates, key=lambda plan: _cycles(plan, problem, tokens))
     else:
-        plan = _plan(wanted, ladder.above[above > 16])
-    return (Share(plan, above, EVERY), *reversed(found))
+        plan = _wgmma_plan(problem, ladder.above[above > 16])
+    return (LaunchPlan(plan, above, ANY_ROWS), *reversed(launches))
 
 
-def counts_tiles(wanted: Experts, tokens: int) -> bool:
-    """Whether blocks take tiles as they are done, by counters, not every so many.
+def uses_tile_counters(problem: Experts, tokens: int) -> bool:
+    """Whether CTAs take the next tile by a counter when they are done, not every so many.
 
-    Where there are many launches, blocks begin at times that differ by whole tiles.
+    With many launches, the CTAs of a launch begin at times that differ by whole tiles.
     """
-    return _COUNTED_FROM < counted_as(tokens) / wanted.experts <= _WHOLE_FROM
+    return _COUNTED_MEAN < counted_as(tokens) / problem.experts <= _WHOLE_MEAN
 
 
 def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:
     """Most rows of each launch but the one that takes all above."""
     steps = list(ladder.steps)
-    if mean > _WHOLE_FROM:
-        return [most for most in steps if most in _FAR_FEWER]
+    if mean > _WHOLE_MEAN:
+        return [most for most in steps if most in _FAR_BELOW]
     last = next((most for most in steps if most >= far), steps[-1])
-    if mean > _COUNTED_FROM:
-        last = max(last, ladder.most)
+    if mean > _COUNTED_MEAN:
+        last = max(last, ladder.counted_most)
     near = mean - mean**0.5
-    return [n for n in steps if n <= last and (n > near or n in _FAR_FEWER)]
+    return [most for most in steps if most <= last and (most > near or most in _FAR_BELOW)]
 
 
-def choose(
-    wanted: Experts, tokens: int, arch: str = HOPPER
-) -> GroupedWgmmaPlan | GroupedSmallMPlan | None:
+def typical_plan(problem: Experts, tokens: int, arch: str = HOPPER) -> GroupedPlan | None:
     """The configuration for experts of about as many rows as the average, None if there is none."""
-    rows = max(tokens, 1) / wanted.experts
-    found = (s.plan for s in shares(wanted, tokens, arch) if s.above < rows <= s.most)
-    return next(found, None)
+    rows = max(tokens, 1) / problem.experts
+    launches = launch_plans(problem, tokens, arch)
+    fitting = (x.plan for x in launches if x.above_rows < rows <= x.most_rows)
+    return next(fitting, None)
 
 
-def _few(wanted: Experts, tokens: int, arch: str) -> GroupedSmallMPlan | None:
-    """The kernel for few rows an expert, None if shared memory does not hold a segment's rows."""
-    tiles = wanted.columns // 64
-    token_tiles = 1 if tokens <= _ONE_TILE * wanted.experts else 2
-    warps, parts = _jobs(wanted, tokens, arch)
-    most = 3 if wanted.float32_out or wanted.row_scaled else 6 if parts > 1 else 4
+def _small_m_plan(problem: Experts, tokens: int, arch: str) -> GroupedSmallMPlan | None:
+    """The small-M kernel; None if shared memory does not hold the rows of a segment."""
+    tiles = problem.columns // 64
+    token_tiles = 1 if tokens <= _ONE_TILE_MEAN * problem.experts else 2
+    warps, splits = _warps_and_splits(problem, tokens, arch)
+    most = 3 if problem.float32_out or problem.row_scaled else 6 if splits > 1 else 4
     if warps == _FEWER_WARPS:
         most = 8  # a warp has more registers
-    depth = next(n for n in range(most, 0, -1) if tiles // parts % n == 0)
+    stages = next(n for n in range(most, 0, -1) if tiles // splits % n == 0)
     plan = GroupedSmallMPlan(
-        wanted.columns,
+        problem.columns,
         1,
         warps,
         token_tiles,
-        wanted.float32_out,
-        wanted.row_scaled,
-        depth,
-        wanted.swiglu,
-        parts=parts,
-        row_weighted=wanted.row_weighted,
+        problem.float32_out,
+        problem.row_scaled,
+        stages,
+        problem.swiglu,
+        splits=splits,
+        row_weighted=problem.row_weighted,
         segment_rows=8 * token_tiles,
-        quantized_out=wanted.quantized_out,
-        swizzled_out=wanted.swizzled_out,
+        quantized_out=problem.quantized_out,
+        swizzled_out=problem.swizzled_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
-    over = plan.shared_bytes - _SHARED_ROOM
+    over = plan.shared_bytes - _SHARED_LIMIT
     rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
-    fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST)
+    fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST_ROWS)
     return dataclasses.replace(plan, segment_rows=rows) if fits else None
 
 
-def _jobs(wanted: Experts, tokens: int, arch: str) -> tuple[int, int]:
-    """Warps of a block, and parts of K: such that the last round of jobs is well filled.
+def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, int]:
+    """Warps of a CTA, and K splits: such that the last round of jobs is well filled.
 
-    Of a block's row tiles where every row has an expert of its own. Fewer warps have longer parts.
+    Rounds are those of a CTA's row tiles if every row of X has an expert of its own. Fewer warps
+    have longer splits.
     """
-    tiles = wanted.columns // 64
-    if tokens > _CUT_ROWS:
+    tiles = problem.columns // 64
+    if tokens > _SPLIT_ROWS:
         return _WARPS, 1
-    parts = _parts(tiles)
-    if arch != HOPPER or wanted.float32_out or wanted.row_scaled or wanted.quantized_out:
-        return _WARPS, parts
-    longer = min(p for p in range(1, tiles + 1) if tiles % p == 0 and tiles // p <= _LONGEST)
-    each = tokens * wanted.rows / 16 / _PROCESSORS
+    divisors = [n for n in range(1, tiles + 1) if tiles % n == 0]
+    splits = min((n for n in divisors if n <= 16), key=lambda n: abs(tiles // n - _SPLIT_TILES))
+    if arch != HOPPER or problem.float32_out or problem.row_scaled or problem.quantized_out:
+        return _WARPS, splits
+    longer = min(n for n in divisors if tiles // n <= _FEWER_WARPS_TILES)
+    row_tiles = tokens * problem.rows / 16 / SMS  # of a CTA
 
-    def filled(warps: int, parts: int) -> float:
-        rounds = each * parts / warps
+    def filled(warps: int, splits: int) -> float:
+        rounds = row_tiles * splits / warps
         return rounds / math.ceil(rounds)
 
-    if filled(_FEWER_WARPS, longer) > filled(_WARPS, parts) + _WORTH:
+    if filled(_FEWER_WARPS, longer) > filled(_WARPS, splits) + _FILLED_MORE:
         return _FEWER_WARPS, longer
-    return _WARPS, parts
+    return _WARPS, splits
 
 
-def _parts(tiles: int) -> int:
-    """Into how many parts K is cut: of about 26 tiles, the fastest of those measured."""
-    return min((p for p in range(1, 17) if tiles % p == 0), key=lambda p: abs(tiles // p - 26))
-
-
-def _plan(wanted: Experts, shape: _Shape) -> GroupedWgmmaPlan:
+def _wgmma_plan(problem: Experts, shape: _Shape) -> GroupedWgmmaPlan:
     return GroupedWgmmaPlan(
         shape.token_block,
         shape.warpgroups,
         1,
-        shape.depth,
-        wanted.float32_out,
-        wanted.row_scaled,
-        wanted.swiglu,
-        shape.tiles,
-        wanted.row_weighted,
-        wanted.quantized_out,
-        shape.narrow,
-        wanted.swizzled_out,
+        shape.stage_k_blocks,
+        problem.float32_out,
+        problem.row_scaled,
+        problem.swiglu,
+        shape.warp_tiles,
+        problem.row_weighted,
+        problem.quantized_out,
+        shape.narrow_widths,
+        problem.swizzled_out,
     )
 
 
-def _cycles(plan: GroupedWgmmaPlan, wanted: Experts, tokens: int) -> float:
-    """Estimated cycles: tiles of all experts, in rounds while there are few.
-
-    Its constants are fitted to times on an H200; it is there to rank configurations.
-    """
-    steps, results = (
-        wanted.columns // 64,
-        10.3 * plan.token_block * plan.warpgroups * plan.warp_tiles,
-    )
-    each = {size: 1500 + steps * _step_cycles(plan, size) + results for size in plan.mma_widths}
+def _cycles(plan: GroupedWgmmaPlan, problem: Experts, tokens: int) -> float:
+    """Estimated cycles: tiles of all experts, in rounds while there are few; to rank plans."""
+    steps = problem.columns // 64
+    results = 10.3 * plan.token_block * plan.warpgroups * plan.warp_tiles
+    tile = {width: 1500 + steps * _step_cycles(plan, width) + results for width in plan.mma_widths}
     cycles = tiles = 0.0
-    for rows, share in _rows_of_one(tokens / wanted.experts):
+    for rows, share in _rows_of_an_expert(tokens / problem.experts):
         whole, rest = divmod(rows, plan.token_block)
-        last = next(size for size in plan.mma_widths if size >= rest)
+        last = next(width for width in plan.mma_widths if width >= rest)
         tiles += share * (whole + bool(rest))
-        cycles += share * (whole * each[plan.token_block] + bool(rest) * each[last])
-    row_blocks = wanted.experts * -(-wanted.rows // plan.rows)
-    rounds = tiles * row_blocks / _PROCESSORS
-    if rounds < 8:  # few: as many as it takes, of tiles as they are on average
-        return math.ceil(rounds) / rounds * cycles * row_blocks / _PROCESSORS
-    return cycles * row_blocks / _PROCESSORS
+        cycles += share * (whole * tile[plan.token_block] + bool(rest) * tile[last])
+    row_blocks = problem.experts * -(-problem.rows // plan.rows)
+    rounds = tiles * row_blocks / SMS
+    if rounds < 8:  # few: whole rounds, of average tiles
+        return math.ceil(rounds) / rounds * cycles * row_blocks / SMS
+    return cycles * row_blocks / SMS
 
 
-def _step_cycles(plan: GroupedWgmmaPlan, size: int) -> float:
-    """Cycles of 64 columns of a tile of so many tokens.
+def _step_cycles(plan: GroupedWgmmaPlan, width: int) -> float:
+    """Cycles of 64 columns of a tile of ``width`` tokens.
 
     Bound by instructions and the tensor cores, which get in each other's way, or by memory.
     """
-    issue = _ISSUE[plan.warp_tiles] + _BOTH * size
+    issue = _ISSUE[plan.warp_tiles] + _BOTH * width
     return max(
-        plan.warpgroups * plan.warp_tiles * max(issue, _TENSOR[plan.warp_tiles] * size),
+        plan.warpgroups * plan.warp_tiles * max(issue, _TENSOR[plan.warp_tiles] * width),
         _MEMORY * 36 * plan.rows,
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows_of_one(mean: float) -> list[tuple[int, float]]:
+def _rows_of_an_expert(mean: float) -> list[tuple[int, float]]:
     """Numbers of rows of an expert, Poisson distributed, and how probable they are."""
     around = 8 * mean**0.5 + 8
-    every = range(max(0, int(mean - around)), int(mean + around) + 1)
-    return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in every]
+    numbers = range(max(0, int(mean - around)), int(mean + around) + 1)
+    return [(n, math.exp(n * math.log(mean) - mean - math.lgamma(n + 1))) for n in numbers]

@@ -1,32 +1,50 @@
-"""NVFP4 product of sorted rows with their experts' weights, for few rows an expert.
+"""Grouped NVFP4 GEMM for few rows an expert: bound by reading each used expert's weights once.
 
-The arithmetic of ``small_m_tile`` with the experts of ``grouped``: bound by reading, once, the
-weights of every expert that has rows.
+``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, on tensor cores
+with the arithmetic of ``small_m_tile``, and its SwiGLU.
 
-* A segment is up to ``segment_rows`` rows of one expert. The row tiles (16 rows of the weight) of
-  all segments, one after another, are shared out evenly: every block has a range of them, of one
-  segment or few.
-* A block copies a segment's rows of X to shared memory, whole, once. A job is a part of K of one
-  row tile; the warps take jobs in turn, and ask for the weights of the next while they multiply.
-* Where there are parts, a warp leaves its sums in shared memory. The one that finds itself the last
-  of a row tile adds them in ascending order and stores the results; nobody waits for it. A place is
-  used again when its parts are read, which whoever wants it checks.
-* Results as NVFP4: two row tiles of gate and up make a block of 16 codes. So they are a unit, their
-  parts are left like those of one row tile, and the last warp codes the results of both. Below, a
-  unit is called a row tile there, and the parts of both its parts.
+Tiling and ownership. A segment is up to ``segment_rows`` rows of X of one expert. A unit is a row
+tile (16 rows of the weight); with NVFP4 results it is two row tiles, because two of gate and up
+make a block of 16 codes. The units of all segments, one after another, are divided evenly among the
+CTAs: a CTA has a range of them, of one segment or few. A job is a K split of one row tile; a CTA's
+warps take the jobs of a segment alternately. So with splits a range of, say, 17.5 row tiles keeps
+16 warps busy to within a part of a row tile; without them there is nothing to add, and there are
+fewer instructions for a weight.
 
-So with parts a range of, say, 17.5 row tiles keeps 16 warps busy to within a part of a row tile;
-without, there is nothing to add, and fewer instructions a weight.
+Pipeline. The CTA copies the rows of X of a segment to shared memory, whole. A lane has the weights
+of ``stages`` weight tiles in registers, and loads those of the warp's next job during the last
+tiles of this one. If the offsets are older than the preceding kernel, the first weights are loaded
+before griddepcontrol.wait (``GroupedSmallMArgs.ready``).
+
+Split-K. A warp writes its accumulators to a slot of shared memory. The warp that writes the last of
+a unit's adds them, K splits in ascending order, and stores the results; no other warp waits for it.
+
+Where a CTA is (its range, segment and jobs) is kept in shared memory and loaded when needed,
+because registers hold weights: kept in registers it was spilled, 8 to 40 bytes a thread (H200).
+
+Barriers:
+
+* ``x_full``: mbarrier of one arrival and the bytes of a segment's rows; a phase for each segment.
+* ``slot_written``, 16 bytes from slot to slot: mbarrier of every lane of the warps that write to
+  the slot. The lane whose arrival completes the phase learns so from the arrival.
+* ``slot_written + 8``: mbarrier of the 32 lanes that have read the slot. Who needs the slot for its
+  next unit waits for it. Both have a phase for each unit of the slot.
+* ``sync_threads``: at the start of a segment its state and X are there to be used, at its end all
+  warps have read its X.
+* ``sync_warp``: orders a warp's words of the state, and its transpose buffer.
+
+Numerics. The sum of a result is in the order of K, whatever warp adds it; the bits of a row depend
+on the plan, not on the other rows.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.expert_scheduler import (
@@ -45,7 +63,16 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import quantize_half_block, swizzled_offset
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.grouped_gemm_plans import PLACES, STATE_BYTES, GroupedSmallMPlan
+from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
+    ALL_READY,
+    GROUPED_SMALL_M_ABI,
+    NOTHING_READY,
+    OFFSETS_READY,
+    STATE_BYTES,
+    SUM_SLOTS,
+    GroupedSmallMArgs,
+    GroupedSmallMPlan,
+)
 from dsv4.cute.sm90.small_m_tile import (
     CODE_BYTES,
     PARTIAL_BYTES,
@@ -55,71 +82,96 @@ from dsv4.cute.sm90.small_m_tile import (
     Output,
     SmallMTile,
     WeightAddress,
+    Words,
 )
 
-Value = Any
-# What a block is at, in its shared memory, because registers hold weights: the next row tile of all
-# and the end of its range; the segment's first row tile, its jobs, its first row tile of those of
-# all experts, its expert, first row of X and rows; row tiles done in the segments before; the
-# parity of X's barrier; 0; the warps' jobs; the segment's first row among swizzled scales.
-_BEGIN, _END, _FIRST, _JOBS, _BASE, _OWNER, _ROW, _ROWS = range(0, 32, 4)
-_DONE, _PARITY, _ZERO, _JOB = range(32, 48, 4)
-_PADDED = STATE_BYTES - 4
+# Words of a CTA's state, as byte offsets.
+_NEXT_UNIT, _END_UNIT = 0, 4  # the range, in units of all segments; first of the current segment
+_FIRST_UNIT = 8  # of the segment, among its expert's units
+_JOBS = 12  # of the segment
+_WEIGHT_UNIT = 16  # of the segment's first unit, among the units of all experts
+_EXPERT, _ROW, _ROWS = 20, 24, 28  # of the segment: expert, first row of X, rows
+_UNITS_DONE = 32  # units of the segments before, which number the slots
+_X_PARITY = 36  # of the phase of ``x_full``
+_ZERO = 40  # 0
+_JOB = 44  # of each warp
+_SWIZZLED_ROW = STATE_BYTES - 4  # row of the segment's first results among swizzled scales
+
+
+class State(NamedTuple):
+    """A CTA's state in shared memory.
+
+    Attributes:
+        address: Of its first word.
+    """
+
+    address: Uint32
+
+    def load(self, word: int) -> Int32:
+        """A word of the CTA, by its offset."""
+        value: Int32 = ptx.load_shared_int(self.address + word)
+        return value
+
+    def store(self, word: int, value: Int32) -> None:
+        """Set a word of the CTA."""
+        ptx.store_shared_int(self.address + word, value)
+
+    def load_job(self, warp: Int32) -> Int32:
+        """The job of a warp."""
+        job: Int32 = ptx.load_shared_int(self.address + Uint32(_JOB + warp * 4))
+        return job
+
+    def store_job(self, warp: Int32, job: Int32) -> None:
+        """Set the job of a warp."""
+        ptx.store_shared_int(self.address + Uint32(_JOB + warp * 4), job)
+
+
+class SharedMemory(NamedTuple):
+    """Shared-memory addresses, in the order in which they lie.
+
+    Attributes:
+        x: The segment's rows of X, ``plan.x_row_bytes`` each.
+        sums: ``SUM_SLOTS`` slots of a unit's partial sums.
+        buffers: The warps' buffers for the epilogue transpose.
+        x_full: mbarrier of the segment's X.
+        slot_written: mbarriers of the slots, 16 bytes each: sums written and, 8 bytes on, read.
+        state: Where the CTA is.
+        table: Tiles and rows of the experts.
+    """
+
+    x: Uint32
+    sums: Uint32
+    buffers: Uint32
+    x_full: Uint32
+    slot_written: Uint32
+    state: State
+    table: ExpertTable
+
+
+class SlotBarriers(NamedTuple):
+    """mbarriers of the slot of a unit.
+
+    Attributes:
+        written: All partial sums of the unit are there.
+        read: They have been read.
+        parity: Of the unit's phase of both.
+    """
+
+    written: Uint32
+    read: Uint32
+    parity: Int32
 
 
 class GroupedSmallMKernel(SmallMTile):
     """The kernel of one configuration."""
 
     plan: GroupedSmallMPlan
-
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            *[Int64(0)] * 11,
-            *[Int32(1)] * 3,
-            Int64(8),
-            *[Int32(1)] * 8,
-            Float32(1.0),
-            CUstream(0),
-            options=options,
-        )
+    abi = GROUPED_SMALL_M_ABI
 
     @cute.jit
-    def __call__(
-        self,
-        codes: Int64,
-        scales: Int64,
-        global_scale: Int64,
-        x: Int64,
-        token_scale: Int64,
-        row_weight: Int64,
-        out: Int64,
-        offsets: Int64,
-        codes_scale: Int64,
-        block_scales: Int64,
-        row_scale: Int64,
-        tokens: Int32,
-        experts: Int32,
-        row_tiles: Int32,
-        token_stride: Int64,
-        scales_each: Int32,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        sixteen: Int32,
-        most: Int32,
-        early: Int32,
-        limit: Float32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel(
-            codes, scales, global_scale, x, token_scale, row_weight, out, offsets, codes_scale,
-            block_scales, row_scale, tokens, experts, row_tiles, token_stride, scales_each, cut0,
-            cut1, cut2, scale_rows, sixteen, most, early, limit,
-        ).launch(
+    def __call__(self, args: GroupedSmallMArgs, stream: CUstream) -> None:
+        """Launch, for the compiler's sake; ``dsv4.cute.grouped_gemm`` launches the cubin itself."""
+        self.kernel(args).launch(
             grid=[1, 1, 1],
             block=[self.plan.threads, 1, 1],
             cluster=[1, 1, 1],
@@ -127,455 +179,450 @@ class GroupedSmallMKernel(SmallMTile):
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
-        )  # fmt: skip
+        )
 
     @cute.kernel
-    def kernel(
-        self,
-        codes: Int64,
-        scales: Int64,
-        global_scale: Int64,
-        x: Int64,
-        token_scale: Int64,
-        row_weight: Int64,
-        out: Int64,
-        offsets: Int64,
-        codes_scale: Int64,
-        block_scales: Int64,
-        row_scale: Int64,
-        tokens: Int32,
-        experts: Int32,
-        row_tiles: Int32,
-        token_stride: Int64,
-        scales_each: Int32,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        sixteen: Int32,
-        most: Int32,
-        early: Int32,
-        limit: Float32,
-    ) -> None:
-        """See the module; arguments as in ``GroupedWgmmaKernel.kernel``.
-
-        ``early`` is 1 where the offsets are older than the kernel in front of this one: the first
-        weights are asked for before that one's results, the rows of X, are waited for. It is 2
-        where that kernel is a launch for the experts of more than ``most`` rows, which has waited
-        for the operands: it is waited for at the end alone.
-        """
+    def kernel(self, args: GroupedSmallMArgs) -> None:
+        """See the module."""
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(thread // 32)
-        shared_x, parts, turned, x_full, counts, state, table = self._places(experts)
-        if thread < PLACES:
+        shared = self._shared(args.experts)
+        state = shared.state
+        if thread < SUM_SLOTS:
             if thread == 0:
-                ptx.mbarrier_init(x_full, 1)
-            ptx.mbarrier_init(counts + Uint32(thread * 16), 32 * self.plan.shares)
-            ptx.mbarrier_init(counts + Uint32(thread * 16 + 8), 32)
+                ptx.mbarrier_init(shared.x_full, 1)
+            written = shared.slot_written + Uint32(thread * 16)
+            ptx.mbarrier_init(written, 32 * self.plan.unit_jobs)
+            ptx.mbarrier_init(written + 8, 32)
             ptx.fence_mbarrier_init()
-        if early == 0:
+        if args.ready == NOTHING_READY:
             cute.arch.griddepcontrol_wait()
         if warp == 0:
-            self._start(offsets, (state, table), (row_tiles, block, grid), lane, most)
-        weight, of_x = (codes, scales), (x, shared_x, x_full, token_stride)
-        # The rows of X, too, unless they are the work of the kernel in front.
-        ahead = self._begin(weight, of_x, state, table, row_tiles, early != 1)
-        if early == 1:
+            self._start(args, shared, cta, grid, lane)
+        # The rows of X, too, unless the preceding kernel writes them.
+        prefetched = self._begin_segment(args, shared, args.ready != OFFSETS_READY)
+        if args.ready == OFFSETS_READY:
             cute.arch.griddepcontrol_wait()
-            if warp == 0 and self._goes_on(state):
-                self._ask_rows(of_x, state)
-        # Not before: what a product of settled offsets follows has seen them.
+            if warp == 0 and self._has_segment(state):
+                self._copy_x(args, shared)
+        # Not before: a GEMM that follows with ready offsets relies on this kernel's having waited.
         cute.arch.griddepcontrol_launch_dependents()
-        while self._goes_on(state):
-            ptx.mbarrier_wait(x_full, ptx.load_shared_int(state + _PARITY))
-            while self._my_job(state) < ptx.load_shared_int(state + _JOBS):
-                sums, ahead = self._multiply_part(weight, state, ahead, shared_x, Uint32(sixteen))
-                of_warp, of_lane = self._reread_lane(state + _ZERO)
-                job = ptx.load_shared_int(state + Uint32(_JOB + of_warp * 4))
-                last = Int32(1) > 0  # a value of the kernel, as what takes its place is
-                if cutlass.const_expr(self.plan.shares > 1):
-                    place = ptx.load_shared_int(state + _DONE) + self._tile_of(job)
-                    last = self._leave(sums, parts, counts, place, self._part_of(job), of_lane)
-                if last:
-                    tile = ptx.load_shared_int(state + _FIRST) + self._tile_of(job)
-                    row = ptx.load_shared_int(state + _ROW)
-                    owner = ptx.load_shared_int(state + _OWNER)
-                    of_owner = global_scale + Int64(owner) * scales_each * 4
-                    output = Output(
-                        buffer=turned + Uint32(of_warp * self.plan.buffer_bytes),
-                        token_scale=token_scale + Int64(row) * 4,
-                        out=out + Int64(row) * row_tiles * self.tile_bytes,
-                        x=x + Int64(row) * token_stride * 2,
-                        row_weight=row_weight + Int64(row) * 4,
-                        tokens=ptx.load_shared_int(state + _ROWS),
-                        row_tiles=row_tiles,
-                        token_stride=token_stride,
-                        groups=Int32(1),
-                        limit=limit,
+        while self._has_segment(state):
+            ptx.mbarrier_wait(shared.x_full, state.load(_X_PARITY))
+            while self._own_job(state) < state.load(_JOBS):
+                sums, prefetched = self._multiply(args, shared, prefetched)
+                of_warp, of_lane = self._reread_lane(state.address + _ZERO)
+                job = state.load_job(of_warp)
+                is_last = Int32(1) > 0  # a dynamic value, as what replaces it
+                if cutlass.const_expr(self.plan.unit_jobs > 1):
+                    number = state.load(_UNITS_DONE) + self._unit_of(job)
+                    is_last = self._write_sums(
+                        sums, shared, number, self._job_of_unit(job), of_lane
                     )
-                    scales_of_owner = GlobalScales(of_owner, cut0, cut1, cut2, scale_rows)
+                if is_last:
+                    unit = state.load(_FIRST_UNIT) + self._unit_of(job)
+                    row = state.load(_ROW)
+                    expert = state.load(_EXPERT)
+                    scales = self._scales(args, expert)
+                    output = self._output(args, shared, row, of_warp)
                     if cutlass.const_expr(self.plan.quantized_out):
-                        of_blocks: Value = block_scales
-                        if cutlass.const_expr(self.plan.swizzled_out):
-                            of_blocks = (block_scales, state + _PADDED)
-                        results = (out, of_blocks, row_scale, codes_scale + Int64(owner) * 4)
-                        self._store_codes(
-                            (tile, place, Int64(row)), (parts, counts), results,
-                            scales_of_owner, output, of_lane,
-                        )  # fmt: skip
+                        self._store_quantized(
+                            args, shared, unit, number, expert, Int64(row), scales, output, of_lane
+                        )
                     else:
-                        if cutlass.const_expr(self.plan.parts > 1):
-                            sums = self._added(parts, counts, place, of_lane)
-                        factors = self._row_factors(scales_of_owner, tile * 16 + of_lane // 4)
-                        self._store(tile, sums, factors, output, of_lane)
+                        if cutlass.const_expr(self.plan.splits > 1):
+                            sums = self._reduce(shared, number, of_lane)
+                        factors = self._row_factors(scales, unit * 16 + of_lane // 4)
+                        self._store(unit, sums, factors, output, of_lane)
                 if of_lane == 0:
-                    ptx.store_shared_int(state + Uint32(_JOB + of_warp * 4), job + self.plan.warps)
+                    state.store_job(of_warp, job + self.plan.warps)
                 cute.arch.sync_warp()
-            cute.arch.sync_threads()  # all have read the segment's X
+            cute.arch.sync_threads()  # all warps have read the segment's X
             if thread == 0:
-                self._proceed(state)
-            ahead = self._begin(weight, of_x, state, table, row_tiles, early >= 0)
-        lines = Lines(end_row(table) + block, tokens, grid)
-        if cutlass.const_expr(self.plan.quantized_out):
-            if cutlass.const_expr(self.plan.swizzled_out):
-                # Anew, so that the thread's number is not kept, and spilled, while multiplying.
-                of_warp, of_lane = self._reread_lane(state + _ZERO)
-                thread, cta = of_warp * 32 + of_lane, Int32(block)
-                clear_padding(
-                    block_scales, table, cta, grid, tokens, row_tiles * 16, thread,
-                    self.plan.threads,
-                )  # fmt: skip
-            linear = None if self.plan.swizzled_out else block_scales
-            cleared = QuantizedLines(out, linear, row_scale)
-            clear_quantized_lines(cleared, lines, row_tiles * 16, thread, self.plan.threads)
-        else:
-            clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), thread, self.plan.threads)
-        if early == 2:
+                self._end_segment(state)
+            # Always with X, but as a dynamic value: one call of the function more is no branch.
+            prefetched = self._begin_segment(args, shared, args.ready >= 0)
+        self._clear(args, shared, thread, cta, grid)
+        if args.ready == ALL_READY:
             cute.arch.griddepcontrol_wait()
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a token's results in a tile of 16 rows; 0 where ``_store_codes`` knows."""
+        """Bytes of a token's results in a row tile; 0 where ``_store_quantized`` finds its own."""
         if self.plan.quantized_out:
             return 0
         return self.tile_outputs * (4 if self.plan.float32_out else 2)
 
-    def _places(self, experts: Value) -> tuple[Value, ...]:
-        """Addresses of X, the parts, the warps' rooms, the barrier of X, counts, state, table."""
-        shared_x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        parts = shared_x + self.plan.x_bytes
-        turned = parts + self.plan.sums_bytes
-        x_full = turned + self.plan.epilogue_bytes
-        counts = x_full + 8
-        state = counts + 16 * PLACES
-        tiles_at = state + STATE_BYTES
-        return (
-            shared_x,
-            parts,
-            turned,
-            x_full,
-            counts,
-            state,
-            ExpertTable(tiles_at, tiles_at + 4 * (MOST_EXPERTS + 1), experts),
+    def _shared(self, experts: Int32) -> SharedMemory:
+        """The layout of dynamic shared memory."""
+        x = Uint32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        sums = x + self.plan.x_bytes
+        buffers = sums + self.plan.sums_bytes
+        x_full = buffers + self.plan.epilogue_bytes
+        slot_written = x_full + 8
+        state = slot_written + 16 * SUM_SLOTS
+        tiles = state + STATE_BYTES
+        table = ExpertTable(tiles, tiles + 4 * (MOST_EXPERTS + 1), experts)
+        return SharedMemory(x, sums, buffers, x_full, slot_written, State(state), table)
+
+    def _scales(self, args: GroupedSmallMArgs, expert: Int32) -> GlobalScales:
+        """An expert's global scales."""
+        address = args.global_scale + Int64(expert) * args.expert_scales * 4
+        return GlobalScales(address, args.cut0, args.cut1, args.cut2, args.scale_rows)
+
+    def _output(
+        self, args: GroupedSmallMArgs, shared: SharedMemory, row: Int32, warp: Int32
+    ) -> Output:
+        """Where the results of a segment go that begins at a row of X."""
+        return Output(
+            buffer=shared.buffers + Uint32(warp * self.plan.buffer_bytes),
+            out=args.out + Int64(row) * args.units * self.tile_bytes,
+            x=args.x + Int64(row) * args.token_stride * 2,
+            token_scale=args.token_scale + Int64(row) * 4,
+            row_weight=args.row_weight + Int64(row) * 4,
+            tokens=shared.state.load(_ROWS),
+            row_tiles=args.units,
+            token_stride=args.token_stride,
+            groups=Int32(1),
+            limit=args.limit,
         )
 
-    def _goes_on(self, state: Value) -> Value:
-        """Whether the block's range has a row tile more."""
-        return ptx.load_shared_int(state + _BEGIN) < ptx.load_shared_int(state + _END)
+    # Ranges, segments and jobs.
+
+    def _has_segment(self, state: State) -> Boolean:
+        """Whether units are left in the CTA's range."""
+        return state.load(_NEXT_UNIT) < state.load(_END_UNIT)
 
     @cute.jit
-    def _start(self, offsets: Value, words: Value, sizes: Value, lane: Value, most: Value) -> None:
-        """A warp fills the table and writes down the block's range of row tiles."""
-        state, table = words
-        row_tiles, block, grid = sizes
+    def _start(
+        self,
+        args: GroupedSmallMArgs,
+        shared: SharedMemory,
+        cta: Int32,
+        grid: Int32,
+        lane: Int32,
+    ) -> None:
+        """One warp: fill the table of experts, and write the CTA's range of units to the state."""
+        state = shared.state
         if lane < STATE_BYTES // 4:
-            ptx.store_shared_int(state + Uint32(lane * 4), Int32(0))
-        count_tiles(offsets, table, self.plan.segment_rows, lane, RowCounts(Int32(0), most))
+            ptx.store_shared_int(state.address + Uint32(lane * 4), Int32(0))
+        selected = RowCounts(Int32(0), args.most_rows)
+        count_tiles(args.offsets, shared.table, self.plan.segment_rows, lane, selected)
         cute.arch.sync_warp()
         if lane == 0:
-            total, blocks = Uint32(total_tiles(table) * row_tiles), Uint32(grid)
-            each = total // blocks
-            more = total - each * blocks
+            total, ctas = Uint32(total_tiles(shared.table) * args.units), Uint32(grid)
+            quotient = total // ctas
+            rest = total - quotient * ctas
             for end in cutlass.range_constexpr(2):
-                # total * number // blocks, whose product might not fit 32 bits. Were the first so
-                # many blocks to have one more each, ranges would reach over more experts' ends.
-                number = Uint32(block + end)
-                at = Int32(each * number + more * number // blocks)
-                ptx.store_shared_int(state + (_BEGIN, _END)[end], at)
+                # ``total * number // ctas``, without a product above 32 bits. If the first ``rest``
+                # CTAs had one unit more each, ranges would reach over more experts' ends: Flash's
+                # down took 17.9 us instead of 12.2 at one token (H200).
+                number = Uint32(cta + end)
+                at = Int32(quotient * number + rest * number // ctas)
+                state.store((_NEXT_UNIT, _END_UNIT)[end], at)
 
     @cute.jit
-    def _begin(
-        self,
-        weight: Value,
-        of_x: Value,
-        state: Value,
-        table: Value,
-        row_tiles: Value,
-        ask: Value,
-    ) -> Value:
-        """Enter the block's next segment; what is ahead of each warp's first job there.
+    def _begin_segment(
+        self, args: GroupedSmallMArgs, shared: SharedMemory, with_x: Boolean
+    ) -> list[Words]:
+        """Enter the CTA's next segment; load the first weights of each warp's first job there.
 
-        After the last segment nothing is read.
+        After the last segment nothing is loaded.
+
+        Args:
+            args: Of the kernel.
+            shared: Shared memory.
+            with_x: Whether to start the copies of X, too.
         """
         thread, _, _ = cute.arch.thread_idx()
-        more = Int32(0)
+        exists = Int32(0)
         if thread < 32:
             cute.arch.sync_warp()
-            more = self._enter(state, table, row_tiles, thread)
+            exists = self._write_segment(args, shared, thread)
             cute.arch.sync_warp()
-            if ask and more == 1:
-                self._ask_rows(of_x, state)
+            if with_x and exists == 1:
+                self._copy_x(args, shared)
         cute.arch.sync_threads()
-        warp, lane = self._reread_lane(state + _ZERO)
+        state = shared.state
+        warp, lane = self._reread_lane(state.address + _ZERO)
         if lane == 0:
-            ptx.store_shared_int(state + Uint32(_JOB + warp * 4), warp)
+            state.store_job(warp, warp)
         cute.arch.sync_warp()
-        at = self._address(weight, self._job(state, warp), lane)
-        more = Int32(self._goes_on(state))
-        return [self._fetch(at, t, more) for t in range(self.plan.stages)]
+        weight = self._weight_address(args, self._weight_tile(state, warp), lane)
+        exists = Int32(self._has_segment(state))
+        return [self._fetch(weight, tile, exists) for tile in range(self.plan.stages)]
 
     @cute.jit
-    def _enter(self, state: Value, table: Value, row_tiles: Value, lane: Value) -> Value:
-        """A warp writes down the block's next segment; whether there is one."""
-        begin, last = ptx.load_shared_int(state + _BEGIN), ptx.load_shared_int(state + _END)
-        segment = Int32(Uint32(begin) // Uint32(row_tiles))
-        first = begin - segment * row_tiles
-        end = cutlass.min(last, (segment + 1) * row_tiles)
-        expert, before, start, stop = find_expert_by_warp(segment, table, lane)
+    def _write_segment(self, args: GroupedSmallMArgs, shared: SharedMemory, lane: Int32) -> Int32:
+        """One warp: write the CTA's next segment to the state; 1 if there is one, else 0."""
+        state = shared.state
+        begin, last = state.load(_NEXT_UNIT), state.load(_END_UNIT)
+        segment = Int32(Uint32(begin) // Uint32(args.units))
+        first = begin - segment * args.units
+        end = cutlass.min(last, (segment + 1) * args.units)
+        expert, before, start, stop = find_expert_by_warp(segment, shared.table, lane)
         start += (segment - before) * self.plan.segment_rows
         if cutlass.const_expr(self.plan.swizzled_out):
-            padded = start + padding_before(table, expert, lane)
+            swizzled_row = start + padding_before(shared.table, expert, lane)
             if lane == 0:
-                ptx.store_shared_int(state + _PADDED, padded)
+                state.store(_SWIZZLED_ROW, swizzled_row)
         if lane == 0:
-            ptx.store_shared_int(state + _FIRST, first)
-            ptx.store_shared_int(state + _JOBS, (end - begin) * self.plan.shares)
-            ptx.store_shared_int(state + _BASE, expert * row_tiles + first)
-            ptx.store_shared_int(state + _OWNER, expert)
-            ptx.store_shared_int(state + _ROW, start)
-            ptx.store_shared_int(state + _ROWS, cutlass.min(stop - start, self.plan.segment_rows))
+            state.store(_FIRST_UNIT, first)
+            state.store(_JOBS, (end - begin) * self.plan.unit_jobs)
+            state.store(_WEIGHT_UNIT, expert * args.units + first)
+            state.store(_EXPERT, expert)
+            state.store(_ROW, start)
+            state.store(_ROWS, cutlass.min(stop - start, self.plan.segment_rows))
         return Int32(begin < last)
 
     @cute.jit
-    def _proceed(self, state: Value) -> None:
-        """A thread: the segment is done."""
-        tiles = self._tile_of(ptx.load_shared_int(state + _JOBS))
-        ptx.store_shared_int(state + _BEGIN, ptx.load_shared_int(state + _BEGIN) + tiles)
-        ptx.store_shared_int(state + _DONE, ptx.load_shared_int(state + _DONE) + tiles)
-        ptx.store_shared_int(state + _PARITY, ptx.load_shared_int(state + _PARITY) ^ 1)
+    def _end_segment(self, state: State) -> None:
+        """One thread: advance the state past the current segment."""
+        units = self._unit_of(state.load(_JOBS))
+        state.store(_NEXT_UNIT, state.load(_NEXT_UNIT) + units)
+        state.store(_UNITS_DONE, state.load(_UNITS_DONE) + units)
+        state.store(_X_PARITY, state.load(_X_PARITY) ^ 1)
 
-    def _my_job(self, state: Value) -> Value:
+    def _own_job(self, state: State) -> Int32:
         """The warp's job."""
-        warp, _ = self._reread_lane(state + _ZERO)
-        return ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
+        warp, _ = self._reread_lane(state.address + _ZERO)
+        return state.load_job(warp)
 
-    def _tile_of(self, job: Value) -> Value:
-        """The row tile of a job, from the segment's first one; unsigned division is shorter."""
-        return job if self.plan.shares == 1 else Int32(Uint32(job) // Uint32(self.plan.shares))
+    def _unit_of(self, job: Int32) -> Int32:
+        """The unit of a job, counted from the segment's first one; unsigned division is shorter."""
+        jobs = self.plan.unit_jobs
+        return job if jobs == 1 else Int32(Uint32(job) // Uint32(jobs))
 
-    def _part_of(self, job: Value) -> Value:
-        """Which of its row tile's parts a job is."""
-        return Int32(0) if self.plan.shares == 1 else Int32(Uint32(job) % Uint32(self.plan.shares))
+    def _job_of_unit(self, job: Int32) -> Int32:
+        """Which of its unit's jobs a job is."""
+        jobs = self.plan.unit_jobs
+        return Int32(0) if jobs == 1 else Int32(Uint32(job) % Uint32(jobs))
 
-    def _job(self, state: Value, job: Value) -> Value:
-        """Where a job's part of its row tile begins, or the last one's: in tiles of 64 columns."""
-        job = cutlass.min(job, ptx.load_shared_int(state + _JOBS) - 1)
-        tile = ptx.load_shared_int(state + _BASE) + self._tile_of(job)
-        return tile * (self.plan.shares * self.plan.steps) + self._part_of(job) * self.plan.steps
+    def _weight_tile(self, state: State, job: Int32) -> Int32:
+        """First weight tile of a job, or of the segment's last one, among those of all experts."""
+        job = cutlass.min(job, state.load(_JOBS) - 1)
+        unit = state.load(_WEIGHT_UNIT) + self._unit_of(job)
+        unit_tiles = self.plan.unit_jobs * self.plan.split_tiles
+        return unit * unit_tiles + self._job_of_unit(job) * self.plan.split_tiles
 
-    def _address(self, weight: Value, at: Value, lane: Value) -> WeightAddress:
-        """The lane's codes and scales of a tile."""
-        codes, scales = weight
+    def _weight_address(self, args: GroupedSmallMArgs, tile: Int32, lane: Int32) -> WeightAddress:
+        """The lane's bytes of a weight tile."""
         return WeightAddress(
-            codes + (Int64(at) * CODE_BYTES + lane * 16),
-            scales + (Int64(at) * SCALE_BYTES + lane // 4 * 8),
+            args.codes + (Int64(tile) * CODE_BYTES + lane * 16),
+            args.scales + (Int64(tile) * SCALE_BYTES + lane // 4 * 8),
         )
 
+    # X and the main loop.
+
     @cute.jit
-    def _ask_rows(self, of_x: Value, state: Value) -> None:
-        """A warp: start the copies of the segment's rows of X."""
-        x, shared_x, barrier, token_stride = of_x
-        _, lane = self._reread_lane(state + _ZERO)
-        start, count = ptx.load_shared_int(state + _ROW), ptx.load_shared_int(state + _ROWS)
+    def _copy_x(self, args: GroupedSmallMArgs, shared: SharedMemory) -> None:
+        """One warp: start bulk copies of the segment's rows of X, a row by each lane."""
+        state = shared.state
+        _, lane = self._reread_lane(state.address + _ZERO)
+        start, count = state.load(_ROW), state.load(_ROWS)
         if lane == 0:
-            ptx.mbarrier_arrive_expect_tx(barrier, count * (self.plan.columns * 2))
-        cute.arch.sync_warp()
+            ptx.mbarrier_arrive_expect_tx(shared.x_full, count * (self.plan.columns * 2))
+        cute.arch.sync_warp()  # no copy may complete bytes before they are expected
         if lane < count:
-            to = shared_x + Uint32(lane * self.plan.x_row_bytes)
-            source = x + (Int64(start) + lane) * token_stride * 2
-            ptx.bulk_copy_to_shared(to, source, self.plan.columns * 2, barrier)
+            to = shared.x + Uint32(lane * self.plan.x_row_bytes)
+            source = args.x + (Int64(start) + lane) * args.token_stride * 2
+            ptx.bulk_copy_to_shared(to, source, self.plan.columns * 2, shared.x_full)
 
     @cute.jit
-    def _multiply_part(
-        self, weight: Value, state: Value, ahead: Value, shared_x: Value, sixteen: Value
-    ) -> Value:
-        """The sums of a job; what is ahead of the warp's next one."""
-        warp, lane = self._reread_lane(state + _ZERO)
-        job = ptx.load_shared_int(state + Uint32(_JOB + warp * 4))
-        codes, scales = self._address(weight, self._job(state, job), lane)
-        rows = self._rows(shared_x, lane)
-        if cutlass.const_expr(self.plan.parts > 1):
-            part = self._part_of(job) % self.plan.parts
-            rows = [at + Uint32(part * (self.plan.steps * 128)) for at in rows]
-        sums = [[Float32(0.0)] * 4 for _ in range(self.plan.accumulators)]
+    def _multiply(
+        self, args: GroupedSmallMArgs, shared: SharedMemory, prefetched: list[Words]
+    ) -> tuple[list[Fragment], list[Words]]:
+        """One warp: the accumulators of its job, and the first weights of its next one.
+
+        The next job's weights are loaded during the last ``stages`` tiles, so that the epilogue
+        overlaps their latency. After the segment's last job nothing is loaded.
+        """
+        state, stages, opaque_16 = shared.state, self.plan.stages, Uint32(args.opaque_16)
+        warp, lane = self._reread_lane(state.address + _ZERO)
+        job = state.load_job(warp)
+        weight = self._weight_address(args, self._weight_tile(state, job), lane)
+        rows = self._rows(shared.x, lane)
+        if cutlass.const_expr(self.plan.splits > 1):
+            split = self._job_of_unit(job) % self.plan.splits
+            rows = [at + Uint32(split * (self.plan.split_tiles * 128)) for at in rows]
+        sums = self._zero_accumulators()
         right = self._load_x(rows, 0)
-        for _ in cutlass.range(self.plan.steps // self.plan.stages - 1, unroll=1):
-            codes += self.plan.stages * CODE_BYTES
-            scales += self.plan.stages * SCALE_BYTES
-            for t in cutlass.range_constexpr(self.plan.stages):
+        for _ in cutlass.range(self.plan.split_tiles // stages - 1, unroll=1):
+            weight = weight.advanced(stages)
+            for t in cutlass.range_constexpr(stages):
                 following = self._load_x(rows, t + 1)
-                sums = self._multiply_tile(sums, ahead[t], right, sixteen)
-                ahead[t] = self._fetch(WeightAddress(codes, scales), t)
+                sums = self._multiply_tile(sums, prefetched[t], right, opaque_16)
+                prefetched[t] = self._fetch(weight, t)
                 right = following
-            rows = [at + Uint32(self.plan.stages * 128) for at in rows]
-        warp, lane = self._reread_lane(state + _ZERO)
-        follows = ptx.load_shared_int(state + Uint32(_JOB + warp * 4)) + self.plan.warps
-        next_job = self._address(weight, self._job(state, follows), lane)
-        more = Int32(follows < ptx.load_shared_int(state + _JOBS))
-        for t in cutlass.range_constexpr(self.plan.stages):
-            following = self._load_x(rows, min(t + 1, self.plan.stages - 1))
-            sums = self._multiply_tile(sums, ahead[t], right, sixteen)
-            ahead[t] = self._fetch(next_job, t, more)
+            rows = [at + Uint32(stages * 128) for at in rows]
+        warp, lane = self._reread_lane(state.address + _ZERO)
+        next_job = state.load_job(warp) + self.plan.warps
+        next_weight = self._weight_address(args, self._weight_tile(state, next_job), lane)
+        has_next = Int32(next_job < state.load(_JOBS))
+        for t in cutlass.range_constexpr(stages):
+            following = self._load_x(rows, min(t + 1, stages - 1))
+            sums = self._multiply_tile(sums, prefetched[t], right, opaque_16)
+            prefetched[t] = self._fetch(next_weight, t, has_next)
             right = following
-        return self._joined(sums), ahead
+        return self._joined(sums), prefetched
 
-    def _rows(self, shared_x: Value, lane: Value) -> list[Value]:
-        """Where the lane's row begins, for each tile of 8 rows; the last one's where there is none.
+    def _rows(self, x: Uint32, lane: Int32) -> list[Uint32]:
+        """Where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.
 
-        A row that is not there gives a column of sums that nobody stores.
+        Rows that shared memory does not hold are replaced by the last one; they give a column of
+        sums that nobody stores.
         """
         rows = []
         for n in range(self.plan.token_tiles):
             row = lane % 8 + n * 8
             if n * 8 + 8 > self.plan.segment_rows:
                 row = cutlass.min(row, self.plan.segment_rows - 1)
-            rows.append(shared_x + Uint32(row * self.plan.x_row_bytes + lane // 8 * 16))
+            rows.append(x + Uint32(row * self.plan.x_row_bytes + lane // 8 * 16))
         return rows
 
-    def _load_x(self, rows: list[Value], tile: int) -> list[Value]:
-        """Right operands of a tile of 64 columns: 8 words per 8 rows."""
-        words: list[Value] = []
+    def _load_x(self, rows: list[Uint32], tile: int) -> Words:
+        """X fragments of 64 columns: 8 words for each tile of 8 rows."""
+        words: Words = []
         for at in rows:
             words += [*ptx.ldmatrix_x4(at, tile * 128), *ptx.ldmatrix_x4(at, tile * 128 + 64)]
         return words
 
-    @cute.jit
-    def _leave(
-        self, sums: Value, parts: Value, counts: Value, place: Value, part: Value, lane: Value
-    ) -> Value:
-        """Write a part's sums; whether it was the last of its row tile.
+    # Partial sums.
 
-        A place has two barriers. A phase of the first ends when all parts were left; who arrives
-        last finds so in what its arrival returns. One of the second ends when they were read, which
-        is waited for before a part is left there again. Every lane arrives for what it wrote or
-        read itself. Lanes that arrive together arrive as one, and none is told that it was the
-        last: so a warp's first lane arrives after the others.
+    def _slot_barriers(self, shared: SharedMemory, number: Int32) -> SlotBarriers:
+        """mbarriers of the slot of the CTA's ``number``-th unit."""
+        written = shared.slot_written + Uint32(number % SUM_SLOTS * 16)
+        return SlotBarriers(written, written + 8, number // SUM_SLOTS & 1)
+
+    @cute.jit
+    def _write_sums(
+        self,
+        sums: list[Fragment],
+        shared: SharedMemory,
+        number: Int32,
+        job: Int32,
+        lane: Int32,
+    ) -> Boolean:
+        """One warp: write a job's sums to its unit's slot; whether they are the unit's last.
+
+        Every lane arrives for what it wrote itself. Lanes that arrive together arrive as one, and
+        none of them learns that it was the last; so a warp's first lane arrives after the others.
+
+        Args:
+            sums: Accumulators.
+            shared: Shared memory.
+            number: Of the unit, among the CTA's.
+            job: Of the unit.
+            lane: Of the warp.
         """
-        left, read, parity = self._of_place(counts, place)
-        ptx.mbarrier_wait(read, parity ^ 1)
-        at = parts + Uint32(
-            (place % PLACES * self.plan.shares + part) * self.plan.partial_bytes + lane * 16
-        )
+        barriers = self._slot_barriers(shared, number)
+        # The slot's sums before these have been read; passes at once in the slot's first phase.
+        ptx.mbarrier_wait(barriers.read, barriers.parity ^ 1)
+        slot_job = number % SUM_SLOTS * self.plan.unit_jobs + job
+        at = shared.sums + Uint32(slot_job * self.plan.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.plan.token_tiles):
             ptx.store_shared_float4(at + n * PARTIAL_BYTES, sums[n])
-        wanted = Int32(0)
+        pending = Int32(0)
         if lane != 0:
-            ptx.mbarrier_arrive(left)
+            ptx.mbarrier_arrive(barriers.written)
         cute.arch.sync_warp()
         if lane == 0:
-            wanted = Int32(ptx.mbarrier_arrive_pending_count(left))
-        is_last = cute.arch.shuffle_sync(wanted, 0) == 1
+            pending = Int32(ptx.mbarrier_arrive_pending_count(barriers.written))
+        is_last = cute.arch.shuffle_sync(pending, 0) == 1
         if is_last:
-            ptx.mbarrier_wait(left, parity)  # at once; orders what the others left
+            # Passes at once; orders what the other warps wrote.
+            ptx.mbarrier_wait(barriers.written, barriers.parity)
         return is_last
 
-    def _of_place(self, counts: Value, place: Value) -> tuple[Value, Value, Value]:
-        """A place's barriers of parts that were left and that were read, and the phase's parity."""
-        left = counts + Uint32(place % PLACES * 16)
-        return left, left + 8, place // PLACES & 1
-
     @cute.jit
-    def _added(self, parts: Value, counts: Value, place: Value, lane: Value) -> Value:
-        """The sum of the parts; their place is free then."""
-        sums = self._sum(parts, place, Int32(0), lane)
-        self._free(counts, place)
+    def _reduce(self, shared: SharedMemory, number: Int32, lane: Int32) -> list[Fragment]:
+        """One warp: the sum of a unit's K splits; frees the slot."""
+        sums = self._sum_splits(shared, number, Int32(0), lane)
+        self._free_slot(shared, number)
         return sums
 
     @cute.jit
-    def _sum(self, parts: Value, place: Value, first: Value, lane: Value) -> Value:
-        """The sum of ``plan.parts`` parts of a place from one of them on, in ascending order."""
-        slot = place % PLACES
+    def _sum_splits(
+        self, shared: SharedMemory, number: Int32, first: Int32, lane: Int32
+    ) -> list[Fragment]:
+        """The sum of the K splits of a row tile, whose first job of the unit is ``first``."""
+        slot = number % SUM_SLOTS
         sums = [[Float32(0.0)] * 4 for _ in range(self.plan.token_tiles)]
-        at = parts + Uint32((slot * self.plan.shares + first) * self.plan.partial_bytes + lane * 16)
-        for part in cutlass.range_constexpr(self.plan.parts):
+        slot_job = slot * self.plan.unit_jobs + first
+        at = shared.sums + Uint32(slot_job * self.plan.partial_bytes + lane * 16)
+        # In ascending order: the same bits every time.
+        for split in cutlass.range_constexpr(self.plan.splits):
             for n in cutlass.range_constexpr(self.plan.token_tiles):
                 more = ptx.load_shared_float4(
-                    at + (part * self.plan.partial_bytes + n * PARTIAL_BYTES)
+                    at + (split * self.plan.partial_bytes + n * PARTIAL_BYTES)
                 )
                 sums[n] = [sums[n][i] + more[i] for i in range(4)]
         return sums
 
     @cute.jit
-    def _free(self, counts: Value, place: Value) -> None:
-        """The lane has read a place."""
-        _, read, _ = self._of_place(counts, place)
-        ptx.mbarrier_arrive(read)
+    def _free_slot(self, shared: SharedMemory, number: Int32) -> None:
+        """Say that this lane has read a unit's slot."""
+        ptx.mbarrier_arrive(self._slot_barriers(shared, number).read)
+
+    # Results.
 
     @cute.jit
-    def _store_codes(
+    def _store_quantized(
         self,
-        which: Value,
-        left: Value,
-        results: Value,
-        global_scales: GlobalScales,
+        args: GroupedSmallMArgs,
+        shared: SharedMemory,
+        unit: Int32,
+        number: Int32,
+        expert: Int32,
+        row: Int64,
+        scales: GlobalScales,
         output: Output,
-        lane: Value,
+        lane: Int32,
     ) -> None:
-        """Add, turn, code and store what two row tiles gave.
+        """One warp: add, transpose, quantize and store the results of a unit's two row tiles.
 
         Args:
-            which: The unit, its place, the segment's first row of X.
-            left: Addresses of the parts and of their counts.
-            results: Addresses of codes, block scales, rows' scales, and the expert's scale. Where
-                block scales are swizzled, theirs with that of the first row's place among them.
-            global_scales: The expert's.
+            args: Of the kernel.
+            shared: Shared memory.
+            unit: Of the expert.
+            number: Of the unit, among the CTA's.
+            expert: Whose it is.
+            row: The segment's first row of X.
+            scales: The expert's global scales.
             output: As in ``_store``.
             lane: Of the warp.
         """
-        unit, place, row = which
-        parts, counts = left
-        codes, block_scales, row_scale, codes_scale = results
-        there, units = output.tokens, output.row_tiles
-        cute.arch.sync_warp()  # all lanes have read what the room held
+        result_scale = args.result_scale + Int64(expert) * 4
+        cute.arch.sync_warp()  # all lanes have read the results of the unit before
         for half in cutlass.range(2, unroll=1):
-            sums = self._sum(parts, place, half * self.plan.parts, lane)
-            factors = self._row_factors(global_scales, (unit * 2 + half) * 16 + lane // 4)
+            sums = self._sum_splits(shared, number, half * self.plan.splits, lane)
+            factors = self._row_factors(scales, (unit * 2 + half) * 16 + lane // 4)
             self._transpose(sums, factors, output, lane, half * 8, 16)
-        self._free(counts, place)
-        cute.arch.sync_warp()  # all lanes have written the room
-        factor = ptx.load_global_float(codes_scale)
-        number = lane % (16 * self.plan.token_tiles)  # a token has two lanes
-        words = ptx.load_shared(output.buffer + Uint32(number * 16), 4)
-        eight, byte = quantize_half_block(words, factor)
-        token = number // 2
-        if token < there and lane == number:
-            block = (row + token) * units + unit
-            ptx.store_global(codes + block * 8 + number % 2 * 4, eight)
-            if number % 2 == 0:
+        self._free_slot(shared, number)
+        cute.arch.sync_warp()  # all lanes have written theirs
+        global_scale = ptx.load_global_float(result_scale)
+        vector = lane % (16 * self.plan.token_tiles)  # a token has two vectors of 8 results
+        words = ptx.load_shared(output.buffer + Uint32(vector * 16), 4)
+        codes, scale_byte = quantize_half_block(words, global_scale)
+        token = vector // 2
+        if token < output.tokens and lane == vector:
+            block = (row + token) * output.row_tiles + unit
+            ptx.store_global(args.out + block * 8 + vector % 2 * 4, codes)
+            if vector % 2 == 0:
                 if cutlass.const_expr(self.plan.swizzled_out):
-                    of_all, padded = block_scales
-                    padded = ptx.load_shared_int(padded) + token
-                    ptx.store_global_byte(of_all + swizzled_offset(padded, unit, units), byte)
+                    swizzled_row = shared.state.load(_SWIZZLED_ROW) + token
+                    offset = swizzled_offset(swizzled_row, unit, output.row_tiles)
+                    ptx.store_global_byte(args.out_block_scales + offset, scale_byte)
                 else:
-                    ptx.store_global_byte(block_scales + block, byte)
+                    ptx.store_global_byte(args.out_block_scales + block, scale_byte)
                 if unit == 0:
-                    ptx.store_global_float(row_scale + (row + token) * 4, factor)
+                    ptx.store_global_float(args.out_row_scale + (row + token) * 4, global_scale)
 
     def _weighted(self, values: Fragment, output: Output, token: Int32) -> Fragment:
-        """Outputs of SwiGLU for two tokens, times what their tokens weigh."""
+        """SwiGLU outputs of tokens ``token`` and the next, times the tokens' weights."""
         if not self.plan.row_weighted:
             return values
         weighted = []
@@ -583,3 +630,38 @@ class GroupedSmallMKernel(SmallMTile):
             at = cutlass.min(token + i, output.tokens - 1)
             weighted.append(value * ptx.load_global_float(output.row_weight + Int64(at) * 4))
         return weighted
+
+    @cute.jit
+    def _clear(
+        self,
+        args: GroupedSmallMArgs,
+        shared: SharedMemory,
+        thread: Int32,
+        cta: Int32,
+        grid: Int32,
+    ) -> None:
+        """All threads: clear the rows of no expert, every ``grid``-th by each CTA."""
+        table, threads = shared.table, self.plan.threads
+        lines = Lines(end_row(table) + cta, args.clear_end, grid)
+        if cutlass.const_expr(self.plan.quantized_out):
+            columns = args.units * 16
+            if cutlass.const_expr(self.plan.swizzled_out):
+                # Reread, so that the thread's number is not kept, and spilled, over the main loop.
+                warp, lane = self._reread_lane(shared.state.address + _ZERO)
+                thread = warp * 32 + lane
+                clear_padding(
+                    args.out_block_scales,
+                    table,
+                    Int32(cta),
+                    grid,
+                    args.clear_end,
+                    columns,
+                    thread,
+                    threads,
+                )
+            linear = None if self.plan.swizzled_out else args.out_block_scales
+            out = QuantizedLines(args.out, linear, args.out_row_scale)
+            clear_quantized_lines(out, lines, columns, thread, threads)
+        else:
+            vectors = args.units * (self.tile_bytes // 16)
+            clear_lines(args.out, lines, vectors, thread, threads)

@@ -1,17 +1,35 @@
-"""NVFP4 product of rows sorted by expert with their experts' weights, and its SwiGLU.
+"""Grouped NVFP4 GEMM for many rows an expert, on tensor cores by ``wgmma``.
 
-``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, as ``gemm_wgmma``
-multiplies and stores, but:
+``out[r, n] = sum_k x[r, k] w[e, n, k]`` for ``offsets[e] <= r < offsets[e + 1]``, and its SwiGLU.
+MMA warps, ring of stages, arithmetic and epilogue are those of ``gemm_wgmma``; what differs:
 
-* Every block adds up the experts' numbers of tiles from ``offsets`` (they are the work of the
-  kernel before, so this waits for its end). The copying warp finds the expert of each tile and
-  tells the others by a slot of shared memory. An expert without rows has no tile.
-* The tiles of an expert follow one another, the tokens of a block of rows first, so that its
-  weights are read from memory once and found in the level-2 cache by its other tiles.
-* A tile of tokens begins at an expert's first row or some whole tiles later, and may reach into the
-  next expert's rows: those are multiplied, not stored. Where the plan has narrower products, a tile
-  takes the first that its expert's rows fit.
-* Rows after the last expert's are filled with zeros by the warps that have nothing to copy.
+Tiling and ownership. A tile is ``rows`` rows of an expert's weight and up to ``token_block`` rows
+of X that belong to the expert. It begins at the expert's first row or some whole tiles later; rows
+of the next expert that lie in it are multiplied, not stored. An expert without rows has no tile.
+The tiles of an expert follow one another, the tokens of a block of rows first, so that its weights
+come from memory once and from L2 for the other tiles. CTAs are persistent: they take every tile
+that is a grid further, or the next one by a counter (``GroupedWgmmaArgs.tile_counter``).
+
+Several widths. If the plan has narrower MMAs, a tile takes the first that its rows fit: 4282 us
+with 64 and 80 tokens, 4466 with 80 alone (H200). Each width has a main loop of its own, all but one
+of no iterations: with branches instead, ptxas serialises the MMAs.
+
+Warps. All CTAs count the experts' tiles into a table in shared memory first (one warp). The first
+copy warp finds the expert of each tile, keeps the ring full by TMA and writes to a slot which tile
+it is; MMA warps read the slot. The other three copy warps clear rows of no expert. After the last
+tile comes an empty stage, whose slot has a tile without rows, so that the main loop need not know
+which tile is the last.
+
+Barriers:
+
+* ``full[stage]``, ``empty[stage]``: as in ``gemm_wgmma``.
+* barrier of a slot: mbarrier of every MMA lane, which arrives when it has read the slot. The copy
+  warp waits for it before it writes the slot again, ``SLOTS`` tiles later. A phase for each round.
+  A slot needs no barrier of its being written: the stage that is full after it orders that.
+* ``sync_threads``, once: mbarriers and table exist.
+* named barriers of ``wgmma_epilogue``.
+
+Numerics. As ``gemm_wgmma``. The bits of a row depend on the plan, not on the other rows.
 """
 
 from __future__ import annotations
@@ -21,14 +39,14 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import Vector
 from dsv4.cute.device.expert_scheduler import (
     ExpertTable,
+    GroupedTile,
     GroupedTileOrder,
     Lines,
     QuantizedLines,
@@ -44,191 +62,95 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.quantize import BlockScales, QuantizedOutput, store_quantized
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.gemm_wgmma import LaneWeights, Loop, Position, WgmmaKernel
+from dsv4.cute.sm90.gemm_wgmma import (
+    LaneWeights,
+    LaneWords,
+    Loop,
+    Operands,
+    Position,
+    WgmmaKernel,
+)
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
-from dsv4.cute.sm90.grouped_gemm_plans import SLOTS, GroupedWgmmaPlan
-from dsv4.cute.sm90.wgmma_copies import Pipeline, fake_weights, fake_x
-from dsv4.cute.sm90.wgmma_epilogue import Bounds, RowTile, Thread
+from dsv4.cute.sm90.grouped_gemm_wgmma_plan import (
+    GROUPED_WGMMA_ABI,
+    SLOT_BYTES,
+    SLOTS,
+    GroupedWgmmaArgs,
+    GroupedWgmmaPlan,
+)
+from dsv4.cute.sm90.wgmma_copies import Pipeline, SharedMemory
+from dsv4.cute.sm90.wgmma_epilogue import Bounds, Fragment, Fragments, RowTile, Thread
 
-Value = Any
+_CLEAR_THREADS = 96  # of the copy warps but the first
 
 
 class GroupedOutput(NamedTuple):
-    """As ``Output``, of an expert's rows from the tile's first on.
+    """Where the results of a tile go, as ``Output``; counted from the tile's first row of X.
 
     Attributes:
-        buffer: As there.
-        token_scale: As there.
-        out: As there; where ``quantized_out``, the results' codes.
-        x: As there.
-        weights: What the lane's two tokens of each tile of 8 weigh.
-        block_scales: Address of scale bytes; of all of them, with the row where the first token's
-            are, where ``swizzled_out``.
-        codes_scale: Address of the global scale of the codes.
+        buffer: Transpose buffers of all warpgroups, in shared memory.
+        token_scale: Scales of the rows of X.
+        out: The result; where ``quantized_out``, its codes.
+        x: Rows of X, to look for infinities in.
+        row_weights: Weights of the lane's two tokens in each 8 tokens.
+        block_scales: Where block scales go, where ``quantized_out``.
+        result_scale: Address of the global scale of the expert's results, where ``quantized_out``.
     """
 
     buffer: Uint32
     token_scale: Int64
     out: Int64
     x: Int64
-    weights: list[list[Float32]]
+    row_weights: list[list[Float32]]
     block_scales: BlockScales
-    codes_scale: Int64
+    result_scale: Int64
+
+
+class TileScales(NamedTuple):
+    """Scales that a warp loads before the MMAs of a tile; each lane holds every 32nd.
+
+    Attributes:
+        rows: Global scales of the warp's rows of the weight.
+        tokens: Weights of the tile's tokens, where ``row_weighted``.
+    """
+
+    rows: list[Float32]
+    tokens: list[Float32]
+
+
+class TileWalk(NamedTuple):
+    """The tiles of a CTA.
+
+    Attributes:
+        first: Its first one.
+        stride: From one to the next: the number of CTAs.
+        counter: Address of the counter of tiles that CTAs have taken; 0 for none.
+        order: Which tile is which.
+    """
+
+    first: Int32
+    stride: Int32
+    counter: Int64
+    order: GroupedTileOrder
 
 
 class GroupedWgmmaKernel(WgmmaKernel):
-    """The kernel of one configuration."""
+    """The kernel of one configuration.
+
+    ``__call__`` and ``compile`` are those of ``WgmmaKernel``.
+    """
 
     plan: GroupedWgmmaPlan
-
-    def compile(self, options: str) -> Any:
-        """Compile with CuTeDSL; every argument is fixed in type, none in value."""
-        return cute.compile(
-            self,
-            fake_x(),
-            fake_weights(),
-            fake_weights(),
-            *[Int64(0)] * 10,
-            *[Int32(1)] * 5,
-            Int64(8),
-            *[Int32(1)] * 9,
-            Float32(1.0),
-            CUstream(0),
-            options=options,
-        )
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,
-        codes: cute.Tensor,
-        scales: cute.Tensor,
-        global_scale: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        row_weight: Int64,
-        out: Int64,
-        offsets: Int64,
-        codes_scale: Int64,
-        block_scales: Int64,
-        row_scale: Int64,
-        counter: Int64,
-        tokens: Int32,
-        experts: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        token_stride: Int64,
-        scales_each: Int32,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        sixteen: Int32,
-        above: Int32,
-        most: Int32,
-        beside: Int32,
-        limit: Float32,
-        stream: CUstream,
-    ) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        atom, x_tiles = self._x_tma(x)
-        codes_atom, codes_tiles = self._weights_tma(codes, self.plan.code_bytes)
-        scales_atom, scales_tiles = self._weights_tma(scales, self.plan.scale_bytes)
-        layout, mma = self._x_layout(), self._mma(self.plan.token_block)
-        self.kernel(
-            atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout, mma,
-            global_scale, x_at, token_scale, row_weight, out, offsets, codes_scale, block_scales,
-            row_scale, counter, tokens, experts, k_blocks, row_tiles, row_blocks, token_stride,
-            scales_each, cut0, cut1, cut2, scale_rows, sixteen, above, most, beside, limit,
-        ).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[1, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )  # fmt: skip
+    abi = GROUPED_WGMMA_ABI
 
     @cute.kernel
-    def kernel(
-        self,
-        atom: cute.CopyAtom,
-        codes_atom: cute.CopyAtom,
-        scales_atom: cute.CopyAtom,
-        x_tiles: cute.Tensor,
-        codes_tiles: cute.Tensor,
-        scales_tiles: cute.Tensor,
-        layout: cute.ComposedLayout,
-        mma: cute.TiledMma,
-        global_scale: Int64,
-        x_at: Int64,
-        token_scale: Int64,
-        row_weight: Int64,
-        out: Int64,
-        offsets: Int64,
-        codes_scale: Int64,
-        block_scales: Int64,
-        row_scale: Int64,
-        counter: Int64,
-        tokens: Int32,
-        experts: Int32,
-        k_blocks: Int32,
-        row_tiles: Int32,
-        row_blocks: Int32,
-        token_stride: Int64,
-        scales_each: Int32,
-        cut0: Int32,
-        cut1: Int32,
-        cut2: Int32,
-        scale_rows: Int32,
-        sixteen: Int32,
-        above: Int32,
-        most: Int32,
-        beside: Int32,
-        limit: Float32,
-    ) -> None:
-        """See the module. What is not named here is as in ``WgmmaKernel.kernel``.
+    def kernel(self, tma: WgmmaTma, mma: cute.TiledMma, args: GroupedWgmmaArgs) -> None:
+        """Multiply tiles, one after another; see the module.
 
         Args:
-            atom: The tensor copy of a box of X.
-            codes_atom: The tensor copy of a stage's codes.
-            scales_atom: The tensor copy of its scales.
-            x_tiles: X, ``[tokens, K]``, as the copy addresses it.
-            codes_tiles: The packed codes of all experts, ``[row tiles, K / 64 128]`` words.
-            scales_tiles: Their packed scales, ``[row tiles, K / 64 16]`` words.
-            layout: Blocks of 64 columns of X, of all stages.
-            mma: The product of 64 rows a warpgroup.
-            global_scale: Address of float32 ``[experts, scales_each]``.
-            x_at: Address of X.
-            token_scale: Address of float32 ``[tokens]``, where ``row_scaled``.
-            row_weight: Address of float32 ``[tokens]``, where ``row_weighted``.
-            out: Address of ``[tokens, rows]``.
-            offsets: Address of int32 ``[experts + 1]``, the first row of each and the end.
-            codes_scale: Address of float32 ``[experts]``, the global scale of each expert's
-                results, where ``quantized_out``; ``out`` is their codes, ``[tokens, rows / 4]``.
-            block_scales: Address of their scale bytes, ``[tokens, rows / 32]`` or swizzled by
-                expert, likewise.
-            row_scale: Address of their rows' global scales, float32 ``[tokens]``, likewise.
-            counter: Address of the int32 that counts the tiles that blocks have taken, 0 before the
-                launch; or 0, and a block's tiles are every so many.
-            tokens: Rows of X, all of them; 0 where rows of no expert are not this launch's to fill.
-            experts: At most ``MOST_EXPERTS``.
-            k_blocks: K / 64, a multiple of ``stage_k_blocks``.
-            row_tiles: Rows of an expert's weight / 16.
-            row_blocks: Those rows / those of a block, rounded up.
-            token_stride: Elements between rows of X.
-            scales_each: Global scales of an expert.
-            cut0: First row of the second segment; ``cut1``, ``cut2`` of the third and fourth.
-            cut1: See ``cut0``.
-            cut2: See ``cut0``.
-            scale_rows: 1 where every row has its own global scale, else 0.
-            sixteen: 16, of which the compiler must not know.
-            above: Rows above which an expert is this launch's.
-            most: Rows up to which it is.
-            beside: Not 0 where the kernel in front is a launch for the other experts, which has
-                waited for the operands: this one's first block waits for it, at its end alone.
-            limit: The clamp's bound, where ``swiglu``.
+            tma: TMA copies and what they read; the weights of all experts are one matrix.
+            mma: wgmma of 64 rows a warpgroup and ``token_block`` tokens.
+            args: The scalars.
         """
         thread, _, _ = cute.arch.thread_idx()
         first, _, _ = cute.arch.block_idx()
@@ -237,336 +159,426 @@ class GroupedWgmmaKernel(WgmmaKernel):
         warp = cute.arch.make_warp_uniform(thread // 32)
         smem = cutlass.memory.SmemAllocator()
         shared_x = smem.allocate_tensor(
-            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
+            BFloat16, tma.x_layout.outer, byte_alignment=1024, swizzle=tma.x_layout.inner
         )
         weights_at = smem.allocate_array(cutlass.Uint8, self.plan.stages * self.plan.weight_bytes)
-        turned = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
-        scale_room = self._room_for_scales(smem)
-        slots = Uint32(smem.allocate_array(cutlass.Uint8, 24 * SLOTS).toint())
+        buffer = Uint32(smem.allocate_array(cutlass.Uint8, self.plan.epilogue_bytes).toint())
+        scale_buffer = self._scale_buffer(smem)
+        slots = Uint32(smem.allocate_array(cutlass.Uint8, SLOT_BYTES * SLOTS).toint())
         full_at = smem.allocate_array(cutlass.Int64, 2 * self.plan.stages)
         full = Uint32(full_at.toint())
-        empty = full + 8 * self.plan.stages
+        pipeline = Pipeline(full, full + 8 * self.plan.stages)
         tiles_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
         rows_at = Uint32(smem.allocate_array(cutlass.Int32, MOST_EXPERTS + 1).toint())
-        table = ExpertTable(tiles_at, rows_at, experts)
+        table = ExpertTable(tiles_at, rows_at, args.experts)
         if warp == self.plan.mma_warps and lane < self.plan.stages:
+            # full: the lane that expects the bytes; empty: a lane of every MMA warp.
             ptx.mbarrier_init(full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(empty + Uint32(lane * 8), self.plan.mma_warps)
+            ptx.mbarrier_init(pipeline.empty + Uint32(lane * 8), self.plan.mma_warps)
             ptx.fence_mbarrier_init()
         if warp == self.plan.mma_warps and lane < SLOTS:
-            ptx.mbarrier_init(
-                self._read(slots, slots + Uint32(lane * 16)), 32 * self.plan.mma_warps
-            )
+            read = self._slot_barrier(slots, slots + Uint32(lane * 16))
+            ptx.mbarrier_init(read, 32 * self.plan.mma_warps)
             ptx.fence_mbarrier_init()
-        if beside == 0:
+        if args.all_ready == 0:
             cute.arch.griddepcontrol_wait()
-        # Not before: what a product of settled offsets follows has seen them.
+        # Not before: a GEMM that follows with ready offsets relies on this kernel's having waited.
         cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
-            count_tiles(offsets, table, self.plan.token_block, lane, RowCounts(above, most))
+            selected = RowCounts(args.above_rows, args.most_rows)
+            count_tiles(args.offsets, table, self.plan.token_block, lane, selected)
         cute.arch.sync_threads()
-        order = GroupedTileOrder(table, row_blocks)
-        steps = k_blocks // self.plan.stage_k_blocks
+        stages = args.k_blocks // self.plan.stage_k_blocks  # of a tile
 
         if warp >= self.plan.mma_warps:
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if warp == self.plan.mma_warps:
-                ring = (full_at, full, empty, slots)
-                self._copy(
-                    WgmmaTma(
-                        atom, codes_atom, scales_atom, x_tiles, codes_tiles, scales_tiles, layout
-                    ),
-                    (shared_x, weights_at),
-                    ring,
-                    (Int32(first), stride, counter, order, lane),
-                    (steps, row_tiles),
-                )
+                shared = SharedMemory(shared_x, weights_at, full_at)
+                order = GroupedTileOrder(table, args.row_blocks)
+                walk = TileWalk(Int32(first), stride, args.tile_counter, order)
+                self._copy_tiles(tma, shared, pipeline, slots, walk, stages, args.row_tiles, lane)
             else:
-                lines = Lines(end_row(table) + first, tokens, stride)
-                among = thread - 32 * (self.plan.mma_warps + 1)
-                if cutlass.const_expr(self.plan.quantized_out):
-                    linear = None if self.plan.swizzled_out else block_scales
-                    results = QuantizedLines(out, linear, row_scale)
-                    columns = row_tiles * self.tile_outputs
-                    clear_quantized_lines(results, lines, columns, among, 96)
-                    if cutlass.const_expr(self.plan.swizzled_out):
-                        cta = Int32(first)
-                        clear_padding(block_scales, table, cta, stride, tokens, columns, among, 96)
-                else:
-                    clear_lines(out, lines, row_tiles * (self.tile_bytes // 16), among, 96)
+                self._clear(args, table, thread, first, stride)
         else:
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             slice_ = mma.get_slice(thread)
             shape = slice_.partition_shape_C((64 * self.plan.warpgroups, self.plan.token_block))
             sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.warp_tiles)]
-            products = self._operands(mma, sums, shared_x, thread)
-            rules = (cut0, cut1, cut2, scale_rows)
-            codes_from = Uint32(weights_at.toint())
-            scales_from = codes_from + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
-            rooms = (codes_from, scales_from, scale_room)
-            weights = self._weights_at(rooms, warp, lane, Uint32(sixteen))
+            operands = self._operands(mma, sums, shared_x, thread)
+            weights = self._lane_weights(
+                Uint32(weights_at.toint()), scale_buffer, warp, lane, Uint32(args.opaque_16)
+            )
             stage, parity, slot = Int32(0), Int32(0), slots
-            ahead = self._start(weights, full, cutlass.Boolean(True))
-            count = self._told(slot)[3]
+            prefetched = self._start(weights, full, cutlass.Boolean(True))
+            count = self._read_slot(slot).rows
             while count > 0:
-                fetched = self._fetch(
-                    self._told(slot),
-                    (global_scale, scales_each, row_weight),
-                    (warp, lane, row_tiles, rules),
+                scales = self._load_scales(args, self._read_slot(slot), warp, lane)
+                prefetched, position = self._multiply_tile(
+                    operands,
+                    sums,
+                    weights,
+                    prefetched,
+                    pipeline,
+                    Position(stage, parity, Int32(-1)),
+                    slot,
+                    Loop(stages, Boolean(False), lane, Uint32(args.opaque_16)),
                 )
-                ahead, stage, parity, before = self._multiply_any(
-                    (sums, products),
-                    (weights, ahead),
-                    (full, empty, stage, parity, slot),
-                    (steps, cutlass.Boolean(False), lane, Uint32(sixteen)),
-                )
-                # All of this anew, so that nothing made of it is kept, and spilled, while
-                # multiplying: the first entry of the table is 0, which the compiler cannot know.
+                stage, parity = position.stage, position.parity
+                # All of this again, so that nothing made of it is kept, and spilled, over the main
+                # loop: the first entry of the table is 0, which the compiler cannot know.
                 thread = cute.arch.thread_idx()[0] + ptx.load_shared_int(tiles_at)
                 lane = thread % 32
                 warp = cute.arch.make_warp_uniform(thread // 32)
-                expert, row_block, start, count = self._told(slot)
-                ptx.mbarrier_arrive(self._read(slots, slot))
+                tile = self._read_slot(slot)
+                ptx.mbarrier_arrive(self._slot_barrier(slots, slot))
                 slot += 16
                 if slot == slots + 16 * SLOTS:
                     slot = slots
-                padded = start
+                swizzled_row = tile.first_row
                 if cutlass.const_expr(self.plan.swizzled_out):
-                    padded = start + padding_before(table, expert, lane)
+                    swizzled_row = tile.first_row + padding_before(table, tile.expert, lane)
                 warpgroup.wait_group(0)
-                self._release(empty, before, lane)
-                own = self._own(row_block, warp)
-                factors = self._factors_among(fetched[0], lane)
-                output = GroupedOutput(
-                    buffer=turned,
-                    token_scale=token_scale + Int64(start) * 4,
-                    out=out + Int64(start) * row_tiles * self.tile_bytes,
-                    x=x_at + Int64(start) * token_stride * 2,
-                    weights=self._weights_among(fetched[1], lane),
-                    block_scales=BlockScales(block_scales, padded)
-                    if self.plan.swizzled_out
-                    else BlockScales(block_scales + Int64(start) * (row_tiles // 2)),
-                    codes_scale=codes_scale + Int64(expert) * 4,
-                )
-                if cutlass.const_expr(self.plan.quantized_out):  # noqa: SIM102 - one is constant
-                    if row_block == 0 and thread < cutlass.min(count, self.plan.token_block):
-                        of_all = ptx.load_global_float(output.codes_scale)
-                        ptx.store_global_float(row_scale + (Int64(start) + thread) * 4, of_all)
+                self._release(pipeline.empty, position.in_flight, lane)
+                own = self._own(tile.row_block, warp)
+                factors = self._row_factors(scales, lane)
+                output = self._output(args, tile, scales, swizzled_row, buffer, lane)
+                if cutlass.const_expr(self.plan.quantized_out):
+                    rows = cutlass.min(tile.rows, self.plan.token_block)
+                    if tile.row_block == 0 and thread < rows:
+                        global_scale = ptx.load_global_float(output.result_scale)
+                        at = args.out_row_scale + (Int64(tile.first_row) + thread) * 4
+                        ptx.store_global_float(at, global_scale)
                 reduced = self._fragments(sums)
                 self._store_tiles(
                     [RowTile(*each) for each in zip(reduced, own, factors, strict=True)],
                     output,
                     Int32(0),
                     Thread(thread, warp, lane, Int32(0)),
-                    Bounds(count, row_tiles, token_stride, Int32(1), k_blocks, limit),
+                    Bounds(
+                        tokens=tile.rows,
+                        row_tiles=args.row_tiles,
+                        token_stride=args.token_stride,
+                        groups=Int32(1),
+                        k_blocks=args.k_blocks,
+                        limit=args.limit,
+                    ),
                 )
-                count = self._told(slot)[3]
-        # One block stands for the launch; the others' multiprocessors are for the next one's.
-        if beside != 0 and first == 0:
+                count = self._read_slot(slot).rows
+        # One CTA waits for the launch, so that what follows this launch may wait for it alone. The
+        # others leave, so that CTAs of the next launch find free SMs.
+        if args.all_ready != 0 and first == 0:
             cute.arch.griddepcontrol_wait()
 
-    def _fetch(self, told: Value, places: Value, where: Value) -> Value:
-        """Global scales of the warp's rows and weights of the tile's tokens, a lane every 32nd.
+    # Slots: which tile comes next.
 
-        Asked for before the products, so that no result waits for them.
-        """
-        expert, row_block, start, count = told
-        global_scale, scales_each, row_weight = places
-        warp, lane, row_tiles, (cut0, cut1, cut2, scale_rows) = where
-        of_expert = global_scale + Int64(expert) * scales_each * 4
-        of_rows = []
-        for first in range(0, 16 * self.plan.warp_tiles, 32):
-            row = (first + lane) % (16 * self.plan.warp_tiles)
-            row_tile = row_block * self.plan.cta_row_tiles + warp + row // 16 * self.plan.mma_warps
-            at = cutlass.min(row_tile, row_tiles - 1) * 16 + row % 16
-            index = Int32(at >= cut0) + Int32(at >= cut1) + Int32(at >= cut2)
-            index += scale_rows * (at - index)
-            of_rows.append(ptx.load_global_float(of_expert + Int64(index) * 4))
-        of_tokens = []
-        for first in range(0, self.plan.token_block if self.plan.row_weighted else 0, 32):
-            token = start + cutlass.min(first + lane, count - 1)
-            of_tokens.append(ptx.load_global_float(row_weight + Int64(token) * 4))
-        return of_rows, of_tokens
+    def _slot_barrier(self, slots: Uint32, slot: Uint32) -> Uint32:
+        """The mbarrier of a slot; the barriers follow all slots."""
+        return slots + Uint32(16 * SLOTS) + (slot - slots) // 2
 
-    def _factors_among(self, of_rows: Value, lane: Value) -> list[Value]:
-        """Global scale times 2^7 of the lane's two rows of each tile."""
-        factors = []
-        for h in range(self.plan.warp_tiles):
-            rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
-            both = [cute.arch.shuffle_sync(of_rows[h // 2], row) for row in rows]
-            factors.append([one * Float32(128.0) for one in both])
-        return factors
+    def _read_slot(self, slot: Uint32) -> GroupedTile:
+        """The tile of a slot."""
+        return GroupedTile(*[Int32(word) for word in ptx.load_shared(slot, 4)])
 
-    def _weights_among(self, of_tokens: Value, lane: Value) -> list[Value]:
-        """What two tokens of each tile of 8 weigh, the lane's."""
-        count = self.plan.token_block // 8 if self.plan.row_weighted else 0
-        lanes = [[n % 4 * 8 + lane % 4 * 2 + i for i in range(2)] for n in range(count)]
-        return [
-            [cute.arch.shuffle_sync(of_tokens[n // 4], one) for one in two]
-            for n, two in enumerate(lanes)
-        ]
+    # The copy warps.
 
     @cute.jit
-    def _copy(self, tma: WgmmaTma, rooms: Value, ring: Value, walk: Value, sizes: Value) -> None:
-        """A warp keeps the ring full, tile after tile, and says in a slot which tile it is.
+    def _copy_tiles(
+        self,
+        tma: WgmmaTma,
+        shared: SharedMemory,
+        pipeline: Pipeline,
+        slots: Uint32,
+        walk: TileWalk,
+        stages: Int32,
+        row_tiles: Int32,
+        lane: Int32,
+    ) -> None:
+        """One warp: keep the ring full, tile after tile, and write to a slot which tile it is.
 
-        After the last one comes a stage of nothing, whose tile has no rows.
+        After the last tile comes an empty stage, whose slot has a tile without rows.
+
+        Args:
+            tma: TMA copies and what they read.
+            shared: Shared memory that they fill.
+            pipeline: mbarriers of the ring.
+            slots: Address of the slots.
+            walk: The tiles of the CTA.
+            stages: Of a tile.
+            row_tiles: Of an expert's weight.
+            lane: Of the warp.
         """
-        shared_x, weights_at = rooms
-        full_at, full, empty, slots = ring
-        first, stride, counter, order, lane = walk
-        steps, row_tiles = sizes
-        stage, parity, slot, again = Int32(0), Int32(1), slots, Int32(1)
-        tile = self._following(first - stride, stride, counter, lane)
+        full, full_at, empty = pipeline.full, shared.full, pipeline.empty
+        stage, parity, slot, slot_parity = Int32(0), Int32(1), slots, Int32(1)
+        tile = self._next_tile(walk.first - walk.stride, walk, lane)
         boxes = self.plan.token_block // self.plan.tma_tokens  # of a block of 64 columns
-        room = self._x_stages(shared_x)
-        while tile < self._total(order):
-            expert, row_block, start, count = self._find(tile, order)
-            ptx.mbarrier_wait(self._read(slots, slot), again)
+        x_stages = self._x_stages(shared.x)
+        while tile < total_tiles(walk.order.table) * walk.order.row_blocks:
+            found = find_tile(tile, walk.order, self.plan.token_block)
+            ptx.mbarrier_wait(self._slot_barrier(slots, slot), slot_parity)
             if lane == 0:
-                words = [Uint32(one) for one in (expert, row_block, start, count)]
-                ptx.store_shared4(slot, words)
+                ptx.store_shared4(slot, [Uint32(word) for word in found])
             slot += 16
             if slot == slots + 16 * SLOTS:
                 slot = slots
-                again = again ^ 1
-            tokens = cute.domain_offset((start, 0), tma.x_tensor)
-            tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
-            to, source = self._partition(tma.x_tma, room, tiles)
-            row = expert * row_tiles + row_block * self.plan.cta_row_tiles
-            weights = self._weight_copies(tma, weights_at, row)
-            width = self._width(count)
-            for k in cutlass.range(steps, unroll=1):
+                slot_parity = slot_parity ^ 1
+            tokens = cute.domain_offset((found.first_row, 0), tma.x_tensor)
+            x_tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
+            x = self._partition(tma.x_tma, x_stages, x_tiles)
+            row = found.expert * row_tiles + found.row_block * self.plan.cta_row_tiles
+            weights = self._weight_copies(tma, shared.weights, row)
+            width = self._width(found.rows)
+            for k in cutlass.range(stages, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), width, lane)
                 barrier = full_at + stage
                 self._copy_weights(tma, weights, Int32(k), stage, barrier)
-                for b in cutlass.range(width // self.plan.tma_tokens, unroll=1):
+                for box in cutlass.range(width // self.plan.tma_tokens, unroll=1):
                     for u in cutlass.range_constexpr(self.plan.stage_k_blocks):
                         cute.copy(
                             tma.x_tma,
-                            source[(None, b, self.plan.stage_k_blocks * k + u)],
-                            to[(None, (self.plan.stage_k_blocks * stage + u) * boxes + b)],
+                            x.source[(None, box, self.plan.stage_k_blocks * k + u)],
+                            x.to[(None, (self.plan.stage_k_blocks * stage + u) * boxes + box)],
                             tma_bar_ptr=barrier,
                         )
                 stage += 1
                 if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
-            tile = self._following(tile, stride, counter, lane)
+            tile = self._next_tile(tile, walk, lane)
         ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
-        ptx.mbarrier_wait(self._read(slots, slot), again)
+        ptx.mbarrier_wait(self._slot_barrier(slots, slot), slot_parity)
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
             ptx.mbarrier_arrive(full + Uint32(stage * 8))
 
     @cute.jit
-    def _following(self, tile: Value, stride: Value, counter: Value, lane: Value) -> Value:
-        """The tile that the block takes after one."""
-        following = tile + stride
-        if counter != 0:
+    def _next_tile(self, tile: Int32, walk: TileWalk, lane: Int32) -> Int32:
+        """One warp: the tile that the CTA takes after ``tile``."""
+        following = tile + walk.stride
+        if walk.counter != 0:
             taken = Int32(0)
             if lane == 0:
-                taken = Int32(ptx.atomic_increment(counter))
+                taken = Int32(ptx.atomic_increment(walk.counter))
             following = cute.arch.shuffle_sync(taken, 0)
         return following
 
-    def _room_for_scales(self, smem: Value) -> Value:
-        """Where warps leave what their lanes share of expanded scales: nowhere."""
-        return Uint32(0)
-
-    def _weights_at(self, rooms: Value, warp: Value, lane: Value, sixteen: Value) -> Value:
-        """Where the lane finds its codes and scales in the first stage."""
-        codes, scales, _ = rooms
-        codes += Uint32(warp * self.plan.code_bytes + lane * 16)
-        return LaneWeights(codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8))
-
-    def _width(self, count: Value) -> Value:
-        """Tokens of the product of a tile with so many rows."""
+    def _width(self, rows: Int32) -> Int32:
+        """Tokens of the MMAs of a tile with so many rows: the first of ``mma_widths`` that fits."""
         width = Int32(self.plan.mma_widths[0])
-        for one, following in itertools.pairwise(self.plan.mma_widths):
-            width += Int32(count > one) * (following - one)
+        for narrower, wider in itertools.pairwise(self.plan.mma_widths):
+            width += Int32(rows > narrower) * (wider - narrower)
         return width
 
-    def _read(self, slots: Value, slot: Value) -> Value:
-        """The barrier at which every lane that multiplies arrives when it has read the slot."""
-        return slots + Uint32(16 * SLOTS) + (slot - slots) // 2
+    @cute.jit
+    def _clear(
+        self,
+        args: GroupedWgmmaArgs,
+        table: ExpertTable,
+        thread: Int32,
+        cta: Int32,
+        grid: Int32,
+    ) -> None:
+        """Three warps: clear the rows of no expert, every ``grid``-th by each CTA.
 
-    def _told(self, slot: Value) -> list[Value]:
-        """What ``_find`` found, with the block's own block of rows."""
-        return [Int32(word) for word in ptx.load_shared(slot, 4)]
+        Args:
+            args: Of the kernel.
+            table: Tiles and rows of the experts.
+            thread: Of the CTA.
+            cta: Which CTA this is.
+            grid: How many there are.
+        """
+        lines = Lines(end_row(table) + cta, args.clear_end, grid)
+        thread = thread - 32 * (self.plan.mma_warps + 1)  # of the three warps
+        if cutlass.const_expr(self.plan.quantized_out):
+            linear = None if self.plan.swizzled_out else args.out_block_scales
+            out = QuantizedLines(args.out, linear, args.out_row_scale)
+            columns = args.row_tiles * self.tile_outputs
+            clear_quantized_lines(out, lines, columns, thread, _CLEAR_THREADS)
+            if cutlass.const_expr(self.plan.swizzled_out):
+                clear_padding(
+                    args.out_block_scales,
+                    table,
+                    Int32(cta),
+                    grid,
+                    args.clear_end,
+                    columns,
+                    thread,
+                    _CLEAR_THREADS,
+                )
+        else:
+            vectors = args.row_tiles * (self.tile_bytes // 16)
+            clear_lines(args.out, lines, vectors, thread, _CLEAR_THREADS)
+
+    # The MMA warps.
+
+    def _scale_buffer(self, smem: Any) -> Uint32:
+        """Shared memory of block scales that lanes dequantize for one another: none here."""
+        return Uint32(0)
+
+    def _lane_weights(
+        self, weights: Uint32, scale_buffer: Uint32, warp: Int32, lane: Int32, opaque_16: Uint32
+    ) -> Any:
+        """Where the lane's weights are in the first stage.
+
+        Args:
+            weights: Codes of the first stage; its scales follow them.
+            scale_buffer: As ``_scale_buffer``.
+            warp: Of the CTA.
+            lane: Of the warp.
+            opaque_16: As in ``GroupedWgmmaArgs``.
+        """
+        codes = weights + Uint32(warp * self.plan.code_bytes + lane * 16)
+        scales = weights + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
+        return LaneWeights(codes, scales + Uint32(warp * self.plan.scale_bytes + lane // 4 * 8))
 
     @cute.jit
-    def _multiply_any(self, products: Value, weight: Value, ring: Value, rest: Value) -> Value:
-        """``_multiply_ring`` by the product that the tile's rows fit.
+    def _multiply_tile(
+        self,
+        operands: list[Operands],
+        sums: list[cute.Tensor],
+        weights: Any,
+        prefetched: list[LaneWords],
+        pipeline: Pipeline,
+        position: Position,
+        slot: Uint32,
+        loop: Loop,
+    ) -> tuple[list[LaneWords], Position]:
+        """``_multiply_ring`` with the MMAs of the width that the tile's rows fit.
 
-        Each size has its loop, all but one of no rounds: the compiler keeps products in flight
-        over them, and not over branches.
+        Every width has its loop, all but one of no iterations: ptxas keeps MMAs in flight over
+        loops, and not over branches.
+
+        Args:
+            operands: Of the MMAs of each width.
+            sums: Accumulators.
+            weights: Where the lane's weights are.
+            prefetched: The lane's weights of the first columns, in registers.
+            pipeline: mbarriers of the ring.
+            position: In the ring.
+            slot: Of the tile.
+            loop: Stages of the tile. It is never the last one: an empty stage follows.
         """
-        sums, sizes = products
-        weights, ahead = weight
-        full, empty, stage, parity, slot = ring
-        steps, is_last, lane, sixteen = rest
-        before = Int32(-1)
         for h in cutlass.range_constexpr(self.plan.warp_tiles):
-            sums[h].fill(0.0)
-        if cutlass.const_expr(len(sizes) == 1):
-            ahead, (stage, parity, before) = self._multiply_ring(
-                sizes[0],
+            sums[h].fill(Float32(0.0))
+        if cutlass.const_expr(len(operands) == 1):
+            prefetched, position = self._multiply_ring(
+                operands[0],
                 weights,
-                ahead,
-                Pipeline(full, empty),
-                Position(stage, parity, before),
-                Loop(steps, is_last, lane, sixteen),
+                prefetched,
+                pipeline,
+                position,
+                loop,
             )
         else:
-            width = self._width(self._told(slot)[3])
-            for i in cutlass.range_constexpr(len(sizes)):
-                rounds = steps * Int32(width == self.plan.mma_widths[i])
-                ahead, (stage, parity, before) = self._multiply_ring(
-                    sizes[i],
+            width = self._width(self._read_slot(slot).rows)
+            for i in cutlass.range_constexpr(len(operands)):
+                iterations = loop.stages * Int32(width == self.plan.mma_widths[i])
+                prefetched, position = self._multiply_ring(
+                    operands[i],
                     weights,
-                    ahead,
-                    Pipeline(full, empty),
-                    Position(stage, parity, before),
-                    Loop(rounds, is_last, lane, sixteen),
+                    prefetched,
+                    pipeline,
+                    position,
+                    loop._replace(stages=iterations),
                 )
                 warpgroup.wait_group(0)
-        return ahead, stage, parity, before
+        return prefetched, position
+
+    # Scales and results.
+
+    def _load_scales(
+        self, args: GroupedWgmmaArgs, tile: GroupedTile, warp: Int32, lane: Int32
+    ) -> TileScales:
+        """Load a tile's global scales and token weights before the MMAs: no result waits for them.
+
+        A lane loads every 32nd of them; ``_row_factors`` and ``_token_weights`` shuffle them.
+        """
+        of_expert = args.global_scale + Int64(tile.expert) * args.expert_scales * 4
+        rows = []
+        for first in range(0, 16 * self.plan.warp_tiles, 32):
+            row = (first + lane) % (16 * self.plan.warp_tiles)
+            row_tile = tile.row_block * self.plan.cta_row_tiles
+            row_tile += warp + row // 16 * self.plan.mma_warps
+            at = cutlass.min(row_tile, args.row_tiles - 1) * 16 + row % 16
+            # The segment of the row, or the row itself.
+            index = Int32(at >= args.cut0) + Int32(at >= args.cut1) + Int32(at >= args.cut2)
+            index += args.scale_rows * (at - index)
+            rows.append(ptx.load_global_float(of_expert + Int64(index) * 4))
+        tokens = []
+        for first in range(0, self.plan.token_block if self.plan.row_weighted else 0, 32):
+            token = tile.first_row + cutlass.min(first + lane, tile.rows - 1)
+            tokens.append(ptx.load_global_float(args.row_weight + Int64(token) * 4))
+        return TileScales(rows, tokens)
+
+    def _row_factors(self, scales: TileScales, lane: Int32) -> list[Fragment]:
+        """Global scale times 2^7 of the lane's two rows of each row tile."""
+        factors = []
+        for h in range(self.plan.warp_tiles):
+            rows = [h % 2 * 16 + half * 8 + lane // 4 for half in range(2)]
+            two = [cute.arch.shuffle_sync(scales.rows[h // 2], row) for row in rows]
+            factors.append([scale * Float32(128.0) for scale in two])
+        return factors
+
+    def _token_weights(self, scales: TileScales, lane: Int32) -> list[list[Float32]]:
+        """Weights of the lane's two tokens in each 8 tokens; none if the plan has none."""
+        count = self.plan.token_block // 8 if self.plan.row_weighted else 0
+        lanes = [[n % 4 * 8 + lane % 4 * 2 + i for i in range(2)] for n in range(count)]
+        return [
+            [cute.arch.shuffle_sync(scales.tokens[n // 4], source) for source in two]
+            for n, two in enumerate(lanes)
+        ]
+
+    def _output(
+        self,
+        args: GroupedWgmmaArgs,
+        tile: GroupedTile,
+        scales: TileScales,
+        swizzled_row: Int32,
+        buffer: Uint32,
+        lane: Int32,
+    ) -> GroupedOutput:
+        """Where the results of a tile go."""
+        row = Int64(tile.first_row)
+        if self.plan.swizzled_out:
+            block_scales = BlockScales(args.out_block_scales, swizzled_row)
+        else:
+            block_scales = BlockScales(args.out_block_scales + row * (args.row_tiles // 2))
+        return GroupedOutput(
+            buffer=buffer,
+            token_scale=args.token_scale + row * 4,
+            out=args.out + row * args.row_tiles * self.tile_bytes,
+            x=args.x + row * args.token_stride * 2,
+            row_weights=self._token_weights(scales, lane),
+            block_scales=block_scales,
+            result_scale=args.result_scale + Int64(tile.expert) * 4,
+        )
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of a token's results, or their codes, in a tile of 16 rows."""
+        """Bytes of a token's results, or their codes, in a row tile."""
         if self.plan.quantized_out:
             return self.tile_outputs // 2
         return self.tile_outputs * (4 if self.plan.float32_out else 2)
 
-    def _total(self, order: Value) -> Value:
-        """Tiles of all experts' rows and columns of results."""
-        return total_tiles(order.table) * order.row_blocks
-
-    def _find(self, tile: Value, order: Value) -> Value:
-        """Expert, block of rows, first row of X, and rows of X from there to the expert's end."""
-        return find_tile(tile, order, self.plan.token_block)
-
-    def _weighted(self, values: Value, output: GroupedOutput, first: int) -> Value:
-        """As there."""
+    def _weighted(self, values: Fragments, output: GroupedOutput, first: int) -> Fragments:
+        """Outputs of SwiGLU times their tokens' weights, from fragment ``first`` on."""
         if not self.plan.row_weighted:
             return values
-        each = zip(values, output.weights[first : first + len(values)], strict=True)
-        return [[value * weight for value, weight in zip(*two, strict=True)] for two in each]
+        pairs = zip(values, output.row_weights[first : first + len(values)], strict=True)
+        return [[value * weight for value, weight in zip(*two, strict=True)] for two in pairs]
 
     @cute.jit
     def _store_vector(
-        self, at: Value, output: GroupedOutput, vector: Vector, exists: Value
+        self, at: Uint32, output: GroupedOutput, vector: Vector, exists: Boolean
     ) -> None:
-        """As there, or as codes, of which neighbouring lanes have a block."""
+        """All lanes together: store eight results of a token, or their codes, where ``exists``."""
         if cutlass.const_expr(self.plan.quantized_out):
-            # Of a line that is not there, what another lane has.
-            words, scale = self._load_vector(at), ptx.load_global_float(output.codes_scale)
+            # A lane without results quantizes, and drops, those of another lane: its neighbour in
+            # the block may exist.
+            words, scale = self._load_vector(at), ptx.load_global_float(output.result_scale)
             quantized = QuantizedOutput(output.out, output.block_scales, scale)
             store_quantized(words, quantized, vector, exists)
         elif exists:
             words = self._load_vector(at)
-            place = (Int64(vector.token) * vector.rows + vector.row) * 2
-            ptx.store_global4(output.out + place, words)
+            offset = (Int64(vector.token) * vector.rows + vector.row) * 2
+            ptx.store_global4(output.out + offset, words)

@@ -18,7 +18,7 @@ MUTANTS = (
         "start",
         "an image of a bundle that is not verified",
         "dsv4.compilation.bundle:Bundle.image",
-        "hashlib.sha256(found).hexdigest() != entry.sha256",
+        "hashlib.sha256(image).hexdigest() != entry.sha256",
         "len(entry.sha256) != 64",
         BUNDLES + "test_a_changed_byte_is_found",
     ),

@@ -12,7 +12,7 @@ import torch
 
 from dsv4 import device as machine
 from dsv4 import dispatch, self_check
-from dsv4.bench import moe_cases
+from dsv4.bench.cases import moe as moe_cases
 from dsv4.bench.problem import Draw
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4

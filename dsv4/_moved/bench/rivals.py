@@ -1,0 +1,5 @@
+"""See ``dsv4.bench.baselines``."""
+
+from dsv4._moved import moved
+
+moved("dsv4.bench.rivals", "dsv4.bench.baselines")

@@ -1,0 +1,183 @@
+"""Problem sizes of quantisation and of dense GEMMs; see ``dsv4.bench.cases``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from dsv4 import ops
+from dsv4.bench.checks import budgets, fused_judges
+from dsv4.bench.checks.judge import bitwise, within
+from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
+from dsv4.config import ModelConfig
+from dsv4.quant import fragments
+from dsv4.quant.formats import (
+    FP8_BLOCK,
+    FRAGMENTS,
+    NVFP4,
+    SWIZZLED,
+    Format,
+    QuantizedTensor,
+)
+
+Matrix = tuple[int, int, int, tuple[int, ...]]  # rows per group, columns, groups, segments
+# Weights of one matrix by seed: the last one, at whatever token counts.
+_last_weights: dict[tuple[object, ...], dict[int, QuantizedTensor]] = {}
+
+
+def quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Rows of hidden size in each format.
+
+    NVFP4 has one global scale per token and scales as tensor cores read them; FP8 has tiles of
+    128 x 128.
+    """
+
+    def build(draw: Draw, kwargs: dict[str, object], outputs: tuple[str, ...]) -> Problem:
+        x = draw.normal(tokens, c.hidden_size)
+        return Problem(ops.quantize, (x,), kwargs, bitwise(*outputs), nbytes(x))
+
+    parts = ("codes", "scales")
+    for name, kwargs, outputs in (
+        ("nvfp4", {"scaling": "token", "layout": SWIZZLED}, (*parts, "global scale")),
+        ("mxfp4", {}, parts),
+        ("fp8_block", {}, parts),
+    ):
+        made = functools.partial(build, kwargs={"format": name, **kwargs}, outputs=outputs)
+        yield Case("quantize", name, {"N": tokens, "K": c.hidden_size}, tokens, made)
+
+
+def dequantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """One expert's down projection to bfloat16; no tokens are involved."""
+    rows, columns = c.hidden_size, c.moe_intermediate_size
+
+    def build(draw: Draw) -> Problem:
+        q = draw.quantized(rows, columns)
+        judge = within(budgets.dequantized)
+        return Problem(ops.dequantize, (q,), {"dtype": torch.bfloat16}, judge, nbytes(q))
+
+    yield Case("dequantize", "down", {"N": rows, "K": columns}, tokens, build)
+
+
+def own_gemm(rows: int, columns: int, tokens: int) -> list[Case]:
+    """A GEMM of any size, with the three kinds of operands that ``gemm`` has.
+
+    Args:
+        rows: N of the weight.
+        columns: K, a multiple of 16.
+        tokens: M.
+
+    Raises:
+        UsageError: if a size is not allowed.
+    """
+    if rows < 1:
+        raise UsageError(f"--n is {rows}, wanted at least 1")
+    if columns < 1 or columns % 16:
+        raise UsageError(f"--k is {columns}, wanted a multiple of 16")
+    matrix: Matrix = (rows, columns, 1, ())
+    return [
+        _case(tokens, matrix, name, activation, format)
+        for name, activation, format in (
+            ("own", "bf16", NVFP4),
+            ("own w4a4", "nvfp4", NVFP4),
+            ("own fp8", "bf16", FP8_BLOCK),
+        )
+    ]
+
+
+def matrices(c: ModelConfig) -> dict[str, Matrix]:
+    """Projections of a layer by name: rows per group, columns, groups, segments.
+
+    Shapes: specification, section 12.
+    """
+    head, hidden, inner = c.head_dim, c.hidden_size, c.moe_intermediate_size
+    index = c.index_head_dim
+    return {
+        "q_a+kv": (c.q_lora_rank + head, hidden, 1, (c.q_lora_rank, head)),
+        "q_b": (c.num_attention_heads * head, c.q_lora_rank, 1, ()),
+        "o_a": (c.o_lora_rank, c.heads_per_group * head, c.o_groups, ()),
+        "o_b": (hidden, c.o_groups * c.o_lora_rank, 1, ()),
+        "csa_kv+gate": (4 * head, hidden, 1, (2 * head, 2 * head)),
+        "hca_kv+gate": (2 * head, hidden, 1, (head, head)),
+        "indexer_q": (c.index_n_heads * index, c.q_lora_rank, 1, ()),
+        "indexer_kv+gate": (4 * index, hidden, 1, (2 * index, 2 * index)),
+        "indexer_weights": (c.index_n_heads, hidden, 1, ()),
+        "gate_up": (2 * inner, hidden, 1, (inner, inner)),
+        "down": (hidden, inner, 1, ()),
+    }
+
+
+def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Every projection in NVFP4, with activations left as they are and quantised; some in FP8."""
+    brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
+    for name, matrix in matrices(c).items():
+        for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
+            case = name + suffix
+            yield _case(tokens, matrix, case, activation, NVFP4, case in brief)
+    for name in ("q_a+kv", "q_b", "o_a", "down"):
+        case = f"{name} fp8"
+        yield _case(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
+
+
+def _case(
+    tokens: int, matrix: Matrix, name: str, activation: str, format: Format, brief: bool = True
+) -> Case:
+    rows, columns, groups, segments = matrix
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
+        weight = _weight(draw, rows, columns, groups, segments, format)
+        return Problem(
+            ops.gemm,
+            (x, weight),
+            {"activation": activation, "groups": groups},
+            within(budgets.gemm),
+            nbytes(x, weight),
+            2 * tokens * groups * rows * columns,
+            writes=x.element_size() * tokens * groups * rows,
+        )
+
+    sizes = {"N": rows, "K": columns, **({"G": groups} if groups > 1 else {})}
+    return Case("gemm", name, sizes, tokens, build, brief)
+
+
+def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The shared expert's gate and up projections, interleaved, and their SwiGLU."""
+    rows, columns, groups, _ = matrices(c)["gate_up"]
+
+    def build(draw: Draw, activation: str) -> Problem:
+        x, weight = draw.normal(tokens, columns), _weight(draw, rows, columns, groups, (), NVFP4)
+        return Problem(
+            ops.gemm_swiglu,
+            (x, weight, c.swiglu_limit),
+            {"activation": activation},
+            fused_judges.gemm_swiglu,
+            nbytes(x, weight),
+            2 * tokens * rows * columns,
+            writes=x.element_size() * tokens * rows // 2,
+        )
+
+    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+        made = functools.partial(build, activation=activation)
+        yield Case("gemm_swiglu", name, {"N": rows, "K": columns}, tokens, made)
+
+
+def _weight(
+    draw: Draw, rows: int, columns: int, groups: int, segments: tuple[int, ...], format: Format
+) -> QuantizedTensor:
+    """Weight of a matrix, which depends on the seed alone.
+
+    It stays in memory, because preparing it for a baseline takes longer than timing it. NVFP4 is
+    in fragments, as the layers pack it, where every group is a whole number of tiles.
+    """
+    key = (draw.device, rows, columns, groups, segments, format)
+    if key not in _last_weights:
+        _last_weights.clear()
+    by_seed = _last_weights.setdefault(key, {})
+    if draw.seed not in by_seed:
+        own = Draw(draw.seed, draw.device)
+        weight = own.quantized(groups * rows, columns, format=format, segments=segments)
+        packed = format == NVFP4 and fragments.fits(rows, columns)
+        by_seed[draw.seed] = weight.with_layout(FRAGMENTS) if packed else weight
+    return by_seed[draw.seed]

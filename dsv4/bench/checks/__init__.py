@@ -1,0 +1,1 @@
+"""Whether a result is right: float64 oracles, tolerances, and a judge per operator."""

@@ -1,0 +1,144 @@
+"""The command: build a model, measure prompts and decode steps, print and write."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4 import checkpoint
+from dsv4.bench.environment import Rates
+from dsv4.bench.suites.model import report
+from dsv4.bench.suites.model.document import ModelResults, Named, Output, document
+from dsv4.bench.suites.model.measure import Measurement, synchronize
+from dsv4.bench.suites.model.memory import check_memory
+from dsv4.bench.suites.model.request import ModelRequest
+from dsv4.bench.suites.random_model import random_model
+from dsv4.compilation.warmup import warm_loaded
+from dsv4.debug import compilations
+from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.model import DeepseekV4ForCausalLM
+
+
+def seconds_since_process_start() -> float | None:
+    """Age of this process; None where the system does not say."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        uptime = float(Path("/proc/uptime").read_text().split()[0])
+        return uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
+    """Measure into ``results``; what was measured before an interrupt stays there."""
+    gpu = request.device.type == "cuda"
+    with torch.cuda.device(request.device) if gpu else nullcontext():
+        _measure(request, rates, results)
+
+
+def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
+    before = compilations()
+    try:
+        model = _build(request, results)
+        _warm(model, results)
+        before = compilations()
+        measurement = Measurement(model, request, rates)
+        results.profiles = measurement.profiles
+        for tokens in request.prompts:
+            results.prompts.append(measurement.prompt(tokens))
+            _take_prepared(measurement, results)
+            _say(f"prompt of {tokens} tokens")
+        for context in request.contexts:
+            for tokens in request.tokens:
+                results.rows.append(measurement.decode(tokens, context))
+                _say(f"{tokens} sequences at {context}")
+        for row in results.rows:
+            measurement.kernels(row)
+        _say("kernels")
+    except KeyboardInterrupt:
+        rows = len(results.rows) + len(results.prompts)
+        asked = len(request.prompts) + len(request.contexts) * len(request.tokens)
+        results.stopped = f"interrupted after {rows} of {asked} rows"
+    results.start.compiled_later = dict(compilations() - before)
+
+
+def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalLM:
+    device, start = request.device, results.start
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of measuring rates
+        torch.cuda.reset_peak_memory_stats(device)
+    begin = time.perf_counter()
+    if request.checkpoint is None:
+        model = random_model(request.config, device, request.weights)
+        start.source = "weights drawn on the device and packed"
+    else:
+        model = checkpoint.load(
+            request.checkpoint, device=device, mtp=False, prepare=False, progress=False
+        )
+        start.source = "checkpoint loaded"
+    synchronize(device)
+    start.weights_s = time.perf_counter() - begin
+    if device.type == "cuda":
+        start.peak_bytes = torch.cuda.max_memory_allocated(device)
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    start.weight_bytes = sum(tensors.values())
+    _say(f"{start.source}, {start.weights_s:.1f} s")
+    return model
+
+
+def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
+    """Compile or load kernels as ``dsv4.load`` does."""
+    done, start = warm_loaded(model, STEP_TOKENS, progress=False), results.start
+    if done is not None:
+        start.kernels = done.kernels + done.triton
+        start.kernels_compiled = done.compiled + done.triton_compiled
+        start.kernels_s = done.seconds
+        _say(f"{start.kernels} kernels, {start.kernels_compiled} of them compiled now")
+
+
+def _take_prepared(measurement: Measurement, results: ModelResults) -> None:
+    """What preparing took the first time: later ones find launches planned."""
+    if measurement.prepared and measurement.prepared[0].capacity is not None:
+        first = measurement.prepared[0]
+        results.start.prepare_s, results.start.prepare_bytes = first.seconds, first.bytes
+
+
+def _say(what: str) -> None:
+    age = seconds_since_process_start()
+    print(f"{'' if age is None else f'{age:6.1f} s  '}{what}", flush=True)
+
+
+def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
+    """The request, checked before anything is built.
+
+    Raises:
+        UsageError: if an option is wrong, or the model does not fit the device.
+    """
+    request = ModelRequest.of(options, device)
+    check_memory(request)
+    return request
+
+
+def finish(
+    options: argparse.Namespace,
+    request: ModelRequest,
+    header: dict[str, Any],
+    results: ModelResults,
+) -> bool:
+    """Print and write; whether no measurement failed."""
+    print()
+    print("\n".join(report.lines(results, profile=options.profile)))
+    gpu, named = str(header["gpu"]), Named(**request.named())
+    output = Output.of(getattr(options, "json", None), options.chart, gpu, named)
+    svg = report.chart(results, gpu, str(header["date"])[:10])
+    print()
+    for path in output.write(document(header, results), svg):
+        print(f"wrote {path}")
+    print(report.verdict(results), flush=True)
+    return not report.failures(results)

@@ -1,0 +1,282 @@
+"""Results of ``python -m dsv4.bench model``, and the file they are written to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from dsv4.bench.environment import slug
+from dsv4.bench.suites.model.profile import Profile
+
+SCHEMA = "dsv4.bench.model/1"
+
+
+@dataclass(frozen=True)
+class Named:
+    """Which model a row is about.
+
+    Attributes:
+        preset: Published model.
+        experts: Routed experts of a layer.
+        experts_of_model: As many as the published model has.
+        layers: Decoder layers.
+        layers_of_model: As many as the published model has.
+        weights: ``"random"``, ``"mxfp4-cast"`` or ``"checkpoint"``.
+        recipe: Which matrices have which format: ``"nvfp4"``, ``"nvidia"`` or ``"checkpoint"``.
+        routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
+    """
+
+    preset: str
+    experts: int
+    experts_of_model: int
+    layers: int
+    layers_of_model: int
+    weights: str
+    recipe: str
+    routing: str
+
+
+@dataclass
+class Measured:
+    """A row with figures that may be missing.
+
+    Attributes:
+        model: Which model it is about.
+        missing: Why a figure is None, by the figure's name.
+        failed: Figures whose measurement raised or was wrong.
+    """
+
+    model: Named
+    missing: dict[str, str] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+
+@dataclass
+class DecodeRow(Measured):
+    """Decode steps of some sequences at one context. Times are per step.
+
+    Attributes:
+        tokens: Sequences, each of which gets one token per step.
+        context: Tokens of each before the step.
+        fill: How the captured step's cache was filled.
+        runner_fill: How the runner's cache was filled.
+        experts_read: Distinct experts of a layer that a step chose, averaged over layers.
+        experts_uniform: The same for uniform routing, expected.
+        bytes: Least bytes of a step: weights, chosen experts, KV cache.
+        flops: Least operations of a step.
+        bytes_ms: What memory needs for the bytes at its measured rate.
+        flops_ms: What bfloat16 tensor cores need for the operations at their measured rate.
+        kernels_ms: Sum of the captured step's kernels.
+        launches: How many kernels.
+        step_ms: Captured step, median replay; choosing the tokens is not part of it.
+        runner_ms: ``Runner.step`` while all sequences decode greedily.
+        generate_ms: Between the decode steps of one call of ``generate``.
+        deterministic_ms: ``Runner.step`` of a deterministic runner.
+        eager_ms: The step without a CUDA graph, between synchronisations.
+        capture_s: ``Runner.warm_up``: seconds for one bucket of decode steps, the prompts' graphs
+            and a long prompt, compiling what was not.
+    """
+
+    tokens: int = 0
+    context: int = 0
+    fill: str = ""
+    runner_fill: str = ""
+    experts_read: float | None = None
+    experts_uniform: float = 0.0
+    bytes: int = 0
+    flops: int = 0
+    bytes_ms: float | None = None
+    flops_ms: float | None = None
+    kernels_ms: float | None = None
+    launches: float | None = None
+    step_ms: float | None = None
+    runner_ms: float | None = None
+    generate_ms: float | None = None
+    deterministic_ms: float | None = None
+    eager_ms: float | None = None
+    capture_s: float | None = None
+
+    @property
+    def bound_ms(self) -> float | None:
+        """Roofline bound: the slower of memory and tensor cores."""
+        if self.bytes_ms is None or self.flops_ms is None:
+            return None
+        return max(self.bytes_ms, self.flops_ms)
+
+    def over_step(self, ms: float | None) -> float | None:
+        """A time over the captured step's; None without both."""
+        return ms / self.step_ms if ms is not None and self.step_ms else None
+
+
+@dataclass
+class PromptRow(Measured):
+    """Time to the first token of one prompt.
+
+    Attributes:
+        prompt: Tokens.
+        flops: Operations, with the output head for the last token alone.
+        flops_ms: What bfloat16 tensor cores need for them at their measured rate.
+        first_ms: First call of ``generate`` after ``dsv4.serving.prepare``, as after ``dsv4.load``.
+        generate_ms: Later calls, with other prompts, median.
+        runner_ms: ``Runner.add`` until the token is there, median.
+    """
+
+    prompt: int = 0
+    flops: int = 0
+    flops_ms: float | None = None
+    first_ms: float | None = None
+    generate_ms: float | None = None
+    runner_ms: float | None = None
+
+
+@dataclass
+class Start:
+    """Seconds until the model could be used.
+
+    Attributes:
+        process_s: From the start of the process to the command: Python, PyTorch, this package.
+        weights_s: Weights drawn on the device and packed, or read from a checkpoint.
+        weight_bytes: Memory of the weights.
+        peak_bytes: Most memory on the GPU until then; 0 on a CPU.
+        source: Where they come from.
+        kernels: Kernels that were compiled or loaded ahead.
+        kernels_compiled: How many of them were neither on disk nor in a bundle.
+        kernels_s: Seconds that took.
+        prepare_s: Seconds of ``dsv4.serving.prepare``, the first time; None if it did nothing.
+        prepare_bytes: Memory that PyTorch's allocator got for it.
+        compiled_later: Names of kernels that were compiled after ``kernels_s``, and how often.
+    """
+
+    process_s: float | None = None
+    weights_s: float = 0.0
+    weight_bytes: int = 0
+    peak_bytes: int = 0
+    source: str = ""
+    kernels: int = 0
+    kernels_compiled: int = 0
+    kernels_s: float = 0.0
+    prepare_s: float | None = None
+    prepare_bytes: int = 0
+    compiled_later: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProfileRow:
+    """Kernels of one row's captured step by operator."""
+
+    model: Named
+    tokens: int
+    context: int
+    profile: Profile
+
+
+@dataclass
+class ModelResults:
+    """All that one command measured.
+
+    Attributes:
+        start: Load and start times.
+        rows: Decode steps.
+        prompts: Times to the first token.
+        profiles: Kernels by operator.
+        stopped: Why the command ended early; empty if it did not.
+    """
+
+    start: Start = field(default_factory=Start)
+    rows: list[DecodeRow] = field(default_factory=list)
+    prompts: list[PromptRow] = field(default_factory=list)
+    profiles: list[ProfileRow] = field(default_factory=list)
+    stopped: str = ""
+
+
+def document(header: dict[str, Any], results: ModelResults) -> dict[str, Any]:
+    """What the file holds."""
+    return {"schema": SCHEMA, "header": dict(header), **asdict(results)}
+
+
+def validate(content: Any) -> None:
+    """Check a document against the schema.
+
+    Raises:
+        ValueError: naming the first field that is missing or unknown, and a figure that is None
+            without a reason.
+    """
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise ValueError(f"results: wanted a file of {SCHEMA}")
+    _fields("results", content, {"schema", "header", *_names(ModelResults)})
+    _fields("start", content["start"], _names(Start))
+    for name, kind in (("rows", DecodeRow), ("prompts", PromptRow), ("profiles", ProfileRow)):
+        for i, row in enumerate(content[name]):
+            where = f"{name}[{i}]"
+            _fields(where, row, _names(kind))
+            _fields(f"{where}.model", row["model"], _names(Named))
+            for figure in _figures(kind):
+                value, reason = row[figure], row["missing"].get(figure)
+                if value is None and reason is None:
+                    raise ValueError(f"results: {where}.{figure} is None, wanted why in missing")
+                if value is not None and reason is not None:
+                    raise ValueError(
+                        f"results: {where}.{figure} is {value}, and missing has it: {reason}"
+                    )
+
+
+def _names(kind: type) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+def _figures(kind: type) -> list[str]:
+    """Fields that may be None."""
+    return [f.name for f in fields(kind) if f.default is None and f.default is not MISSING]
+
+
+def _fields(where: str, content: Any, names: set[str]) -> None:
+    if not isinstance(content, dict):
+        raise ValueError(f"results: {where} is {type(content).__name__}, wanted named fields")
+    for name in [*sorted(names - set(content)), *sorted(set(content) - names)]:
+        kind = "missing" if name in names else "unknown"
+        raise ValueError(f"results: {where}.{name} is {kind}")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go: a JSON file and a chart; None: nowhere."""
+
+    json: Path | None
+    chart: Path | None
+
+    @classmethod
+    def of(cls, out: str | None, chart: str | None, gpu: str, model: Named) -> Output:
+        """Paths from the options.
+
+        Args:
+            out: A file, or a folder that ends with a slash, for
+                ``results/<gpu>/model_<preset>_<recipe>.json``.
+            chart: A file; None: the path of ``out`` with .svg.
+            gpu: The device's name.
+            model: What was measured.
+        """
+        path = None
+        if out is not None:
+            path = Path(out)
+            if out.endswith("/"):
+                base = path if path.name == "results" else path / "results"
+                path = base / slug(gpu) / f"model_{slug(model.preset)}_{model.recipe}.json"
+        default = path.with_suffix(".svg") if path is not None else None
+        return cls(path, Path(chart) if chart is not None else default)
+
+    def write(self, content: dict[str, Any], svg: str) -> Sequence[Path]:
+        """Write the files; their paths."""
+        written = []
+        if self.json is not None:
+            validate(content)
+            self.json.parent.mkdir(parents=True, exist_ok=True)
+            self.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+            written.append(self.json)
+        if self.chart is not None:
+            self.chart.parent.mkdir(parents=True, exist_ok=True)
+            self.chart.write_text(svg)
+            written.append(self.chart)
+        return written

@@ -1,0 +1,135 @@
+"""Whether a model and its caches fit the device, asked before anything is built."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.bench.problem import UsageError
+from dsv4.bench.suites.model.request import ModelRequest
+from dsv4.bench.suites.random_model import quantised_format
+from dsv4.bench.suites.whole_model import INDEX_FORMAT
+from dsv4.config import ModelConfig
+from dsv4.kv_cache.paged_cache import PagedCache
+from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+_ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """Bytes of a model's weights.
+
+    Attributes:
+        expert: Of one routed expert in all layers.
+        layer_expert: Of one routed expert in one layer.
+        other: Of everything but routed experts.
+        experts: How many there are per layer.
+    """
+
+    expert: int
+    layer_expert: int
+    other: int
+    experts: int
+
+    @property
+    def peak(self) -> int:
+        """While it is built: all weights, and one layer's experts once more, not packed yet."""
+        return self.other + self.experts * (self.expert + self.layer_expert)
+
+    def experts_within(self, available: int) -> int:
+        """Most experts per layer whose weights fit; below 0: the other weights do not."""
+        return (available - self.other) // (self.expert + self.layer_expert)
+
+
+@torch.no_grad()
+def model_bytes(request: ModelRequest) -> ModelBytes:
+    """Count the weights, without memory for them."""
+    config = request.config
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
+    experts = 0
+    for name, module in model.named_modules():
+        stored = quantised_format(name, module, request.weights)
+        if stored is None:
+            continue
+        assert isinstance(module, (DeepseekV4Experts, Linear))
+        module.to_format(stored)
+        if isinstance(module, DeepseekV4Experts):
+            experts += _nbytes(module)
+    count = config.n_routed_experts
+    layer_expert = experts // (count * config.num_hidden_layers)
+    return ModelBytes(experts // count, layer_expert, _nbytes(model) - experts, count)
+
+
+def _nbytes(module: torch.nn.Module) -> int:
+    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+
+
+def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
+    """Bytes of a cache of sequences of some tokens, with room for a chunk in its windows."""
+    cache = PagedCache(
+        config,
+        max_sequences=1,
+        max_tokens=tokens,
+        max_chunk=min(tokens, 1024),
+        device="meta",
+        dtype=torch.bfloat16,
+        index_format=INDEX_FORMAT,
+    )
+    return sequences * sum(cache.bytes_per_sequence(tokens).values())
+
+
+def largest_cache(request: ModelRequest) -> tuple[int, int, int]:
+    """Bytes, sequences and context of the row with the largest cache."""
+    config = request.config
+    rows = [(n, context) for n in request.tokens for context in request.contexts]
+    sizes = [
+        (cache_bytes(config, n, context + request.new_tokens(n, context)), n, context)
+        for n, context in rows
+    ]
+    return max(sizes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_memory(request: ModelRequest) -> None:
+    """Refuse a model of random weights that does not fit.
+
+    Raises:
+        UsageError: naming the bytes wanted, those that are free, and the largest number of experts
+            that fits.
+    """
+    if request.checkpoint is not None:
+        return  # only reading it tells its formats
+    size = model_bytes(request)
+    cache, sequences, context = largest_cache(request)
+    reserve = _ACTIVATIONS if request.device.type == "cuda" else 0
+    free = free_bytes(request.device)
+    need = size.peak + cache + reserve
+    if need <= free:
+        return
+    problem = (
+        f"the model needs {_gb(need)} and {_gb(free)} are free on {request.device}: weights "
+        f"{_gb(size.peak)} with --preset {request.preset} --experts {size.experts} --layers "
+        f"{request.config.num_hidden_layers}, cache {_gb(cache)} with --tokens {sequences} "
+        f"--context {context}, activations {_gb(reserve)}; "
+    )
+    most = size.experts_within(free - cache - reserve)
+    if most >= request.config.num_experts_per_tok:
+        raise UsageError(f"{problem}wanted --experts {most} at most")
+    raise UsageError(
+        f"{problem}no number of experts fits, wanted fewer --layers, --tokens or --context"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,231 @@
+"""Tables, verdict and chart of ``python -m dsv4.bench model``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dsv4.bench.report import number
+from dsv4.bench.suites.model.chart import Chart, Group
+from dsv4.bench.suites.model.document import DecodeRow, Measured, ModelResults, Named, ProfileRow
+from dsv4.bench.suites.model.measure import NOT_ASKED
+from dsv4.bench.suites.model.request import NOT_BEGUN
+from dsv4.bench.tables import WIDTH, plain, short, wrapped
+
+_MODEL = ("experts", "layers", "recipe", "routing")
+_DECODE = ("tokens", "context", *_MODEL)
+_TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
+_MORE = ("deterministic",)  # where it was asked for
+_PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
+_PROFILE = ("operator", "ms", "share %", "launches", "names")
+SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
+
+
+def lines(results: ModelResults, *, profile: bool) -> list[str]:
+    """Everything that is printed but the verdict.
+
+    Args:
+        results: What was measured.
+        profile: Whether to print kernels by operator.
+    """
+    return [
+        *_start(results),
+        *_decode(results.rows),
+        *_prompts(results),
+        *(line for row in results.profiles if profile for line in profile_lines(row)),
+        *_missing(results),
+    ]
+
+
+def model_words(named: Named) -> str:
+    """A model in a line."""
+    return (
+        f"{named.preset}, {_experts(named)} experts, {_layers(named)} layers, {named.recipe} "
+        f"recipe, weights {named.weights}, routing {named.routing}"
+    )
+
+
+def _experts(named: Named) -> str:
+    return f"{named.experts}/{named.experts_of_model}"
+
+
+def _layers(named: Named) -> str:
+    return f"{named.layers}/{named.layers_of_model}"
+
+
+def _model_cells(named: Named) -> tuple[str, ...]:
+    return _experts(named), _layers(named), named.recipe, named.routing
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else number(value)
+
+
+def _start(results: ModelResults) -> list[str]:
+    every: Sequence[Measured] = [*results.rows, *results.prompts]
+    start, words = results.start, []
+    if every:
+        words.append(f"model  {model_words(every[0].model)}")
+    process = "" if start.process_s is None else f"process {start.process_s:.1f} s, "
+    first = next((row for row in results.prompts if row.first_ms is not None), None)
+    prompt = ""
+    if first is not None and first.first_ms is not None:
+        seconds = first.first_ms / 1e3
+        prepared = start.prepare_s or 0.0
+        total = (start.process_s or 0.0) + start.weights_s + start.kernels_s + prepared + seconds
+        prompt = f", first prompt {seconds:.2f} s ({first.prompt} tokens), together {total:.1f} s"
+    memory = f"{start.weight_bytes / 1e9:.3g} GB"
+    if start.peak_bytes:
+        memory += f", peak {start.peak_bytes / 1e9:.3g} GB"
+    kernels = ""
+    if start.kernels:
+        later = sum(start.compiled_later.values())
+        kernels = (
+            f", {start.kernels} kernels {start.kernels_s:.1f} s "
+            f"({start.kernels_compiled} compiled, {later} more later)"
+        )
+    if start.prepare_s is not None:
+        kernels += f", generate prepared {start.prepare_s:.1f} s"
+        kernels += f" ({start.prepare_bytes / 1e9:.2f} GB)"
+    words.append(
+        f"start  {process}{start.source} {start.weights_s:.1f} s ({memory}){kernels}{prompt}"
+    )
+    return [line for text in words for line in wrapped(text)]
+
+
+def _decode(rows: Sequence[DecodeRow]) -> list[str]:
+    if not rows:
+        return []
+    body, more = [], any(row.deterministic_ms is not None for row in rows)
+    for row in rows:
+        ratio = row.over_step(row.generate_ms)
+        times = (row.bytes_ms, row.flops_ms, row.kernels_ms, row.step_ms, row.runner_ms)
+        cells = [_ms(ms) for ms in (*times, row.generate_ms, row.eager_ms)]
+        cells.append("-" if ratio is None else f"{ratio:.3f}")
+        cells += [_ms(row.deterministic_ms)] * more
+        body.append([str(row.tokens), str(row.context), *_model_cells(row.model), *cells])
+    lines = [
+        "",
+        "ms per step, in which each of the sequences gets one token; bytes and flops: bounds",
+    ]
+    lines += plain((*_DECODE, *_TIMES, *(_MORE if more else ())), body, len(_DECODE))
+    for row in rows:
+        if row.experts_read is not None:
+            lines += wrapped(
+                f"{row.tokens} at {row.context}: {row.experts_read:.1f} experts of a layer read "
+                f"(uniform {row.experts_uniform:.1f}); cache of the step: {row.fill}"
+                + (f"; of the runner: {row.runner_fill}" if row.runner_fill else "")
+            )
+    return lines
+
+
+def _prompts(results: ModelResults) -> list[str]:
+    if not results.prompts:
+        return []
+    body = []
+    for row in results.prompts:
+        cells = [_ms(ms) for ms in (row.flops_ms, row.runner_ms, row.generate_ms, row.first_ms)]
+        rate = "-" if not row.generate_ms else f"{1e3 * row.prompt / row.generate_ms:.0f}"
+        body.append([str(row.prompt), *_model_cells(row.model), *cells, rate])
+    return [
+        "",
+        "ms to the first token; first: the first one after dsv4.serving.prepare",
+        *plain(_PROMPT, body),
+    ]
+
+
+def profile_lines(row: ProfileRow) -> list[str]:
+    """Kernels of a step by operator."""
+    profile, body = row.profile, []
+    for operator in profile.operators:
+        share = 100 * operator.ms / profile.ms if profile.ms else 0.0
+        kernels = ", ".join(short(name, 40) for name in operator.kernels[:3])
+        more = f", {len(operator.kernels) - 3} more" if len(operator.kernels) > 3 else ""
+        body.append(
+            [
+                operator.operator,
+                f"{operator.ms:.3f}",
+                f"{share:.1f}",
+                f"{operator.launches:.0f}",
+                short(kernels + more, 60),
+            ]
+        )
+    title = (
+        f"{row.tokens} at {row.context}: kernels of the captured step, {profile.ms:.3f} ms in "
+        f"{profile.launches:.0f} launches, all streams together"
+    )
+    return ["", title, *plain(_PROFILE, body)]
+
+
+def _where(row: Measured) -> str:
+    if isinstance(row, DecodeRow):
+        return f"{row.tokens} at {row.context}"
+    return f"prompt of {getattr(row, 'prompt', '?')}"
+
+
+def _missing(results: ModelResults) -> list[str]:
+    """Why figures are missing, figures of one reason together."""
+    said = []
+    for row in (*results.rows, *results.prompts):
+        reasons: dict[str, list[str]] = {}
+        for figure, reason in row.missing.items():
+            if reason != NOT_ASKED:
+                reasons.setdefault(reason, []).append(figure)
+        said += [f"none  {_where(row)}: {', '.join(f)}: {r}" for r, f in reasons.items()]
+    return ["", *(line for text in said for line in wrapped(text))] if said else []
+
+
+def failures(results: ModelResults) -> list[str]:
+    """Figures whose measurement failed."""
+    rows = (*results.rows, *results.prompts)
+    return [f"{_where(row)}: {name}: {row.missing[name]}" for row in rows for name in row.failed]
+
+
+def verdict(results: ModelResults) -> str:
+    """The last line."""
+    failed = failures(results)
+    stopped = f"; {results.stopped}" if results.stopped else ""
+    counts = f"{len(results.rows)} rows, {len(results.prompts)} prompts"
+    if failed:
+        return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
+    parts = [counts, *_worst(results.rows)]
+    rows = (*results.rows, *results.prompts)
+    late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
+    if late:
+        parts.append(f"{late} figures not begun (--limit)")
+    word = "STOPPED" if results.stopped else "MEASURED"
+    return short(f"{word}: {'; '.join(parts)}{stopped}", WIDTH)
+
+
+def _worst(rows: Sequence[DecodeRow]) -> list[str]:
+    """The largest ratios to the captured step."""
+    words = []
+    for name, times in (
+        ("generate", [(row, row.generate_ms) for row in rows]),
+        ("runner", [(row, row.runner_ms) for row in rows]),
+    ):
+        ratios = [(row.over_step(ms), row) for row, ms in times if row.over_step(ms) is not None]
+        if ratios:
+            worst, row = max(ratios, key=lambda pair: pair[0] or 0.0)
+            words.append(f"{name} {worst:.3g} (at {row.tokens})")
+    return [f"over the step at most: {', '.join(words)}"] if words else []
+
+
+def chart(results: ModelResults, gpu: str, date: str) -> str:
+    """Bars of every row, as SVG."""
+    times: tuple[Callable[[DecodeRow], float | None], ...] = (
+        lambda row: row.bound_ms,
+        lambda row: row.kernels_ms,
+        lambda row: row.step_ms,
+        lambda row: row.runner_ms,
+        lambda row: row.generate_ms,
+    )
+    groups = [
+        Group(
+            (f"{row.tokens} sequence{'s' * (row.tokens > 1)}", f"context {row.context}"),
+            tuple(time(row) for time in times),
+        )
+        for row in results.rows
+    ]
+    named = [model_words(row.model) for row in results.rows[:1]]
+    notes = (f"{gpu}, {date}", *named)
+    return Chart("Decoding, one token of each sequence", notes, "ms per step", SERIES, groups).svg()

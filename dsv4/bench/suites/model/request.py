@@ -1,0 +1,292 @@
+"""What ``python -m dsv4.bench model`` is asked for, checked."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.problem import UsageError
+from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
+from dsv4.config import ModelConfig
+
+STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
+DETERMINISTIC = "deterministic"
+USUAL_COLUMNS = (STEP, KERNELS, RUNNER, GENERATE, EAGER)
+COLUMNS = (*USUAL_COLUMNS, DETERMINISTIC)
+ROUTING, CHECKPOINT = "random", "checkpoint"  # whose router weights decide
+CHUNK = 2048  # most prompt tokens of a runner's step
+WARM_STEPS = 4  # decode steps before those that are timed
+NOT_BEGUN = "not begun: --limit is "
+_SPARE = 2  # tokens that no sequence reaches while it is timed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Values of the options that were not given.
+
+    Attributes:
+        preset: Model.
+        tokens: Batch sizes.
+        context: Tokens before the step.
+        prompts: Lengths of prompts.
+        steps: Timed decode steps of a runner and of ``generate``.
+    """
+
+    preset: str
+    tokens: tuple[int, ...]
+    context: tuple[int, ...]
+    prompts: tuple[int, ...]
+    steps: int
+
+
+USUAL_GPU = Sizes("flash", (1, 8, 64), (4096,), (21, 512, 4096, 32768), 32)
+USUAL_CPU = Sizes("tiny", (1, 2), (64,), (5, 21), 4)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Seconds after which no measurement begins.
+
+    Attributes:
+        seconds: None: there is no limit.
+        begin: Reading of ``time.perf_counter`` that they count from.
+    """
+
+    seconds: float | None = None
+    begin: float = field(default_factory=time.perf_counter)
+
+    def spent(self) -> str | None:
+        """Why nothing begins any more, or None."""
+        if self.seconds is None or time.perf_counter() - self.begin < self.seconds:
+            return None
+        return f"{NOT_BEGUN}{self.seconds:g} s, which had passed"
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """The model, its storage, and the measurements asked for.
+
+    Attributes:
+        preset: Key of ``PRESETS``, or the name of a checkpoint's folder.
+        config: Configuration, with the experts and layers that were asked for.
+        weights: How the matrices are stored; of a checkpoint, the seed of the prompts alone counts.
+        checkpoint: What is loaded; None: random weights are drawn.
+        tokens: Batch sizes.
+        contexts: Tokens of each sequence before a step.
+        prompts: Lengths of prompts.
+        columns: Figures to time, some of ``COLUMNS``.
+        steps: Timed decode steps of a runner and of ``generate``.
+        replays: Timed replays of a captured step; eager steps and prompts are timed fewer times.
+        prefill_limit: Most prompt tokens that are processed to bring a batch to its context.
+        budget: Seconds after which no measurement begins.
+        device: Where.
+    """
+
+    preset: str
+    config: ModelConfig
+    weights: Weights
+    checkpoint: Path | None
+    tokens: tuple[int, ...]
+    contexts: tuple[int, ...]
+    prompts: tuple[int, ...]
+    columns: tuple[str, ...]
+    steps: int
+    replays: int
+    prefill_limit: int
+    budget: Budget
+    device: torch.device
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, device: torch.device) -> ModelRequest:
+        """Check the command's options.
+
+        Raises:
+            UsageError: naming the argument, the value found and the value expected.
+        """
+        _check_output(options)
+        usual = USUAL_GPU if device.type == "cuda" else USUAL_CPU
+        source = _source(options, usual)
+        request = cls(
+            preset=source.preset,
+            config=source.config,
+            weights=source.weights,
+            checkpoint=source.checkpoint,
+            tokens=_distinct("--tokens", options.tokens or usual.tokens),
+            contexts=_distinct("--context", options.context or usual.context),
+            prompts=_prompts(options.prompts, usual),
+            columns=_columns(options.columns),
+            steps=options.steps or usual.steps,
+            replays=getattr(options, "repeat", 50 if device.type == "cuda" else 5),
+            prefill_limit=options.prefill_limit,
+            budget=Budget(options.limit),
+            device=device,
+        )
+        request.check_positions()
+        if options.profile and KERNELS not in request.columns:
+            columns = ",".join(request.columns)
+            raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
+        return request
+
+    @property
+    def experts_of_model(self) -> int:
+        """Experts that the whole model has."""
+        return self._whole.n_routed_experts
+
+    @property
+    def layers_of_model(self) -> int:
+        """Layers that the whole model has."""
+        return self._whole.num_hidden_layers
+
+    @property
+    def _whole(self) -> ModelConfig:
+        return PRESETS[self.preset]() if self.checkpoint is None else self.config
+
+    def new_tokens(self, sequences: int, context: int) -> int:
+        """Tokens of an answer, such that all sequences decode together for ``steps`` steps.
+
+        A runner processes up to ``CHUNK`` prompt tokens per step and decodes the sequences that are
+        past their prompts, so the first sequences decode while later prompts are processed.
+        """
+        ramp = sequences * -(-context // CHUNK)
+        return ramp + WARM_STEPS + self.steps + _SPARE
+
+    def too_long(self, sequences: int, context: int) -> str:
+        """Why a batch is not brought to a context."""
+        total = sequences * context
+        return (
+            f"{sequences} prompt{'s' * (sequences > 1)} of {context} tokens are {total} tokens to "
+            f"process, --prefill-limit is {self.prefill_limit}"
+        )
+
+    def check_positions(self) -> None:
+        """Raise if a row needs more positions than the model has."""
+        most = self.config.max_position_embeddings
+        for tokens in self.tokens:
+            for context in self.contexts:
+                need = context + self.new_tokens(tokens, context)
+                if need > most:
+                    raise UsageError(
+                        f"--context is {context}, which needs {need} positions with "
+                        f"{tokens} sequences; wanted at most {most} (max_position_embeddings)"
+                    )
+        for prompt in self.prompts:
+            if prompt + 2 > most:
+                raise UsageError(
+                    f"--prompts has {prompt}, wanted at most {most - 2} (max_position_embeddings "
+                    "less two)"
+                )
+
+    def named(self) -> dict[str, Any]:
+        """Which model a row is about."""
+        loaded = self.checkpoint is not None
+        return {
+            "preset": self.preset,
+            "experts": self.config.n_routed_experts,
+            "experts_of_model": self.experts_of_model,
+            "layers": self.config.num_hidden_layers,
+            "layers_of_model": self.layers_of_model,
+            "weights": CHECKPOINT if loaded else self.weights.values,
+            "recipe": CHECKPOINT if loaded else self.weights.recipe,
+            "routing": CHECKPOINT if loaded else ROUTING,
+        }
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a model comes from; see ``ModelRequest``."""
+
+    preset: str
+    config: ModelConfig
+    weights: Weights
+    checkpoint: Path | None = None
+
+
+def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
+    seed = getattr(options, "seed", 0)
+    if options.checkpoint is not None:
+        for name in ("preset", "experts", "layers", "weights", "recipe"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name} cannot be combined with --checkpoint")
+        path = Path(options.checkpoint)
+        try:
+            config = ModelConfig.from_path(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
+        config = config.replace(num_nextn_predict_layers=0)
+        return _Source(path.resolve().name, config, Weights(seed=seed), path)
+    preset = options.preset or usual.preset
+    if preset not in PRESETS:
+        raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
+    config = _cut(preset, options.experts, options.layers)
+    values, recipe = options.weights or WEIGHTS[0], options.recipe or RECIPES[0]
+    for name, value, known in (("weights", values, WEIGHTS), ("recipe", recipe, RECIPES)):
+        if value not in known:
+            raise UsageError(f"--{name} is {value!r}, wanted one of {', '.join(known)}")
+    return _Source(preset, config, Weights(values, recipe, seed))
+
+
+def _check_output(options: argparse.Namespace) -> None:
+    for name in ("csv", "markdown"):
+        if hasattr(options, name):
+            raise UsageError(f"--{name} is not for model, which prints a table and writes --out")
+    out = getattr(options, "json", None)
+    if options.chart is not None and not options.chart.endswith(".svg"):
+        raise UsageError(f"--chart is {options.chart!r}, wanted a name that ends with .svg")
+    if out is not None and not out.endswith("/") and Path(out).suffix == ".svg":
+        raise UsageError(f"--out is {out!r}, wanted a JSON file or DIR/; --chart names the chart")
+
+
+def _cut(preset: str, experts: int | None, layers: int | None) -> ModelConfig:
+    """The preset with fewer experts and layers, without multi-token-prediction layers."""
+    config = PRESETS[preset]()
+    most = config.num_hidden_layers
+    count = most if layers is None else layers
+    if not 1 <= count <= most:
+        raise UsageError(f"--layers is {count}, wanted 1 to {most}, which {preset} has")
+    if experts is None:
+        experts = config.n_routed_experts
+    if not config.num_experts_per_tok <= experts <= config.n_routed_experts:
+        raise UsageError(
+            f"--experts is {experts}, wanted {config.num_experts_per_tok} (chosen per token) to "
+            f"{config.n_routed_experts}, which {preset} has"
+        )
+    return config.replace(
+        n_routed_experts=experts,
+        num_hidden_layers=count,
+        layer_types=config.layer_types[:count],
+        mlp_layer_types=config.mlp_layer_types[:count],
+        num_nextn_predict_layers=0,
+    )
+
+
+def _distinct(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"{name} is {','.join(map(str, numbers))}, wanted distinct numbers")
+    return tuple(numbers)
+
+
+def _prompts(text: str | None, usual: Sizes) -> tuple[int, ...]:
+    if text is None:
+        return usual.prompts
+    if text == "none":
+        return ()
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"--prompts is {text!r}, wanted numbers of tokens such as 21,512, or none")
+    return _distinct("--prompts", sorted(int(part) for part in parts))
+
+
+def _columns(names: Sequence[str] | None) -> tuple[str, ...]:
+    if names is None:
+        return USUAL_COLUMNS
+    unknown = [name for name in names if name not in COLUMNS]
+    if unknown:
+        raise UsageError(f"--columns has {unknown[0]!r}, wanted some of {', '.join(COLUMNS)}")
+    return tuple(name for name in COLUMNS if name in names)

@@ -1,0 +1,257 @@
+"""Layers, tokens with their routing, and the parts of a forward, for ``dsv4.bench.suites.moe``.
+
+A part takes a ``Layer`` and ``Inputs`` and runs the operators that a layer runs. Tests put others
+in their place, so callers ask this module for them.
+
+Routings, each token choosing ``k`` distinct experts:
+
+* ``uniform``: every set of k with the same probability.
+* ``zipf``: experts in random order, the i-th with weight 1 / i; a token draws k times without
+  putting back, each time in proportion to the weights of what is left.
+* ``single``: every token's first choice is the same random expert, the other k - 1 are uniform
+  among the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dsv4 import ops
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.measure import Options
+from dsv4.bench.problem import Draw, UsageError
+from dsv4.config import ModelConfig
+from dsv4.quant import fragments
+from dsv4.quant.formats import FRAGMENTS, NVFP4, QuantizedTensor
+
+PARTS = ("gate_up", "down", "pair", "sort", "combine", "around", "block")
+_MOST_CALLS, _INPUT_BYTES = 8, 4 << 30  # of a graph
+# Bytes of E4M3's 2^-4 to 2^1, whose exponents fragments store with 3 added.
+_SCALE_BYTES = (0x18 + (3 << 3), 0x40 + (3 << 3))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The routed experts of a layer.
+
+    Attributes:
+        preset: Name of ``config``.
+        config: Sizes.
+        gate_up: ``[E, 2 I, H]`` in fragments, gate and up rows interleaved, a global scale per row.
+        down: ``[E, H, I]`` in fragments, a global scale per expert.
+    """
+
+    preset: str
+    config: ModelConfig
+    gate_up: QuantizedTensor
+    down: QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens and their routing.
+
+    Attributes:
+        x: ``[T, H]``.
+        shared: ``[T, H]``, the shared expert's output.
+        ids: ``[T, k]`` int64.
+        weights: float32 ``[T, k]``.
+        positions: int32 ``[T, k]``, the sorted row of each choice.
+        offsets: int32 ``[E + 1]``.
+        rows: ``[T k, H]``, sorted by expert.
+        row_weight: float32 ``[T k]``.
+    """
+
+    x: torch.Tensor
+    shared: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    row_weight: torch.Tensor
+
+    @property
+    def touched(self) -> int:
+        """Experts that have a row."""
+        return int((self.offsets.diff() > 0).sum())
+
+
+def uniform(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module."""
+    return draw.distinct(tokens, k, experts)
+
+
+def zipf(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module. The k largest of log weights with Gumbel noise."""
+    rank = draw.permutation(experts) + 1
+    noise = torch.rand((tokens, experts), generator=draw.generator, device=draw.device)
+    return (-rank.log() - (-noise.log()).log()).topk(k).indices
+
+
+def single(draw: Draw, tokens: int, k: int, experts: int) -> torch.Tensor:
+    """``[tokens, k]`` int64; see the module."""
+    first = draw.integers(0, experts, (1, 1)).expand(tokens, 1)
+    others = draw.distinct(tokens, k - 1, experts - 1)
+    return torch.cat((first, others + (others >= first)), 1)
+
+
+Sorted = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+ROUTINGS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
+    "uniform": uniform,
+    "zipf": zipf,
+    "single": single,
+}
+
+
+def config_of(preset: str) -> ModelConfig:
+    """Sizes by name; the tiny ones widened to what kernels for packed weights take.
+
+    Raises:
+        UsageError: if the name is unknown.
+    """
+    if preset not in PRESETS:
+        raise UsageError(f"shapes are {preset!r}, wanted one of {', '.join(PRESETS)}")
+    config = PRESETS[preset]()
+    if preset == "tiny":
+        return config.replace(hidden_size=128, moe_intermediate_size=128)
+    return config
+
+
+def draw_layer(preset: str, draw: Draw) -> Layer:
+    """Random weights; codes are drawn as they are stored, so they alone take memory."""
+    c = config_of(preset)
+    experts, inner, hidden = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
+    gate_up = _packed(draw, (experts, 2 * inner, hidden), 2 * inner)
+    return Layer(preset, c, gate_up, _packed(draw, (experts, hidden, inner), 1))
+
+
+def _packed(draw: Draw, shape: tuple[int, int, int], global_scales: int) -> QuantizedTensor:
+    experts, rows, columns = shape
+    assert fragments.fits(rows, columns)
+    codes = draw.integers(0, 256, (experts, rows, columns // 2), torch.uint8)
+    scales = draw.integers(*_SCALE_BYTES, (experts, rows, columns // 16), torch.uint8)
+    spread = torch.rand((experts, global_scales), generator=draw.generator, device=draw.device)
+    global_scale = (0.5 + spread) * columns**-0.5
+    return QuantizedTensor(codes, scales, global_scale, NVFP4, FRAGMENTS)
+
+
+def draw_inputs(c: ModelConfig, routing: str, tokens: int, draw: Draw) -> Inputs:
+    """Tokens with one of ``ROUTINGS``."""
+    k, experts = c.num_experts_per_tok, c.n_routed_experts
+    ids = ROUTINGS[routing](draw, tokens, k, experts)
+    weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1) * c.routed_scaling_factor
+    x, shared = (draw.normal(tokens, c.hidden_size) for _ in range(2))
+    return sorted_by(c, x, shared, ids, weights)
+
+
+def sorted_by(
+    c: ModelConfig,
+    x: torch.Tensor,
+    shared: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> Inputs:
+    """Sorted by the reference, from tokens, the shared expert's output, choices and weights."""
+    order, offsets, positions = ops.moe_permute(ids, c.n_routed_experts, backend="reference")
+    rows = ops.moe_gather(x, positions, backend="reference")
+    row_weight = weights.reshape(-1)[order.long()]
+    return Inputs(x, shared, ids, weights, positions, offsets, rows, row_weight)
+
+
+def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
+    """Those of a graph's calls."""
+    requested = draws(layer.config, tokens, options)
+    return [draw_inputs(layer.config, routing, tokens, draw) for draw in requested]
+
+
+def draws(c: ModelConfig, tokens: int, options: Options) -> list[Draw]:
+    """One for each of a graph's calls, as many as memory allows; on the CPU one."""
+    width = c.num_experts_per_tok * (c.hidden_size + c.moe_intermediate_size) + 2 * c.hidden_size
+    count = max(2, min(_MOST_CALLS, _INPUT_BYTES // (2 * width * tokens)))
+    count = count if options.device.type == "cuda" else 1
+    return [Draw(options.seed + 1 + i, options.device) for i in range(count)]
+
+
+def gate_up(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The first GEMM and its SwiGLU, ``[T k, I]``."""
+    return ops.grouped_gemm_swiglu(
+        inputs.rows,
+        layer.gate_up,
+        inputs.offsets,
+        layer.config.swiglu_limit,
+        row_weight=inputs.row_weight,
+    )
+
+
+def down(layer: Layer, inputs: Inputs, inner: torch.Tensor) -> torch.Tensor:
+    """The second GEMM, ``[T k, H]``."""
+    return ops.grouped_gemm(inner, layer.down, inputs.offsets, settled=True)
+
+
+def pair(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """Both GEMMs, ``[T k, H]``."""
+    return down(layer, inputs, gate_up(layer, inputs))
+
+
+def sort(layer: Layer, inputs: Inputs) -> Sorted:
+    """Rows in the order of their experts, what they weigh, offsets, positions."""
+    experts = layer.config.n_routed_experts
+    return ops.moe_sort(inputs.x, inputs.ids, inputs.weights, experts)
+
+
+def combine(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The sum of each token's rows and the shared expert's output, ``[T, H]``."""
+    return ops.moe_combine(
+        inputs.rows, inputs.positions, inputs.offsets, None, shared=inputs.shared
+    )
+
+
+def around(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """The block with the gathered rows as the GEMMs' results, ``[T, H]``."""
+    return combine(layer, _own(layer, inputs))
+
+
+def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
+    """From the router's choice to the output, ``[T, H]``: what the layer runs."""
+    own = _own(layer, inputs)
+    return combine(layer, dataclasses.replace(own, rows=pair(layer, own)))
+
+
+def _own(layer: Layer, inputs: Inputs) -> Inputs:
+    """The same sorted here."""
+    rows, row_weight, offsets, positions = sort(layer, inputs)
+    return dataclasses.replace(
+        inputs, rows=rows, row_weight=row_weight, offsets=offsets, positions=positions
+    )
+
+
+def costs(layer: Layer, tokens: int, touched: float) -> dict[str, tuple[int, int]]:
+    """Bytes that each of ``PARTS`` has to move, and operations of its GEMMs.
+
+    Weights of the experts that have rows, once; inputs and results of each operator. Of the block:
+    weights, tokens and the result, nothing between them.
+    """
+    c = layer.config
+    rows, inner, hidden = tokens * c.num_experts_per_tok, c.moe_intermediate_size, c.hidden_size
+    experts = c.n_routed_experts
+    weights = [round(touched * w.nbytes / experts) for w in (layer.gate_up, layer.down)]
+    flops = [4 * rows * inner * hidden, 2 * rows * inner * hidden]
+    moved = [weight + 2 * rows * (inner + hidden) for weight in weights]
+    steps = {
+        # Rows, what they weigh, and of each choice its expert and its position.
+        "sort": 2 * (tokens + rows) * hidden + 20 * rows + 4 * (experts + 1),
+        "combine": 2 * (rows + 2 * tokens) * hidden + 4 * rows + 4 * (experts + 1),
+    }
+    return {
+        "gate_up": (moved[0], flops[0]),
+        "down": (moved[1], flops[1]),
+        "pair": (sum(moved), sum(flops)),
+        **{part: (moved_bytes, 0) for part, moved_bytes in steps.items()},
+        "around": (sum(steps.values()), 0),
+        "block": (sum(weights) + 6 * tokens * hidden + 12 * rows, sum(flops)),
+    }

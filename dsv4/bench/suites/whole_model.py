@@ -1,0 +1,321 @@
+"""Whole models: the least work of a decode step and of a prompt, and a decode step to be timed.
+
+A model may have fewer experts or layers than the published one, so that it fits a GPU. A token of
+one sequence reads the same bytes then. Steps of several sequences read fewer, because sequences
+share experts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsv4.bench.environment import Rates
+from dsv4.config import CSA, ModelConfig
+from dsv4.kv_cache.layer_cache import BLOCK
+from dsv4.kv_cache.paged_cache import PagedCache
+from dsv4.kv_cache.pages import entry_layout
+from dsv4.layers import DeepseekV4Experts, DeepseekV4SparseMoeBlock, Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+INDEX_FORMAT = "index_mxfp4"
+_REPLAYS = 20
+_FILL_CHUNK = 2048  # prompt tokens of one prefill step while a cache is filled
+_FILL_TOKENS = 32768  # prompt tokens in all that fill a cache; other sequences get copies
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Least work of one decode step.
+
+    Attributes:
+        weight_bytes: Weights read, each once; of the routed experts those that are chosen.
+        kv_bytes: Entries and index keys read from the KV cache.
+        flops: Multiplications and additions, 2 per multiply-accumulate.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    flops: float
+
+    def bytes_ms(self, rates: Rates) -> float:
+        """Milliseconds that memory needs for the bytes."""
+        return 1e-3 * rates.bound_us(int(self.weight_bytes + self.kv_bytes), 0)
+
+    def flops_ms(self, rates: Rates) -> float:
+        """Milliseconds that bfloat16 tensor cores need for the operations."""
+        return 1e-3 * rates.bound_us(0, int(self.flops))
+
+    def bound_ms(self, rates: Rates) -> float:
+        """Roofline bound: the slower of memory and bfloat16 tensor cores, in milliseconds."""
+        return max(self.bytes_ms(rates), self.flops_ms(rates))
+
+
+def uniform_experts(config: ModelConfig, tokens: int) -> float:
+    """Distinct experts that uniform routing is expected to choose for some tokens of a layer."""
+    count = config.n_routed_experts
+    return count * (1 - (1 - config.num_experts_per_tok / count) ** tokens)
+
+
+def step_cost(
+    model: DeepseekV4ForCausalLM, sequences: int, context: int, experts_read: float | None = None
+) -> StepCost:
+    """Count the least bytes and operations of a decode step.
+
+    Args:
+        model: With its weights.
+        sequences: One token of each is computed.
+        context: Tokens that each sequence has, the new one included.
+        experts_read: Distinct experts of a layer that the tokens choose, on average over layers;
+            None: what uniform routing is expected to choose.
+    """
+    config = model.config
+    experts = [m for m in model.modules() if isinstance(m, DeepseekV4Experts)]
+    expert_bytes = [_nbytes(module) for module in experts]
+    embedding = model.model.embed_tokens.weight
+    plain = _nbytes(model) - sum(expert_bytes) - embedding.nbytes
+    if experts_read is None:
+        experts_read = uniform_experts(config, sequences)
+    share = experts_read / config.n_routed_experts
+    embedded = sequences * embedding[0].nbytes
+    reads = [_reads(config, i, context) for i in range(config.num_hidden_layers)]
+    entry = entry_layout("fp8", config.head_dim, config.qk_rope_head_dim)
+    key = entry_layout(INDEX_FORMAT, config.index_head_dim, 0)
+    kv_bytes = sum(
+        read.entries * (entry.data_bytes + entry.scale_bytes)
+        + read.keys * (key.data_bytes + key.scale_bytes)
+        for read in reads
+    )
+    return StepCost(
+        weight_bytes=plain + share * sum(expert_bytes) + embedded,
+        kv_bytes=sequences * kv_bytes,
+        flops=sequences * _flops(model, reads),
+    )
+
+
+def _nbytes(module: torch.nn.Module) -> int:
+    """Bytes of all parameters and buffers of a module, each memory counted once."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return sum({t.data_ptr(): t.nbytes for t in tensors if t.nbytes}.values())
+
+
+@dataclass(frozen=True)
+class _Reads:
+    """What one token reads of a layer's KV cache.
+
+    Attributes:
+        entries: Entries that it attends to.
+        keys: Index keys that it is scored against.
+    """
+
+    entries: int
+    keys: int = 0
+
+
+def _reads(config: ModelConfig, layer: int, context: int) -> _Reads:
+    window = min(context, config.sliding_window)
+    rate = config.compress_rate(layer)
+    if not rate:
+        return _Reads(window)
+    closed = context // rate
+    if config.layer_type(layer) != CSA:
+        return _Reads(window + closed)
+    return _Reads(window + min(closed, config.index_topk), keys=closed)
+
+
+def _flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
+    """Operations of one token: linear layers, chosen experts, attention and indexer."""
+    return _gemm_flops(model) + _attention_flops(model.config, reads)
+
+
+def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
+    """Of linear layers and chosen experts."""
+    config = model.config
+    linear = sum(map(_linear_flops, model.modules()))
+    expert = 6 * config.hidden_size * config.moe_intermediate_size
+    return linear + config.num_hidden_layers * config.num_experts_per_tok * expert
+
+
+def _linear_flops(module: torch.nn.Module) -> int:
+    return 2 * module.out_features * module.in_features if isinstance(module, Linear) else 0
+
+
+def _attention_flops(config: ModelConfig, reads: Sequence[_Reads]) -> int:
+    attended = sum(read.entries for read in reads) * config.num_attention_heads * config.head_dim
+    scanned = sum(read.keys for read in reads) * config.index_n_heads * config.index_head_dim
+    return 2 * (2 * attended + scanned)
+
+
+def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
+    """Count the operations of a prompt: the output head for its last token alone.
+
+    Args:
+        model: With its weights.
+        tokens: Of the prompt.
+    """
+    config = model.config
+    head = _linear_flops(model.lm_head)
+    layers = range(config.num_hidden_layers)
+    kinds = [(config.compress_rate(i), config.layer_type(i)) for i in layers]
+    attention = 0
+    for kind in dict.fromkeys(kinds):
+        layer = kinds.index(kind)
+        reads = [_reads(config, layer, context) for context in range(1, tokens + 1)]
+        attention += kinds.count(kind) * _attention_flops(config, reads)
+    return tokens * (_gemm_flops(model) - head) + head + attention
+
+
+@dataclass(frozen=True)
+class Fill:
+    """How a cache is filled up to a context.
+
+    Attributes:
+        sequences: Of the step.
+        context: Tokens of each sequence.
+        prompts: Distinct prompts that are processed; other sequences get copies of their pages.
+        prompt_tokens: Of each. Fewer than the context: their pages are repeated up to it.
+    """
+
+    sequences: int
+    context: int
+    prompts: int
+    prompt_tokens: int
+
+    @classmethod
+    def plan(cls, sequences: int, context: int, most: int = _FILL_TOKENS) -> Fill:
+        """Process at most ``most`` prompt tokens, or one block of them."""
+        most = max(most, BLOCK)
+        tokens = context if context <= most else most // BLOCK * BLOCK
+        return cls(sequences, context, max(1, min(sequences, most // tokens)), tokens)
+
+    def __str__(self) -> str:
+        words = f"{self.prompts} prompt{'s' * (self.prompts > 1)} of {self.prompt_tokens} tokens"
+        if self.prompt_tokens < self.context:
+            words += f", pages repeated up to {self.context}"
+        if self.prompts < self.sequences:
+            words += f", copied to {self.sequences} sequences"
+        return words
+
+
+class DecodeStep:
+    """A decode step of some sequences at one context, run eagerly or replayed from a CUDA graph.
+
+    Every step starts at the same lengths, so all do the same work.
+
+    Args:
+        model: Packed, on its device.
+        sequences: How many.
+        context: Tokens of each before the step, at least 1.
+        seed: Of the prompts.
+        fill: How the cache is filled; None: ``Fill.plan``.
+
+    Attributes:
+        fill: How the cache was filled.
+        logits: Of a captured step, after a replay.
+    """
+
+    logits: torch.Tensor
+
+    def __init__(
+        self,
+        model: DeepseekV4ForCausalLM,
+        sequences: int,
+        context: int,
+        seed: int = 0,
+        fill: Fill | None = None,
+    ) -> None:
+        self.model = model
+        self.fill = fill or Fill.plan(sequences, context)
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = model.config.vocab_size
+        shape = (self.fill.prompts, self.fill.prompt_tokens)
+        prompts = torch.randint(2, vocabulary, shape, generator=generator).tolist()
+        chunk = min(shape[1], max(1, _FILL_CHUNK // shape[0]))
+        self.cache = model.new_cache(sequences, context + 1, chunk, index_format=INDEX_FORMAT)
+        rows = [self.cache.allocate() for _ in range(sequences)]
+        model.prefill(prompts, self.cache, rows[: len(prompts)])
+        _repeat_pages(self.cache, rows[: len(prompts)], self.fill)
+        for i, row in enumerate(rows[len(prompts) :]):
+            self.cache.copy(rows[i % len(prompts)], row)
+        self.cache.lengths[rows] = context
+        self.cache.prepare(rows, [1] * sequences, [context] * sequences)
+        self.rows = torch.tensor(rows, device=model.device)
+        self.lengths = self.cache.lengths.clone()
+        self.tokens = torch.randint(2, vocabulary, (sequences,), generator=generator)
+        self.tokens = self.tokens.to(model.device)
+
+    def __call__(self) -> torch.Tensor:
+        """Run it; logits ``[sequences, vocabulary]``."""
+        self.cache.lengths.copy_(self.lengths)
+        return self.model.decode(self.tokens, self.cache, self.rows)
+
+    def captured(self) -> torch.cuda.CUDAGraph:
+        """Capture it in a CUDA graph."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = self()
+        return graph
+
+    def experts_read(self) -> float:
+        """Run it and count the distinct experts that its tokens choose, averaged over layers."""
+        chosen: list[torch.Tensor] = []
+
+        def remember(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            chosen.append(output[2].unique())
+
+        with ExitStack() as stack:
+            for module in self.model.modules():
+                if isinstance(module, DeepseekV4SparseMoeBlock):
+                    handle = module.gate.register_forward_hook(remember)
+                    stack.callback(handle.remove)
+            self()
+        return statistics.mean(len(ids) for ids in chosen)
+
+
+def _repeat_pages(cache: PagedCache, rows: Sequence[int], fill: Fill) -> None:
+    """Fill the pages from the end of the prompts up to the context with those before.
+
+    Windows and open compressor windows are those of the prompts' last tokens.
+    """
+    if fill.prompt_tokens >= fill.context:
+        return
+    assert fill.prompt_tokens % BLOCK == 0, fill
+    for table, data in _compressed_pages(cache):
+        page_tokens = BLOCK  # a page of any ratio stands for them
+        filled = fill.prompt_tokens // page_tokens
+        count = -(-fill.context // page_tokens)
+        source = torch.arange(filled, count, device=table.device) % filled
+        for row in rows:
+            pages = table[row]
+            data[pages[filled:count]] = data[pages[source[: len(pages) - filled]]]
+
+
+def _compressed_pages(cache: PagedCache) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Page table and pages of every layer that compresses."""
+    for layer in cache.layers:
+        if layer.compressed_table is not None:
+            for data in layer.pools(layer.ratio):
+                yield layer.compressed_table, data
+
+
+def replay_ms(graph: torch.cuda.CUDAGraph, replays: int = _REPLAYS) -> float:
+    """Median milliseconds of a replay; weights exceed the L2, which therefore stays cold."""
+    times = []
+    for _ in range(3 + replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
