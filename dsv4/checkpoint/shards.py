@@ -34,7 +34,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# A shard is unmapped after each of so many parts of it: often enough that few of its pages are in
+# Parts of a shard: it is unmapped after each of them, often enough that few of its pages are in
 # memory, seldom enough that parsing the header again costs little compared with reading.
 _PARTS = 32
 

@@ -108,7 +108,7 @@ class CacheStep:
         return self._shared[key]
 
     def write_slots(self, layer: LayerCache) -> torch.Tensor:
-        """Slot of each token's raw key-value, ``[T]``; see ``LayerCache.window_write_slots``."""
+        """Slot of each token's raw KV entry, ``[T]``; see ``LayerCache.window_write_slots``."""
         return self.once(
             ("write", id(layer.window_table)),
             lambda: layer.window_write_slots(self.batch.sequence_of_token, self.batch.positions),

@@ -56,7 +56,7 @@ class LayerCache:
         return table.shape[1] * pages.page_size
 
     def window_write_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slot of the raw key-value of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
+        """Slot of the raw KV entry of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
         return self._window_slots(sequences, positions, 1).squeeze(-1)
 
     def window_read_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class LayerCache:
                     yield pages.data
 
     def bytes_of(self, tokens: int, *, grows: bool) -> dict[str, int]:
-        """Bytes that a sequence of so many tokens occupies; see ``PagedCache``."""
+        """Bytes that a sequence of ``tokens`` tokens occupies; see ``PagedCache``."""
         size, columns = self.window.page_size, self.window_table.shape[1]
         count = -(-min(tokens, self.sliding_window) // size) if grows else columns
         sizes = {"window": min(count, columns) * self.window.page_bytes()}
@@ -216,7 +216,7 @@ class LayerBuilder:
     device: torch.device | str | None
     tables: dict[int, PageTable] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
-    _places: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    _known_tables: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
     _made: dict[str, int] = field(default_factory=dict)
 
     def layers(self) -> list[LayerCache]:
@@ -231,7 +231,7 @@ class LayerBuilder:
 
     def _window(self) -> LayerCache:
         columns = -(-self.size.window_entries(self.config) // WINDOW_PAGE)
-        table, count = self._place(0, "window", WINDOW_PAGE, columns, self._window_pages(columns))
+        table, count = self._table(0, "window", WINDOW_PAGE, columns, self._window_pages(columns))
         pages = self._pages(count, WINDOW_PAGE, self.config.head_dim, self.entry_format)
         return LayerCache(pages, table, self.config.sliding_window)
 
@@ -246,7 +246,7 @@ class LayerBuilder:
         page_size, config = max(1, BLOCK // ratio), self.config  # 64 at ratio 4, 2 at ratio 128
         columns = -(-max(1, self.size.max_tokens // ratio) // page_size)
         pages = -(-max(1, (self.size.pool_tokens or 0) // ratio) // page_size)
-        table, count = self._place(ratio, f"compressed (ratio {ratio})", page_size, columns, pages)
+        table, count = self._table(ratio, f"compressed (ratio {ratio})", page_size, columns, pages)
         layer = replace(
             layer,
             ratio=ratio,
@@ -264,12 +264,12 @@ class LayerBuilder:
             indexer_state=self._state("indexer", ratio, overlap, config.index_head_dim),
         )
 
-    def _place(
+    def _table(
         self, ratio: int, name: str, page_size: int, columns: int, pooled: int
     ) -> tuple[torch.Tensor, int]:
         """The page table that layers of one ratio share, and pages of each of them."""
-        if ratio in self._places:
-            return self._places[ratio]
+        if ratio in self._known_tables:
+            return self._known_tables[ratio]
         shape = (self.size.sequences, columns)
         if self.size.pool_tokens is None:
             count = self.size.sequences * columns
@@ -278,7 +278,7 @@ class LayerBuilder:
             count = pooled
             table = torch.full(shape, -1, dtype=torch.int64, device=self.device)
             self.tables[ratio] = PageTable(PagePool(name, count), page_size, table)
-        self._places[ratio] = table, count
+        self._known_tables[ratio] = table, count
         return table, count
 
     def _pages(self, count: int, size: int, dim: int, entry_format: str) -> Pages:

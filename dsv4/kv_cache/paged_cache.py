@@ -488,7 +488,7 @@ class PagedCache(AtomicSteps):
             # Without pools a step need not have been announced.
             if start != held and (start < held or self.pooled):
                 raise ValueError(
-                    f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: so many tokens "
+                    f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: the tokens that "
                     f"sequence {row} was prepared for, and positions neither go back nor skip any"
                 )
 
@@ -525,7 +525,7 @@ class PagedCache(AtomicSteps):
         check_layers(self.config, self.layers, self.size)
 
     def check_prompts(self, sequences: Sequence[int], lengths: Sequence[int], chunk: int) -> None:
-        """Raise unless so many new tokens have room, prepared ``chunk`` at a time; changes nothing.
+        """Raise unless there are pages for new tokens, ``chunk`` at a time; changes nothing.
 
         Args:
             sequences: Rows of the cache.
@@ -597,7 +597,7 @@ class PagedCache(AtomicSteps):
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     def bytes_per_sequence(self, tokens: int) -> dict[str, int]:
-        """Bytes that a sequence of so many tokens occupies between steps, over all layers.
+        """Bytes that a sequence of ``tokens`` tokens occupies between steps, over all layers.
 
         With pools and one token at a time; for fewer than 64 tokens after a chunk its window may
         hold a page more. Without pools a sequence occupies its pages for ``max_tokens`` always.

@@ -42,7 +42,7 @@ def wide_row(columns: int) -> str | None:
     return None
 
 
-def many(count: int, what: str) -> str | None:
+def too_many(count: int, what: str) -> str | None:
     """The reason if an axis of a launch's grid is too long."""
     if count > LARGEST_GRID:
         return f"there are {count} {what}, wanted at most {LARGEST_GRID}"

@@ -7,9 +7,9 @@ and needs no shift by a lane number to separate them:
 * Lane ``l`` owns rows ``l // 4`` and ``l // 4 + 8`` (``h`` = 0, 1). Word ``j`` of its four 32-bit
   words holds columns ``16 j + 8 k + 2 (l % 4) + e`` for ``k``, ``e`` in 0, 1: one block of 16
   columns, so one scale for each of the two rows.
-* The code of ``(h, k, 0)`` stands at bits ``PLACES[2 k + h]`` of the word (sign, two exponent bits,
-  mantissa bit), that of ``(h, k, 1)`` 16 bits further on, from the word's end on at its beginning.
-  The first place is where a bfloat16 has its sign, its two lowest exponent bits and its highest
+* The code of ``(h, k, 0)`` has bits ``BIT_POSITIONS[2 k + h]`` of the word (sign, two exponent
+  bits, mantissa bit), that of ``(h, k, 1)`` 16 bits further on, wrapping around the word's end.
+  The first position is where a bfloat16 has its sign, its two lowest exponent bits and its highest
   mantissa bit: masked, it is the bfloat16 ``code * 2^-126``, the subnormal 0.5 included. The second
   and the third are the same, once the word is rotated to the right by 3 and by 6 bits. What is left
   are four bits in each half-word that one multiplication moves there without carries.
@@ -35,7 +35,7 @@ from dsv4.device import no_triton
 
 ROWS, COLUMNS = 16, 64
 SCALE_BIAS = 0x7600
-PLACES = ((15, 8, 7, 6), (18, 11, 10, 9), (21, 14, 13, 12), (1, 0, 4, 3))
+BIT_POSITIONS = ((15, 8, 7, 6), (18, 11, 10, 9), (21, 14, 13, 12), (1, 0, 4, 3))
 ZERO, NAN = 0xA0, 0x9C
 
 

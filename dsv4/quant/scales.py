@@ -98,8 +98,8 @@ def expert_tiles(rows: int, experts: int) -> int:
     """Tiles of 128 rows that sorted rows need at most, each expert's beginning with a tile.
 
     An expert of n rows has ``ceil(n / 128) <= (n + 127) / 128`` tiles, and none without rows, so
-    that at most ``min(experts, rows)`` have any. One row each of so many experts, and the rest of
-    the rows with one of them, need as many.
+    that at most ``min(experts, rows)`` have any. One row for each of that number of experts,
+    and all other rows for one of them, need the maximum.
     """
     return (rows + 127 * min(experts, rows)) // 128
 
@@ -158,7 +158,7 @@ def unswizzle_expert_scales(
     Nothing is read by the host.
 
     Raises:
-        ValueError: if the scales are not of so many rows, experts and columns.
+        ValueError: if the size of the scales is not that of the rows, experts and columns.
     """
     tiles = expert_tiles(rows, offsets.shape[0] - 1)
     padded = unswizzle_scales(swizzled, 128 * tiles, columns).view(torch.uint8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dsv4.quant.fragments import PLACES, ROWS, scale_bytes
+from dsv4.quant.fragments import BIT_POSITIONS, ROWS, scale_bytes
 
 _CHUNK = 1 << 22
 
@@ -77,7 +77,7 @@ def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
         for h in range(2):
             for odd in range(2):
                 code = tiles[:, h, :, :, :, k] >> 4 * odd
-                for i, bit in enumerate(_bits(PLACES[2 * k + h], odd)):
+                for i, bit in enumerate(_bits(BIT_POSITIONS[2 * k + h], odd)):
                     words |= ((code >> (3 - i)) & 1).to(torch.int32) << bit
     return words.permute(0, 2, 1, 4, 3).contiguous().view(torch.uint8).reshape(rows, width)
 
@@ -92,7 +92,7 @@ def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     for k in range(2):
         for h in range(2):
             for odd in range(2):
-                for i, bit in enumerate(_bits(PLACES[2 * k + h], odd)):
+                for i, bit in enumerate(_bits(BIT_POSITIONS[2 * k + h], odd)):
                     of_code = ((words >> bit) & 1) << (3 - i + 4 * odd)
                     tiles[:, h, :, :, :, k] |= of_code.to(torch.uint8)
     return tiles.reshape(rows, width)

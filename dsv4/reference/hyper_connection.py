@@ -47,8 +47,8 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
 
 def hc_pre_norm(args: HcPreNormArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_pre_norm``."""
-    collapsed, post, comb = hc_pre(as_record(HcPreArgs, args))
-    return rms_norm(RmsNormArgs(collapsed, args.norm_weight, args.norm_eps)), post, comb
+    mixed, post, comb = hc_pre(as_record(HcPreArgs, args))
+    return rms_norm(RmsNormArgs(mixed, args.norm_weight, args.norm_eps)), post, comb
 
 
 def hc_pre_norm_quantize(args: HcPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:

@@ -32,6 +32,6 @@ def rope(args: RopeArgs) -> torch.Tensor:
 def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.rope.rope_quantize``."""
     tokens, heads, dims = args.x.shape
-    turned = rope(RopeArgs(args.x, args.cos.unsqueeze(1), args.sin.unsqueeze(1), args.inverse))
-    grouped = turned.reshape(tokens, args.groups, heads * dims // args.groups)
+    rotated = rope(RopeArgs(args.x, args.cos.unsqueeze(1), args.sin.unsqueeze(1), args.inverse))
+    grouped = rotated.reshape(tokens, args.groups, heads * dims // args.groups)
     return quantize_nvfp4(QuantizeNvfp4Args(grouped, args.global_scale, args.scaling, args.layout))

@@ -106,7 +106,7 @@ def _concatenate(a, b):
 
 
 @triton.jit
-def _expand(codes, scales, INDEX: tl.constexpr):
+def _dequantize(codes, scales, INDEX: tl.constexpr):
     """bfloat16 values of a group's codes ``[BLOCK, 64]``; ``scales``: bytes of all groups."""
     byte = (scales >> (8 * INDEX)).to(tl.int32) & 255
     # Byte 0 is 2^-127, a subnormal number; byte 255 is NaN.
@@ -137,7 +137,7 @@ def _groups(
         mask = read[:, None]
         if (BEGIN + 1) * _GROUP > NOPE:
             mask = mask & (column < NOPE)
-        return _expand(tl.load(start[:, None] + column, mask=mask, other=0), scales, BEGIN)
+        return _dequantize(tl.load(start[:, None] + column, mask=mask, other=0), scales, BEGIN)
     else:
         column += (BEGIN - SCALED) * _GROUP
         mask = read[:, None]
@@ -308,8 +308,8 @@ def _attend_kernel(
         right_dots = _dot(right_query, tl.trans(right), none)
         factor = tl.full([HEADS], 1.0, tl.float32)
         weight = tl.zeros([HEADS, BLOCK], tl.bfloat16)
-        # Always so. Products that lead to other products in the same region of code are given to
-        # warps by rows alone, and half of the warps would repeat what the others compute.
+        # Always true. Triton splits a GEMM whose result is an operand of another GEMM in the same
+        # region of code among warps by rows alone: half of the warps would repeat the others' work.
         if blocks > 0:
             # Two scaled sums: if they were added first, Triton would make one GEMM of both.
             logits = left_dots * scale + right_dots * scale

@@ -30,10 +30,10 @@ from dsv4.triton._lib.index_keys import store_keys
 from dsv4.triton._lib.numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import conversion
 from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rms import inverse_rms
 from dsv4.triton._lib.rotation import rotate
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.norm import inverse_rms
 
 _ABSENT = tl.constexpr(float("-inf"))
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -487,13 +487,13 @@ def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
     heads, which hold more for each number, are narrow.
     """
     limit = launch_options.power_of_two(channels)
-    few = min(limit, max(16, 128 // slots))
-    warps = _warps(slots * few, 512)
-    if rows * triton.cdiv(channels, few) * warps <= _WARPS:
-        return few, few, warps
-    many = min(limit, max(32, 1024 // slots))
-    warps = _warps(slots * many, 1024)
-    return min(limit, max(16, 128 * warps // slots)), many, warps
+    narrow = min(limit, max(16, 128 // slots))
+    warps = _warps(slots * narrow, 512)
+    if rows * triton.cdiv(channels, narrow) * warps <= _WARPS:
+        return narrow, narrow, warps
+    wide = min(limit, max(32, 1024 // slots))
+    warps = _warps(slots * wide, 1024)
+    return min(limit, max(16, 128 * warps // slots)), wide, warps
 
 
 def _warps(numbers: int, share: int) -> int:
@@ -542,7 +542,7 @@ def compressor_update(
             SEVERAL=several,
             num_warps=warps,
             **launch_options.options(
-                kv, few=not several and launch_options.are_few(programs, warps)
+                kv, small=not several and launch_options.is_small(programs, warps)
             ),
         )
     return pooled, positions, owners
@@ -584,10 +584,10 @@ def _entry_kernel(
         prefetch_row(weight, DIM, BLOCK)
         prefetch_row(frequencies, ROTATED // 2, BLOCK // 2)
     wait_for_inputs(PDL)
-    KEPT: tl.constexpr = DIM - ROTATED
+    UNROTATED: tl.constexpr = DIM - ROTATED
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
-    pair = tl.arange(0, BLOCK // 2)[None, :] - KEPT // 2
+    pair = tl.arange(0, BLOCK // 2)[None, :] - UNROTATED // 2
     rotating = (pair >= 0) & (pair < ROTATED // 2)
     # No branch around rows without an owner: loads behind it would be a trip to memory more.
     row = tl.load(owners + program)
@@ -603,7 +603,7 @@ def _entry_kernel(
     values = widen(narrow(values, DTYPE))
     rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
     normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
-    entry = narrow(tl.where(column < KEPT, normed, rotate(normed, c, s)), DTYPE)
+    entry = narrow(tl.where(column < UNROTATED, normed, rotate(normed, c, s)), DTYPE)
     if COMPACT is not None:
         key = widen(entry)
         if ROTATE_QUANTIZE:
@@ -742,6 +742,6 @@ def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
             SLOTS=slots,
             WIDTH=width,
             num_warps=max(warps, width // 128),  # numbers of 4 bytes take more registers
-            **launch_options.options(kv, few=launch_options.are_few(rows * slices, warps)),
+            **launch_options.options(kv, small=launch_options.is_small(rows * slices, warps)),
         )
     return out

@@ -23,7 +23,7 @@ def _linear_row(row_tile, row, rows, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _spread(byte):
+def _both_halves(byte):
     """The codes of a byte: one in the low half of a word, the other in the high half."""
     return (byte & 15) | ((byte & 0xF0) << 12)
 
@@ -31,14 +31,14 @@ def _spread(byte):
 @triton.jit
 def _first(byte):
     """Both codes of a byte at the layout's first place."""
-    both = _spread(byte)
+    both = _both_halves(byte)
     return ((both & 0x70007) << 6) | ((both & 0x80008) << 12)
 
 
 @triton.jit
 def _last(byte):
     """At its last place."""
-    both = _spread(byte)
+    both = _both_halves(byte)
     return ((both & 0x30003) << 3) | ((both & 0xC000C) >> 2)
 
 

@@ -130,8 +130,8 @@ def _gemm_kernel(
     scales += (tl.minimum(first, begin + rows - 1) // _BLOCK).to(tl.int64) * blocks
     start, end = part * length, tl.minimum((part + 1) * length, blocks)
     column = tl.arange(0, _BLOCK)
-    code_places = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
-    x_places = x + token[:, None] * x_stride + column[None, :]
+    code_addresses = codes + row.to(tl.int64)[:, None] * codes_stride + column[None, :]
+    x_addresses = x + token[:, None] * x_stride + column[None, :]
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     # The scale of the next block is prefetched, because Triton does not pipeline a scalar's load.
     following = tl.load(scales + tl.minimum(start, blocks - 1))
@@ -143,8 +143,8 @@ def _gemm_kernel(
         if not WHOLE:
             code_mask &= (done + column < columns)[None, :]
             x_mask &= (done + column < columns)[None, :]
-        code = tl.load(code_places + done, mask=code_mask, other=0)
-        value = tl.load(x_places + done, mask=x_mask, other=0.0)
+        code = tl.load(code_addresses + done, mask=code_mask, other=0)
+        value = tl.load(x_addresses + done, mask=x_mask, other=0.0)
         total += _block_gemm(code, value) * scale
     target = (token * groups + group)[:, None] * rows + (row - begin)[None, :]
     stored = inside[:, None] & owned[None, :]

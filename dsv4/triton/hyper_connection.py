@@ -48,9 +48,9 @@ from dsv4.triton._lib.nvfp4 import (
 )
 from dsv4.triton._lib.nvfp4_tile import Output
 from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rms import broadcast_total, inverse_rms, shared_sum
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.norm import inverse_rms, shared_sum, spread
 from dsv4.triton.quantize import quantize_nvfp4
 
 # Registers of a thread of the write-back. Few tokens: without a number the compiler saves some,
@@ -103,7 +103,7 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     block, warps = (256, 2) if tokens < 64 else (1024, 4)
     block = min(block, launch_options.power_of_two(hidden))
     slices = -(-hidden // block)
-    few = launch_options.are_few(tokens * slices, warps)
+    small = launch_options.is_small(tokens * slices, warps)
     with launch_options.on(out):
         _post_kernel[(tokens * slices,)](
             args.y.contiguous(),
@@ -115,8 +115,8 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
             slices,
             BLOCK=block,
             num_warps=warps,
-            maxnreg=_REGISTERS if few else _REGISTERS_OF_MANY,
-            **launch_options.options(out, few=few),
+            maxnreg=_REGISTERS if small else _REGISTERS_OF_MANY,
+            **launch_options.options(out, small=small),
         )
     return out
 
@@ -255,7 +255,7 @@ def _finish_kernel(
         if NORM:
             wide = tl.where(inside, widen(stored), 0.0)
             if BLOCK >= 128:
-                inverse = spread(inverse_rms(_square_sum(wide), hidden, norm_eps), BLOCK)
+                inverse = broadcast_total(inverse_rms(_square_sum(wide), hidden, norm_eps), BLOCK)
             else:
                 inverse = inverse_rms(tl.sum(wide * wide, 0), hidden, norm_eps)
             stored = narrow(widen(gain) * (wide * inverse), out.dtype.element_ty)

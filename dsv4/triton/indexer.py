@@ -313,7 +313,7 @@ def quantize_index_queries(
                 FORMAT=args.query_format,
                 CONVERT=conversion(q),
                 **tile,
-                **_without_contraction(q, few=True),
+                **_without_contraction(q, small=True),
             )
     if fp8:
         codes = codes.view(torch.float8_e4m3fn)
@@ -370,12 +370,12 @@ def _launch_queries(
             HALF=half,
             ROTATE=rotate_quantize,
             **tile,
-            **_without_contraction(q, few=tokens * heads <= 1024),
+            **_without_contraction(q, small=tokens * heads <= 1024),
         )
 
 
-def _without_contraction(tensor: torch.Tensor, few: bool) -> dict[str, Any]:
-    options = launch_options.options(tensor, few)
+def _without_contraction(tensor: torch.Tensor, small: bool) -> dict[str, Any]:
+    options = launch_options.options(tensor, small)
     return {key: False if key == "enable_fp_fusion" else value for key, value in options.items()}
 
 

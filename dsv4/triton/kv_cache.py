@@ -22,10 +22,10 @@ from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import narrowed, rounded
 from dsv4.triton._lib.nvfp4_tile import load_pieces, own_part
 from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rms import inverse_rms
 from dsv4.triton._lib.rotation import load_angles, rotate
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.norm import inverse_rms
 
 _SHARED_ENTRIES = 128  # entries up to which several programs share an entry
 _MANY_ENTRIES = 1 << 16  # entries above which a program reads 8 of them
@@ -45,8 +45,8 @@ def _programs(entries: int, tile: dict[str, int]) -> tuple[int]:
     return (triton.cdiv(entries, tile["ROWS"]),)
 
 
-def _are_few(entries: int, tile: dict[str, int]) -> bool:
-    return launch_options.are_few(*_programs(entries, tile), tile["num_warps"])
+def _is_small(entries: int, tile: dict[str, int]) -> bool:
+    return launch_options.is_small(*_programs(entries, tile), tile["num_warps"])
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def write_kv(args: WriteKvArgs) -> None:
             BLOCK=cache_entries.block(args.head_dim),
             ROPE_BLOCK=launch_options.power_of_two(args.rope_dim),
             **tile,
-            **launch_options.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, small=_is_small(count, tile)),
         )
 
 
@@ -175,7 +175,7 @@ def read_kv(args: ReadKvArgs) -> torch.Tensor:
             PAGE_SIZE=args.page_size,
             BLOCK=cache_entries.block(args.head_dim),
             **tile,
-            **launch_options.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, small=_is_small(count, tile)),
         )
     return out
 
@@ -223,7 +223,7 @@ def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
             ROPE=args.rope_dim,
             BLOCK=cache_entries.block(head_dim),
             **tile,
-            **launch_options.options(x, few=_are_few(count, tile)),
+            **launch_options.options(x, small=_is_small(count, tile)),
         )
     return out
 
@@ -393,7 +393,7 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
                 SHARES=shares,
                 WHOLE=cache_entries.block(head_dim) // 8,
                 num_warps=1,
-                **launch_options.options(data, few=True),
+                **launch_options.options(data, small=True),
             )
         return
     with launch_options.on(data):
@@ -415,5 +415,5 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
             BLOCK=cache_entries.block(head_dim),
             ROPE_BLOCK=launch_options.power_of_two(rotated),
             **tile,
-            **launch_options.options(data, few=_are_few(count, tile)),
+            **launch_options.options(data, small=_is_small(count, tile)),
         )

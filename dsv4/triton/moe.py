@@ -258,22 +258,22 @@ def _gather_kernel(
     columns,
     chunks,
     K: tl.constexpr,
-    EACH: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK columns of a token to EACH of its K sorted rows; maybe what its slots weigh, too."""
+    """BLOCK columns of a token to SHARE of its K sorted rows; maybe what its slots weigh, too."""
     wait_for_inputs(PDL)
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    first = token * K + tl.program_id(1) * EACH
+    first = token * K + tl.program_id(1) * SHARE
     # All loads come before the first store, because the compiler moves no load across a store.
     targets = ()
-    for j in tl.static_range(EACH):
+    for j in tl.static_range(SHARE):
         targets += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
     values = tl.load(x + token * stride + column, mask=column < columns)
-    for j in tl.static_range(EACH):
+    for j in tl.static_range(SHARE):
         offset = targets[j] * columns + column  # type: ignore[misc]
         tl.store(out + offset, values, mask=column < columns)
         if WEIGHTED:
@@ -323,7 +323,7 @@ def _gather(
             columns,
             chunks,
             K=rows.shape[1],
-            EACH=share,
+            SHARE=share,
             BLOCK=block,
             WEIGHTED=weights is not None,
             num_warps=_warps(block),
@@ -981,7 +981,7 @@ def moe_gather_quantize(
             EXPERT_BLOCK=launch_options.power_of_two(experts),
             CONVERT=nvfp4.conversion(x),
             **tile,
-            **launch_options.options(x, few=launch_options.are_few(programs, warps)),
+            **launch_options.options(x, small=launch_options.is_small(programs, warps)),
         )
     return codes, scales, total
 
@@ -1038,7 +1038,9 @@ def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     y = row_tiles.as_rows(y)
     shared = None if shared is None else row_tiles.as_rows(shared)
     block, chunks = _chunks(tokens, columns, y.device)
-    options = launch_options.options(y, few=launch_options.are_few(tokens * chunks, _warps(block)))
+    options = launch_options.options(
+        y, small=launch_options.is_small(tokens * chunks, _warps(block))
+    )
     if "enable_fp_fusion" in options:
         options["enable_fp_fusion"] = False
     with launch_options.on(y):

@@ -37,6 +37,7 @@ from dsv4.triton._lib.nvfp4_tile import (
     quantize_tile,
 )
 from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.rms import broadcast_total, inverse_rms, shared_sum
 from dsv4.triton._lib.rotation import load_angles, rotate_pairs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -47,32 +48,6 @@ _WIDE = 64
 
 
 @triton.jit
-def inverse_rms(total, columns, eps):
-    """``rsqrt(total / columns + eps)``; NaN where the mean overflows, as the reference says."""
-    mean = total / columns
-    return tl.where(mean == float("inf"), float("nan"), tl.rsqrt(mean + eps))
-
-
-@triton.jit
-def shared_sum(values, SPAN: tl.constexpr):
-    """The sum of ``values [N]``, the same in ``[32]`` numbers, behind one barrier; see ``spread``.
-
-    A warp has SPAN neighbours: it broadcasts their sum through shared memory, and each thread adds
-    the sums of all warps. ``tl.sum`` would let one warp add them and broadcast the total behind a
-    second barrier.
-    """
-    N: tl.constexpr = values.shape[0]
-    parts = tl.sum(tl.reshape(values, [N // SPAN, SPAN]), 1)
-    return tl.sum(tl.broadcast_to(parts[None, :], [32, N // SPAN]), 1)
-
-
-@triton.jit
-def spread(same, N: tl.constexpr):
-    """``[N]`` of what all of ``same [32]`` are."""
-    return tl.reshape(tl.broadcast_to(same[:, None], [32, N // 32]), [N])
-
-
-@triton.jit
 def _inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
     """Of rows ``[ROWS, BLOCK]`` that were loaded as DTYPE, as ``[ROWS, 1]`` or ``[1, BLOCK]``."""
     ROWS: tl.constexpr = values.shape[0]
@@ -80,7 +55,7 @@ def _inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
     SPAN: tl.constexpr = 32 * 128 // DTYPE.primitive_bitwidth  # 16 bytes to a thread
     if ROWS == 1 and BLOCK >= 4 * SPAN:
         total = shared_sum(tl.reshape(values * values, [BLOCK]), SPAN)
-        return tl.reshape(spread(inverse_rms(total, columns, eps), BLOCK), [1, BLOCK])
+        return tl.reshape(broadcast_total(inverse_rms(total, columns, eps), BLOCK), [1, BLOCK])
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         return inverse_rms(tl.sum(values * values, 1), columns, eps)[:, None]
 
@@ -150,7 +125,7 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
     programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
     # No loop for them: in a loop the loads of a row that 16 warps share would be separated, and the
     # loop would end with a barrier.
-    few = warps < 16 and launch_options.are_few(programs, warps)
+    small = warps < 16 and launch_options.is_small(programs, warps)
     weight = None if weight is None else weight.contiguous()
     with launch_options.on(x):
         _rms_norm_kernel[(programs,)](
@@ -164,7 +139,7 @@ def rms_norm(args: RmsNormArgs) -> torch.Tensor:
             WEIGHTED=weight is not None,
             BLOCK=launch_options.power_of_two(columns),
             **tile,
-            **launch_options.options(x, few=few),
+            **launch_options.options(x, small=small),
         )
     return out
 
@@ -229,7 +204,7 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
             FIRST_BLOCK=launch_options.power_of_two(widths[0]),
             SECOND_BLOCK=launch_options.power_of_two(widths[1]),
             **tile,
-            **launch_options.options(x, few=launch_options.are_few(programs, tile["num_warps"])),
+            **launch_options.options(x, small=launch_options.is_small(programs, tile["num_warps"])),
         )
     return first, second
 
@@ -246,7 +221,7 @@ def _head_kernel(
     heads,
     count,
     eps,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -255,23 +230,24 @@ def _head_kernel(
     """ROWS heads in place. A pair is rotated by the thread that loaded it, so every address has one
     reader and one writer, the same thread.
 
-    Where KEPT is odd, the tile begins one column before the head, so that pairs begin at even ones.
+    Where UNROTATED is odd, the tile begins one column before the head, so that pairs begin at even
+    columns.
     """
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
         token = (head // heads).to(tl.int64)
-        column = tl.arange(0, BLOCK)[None, :] - KEPT % 2
-        pair = tl.arange(0, BLOCK // 2)[None, :] - (KEPT + 1) // 2
-        inside = (head < count) & (column < KEPT + 2 * HALF)
-        if KEPT % 2:
+        column = tl.arange(0, BLOCK)[None, :] - UNROTATED % 2
+        pair = tl.arange(0, BLOCK // 2)[None, :] - (UNROTATED + 1) // 2
+        inside = (head < count) & (column < UNROTATED + 2 * HALF)
+        if UNROTATED % 2:
             inside = inside & (column >= 0)
         address = q + token * token_stride + (head % heads).to(tl.int64) * head_stride + column
         loaded = tl.load(address, mask=inside, other=0.0)
         rotating = (head < count) & (pair >= 0) & (pair < HALF)
         c, s = load_angles(cos, sin, token * table_stride, pair, rotating, False)
         values = widen(loaded)
-        scale = inverse_rms(tl.sum(values * values, 1), KEPT + 2 * HALF, eps)[:, None]
+        scale = inverse_rms(tl.sum(values * values, 1), UNROTATED + 2 * HALF, eps)[:, None]
         normed = rounded(values * scale, q.dtype.element_ty)
         even, odd = tl.split(tl.reshape(normed, [ROWS, BLOCK // 2, 2]))
         first, second = rotate_pairs(even, odd, c, s)
@@ -317,11 +293,11 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
             heads,
             count,
             args.eps,
-            KEPT=unrotated,
+            UNROTATED=unrotated,
             HALF=half,
             BLOCK=launch_options.power_of_two(max(2, columns + unrotated % 2)),
             **tile,
-            **launch_options.options(q, few=launch_options.are_few(programs, tile["num_warps"])),
+            **launch_options.options(q, small=launch_options.is_small(programs, tile["num_warps"])),
         )
 
 
@@ -471,7 +447,7 @@ def _norm_quantize_few_kernel(
                 values = widen(own_part(loaded, chunk, N))
             if WHOLE >= 64:
                 rms = inverse_rms(shared_sum(square, 32), COLUMNS, eps)
-                rms = spread(rms, values.shape[0])[:, None]
+                rms = broadcast_total(rms, values.shape[0])[:, None]
             else:
                 rms = inverse_rms(tl.sum(square, 0), COLUMNS, eps)
             normed = narrowed(widen(factor) * (values * rms), y.dtype.element_ty)
@@ -673,7 +649,7 @@ def rms_norm_quantize(
                 *out.arguments,
                 COLUMNS=columns,
                 WHOLE=out.whole,
-                **{**out.options, **launch_options.options(x, few=True)},
+                **{**out.options, **launch_options.options(x, small=True)},
             )
             return y, *out.tensors
         _norm_quantize_kernel[(high,)](

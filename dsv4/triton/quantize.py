@@ -364,18 +364,18 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     blocks, swizzled = columns // 32, args.layout == formats.SWIZZLED
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     sizes = (matrix.stride(0), rows, blocks, high, wide)
-    many = are_many(rows)
-    tall, across = _mxfp4_tile(matrix.shape[0], blocks, many)
+    many_rows = are_many(rows)
+    tall, across = _mxfp4_tile(matrix.shape[0], blocks, many_rows)
     grid = (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
     options = {
         "SWIZZLED": swizzled,
         "ROWS": tall,
         "BLOCKS": across,
         "CONVERT": conversion(x),
-        **launch_options.options(x, few=True),
+        **launch_options.options(x, small=True),
     }
     with launch_options.on(x):
-        if many:
+        if many_rows:
             warps = tile_warps(tall * across)
             _mxfp4_kernel[grid](matrix, codes, as_bytes(scales), *sizes, num_warps=warps, **options)
         else:
@@ -386,9 +386,9 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     return codes, scales
 
 
-def _mxfp4_tile(rows: int, blocks: int, many: bool) -> tuple[int, int]:
+def _mxfp4_tile(rows: int, blocks: int, many_rows: bool) -> tuple[int, int]:
     """Rows and blocks of a program: of few rows, enough blocks that no SM has 3."""
-    if many:
+    if many_rows:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across
     groups = launch_options.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
@@ -493,6 +493,6 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
             ROWS=tall,
             WHOLE=rows % tall == 0 and columns % 128 == 0,
             num_warps=warps,
-            **launch_options.options(x, few=launch_options.are_few(math.prod(grid), warps)),
+            **launch_options.options(x, small=launch_options.is_small(math.prod(grid), warps)),
         )
     return codes, scales

@@ -101,7 +101,7 @@ def _rope_kernel(
     half,
     INVERSE: tl.constexpr,
     ROWS: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -117,8 +117,8 @@ def _rope_kernel(
         start = (row // sharing).to(tl.int64) * table_stride
         values = tl.load(source + unrotated + column, mask=rotating, other=0.0)
         c, s = load_angles(cos, sin, start, pair, angles, INVERSE)
-        if KEPT > 0:
-            left = tl.arange(0, KEPT)[None, :]
+        if UNROTATED > 0:
+            left = tl.arange(0, UNROTATED)[None, :]
             copied = inside & (left < unrotated)
             same = tl.load(source + left, mask=copied)
             tl.store(target + left, same, mask=copied)
@@ -155,10 +155,10 @@ def rope(args: RopeArgs) -> torch.Tensor:
             unrotated,
             half,
             INVERSE=args.inverse,
-            KEPT=launch_options.power_of_two(unrotated) if unrotated else 0,
+            UNROTATED=launch_options.power_of_two(unrotated) if unrotated else 0,
             HALF=launch_options.power_of_two(half),
             **tile,
-            **launch_options.options(x, few=tile["ROWS"] == 1),
+            **launch_options.options(x, small=tile["ROWS"] == 1),
         )
     return out
 
@@ -171,28 +171,28 @@ def _load_rotating(
     column,
     inside,
     DIM: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     """8 columns from ``column [N]`` on, a multiple of 8, of a token's heads, and their angles.
 
     ``[N, 8]`` and twice ``[N, 4]``. They lie in one head, and pairs begin at even columns: DIM is a
-    multiple of 16, KEPT of 2.
+    multiple of 16, UNROTATED of 2.
     """
     address = x + column[:, None] + tl.arange(0, 8)[None, :]
     values = tl.load(address, mask=inside[:, None], other=0.0)
-    pair = (column % DIM).to(tl.int32)[:, None] // 2 - KEPT // 2 + tl.arange(0, 4)[None, :]
+    pair = (column % DIM).to(tl.int32)[:, None] // 2 - UNROTATED // 2 + tl.arange(0, 4)[None, :]
     c, s = load_angles(cos, sin, 0, pair, inside[:, None] & (pair >= 0), INVERSE)
     return values, c, s
 
 
 @triton.jit
-def _rotated(values, c, s, column, DIM: tl.constexpr, KEPT: tl.constexpr):
+def _rotated(values, c, s, column, DIM: tl.constexpr, UNROTATED: tl.constexpr):
     """What ``_load_rotating`` returned, rotated, in its dtype: ``[N, 8]``."""
     rotated = narrowed(rotate(widen(values), c, s), values.dtype)
     in_head = (column % DIM).to(tl.int32)[:, None]
     # Rotation by 0 could change the sign of a zero.
-    return tl.where(in_head + tl.arange(0, 8)[None, :] >= KEPT, rotated, values)
+    return tl.where(in_head + tl.arange(0, 8)[None, :] >= UNROTATED, rotated, values)
 
 
 @triton.jit
@@ -203,26 +203,26 @@ def _load_rotated(
     column,
     inside,
     DIM: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     """Those columns, rotated: both of the above."""
-    values, c, s = _load_rotating(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
-    return _rotated(values, c, s, column, DIM, KEPT)
+    values, c, s = _load_rotating(x, cos, sin, column, inside, DIM, UNROTATED, INVERSE)
+    return _rotated(values, c, s, column, DIM, UNROTATED)
 
 
 @triton.jit
-def _kept_first(index, heads, KEPT: tl.constexpr, ALL: tl.constexpr):
-    """Blocks of ``heads`` heads in another order: KEPT of the ALL of every head, then the others.
+def _unrotated_first(index, heads, UNROTATED: tl.constexpr, ALL: tl.constexpr):
+    """Blocks of ``heads`` heads reordered: UNROTATED of the ALL of every head, then the others.
 
     So the chunks of most programs have no rotated blocks, and no warp waits for a few rotations.
     """
-    if KEPT == 0 or KEPT == ALL:
+    if UNROTATED == 0 or UNROTATED == ALL:
         return index
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        rotated = index - heads * KEPT
-        still = index // KEPT * ALL + index % KEPT
-        other = rotated // (ALL - KEPT) * ALL + KEPT + rotated % (ALL - KEPT)
+        rotated = index - heads * UNROTATED
+        still = index // UNROTATED * ALL + index % UNROTATED
+        other = rotated // (ALL - UNROTATED) * ALL + UNROTATED + rotated % (ALL - UNROTATED)
         return tl.where(rotated < 0, still, other)
 
 
@@ -235,7 +235,7 @@ def _part_of_row(
     pieces,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
     N: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -243,22 +243,24 @@ def _part_of_row(
     """N pieces of the row from column ``start`` on, which CHUNKS programs share.
 
     Returns them rotated, ``[N, 8]``, which they are, ``[N]``, and the ``block_peaks`` of the whole
-    row. A chunk without rotated columns skips the rotation: see ``_kept_first``.
+    row. A chunk without rotated columns skips the rotation: see ``_unrotated_first``.
     """
     ALL: tl.constexpr = DIM // 16
-    FIRST: tl.constexpr = HEADS * (KEPT // 16) // (N // 2)  # first chunk with rotated columns
+    FIRST: tl.constexpr = HEADS * (UNROTATED // 16) // (N // 2)  # first chunk with rotated columns
     here = tl.zeros([N], tl.int32)
     numbers, loaded, cosines, sines = (), (), (), ()
     for chunk in tl.static_range(CHUNKS):
         index = chunk * N + tl.arange(0, N)
-        block = _kept_first(index // 2, HEADS, KEPT // 16, ALL)
+        block = _unrotated_first(index // 2, HEADS, UNROTATED // 16, ALL)
         number = tl.where(index // 2 < HEADS * ALL, 2 * block + index % 2, index)
         column = start + number * 8
         if chunk < FIRST:
             inside = (number < pieces)[:, None]
             values = tl.load(x + column[:, None] + tl.arange(0, 8)[None, :], mask=inside, other=0.0)
         else:
-            values, c, s = _load_rotating(x, cos, sin, column, number < pieces, DIM, KEPT, INVERSE)
+            values, c, s = _load_rotating(
+                x, cos, sin, column, number < pieces, DIM, UNROTATED, INVERSE
+            )
             here |= arrival(c, N) | arrival(s, N)
             cosines += (c,)  # type: ignore[assignment]
             sines += (s,)  # type: ignore[assignment]
@@ -271,7 +273,7 @@ def _part_of_row(
         if chunk >= FIRST:
             column = start + numbers[chunk] * 8
             c, s = cosines[chunk - FIRST], sines[chunk - FIRST]
-            values = _rotated(values, c, s, column, DIM, KEPT)
+            values = _rotated(values, c, s, column, DIM, UNROTATED)
         peak = block_peaks(values)
         if chunk == 0:
             own, number, peaks = values, numbers[0], peak  # type: ignore[misc]
@@ -301,7 +303,7 @@ def _rope_quantize_kernel(
     partials,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -316,7 +318,7 @@ def _rope_quantize_kernel(
     PDL: tl.constexpr,
 ):
     """Blocks of the groups (rows) of one token (matrix); HEADS of a row, 0 of parts of heads."""
-    APART: tl.constexpr = WHOLE > 0 and HEADS > 0 and DIM % 16 == 0 and KEPT % 16 == 0
+    SEPARATE: tl.constexpr = WHOLE > 0 and HEADS > 0 and DIM % 16 == 0 and UNROTATED % 16 == 0
     N: tl.constexpr = ROWS * BLOCKS * 2
     number = tl.program_id(0) - tl.cdiv(rows, ROWS) * CHUNKS
     if number >= 0:
@@ -331,13 +333,13 @@ def _rope_quantize_kernel(
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             inside = (row < rows) & (piece < 2 * blocks)
-            if APART:
+            if SEPARATE:
                 start = (tl.program_id(0) // CHUNKS).to(tl.int64) * blocks * 16
                 values, own, peaks = _part_of_row(
-                    x, cos, sin, start, 2 * blocks, HEADS, DIM, KEPT, INVERSE, N, CHUNKS
+                    x, cos, sin, start, 2 * blocks, HEADS, DIM, UNROTATED, INVERSE, N, CHUNKS
                 )
             else:
-                values = _load_rotated(x, cos, sin, column, inside, DIM, KEPT, INVERSE)
+                values = _load_rotated(x, cos, sin, column, inside, DIM, UNROTATED, INVERSE)
                 peaks = block_peaks(values) if SOURCE == TOKEN else None
                 values = own_part(values, tl.program_id(0) % CHUNKS, N)
                 own = own_piece
@@ -384,7 +386,7 @@ def _rope_quantize_row_kernel(
     scale_columns,
     partials,
     DIM: tl.constexpr,
-    KEPT: tl.constexpr,
+    UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -408,11 +410,11 @@ def _rope_quantize_row_kernel(
         firsts, lasts, block_numbers = (), (), ()
         for chunk in tl.static_range(CHUNKS):
             index = chunk * BLOCKS + tl.arange(0, BLOCKS)
-            block = _kept_first(index, HEADS, KEPT // 16, DIM // 16)
+            block = _unrotated_first(index, HEADS, UNROTATED // 16, DIM // 16)
             inside = block < blocks
-            if (chunk + 1) * BLOCKS > HEADS * (KEPT // 16):
-                first = _load_rotated(x, cos, sin, block * 16, inside, DIM, KEPT, INVERSE)
-                last = _load_rotated(x, cos, sin, block * 16 + 8, inside, DIM, KEPT, INVERSE)
+            if (chunk + 1) * BLOCKS > HEADS * (UNROTATED // 16):
+                first = _load_rotated(x, cos, sin, block * 16, inside, DIM, UNROTATED, INVERSE)
+                last = _load_rotated(x, cos, sin, block * 16 + 8, inside, DIM, UNROTATED, INVERSE)
             else:
                 start = x + block[:, None] * 16 + tl.arange(0, 8)[None, :]
                 first, last = tl.load(start), tl.load(start + 8)
@@ -462,7 +464,7 @@ def rope_quantize(args: RopeQuantizeArgs) -> tuple[torch.Tensor, torch.Tensor, t
     rows = row_tiles.as_rows(args.x.reshape(tokens, heads * dims))
     cos, sin, _ = rotation.tables(rows, cos, sin)
     tables = (cos, sin, cos.stride(0))
-    options = {"DIM": dims, "KEPT": dims - 2 * cos.shape[1], "INVERSE": args.inverse}
+    options = {"DIM": dims, "UNROTATED": dims - 2 * cos.shape[1], "INVERSE": args.inverse}
     arguments = (rows, rows.stride(0), *tables, *out.arguments)
     with launch_options.on(args.x):
         if out.by_row:

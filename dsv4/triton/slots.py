@@ -112,7 +112,7 @@ def _launch_slots(
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
-            **launch_options.options(out, few=launch_options.are_few(programs, 4)),
+            **launch_options.options(out, small=launch_options.is_small(programs, 4)),
         )
     return out
 

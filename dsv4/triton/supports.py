@@ -21,10 +21,10 @@ from dsv4.ops.unsupported import (
     float64_tensor,
     gapped_pages,
     gemm_dtypes,
-    many,
     no_e4m3,
     not_in_fragments,
     odd_dims,
+    too_many,
     wide_row,
 )
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
@@ -53,7 +53,7 @@ def _quantized(call: Call, x: torch.Tensor) -> str | None:
 
 
 def _many_matrices(x: torch.Tensor) -> str | None:
-    return many(x.shape[:-2].numel(), "matrices")
+    return too_many(x.shape[:-2].numel(), "matrices")
 
 
 def quantize_blocks(call: Call) -> str | None:
@@ -86,7 +86,7 @@ def fp8_gemm(call: Call) -> str | None:
     return (
         reason
         or gemm_dtypes(args.x.dtype, args.out_dtype)
-        or many(args.groups, "groups")
+        or too_many(args.groups, "groups")
         or no_e4m3(call.device)
     )
 
@@ -123,7 +123,7 @@ def rope_quantize(call: Call) -> str | None:
         reason = f"heads have {dims} dims, wanted a multiple of 16"
     if reason is None and args.scaling == "token":
         reason = wide_row(columns)
-    return reason or many(tokens, "tokens") or no_e4m3(call.device)
+    return reason or too_many(tokens, "tokens") or no_e4m3(call.device)
 
 
 def swiglu_quantize(call: Call) -> str | None:
@@ -247,7 +247,7 @@ def attention_sizes(call: Call) -> str | None:
     """For ``sparse_attention``, by Triton or CuTeDSL."""
     args: SparseAttentionArgs = call.args
     q, window, dims = args.q, args.window, args.q.shape[-1]
-    reason = many(q.shape[0], "tokens")
+    reason = too_many(q.shape[0], "tokens")
     if reason:
         return reason
     if dims > LARGEST_HEAD:

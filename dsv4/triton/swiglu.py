@@ -373,7 +373,7 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
             ROWS=tall,
             PIECES=across,
             num_warps=4,
-            **launch_options.options(x, few=launch_options.are_few(grid[0] * grid[1], 4)),
+            **launch_options.options(x, small=launch_options.is_small(grid[0] * grid[1], 4)),
         )
     return out
 

@@ -90,8 +90,8 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = compiled
-    launch_options.options = lambda tensor, few=False: {
-        "PDL": 2 if few else 1,
+    launch_options.options = lambda tensor, small=False: {
+        "PDL": 2 if small else 1,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }

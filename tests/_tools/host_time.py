@@ -111,7 +111,11 @@ def replacements(cuda: MockDriver) -> Iterator[tuple[Any, str, Any]]:
     """Owner, name and value of what is replaced while CPU tensors stand for those of an H100."""
     options = {"launch_pdl": True, "enable_fp_fusion": True}
     yield dispatch, "Call", lambda op, args, device, call=dispatch.Call: call(op, args, GPU)
-    yield launch_options, "options", lambda tensor, few=False: {**options, "PDL": 2 if few else 1}
+    yield (
+        launch_options,
+        "options",
+        lambda tensor, small=False: {**options, "PDL": 2 if small else 1},
+    )
     yield launch_options, "capability", lambda tensor: (9, 0)
     yield launch_options, "sm_count", lambda device: _PROCESSORS
     yield launcher, "is_on_gpu", lambda tensor: True

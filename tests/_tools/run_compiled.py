@@ -64,8 +64,8 @@ def install(arch: int) -> list[str]:
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = run
-    launch_options.options = lambda tensor, few=False: {
-        "PDL": 2 if few else 1,
+    launch_options.options = lambda tensor, small=False: {
+        "PDL": 2 if small else 1,
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }

@@ -155,7 +155,7 @@ def only_compile(self, *args, grid, warmup, **kwargs):
     kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
     return kernel
 JITFunction.run = only_compile
-launch_options.options = lambda tensor, few=False: {"PDL": 1, "launch_pdl": True}
+launch_options.options = lambda tensor, small=False: {"PDL": 1, "launch_pdl": True}
 driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
 table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
 for tokens in (3, 3, 4, 16):

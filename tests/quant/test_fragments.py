@@ -89,7 +89,7 @@ class TestLayout:
             inner, k = column % 64, column % 16
             lane = row % 8 * 4 + k % 8 // 2
             word = int(words[row // 16, column // 64, lane, inner // 16])
-            position = fragments.PLACES[2 * (k // 8) + row % 16 // 8]
+            position = fragments.BIT_POSITIONS[2 * (k // 8) + row % 16 // 8]
             bits = [(bit + column % 2 * 16) % 32 for bit in position]
             result = sum((word >> bit & 1) << 3 - i for i, bit in enumerate(bits))
             assert result == nibble
@@ -122,7 +122,7 @@ class TestTheKernelsArithmetic:
         generator = np.random.default_rng(seed)
         codes = generator.integers(0, 16, (4, 2, 1000), dtype=np.uint32)  # 2 k + h, e
         words = np.zeros(1000, np.uint32)
-        for position, both in zip(fragments.PLACES, codes, strict=True):
+        for position, both in zip(fragments.BIT_POSITIONS, codes, strict=True):
             for odd, code in enumerate(both):
                 for i, bit in enumerate(position):
                     words |= (code >> (3 - i) & 1) << (bit + 16 * odd) % 32

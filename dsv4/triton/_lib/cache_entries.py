@@ -189,16 +189,16 @@ def store_pieces(
     inside = (slot >= 0) & (piece < NOPE // 8)
     if data.dtype.element_ty == tl.uint8:
         GROUPS: tl.constexpr = (NOPE + GROUP_WIDTH - 1) // GROUP_WIDTH
-        EACH: tl.constexpr = GROUP_WIDTH // 8
+        PIECES: tl.constexpr = GROUP_WIDTH // 8
         peak = tl.where(piece < NOPE // 8, largest(values), 0.0)
-        scale, factor = group_scales(of_block(peak, EACH).to(tl.int32, bitcast=True))
+        scale, factor = group_scales(of_block(peak, PIECES).to(tl.int32, bitcast=True))
         codes = e4m3_bits(widen(values) * factor[:, None])
         address = data + data_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column
         tl.store(address, codes, mask=inside[:, None])
-        group = piece // EACH
+        group = piece // PIECES
         scale = tl.where(group < GROUPS, scale, 0).to(tl.uint8)
         address = data + tl.reshape(scale_start(slot, stride, NOPE, ROPE, PAGE_SIZE), [1]) + group
-        first = (piece % EACH == 0) & (group < (GROUPS + 7) // 8 * 8)
+        first = (piece % PIECES == 0) & (group < (GROUPS + 7) // 8 * 8)
         tl.store(address, scale, mask=first & (slot >= 0))
     else:
         address = data + plain_start(slot, stride, NOPE, ROPE, PAGE_SIZE) + column

@@ -8,8 +8,8 @@ import triton.language as tl
 from dsv4.triton._lib.hyper_streams import pick
 from dsv4.triton._lib.numerics import wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import near_reciprocal
+from dsv4.triton._lib.rms import inverse_rms
 from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.norm import inverse_rms
 
 
 @triton.jit

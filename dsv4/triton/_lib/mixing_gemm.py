@@ -2,7 +2,7 @@
 
 A program takes a tile of tokens and a range of columns (K) and stores its partial sums of the GEMM
 and of the token's squares. The GEMM is exact up to float32 sums: ``fn`` is split into three
-bfloat16 numbers that add up to all its 24 bits, and products of bfloat16 are exact.
+bfloat16 numbers that add up to all its 24 bits, and bfloat16 times bfloat16 is exact in float32.
 
 There are three kernels: ``_mixing_small_m_kernel`` (one token per program, FMA instructions),
 ``_mixing_gemm_kernel`` (16 or 64 tokens, tensor cores, ``fn`` split in registers) and

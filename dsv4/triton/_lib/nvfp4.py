@@ -120,7 +120,7 @@ def _scale_of(amax, DIVISOR: tl.constexpr, HIGH: tl.constexpr, REST: tl.constexp
     """``amax / DIVISOR``, one IEEE division, but at least 2^-126, and 1 where amax is 0.
 
     DIVISOR times ``HIGH + REST`` is 1; compared with a division for every mantissa of amax. Where
-    the second product could be subnormal, both are 2^64 times as large.
+    ``amax * REST`` could be subnormal, both are 2^64 times as large.
     """
     if INTERPRETED:  # whose fma rounds twice
         ratio = tl.div_rn(amax, DIVISOR)

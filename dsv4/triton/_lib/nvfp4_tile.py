@@ -240,7 +240,7 @@ def quantize_tile(
     inside = (row < rows) & (piece < 2 * blocks)
     start = matrix * rows
     # One scale per program is a scalar, so one branch decides whether it is moderate.
-    ONE: tl.constexpr = ROWS == 1 or not PER_ROW
+    SINGLE_SCALE: tl.constexpr = ROWS == 1 or not PER_ROW
     line = (tl.program_id(0) // CHUNKS).to(tl.int64) * ROWS
     if ROWS > 1:
         line += tl.arange(0, ROWS)
@@ -266,7 +266,7 @@ def quantize_tile(
         tl.store(total + matrix, scale)
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
-    if ONE:
+    if SINGLE_SCALE:
         if is_moderate(scale):
             code_tile(
                 values,
@@ -306,12 +306,12 @@ def quantize_tile(
                 False,
             )
     else:
-        spread = tl.broadcast_to(scale[:, None], [ROWS, 2 * BLOCKS])
+        row_scales = tl.broadcast_to(scale[:, None], [ROWS, 2 * BLOCKS])
         code_tile(
             values,
             amax,
             finite,
-            tl.reshape(spread, [ROWS * 2 * BLOCKS]),
+            tl.reshape(row_scales, [ROWS * 2 * BLOCKS]),
             codes,
             scales,
             row,
@@ -688,7 +688,7 @@ class Output:
             "SWIZZLED": self.layout == formats.SWIZZLED,
             "PARTIALS": launch_options.power_of_two(self._partials),
             "CONVERT": conversion(self.codes),
-            **launch_options.options(self.codes, few=self._all_rows <= _FEW_ROWS // 2),
+            **launch_options.options(self.codes, small=self._all_rows <= _FEW_ROWS // 2),
         }
 
     @property

@@ -145,7 +145,7 @@ def collecting(collector: Collector) -> Iterator[None]:
 
 
 def keep_images(kernel: Any) -> None:
-    """Put the store of compiled kernels in front of the compiler of a ``JITFunction``."""
+    """Make a ``JITFunction`` ask the store of compiled kernels before its compiler."""
     kernel._do_compile = functools.partial(_compiled, kernel)
 
 

@@ -10,7 +10,7 @@ import torch
 from dsv4 import device as machine
 from dsv4.cute.runtime.launch import on as cuda_device
 
-_FEW_WARPS = 1024
+_SMALL_WARPS = 1024
 _NOWHERE = contextlib.nullcontext()
 
 
@@ -19,7 +19,7 @@ def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return cuda_device(tensor.get_device()) if tensor.is_cuda else _NOWHERE
 
 
-def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
+def options(tensor: torch.Tensor, small: bool = False) -> dict[str, Any]:
     """Keyword arguments of every launch: programmatic dependent launch where the GPU has it.
 
     Contraction of ``a * b + c`` to one rounding is asked for, because its default differs between
@@ -28,19 +28,19 @@ def options(tensor: torch.Tensor, few: bool = False) -> dict[str, Any]:
 
     Args:
         tensor: One that the kernel takes.
-        few: Whether programs are few, of a kernel that has ``numerics.once``. They then wait with
-            their addresses known (PDL is 2, not 1), which was slower where there were many.
+        small: Whether the launch has few programs of a kernel that has ``numerics.once``. They
+            then wait with their addresses computed (PDL is 2, not 1), which was slower for many.
     """
     if tensor.device.type != "cuda":
         return {"PDL": 0}
     if machine.capability(tensor.device)[0] < 9:
         return {"PDL": 0, "enable_fp_fusion": True}
-    return {"PDL": 2 if few else 1, "launch_pdl": True, "enable_fp_fusion": True}
+    return {"PDL": 2 if small else 1, "launch_pdl": True, "enable_fp_fusion": True}
 
 
-def are_few(programs: int, warps: int) -> bool:
-    """Whether a kernel of so many programs of ``warps`` warps each has few."""
-    return programs * warps <= _FEW_WARPS
+def is_small(programs: int, warps: int) -> bool:
+    """Whether a launch of ``programs`` programs of ``warps`` warps each is small."""
+    return programs * warps <= _SMALL_WARPS
 
 
 def in_order(tensor: torch.Tensor) -> dict[str, Any]:
