@@ -23,7 +23,7 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm100 import grouped_gemm_plan, tensor_maps
 from dsv4.cute.sm100.gemm_plan import TCGEN05_ABI, Tcgen05Tma
 from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Tma
-from dsv4.cute.sm100.plans import Product, choose
+from dsv4.cute.sm100.plans import GemmProblem, choose
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -240,7 +240,7 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
         input_scale, 1, torch.bfloat16,
     ))  # fmt: skip
     assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
-    plan = choose(Product(rows, columns, 1, False), tokens)
+    plan = choose(GemmProblem(rows, columns, 1, False), tokens)
     [(x_codes, x_scales, token_scale)] = seen
     assert token_scale.numel() == (1 if scaling == "static" else tokens)
     [(grid, threads, stream, values)] = driver.launches

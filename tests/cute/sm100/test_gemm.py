@@ -33,7 +33,7 @@ from dsv4.cute.sm100.gemm_plan import (
     Tcgen05Plan,
     Tcgen05Tma,
 )
-from dsv4.cute.sm100.plans import Product, candidates, choose, plans
+from dsv4.cute.sm100.plans import GemmProblem, candidates, choose, plans
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import quantize
@@ -97,21 +97,21 @@ def test_columns_of_both_accumulators_are_loaded_first(plan):
 
 def test_every_gemm_has_a_plan_that_fits():
     for rows, columns, groups in ((65536, 1536, 1), (16384, 4096, 16), (400, 7168, 1)):
-        product = Product(rows, columns, groups, False)
+        problem = GemmProblem(rows, columns, groups, False)
         for tokens in (1, 7, 64, 65, 300, 1000, 8192):
-            plan = choose(product, tokens)
-            assert plan in candidates(product)
+            plan = choose(problem, tokens)
+            assert plan in candidates(problem)
             assert groups == 1 or rows // groups % plan.rows == 0
         for most in (1, 64, 65, 300):
-            chosen = [choose(product, t) for t in range(1, most + 1)]
-            assert plans(product, most) == list(dict.fromkeys(chosen))
-        assert choose(product, 9000) == choose(product, 8192)
+            chosen = [choose(problem, t) for t in range(1, most + 1)]
+            assert plans(problem, most) == list(dict.fromkeys(chosen))
+        assert choose(problem, 9000) == choose(problem, 8192)
     swiglu = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
-    assert swiglu == plans(Product(400, 7168, 1, True, True), 100)
+    assert swiglu == plans(GemmProblem(400, 7168, 1, True, True), 100)
 
 
 def test_small_m_takes_the_smallest_tile():
-    assert {choose(Product(7168, 7168, 1, False), t).token_block for t in range(1, 65)} == {64}
+    assert {choose(GemmProblem(7168, 7168, 1, False), t).token_block for t in range(1, 65)} == {64}
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 20))
@@ -312,7 +312,7 @@ def emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit):
     """What the kernel stores, and the operands with how often they were read."""
     tokens, (rows, columns) = x.shape[0], weight.shape
     call = gemm_nvfp4._Call(
-        product=Product(rows, columns, groups, plan.float32_out, plan.swiglu),
+        problem=GemmProblem(rows, columns, groups, plan.float32_out, plan.swiglu),
         tokens=tokens,
         segments=weight.segments,
         scale_rows=not weight.segments and weight.global_scale.numel() > 1,
