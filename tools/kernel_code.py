@@ -35,7 +35,7 @@ from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
-from dsv4.cute.sm90.plans import Product, choose, token_counts
+from dsv4.cute.sm90.plans import GemmProblem, choose, token_counts
 from dsv4.cute.sm100 import grouped_gemm_plan as sm100_grouped
 from dsv4.cute.sm100 import plans as sm100_gemm
 from tests._tools.covering import covering
@@ -70,11 +70,11 @@ _HASHED = (b".text", b".nv.info", b".nv.constant0", b".nv.shared")
 
 
 def _gemm(arch: str, matrix: list[int], kind: list[bool], tokens: int) -> Any:
-    return choose(Product(*matrix, *kind), tokens, arch)
+    return choose(GemmProblem(*matrix, *kind), tokens, arch)
 
 
 def _gemm_fp8(arch: str, matrix: list[int], float32_out: bool, tokens: int, folded: bool) -> Any:
-    return fp8_plan(Product(*matrix, float32_out, False), tokens, folded)
+    return fp8_plan(GemmProblem(*matrix, float32_out, False), tokens, folded)
 
 
 def _grouped(arch: str, experts: list[Any], rows: int) -> Any:
@@ -94,7 +94,7 @@ def _indexer(arch: str, number: int) -> Any:
 
 
 def _sm100_gemm(arch: str, kind: list[bool], number: int) -> Any:
-    return sm100_gemm.candidates(sm100_gemm.Product(65536, 2048, 1, *kind))[number]
+    return sm100_gemm.candidates(sm100_gemm.GemmProblem(65536, 2048, 1, *kind))[number]
 
 
 def _sm100_grouped(arch: str, experts: list[Any], number: int) -> Any:
@@ -162,7 +162,9 @@ def _other_requests() -> Iterator[Request]:
     for number in range(len(indexer_logits_plan.plans())):
         yield "indexer", "sm_90a", number
     for kind in itertools.product(_BOTH, repeat=2):
-        for number in range(len(sm100_gemm.candidates(sm100_gemm.Product(65536, 2048, 1, *kind)))):
+        for number in range(
+            len(sm100_gemm.candidates(sm100_gemm.GemmProblem(65536, 2048, 1, *kind)))
+        ):
             yield "sm100_gemm", "sm_100a", kind, number
     for experts in _experts(*_ROUTED[0]):
         wanted = Experts(*experts)

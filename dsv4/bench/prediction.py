@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.cases.gemm import matrices
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
-from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm90.plans import GemmProblem, choose
 
 TOKENS = (1, 16, 64, 256, 1024, 4096)
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "nvidia-h200"
@@ -191,7 +191,7 @@ _STAGE, _CAPACITY = 144, 220 * 1024  # bytes of 256 columns of a row: codes and 
 def on_hopper(machine: Machine, shape: Shape) -> Prediction:
     """By the kernel that dispatch chooses for bfloat16 activations and results."""
     rows, columns, groups, tokens = shape
-    plan = choose(Product(rows * groups, columns, groups, False, False), tokens)
+    plan = choose(GemmProblem(rows * groups, columns, groups, False, False), tokens)
     return predict(machine, shape, of_plan(plan))
 
 
@@ -200,7 +200,7 @@ def small_m_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
     rows, columns, groups, tokens = shape
     if tokens > 64:
         return None
-    plan = choose(Product(rows * groups, columns, groups, False, False), tokens, "sm_100a")
+    plan = choose(GemmProblem(rows * groups, columns, groups, False, False), tokens, "sm_100a")
     return predict(machine, shape, of_plan(plan), launches=-(-tokens // 16))
 
 

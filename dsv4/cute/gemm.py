@@ -24,7 +24,7 @@ from dsv4.cute.runtime.launch import (
 )
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaPlan
-from dsv4.cute.sm90.plans import Plan, Product, choose, token_counts
+from dsv4.cute.sm90.plans import GemmProblem, Plan, choose, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand
@@ -40,7 +40,7 @@ _small_m_pointers, _wgmma_pointers = SMALL_M_ABI.pointers, WGMMA_ABI.pointers
 # because unpacking a named one takes 0.1 us more in every launch (CPython 3.11).
 _Part = tuple[Launch, bool, int, int, int]
 
-_Product = tuple[int, int, int, bool, bool, bool]  # a Product's fields, without its name
+_Problem = tuple[int, int, int, bool, bool, bool]  # a GemmProblem's fields, without its name
 _ROW_SCALED = 4
 
 
@@ -56,28 +56,28 @@ def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     assert args.global_scale is not None
     rows, half = args.codes.shape
     kind = (args.out_dtype == torch.float32, args.activation == "nvfp4", False)
-    product = (rows, 2 * half, groups, *kind)
+    problem = (rows, 2 * half, groups, *kind)
     shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
     out = x.new_empty(shape, dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
     scale = args.input_scale
-    return _product(product, x, weight, args.segments, scale, math.inf, out, shape[0], reserve_sms)
+    return _multiply(problem, x, weight, args.segments, scale, math.inf, out, shape[0], reserve_sms)
 
 
 def gemm_swiglu(args: GemmSwigluArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
     assert args.global_scale is not None
     tokens, (rows, half) = args.x.shape[0], args.codes.shape
-    product = (rows, 2 * half, 1, args.out_dtype == torch.float32, args.activation == "nvfp4", True)
+    problem = (rows, 2 * half, 1, args.out_dtype == torch.float32, args.activation == "nvfp4", True)
     out = args.x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
     bound = math.inf if args.limit is None else args.limit
     scale = args.input_scale
-    return _product(product, args.x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
+    return _multiply(problem, args.x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
 
 
-def _product(
-    product: _Product,
+def _multiply(
+    problem: _Problem,
     x: torch.Tensor,
     weight: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     segments: Sequence[int],
@@ -97,16 +97,16 @@ def _product(
     device = x.get_device()
     if current_device() != device:
         with torch.cuda.device(device):
-            return _product(
-                product, x, weight, segments, input_scale, limit, out, tokens, reserve_sms
+            return _multiply(
+                problem, x, weight, segments, input_scale, limit, out, tokens, reserve_sms
             )
     row_scale = None
-    if product[_ROW_SCALED]:
+    if problem[_ROW_SCALED]:
         x, row_scale = bfloat16_operand(x, input_scale)
     x, _, token_stride = aligned(x, tokens)
     codes, scales, global_scale = weight
     kind = (
-        product,
+        problem,
         tokens,
         token_stride,
         tuple(segments),
@@ -151,7 +151,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    product: _Product,
+    problem: _Problem,
     tokens: int,
     token_stride: int,
     segments: tuple[int, ...],
@@ -165,16 +165,16 @@ def _prepared(
 
     Made once in every thread, because it takes longer than a launch.
     """
-    wanted = Product(*product)
+    gemm_problem = GemmProblem(*problem)
     arch = architecture(device)
-    plan = choose(wanted, tokens, arch)
+    plan = choose(gemm_problem, tokens, arch)
     assert plan is not None
     kernel = loaded(plan, arch)
     resident = kernel.prepare(device)
     inputs = (token_stride, segments, scales, limit)
     if isinstance(plan, SmallMPlan):
-        return _small_m(kernel, resident, wanted, plan, tokens, *inputs)
-    launch = _large_m(kernel, max(1, resident - reserve_sms), wanted, plan, tokens, *inputs)
+        return _small_m(kernel, resident, gemm_problem, plan, tokens, *inputs)
+    launch = _large_m(kernel, max(1, resident - reserve_sms), gemm_problem, plan, tokens, *inputs)
     if reserve_sms:
         launch.begin_late()
     return ((launch, False, 0, 0, 0),)
@@ -183,7 +183,7 @@ def _prepared(
 def _small_m(
     kernel: Kernel,
     resident: int,
-    product: Product,
+    problem: GemmProblem,
     plan: SmallMPlan,
     tokens: int,
     token_stride: int,
@@ -192,12 +192,12 @@ def _small_m(
     limit: float,
 ) -> tuple[_Part, ...]:
     """Launches for ``TOKENS`` tokens each."""
-    row_tiles, groups = product.rows // 16, product.groups
+    row_tiles, groups = problem.rows // 16, problem.groups
     cut0, cut1, cut2 = cuts(segments)
     clusters = -(-row_tiles // plan.warps)
     if plan.ctas == groups == 1:
         clusters = min(clusters, resident)  # persistent CTAs: each takes row tiles in turn
-    out_bytes = product.rows // (2 if product.swiglu else 1) * (4 if product.float32_out else 2)
+    out_bytes = problem.rows // (2 if problem.swiglu else 1) * (4 if problem.float32_out else 2)
     parts = []
     for first in range(0, tokens, TOKENS):
         launch = SMALL_M_ABI.launch(
@@ -207,7 +207,7 @@ def _small_m(
             row_tiles=row_tiles,
             group_tiles=row_tiles // groups,
             token_stride=token_stride,
-            group_stride=0 if groups == 1 else product.columns,
+            group_stride=0 if groups == 1 else problem.columns,
             cut0=cut0,
             cut1=cut1,
             cut2=cut2,
@@ -224,7 +224,7 @@ def _small_m(
 def _large_m(
     kernel: Kernel,
     resident: int,
-    product: Product,
+    problem: GemmProblem,
     plan: WgmmaPlan,
     tokens: int,
     token_stride: int,
@@ -233,11 +233,11 @@ def _large_m(
     limit: float,
 ) -> Launch:
     """The launch for any number of tokens; persistent CTAs, or one tile for every cluster."""
-    groups, row_tiles, k_blocks = product.groups, product.rows // 16, product.columns // 64
-    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
+    groups, row_tiles, k_blocks = problem.groups, problem.rows // 16, problem.columns // 64
+    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-problem.rows // plan.rows)
     cut0, cut1, cut2 = cuts(segments)
     tiles = token_tiles * row_blocks
-    of_x = Matrix(tokens, product.columns * groups, token_stride, plan.token_block)
+    of_x = Matrix(tokens, problem.columns * groups, token_stride, plan.token_block)
     return WGMMA_ABI.launch(
         kernel,
         plan.ctas * (tiles if plan.ctas > 1 else min(tiles, resident)),
@@ -250,7 +250,7 @@ def _large_m(
         row_blocks=row_blocks,
         group_blocks=max(1, row_blocks // groups),
         token_stride=token_stride,
-        group_stride=0 if groups == 1 else product.columns,
+        group_stride=0 if groups == 1 else problem.columns,
         cut0=cut0,
         cut1=cut1,
         cut2=cut2,
@@ -301,6 +301,6 @@ def plans(
         arch: What they are compiled for.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4", swiglu)
-    product = Product(rows, columns, groups, *kind)
-    found = (choose(product, tokens, arch) for tokens in token_counts(max_tokens))
-    return list(dict.fromkeys(plan for plan in found if plan is not None))
+    problem = GemmProblem(rows, columns, groups, *kind)
+    chosen = (choose(problem, tokens, arch) for tokens in token_counts(max_tokens))
+    return list(dict.fromkeys(plan for plan in chosen if plan is not None))

@@ -19,7 +19,7 @@ from dsv4.cute.runtime.launch import (
     stream_of,
 )
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
-from dsv4.cute.sm90.plans import Product, token_counts
+from dsv4.cute.sm90.plans import GemmProblem, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand
 
@@ -49,9 +49,9 @@ def gemm(args: GemmArgs) -> torch.Tensor:
         x, row_scale = bfloat16_operand(x, args.input_scale)
     x, _, token_stride = aligned(x, tokens)
     form = (args.out_dtype == torch.float32, args.activation == "nvfp4")
-    product = Product(rows, codes.shape[1], groups, *form)
+    problem = GemmProblem(rows, codes.shape[1], groups, *form)
     folded = args.scales.dtype == torch.float8_e8m0fnu
-    kind = (product, tokens, (token_stride, codes.stride(0)), folded, device)
+    kind = (problem, tokens, (token_stride, codes.stride(0)), folded, device)
     operands = (x, codes, args.scales, row_scale, out)
     run_noted(functools.partial(_launch, kind), stream_of(device), operands)
     return out
@@ -73,7 +73,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(
-    product: Product,
+    problem: GemmProblem,
     tokens: int,
     strides: tuple[int, int],
     folded: bool,
@@ -81,21 +81,21 @@ def _prepared(
     thread: int,
 ) -> Launch:
     """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
-    plan = fp8_plan(product, tokens, folded)
+    plan = fp8_plan(problem, tokens, folded)
     assert plan is not None
     kernel = loaded(plan, architecture(device))
-    return _prepare(kernel, kernel.prepare(device), product, plan, tokens, strides)
+    return _prepare(kernel, kernel.prepare(device), problem, plan, tokens, strides)
 
 
 def _prepare(
     kernel: Kernel,
     resident: int,
-    product: Product,
+    problem: GemmProblem,
     plan: Fp8WgmmaPlan,
     tokens: int,
     strides: tuple[int, int],
 ) -> Launch:
-    rows, columns, groups, *_ = product
+    rows, columns, groups, *_ = problem
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // plan.rows)
     tiles, (token_stride, codes_stride) = token_tiles * row_blocks, strides
     matrices = (
@@ -142,7 +142,7 @@ def plans(
         max_tokens: At least 1.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4")
-    product = Product(rows, columns, groups, *kind)
+    problem = GemmProblem(rows, columns, groups, *kind)
     folded = scale_dtype == torch.float8_e8m0fnu
-    found = (fp8_plan(product, tokens, folded) for tokens in token_counts(max_tokens))
-    return list(dict.fromkeys(plan for plan in found if plan is not None))
+    chosen = (fp8_plan(problem, tokens, folded) for tokens in token_counts(max_tokens))
+    return list(dict.fromkeys(plan for plan in chosen if plan is not None))

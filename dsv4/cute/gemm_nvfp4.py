@@ -18,7 +18,7 @@ from dsv4.cute.runtime.driver import Launch
 from dsv4.cute.runtime.launch import architecture, cuts, loaded, on, run_noted, stream_of
 from dsv4.cute.sm100 import plans as _plans
 from dsv4.cute.sm100.gemm_plan import TCGEN05_ABI, Tcgen05Plan
-from dsv4.cute.sm100.plans import Product, choose
+from dsv4.cute.sm100.plans import GemmProblem, choose
 from dsv4.cute.sm100.tensor_maps import tensor_map
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -36,7 +36,7 @@ class _Call(NamedTuple):
     """What determines every scalar of a launch.
 
     Attributes:
-        product: The GEMM.
+        problem: The GEMM.
         tokens: How many, at least 1.
         segments: Rows of each segment of the weight, if it has several.
         scale_rows: Whether every row has a global scale of its own.
@@ -45,7 +45,7 @@ class _Call(NamedTuple):
         device: Index of the GPU.
     """
 
-    product: Product
+    problem: GemmProblem
     tokens: int
     segments: tuple[int, ...]
     scale_rows: bool
@@ -61,21 +61,21 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     cores take them as unsigned.
     """
     x, rows, groups = args.x, args.codes.shape[0], args.groups
-    product = Product(rows, x.shape[-1], groups, args.out_dtype == torch.float32)
+    problem = GemmProblem(rows, x.shape[-1], groups, args.out_dtype == torch.float32)
     out = x.new_empty((x.shape[0], *x.shape[1:-1], rows // groups), dtype=args.out_dtype)
-    return _gemm(product, args, math.inf, out)
+    return _gemm(problem, args, math.inf, out)
 
 
 def gemm_swiglu(args: GemmSwigluArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; allocates as ``gemm`` does."""
     rows = args.codes.shape[0]
-    product = Product(rows, args.x.shape[-1], 1, args.out_dtype == torch.float32, swiglu=True)
+    problem = GemmProblem(rows, args.x.shape[-1], 1, args.out_dtype == torch.float32, swiglu=True)
     out = args.x.new_empty((args.x.shape[0], rows // 2), dtype=args.out_dtype)
-    return _gemm(product, args, math.inf if args.limit is None else args.limit, out)
+    return _gemm(problem, args, math.inf if args.limit is None else args.limit, out)
 
 
 def _gemm(
-    product: Product, args: GemmArgs | GemmSwigluArgs, limit: float, out: torch.Tensor
+    problem: GemmProblem, args: GemmArgs | GemmSwigluArgs, limit: float, out: torch.Tensor
 ) -> torch.Tensor:
     """Fill and return ``out``."""
     x, global_scale = args.x, args.global_scale
@@ -85,7 +85,7 @@ def _gemm(
     with on(x.get_device()):
         x_codes, x_scales, token_scale = quantized(x, args.input_scale)
         call = _Call(
-            product=product,
+            problem=problem,
             tokens=x.shape[0],
             segments=tuple(args.segments),
             scale_rows=not args.segments and global_scale.shape[-1] > 1,
@@ -129,10 +129,10 @@ def _launch(call: _Call, stream: int, addresses: Sequence[int]) -> None:
 @functools.lru_cache(maxsize=4096)
 def _prepared(call: _Call, thread: int) -> Launch:
     """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
-    product, tokens = call.product, call.tokens
-    plan = choose(product, tokens)
+    problem, tokens = call.problem, call.tokens
+    plan = choose(problem, tokens)
     kernel = loaded(plan, architecture(call.device))
-    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-product.rows // plan.rows)
+    token_tiles, row_blocks = -(-tokens // plan.token_block), -(-problem.rows // plan.rows)
     tiles, resident = token_tiles * row_blocks, kernel.prepare(call.device)
     # Clusters are persistent; CTAs that share K compute a single tile.
     clusters = tiles if plan.k_splits > 1 else min(tiles, resident)
@@ -140,15 +140,15 @@ def _prepared(call: _Call, thread: int) -> Launch:
     return TCGEN05_ABI.launch(
         kernel,
         clusters * plan.ctas,
-        plan.boxes(product.rows, product.columns, tokens, product.groups),
+        plan.boxes(problem.rows, problem.columns, tokens, problem.groups),
         tensor_map,
         tokens=tokens,
         token_tiles=token_tiles,
         token_span=max(1, _SPAN // plan.token_block),
-        k_stages=plan.k_stages(product.columns),
-        rows=product.rows,
+        k_stages=plan.k_stages(problem.columns),
+        rows=problem.rows,
         row_blocks=row_blocks,
-        group_blocks=row_blocks // product.groups,
+        group_blocks=row_blocks // problem.groups,
         cut0=cut0,
         cut1=cut1,
         cut2=cut2,
@@ -184,5 +184,5 @@ def plans(
         max_tokens: At least 1.
         swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
     """
-    product = Product(rows, columns, groups, out_dtype == torch.float32, swiglu)
-    return _plans.plans(product, max_tokens)
+    problem = GemmProblem(rows, columns, groups, out_dtype == torch.float32, swiglu)
+    return _plans.plans(problem, max_tokens)

@@ -10,7 +10,7 @@ MOST_EXPERTS = 512
 
 
 class Experts(NamedTuple):
-    """What a kernel depends on beside the number of rows of X.
+    """What a kernel depends on, except the number of rows of X.
 
     Attributes:
         rows: N of an expert, a multiple of 16.
@@ -18,7 +18,7 @@ class Experts(NamedTuple):
         experts: How many.
         float32_out: Whether the result is float32, else bfloat16.
         row_scaled: Whether every row of X has a scale of its own (quantised activations).
-        swiglu: Whether rows are gate and up in turn, and the result is their SwiGLU.
+        swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
         row_weighted: Whether that is multiplied by a weight of the row of X.
         quantized_out: Whether the result of SwiGLU is NVFP4 codes, block scales, scales of rows.
         swizzled_out: Whether those block scales are swizzled, by expert.

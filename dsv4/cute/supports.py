@@ -14,7 +14,7 @@ from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
 from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
-from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.cute.sm90.topk_plan import is_long
 from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
@@ -96,7 +96,7 @@ def _packed_sizes(
     if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
     arch = ARCHITECTURES[capability(device)]
-    plan = choose(Product(rows, columns, groups, False, False), max(tokens, 1), arch)
+    plan = choose(GemmProblem(rows, columns, groups, False, False), max(tokens, 1), arch)
     if plan is None:
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
     if isinstance(plan, SmallMPlan) and tokens > MOST_FEW_TOKENS:
@@ -123,7 +123,7 @@ def _fp8_gemm(args: GemmArgs, device: torch.device) -> str | None:
     elsewhere = gemm_dtypes(args.x.dtype, args.out_dtype) or not_hopper(device)
     if elsewhere:
         return elsewhere
-    sizes = Product(codes.shape[0], codes.shape[1], groups, False, False)
+    sizes = GemmProblem(codes.shape[0], codes.shape[1], groups, False, False)
     if fp8_plan(sizes, max(args.x.shape[0], 1), scales.dtype == torch.float8_e8m0fnu) is None:
         return (
             f"a group is {codes.shape[0] // groups} x {codes.shape[1]}, wanted multiples of "
@@ -292,8 +292,8 @@ def sparse_attention(call: Call) -> str | None:
     if not args.scale > 0:
         return f"the scale is {args.scale}, wanted one above 0"
     if args.cos is not None and 2 * args.cos.shape[1] != ROPE:
-        turned = 2 * args.cos.shape[1]
-        return f"{turned} dims of the result are to be turned, wanted {ROPE}"
+        rotated = 2 * args.cos.shape[1]
+        return f"{rotated} dims of the result are to be rotated back, wanted {ROPE}"
     for pool, size in triton.pools_of(args):
         if size & (size - 1):
             return f"a page has {size} entries, wanted a power of two"
@@ -315,8 +315,8 @@ def no_cute(device: torch.device) -> str | None:
     """Why CuTeDSL kernels that several architectures share cannot run on a device, or None."""
     elsewhere = _not_on_gpu(device)
     if elsewhere is None and capability(device) not in ARCHITECTURES:
-        wanted = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
-        return f"the kernels are for compute capability {wanted}, the GPU has {dotted(device)}"
+        supported = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
+        return f"the kernels are for compute capability {supported}, the GPU has {dotted(device)}"
     return elsewhere
 
 
@@ -335,13 +335,13 @@ def not_blackwell(device: torch.device) -> str | None:
     elsewhere = _not_on_gpu(device)
     if elsewhere or capability(device) in BLACKWELL:
         return elsewhere
-    found = f"the GPU has compute capability {dotted(device)}"
+    gpu = f"the GPU has compute capability {dotted(device)}"
     major, _ = capability(device)
     if major == 12:
-        return f"{found}, which has no tensor memory and no tcgen05, wanted 10.0 or 10.3"
+        return f"{gpu}, which has no tensor memory and no tcgen05, wanted 10.0 or 10.3"
     if major == 11:
-        return f"{found}, for which no kernel was compiled and inspected, wanted 10.0 or 10.3"
-    return f"{found}, and tcgen05 is of 10.0 and 10.3"
+        return f"{gpu}, for which no kernel was compiled and inspected, wanted 10.0 or 10.3"
+    return f"{gpu}, and tcgen05 is of 10.0 and 10.3"
 
 
 def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:

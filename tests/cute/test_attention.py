@@ -510,8 +510,10 @@ def test_what_it_does_not_run_is_said(pretended):
     assert unsupported_reason() is None
     assert unsupported_reason(heads=1, page=2) is None
     assert "wanted 512 and 64" in unsupported_reason(size=(128, 64))
-    assert unsupported_reason(rotated=0) is None
-    assert "32 dims of the result are to be turned, wanted 64" in unsupported_reason(rotated=32)
+    assert unsupported_reason(turned=0) is None
+    assert "32 dims of the result are to be rotated back, wanted 64" in unsupported_reason(
+        turned=32
+    )
     assert "power of two" in unsupported_reason(page=48)
     assert "multiples of 16" in unsupported_reason(offset=8)
     assert "above 0" in unsupported_reason(scale=-1.0)

@@ -31,7 +31,7 @@ from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
-from dsv4.cute.sm90.plans import Product, choose, counted_as, token_counts
+from dsv4.cute.sm90.plans import GemmProblem, choose, counted_as, token_counts
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
 
@@ -71,7 +71,7 @@ def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
 def plans():
     """Every configuration that one of the matrices takes for up to 8192 tokens."""
     return {
-        choose(Product(*matrix, *kind), tokens)
+        choose(GemmProblem(*matrix, *kind), tokens)
         for matrix in MATRICES
         for kind in itertools.product((False, True), repeat=2)
         for tokens in token_counts(8192)
@@ -82,7 +82,7 @@ def plans():
 def plans_of_fp8():
     """Of FP8 weights, every configuration for up to 8192 tokens."""
     return {
-        fp8_plan(Product(*matrix, float32_out, False), tokens, folded)
+        fp8_plan(GemmProblem(*matrix, float32_out, False), tokens, folded)
         for matrix in MATRICES
         for float32_out in (False, True)
         for tokens in token_counts(8192)
@@ -93,7 +93,7 @@ def plans_of_fp8():
 def plans_of_swiglu():
     """Interleaved gate and up."""
     return {
-        choose(Product(*matrix, 1, *kind, swiglu=True), tokens)
+        choose(GemmProblem(*matrix, 1, *kind, swiglu=True), tokens)
         for matrix in ((6144, 7168), (4096, 4096))
         for kind in itertools.product((False, True), repeat=2)
         for tokens in (1, 16, 32, 64, 256, 512, 4096)
@@ -413,9 +413,9 @@ def test_figures_are_of_these_configurations(group, batches, snapshots):
 def plans_of_blackwell(arch):
     """What dispatch can choose there."""
     kinds = list(itertools.product((False, True), repeat=2))
-    dense = [Product(*matrix, *kind) for matrix in MATRICES for kind in kinds]
+    dense = [GemmProblem(*matrix, *kind) for matrix in MATRICES for kind in kinds]
     matrices = ((6144, 7168), (4096, 4096))
-    dense += [Product(*matrix, 1, *kind, swiglu=True) for matrix in matrices for kind in kinds]
+    dense += [GemmProblem(*matrix, 1, *kind, swiglu=True) for matrix in matrices for kind in kinds]
     routed = [*every_kind(*ROUTED[0])]
     routed += [expected for sizes in ROUTED[1:] for expected in routed_kinds(*sizes)]
     actual = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
@@ -469,7 +469,7 @@ def test_one_image_is_for_all_of_blackwell():
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
 def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     for matrix in MATRICES:
-        product = Product(*matrix, False, False)
+        product = GemmProblem(*matrix, False, False)
         assert {choose(product, tokens, arch) for tokens in (1, 8)} == {plan_of(*matrix, 1)}
         assert {choose(product, tokens, arch) for tokens in (9, 17, 9000)} == {plan_of(*matrix, 9)}
     for sizes in ROUTED:
@@ -482,7 +482,7 @@ def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
 @pytest.mark.parametrize(
     ("plan", "packed"),
     [
-        (choose(Product(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
+        (choose(GemmProblem(6144, 7168, 1, False, False), 1), gemm.SMALL_M_ABI.parameters),
         (WgmmaPlan(64, 4, 1, 2, False, False), gemm.WGMMA_ABI.parameters),
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True), gemm_fp8.FP8_WGMMA_ABI.parameters),
         (Fp8WgmmaPlan(64, 2, 1, 2, False, True, folded=True), gemm_fp8.FP8_WGMMA_ABI.parameters),
@@ -542,7 +542,7 @@ def test_parameters_lie_where_the_kernel_reads_them(plan, packed, tmp_path):
 
 def test_plans_of_many_tokens_fit_their_matrix():
     for rows, columns, groups in MATRICES:
-        product = Product(rows, columns, groups, False, False)
+        product = GemmProblem(rows, columns, groups, False, False)
         for tokens in token_counts(8192):
             plan = choose(product, tokens)
             if isinstance(plan, WgmmaPlan):
@@ -560,7 +560,7 @@ def test_plans_of_many_tokens_fit_their_matrix():
 def test_plans_of_fp8_fit_their_matrix(folded):
     for rows, columns, groups in MATRICES:
         for tokens in token_counts(8192):
-            plan = fp8_plan(Product(rows, columns, groups, False, False), tokens, folded)
+            plan = fp8_plan(GemmProblem(rows, columns, groups, False, False), tokens, folded)
             assert plan.folded == folded
             assert plan.stages >= 2
             assert columns // 128 >= plan.ctas
@@ -571,7 +571,7 @@ def test_plans_of_fp8_fit_their_matrix(folded):
 
 def test_fp8_plans_are_those_of_both_kinds_of_activations():
     for matrix, folded in itertools.product(MATRICES, (False, True)):
-        with_scales, without = (Product(*matrix, False, scaled) for scaled in (True, False))
+        with_scales, without = (GemmProblem(*matrix, False, scaled) for scaled in (True, False))
         for tokens in token_counts(8192):
             assert fp8_plan(with_scales, tokens, folded) == fp8_plan(without, tokens, folded)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.cute import gemm_fp8
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import BLOCK, candidates
-from dsv4.cute.sm90.plans import Product
+from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import FP8_BLOCK, QuantizedTensor
@@ -33,7 +33,7 @@ def configurations():
     """Each tile and number of blocks once."""
     result = {}
     for tokens, folded in itertools.product((32, 64, 128, 256), (False, True)):
-        for plan in candidates(Product(592, 896, 1, False, False), tokens, folded):
+        for plan in candidates(GemmProblem(592, 896, 1, False, False), tokens, folded):
             key = (plan.token_block, plan.rows, plan.ctas, plan.folded, plan.ctas_per_sm)
             result.setdefault(key, plan)
     return list(result.values())

@@ -263,7 +263,7 @@ def test_scores_of_keys_near_at_hand(entries):
 @pytest.fixture
 def always(monkeypatch):
     """Integers are multiplied however few keys there are."""
-    monkeypatch.setattr(indexer_logits_plan, "_MANY", 0)
+    monkeypatch.setattr(indexer_logits_plan, "_LARGE", 0)
 
 
 @pytest.mark.gpu

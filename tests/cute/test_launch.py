@@ -23,7 +23,7 @@ from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.grouped_gemm_plans import ANY_ROWS, LaunchPlan
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
-from dsv4.cute.sm90.plans import Product, choose
+from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import (
@@ -145,7 +145,7 @@ def _kernel_of(plan):
 def launched(
     driver, tokens, rows=6144, columns=7168, groups=1, scales=1, segments=(), reserve_sms=0
 ):
-    product = Product(rows, columns, groups, False, False)
+    product = GemmProblem(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
     few = isinstance(plan, SmallMPlan)
     driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters
@@ -274,7 +274,7 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
         *(300, 4, 1024 // 96, 8, 64, 8, 4),
         *(1024, 512, 640, 2, 8),
     ]
-    assert asked == [(Product(1024, 512, 2, True, True), 300, folded)]
+    assert asked == [(GemmProblem(1024, 512, 2, True, True), 300, folded)]
 
 
 def test_sixteen_tokens_at_a_time(driver):
@@ -303,8 +303,8 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
 
 @pytest.mark.parametrize(("limit", "expected"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_swiglu(driver, tokens, limit, expected):
-    plan = choose(Product(512, 256, 1, False, False, swiglu=True), tokens)
+def test_swiglu(driver, tokens, limit, told):
+    plan = choose(GemmProblem(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, SmallMPlan)
     driver.kinds, driver.launches = (

@@ -248,11 +248,11 @@ def find_tile(tile: Int32, order: GroupedTileOrder, tile_rows: cutlass.Constexpr
         tile_rows: Rows of X of a tile.
     """
     tile = cutlass.max(tile, 0)
-    found, tiles = _find_expert(tile // order.row_blocks, order.table)
-    rest = tile - found.tiles_before * order.row_blocks
+    expert_range, tiles = _find_expert(tile // order.row_blocks, order.table)
+    rest = tile - expert_range.tiles_before * order.row_blocks
     row_block = rest // tiles
-    first_row = found.first_row + (rest - row_block * tiles) * tile_rows
-    return GroupedTile(found.expert, row_block, first_row, found.end_row - first_row)
+    first_row = expert_range.first_row + (rest - row_block * tiles) * tile_rows
+    return GroupedTile(expert_range.expert, row_block, first_row, expert_range.end_row - first_row)
 
 
 @cute.jit

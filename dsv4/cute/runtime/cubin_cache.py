@@ -7,7 +7,7 @@ importing CuTeDSL. The folder is ``$DSV4_CACHE_DIR`` or ``~/.cache/dsv4/kernels`
 ``cubin_file`` has the format: a header with the key, lengths and a SHA-256 of all that follows,
 then the cubin. A kernel is read once, verified in memory, and the driver gets those bytes. The
 hash gives integrity, not authenticity; ownership gives the latter: nothing is read from or written
-to a place that another ordinary user controls (``trusted``).
+to a folder that another ordinary user controls (``trusted``).
 
 Whatever is wrong with the folder or a file is logged once, and the kernel is compiled: a damaged
 file is replaced, and where the folder cannot be used the kernel stays in memory. Hashing a cubin
@@ -114,39 +114,39 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
             return decode(content)
         except _DAMAGED as reason:
             _say(f"a kernel of the bundle for {arch} is damaged: {reason}. It is compiled again")
-    place = folder()
-    if place is None:
-        _not_kept("there is no home directory, or no current one")
+    path = folder()
+    if path is None:
+        _warn_not_stored("there is no home directory, or no current one")
         return None
-    file = place / name
+    file = path / name
     try:
-        trusted.check_folder(str(place))
+        trusted.check_folder(str(path))
         return decode(trusted.read_file(str(file)))
     except FileNotFoundError:
         return None
     except _DAMAGED as reason:
         _say(f"{file} is damaged: {reason}. The kernel is compiled again")
     except (trusted.UntrustedError, OSError) as reason:
-        _not_kept(_words(reason), place)
+        _warn_not_stored(_words(reason), path)
     return None
 
 
 def is_kept(arch: str, key: bytes, name: str) -> bool:
     """Whether ``find`` would find a file, if it is not damaged; see there."""
-    place = folder()
-    return bundle.has(arch, key) or (place is not None and (place / name).is_file())
+    path = folder()
+    return bundle.has(arch, key) or (path is not None and (path / name).is_file())
 
 
 def keep(name: str, content: bytes) -> bool:
     """Write a kernel's file; whether the folder of compiled kernels can be used."""
-    place = folder()
-    if place is None:
+    path = folder()
+    if path is None:
         return False
     try:
-        _prepare_folder(str(place))
-        trusted.write_file(str(place / name), content)
+        _prepare_folder(str(path))
+        trusted.write_file(str(path / name), content)
     except (trusted.UntrustedError, OSError) as reason:
-        _not_kept(_words(reason), place)
+        _warn_not_stored(_words(reason), path)
         return False
     return True
 
@@ -163,17 +163,17 @@ def compile_and_store(plan: Any, arch: str) -> Image:
     return made
 
 
-def _prepare_folder(place: str) -> None:
+def _prepare_folder(path: str) -> None:
     """Check the folder, making it if the folders that exist above it are trusted."""
     try:
-        trusted.check_folder(place)
+        trusted.check_folder(path)
     except FileNotFoundError:
-        trusted.make_folder(place)
-        trusted.check_folder(place)
+        trusted.make_folder(path)
+        trusted.check_folder(path)
 
 
-def _not_kept(reason: str, place: Path | None = None) -> None:
-    where = f" in {place}" if place else ""
+def _warn_not_stored(reason: str, path: Path | None = None) -> None:
+    where = f" in {path}" if path else ""
     _say(
         f"compiled kernels are not kept{where}: {reason}. Every process compiles them again; "
         f"set {CACHE_VARIABLE} to a folder that you alone can write"
@@ -220,13 +220,13 @@ def compile_image(plan: Any, arch: str) -> Image:
     counts.of_this_process().add(type(plan).__name__)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     kernel = kernel_of(plan)
-    with tempfile.TemporaryDirectory() as room:
-        made = kernel.compile(f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {room}")
-        found = re.search(r"\.entry (\w+)\(", made.__ptx__)
-        assert found is not None
+    with tempfile.TemporaryDirectory() as dump_folder:
+        made = kernel.compile(f"--gpu-arch {arch} --keep-cubin --keep-ptx --dump-dir {dump_folder}")
+        entry = re.search(r"\.entry (\w+)\(", made.__ptx__)
+        assert entry is not None
         return Image(
             cubin=made.__cubin__,
-            name=found.group(1),
+            name=entry.group(1),
             threads=plan.threads,
             cluster=plan.ctas,
             shared_bytes=plan.shared_bytes,

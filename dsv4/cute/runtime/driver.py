@@ -141,7 +141,7 @@ _MAP_BYTES = 128
 
 
 class Matrix(NamedTuple):
-    """What tensor copies read, but for its address.
+    """What TMA copies read, but for its address.
 
     Attributes:
         rows: Of the matrix. Those beyond are read as zeros.
@@ -163,7 +163,7 @@ class Matrix(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(address: int, matrix: Matrix) -> bytes:
-    """The description by which tensor copies read a matrix, a kernel's parameter.
+    """The description by which TMA copies read a matrix, a kernel's parameter.
 
     It holds numbers alone, so the same ones give the same bytes.
 
@@ -174,18 +174,18 @@ def tensor_map(address: int, matrix: Matrix) -> bytes:
     Raises:
         RuntimeError: if the driver refuses.
     """
-    room = (ctypes.c_uint8 * 192)()
-    place = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(room, -ctypes.addressof(room) % 64)
+    buffer = (ctypes.c_uint8 * 192)()
+    aligned = (ctypes.c_uint8 * _MAP_BYTES).from_buffer(buffer, -ctypes.addressof(buffer) % 64)
     kind, width, swizzle = (_WORDS, 4, 0) if matrix.words else (_BFLOAT16, 2, _SWIZZLE_128)
     sizes = (ctypes.c_uint64 * 2)(matrix.columns, matrix.rows)
     strides = (ctypes.c_uint64 * 1)(width * matrix.stride)
     box = (ctypes.c_uint32 * 2)(matrix.box_columns, matrix.box_rows)
     status = _driver().cuTensorMapEncodeTiled(
-        place, kind, 2, ctypes.c_void_p(address), sizes, strides, box, (ctypes.c_uint32 * 2)(1, 1),
-        0, swizzle, _PROMOTE_256, 0,
+        aligned, kind, 2, ctypes.c_void_p(address), sizes, strides, box,
+        (ctypes.c_uint32 * 2)(1, 1), 0, swizzle, _PROMOTE_256, 0,
     )  # fmt: skip
     check(status, f"describing {matrix} at {address:#x}")
-    return bytes(place)
+    return bytes(aligned)
 
 
 @dataclass(frozen=True)
@@ -237,10 +237,10 @@ class Kernel:
         Raises:
             RuntimeError: if none fits, or the driver refuses.
         """
-        found = self._prepared.get(device)
-        if found is None:
-            found = self._prepared[device] = self._prepare(device)
-        return found
+        prepared = self._prepared.get(device)
+        if prepared is None:
+            prepared = self._prepared[device] = self._prepare(device)
+        return prepared
 
     def _prepare(self, device: int) -> int:
         need_context(device)
@@ -274,7 +274,7 @@ class Kernel:
 class Launch:
     """A launch of a kernel but for its stream and addresses, for one thread at a time.
 
-    The driver is told where each parameter lies, because it does not keep to C's alignment: one
+    The driver receives the offset of each parameter, because it does not keep to C's alignment: one
     that has to lie at a multiple of 64 is preceded by a gap that depends on the GPU.
     """
 
@@ -315,7 +315,7 @@ class Launch:
         self._start = functools.partial(launcher(), *arguments)
 
     def begin_late(self) -> None:
-        """Let no block begin before the kernel in front has ended."""
+        """Let no block begin before the preceding kernel has ended."""
         self._config.attribute_count = 1
 
     def __call__(

@@ -178,10 +178,10 @@ class KernelAbi:
 
 def _field_type(declaration: Any, name: str, hint: Any) -> FieldType:
     """The ``FieldType`` of an annotation."""
-    found = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, FieldType)]
-    if len(found) != 1:
+    types = [item for item in getattr(hint, "__metadata__", ()) if isinstance(item, FieldType)]
+    if len(types) != 1:
         raise TypeError(
             f"argument {name} of {declaration.__name__}: expected a type of "
             f"{__name__} (Pointer, Int32, ...), found {hint!r}"
         )
-    return found[0]
+    return types[0]

@@ -37,7 +37,7 @@ def loaded(plan: Any, arch: str) -> Kernel:
 
 
 def aligned(x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int, int]:
-    """x itself if bulk and tensor copies can read its rows, else a copy.
+    """x itself if bulk and TMA copies can read its rows, else a copy.
 
     Args:
         x: ``[T, K]`` or ``[T, G, K]``, K a multiple of 8.

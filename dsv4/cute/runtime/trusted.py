@@ -105,14 +105,14 @@ def check_folder(folder: str) -> None:
         OSError: if one is missing, is no folder or cannot be searched.
     """
     user, links = current_user(), 0
-    place, pending = os.sep, _parts(folder)
-    _check_entry(place, os.lstat(place), user)
+    current, pending = os.sep, _parts(folder)
+    _check_entry(current, os.lstat(current), user)
     while pending:
         part = pending.pop()
         if part == os.pardir:
-            place = os.path.dirname(place)  # has no links: each was followed
+            current = os.path.dirname(current)  # has no links: each was followed
             continue
-        entry = os.path.join(place, part)
+        entry = os.path.join(current, part)
         status = os.lstat(entry)
         if stat.S_ISLNK(status.st_mode):
             links += 1
@@ -121,11 +121,11 @@ def check_folder(folder: str) -> None:
             if status.st_uid not in (_ROOT, user.uid):
                 raise UntrustedError(f"{entry} is a symbolic link of user {status.st_uid}")
             target = os.readlink(entry)
-            place = os.sep if os.path.isabs(target) else place
+            current = os.sep if os.path.isabs(target) else current
             pending += _parts(target)
             continue
         _check_entry(entry, status, user)
-        place = entry
+        current = entry
 
 
 def _parts(path: str) -> list[str]:

@@ -27,7 +27,7 @@ _CHUNK_CYCLES = 350  # of the epilogue, for 32 tokens
 _REDUCTION_CYCLES = 2500  # of the sums of CTAs that share K
 
 
-class Product(NamedTuple):
+class GemmProblem(NamedTuple):
     """A GEMM without its number of tokens.
 
     Attributes:
@@ -45,44 +45,44 @@ class Product(NamedTuple):
     swiglu: bool = False
 
 
-def choose(product: Product, tokens: int) -> Tcgen05Plan:
+def choose(problem: GemmProblem, tokens: int) -> Tcgen05Plan:
     """The configuration for a number of tokens that ``estimated_cycles`` calls the fastest.
 
     It depends on the number of tiles of 64 tokens, and above 8192 tokens on nothing more.
     """
-    return _choose(product, min(-(-tokens // _TOKEN_STEP) * _TOKEN_STEP, _MOST_TOKENS))
+    return _choose(problem, min(-(-tokens // _TOKEN_STEP) * _TOKEN_STEP, _MOST_TOKENS))
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _choose(product: Product, tokens: int) -> Tcgen05Plan:
-    return min(candidates(product), key=lambda plan: estimated_cycles(plan, product, tokens))
+def _choose(problem: GemmProblem, tokens: int) -> Tcgen05Plan:
+    return min(candidates(problem), key=lambda plan: estimated_cycles(plan, problem, tokens))
 
 
-def candidates(product: Product) -> list[Tcgen05Plan]:
+def candidates(problem: GemmProblem) -> list[Tcgen05Plan]:
     """Every configuration that can compute a GEMM."""
-    ctas = (1, 2) if product.rows // product.groups % (2 * ROWS) == 0 else (1,)
-    if product.groups == 1:
+    ctas = (1, 2) if problem.rows // problem.groups % (2 * ROWS) == 0 else (1,)
+    if problem.groups == 1:
         ctas = (1, 2)
-    kind = (product.float32_out, product.swiglu)
+    kind = (problem.float32_out, problem.swiglu)
     whole = [Tcgen05Plan(*shape, *kind) for shape in itertools.product(TOKEN_BLOCKS, ctas)]
-    splits = [splits for splits in K_SPLITS if splits <= -(-product.columns // STAGE_K)]
+    splits = [splits for splits in K_SPLITS if splits <= -(-problem.columns // STAGE_K)]
     return whole + [Tcgen05Plan(TOKEN_BLOCKS[0], count, *kind, count) for count in splits]
 
 
-def plans(product: Product, max_tokens: int) -> list[Tcgen05Plan]:
+def plans(problem: GemmProblem, max_tokens: int) -> list[Tcgen05Plan]:
     """The configurations that a GEMM takes for 1 to ``max_tokens`` tokens, each once."""
     steps = range(_TOKEN_STEP, min(max_tokens, _MOST_TOKENS) + _TOKEN_STEP, _TOKEN_STEP)
-    return list(dict.fromkeys(choose(product, tokens) for tokens in steps))
+    return list(dict.fromkeys(choose(problem, tokens) for tokens in steps))
 
 
-def estimated_cycles(plan: Tcgen05Plan, product: Product, tokens: int) -> float:
+def estimated_cycles(plan: Tcgen05Plan, problem: GemmProblem, tokens: int) -> float:
     """Estimated cycles of a GEMM: rounds of tiles. It is there to rank configurations.
 
     A stage takes as long as the tensor core multiplies, or as its bytes take to arrive.
     """
-    tiles = -(-tokens // plan.token_block) * -(-product.rows // plan.rows)
+    tiles = -(-tokens // plan.token_block) * -(-problem.rows // plan.rows)
     rounds = -(-tiles // (SMS // plan.ctas))
-    return cycles_of(plan, rounds, tiles, plan.k_stages(product.columns))
+    return cycles_of(plan, rounds, tiles, plan.k_stages(problem.columns))
 
 
 def cycles_of(plan: Tcgen05Plan, rounds: float, tiles: float, k_stages: int) -> float:

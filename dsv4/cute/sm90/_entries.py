@@ -219,8 +219,8 @@ class EntryDequant(PlannedKernel):
         begin = (caches.window.width + BLOCK - 1) // BLOCK
         row = warp * (BLOCK // self.plan.dequant_warps) + lane // 4
         # SWIZZLE_128B: 16-byte chunks of a 128-byte row are exchanged by the row's number.
-        place = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
-        rope_place = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
+        chunk = Uint32(row * 128 + ((lane % 4 * 2) ^ (lane // 4)) * 16)
+        rope_chunk = Uint32(row * 128 + (lane % 4 ^ (lane // 4)) * 16 + _GROUPS * _COLUMNS)
         block = split.first + producer.group * split.splits
         # In flight while the end of the token is computed or looked for.
         loaded = self._load_slots(caches, split.token, begin, block, lane)
@@ -248,12 +248,12 @@ class EntryDequant(PlannedKernel):
             ptx.mbarrier_wait(producer.empty + Uint32(stage * 8), parity)
             to = producer.stages + Uint32(stage * STAGE_BYTES)
             if cutlass.const_expr(not self.plan.rope_staged):
-                self._copy_rope(slots, starts, to + rope_place)
+                self._copy_rope(slots, starts, to + rope_chunk)
             if warp == 0 and lane == 0:
                 described = [exists.low, exists.high, Uint32(final), Uint32(0)]
                 ptx.store_shared4(producer.info + Uint32(stage * INFO_BYTES), described)
-            self._dequantize_registers(codes, scales, to + place)
-            self._dequantize_shared(scales, producer.codes, to, place, rope_place)
+            self._dequantize_registers(codes, scales, to + chunk)
+            self._dequantize_shared(scales, producer.codes, to, chunk, rope_chunk)
             ptx.wait_async_copies(0)
             if cutlass.const_expr(self.plan.producer_fences):
                 ptx.fence_proxy_async_shared()
@@ -282,7 +282,7 @@ class EntryDequant(PlannedKernel):
 
     @cute.jit
     def _dequantize_shared(
-        self, scales: Words, codes: Uint32, to: Uint32, place: Uint32, rope_place: Uint32
+        self, scales: Words, codes: Uint32, to: Uint32, chunk: Uint32, rope_chunk: Uint32
     ) -> None:
         """Dequantize the pieces that wait in shared memory, and copy staged rotary dims."""
         # Rotary dims that go straight to the stage are the newest group of copies: not waited for.
@@ -296,10 +296,10 @@ class EntryDequant(PlannedKernel):
         ]
         for n, (h, g) in enumerate(later):
             skip = h * 1024 + g * _COLUMNS
-            self._dequantize(waiting[n], self._scale(scales, h, g), to + place, skip)
+            self._dequantize(waiting[n], self._scale(scales, h, g), to + chunk, skip)
         for n, (h, c) in enumerate(rope):
             words = waiting[len(later) + n]
-            ptx.store_shared4((to + rope_place) ^ Uint32(c * 64), words, h * 1024)
+            ptx.store_shared4((to + rope_chunk) ^ Uint32(c * 64), words, h * 1024)
 
     def _load_slot(self, row: Int64, number: Int32, width: Int32) -> Words:
         """Load both words of a slot; all ones, which is no entry, beyond the end."""
@@ -333,7 +333,7 @@ class EntryDequant(PlannedKernel):
             producer: The thread.
         """
         warp, lane, group = producer.warp, producer.lane, producer.group
-        place = results + Uint32(group * self.plan.scan_bytes)
+        group_results = results + Uint32(group * self.plan.scan_bytes)
         used: Int32 = Int32(0)
         own = warp * 32 + lane
         threads, count = 32 * self.plan.dequant_warps, _SCAN // self.plan.dequant_warps
@@ -348,11 +348,11 @@ class EntryDequant(PlannedKernel):
         # All warps have read the results of the token before.
         cute.arch.barrier(barrier_id=_SCAN_BARRIER + group, number_of_threads=threads)
         if lane == 0:
-            ptx.store_shared_int(place + Uint32(warp * 4), used)
+            ptx.store_shared_int(group_results + Uint32(warp * 4), used)
         # The results of all warps are written.
         cute.arch.barrier(barrier_id=_SCAN_BARRIER + group, number_of_threads=threads)
         for four in cutlass.range_constexpr(self.plan.dequant_warps // 4):
-            for other in ptx.load_shared(place + Uint32(four * 16), 4):
+            for other in ptx.load_shared(group_results + Uint32(four * 16), 4):
                 used = cutlass.max(used, Int32(other))
         return used
 
@@ -459,18 +459,18 @@ class EntryDequant(PlannedKernel):
         ptx.commit_async_copies()
 
     @cute.jit
-    def _copy_rope(self, slots: tuple[Int32, ...], starts: list[Int64], place: Uint32) -> None:
+    def _copy_rope(self, slots: tuple[Int32, ...], starts: list[Int64], chunk: Uint32) -> None:
         """Copy rotary dims, which are bfloat16 in the cache, straight to a free stage."""
         for h in cutlass.range_constexpr(len(slots)):
             size = Int32(slots[h] >= 0) * 16
             for c in cutlass.range_constexpr(2):
-                to = place ^ Uint32(c * 64)
+                to = chunk ^ Uint32(c * 64)
                 ptx.async_copy16_or_zero(to, starts[h], size, h * 1024, NOPE + c * 64)
         ptx.commit_async_copies()
 
-    def _dequantize(self, codes: Words, scale: Uint32, place: Uint32, offset: int) -> None:
+    def _dequantize(self, codes: Words, scale: Uint32, chunk: Uint32, offset: int) -> None:
         """Dequantize and store 16 codes of a group of a row: two chunks of 16 bytes."""
         factor = ptx.e8m0_to_bfloat16x2(scale)
         words = [ptx.e4m3x2_times_bfloat16x2(codes[w // 2], w % 2, factor) for w in range(8)]
-        ptx.store_shared4(place, words[:4], offset)
-        ptx.store_shared4(place ^ Uint32(16), words[4:], offset)
+        ptx.store_shared4(chunk, words[:4], offset)
+        ptx.store_shared4(chunk ^ Uint32(16), words[4:], offset)

@@ -321,12 +321,14 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
         transposed = cute.make_tensor(tiles.k.iterator, cute.select(k_layout.outer, mode=[1, 0, 2]))
         halves = cute.local_tile(transposed, (DIMS // 2, BLOCK), (None, 0, None))
         values = gemms.own.make_fragment_B(own_slice.partition_B(halves))
-        given = gemms.other.make_fragment_A(gemms.other.get_slice(inner).partition_A(tiles.p))
+        other_weights = gemms.other.make_fragment_A(
+            gemms.other.get_slice(inner).partition_A(tiles.p)
+        )
         logits = cute.make_rmem_tensor(logits_slice.partition_shape_C((HEADS, BLOCK)), Float32)
         sums = cute.make_rmem_tensor(own_slice.partition_shape_C((HEADS, DIMS // 2)), Float32)
         weights = cute.make_rmem_tensor(own_slice.partition_shape_A((HEADS, BLOCK)), BFloat16)
         words = cute.recast_tensor(weights, Uint32)
-        return Operands(queries, entries, values, weights, words, given, logits, sums)
+        return Operands(queries, entries, values, weights, words, other_weights, logits, sums)
 
     @cute.jit
     def _consume(
@@ -364,14 +366,14 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
             weights=weights + Uint32((warp % 4 * 16 + lane % 16) * 128),
         )
         ring, item = Ring(Int32(0), Int32(0)), Int32(begin)
-        kept = shared.words + Uint32(3 * 4 * HEADS + warp * 4)
+        item_address = shared.words + Uint32(3 * 4 * HEADS + warp * 4)
         sinks = shared.words + Uint32(4 * (3 * HEADS + CONSUMER_WARPS))
         tables = Tables(sinks, sinks + Uint32(4 * HEADS))
         while item < args.items:
             tile = self._tile(args, item)
             # Kept in shared memory, because no register is left over the main loop.
             if lane == 0:
-                ptx.store_shared_int(kept, item)
+                ptx.store_shared_int(item_address, item)
             cute.arch.sync_warp()
             # All consumers have stored the item before: its queries' buffer and tables are free.
             cute.arch.barrier(barrier_id=MEET, number_of_threads=_CONSUMERS)
@@ -403,7 +405,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
                 _, _, last = ptx.load_shared_broadcast(
                     shared.info + Uint32(ring.stage * INFO_BYTES), 3, lane
                 )
-                self._add(gemms.other, operands, operands.given, group, ring.stage)
+                self._add(gemms.other, operands, operands.other_weights, group, ring.stage)
                 ring = self._following(ring)
                 if last == Uint32(0):
                     softmax, last = self._own_block(
@@ -418,7 +420,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
                 softmax.totals, exchange.references + Uint32(4 * HEADS), group, lane
             )
             softmax = Softmax(softmax.references, totals)
-            item = ptx.load_shared_int(kept)
+            item = ptx.load_shared_int(item_address)
             tile = self._tile(args, item)
             if cutlass.const_expr(self.plan.paired):
                 self._finish_pair(args, operands.sums, softmax, shared, tables, tile, consumer)

@@ -479,15 +479,15 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
                 pair = values[2 * half : 2 * half + 2]
                 ptx.store_shared_float2(mine + Uint32(half * 32), pair[0], pair[1])
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
-        found = [Float32(0.0)] * _OWN
+        by_head = [Float32(0.0)] * _OWN
         for w in cutlass.range_constexpr(_WARPS):
             for half in cutlass.range_constexpr(2):
                 at = exchanged + Uint32(w * (self.plan.heads * 4) + half * 32 + lane % 4 * 8)
                 pair = ptx.load_shared_float2(at)
                 for i in cutlass.range_constexpr(2):
                     h = 2 * half + i
-                    found[h] = pair[i] if w == 0 else join(found[h], pair[i])
-        return found
+                    by_head[h] = pair[i] if w == 0 else join(by_head[h], pair[i])
+        return by_head
 
     @cute.jit
     def _rescale(self, sums: cute.Tensor, factors: Sequence[Float32]) -> None:
@@ -561,14 +561,16 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
             if thread < 4:
                 # References of two heads and sums of their weights.
                 for half in cutlass.range_constexpr(2):
-                    place = shared.statistics + Uint32(
+                    address = shared.statistics + Uint32(
                         rank * (self.plan.heads * 8) + half * 64 + thread * 16
                     )
                     four = [x[2 * half + i] for i in range(2) for x in (references, total)]
                     if rank == other:
-                        ptx.store_shared_float4(place, four)
+                        ptx.store_shared_float4(address, four)
                     else:
-                        ptx.async_store_remote4(ptx.map_to_cta(place, Int32(other)), four, barrier)
+                        ptx.async_store_remote4(
+                            ptx.map_to_cta(address, Int32(other)), four, barrier
+                        )
         # The CTA's own statistics, which its first threads have written.
         cute.arch.barrier(barrier_id=_MEET, number_of_threads=_THREADS)
         ptx.mbarrier_wait(arrived, Int32(0))
@@ -617,14 +619,14 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
             row, chunk = number // chunks, number % chunks
             vector = ptx.load_shared(line + Uint32(row * width + (chunk ^ (row % 8)) * 16), 4)
             if tile.first_head + row < args.heads:
-                place = (Int64(tile.token) * args.heads + tile.first_head + row) * DIMS
+                address = (Int64(tile.token) * args.heads + tile.first_head + row) * DIMS
                 dim = rank * (self.share * _ROWS) + chunk * 8
-                ptx.store_global4(args.out + (place + dim) * 2, vector)
+                ptx.store_global4(args.out + (address + dim) * 2, vector)
 
     @cute.jit
     def _factors(self, statistics: Uint32, sinks: Uint32, lane: Int32) -> list[Fragment]:
         """Of each of the thread's heads: factors on all CTAs' sums, then 1 / the sum of weights."""
-        found = []
+        by_head = []
         for h in cutlass.range_constexpr(_OWN):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2
             sink = ptx.load_shared_float(sinks + Uint32(head * 4))
@@ -633,8 +635,8 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
                 for p in range(self.plan.ctas)
             ]
             factors, total = merged_total(pairs, sink)
-            found.append([*factors, reciprocal_or_zero(total)])
-        return found
+            by_head.append([*factors, reciprocal_or_zero(total)])
+        return by_head
 
     @cute.jit
     def _rotate_back(self, eight: Fragment, angles: Uint32, warp: Int32, lane: Int32) -> Fragment:
@@ -645,8 +647,8 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
         made = [Float32(0.0)] * 8
         for r in cutlass.range_constexpr(2):
             pair = warp * 8 + lane // 8 + 4 * r
-            place = angles + Uint32(pair * 4)
-            c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
+            address = angles + Uint32(pair * 4)
+            c, s = ptx.load_shared_float(address), ptx.load_shared_float(address + ROPE * 2)
             for n in cutlass.range_constexpr(_OWN):
                 at = n // 2 * 4 + 2 * r + n % 2
                 other = cute.arch.shuffle_sync_bfly(eight[at], 4)

@@ -142,10 +142,10 @@ class AttentionEpilogue(PlannedKernel):
         A lane has both dims of a pair. Sums are rotated before they are normalized.
         """
         if (args.cos != Int64(0)) & (consumer.group == 1):
-            place = angles + Uint32(consumer.lane % 4 * 4)
+            address = angles + Uint32(consumer.lane % 4 * 4)
             for n in cutlass.range_constexpr(ROPE // 8):
-                cos = ptx.load_shared_float(place + n * 16)
-                sin = ptx.load_shared_float(place + (n * 16 + ROPE * 2))
+                cos = ptx.load_shared_float(address + n * 16)
+                sin = ptx.load_shared_float(address + (n * 16 + ROPE * 2))
                 for r in cutlass.range_constexpr(2):
                     at = ((DIMS - ROPE) // 8 - DIMS // 16 + n) * 4 + 2 * r
                     sums[at], sums[at + 1] = ptx.inverse_rope_pair(sums[at], sums[at + 1], cos, sin)
@@ -273,9 +273,9 @@ class AttentionEpilogue(PlannedKernel):
             for other in cutlass.range_constexpr(self.plan.ctas):
                 for r in cutlass.range_constexpr(2):
                     row = rank * HEADS + consumer.row + 8 * r
-                    place = buffers.statistics + Uint32(row * 16)
+                    address = buffers.statistics + Uint32(row * 16)
                     four = [references[r], total[r], Float32(0.0), Float32(0.0)]
-                    to = ptx.map_to_cta(place, Int32(other))
+                    to = ptx.map_to_cta(address, Int32(other))
                     ptx.async_store_remote4(to, four, ptx.map_to_cta(barriers + 8, Int32(other)))
         if lane == 0:
             ptx.mbarrier_wait(barriers, Int32(0))  # peer_ready
@@ -300,22 +300,22 @@ class AttentionEpilogue(PlannedKernel):
                 self._put_aside(sums, buffers.own + Uint32(lane * 16), half)
 
     @cute.jit
-    def _put_aside(self, sums: Sums, place: Uint32, half: int) -> None:
+    def _put_aside(self, sums: Sums, address: Uint32, half: int) -> None:
         """Write a lane's sums of half of its dims to shared memory, which only it reads."""
         for n in cutlass.range_constexpr(DIMS // 32):
             at = half * (DIMS // 8) + 4 * n
             four = [sums[at + i] for i in range(4)]
-            ptx.store_shared_float4(place + n * 512, four)
+            ptx.store_shared_float4(address + n * 512, four)
 
     @cute.jit
-    def _pack(self, sums: Sums, place: Uint32, number: int, lane: Int32) -> None:
+    def _pack(self, sums: Sums, address: Uint32, number: int, lane: Int32) -> None:
         """Write a piece: 32 dims of two heads, four words of each, then the two fifth words."""
         fifth = []
         for r in cutlass.range_constexpr(2):
             words = ptx.pack_accumulators(self._eight(sums, number, r))
-            ptx.store_shared4(place + Uint32(lane * 16), words[:4], r * 512)
+            ptx.store_shared4(address + Uint32(lane * 16), words[:4], r * 512)
             fifth.append(words[4])
-        ptx.store_shared2(place + Uint32(lane * 8 + 1024), fifth)
+        ptx.store_shared2(address + Uint32(lane * 8 + 1024), fifth)
 
     @cute.jit
     def _merge_halves(
@@ -342,23 +342,23 @@ class AttentionEpilogue(PlannedKernel):
         ptx.mbarrier_wait(barriers + 8, Int32(0))  # with the first piece come all statistics
         factors, whole = self._pair_factors(buffers.statistics, tables.sinks, row, rank)
         share = DIMS // 16 // self.plan.ctas  # groups of 8 dims
-        kept = buffers.own + Uint32(lane * 16)
+        own_address = buffers.own + Uint32(lane * 16)
         line = (
             args.out + ((Int64(tile.token) * heads + first + row) * DIMS + group * (DIMS // 2)) * 2
         )
         for piece in cutlass.range(PIECES, unroll=1):
             ptx.mbarrier_wait(barriers + Uint32(8 + piece * 8), Int32(0))
-            given = buffers.received + Uint32(piece * (PACKED_HALF_BYTES // PIECES))
-            fifth = ptx.load_shared(given + Uint32(lane * 8), 2, 1024)
+            piece_address = buffers.received + Uint32(piece * (PACKED_HALF_BYTES // PIECES))
+            fifth = ptx.load_shared(piece_address + Uint32(lane * 8), 2, 1024)
             more = [
                 ptx.unpack_all_accumulators(
-                    [*ptx.load_shared(given + Uint32(lane * 16), 4, r * 512), fifth[r]]
+                    [*ptx.load_shared(piece_address + Uint32(lane * 16), 4, r * 512), fifth[r]]
                 )
                 for r in range(2)
             ]
             sums = []
             for m in cutlass.range_constexpr(share // PIECES):
-                mine = ptx.load_shared_float4(kept + Uint32((piece * 4 + m) * 512))
+                mine = ptx.load_shared_float4(own_address + Uint32((piece * 4 + m) * 512))
                 for i in cutlass.range_constexpr(4):
                     other = more[i // 2][2 * m + i % 2] * factors[i // 2][1]
                     sums.append(mine[i] * factors[i // 2][0] + other)
@@ -366,8 +366,8 @@ class AttentionEpilogue(PlannedKernel):
             number = rank * share + piece * (share // PIECES) - ((DIMS - ROPE) // 8 - DIMS // 16)
             if (args.cos != Int64(0)) & (group == 1) & (number >= 0):
                 for m in cutlass.range_constexpr(share // PIECES):
-                    place = tables.angles + Uint32((lane % 4 + (number + m) * 4) * 4)
-                    c, s = ptx.load_shared_float(place), ptx.load_shared_float(place + ROPE * 2)
+                    address = tables.angles + Uint32((lane % 4 + (number + m) * 4) * 4)
+                    c, s = ptx.load_shared_float(address), ptx.load_shared_float(address + ROPE * 2)
                     for r in cutlass.range_constexpr(2):
                         at = 4 * m + 2 * r
                         sums[at], sums[at + 1] = ptx.inverse_rope_pair(sums[at], sums[at + 1], c, s)
@@ -403,9 +403,12 @@ class AttentionEpilogue(PlannedKernel):
                 for p in range(self.plan.ctas)
             ]
             sink = ptx.load_shared_float(sinks + Uint32((row + 8 * r) * 4))
-            each, total = merged_total(pairs, sink)
+            (first, second), total = merged_total(pairs, sink)
             factors.append(
-                [ptx.select_float(rank, each[1], each[0]), ptx.select_float(rank, each[0], each[1])]
+                [
+                    ptx.select_float(rank, second, first),
+                    ptx.select_float(rank, first, second),
+                ]
             )
             whole.append(reciprocal_or_zero(total))
         return factors, whole

@@ -67,8 +67,8 @@ class AttentionInput(PlannedKernel):
             source = q + (Int64(head) * args.head_stride + chunk * 8) * 2
             # Layout K_SW128: columns of 64 dims, each with 128 bytes a head, chunks exchanged.
             column = chunk // 8 * (self.tile_heads * 128)
-            place = column + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
-            ptx.async_copy16_or_zero(to + Uint32(place), source, Int32(head < args.heads) * 16)
+            address = column + row * 128 + ((chunk % 8) ^ (row % 8)) * 16
+            ptx.async_copy16_or_zero(to + Uint32(address), source, Int32(head < args.heads) * 16)
         ptx.commit_async_copies()
 
     @cute.jit
@@ -104,5 +104,5 @@ class AttentionInput(PlannedKernel):
             if number >= ROPE // 2:
                 table = args.sin
             angle = table + (Int64(token) * (ROPE // 2) + number % (ROPE // 2)) * 4
-            place = angles + Uint32((skipped + number) * 4)
-            ptx.store_shared_float(place, ptx.load_global_float(angle))
+            address = angles + Uint32((skipped + number) * 4)
+            ptx.store_shared_float(address, ptx.load_global_float(angle))

@@ -87,9 +87,9 @@ class MergeKernel(PlannedKernel):
         pair = thread // 4 * 16 + thread % 4 - _OFFSET_PAIRS
         if (args.cos != Int64(0)) & (pair >= 0):
             for i in cutlass.range_constexpr(4):
-                place = (Int64(token) * (ROPE // 2) + pair + 4 * i) * 4
-                c = ptx.load_global_float(args.cos + place)
-                s = ptx.load_global_float(args.sin + place)
+                offset = (Int64(token) * (ROPE // 2) + pair + 4 * i) * 4
+                c = ptx.load_global_float(args.cos + offset)
+                s = ptx.load_global_float(args.sin + offset)
                 sums[2 * i], sums[2 * i + 1] = ptx.inverse_rope_pair(
                     sums[2 * i], sums[2 * i + 1], c, s
                 )
@@ -146,22 +146,22 @@ class MergeKernel(PlannedKernel):
             sink: Logit of the sink.
         """
         lane = cute.arch.lane_idx()
-        found = []
+        by_split = []
         # Both are loaded before the first is used.
         for h in cutlass.range_constexpr(MAX_SPLITS // 32):
             split = lane + 32 * h
             row = Int64(cutlass.min(split, args.splits - 1)) * args.heads
             reference, weights = ptx.load_global_float2(statistics + row * 8)
-            found.append((split < args.splits, reference, weights))
+            by_split.append((split < args.splits, reference, weights))
         origin = sink
-        for _, reference, _ in found:
+        for _, reference, _ in by_split:
             # Beyond the last split it is that one's again, which changes no maximum.
             origin = ptx.max_float(origin, reference)
         for step in cutlass.range_constexpr(5):
             origin = ptx.max_float(origin, cute.arch.shuffle_sync_bfly(origin, 1 << step))
         origin = finite_origin(origin)
         factors, total = [], Float32(0.0)
-        for exists, reference, weights in found:
+        for exists, reference, weights in by_split:
             factor = ptx.select_float(exists, ptx.exp2_approx(reference - origin), Float32(0.0))
             factors.append(factor)
             total = total + weights * factor

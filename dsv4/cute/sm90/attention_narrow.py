@@ -194,7 +194,7 @@ class NarrowKernel(ClusterLaunch):
         begin = (args.window_width + self.plan.step - 1) // self.plan.step
         steps = begin + (args.compressed_width + self.plan.step - 1) // self.plan.step
         step = Int32(rank)
-        ahead = [
+        slots = [
             self._load_slots(caches, begin, step + s * self.plan.ctas, lane)
             for s in range(self.plan.prefetched + 1)
         ]
@@ -203,12 +203,12 @@ class NarrowKernel(ClusterLaunch):
         offset = self._source_offset(warp, lane)
         exists = []
         for s in cutlass.range_constexpr(self.plan.prefetched):
-            place = shared.stages + Uint32(s * self.plan.stage_bytes)
+            address = shared.stages + Uint32(s * self.plan.stage_bytes)
             number = step + s * self.plan.ctas
-            exists.append(self._copy(caches, begin, number, ahead[s], place, worker, offset))
+            exists.append(self._copy(caches, begin, number, slots[s], address, worker, offset))
             # A group of copies a step, also where there is none: the wait below counts groups.
             ptx.commit_async_copies()
-        loaded = ahead[self.plan.prefetched]
+        loaded = slots[self.plan.prefetched]
         sums = [[Float32(0.0)] * 4 for _ in range(8)]
         softmax = empty_softmax(self.plan.heads // _WARPS)
         stage = Int32(0)
@@ -247,9 +247,9 @@ class NarrowKernel(ClusterLaunch):
         if thread == 0:
             # Partial sums of the other CTAs and statistics of all. They may arrive before they are
             # expected, because the phase waits for this arrival as well.
-            given = (self.plan.ctas - 1) * PACKED_BYTES
+            received_bytes = (self.plan.ctas - 1) * PACKED_BYTES
             ptx.mbarrier_arrive_expect_tx(
-                shared.arrived, self.plan.owned_heads * (given + self.plan.ctas * 16)
+                shared.arrived, self.plan.owned_heads * (received_bytes + self.plan.ctas * 16)
             )
         self._send(sums, shared, worker)
         self._send_statistics(softmax, shared, worker)
@@ -423,11 +423,11 @@ class NarrowKernel(ClusterLaunch):
         for r in cutlass.range_constexpr(self.plan.heads // 8):
             head = tile.first_head + worker.lane // 4 + 8 * r
             row = Int64(head) * args.head_stride
-            place = q + (row + worker.warp * _GROUP + worker.lane % 4 * 16) * 2
+            address = q + (row + worker.warp * _GROUP + worker.lane % 4 * 16) * 2
             exists = Int32(head < args.heads)
             words = [
-                *ptx.load_global_or_zero(place, 4, exists),
-                *ptx.load_global_or_zero(place, 4, exists, 16),
+                *ptx.load_global_or_zero(address, 4, exists),
+                *ptx.load_global_or_zero(address, 4, exists, 16),
             ]
             rows.append(words)
         return rows
@@ -436,13 +436,13 @@ class NarrowKernel(ClusterLaunch):
     def _dequantize(self, stage: Uint32, warp: Int32, lane: Int32) -> list[Uint32]:
         """Dequantize 16 dims of each of the lane's entries to pairs of bfloat16."""
         words = [Uint32(0)] * self.plan.step
-        place = stage + Uint32(warp * self.code_bytes + lane * 16)
+        address = stage + Uint32(warp * self.code_bytes + lane * 16)
         if warp < _CODED:
             line = self.scales_offset + (warp * self.plan.step + lane // 4) * 4
             scales = stage + Uint32(line)
             made: list[Uint32] = []
             for i in cutlass.range_constexpr(self.plan.step // 8):
-                codes = ptx.load_shared(place + i * 512, 4)
+                codes = ptx.load_shared(address + i * 512, 4)
                 word = Uint32(ptx.load_shared_int(scales + i * 32))
                 factor = ptx.e8m0_to_bfloat16x2((word >> Uint32(warp % 4 * 8)) & Uint32(255))
                 made += [
@@ -452,7 +452,7 @@ class NarrowKernel(ClusterLaunch):
         else:
             plain: list[Uint32] = []
             for i in cutlass.range_constexpr(self.plan.step // 4):
-                plain += list(ptx.load_shared(place + i * 512, 4))
+                plain += list(ptx.load_shared(address + i * 512, 4))
             words = plain
         return words
 
@@ -477,9 +477,9 @@ class NarrowKernel(ClusterLaunch):
         line = logits_at + Uint32((warp * self.plan.heads + row) * self.logits_line + lane % 4 * 8)
         for i in cutlass.range_constexpr(self.plan.step // 8):
             # Groups of 8 entries are exchanged by the row's number, against bank conflicts.
-            place = line + Uint32((i ^ (row % 4)) * 32)
-            ptx.store_shared_float2(place, logits[i][0], logits[i][1])
-            ptx.store_shared_float2(place + 8 * self.logits_line, logits[i][2], logits[i][3])
+            address = line + Uint32((i ^ (row % 4)) * 32)
+            ptx.store_shared_float2(address, logits[i][0], logits[i][1])
+            ptx.store_shared_float2(address + 8 * self.logits_line, logits[i][2], logits[i][3])
 
     @cute.jit
     def _weigh(
@@ -507,12 +507,12 @@ class NarrowKernel(ClusterLaunch):
         for h in cutlass.range_constexpr(count):
             head = warp * count + h
             column = ((lane // 8) ^ (head % 4)) * 8 + lane % 8
-            place = shared.logits + Uint32(head * self.logits_line + column * 4)
+            address = shared.logits + Uint32(head * self.logits_line + column * 4)
             logits = []
             for half in cutlass.range_constexpr(self.halves):
-                logit = ptx.load_shared_float(place + half * 128)
+                logit = ptx.load_shared_float(address + half * 128)
                 for g in cutlass.range_constexpr(1, _WARPS):
-                    at = place + (g * self.plan.heads * self.logits_line + half * 128)
+                    at = address + (g * self.plan.heads * self.logits_line + half * 128)
                     logit = logit + ptx.load_shared_float(at)
                 bit = (exists[half] >> Uint32(lane)) & Uint32(1)
                 logits.append(ptx.select_float(bit, logit, -Float32(INFINITY)))
@@ -537,8 +537,8 @@ class NarrowKernel(ClusterLaunch):
                 for half in cutlass.range_constexpr(self.halves):
                     word = ptx.pack_bfloat16x2(weighed[h - 1][half], weighed[h][half])
                     line = shared.weights + Uint32((head - 1) * self.weights_line)
-                    place = line + Uint32((lane + 32 * half) * 2)
-                    ptx.store_shared_halves(place, word, self.weights_line)
+                    address = line + Uint32((lane + 32 * half) * 2)
+                    ptx.store_shared_halves(address, word, self.weights_line)
                     sums[h - 1] = sums[h - 1] + ptx.bfloat16_low_to_float(word)
                     sums[h] = sums[h] + ptx.bfloat16_high_to_float(word)
         return Softmax(new, sums)
@@ -575,11 +575,11 @@ class NarrowKernel(ClusterLaunch):
         rank, warp, lane = worker.rank, worker.warp, worker.lane
         part = _PART
         mine = shared.stages + Uint32(warp * self.code_bytes)
-        apart = self.plan.stage_bytes - 8 * part
+        gap = self.plan.stage_bytes - 8 * part
         row = lane // 4
         for r in cutlass.range_constexpr(2):
             head = row + 8 * r
-            line = mine + Uint32(head * part + r * apart)
+            line = mine + Uint32(head * part + r * gap)
             if head // self.plan.owned_heads == rank:
                 # Written in place, because a bulk copy to the CTA itself is forbidden.
                 own = rank * self.plan.owned_heads + head % self.plan.owned_heads
@@ -600,7 +600,7 @@ class NarrowKernel(ClusterLaunch):
             to = shared.gathered + Uint32(slot * PACKED_BYTES + warp * part)
             ptx.bulk_copy_to_remote(
                 ptx.map_to_cta(to, owner),
-                mine + Uint32(lane * part + lane // 8 * apart),
+                mine + Uint32(lane * part + lane // 8 * gap),
                 part,
                 ptx.map_to_cta(shared.arrived, owner),
             )
@@ -616,11 +616,11 @@ class NarrowKernel(ClusterLaunch):
             if worker.lane == 0:
                 head = worker.warp * count + h
                 slot = worker.rank * self.plan.owned_heads + head % self.plan.owned_heads
-                place = shared.statistics + Uint32(slot * 16)
+                address = shared.statistics + Uint32(slot * 16)
                 four = [softmax.references[h], whole, Float32(0.0), Float32(0.0)]
                 owner = head // self.plan.owned_heads
                 ptx.async_store_remote4(
-                    ptx.map_to_cta(place, owner), four, ptx.map_to_cta(shared.arrived, owner)
+                    ptx.map_to_cta(address, owner), four, ptx.map_to_cta(shared.arrived, owner)
                 )
 
     @cute.jit
@@ -696,5 +696,5 @@ class NarrowKernel(ClusterLaunch):
         ]
         head = tile.first_head + mine
         if head < args.heads:
-            place = (Int64(tile.token) * args.heads + head) * DIMS + piece * 4
-            ptx.store_global2(args.out + place * 2, words)
+            address = (Int64(tile.token) * args.heads + head) * DIMS + piece * 4
+            ptx.store_global2(args.out + address * 2, words)

@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     values: cute.Tensor
     weights: cute.Tensor
     words: cute.Tensor
-    given: cute.Tensor
+    other_weights: cute.Tensor
     logits: cute.Tensor
     sums: cute.Tensor
 

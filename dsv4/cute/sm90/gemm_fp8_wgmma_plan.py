@@ -18,7 +18,7 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaSizes,
 )
 from dsv4.cute.sm90.gemm_wgmma_plan import CLUSTERS, SMS, WgmmaPlan
-from dsv4.cute.sm90.plans import Product, counted_as
+from dsv4.cute.sm90.plans import GemmProblem, counted_as
 
 BLOCK = 128  # rows, and columns, that share a scale
 # Warpgroups, and tokens of a tile: what registers hold. float32 scales take two sets of
@@ -157,10 +157,10 @@ class Fp8WgmmaPlan(WgmmaPlan):
         """Bytes of a scale."""
         return 1 if self.folded else 4
 
-    def _stages_beside(self, taken: int) -> int:
+    def _stages_with(self, taken: int) -> int:
         """As in ``WgmmaPlan``; of half an SM where it has two CTAs."""
         if self.ctas_per_sm == 1:
-            return super()._stages_beside(taken)
+            return super()._stages_with(taken)
         left = _SHARED_OF_TWO - 1024 - self.epilogue_bytes - self.other_bytes - taken
         return left // self.stage_bytes
 
@@ -180,7 +180,7 @@ _configuration = functools.cache(Fp8WgmmaPlan)
 
 
 @functools.cache
-def fp8_plan(product: Product, tokens: int, folded: bool) -> Fp8WgmmaPlan | None:
+def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | None:
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
@@ -190,24 +190,24 @@ def fp8_plan(product: Product, tokens: int, folded: bool) -> Fp8WgmmaPlan | None
     """
     counted = counted_as(tokens)
     return min(
-        candidates(product, counted, folded),
-        key=lambda plan: estimated_cycles(plan, product, counted),
+        candidates(problem, counted, folded),
+        key=lambda plan: estimated_cycles(plan, problem, counted),
         default=None,
     )
 
 
-def candidates(product: Product, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
+def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
     """Every configuration that can multiply; arguments as in ``fp8_plan``."""
-    group_rows, kind = product.rows // product.groups, (product.float32_out, True)
-    if product.columns % BLOCK or group_rows % 16:
+    group_rows, kind = problem.rows // problem.groups, (problem.float32_out, True)
+    if problem.columns % BLOCK or group_rows % 16:
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
     for (warpgroups, token_block, resident), ctas in itertools.product(shapes, CLUSTERS):
         plan = _configuration(
             token_block, warpgroups, ctas, 2, *kind, folded=folded, ctas_per_sm=resident
         )
-        whole = product.groups == 1 or group_rows % plan.rows == 0
-        if not whole or product.columns // BLOCK < ctas or token_block > 2 * max(tokens, 16):
+        whole = problem.groups == 1 or group_rows % plan.rows == 0
+        if not whole or problem.columns // BLOCK < ctas or token_block > 2 * max(tokens, 16):
             continue
         stages = plan.stages * (plan.stage_bytes - 16)
         if plan.stages >= 2 and (
@@ -221,7 +221,7 @@ def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return _FOLDED_SHAPES if folded else _SHAPES
 
 
-def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float:
+def estimated_cycles(plan: Fp8WgmmaPlan, problem: GemmProblem, tokens: int) -> float:
     """Cycles of a GEMM: rounds of tiles, each of steps of 128 columns.
 
     Its constants are fitted to times on an H200; it is there to rank configurations.
@@ -232,9 +232,9 @@ def estimated_cycles(plan: Fp8WgmmaPlan, product: Product, tokens: int) -> float
         tokens: M.
     """
     costs = _COSTS[plan.folded, plan.ctas_per_sm]
-    tiles = -(-product.rows // plan.rows) * -(-tokens // plan.token_block)
+    tiles = -(-problem.rows // plan.rows) * -(-tokens // plan.token_block)
     rounds = -(-tiles // (CLUSTERS[plan.ctas] * plan.ctas_per_sm))
-    steps = -(-product.columns // BLOCK // plan.ctas)
+    steps = -(-problem.columns // BLOCK // plan.ctas)
     results = plan.token_block * plan.rows / 64
     active = min(1.0, tiles * plan.ctas / SMS)
     busy = max(

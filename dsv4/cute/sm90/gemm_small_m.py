@@ -87,7 +87,7 @@ class SmallMKernel(SmallMInput):
         # A warp beyond the last row tile loads that one's weights and computes nothing of them.
         weight = self._weight_address(args, cutlass.min(tile, args.row_tiles - 1), rank, lane)
         # Before anything that waits: the latency of these loads overlaps the preceding kernel.
-        ahead = self._prefetch(weight, shared.buffer)
+        prefetched = self._prefetch(weight, shared.buffer)
         if lane == 0:
             if cutlass.const_expr(self.plan.ctas > 1):
                 ptx.mbarrier_init(shared.partials_full, 1)
@@ -122,7 +122,7 @@ class SmallMKernel(SmallMInput):
             cute.arch.cluster_wait()
         if cutlass.const_expr(self.plan.token_tiles > 1):
             self._copy_x(args, args.x + group * args.group_stride * 2, shared, rank, thread)
-        self._prefetch_more(weight, ahead)
+        self._prefetch_more(weight, prefetched)
         if tile < args.row_tiles:
             ptx.mbarrier_wait(shared.x_full, Int32(0))
         rows = self._rows(shared.x, lane)
@@ -133,7 +133,9 @@ class SmallMKernel(SmallMInput):
                 ptx.store_shared_int(shared.partials_full, tile)
             cute.arch.sync_warp()
             while ptx.load_shared_int(shared.partials_full) < args.row_tiles:
-                sums, ahead = self._multiply_next(args, ahead, shared, stride, Uint32(opaque_16))
+                sums, prefetched = self._multiply_next(
+                    args, prefetched, shared, stride, Uint32(opaque_16)
+                )
                 tile = ptx.load_shared_int(shared.partials_full)
                 of_warp, of_lane = self._reread_lane(shared.zero)
                 group = ptx.load_shared_int(shared.zero + 4)
@@ -145,7 +147,7 @@ class SmallMKernel(SmallMInput):
                     ptx.store_shared_int(shared.partials_full, tile + stride)
                 cute.arch.sync_warp()
         elif tile < args.row_tiles:
-            sums = self._multiply(weight, ahead, XRows(rows, shared.x_full), Uint32(opaque_16))
+            sums = self._multiply(weight, prefetched, XRows(rows, shared.x_full), Uint32(opaque_16))
             # All that follows is computed again from opaque numbers, not kept over the main loop.
             warp, lane = self._reread_lane(shared.zero)
             cta += ptx.load_shared_int(shared.zero)
@@ -194,18 +196,18 @@ class SmallMKernel(SmallMInput):
         """Load the first stages, before griddepcontrol.wait."""
         return [self._fetch(weight, stage) for stage in range(self.plan.stages)]
 
-    def _prefetch_more(self, weight: WeightAddress, ahead: list[Words]) -> None:
+    def _prefetch_more(self, weight: WeightAddress, prefetched: list[Words]) -> None:
         """Load stages that X should not wait for; the register kernel has none."""
 
     @cute.jit
     def _multiply(
-        self, weight: WeightAddress, ahead: list[Words], x: XRows, opaque_16: Uint32
+        self, weight: WeightAddress, prefetched: list[Words], x: XRows, opaque_16: Uint32
     ) -> list[Fragment]:
         """Accumulators of the CTA's part of K of a row tile, for each tile of tokens."""
-        sums, right, rows, ahead = self._multiply_but_last(weight, ahead, x, opaque_16)
+        sums, right, rows, prefetched = self._multiply_but_last(weight, prefetched, x, opaque_16)
         for t in cutlass.range_constexpr(self.plan.stages):
             following = self._load_x(rows, min(t + 1, self.plan.stages - 1))
-            sums = self._multiply_tile(sums, ahead[t], right, opaque_16)
+            sums = self._multiply_tile(sums, prefetched[t], right, opaque_16)
             right = following
         return self._joined(sums)
 
@@ -213,7 +215,7 @@ class SmallMKernel(SmallMInput):
     def _multiply_next(
         self,
         args: SmallMArgs,
-        ahead: list[Words],
+        prefetched: list[Words],
         shared: SharedMemory,
         stride: Int32,
         opaque_16: Uint32,
@@ -227,7 +229,7 @@ class SmallMKernel(SmallMInput):
         tile = ptx.load_shared_int(shared.partials_full)
         weight = self._weight_address(args, tile, Int32(0), lane)
         x = XRows(self._rows(shared.x, lane), shared.x_full)
-        sums, right, rows, ahead = self._multiply_but_last(weight, ahead, x, opaque_16)
+        sums, right, rows, prefetched = self._multiply_but_last(weight, prefetched, x, opaque_16)
         _, lane = self._reread_lane(shared.zero)
         tile = ptx.load_shared_int(shared.partials_full) + stride
         has_next = Int32(tile < args.row_tiles)
@@ -235,14 +237,14 @@ class SmallMKernel(SmallMInput):
         next_weight = self._weight_address(args, tile, Int32(0), lane)
         for t in cutlass.range_constexpr(self.plan.stages):
             following = self._load_x(rows, min(t + 1, self.plan.stages - 1))
-            sums = self._multiply_tile(sums, ahead[t], right, opaque_16)
-            ahead[t] = self._fetch(next_weight, t, has_next)
+            sums = self._multiply_tile(sums, prefetched[t], right, opaque_16)
+            prefetched[t] = self._fetch(next_weight, t, has_next)
             right = following
-        return self._joined(sums), ahead
+        return self._joined(sums), prefetched
 
     @cute.jit
     def _multiply_but_last(
-        self, weight: WeightAddress, ahead: list[Words], x: XRows, opaque_16: Uint32
+        self, weight: WeightAddress, prefetched: list[Words], x: XRows, opaque_16: Uint32
     ) -> tuple[list[Fragment], Words, Uint32, list[Words]]:
         """Multiply all tiles but the last ``stages``, which are prefetched then.
 
@@ -260,23 +262,23 @@ class SmallMKernel(SmallMInput):
         weight = weight.advanced(self.plan.stages - count)
         for step in cutlass.range(steps, unroll=1):
             weight = weight.advanced(count)
-            sums, right, ahead = self._iterate(
-                sums, ahead, weight, 0, count, XRows(rows, x.full), right, step, opaque_16
+            sums, right, prefetched = self._iterate(
+                sums, prefetched, weight, 0, count, XRows(rows, x.full), right, step, opaque_16
             )
             rows += count * 128
         if cutlass.const_expr(rest > 0):
             step = 1 if steps else 0
-            sums, right, ahead = self._iterate(
-                sums, ahead, weight, count, rest, XRows(rows, x.full), right, step, opaque_16
+            sums, right, prefetched = self._iterate(
+                sums, prefetched, weight, count, rest, XRows(rows, x.full), right, step, opaque_16
             )
             rows += rest * 128
-        return sums, right, rows, ahead
+        return sums, right, rows, prefetched
 
     @cute.jit
     def _iterate(
         self,
         sums: list[Fragment],
-        ahead: list[Words],
+        prefetched: list[Words],
         weight: WeightAddress,
         first: cutlass.Constexpr,
         count: cutlass.Constexpr,
@@ -302,22 +304,22 @@ class SmallMKernel(SmallMInput):
             step: 0 in the first iteration, which waits for the rest of X.
             opaque_16: See ``SmallMArgs``.
         """
-        ahead, stages = list(ahead), self.plan.stages
+        prefetched, stages = list(prefetched), self.plan.stages
         for t in cutlass.range_constexpr(count):
             if cutlass.const_expr(self.plan.rounds == 2 and t % stages == 0):
                 more = min(stages, count - t)
-                ahead += [self._fetch(weight, first + t + i) for i in range(more)]
+                prefetched += [self._fetch(weight, first + t + i) for i in range(more)]
             if cutlass.const_expr(t == min(stages, count) - 1):  # noqa: SIM102 - one is constant
                 if step == 0:
                     ptx.mbarrier_wait(x.full + 8, Int32(0))
             following = self._load_x(x.rows, t + 1)
-            sums = self._multiply_tile(sums, ahead[t], right, opaque_16)
+            sums = self._multiply_tile(sums, prefetched[t], right, opaque_16)
             if cutlass.const_expr(self.plan.rounds == 1):
                 # Not before the MMAs: the old words would have to be moved out of the way, 24
                 # moves a round.
-                ahead.append(self._fetch(weight, first + t))
+                prefetched.append(self._fetch(weight, first + t))
             right = following
-        return sums, right, ahead[count:]
+        return sums, right, prefetched[count:]
 
     @cute.jit
     def _send(

@@ -196,9 +196,9 @@ class SmallMPlan:
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold at once, which bounds the registers of a thread.
 
-        Two, so that CTAs of the next kernel start beside those of this one. Operands of 16 tokens
-        need too many registers for that, as do float32 results, scales of tokens where the next
-        row tile's weights are loaded during the epilogue, and many stages.
+        Two, so that CTAs of the next kernel run while those of this one finish. Operands of 16
+        tokens need too many registers for that, as do float32 results, scales of tokens where the
+        next row tile's weights are loaded during the epilogue, and many stages.
         """
         wide = self.float32_out or (self.row_scaled and self.ctas == 1)
         registers = _OTHER_REGISTERS + 6 * self.stages * self.rounds
@@ -271,8 +271,8 @@ def is_measured(
 ) -> bool:
     """Whether the configuration that ``small_m_plan`` gives is one of those measured."""
     key = (1 if tokens <= 8 else 2, row_tiles, group_tiles, columns)
-    found = _RINGS.get(key) or _MEASURED.get(key)
-    return found is not None and _fits_registers(found[0], float32_out, row_scaled)
+    measured = _RINGS.get(key) or _MEASURED.get(key)
+    return measured is not None and _fits_registers(measured[0], float32_out, row_scaled)
 
 
 def _fits_registers(ctas: int, float32_out: bool, row_scaled: bool) -> bool:
@@ -295,9 +295,9 @@ def _chosen(
     if ring is not None and _fits_registers(ring[0], float32_out, row_scaled):
         ctas, warps, stages = ring
         return SmallMRingPlan(columns, ctas, warps, *kind, stages)
-    found = _MEASURED.get(key)
-    if found is not None and _fits_registers(found[0], float32_out, row_scaled):
-        ctas, warps, stages, rounds = (*found, 1)[:4]
+    measured = _MEASURED.get(key)
+    if measured is not None and _fits_registers(measured[0], float32_out, row_scaled):
+        ctas, warps, stages, rounds = (*measured, 1)[:4]
         return SmallMPlan(columns, ctas, warps, *kind, stages, rounds=rounds)
     one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)

@@ -60,10 +60,10 @@ class SmallMRingKernel(SmallMKernel):
             self._copy(weight, ring, t, t)
         return ring
 
-    def _prefetch_more(self, weight: WeightAddress, ahead: Ring) -> None:  # type: ignore[override]
+    def _prefetch_more(self, weight: WeightAddress, prefetched: Ring) -> None:  # type: ignore[override]
         """Start the copies of the ring's other slots, after those of X."""
         for t in range(self.plan.early_stages, self.plan.stages):
-            self._copy(weight, ahead, t, t)
+            self._copy(weight, prefetched, t, t)
 
     def _copy(self, weight: WeightAddress, ring: Ring, tile: int, slot: int) -> None:
         """Copy the lane's bytes of a tile to a slot, as a group of its own."""
@@ -91,7 +91,7 @@ class SmallMRingKernel(SmallMKernel):
 
     @cute.jit
     def _multiply(  # type: ignore[override]
-        self, weight: WeightAddress, ahead: Ring, x: XRows, opaque_16: Uint32
+        self, weight: WeightAddress, prefetched: Ring, x: XRows, opaque_16: Uint32
     ) -> list[Fragment]:
         """Accumulators of the CTA's part of K of a row tile, for each tile of tokens."""
         rows, stages = x.rows, self.plan.stages
@@ -101,23 +101,23 @@ class SmallMRingKernel(SmallMKernel):
         for step in cutlass.range(steps, unroll=1):
             weight = weight.advanced(stages)
             for t in cutlass.range_constexpr(stages):
-                words = self._wait_slot(ahead, t, stages - 1)
+                words = self._wait_slot(prefetched, t, stages - 1)
                 if cutlass.const_expr(t == stages - 1):  # noqa: SIM102 - one is constant
                     if step == 0:
                         ptx.mbarrier_wait(x.full + 8, Int32(0))
                 following = self._load_x(rows, t + 1)
                 sums = self._multiply_tile(sums, words, right, opaque_16)
-                self._copy(weight, ahead, t, t)
+                self._copy(weight, prefetched, t, t)
                 right = following
             rows += stages * 128
         # The last ``stages`` tiles and what no whole turn of the ring has; ``rest`` copies remain.
         for t in cutlass.range_constexpr(rest + stages):
-            words = self._wait_slot(ahead, t % stages, min(stages, rest + stages - t) - 1)
+            words = self._wait_slot(prefetched, t % stages, min(stages, rest + stages - t) - 1)
             if cutlass.const_expr(steps == 0 and rest > 0 and t == stages - 1):
                 ptx.mbarrier_wait(x.full + 8, Int32(0))
             following = self._load_x(rows, min(t + 1, rest + stages - 1))
             sums = self._multiply_tile(sums, words, right, opaque_16)
             if cutlass.const_expr(t < rest):
-                self._copy(weight, ahead, stages + t, t)
+                self._copy(weight, prefetched, stages + t, t)
             right = following
         return self._joined(sums)

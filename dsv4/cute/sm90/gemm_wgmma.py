@@ -269,7 +269,7 @@ class WgmmaKernel(WgmmaCopies):
                 group = row_block // args.group_blocks
                 reduced = self._reduced(sums, exchange, me)
                 self._store_tiles(
-                    [RowTile(*each) for each in zip(reduced, own, factors, strict=True)],
+                    list(map(RowTile, reduced, own, factors)),
                     Output(
                         buffer=buffer,
                         token_scale=args.token_scale + group * 4,
@@ -407,14 +407,14 @@ class WgmmaKernel(WgmmaCopies):
         rows = 64 * self.plan.warpgroups
         left_shape = slice_.partition_shape_A((rows, 16 * self.plan.k_steps))
         left = [cute.make_rmem_tensor(left_shape, BFloat16) for _ in range(2)]
-        words = [cute.recast_tensor(each, Uint32) for each in left]
+        words = [cute.recast_tensor(operand, Uint32) for operand in left]
         operands = []
         for tokens in self.plan.mma_widths:
             op = mma if tokens == self.plan.token_block else self._mma(tokens)
             op.set(warpgroup.Field.ACCUMULATE, True)
             slice_ = op.get_slice(thread)
             shape = slice_.partition_shape_C((rows, tokens))
-            parts = [cute.make_tensor(each.iterator, cute.make_layout(shape)) for each in sums]
+            parts = [cute.make_tensor(tile.iterator, cute.make_layout(shape)) for tile in sums]
             # Lines of 128 bytes in groups of 8, as a whole stage has them; the first ``tokens``.
             stages = cute.make_layout(
                 ((8, tokens // 8), (64, 1), (1, self.plan.stage_k_blocks * self.plan.stages)),
@@ -435,8 +435,8 @@ class WgmmaKernel(WgmmaCopies):
     def _load_first(self, weights: Any) -> list[LaneWords]:
         """Weights of the first ``prefetched_k_blocks`` blocks of each of the warp's row tiles."""
         blocks = range(self.plan.prefetched_k_blocks)
-        each = itertools.product(blocks, range(self.plan.warp_tiles))
-        return [self._load(weights, Int32(0), u, h) for u, h in each]
+        pairs = itertools.product(blocks, range(self.plan.warp_tiles))
+        return [self._load(weights, Int32(0), u, h) for u, h in pairs]
 
     def _load(self, weights: Any, stage: Int32, u: int, h: int) -> LaneWords:
         """The lane's 4 words of codes and 2 of scales.
@@ -492,8 +492,8 @@ class WgmmaKernel(WgmmaCopies):
                     # Two sets of left operands, used alternately: the MMAs in flight read one
                     # while the other is written.
                     turn = (piece * self.plan.warp_tiles + h) % 2
-                    place = u % self.plan.prefetched_k_blocks * self.plan.warp_tiles + h
-                    self._dequantize(words[turn], prefetched[place], start, loop.opaque_16)
+                    register_set = u % self.plan.prefetched_k_blocks * self.plan.warp_tiles + h
+                    self._dequantize(words[turn], prefetched[register_set], start, loop.opaque_16)
                     # Writes to left operands and accumulators come before the MMAs read them.
                     warpgroup.fence()
                     for k in cutlass.range_constexpr(self.plan.k_steps):
@@ -514,7 +514,7 @@ class WgmmaKernel(WgmmaCopies):
                             if not (loop.is_last and step + 1 == loop.stages):
                                 ptx.mbarrier_wait(pipeline.full + Uint32(following * 8), later)
                         there = following if coming >= whole else stage
-                        prefetched[place] = self._load(weights, there, coming % whole, h)
+                        prefetched[register_set] = self._load(weights, there, coming % whole, h)
                     # The MMAs before those just started are done: their operands may be written.
                     warpgroup.wait_group(1)
                     # So the MMAs that read the stage before are done, too.

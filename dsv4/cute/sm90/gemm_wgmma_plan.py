@@ -190,8 +190,8 @@ class WgmmaPlan:
         gained 1.5 to 5 % by 4, 128 tokens nothing, because the tensor cores are the bound there;
         512 rows of a CTA with 48 and 64 tokens lost 1 and 9 %, for want of registers (H200).
         """
-        few = self.token_block <= 32 and not (self.float32_out and self.row_scaled)
-        fits = self.warpgroups < 4 or self.warp_tiles == 1 or few
+        few_tokens = self.token_block <= 32 and not (self.float32_out and self.row_scaled)
+        fits = self.warpgroups < 4 or self.warp_tiles == 1 or few_tokens
         return 4 if self.stage_k_blocks == 2 and self.token_block <= 96 and fits else 2
 
     @property
@@ -233,7 +233,7 @@ class WgmmaPlan:
         gave 2 to 11 % where K is shared; three stages with three warpgroups cost 17 % (H200).
         """
         least = 3 if self.warpgroups == 2 else 4
-        return self.ctas > 1 and self._stages_beside(self.exchange_bytes) >= least
+        return self.ctas > 1 and self._stages_with(self.exchange_bytes) >= least
 
     @property
     def other_bytes(self) -> int:
@@ -259,9 +259,9 @@ class WgmmaPlan:
     @functools.cached_property
     def stages(self) -> int:
         """Stages of the pipeline."""
-        return self._stages_beside(self.exchange_buffer_bytes)
+        return self._stages_with(self.exchange_buffer_bytes)
 
-    def _stages_beside(self, taken: int) -> int:
+    def _stages_with(self, taken: int) -> int:
         """Stages that fit beside ``taken`` bytes and what every configuration has."""
         left = _SHARED_LIMIT - 1024 - self.epilogue_bytes - self.other_bytes - taken
         return min(_MOST_STAGES, left // self.stage_bytes)
@@ -347,11 +347,15 @@ def candidates(
     if columns % 128:
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
-    for (warpgroups, tiles, k_blocks, token_block), ctas in itertools.product(shapes, CLUSTERS):
+    for (warpgroups, tiles, stage_k_blocks, token_block), ctas in itertools.product(
+        shapes, CLUSTERS
+    ):
         kind = (float32_out, row_scaled)
-        plan = _configuration(token_block, warpgroups, ctas, k_blocks, *kind, warp_tiles=tiles)
+        plan = _configuration(
+            token_block, warpgroups, ctas, stage_k_blocks, *kind, warp_tiles=tiles
+        )
         whole = rows == group_rows or group_rows % plan.rows == 0
-        stages = columns // 64 // k_blocks
+        stages = columns // 64 // stage_k_blocks
         # 512 rows of a CTA: registers hold these options beside the accumulators of 32 tokens only.
         spills = plan.rows == 512 and token_block > 32 and (float32_out or row_scaled)
         if spills or not whole or stages < ctas or token_block > 2 * max(tokens, 16):
@@ -386,7 +390,7 @@ def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> f
     cycles = 1250 + rounds * tile
     if plan.ctas > 1:
         cycles += 6470 * (rounds - 1)
-    # The CTAs of the next kernel start beside those of this one if there are free SMs for them.
+    # The CTAs of the next kernel start before those of this one end if there are free SMs.
     return cycles - 1350 if 2 * tiles * plan.ctas <= SMS else cycles
 
 

@@ -45,7 +45,7 @@ _FILLED_MORE = 0.05  # by how much they must fill their rounds better
 
 # Average rows from which the experts are divided among several launches.
 _SEVERAL_LAUNCHES_MEAN = 0.5
-# An expert has far more rows than the average from so many more on, or two standard deviations.
+# An expert has far more rows than the average if it has this many more, or two standard deviations.
 _FAR_ABOVE = 5.0
 # Average rows above which one launch takes all experts but those of far fewer rows.
 _WHOLE_MEAN = 144.0
@@ -86,7 +86,7 @@ class _Ladder(NamedTuple):
     More row tiles of a warp share more of what waiting, addresses and descriptors of X cost.
 
     Attributes:
-        steps: By most rows of an expert: the launches for experts of up to so many rows.
+        steps: The launches for experts of about the average, by the most rows of an expert.
         above: For experts of more rows than the steps: where those end at 16 rows or fewer, and
             where they go further.
         whole: Candidates for averages above ``_WHOLE_MEAN``.
@@ -222,7 +222,7 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
 
 
 def uses_tile_counters(problem: Experts, tokens: int) -> bool:
-    """Whether CTAs take the next tile by a counter when they are done, not every so many.
+    """Whether a CTA takes its next tile by a counter, not every tile that is a grid further.
 
     With many launches, the CTAs of a launch begin at times that differ by whole tiles.
     """

@@ -250,7 +250,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
                         ptx.store_global_float(at, global_scale)
                 reduced = self._fragments(sums)
                 self._store_tiles(
-                    [RowTile(*each) for each in zip(reduced, own, factors, strict=True)],
+                    list(map(RowTile, reduced, own, factors)),
                     output,
                     Int32(0),
                     Thread(thread, warp, lane, Int32(0)),
@@ -313,20 +313,20 @@ class GroupedWgmmaKernel(WgmmaKernel):
         boxes = self.plan.token_block // self.plan.tma_tokens  # of a block of 64 columns
         x_stages = self._x_stages(shared.x)
         while tile < total_tiles(walk.order.table) * walk.order.row_blocks:
-            found = find_tile(tile, walk.order, self.plan.token_block)
+            current = find_tile(tile, walk.order, self.plan.token_block)
             ptx.mbarrier_wait(self._slot_barrier(slots, slot), slot_parity)
             if lane == 0:
-                ptx.store_shared4(slot, [Uint32(word) for word in found])
+                ptx.store_shared4(slot, [Uint32(word) for word in current])
             slot += 16
             if slot == slots + 16 * SLOTS:
                 slot = slots
                 slot_parity = slot_parity ^ 1
-            tokens = cute.domain_offset((found.first_row, 0), tma.x_tensor)
+            tokens = cute.domain_offset((current.first_row, 0), tma.x_tensor)
             x_tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
             x = self._partition(tma.x_tma, x_stages, x_tiles)
-            row = found.expert * row_tiles + found.row_block * self.plan.cta_row_tiles
+            row = current.expert * row_tiles + current.row_block * self.plan.cta_row_tiles
             weights = self._weight_copies(tma, shared.weights, row)
-            width = self._width(found.rows)
+            width = self._width(current.rows)
             for k in cutlass.range(stages, unroll=1):
                 ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
                 self._expect(full + Uint32(stage * 8), width, lane)
@@ -363,7 +363,7 @@ class GroupedWgmmaKernel(WgmmaKernel):
         return following
 
     def _width(self, rows: Int32) -> Int32:
-        """Tokens of the MMAs of a tile with so many rows: the first of ``mma_widths`` that fits."""
+        """Tokens of the MMAs of a tile: the first of ``mma_widths`` that its rows fit."""
         width = Int32(self.plan.mma_widths[0])
         for narrower, wider in itertools.pairwise(self.plan.mma_widths):
             width += Int32(rows > narrower) * (wider - narrower)

@@ -15,10 +15,10 @@ Tiling and ownership
 
 Pipeline
     For each warpgroup that multiplies a warp of a further warpgroup has bulk copies bring its
-    blocks to shared memory, ``plan.stages`` ahead, because registers have no room for as many bytes
-    in flight as the latency of memory wants. Page numbers are loaded 32 blocks ahead.
-    While products of a block are in flight, a warpgroup expands the codes of the next one to other
-    registers. Logits are stored meanwhile too, in steps between those of the expansion.
+    blocks to shared memory, ``plan.stages`` ahead, because registers cannot hold as many bytes
+    in flight as the latency of memory needs. Page numbers are loaded 32 blocks ahead.
+    While the MMAs of a block are in flight, a warpgroup dequantizes the codes of the next one to
+    other registers. Logits are stored meanwhile, too, between steps of the dequantization.
     Heads beyond ``args.heads`` have zero codes and weights.
 
 Barriers
@@ -265,11 +265,11 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
 
         A warpgroup takes two blocks, even if it has none, and two for every further pair.
         """
-        place = Int32(0)  # of the blocks that are copied
+        number = Int32(0)  # of the blocks that are copied
         # Page numbers are loaded 32 blocks ahead.
         page = self._page(pages, blocks.first + (lane >> 1) * blocks.step + (lane & 1))
-        while (place < 2) | (blocks.first + (place >> 1) * blocks.step < blocks.end):
-            block = blocks.first + ((place + lane) >> 1) * blocks.step + (lane & 1)
+        while (number < 2) | (blocks.first + (number >> 1) * blocks.step < blocks.end):
+            block = blocks.first + ((number + lane) >> 1) * blocks.step + (lane & 1)
             later = self._page(pages, block + 16 * blocks.step)
             within = cutlass.min(block, pages.last) & ((1 << pages.block_shift) - 1)
             page_number = cutlass.max(Int32(page), Int32(0))
@@ -279,34 +279,34 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
             scales = start + all_codes + Int64(within * (BLOCK * 4))
             turn = Int32(0)
             while (turn < 32) & (
-                (place < 2) | (blocks.first + (place >> 1) * blocks.step < blocks.end)
+                (number < 2) | (blocks.first + (number >> 1) * blocks.step < blocks.end)
             ):
-                stage = place & self.plan.stages - 1
+                stage = number & self.plan.stages - 1
                 target = ring.stages + Uint32(stage * STAGE)
                 full = ring.barriers + Uint32(stage * 16)
                 # In the first round the stage is empty: the parity before the first phase.
-                ptx.mbarrier_wait(full + 8, self._parity(place) ^ 1)
+                ptx.mbarrier_wait(full + 8, self._parity(number) ^ 1)
                 if lane == turn:
                     ptx.mbarrier_arrive_expect_tx(full, STAGE)
                     ptx.bulk_copy_to_shared(target, codes, BLOCK * CODE_BYTES, full)
                     ptx.bulk_copy_to_shared(target + BLOCK * CODE_BYTES, scales, BLOCK * 4, full)
                 turn += 1
-                place += 1
+                number += 1
             page = later
 
-    def _parity(self, place: Int32) -> Int32:
-        """The parity of the ring's round in which the ``place``-th block is copied."""
-        return (place >> self.plan.stages.bit_length() - 1) & 1
+    def _parity(self, number: Int32) -> Int32:
+        """The parity of the ring's round in which the ``number``-th block is copied."""
+        return (number >> self.plan.stages.bit_length() - 1) & 1
 
     @cute.jit
-    def _wait_block(self, ring: Ring, place: Int32) -> None:
-        """Wait for the bytes of the warpgroup's ``place``-th block."""
-        full = ring.barriers + Uint32((place & self.plan.stages - 1) * 16)
-        ptx.mbarrier_wait(full, self._parity(place))
+    def _wait_block(self, ring: Ring, number: Int32) -> None:
+        """Wait for the bytes of the warpgroup's ``number``-th block."""
+        full = ring.barriers + Uint32((number & self.plan.stages - 1) * 16)
+        ptx.mbarrier_wait(full, self._parity(number))
 
-    def _read_block(self, ring: Ring, place: Int32, who: Lane, zero: Uint32) -> KeyPair:
-        """Load the lane's share of two keys of the ``place``-th block, and give the stage back."""
-        stage = place & self.plan.stages - 1
+    def _read_block(self, ring: Ring, number: Int32, who: Lane, zero: Uint32) -> KeyPair:
+        """Load the lane's share of two keys of the ``number``-th block, and give the stage back."""
+        stage = number & self.plan.stages - 1
         address = ring.stages + Uint32(stage * STAGE)
         codes = address + Uint32(who.warp * (16 * CODE_BYTES) + who.lane * 16)
         scales = address + Uint32(who.warp * (16 * 4) + who.lane // 4 * 4)
@@ -330,7 +330,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
         return mma
 
     def _multiply(self, mma: Mma, dots: cute.Tensor, codes: cute.Tensor) -> None:
-        """Start the products of a block. One warpgroup.
+        """Start the MMAs of a block. One warpgroup.
 
         Args:
             mma: Steps and operands.
@@ -383,7 +383,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
             first.make_fragment_B(mma_slice.partition_B(operand))
             for operand in (shared.queries, shared.bias)
         ]
-        # Codes of the two blocks of a pair are expanded to two sets of registers in turn.
+        # Codes of the two blocks of a pair are dequantized to two sets of registers alternately.
         left_shape = mma_slice.partition_shape_A((BLOCK, DIMS))
         even, odd = [first.make_fragment_A(left_shape) for _ in range(2)]
         even_words, odd_words = cute.recast_tensor(even, Uint32), cute.recast_tensor(odd, Uint32)
@@ -398,14 +398,14 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
         dots = cute.make_rmem_tensor(mma_slice.partition_shape_C((BLOCK, HEADS)), Int32)
         minus_one = Uint32(ptx.load_shared_int(shared.windows + 8))
         zero = minus_one + Uint32(1)  # opaque to the compiler
-        place, block = Int32(0), blocks.first
-        self._wait_block(ring, place)
-        keys = self._read_block(ring, place, who, zero)
-        factors, far = self._expand(even_words, keys, who.lane, minus_one)
+        number, block = Int32(0), blocks.first
+        self._wait_block(ring, number)
+        keys = self._read_block(ring, number, who, zero)
+        factors, far = self._dequantize(even_words, keys, who.lane, minus_one)
         self._multiply(mma, dots, even)
-        self._wait_block(ring, place + 1)
-        keys = self._read_block(ring, place + 1, who, zero)
-        odd_factors, below = self._expand(odd_words, keys, who.lane, minus_one)
+        self._wait_block(ring, number + 1)
+        keys = self._read_block(ring, number + 1, who, zero)
+        odd_factors, below = self._dequantize(odd_words, keys, who.lane, minus_one)
         far = ptx.max_u16x2(far, below)  # the largest distances so far
         output = Output(
             scores=args.scores + Int64(token) * args.score_stride * 4,
@@ -423,26 +423,26 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
             block += blocks.step
             next_factors, next_odd_factors = factors, odd_factors
             if block < blocks.end:
-                self._wait_block(ring, place + 2)
-                keys = self._read_block(ring, place + 2, who, zero)
-                next_factors, below = self._expand(even_words, keys, who.lane, minus_one)
+                self._wait_block(ring, number + 2)
+                keys = self._read_block(ring, number + 2, who, zero)
+                next_factors, below = self._dequantize(even_words, keys, who.lane, minus_one)
                 far = ptx.max_u16x2(far, below)
             warpgroup.wait_group(0)
             sums += self._sum_heads(dots, weights)
             pair = PairScores(sums, factors, odd_factors, block - blocks.step)
             if block < blocks.end:
                 self._multiply(mma, dots, even)
-                self._wait_block(ring, place + 3)
-                keys = self._read_block(ring, place + 3, who, zero)
+                self._wait_block(ring, number + 3)
+                keys = self._read_block(ring, number + 3, who, zero)
                 storing = self._storing(pair, output, who)
-                next_odd_factors, below = self._expand(
+                next_odd_factors, below = self._dequantize(
                     odd_words, keys, who.lane, minus_one, storing
                 )
                 far = ptx.max_u16x2(far, below)
             else:
                 self._store(pair, output, who)
             factors, odd_factors = next_factors, next_odd_factors
-            place += 2
+            number += 2
         # Products that nobody reads: of the second pair that a warpgroup without blocks takes.
         warpgroup.wait_group(0)
         low, high = ptx.load_shared(shared.windows, 2)

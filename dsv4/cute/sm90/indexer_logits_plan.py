@@ -16,7 +16,7 @@ CODE_BYTES, SCALE_BYTES = DIMS // 2, DIMS // 32  # of a key
 STAGE = BLOCK * (CODE_BYTES + SCALE_BYTES)  # bytes of a block of entries
 # Entries of all tokens from which the kernel's start does not matter. Triton and this kernel took,
 # at one token of 262144 entries, 14.5 and 12.4 us; at one of 32768, 5.0 and 4.9 (H200).
-_MANY = 1 << 17
+_LARGE = 1 << 17
 
 
 class IndexerLogitsArgs(NamedTuple):
@@ -158,7 +158,7 @@ def supports_int8(
 
     ``capacity`` is a token's number of entries, at most. Other arguments do not matter.
     """
-    if q.shape[0] * capacity < _MANY:
+    if q.shape[0] * capacity < _LARGE:
         return False
     if entry_format != "index_mxfp4" or query_scales is None or weights.dtype != torch.float32:
         return False

@@ -123,7 +123,7 @@ class IndexerLogitsTile(PlannedKernel):
 
     plan: IndexerLogitsPlan
 
-    def _expand(
+    def _dequantize(
         self,
         registers: cute.Tensor,
         keys: KeyPair,
@@ -131,7 +131,7 @@ class IndexerLogitsTile(PlannedKernel):
         minus_one: Uint32,
         steps: Iterable[None] = (),
     ) -> tuple[Uint32, Uint32]:
-        """Expand codes of two keys to the left operands of four steps of K.
+        """Dequantize codes of two keys to the left operands of four steps of K.
 
         Args:
             registers: 16 words: by step, half of the word, key.
@@ -159,7 +159,7 @@ class IndexerLogitsTile(PlannedKernel):
         return largest, below
 
     def _is_distant(self, below: Uint32) -> cutlass.Boolean:
-        """Whether one of two distances that ``_expand`` returns is too large for integers."""
+        """Whether one of two distances that ``_dequantize`` returns is too large for integers."""
         return ptx.max_of_halves(below) > Uint32(_FARTHEST)
 
     def _tables(self, factor: Uint32) -> list[Uint32]:

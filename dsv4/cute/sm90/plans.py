@@ -19,8 +19,8 @@ _SMALL_M = 8
 _SMALL_MATRIX = 24 << 20  # weights
 
 
-class Product(NamedTuple):
-    """What a kernel depends on beside the number of tokens.
+class GemmProblem(NamedTuple):
+    """What a kernel depends on, except the number of tokens.
 
     Attributes:
         rows: N, of all groups; a multiple of 16 in each.
@@ -40,18 +40,18 @@ class Product(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def choose(product: Product, tokens: int, arch: str = HOPPER) -> Plan | None:
+def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None:
     """The configuration for a number of tokens; None if there is none.
 
     A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    small = _small_m(product, min(tokens, TOKENS))
+    small = _small_m(problem, min(tokens, TOKENS))
     # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
         return small
-    if small is not None and tokens <= (TOKENS if _takes_16_tokens(product) else _SMALL_M):
+    if small is not None and tokens <= (TOKENS if _takes_16_tokens(problem) else _SMALL_M):
         return small
-    return _large_m(product, counted_as(tokens)) or small
+    return _large_m(problem, counted_as(tokens)) or small
 
 
 def counted_as(tokens: int) -> int:
@@ -71,37 +71,37 @@ def token_counts(most: int) -> list[int]:
     return [*range(1, min(most, TOKENS) + 1), *sorted(counted)]
 
 
-def _takes_16_tokens(product: Product) -> bool:
+def _takes_16_tokens(problem: GemmProblem) -> bool:
     """Whether the small-M kernel takes up to 16 tokens: small matrices, and measured ones."""
-    if product.rows * product.columns <= _SMALL_MATRIX:
+    if problem.rows * problem.columns <= _SMALL_MATRIX:
         return True
-    tiles = product.rows // 16
-    kind = (product.float32_out, product.row_scaled)
-    return is_measured(tiles, tiles // product.groups, product.columns, TOKENS, *kind)
+    tiles = problem.rows // 16
+    kind = (problem.float32_out, problem.row_scaled)
+    return is_measured(tiles, tiles // problem.groups, problem.columns, TOKENS, *kind)
 
 
 @functools.cache
-def _small_m(product: Product, tokens: int) -> SmallMPlan | None:
-    tiles = product.rows // 16
+def _small_m(problem: GemmProblem, tokens: int) -> SmallMPlan | None:
+    tiles = problem.rows // 16
     plan = small_m_plan(
         tiles,
-        tiles // product.groups,
-        product.columns,
+        tiles // problem.groups,
+        problem.columns,
         tokens,
-        product.float32_out,
-        product.row_scaled,
+        problem.float32_out,
+        problem.row_scaled,
     )
-    return plan and dataclasses.replace(plan, swiglu=product.swiglu)
+    return plan and dataclasses.replace(plan, swiglu=problem.swiglu)
 
 
 @functools.cache
-def _large_m(product: Product, tokens: int) -> WgmmaPlan | None:
+def _large_m(problem: GemmProblem, tokens: int) -> WgmmaPlan | None:
     plan = wgmma_plan(
-        product.rows,
-        product.rows // product.groups,
-        product.columns,
+        problem.rows,
+        problem.rows // problem.groups,
+        problem.columns,
         tokens,
-        product.float32_out,
-        product.row_scaled,
+        problem.float32_out,
+        problem.row_scaled,
     )
-    return plan and dataclasses.replace(plan, swiglu=product.swiglu)
+    return plan and dataclasses.replace(plan, swiglu=problem.swiglu)

@@ -61,7 +61,7 @@ class WeightAddress(NamedTuple):
     scales: Int64
 
     def advanced(self, tiles: int) -> WeightAddress:
-        """The addresses so many weight tiles later."""
+        """The addresses ``tiles`` weight tiles later."""
         return WeightAddress(self.codes + tiles * CODE_BYTES, self.scales + tiles * SCALE_BYTES)
 
 
@@ -253,8 +253,8 @@ class SmallMTile(PlannedKernel):
             values = []
             for i in cutlass.range_constexpr(4):
                 # Accumulators 0 and 1 are the two tokens of the first row, 2 and 3 of the second.
-                place = n * 8 + lane % 4 * 2 + i % 2
-                token = cutlass.min(place, output.tokens - 1)
+                position = n * 8 + lane % 4 * 2 + i % 2
+                token = cutlass.min(position, output.tokens - 1)
                 factor = factors[i // 2]
                 if cutlass.const_expr(self.plan.row_scaled):
                     scale_at = output.token_scale + token * output.groups * 4
@@ -262,7 +262,7 @@ class SmallMTile(PlannedKernel):
                 value = sums[n][i] * factor
                 # Rows of X in shared memory without a token hold anything, infinities too; their
                 # columns are not stored, so they are not looked at again.
-                if place < output.tokens and ptx.abs_float(value) == Float32(float("inf")):
+                if position < output.tokens and ptx.abs_float(value) == Float32(float("inf")):
                     value = self._nan_if_input_infinite(
                         value, output.x + token * output.token_stride * 2
                     )

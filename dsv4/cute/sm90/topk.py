@@ -132,7 +132,7 @@ class TopkKernel(TopkRows):
             positions=self._allocate(smem, 2 * CANDIDATES * 4),
             totals=self._allocate(smem, 2 * TOTALS_BYTES),
             extremes=self._allocate(smem, 2 * TOTALS_BYTES),
-            found=self._allocate(smem, 16),
+            threshold=self._allocate(smem, 16),
             cluster_keys=Uint32(0),
             cluster_counts=Uint32(0),
         )
@@ -143,11 +143,11 @@ class TopkKernel(TopkRows):
     @cute.jit
     def _store_all(self, row: Row, k: Int32, thread: Int32) -> None:
         """Store all positions that are seen, at most k, then -1."""
-        for place in cutlass.range(thread, k, self.plan.threads, unroll=1):
+        for slot in cutlass.range(thread, k, self.plan.threads, unroll=1):
             position = Int64(-1)
-            if place < row.visible:
-                position = Int64(place)
-            ptx.store_global_int64(row.out + Int64(place) * 8, position)
+            if slot < row.visible:
+                position = Int64(slot)
+            ptx.store_global_int64(row.out + Int64(slot) * 8, position)
 
     @cute.jit
     def _select_alone(self, args: TopkArgs, row: Row, shared: SharedMemory, who: Lane) -> None:
@@ -193,7 +193,7 @@ class TopkKernel(TopkRows):
     def _candidate_range(
         self, source: Keys, k: Int32, slack: Int32, shared: SharedMemory, who: Lane
     ) -> KeyRange:
-        """A threshold above 0 that at least k keys reach, if there are so many; the highest key.
+        """A threshold above 0 that at least k keys reach, if there are k; the highest key.
 
         A class's maximum is one key that reaches it, so k classes that reach the threshold are at
         least k keys.
@@ -227,8 +227,8 @@ class TopkKernel(TopkRows):
         classes = SharedKeys(shared.classes, Int32(self.plan.classes // 4))
         low = cutlass.max(low, Uint32(1))
         known = KeyRange(low, top)
-        found = self._search(classes, known, reached, k, slack, shared, who)
-        return KeyRange(found.key, top)
+        threshold = self._search(classes, known, reached, k, slack, shared, who)
+        return KeyRange(threshold.key, top)
 
     @cute.jit
     def _cut(
@@ -241,11 +241,11 @@ class TopkKernel(TopkRows):
         who: Lane,
     ) -> Cut:
         """Where the k highest of ``count`` keys within the limits end."""
-        found = self._search(source, limits, count, k, Int32(0), shared, who)
-        bound, ties = found.key, k - found.above
-        if found.reached <= k:
+        threshold = self._search(source, limits, count, k, Int32(0), shared, who)
+        bound, ties = threshold.key, k - threshold.above
+        if threshold.reached <= k:
             # All keys that reach the threshold are selected.
-            bound, ties = found.key - 1, Int32(0)
+            bound, ties = threshold.key - 1, Int32(0)
         return Cut(bound, ties)
 
     @cute.jit
@@ -305,12 +305,12 @@ class TopkKernel(TopkRows):
                 total = Int32(0)
             upto += ptx.warp_sum(total) + above
             if (upto - mine < k) & (upto >= k):
-                self._store_bucket(own, upto - mine, k, who.thread, shared.found)
+                self._store_bucket(own, upto - mine, k, who.thread, shared.threshold)
             if (who.thread == 0) & (upto < k):
                 # All counted buckets have less than k: it is the lowest one.
-                ptx.store_shared4(shared.found, (who.thread, upto, reached, Int32(0)))
+                ptx.store_shared4(shared.threshold, (who.thread, upto, reached, Int32(0)))
             cute.arch.sync_threads()
-            four = ptx.load_shared(shared.found, 4)
+            four = ptx.load_shared(shared.threshold, 4)
             low = low + (four[0] << Uint32(shift))
             top = low + cutlass.min(top - low, (Uint32(1) << Uint32(shift)) - 1)
             above, reached = Int32(four[1]), Int32(four[2])
@@ -337,7 +337,7 @@ class TopkKernel(TopkRows):
 
     @cute.jit
     def _store_bucket(
-        self, own: list[Int32], above: Int32, k: Int32, thread: Int32, found: Uint32
+        self, own: list[Int32], above: Int32, k: Int32, thread: Int32, threshold: Uint32
     ) -> None:
         """Store which of a thread's buckets holds the k-th key, and the keys above and with it.
 
@@ -347,5 +347,5 @@ class TopkKernel(TopkRows):
         for i in cutlass.range_constexpr(buckets - 1, -1, -1):
             upto = above + own[i]
             if (above < k) & (upto >= k):
-                ptx.store_shared4(found, (thread * buckets + i, above, upto, Int32(0)))
+                ptx.store_shared4(threshold, (thread * buckets + i, above, upto, Int32(0)))
             above = upto

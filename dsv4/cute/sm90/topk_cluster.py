@@ -2,7 +2,7 @@
 
 Tiling and ownership
     Every CTA reads all group maxima and finds the same threshold for itself (step 1): the cluster
-    needs no exchange for it. Groups are dealt out in ``plan.ctas`` neighbouring parts; the CTA of
+    needs no exchange for it. Groups are split into ``plan.ctas`` neighbouring parts; the CTA of
     rank r gathers groups and candidates of part r (steps 2 and 3). So the candidates of the CTAs,
     one after another, are in the row's order.
 

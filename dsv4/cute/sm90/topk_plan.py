@@ -13,10 +13,10 @@ from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
 CANDIDATES = 4096  # keys that are selected among in shared memory, and groups that they come from
 BUCKETS = 1024  # equal parts of a range of keys, whose keys are counted
 SHARE = 2048  # candidates that each CTA of a cluster may have
-# Rows up to which a cluster of so many CTAs has each, because an H200 has room for all clusters at
-# a time. 1 x 262144 entries, 1024 selected: 10.5 us with one CTA of 1024 threads, 6.9 with eight
-# of 512; 16 x 262144: 10.2 and, with four, 8.2 (H200). With more clusters than fit, 64 x 32768 took
-# 25 us (four CTAs each) and 43 (eight).
+# Rows up to which each has a cluster, by the cluster's CTAs: an H200 holds all these clusters at a
+# time. 1 x 262144 entries, 1024 selected: 10.5 us with one CTA of 1024 threads, 6.9 with eight of
+# 512; 16 x 262144: 10.2 and, with four, 8.2 (H200). With more clusters than fit, 64 x 32768 took 25
+# us (four CTAs each) and 43 (eight).
 _ROWS = {8: 15, 4: 30}
 _MOST = 1024  # entries that are selected, at most
 _SHORT = 8192  # entries up to which Triton's kernel takes less time
@@ -76,6 +76,11 @@ class TopkPlan:
     # Classes of keys whose maxima give the threshold. 4096 come nearer to k but take twice as many
     # atomic operations in shared memory.
     classes = 2048
+
+    @property
+    def blocks(self) -> int:
+        """CTAs of a cluster, by the name that all plans share."""
+        return self.ctas
 
     @property
     def warps(self) -> int:

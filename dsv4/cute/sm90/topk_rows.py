@@ -64,7 +64,7 @@ class SharedMemory(NamedTuple):
     positions: Uint32
     totals: Uint32
     extremes: Uint32
-    found: Uint32
+    threshold: Uint32
     cluster_keys: Uint32
     cluster_counts: Uint32
 
@@ -333,13 +333,13 @@ class TopkRows(PlannedKernel):
                 counts = [Int32(ptx.extract_byte(whole, i)) for i in range(count)]
                 prefix = self._prefix(sum(counts[1:], counts[0]), totals, who)
                 if (mine != 0) & (gathered + prefix.total <= CANDIDATES):
-                    place = positions + Uint32((gathered + prefix.before) * 4)
+                    target = positions + Uint32((gathered + prefix.before) * 4)
                     for i in cutlass.range_constexpr(count):
-                        at = place + ptx.extract_byte(Uint32(upto - mine), i) * 4
+                        at = target + ptx.extract_byte(Uint32(upto - mine), i) * 4
                         for e in cutlass.range_constexpr(4):
                             words = (firsts[i] + e, keys[4 * i + e])
                             at = ptx.append_if_above(at, words, bound, key_offset)
-                        place += Uint32(counts[i] * 4)
+                        target += Uint32(counts[i] * 4)
                 gathered += prefix.total
                 # A warp may still read the numbers of this step while another stores the next.
                 totals = totals ^ Uint32(TOTALS_BYTES)
@@ -359,7 +359,7 @@ class TopkRows(PlannedKernel):
     ) -> None:
         """Store the positions of selected keys, in order. All threads.
 
-        A key's place is the number of selected keys before it: those above the bound and, at most
+        A key's rank is the number of selected keys before it: those above the bound and, at most
         ``cut.ties``, those that equal it. A thread's numbers of both are summed as one integer,
         the second times 2^16.
         """
@@ -384,9 +384,9 @@ class TopkRows(PlannedKernel):
                             if output.positions != Uint32(0):
                                 at = output.positions + Uint32(position * 4)
                                 position = ptx.load_shared_int(at)
-                            place = over + cutlass.min(same, cut.ties)
+                            rank = over + cutlass.min(same, cut.ties)
                             ptx.store_global_int64(
-                                output.out + Int64(place) * 8, Int64(output.origin + position)
+                                output.out + Int64(rank) * 8, Int64(output.origin + position)
                             )
                         over += flags[e] & 1
                         same += flags[e] >> 16

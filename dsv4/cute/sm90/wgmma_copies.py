@@ -7,7 +7,8 @@ that follow one another, because packed weights lie in the order in which lanes 
 (``dsv4.quant.fragments``); so one TMA copy of ``cta_row_tiles`` lines brings the codes of a stage,
 and another one the scales.
 
-Who copies, and when, is the kernels' own: ``gemm_wgmma``, ``gemm_fp8_wgmma``, ``grouped``.
+Who copies, and when, is the kernels' own: ``gemm_wgmma``, ``gemm_fp8_wgmma``,
+``grouped_gemm_wgmma``.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ class WgmmaCopies(WgmmaEpilogue):
         warp = cute.arch.make_warp_uniform(thread // 32)
         rank = block % self.plan.ctas
         me = Thread(thread, warp, lane, rank)
-        # Tiles go to clusters in turn; a cluster of several CTAs has one tile.
+        # A cluster has every ``stride``-th tile; one of several CTAs has one tile.
         first, stride = block // self.plan.ctas, grid // self.plan.ctas
         total = args.token_tiles * args.row_blocks
         order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
@@ -266,5 +267,5 @@ class WgmmaCopies(WgmmaEpilogue):
     def _partition(self, atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> CopyPair:
         """Where copies go and whence, by stages or tiles."""
         whole = cute.make_layout(1)
-        grouped = [cute.group_modes(each, 0, 2) for each in (shared, tiles)]
+        grouped = [cute.group_modes(tensor, 0, 2) for tensor in (shared, tiles)]
         return CopyPair(*cpasync.tma_partition(atom, 0, whole, *grouped))

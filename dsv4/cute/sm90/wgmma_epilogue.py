@@ -204,7 +204,7 @@ class WgmmaEpilogue(PlannedKernel):
     def _fragments(self, sums: list[Any]) -> list[Fragments]:
         """The sums of each row tile as fragments."""
         count = self.plan.token_block // 8
-        return [[[each[n * 4 + i] for i in range(4)] for n in range(count)] for each in sums]
+        return [[[tile[n * 4 + i] for i in range(4)] for n in range(count)] for tile in sums]
 
     @cute.jit
     def _reduced(
@@ -230,11 +230,11 @@ class WgmmaEpilogue(PlannedKernel):
             for n in cutlass.range_constexpr(max(0, end - first)):
                 for h in cutlass.range_constexpr(self.plan.warp_tiles):
                     four = [sums[h][(first + n) * 4 + i] for i in range(4)]
-                    place = (n * self.plan.warp_tiles + h) * line
+                    offset = (n * self.plan.warp_tiles + h) * line
                     if thread.rank == owner:
-                        ptx.store_shared_float4(mine + Uint32(place), four)
+                        ptx.store_shared_float4(mine + Uint32(offset), four)
                     else:
-                        ptx.async_store_remote4(to, four, barrier, place)
+                        ptx.async_store_remote4(to, four, barrier, offset)
         ptx.mbarrier_wait(exchange.barrier, Int32(0))
         reduced = []
         for h in cutlass.range_constexpr(self.plan.warp_tiles):
@@ -369,13 +369,13 @@ class WgmmaEpilogue(PlannedKernel):
             for j in cutlass.range(32, unroll=1):
                 token = cutlass.min(begin + w * 32 + j, bounds.tokens - 1)
                 row = x + (Int64(token) * bounds.token_stride) * 2 + lane * 4
-                found = Uint32(0)
+                is_infinite = Uint32(0)
                 for c in cutlass.range(bounds.k_blocks, unroll=1):
                     word = ptx.load_global(row + c * 128)
                     low, high = word & Uint32(0x7F80), word & Uint32(0x7F800000)
                     if low == Uint32(0x7F80) or high == Uint32(0x7F800000):
-                        found = Uint32(1)
-                if cute.arch.vote_any_sync(found == Uint32(1)):
+                        is_infinite = Uint32(1)
+                if cute.arch.vote_any_sync(is_infinite == Uint32(1)):
                     flag = flag | (Uint32(1) << Uint32(j))
             flags.append(flag)
         return flags
@@ -410,8 +410,8 @@ class WgmmaEpilogue(PlannedKernel):
                 row = swiglu_output_row(lane) if self.plan.swiglu else lane // 4 + i // 2 * 8
                 if token < bounds.tokens and row_tile < bounds.row_tiles:
                     line = Int64(token) * bounds.row_tiles + row_tile
-                    place = (line * self.tile_outputs + row) * 4
-                    ptx.store_global_float(out + place, values[n][i])
+                    offset = (line * self.tile_outputs + row) * 4
+                    ptx.store_global_float(out + offset, values[n][i])
 
     @cute.jit
     def _store_lines(
@@ -437,9 +437,10 @@ class WgmmaEpilogue(PlannedKernel):
         """
         lane = thread.lane
         group, count = thread.warp // 4, len(values)
-        each = self.plan.epilogue_bytes // self.plan.warpgroups // self.plan.epilogue_buffers
+        buffers = self.plan.warpgroups * self.plan.epilogue_buffers
+        buffer_bytes = self.plan.epilogue_bytes // buffers
         number_of_buffer = group * self.plan.epilogue_buffers + turn % self.plan.epilogue_buffers
-        buffer = output.buffer + Uint32(number_of_buffer * each)
+        buffer = output.buffer + Uint32(number_of_buffer * buffer_bytes)
         # Of two buffers, the one before last has been read when all have written to the last: the
         # barrier after the writes orders that. So only the tile's first transpose waits here.
         if cutlass.const_expr(self.plan.epilogue_buffers == 1 or turn == 0):
@@ -473,5 +474,5 @@ class WgmmaEpilogue(PlannedKernel):
         """All lanes together: store eight results of a token, where ``exists``."""
         if exists:
             words = self._load_vector(at)
-            place = (Int64(vector.token) * vector.rows + vector.row) * 2
-            ptx.store_global4(output.out + place, words)
+            offset = (Int64(vector.token) * vector.rows + vector.row) * 2
+            ptx.store_global4(output.out + offset, words)

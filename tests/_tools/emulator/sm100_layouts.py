@@ -1,7 +1,7 @@
 """What CuTeDSL says of operands on Blackwell, as JSON; to be run with ``CUTE_DSL_ARCH=sm_100a``.
 
-Its layouts of shared and tensor memory, and every number that a kernel made of its own products,
-copies and layouts is compiled to.
+Its layouts of shared memory and TMEM, and every number that a kernel made of its own MMAs, copies
+and layouts is compiled to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHAPES = list(itertools.product((128, 256), (64, 128, 192, 256)))
 STEP, STAGES = 256, 3
 
 
-def product(rows, tokens):
+def tiled_mma(rows, tokens):
     group = tcgen05.CtaGroup.TWO if rows == 256 else tcgen05.CtaGroup.ONE
     k = OperandMajorMode.K
     return helpers.make_blockscaled_trivial_tiled_mma(
@@ -33,23 +33,23 @@ def product(rows, tokens):
 
 def layouts(rows, tokens):
     """Of both operands, both scales in shared and in tensor memory, and the sums."""
-    mma, tile = product(rows, tokens), (rows, tokens, STEP)
+    mma, tile = tiled_mma(rows, tokens), (rows, tokens, STEP)
     left_scales = blockscaled.make_smem_layout_sfa(mma, tile, 16, STAGES)
     right_scales = blockscaled.make_smem_layout_sfb(mma, tile, 16, STAGES)
-    coordinates = (None, None, None, 0)
+    stage = (None, None, None, 0)
     return (
         helpers.make_smem_layout_a(mma, tile, Float4E2M1FN, STAGES),
         helpers.make_smem_layout_b(mma, tile, Float4E2M1FN, STAGES),
         left_scales,
         right_scales,
-        blockscaled.make_tmem_layout_sfa(mma, tile, 16, cute.slice_(left_scales, coordinates)),
-        blockscaled.make_tmem_layout_sfb(mma, tile, 16, cute.slice_(right_scales, coordinates)),
+        blockscaled.make_tmem_layout_sfa(mma, tile, 16, cute.slice_(left_scales, stage)),
+        blockscaled.make_tmem_layout_sfb(mma, tile, 16, cute.slice_(right_scales, stage)),
         mma.make_fragment_C(cute.append(mma.partition_shape_C(tile[:2]), 2)).layout,
     )
 
 
 def plain(layout):
-    """Shape and stride, and of a swizzled one what exchanges its addresses."""
+    """Shape and stride, and the swizzle if there is one."""
     if hasattr(layout, "outer"):
         return [layout.outer.shape, layout.outer.stride, str(layout.inner)]
     return [layout.shape, layout.stride]
@@ -66,9 +66,9 @@ def loaded():
 
 
 class Kernel:
-    """One instruction of each kind for every shape with that number of rows.
+    """One instruction of each kind for every shape with ``rows`` rows.
 
-    A kernel of its own for each: ptxas refuses instructions of one CTA beside those of pairs.
+    Kernels of one and of two CTAs are separate: ptxas refuses both kinds of instructions in one.
     """
 
     def __init__(self, rows):
@@ -84,12 +84,12 @@ class Kernel:
 
 
 def instructions(shapes):
-    shared_memory = cutlass.memory.SmemAllocator().allocate(1 << 17, 1024)
+    buffer = cutlass.memory.SmemAllocator().allocate(1 << 17, 1024)
     for rows, tokens in shapes:
-        mma = product(rows, tokens)
+        mma = tiled_mma(rows, tokens)
         a, b, sfa, _, tsfa, tsfb, sums = layouts(rows, tokens)
-        left = mma.make_fragment_A(pointed(shared_memory, a))
-        right = mma.make_fragment_B(pointed(shared_memory + (1 << 16), b))
+        left = mma.make_fragment_A(pointed(buffer, a))
+        right = mma.make_fragment_B(pointed(buffer + (1 << 16), b))
         total = cute.make_tensor(tensor_memory(Float32, 0), sums)[(None, None, None, 0)]
         left_scales = cute.make_tensor(tensor_memory(Float8E4M3FN, 464), tsfa)
         right_scales = cute.make_tensor(tensor_memory(Float8E4M3FN, 480), tsfb)
@@ -97,7 +97,7 @@ def instructions(shapes):
         atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(group), Float8E4M3FN)
         compact = cute.filter_zeros(left_scales)
         copy = tcgen05.make_s2t_copy(atom, compact)
-        source = cute.make_tensor(cute.recast_ptr(shared_memory, None, Float8E4M3FN), sfa)
+        source = cute.make_tensor(cute.recast_ptr(buffer, None, Float8E4M3FN), sfa)
         slice_ = copy.get_slice(0)
         parts = slice_.partition_S(cute.filter_zeros(source))
         parts = tcgen05.get_s2t_smem_desc_tensor(copy, parts)
@@ -105,12 +105,12 @@ def instructions(shapes):
         mma.set(tcgen05.Field.ACCUMULATE, True)
         mma.set(tcgen05.Field.SFA, left_scales[(None, None, 0)].iterator)
         mma.set(tcgen05.Field.SFB, right_scales[(None, None, 0)].iterator)
-        coordinates = (None, None, 0, 0)
-        cute.gemm(mma, total, left[coordinates], right[coordinates], total)
+        first = (None, None, 0, 0)
+        cute.gemm(mma, total, left[first], right[first], total)
 
 
-def pointed(address, layout):
-    return cute.make_tensor(cute.recast_ptr(address, layout.inner, Float4E2M1FN), layout.outer)
+def pointed(buffer, layout):
+    return cute.make_tensor(cute.recast_ptr(buffer, layout.inner, Float4E2M1FN), layout.outer)
 
 
 def tensor_memory(dtype, column):
@@ -120,16 +120,16 @@ def tensor_memory(dtype, column):
 
 @cute.jit
 def evaluate():
-    answers["loaded"] = loaded()
-    answers["shapes"] = [(shape, [plain(layout) for layout in layouts(*shape)]) for shape in SHAPES]
+    printed["loaded"] = loaded()
+    printed["shapes"] = [(shape, [plain(layout) for layout in layouts(*shape)]) for shape in SHAPES]
 
 
 if __name__ == "__main__":
-    answers = {}
+    printed = {}
     evaluate()
     options = f"--gpu-arch sm_100a --keep-ptx --dump-dir {sys.argv[1]}"
     kernels = [Kernel(rows) for rows in dict.fromkeys(rows for rows, _ in SHAPES)]
     text = "".join(cute.compile(k, CUstream(0), options=options).__ptx__ for k in kernels)
-    answers["numbers"] = sorted({int(n) for n in re.findall(r"\b\d{6,}\b", text)})
-    answers["instructions"] = sorted(set(re.findall(r"tcgen05\.(?:mma|cp)[\w.:]+", text)))
-    print(json.dumps(answers))
+    printed["numbers"] = sorted({int(n) for n in re.findall(r"\b\d{6,}\b", text)})
+    printed["instructions"] = sorted(set(re.findall(r"tcgen05\.(?:mma|cp)[\w.:]+", text)))
+    print(json.dumps(printed))

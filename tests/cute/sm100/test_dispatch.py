@@ -23,7 +23,7 @@ from dsv4.cute.runtime.driver import Image, Kernel
 from dsv4.cute.sm100 import grouped_gemm_plan, tensor_maps
 from dsv4.cute.sm100.gemm_plan import TCGEN05_ABI, Tcgen05Tma
 from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Tma
-from dsv4.cute.sm100.plans import Product, choose
+from dsv4.cute.sm100.plans import GemmProblem, choose
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -53,9 +53,9 @@ def call_of(capability, monkeypatch, op=gemm, layout=SWIZZLED, rows=256, columns
     weight = quantize(torch.randn(rows, columns), NVFP4, scaling="weight", layout=layout)
     shape = (3, columns) if "groups" not in how else (3, how["groups"], columns)
     x = torch.randn(shape).bfloat16()
-    result = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
+    arguments = dispatch.arguments(op, x, weight, activation=how.pop("activation", "nvfp4"), **how)
     device = torch.device("cuda", 0) if capability else torch.device("cpu")
-    return dispatch.Call(result.op, result.args, device)
+    return dispatch.Call(arguments.op, arguments.args, device)
 
 
 EXPERT_OPS = [grouped_gemm, grouped_gemm_swiglu, grouped_gemm_swiglu_quantize]
@@ -74,8 +74,8 @@ def call_of_experts(
     how = {"activation": "bf16" if quantized else "nvfp4", **how}
     rest = () if op is grouped_gemm else (10.0,)
     rest += (torch.ones(sizes[0]),) if op is grouped_gemm_swiglu_quantize else ()
-    result = dispatch.arguments(op, x, weight, offsets.clamp(max=5).int(), *rest, **how)
-    return dispatch.Call(result.op, result.args, torch.device("cuda", 0))
+    arguments = dispatch.arguments(op, x, weight, offsets.clamp(max=5).int(), *rest, **how)
+    return dispatch.Call(arguments.op, arguments.args, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize("op", EXPERT_OPS, ids=lambda op: op.__name__)
@@ -240,7 +240,7 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
         input_scale, 1, torch.bfloat16,
     ))  # fmt: skip
     assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
-    plan = choose(Product(rows, columns, 1, False), tokens)
+    plan = choose(GemmProblem(rows, columns, 1, False), tokens)
     [(x_codes, x_scales, token_scale)] = seen
     assert token_scale.numel() == (1 if scaling == "static" else tokens)
     [(grid, threads, stream, values)] = driver.launches
@@ -312,22 +312,22 @@ def test_no_tokens_is_no_launch(driver):
     assert (out.shape, driver.launches) == ((0, 16), [])
 
 
-def test_groups_are_quantised_apart():
+def test_groups_are_quantised_separately():
     """Each group's scales begin at a multiple of 128 rows; global scales are of every token."""
     x = torch.randn(5, 3, 64)
     codes, scales, total = gemm_nvfp4.quantized(x, None)
     for group in range(3):
-        quantized = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
-        assert torch.equal(codes[group], quantized.codes)
-        assert torch.equal(scales[group].view(torch.uint8), quantized.scales.view(torch.uint8))
-        assert torch.equal(total[group], quantized.global_scale)
+        alone = quantize(x[:, group], NVFP4, scaling="token", layout=SWIZZLED)
+        assert torch.equal(codes[group], alone.codes)
+        assert torch.equal(scales[group].view(torch.uint8), alone.scales.view(torch.uint8))
+        assert torch.equal(total[group], alone.global_scale)
     _, _, total = gemm_nvfp4.quantized(x, torch.tensor([0.25]))
     assert total.reshape(-1)[0] == 0.25
 
 
-@pytest.mark.parametrize("kind", ["product", "SwiGLU", "codes", "swizzled"])
-@pytest.mark.parametrize("given_codes", [False, True])
-def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
+@pytest.mark.parametrize("kind", ["GEMM", "SwiGLU", "codes", "swizzled"])
+@pytest.mark.parametrize("quantized_rows", [False, True])
+def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, quantized_rows):
     experts, rows, columns, tokens = 5, 256 if kind == "swizzled" else 160, 512, 300
     weight = quantize(torch.randn(experts, rows, columns), scaling="weight", layout=SWIZZLED)
     x, offsets = torch.randn(tokens, columns).bfloat16(), torch.tensor([0, 3, 3, 90, 90, 290]).int()
@@ -337,7 +337,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         grouped_nvfp4, "quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
     )
     q = quantize(x, scaling="token")
-    of_x = (None, q.scales, q.global_scale) if given_codes else (of_rows, None, None)
+    of_x = (None, q.scales, q.global_scale) if quantized_rows else (of_rows, None, None)
     stored = (
         weight.codes,
         weight.scales,
@@ -348,26 +348,26 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         SWIZZLED,
         "nvfp4",
     )
-    arguments = (q.codes if given_codes else x, *stored, *of_x)
+    inputs = (q.codes if quantized_rows else x, *stored, *of_x)
     row_weight, result_scale = torch.ones(tokens, dtype=torch.bfloat16), torch.ones(experts)
-    if kind == "product":
-        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*arguments, torch.float32, False))]
+    if kind == "GEMM":
+        out = [grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*inputs, torch.float32, False))]
     elif kind == "SwiGLU":
-        args = GroupedGemmSwigluArgs(*arguments, None, None, torch.bfloat16)
+        args = GroupedGemmSwigluArgs(*inputs, None, None, torch.bfloat16)
         out = [grouped_nvfp4.grouped_gemm_swiglu(args)]
     else:
         function = grouped_nvfp4.grouped_gemm_swiglu_quantize
         layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
         rest = (10.0, row_weight, result_scale, layout)
-        out = function(GroupedGemmSwigluQuantizeArgs(*arguments, *rest))
-    wide = rows if kind == "product" else rows // 2
-    swiglu, codes = kind != "product", kind in ("codes", "swizzled")
+        out = function(GroupedGemmSwigluQuantizeArgs(*inputs, *rest))
+    wide = rows if kind == "GEMM" else rows // 2
+    swiglu, codes = kind != "GEMM", kind in ("codes", "swizzled")
     # 300 rows of 5 experts: 7 tiles of 128, whatever the offsets.
     of_scales = (7 * 128 * wide // 16,) if kind == "swizzled" else (tokens, wide // 16)
     shapes = [(tokens, wide // 2), of_scales, (tokens,)]
     assert [tuple(t.shape) for t in out] == (shapes if codes else [(tokens, wide)])
     [(x_codes, x_scales, token_scale)] = seen
-    if given_codes:
+    if quantized_rows:
         assert (x_codes is q.codes, token_scale is q.global_scale) == (True, True)
     else:
         of_expert = of_rows[
@@ -378,7 +378,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         assert torch.equal(x_scales.view(torch.uint8), expected.scales.view(torch.uint8))
         assert torch.equal(token_scale, of_expert)
     kinds = (swiglu, codes, codes, kind == "swizzled")
-    sizes = Experts(rows, columns, experts, kind == "product", True, *kinds)
+    sizes = Experts(rows, columns, experts, kind == "GEMM", True, *kinds)
     plan = grouped_gemm_plan.choose(sizes, tokens)
     [(grid, threads, stream, values)] = grouped_driver.launches
     row_blocks = -(-rows // plan.rows)
@@ -416,7 +416,7 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
         (0, stored_at[2], [256, 300], [256], [128, plan.cta_tokens], [1, 1], (0, 3, promote, 0)),
     ]
     grouped_driver.launches.clear()
-    nothing = GroupedGemmArgs(arguments[0][:0], *arguments[1:], torch.float32, False)
+    nothing = GroupedGemmArgs(inputs[0][:0], *inputs[1:], torch.float32, False)
     assert grouped_nvfp4.grouped_gemm(nothing).shape == (0, rows)
     assert grouped_driver.launches == []
 
@@ -424,8 +424,8 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, given_codes):
 @pytest.mark.parametrize("op", [op.__name__ for op in EXPERT_OPS])
 def test_the_bench_has_experts_as_the_gpu_wants_them(op, monkeypatch):
     config = ModelConfig.tiny(hidden_size=256, moe_intermediate_size=256, n_routed_experts=4)
-    expected = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}
-    for arch, layout in expected.items():
+    layouts = {"sm_90a": FRAGMENTS, "sm_100a": SWIZZLED}
+    for arch, layout in layouts.items():
         monkeypatch.setattr(moe_cases, "_architecture", lambda device, arch=arch: arch)
         for case in getattr(moe_cases, op)(config, 3):
             problem = case.build(Draw(0, torch.device("cpu")))

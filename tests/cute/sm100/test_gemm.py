@@ -33,7 +33,7 @@ from dsv4.cute.sm100.gemm_plan import (
     Tcgen05Plan,
     Tcgen05Tma,
 )
-from dsv4.cute.sm100.plans import Product, candidates, choose, plans
+from dsv4.cute.sm100.plans import GemmProblem, candidates, choose, plans
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import quantize
@@ -95,35 +95,35 @@ def test_columns_of_both_accumulators_are_loaded_first(plan):
         assert needed <= early
 
 
-def test_every_product_has_a_plan_that_fits():
+def test_every_gemm_has_a_plan_that_fits():
     for rows, columns, groups in ((65536, 1536, 1), (16384, 4096, 16), (400, 7168, 1)):
-        product = Product(rows, columns, groups, False)
+        problem = GemmProblem(rows, columns, groups, False)
         for tokens in (1, 7, 64, 65, 300, 1000, 8192):
-            plan = choose(product, tokens)
-            assert plan in candidates(product)
+            plan = choose(problem, tokens)
+            assert plan in candidates(problem)
             assert groups == 1 or rows // groups % plan.rows == 0
         for most in (1, 64, 65, 300):
-            every = [choose(product, t) for t in range(1, most + 1)]
-            assert plans(product, most) == list(dict.fromkeys(every))
-        assert choose(product, 9000) == choose(product, 8192)
-    result = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
-    assert result == plans(Product(400, 7168, 1, True, True), 100)
+            chosen = [choose(problem, t) for t in range(1, most + 1)]
+            assert plans(problem, most) == list(dict.fromkeys(chosen))
+        assert choose(problem, 9000) == choose(problem, 8192)
+    swiglu = gemm_nvfp4.plans(400, 7168, 1, torch.float32, 100, swiglu=True)
+    assert swiglu == plans(GemmProblem(400, 7168, 1, True, True), 100)
 
 
 def test_small_m_takes_the_smallest_tile():
-    assert {choose(Product(7168, 7168, 1, False), t).token_block for t in range(1, 65)} == {64}
+    assert {choose(GemmProblem(7168, 7168, 1, False), t).token_block for t in range(1, 65)} == {64}
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 20))
 def test_every_tile_is_visited_once(token_tiles, span, row_blocks, clusters):
     total = token_tiles * row_blocks
-    result = [
+    visited = [
         tile_position(tile, (token_tiles, span, row_blocks))
         for first in range(clusters)
         for tile in range(first, total, clusters)
     ]
-    every = itertools.product(range(row_blocks), range(token_tiles))
-    assert sorted(result) == sorted(every)
+    positions = itertools.product(range(row_blocks), range(token_tiles))
+    assert sorted(visited) == sorted(positions)
 
 
 @settings(max_examples=15)
@@ -141,19 +141,19 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
     plan = Tcgen05Plan(*how, False)
     group_rows = rows * 16 if groups == 1 else -(-rows // 16) * 256
     rows, columns = group_rows * groups, columns * 32
-    tiles, blocks = -(-tokens // plan.token_block), -(-group_rows // plan.rows)
+    tiles, row_blocks = -(-tokens // plan.token_block), -(-group_rows // plan.rows)
     boxes = plan.boxes(rows, columns, tokens, groups)
     counts = [np.zeros((box.sizes[1], -(-box.sizes[0] // 128)), int) for box in boxes[::2]]
     scales = [np.zeros(box.sizes[:0:-1], int) for box in boxes[1::2]]
-    for block, tile, rank in itertools.product(
-        range(blocks * groups), range(tiles), range(plan.ctas)
+    for row_block, tile, rank in itertools.product(
+        range(row_blocks * groups), range(tiles), range(plan.ctas)
     ):
         for k in range(plan.k_stages(columns)):
             token = tile * plan.token_block
-            row = plan.row_tile(block, rank, k)
-            other = plan.token_tile(token, block // blocks, tokens, rank, k)
+            row = plan.row_tile(row_block, rank, k)
+            tokens_at = plan.token_tile(token, row_block // row_blocks, tokens, rank, k)
             for (code, scale), count, many, box in zip(
-                (row, other), counts, scales, (boxes[:2], boxes[2:]), strict=True
+                (row, tokens_at), counts, scales, (boxes[:2], boxes[2:]), strict=True
             ):
                 assert code[1] % 128 == 0
                 count[code[0] : code[0] + box[0].box[1], code[1] // 128] += 1
@@ -162,16 +162,16 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
     assert (counts[0] == tiles).all()
     assert (scales[0] == tiles).all()
     # Tokens beyond a group's last tile are the next group's, which also reads them itself.
-    own = np.zeros((groups, tokens), int) + blocks
+    own = np.zeros((groups, tokens), int) + row_blocks
     beyond = np.zeros(groups * tokens, int)
     for group in range(groups):
         end = (group + 1) * tokens
-        beyond[end : group * tokens + tiles * plan.token_block] += blocks
+        beyond[end : group * tokens + tiles * plan.token_block] += row_blocks
     assert (counts[1] == (own.reshape(-1) + beyond)[:, None]).all()
     used = np.zeros(-(-tokens // 128) + 2, int)
     for tile in range(tiles):
         first = tile * plan.token_block // 128
-        used[first : first + plan.scale_tiles] += blocks
+        used[first : first + plan.scale_tiles] += row_blocks
     high = -(-tokens // 128)
     for group in range(groups):
         part = scales[1][group * high : (group + 1) * high]
@@ -183,13 +183,13 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
 
 
 def at(coordinate, shape, stride):
-    """Where a coordinate of a CuTe layout lies; an integer in place of a tuple is taken apart."""
+    """Where a coordinate of a CuTe layout lies; an integer in place of a tuple is split."""
     if isinstance(shape, int):
         assert 0 <= coordinate < shape
         return coordinate * stride
     if isinstance(coordinate, int):
         parts = []
-        for size in map(product_of, shape):
+        for size in map(size_of, shape):
             parts.append(coordinate % size)
             coordinate //= size
         assert coordinate == 0
@@ -197,8 +197,8 @@ def at(coordinate, shape, stride):
     return sum(at(*what) for what in zip(coordinate, shape, stride, strict=True))
 
 
-def product_of(shape):
-    return shape if isinstance(shape, int) else math.prod(map(product_of, shape))
+def size_of(shape):
+    return shape if isinstance(shape, int) else math.prod(map(size_of, shape))
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +243,8 @@ def test_loads_are_fragments_of_16_by_8(cutedsl):
     (shape, stride), text = cutedsl["loaded"]
     assert "Tiler MN:        ((4,16):(32,1),32:1)" in text, "16 lanes of each warp's 32"
     for thread, register in itertools.product(range(128), range(16)):
-        position = at([thread, register], shape, stride)
-        row, column = position % 64 % 4 * 32 + position % 64 // 4, position // 64
+        address = at([thread, register], shape, stride)
+        row, column = address % 64 % 4 * 32 + address % 64 // 4, address // 64
         tile, i = divmod(register, 4)
         lane = thread % 32
         assert row == thread // 32 * 32 + lane // 4 + i // 2 * 8
@@ -255,9 +255,9 @@ def test_descriptions_are_cutedsls(cutedsl):
     """Every large number in a kernel of CuTeDSL's own instructions, but the compiler's build."""
     ours = {mma_descriptors.CODES_DESCRIPTOR, mma_descriptors.SCALES_DESCRIPTOR}
     ours |= {mma_descriptors.instruction_descriptor(*shape) for shape, _ in cutedsl["shapes"]}
-    found = set(cutedsl["numbers"])
-    assert ours <= found
-    assert len(found - ours) <= 1
+    numbers = set(cutedsl["numbers"])
+    assert ours <= numbers
+    assert len(numbers - ours) <= 1
     kinds = {i.split(".collector")[0] for i in cutedsl["instructions"]}
     assert kinds == {
         f"tcgen05.{what}"
@@ -278,24 +278,24 @@ def test_scales_in_memory_are_cutedsls(shapes):
     import cutlass.cute as cute
     import cutlass.utils.blockscaled_layout as blockscaled
 
-    result = []
+    layouts = []
 
-    def keep():
-        for rows, blocks in shapes:
-            layout = blockscaled.tile_atom_to_shape_SF((rows, blocks * 16, 1), 16)
-            result.append((layout.shape, layout.stride))
+    def collect():
+        for rows, k_blocks in shapes:
+            layout = blockscaled.tile_atom_to_shape_SF((rows, k_blocks * 16, 1), 16)
+            layouts.append((layout.shape, layout.stride))
 
     @cute.jit
     def trace():
-        keep()
+        collect()
 
     trace()
-    for (rows, blocks), (shape, stride) in zip(shapes, result, strict=True):
-        for m, k in itertools.product(range(0, rows, 7), range(blocks)):
+    for (rows, k_blocks), (shape, stride) in zip(shapes, layouts, strict=True):
+        for m, k in itertools.product(range(0, rows, 7), range(k_blocks)):
             coordinate = [[m % 128, m // 128], [k % 4 * 16, k // 4], 0]
             coordinate[1] = [[0, k % 4], k // 4]
             coordinate[0] = [[m % 32, m % 128 // 32], m // 128]
-            assert at(coordinate, shape, stride) == scale_offset(m, k, blocks)
+            assert at(coordinate, shape, stride) == scale_offset(m, k, k_blocks)
 
 
 # The source, run.
@@ -312,7 +312,7 @@ def emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit):
     """What the kernel stores, and the operands with how often they were read."""
     tokens, (rows, columns) = x.shape[0], weight.shape
     call = gemm_nvfp4._Call(
-        product=Product(rows, columns, groups, plan.float32_out, plan.swiglu),
+        problem=GemmProblem(rows, columns, groups, plan.float32_out, plan.swiglu),
         tokens=tokens,
         segments=weight.segments,
         scale_rows=not weight.segments and weight.global_scale.numel() > 1,

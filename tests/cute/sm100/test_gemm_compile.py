@@ -25,7 +25,7 @@ from dsv4.cute.sm100.gemm_plan import (
     TOKEN_BLOCKS,
     Tcgen05Plan,
 )
-from dsv4.cute.sm100.plans import Product, candidates
+from dsv4.cute.sm100.plans import GemmProblem, candidates
 from tests._tools import covering
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, parameters_of, usage_of
 
@@ -54,7 +54,7 @@ def test_these_are_all_there_are():
     chosen = {
         plan
         for kind in itertools.product(BOTH, BOTH)
-        for plan in candidates(Product(65536, 2048, 1, *kind))
+        for plan in candidates(GemmProblem(65536, 2048, 1, *kind))
     }
     assert chosen == {plan for ctas in (1, 2) for plan in plans(ctas)}
 

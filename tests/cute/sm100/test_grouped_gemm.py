@@ -70,7 +70,7 @@ PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resources(plan):
-    """Of compute capability 10.0: 227 KiB and 64 Ki registers of a block, 512 columns."""
+    """On compute capability 10.0: 227 KiB and 64 Ki registers of a CTA, 512 TMEM columns."""
     assert plan.shared_bytes <= 227 * 1024 == SHARED_LIMIT
     assert plan.shared_bytes >= plan.table_bytes + plan.stages * plan.stage_bytes
     # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
@@ -90,33 +90,33 @@ def test_resources(plan):
 
 
 def test_these_are_all_there_are():
-    result = {
+    chosen = {
         plan
         for kind in KINDS
         for plan in candidates(Experts(4096, 2048, 256, kind[0], True, *kind[1:]))
     }
-    assert result == set(PLANS)
+    assert chosen == set(PLANS)
 
 
 @pytest.mark.parametrize("sizes", [(6144, 7168, 384), (4096, 2048, 256), (48, 256, 3)], ids=str)
 def test_every_number_of_rows_has_a_configuration(sizes):
-    expected = Experts(*sizes, False, True)
+    problem = Experts(*sizes, False, True)
     for most in (1, 2, 6, 100, 5000, 49152):
-        every = [choose(expected, tokens) for tokens in range(1, most + 1, max(1, most // 999))]
-        assert set(every) <= set(plans(expected, most)) <= set(candidates(expected))
-        assert choose(expected, most) == choose(expected, counted_as(most))
-    assert choose(expected, 1).token_block == 64
-    assert sizes[0] < 128 or choose(expected, 400 * sizes[2]).token_block > 64
-    assert choose(expected._replace(columns=sizes[1] + 128), 1) is None
-    assert choose(expected._replace(experts=MOST_EXPERTS + 1), 1) is None
+        chosen = [choose(problem, tokens) for tokens in range(1, most + 1, max(1, most // 999))]
+        assert set(chosen) <= set(plans(problem, most)) <= set(candidates(problem))
+        assert choose(problem, most) == choose(problem, counted_as(most))
+    assert choose(problem, 1).token_block == 64
+    assert sizes[0] < 128 or choose(problem, 400 * sizes[2]).token_block > 64
+    assert choose(problem._replace(columns=sizes[1] + 128), 1) is None
+    assert choose(problem._replace(experts=MOST_EXPERTS + 1), 1) is None
 
 
 # Which tile is whose.
 
 
-def tiles_of(counts, spare, block, row_blocks):
+def tiles_of(counts, spare, tile_rows, row_blocks):
     """What the source finds of every tile: expert, block of rows, first row, rows from there."""
-    memory, result = blackwell_emulator.Global(), []
+    memory, tiles = blackwell_emulator.Global(), []
     module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
     here = blackwell_emulator._HERE
     offsets = memory.add(np.array([0, *itertools.accumulate(counts)], np.int32))
@@ -124,16 +124,16 @@ def tiles_of(counts, spare, block, row_blocks):
 
     def body():
         if here.warp == SCALE_WARP:
-            module.count_tiles(offsets, table, block, here.lane)
+            module.count_tiles(offsets, table, tile_rows, here.lane)
         blackwell_emulator.meet(here.cluster.meeting)
         if here.thread == 0:
             total = module.total_tiles(table) * row_blocks
             order = module.GroupedTileOrder(table, row_blocks)
-            result.extend(module.find_tile(t, order, block) for t in range(total))
+            tiles.extend(module.find_tile(t, order, tile_rows) for t in range(total))
             assert module.end_row(table) == sum(counts)
 
     blackwell_emulator.Cluster(plan_of((64, 1)), 0, 1).run(body)
-    return result
+    return tiles
 
 
 ROUTINGS = st.one_of(
@@ -146,16 +146,16 @@ ROUTINGS = st.one_of(
 @given(ROUTINGS, st.sampled_from(TOKEN_BLOCKS), st.integers(1, 5))
 @example([0] * MOST_EXPERTS, 64, 3)
 @example([0] * (MOST_EXPERTS - 1) + [1000], 128, 2)
-def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
+def test_every_tile_of_every_expert_is_found_once(counts, tile_rows, row_blocks):
     expected = [
-        (expert, row_block, start + i * block, count - i * block)
+        (expert, row_block, start + i * tile_rows, count - i * tile_rows)
         for expert, (start, count) in enumerate(
             zip(itertools.accumulate(counts, initial=0), counts, strict=False)
         )
         for row_block in range(row_blocks)
-        for i in range(-(-count // block))
+        for i in range(-(-count // tile_rows))
     ]
-    assert tiles_of(counts, 0, block, row_blocks) == expected
+    assert tiles_of(counts, 0, tile_rows, row_blocks) == expected
 
 
 # The source, run.
@@ -163,7 +163,7 @@ def test_every_tile_of_every_expert_is_found_once(counts, block, row_blocks):
 
 @dataclasses.dataclass
 class Case:
-    """Operands of a GEMM, and the arguments of the kernel for them."""
+    """Operands of a grouped GEMM, and sizes of its routing."""
 
     counts: list[int]
     spare: int
@@ -179,9 +179,9 @@ class Case:
         self.x[total // 3] = 0
         weight = torch.randn(experts, self.rows, self.columns)
         q = quantize(weight, NVFP4, scaling="weight", layout=SWIZZLED)
-        count = {"one": 1, "segments": 3, "rows": self.rows}[self.scales]
+        expert_scales = {"one": 1, "segments": 3, "rows": self.rows}[self.scales]
         segments = (16, 32, self.rows - 48) if self.scales == "segments" else ()
-        scale = q.global_scale * (torch.rand(experts, count) + 0.5)
+        scale = q.global_scale * (torch.rand(experts, expert_scales) + 0.5)
         self.weight = QuantizedTensor(q.codes, q.scales, scale, NVFP4, SWIZZLED, segments)
         self.offsets = torch.tensor([0, *self.counts]).cumsum(0).to(torch.int32)
         self.row_weight = torch.rand(total) + 0.5
@@ -238,10 +238,10 @@ def emulate(monkeypatch, plan, case, clusters):
 
 def check_reads(plan, case, read, memory):
     """Every operand, byte by byte: once for each tile that needs it, of no expert without rows."""
-    blocks, block = -(-case.rows // plan.rows), plan.token_block
-    tiles = [-(-count // block) for count in case.counts]
+    row_blocks, tile_rows = -(-case.rows // plan.rows), plan.token_block
+    tiles = [-(-count // tile_rows) for count in case.counts]
     codes = read[0].reads.reshape(len(tiles), case.rows, -1)
-    # Two blocks may reach beyond an expert's last rows, into the next expert's.
+    # Two CTAs may reach beyond an expert's last rows, into the next expert's.
     own = codes.reshape(len(tiles), -1).min(1)
     assert (own >= tiles).all()
     if case.rows % plan.rows == 0:
@@ -250,9 +250,9 @@ def check_reads(plan, case, read, memory):
         assert (scales == np.array(tiles)[:, None]).all()
     expected, start = np.zeros(case.x.shape[0], int), 0
     needed = np.zeros_like(expected)
-    for count, many in zip(case.counts, tiles, strict=True):
-        expected[start : start + many * block] += blocks
-        needed[start : start + count] += blocks * plan.cta_group
+    for count, number in zip(case.counts, tiles, strict=True):
+        expected[start : start + number * tile_rows] += row_blocks
+        needed[start : start + count] += row_blocks * plan.cta_group
         start += count
     assert (read[2].reads == expected[:, None]).all()
     line = case.columns // 16
@@ -266,8 +266,8 @@ def reference(plan, case):
     if not plan.swiglu:
         return grouped_gemm(x, case.weight, case.offsets, **how)
     weight = case.row_weight if plan.row_weighted else None
-    arguments = (x, case.weight, case.offsets, case.limit)
-    return grouped_gemm_swiglu(*arguments, row_weight=weight, **how)
+    inputs = (x, case.weight, case.offsets, case.limit)
+    return grouped_gemm_swiglu(*inputs, row_weight=weight, **how)
 
 
 def compare(monkeypatch, plan, case, clusters=1):
@@ -277,12 +277,12 @@ def compare(monkeypatch, plan, case, clusters=1):
         reference(plan, case),
         torch.from_numpy(results[0] if plan.float32_out else results[0].view(np.int16)),
     )
-    actual = (out if plan.float32_out else out.view(torch.bfloat16)).reshape(expected.shape)
-    error, allowed = (actual.double() - expected).abs(), 1e-5 if plan.float32_out else 2**-8
+    rows = (out if plan.float32_out else out.view(torch.bfloat16)).reshape(expected.shape)
+    error, allowed = (rows.double() - expected).abs(), 1e-5 if plan.float32_out else 2**-8
     assert (error <= allowed * expected.abs() + 1e-6 * expected.abs().max()).all()
-    assert (actual[case.x.shape[0] // 3] == 0).all()
-    assert (actual[sum(case.counts) :] == 0).all(), "rows of no expert"
-    return actual
+    assert (rows[case.x.shape[0] // 3] == 0).all()
+    assert (rows[sum(case.counts) :] == 0).all(), "rows of no expert"
+    return rows
 
 
 def ragged(plan):
@@ -321,8 +321,8 @@ def test_the_source_of_whole_tiles_and_two_blocks(monkeypatch):
 
 def test_no_rows_for_any_expert(monkeypatch):
     case = Case([0, 0, 0], 4, 64, 256)
-    result = compare(monkeypatch, plan_of((64, 1)), case, clusters=2)
-    assert not result.any()
+    out = compare(monkeypatch, plan_of((64, 1)), case, clusters=2)
+    assert not out.any()
     results, *_ = emulate(monkeypatch, plan_of((64, 1), False, True, False, True), case, 2)
     assert not results[0].any()
     assert not results[1].any()
@@ -337,8 +337,8 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     case.x[7, 9] = math.nan
     case.x[8] *= 1e-3
     case.q = quantize(case.x, NVFP4, scaling="token")
-    actual = emulate(monkeypatch, plan_of(how, False, True, True), case, 1)[0][0].view(np.int16)
-    bfloat16 = torch.from_numpy(actual).view(torch.bfloat16).reshape(22, 48)
+    bits = emulate(monkeypatch, plan_of(how, False, True, True), case, 1)[0][0].view(np.int16)
+    bfloat16 = torch.from_numpy(bits).view(torch.bfloat16).reshape(22, 48)
     expected = reference(plan_of(how, False, True, True), case)
     known = torch.arange(22) != 7
     error = (bfloat16.double() - expected).abs()[known]
@@ -347,16 +347,16 @@ def test_the_source_of_swiglu_and_its_codes(how, monkeypatch):
     (codes, scales, total), *_ = emulate(
         monkeypatch, plan_of(how, False, True, True, True), case, 1
     )
-    unit_scales = torch.ones(22)
-    unit_scales[:17], unit_scales[17:20] = case.result_scale[1], case.result_scale[2]
-    quantized = quantize(bfloat16, scaling="static", global_scale=unit_scales, backend="reference")
-    assert torch.equal(torch.from_numpy(total), unit_scales)
+    row_scales = torch.ones(22)
+    row_scales[:17], row_scales[17:20] = case.result_scale[1], case.result_scale[2]
+    quantized = quantize(bfloat16, scaling="static", global_scale=row_scales, backend="reference")
+    assert torch.equal(torch.from_numpy(total), row_scales)
     assert torch.equal(torch.from_numpy(codes).view(22, -1), quantized.codes)
     assert torch.equal(torch.from_numpy(scales).view(22, -1), quantized.scales.view(torch.uint8))
     # And what the operator means, but for codes whose value lies at a border.
-    how_ = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
-    arguments = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
-    same = grouped_gemm_swiglu_quantize(*arguments, **how_).codes == quantized.codes
+    options = {"activation": "nvfp4", "row_weight": case.row_weight, "backend": "reference"}
+    inputs = (case.x, case.weight, case.offsets, case.limit, case.result_scale)
+    same = grouped_gemm_swiglu_quantize(*inputs, **options).codes == quantized.codes
     assert same.float().mean() > 0.99
 
 

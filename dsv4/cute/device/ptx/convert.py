@@ -11,10 +11,10 @@ from dsv4.cute.device.ptx._emit import assembly
 
 def mul_bfloat16x2_by_half(a: Uint32, b: Uint32, half: int) -> Uint32:
     """``mul.rn.bf16x2`` of ``a`` by one half of ``b``, 0 the low one; keeps subnormals."""
-    one = "lh"[half]
+    name = "lh"[half]
     return assembly(
         "{ .reg .b16 l, h; .reg .b32 d; mov.b32 {l, h}, {$r1}; "
-        f"mov.b32 d, {{{one}, {one}}}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, d; }}",
+        f"mov.b32 d, {{{name}, {name}}}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, d; }}",
         [Uint32],
         [a, b],
     )
@@ -89,10 +89,10 @@ def e4m3x2_times_bfloat16x2(word: Uint32, half: int, factor: Uint32) -> Uint32:
 
     ``cvt.rn.f16x2.e4m3x2``, then through float32 to bfloat16, then ``mul.rn.bf16x2``.
     """
-    one = "lh"[half]
+    name = "lh"[half]
     return assembly(
         "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
-        f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {one}; mov.b32 {{x, y}}, d; "
+        f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {name}; mov.b32 {{x, y}}, d; "
         "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 d, b, a; "
         "mul.rn.bf16x2 {$w0}, d, {$r1}; }",
         [Uint32],
@@ -125,13 +125,16 @@ def e2m1_to_signed_bytes(
         high: Bytes of the codes 4 to 7 without a sign.
         shift16: 2^16, opaque to the compiler: ``mul.hi`` is faster than the shift it would become.
     """
-    one = (
+    template = (
         "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r1}}, {{$r2}}, {1}; "
         "add.u32 p, p, 0x80808080; sub.u32 p, p, n; xor.b32 {{$w{2}}}, p, 0x80808080; "
     )
     return assembly(
         "{ .reg .b32 x, y, z, p, n; xor.b32 x, {$r0}, 0x88888888; mul.hi.u32 y, {$r0}, {$r3}; "
-        "mul.hi.u32 z, x, {$r3}; " + one.format("{$r0}", "x", 0) + one.format("y", "z", 1) + "}",
+        "mul.hi.u32 z, x, {$r3}; "
+        + template.format("{$r0}", "x", 0)
+        + template.format("y", "z", 1)
+        + "}",
         [Uint32, Uint32],
         [word, low, high, shift16],
     )
@@ -170,15 +173,15 @@ def e2m1_to_bytes_by_table(
         minus_one: -1, opaque to the compiler: complements, whose selectors have no sign where the
             codes have one, are computed by ``mad.lo``, off the logic pipe.
     """
-    one = (
+    template = (
         "prmt.b32 p, {{$r1}}, {{$r2}}, {0}; prmt.b32 n, {{$r3}}, {{$r4}}, {1}; "
         "add.u32 {{$w{2}}}, p, n; "
     )
     return assembly(
         "{ .reg .b32 x, y, z, p, n; mad.lo.u32 x, {$r0}, {$r5}, {$r5}; shr.u32 y, {$r0}, 16; "
         "mad.lo.u32 z, y, {$r5}, {$r5}; "
-        + one.format("{$r0}", "x", 0)
-        + one.format("y", "z", 1)
+        + template.format("{$r0}", "x", 0)
+        + template.format("y", "z", 1)
         + "}",
         [Uint32, Uint32],
         [word, *tables, minus_one],
@@ -200,5 +203,5 @@ def e4m3x2_to_bfloat16x2(pair: Uint32) -> Uint32:
 
 
 def mul_bfloat16x2(a: Uint32, b: Uint32) -> Uint32:
-    """``mul.bf16x2``: two products of bfloat16, each rounded once."""
+    """``mul.bf16x2``: multiply two pairs of bfloat16, each rounded once."""
     return assembly("mul.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])

@@ -39,7 +39,10 @@ def store_shared_cluster4(address: Uint32, words: Sequence[Uint32]) -> None:
 
 
 def store_shared_cluster(address: Uint32, word: Uint32) -> None:
-    """``st.shared::cluster.u32`` to a ``map_to_cta`` address; visible as there."""
+    """``st.shared::cluster.u32`` to a ``map_to_cta`` address.
+
+    Visible to the other CTA after a cluster barrier with release and acquire.
+    """
     assembly("st.shared::cluster.u32 [{$r0}], {$r1};", (), [address, word])
 
 
@@ -47,7 +50,7 @@ def bulk_copy_to_shared(target: Uint32, source: Int64, count: Int32 | int, barri
     """``cp.async.bulk`` from global to shared memory; completes bytes on an mbarrier.
 
     One thread issues it. Addresses and ``count`` are multiples of 16. The bytes are counted by the
-    current phase of ``barrier``, which must have been told of them (``mbarrier_arrive_expect_tx``);
+    current phase of ``barrier``, which must expect them (``mbarrier_arrive_expect_tx``);
     waiting for that phase makes them visible.
 
     Args:

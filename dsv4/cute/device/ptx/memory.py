@@ -127,24 +127,24 @@ def store_global_float(address: Int64, value: Float32) -> None:
 
 
 def load_global_or_zero(
-    address: Int64, words: int, wanted: Int32, offset: int = 0
+    address: Int64, words: int, predicate: Int32, offset: int = 0
 ) -> tuple[Uint32, ...]:
-    """Predicated ``ld.global.v2/.v4.u32``: zeros, and no access, where ``wanted`` is 0."""
-    return _load_or("0", words, address, wanted, offset)
+    """Predicated ``ld.global.v2/.v4.u32``: zeros, and no access, where ``predicate`` is 0."""
+    return _load_or("0", words, address, predicate, offset)
 
 
-def load_global2_or_ones(address: Int64, wanted: Int32) -> tuple[Uint32, ...]:
-    """Predicated ``ld.global.v2.u32``: all bits set, no access, where ``wanted`` is 0."""
-    return _load_or("0xFFFFFFFF", 2, address, wanted, 0)
+def load_global2_or_ones(address: Int64, predicate: Int32) -> tuple[Uint32, ...]:
+    """Predicated ``ld.global.v2.u32``: all bits set, no access, where ``predicate`` is 0."""
+    return _load_or("0xFFFFFFFF", 2, address, predicate, 0)
 
 
 def _load_or(
-    default: str, words: int, address: Int64, wanted: Int32, offset: int
+    default: str, words: int, address: Int64, predicate: Int32, offset: int
 ) -> tuple[Uint32, ...]:
     moves = " ".join(f"mov.u32 {{$w{i}}}, {default};" for i in range(words))
     load = f"ld.global.v{words}.u32 {_outs(words)}, [{{$r0}}+{offset}];"
     code = f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {moves} @p {load} }}"
-    return assembly(code, [Uint32] * words, [address, wanted])
+    return assembly(code, [Uint32] * words, [address, predicate])
 
 
 def store_shared4(address: Uint32, words: Sequence[Word], offset: int = 0) -> None:
@@ -182,12 +182,12 @@ def store_global(address: Int64, word: Uint32) -> None:
     assembly("st.global.u32 [{$r0}], {$r1};", (), [address, word])
 
 
-def store_global_if(address: Int64, word: Uint32, wanted: Int32) -> None:
-    """Predicated ``st.global.u32``: no access where ``wanted`` is 0."""
+def store_global_if(address: Int64, word: Uint32, predicate: Int32) -> None:
+    """Predicated ``st.global.u32``: no access where ``predicate`` is 0."""
     assembly(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.global.u32 [{$r0}], {$r1}; }",
         (),
-        [address, word, Int32(wanted)],
+        [address, word, Int32(predicate)],
     )
 
 

@@ -17,8 +17,8 @@ def load_shared_broadcast(address: Uint32, words: int, lane: Int32) -> list[Uint
     moves = " ".join(f"mov.u32 {{$w{i}}}, 0;" for i in range(4))
     code = f"ld.shared.v4.u32 {_outs(4)}, [{{$r0}}];"
     code = f"{{ .reg .pred p; setp.eq.s32 p, {{$r1}}, 0; {moves} @p {code} }}"
-    found = assembly(code, [Uint32] * 4, [address, lane])
-    return [Uint32(cute.arch.shuffle_sync(word, 0)) for word in found[:words]]
+    loaded = assembly(code, [Uint32] * 4, [address, lane])
+    return [Uint32(cute.arch.shuffle_sync(word, 0)) for word in loaded[:words]]
 
 
 def warp_sum(value: Int32) -> Int32:
