@@ -39,30 +39,11 @@ from dsv4.cute.sm90.plans import GemmProblem, choose, token_counts
 from dsv4.cute.sm100 import grouped_gemm_plan as sm100_grouped
 from dsv4.cute.sm100 import plans as sm100_gemm
 from tests._tools.covering import covering
+from tests._tools.deepseek_sizes import INTERLEAVED, MATRICES, ROUTED
 
 Request = tuple[Any, ...]  # the chooser's name in ``CHOOSERS``, the architecture, its arguments
 
 _BOTH = (False, True)
-# N, K and groups of DeepSeek-V4's matrices, Pro then Flash.
-_MATRICES = (
-    (65536, 1536, 1),
-    (7168, 16384, 1),
-    (6144, 7168, 1),
-    (7168, 3072, 1),
-    (2048, 7168, 1),
-    (16384, 4096, 16),
-    (8192, 1536, 1),
-    (32768, 1024, 1),
-    (4096, 8192, 1),
-    (4096, 4096, 1),
-    (4096, 2048, 1),
-    (1536, 4096, 1),
-    (8192, 4096, 8),
-    (8192, 1024, 1),
-)
-_INTERLEAVED = ((6144, 7168, 1), (4096, 4096, 1))  # fused gate and up projections
-# Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
-_ROUTED = ((384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168))
 _MOST_ROWS = 6 * 32768
 _ALL = 10  # kernels with so few plans are compiled in all of them
 _NO_BITS = 8  # ELF section type without contents
@@ -131,22 +112,22 @@ def _experts(experts: int, inner: int, hidden: int) -> Iterator[tuple[Any, ...]]
 
 def _dense_requests() -> Iterator[Request]:
     kinds = [*itertools.product(_BOTH, repeat=2)]
-    for matrix, kind, tokens in itertools.product(_MATRICES, kinds, token_counts(8192)):
+    for matrix, kind, tokens in itertools.product(MATRICES, kinds, token_counts(8192)):
         yield "gemm", "sm_90a", matrix, kind, tokens
-    for matrix, kind in itertools.product(_INTERLEAVED, kinds):
+    for matrix, kind in itertools.product(INTERLEAVED, kinds):
         for tokens in (1, 16, 32, 64, 256, 512, 4096):
             yield "gemm", "sm_90a", matrix, (*kind, True), tokens
-    for matrix, kind, tokens in itertools.product(_MATRICES, kinds, (1, 16)):
+    for matrix, kind, tokens in itertools.product(MATRICES, kinds, (1, 16)):
         yield "gemm", "sm_100a", matrix, kind, tokens
-    for matrix, kind, tokens in itertools.product(_INTERLEAVED, kinds, (1, 16)):
+    for matrix, kind, tokens in itertools.product(INTERLEAVED, kinds, (1, 16)):
         yield "gemm", "sm_100a", matrix, (*kind, True), tokens
-    for matrix, float32_out, folded in itertools.product(_MATRICES, _BOTH, _BOTH):
+    for matrix, float32_out, folded in itertools.product(MATRICES, _BOTH, _BOTH):
         for tokens in token_counts(8192):
             yield "gemm_fp8", "sm_90a", matrix, float32_out, tokens, folded
 
 
 def _grouped_requests() -> Iterator[Request]:
-    for sizes in _ROUTED:
+    for sizes in ROUTED:
         for experts in _experts(*sizes):
             for rows in (1, 2 * sizes[0], 8 * sizes[0], 384, 3072, 24576, 196608):
                 yield "grouped", "sm_90a", experts, rows
@@ -166,7 +147,7 @@ def _other_requests() -> Iterator[Request]:
             len(sm100_gemm.candidates(sm100_gemm.GemmProblem(65536, 2048, 1, *kind)))
         ):
             yield "sm100_gemm", "sm_100a", kind, number
-    for experts in _experts(*_ROUTED[0]):
+    for experts in _experts(*ROUTED[0]):
         wanted = Experts(*experts)
         if wanted.row_scaled:
             for number in range(len(sm100_grouped.candidates(wanted))):

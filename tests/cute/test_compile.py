@@ -33,29 +33,10 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, choose, counted_as, token_counts
 from tests._tools import covering
+from tests._tools.deepseek_sizes import INTERLEAVED, MATRICES, ROUTED
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machine_code, usage_of
 
 MOST_SHARED = 227 * 1024
-# N, K and groups of DeepSeek-V4's matrices, Pro then Flash (specification, sections 1 and 4).
-MATRICES = [
-    (65536, 1536, 1),
-    (7168, 16384, 1),
-    (6144, 7168, 1),
-    (7168, 3072, 1),
-    (2048, 7168, 1),
-    (16384, 4096, 16),
-    (8192, 1536, 1),
-    (32768, 1024, 1),
-    (4096, 8192, 1),
-    (4096, 4096, 1),
-    (4096, 2048, 1),
-    (1536, 4096, 1),
-    (8192, 4096, 8),
-    (8192, 1024, 1),
-]
-
-# Experts, intermediate and hidden size: Pro's, Flash's, and an eighth of Pro's experts.
-ROUTED = [(384, 3072, 7168), (256, 2048, 4096), (48, 3072, 7168)]
 TOP_K = 6
 _BATCH = 8
 # Those for few tokens, which Blackwell has, too.
@@ -93,8 +74,8 @@ def plans_of_fp8():
 def plans_of_swiglu():
     """Interleaved gate and up."""
     return {
-        choose(GemmProblem(*matrix, 1, *kind, swiglu=True), tokens)
-        for matrix in ((6144, 7168), (4096, 4096))
+        choose(GemmProblem(*matrix, *kind, swiglu=True), tokens)
+        for matrix in INTERLEAVED
         for kind in itertools.product((False, True), repeat=2)
         for tokens in (1, 16, 32, 64, 256, 512, 4096)
     }
@@ -414,8 +395,7 @@ def plans_of_blackwell(arch):
     """What dispatch can choose there."""
     kinds = list(itertools.product((False, True), repeat=2))
     dense = [GemmProblem(*matrix, *kind) for matrix in MATRICES for kind in kinds]
-    matrices = ((6144, 7168), (4096, 4096))
-    dense += [GemmProblem(*matrix, 1, *kind, swiglu=True) for matrix in matrices for kind in kinds]
+    dense += [GemmProblem(*matrix, *kind, swiglu=True) for matrix in INTERLEAVED for kind in kinds]
     routed = [*every_kind(*ROUTED[0])]
     routed += [expected for sizes in ROUTED[1:] for expected in routed_kinds(*sizes)]
     actual = [choose(product, tokens, arch) for product in dense for tokens in (1, 16)]
