@@ -303,7 +303,7 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
 
 @pytest.mark.parametrize(("limit", "expected"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("tokens", [5, 40])
-def test_swiglu(driver, tokens, limit, told):
+def test_swiglu(driver, tokens, limit, expected):
     plan = choose(GemmProblem(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
     few = isinstance(plan, SmallMPlan)
