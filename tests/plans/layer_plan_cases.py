@@ -27,7 +27,7 @@ WARM = 4  # steps until one is replayed: the modules are looked at, the call beg
 
 
 def tiny(*types: str, **changes: Any) -> DeepseekV4ForCausalLM:
-    """Packed as far as it can be, with joint weights."""
+    """Packed as far as it can be, with fused weights."""
     config = ModelConfig.tiny(
         layer_types=types, mlp_layer_types=("moe",) * len(types), num_nextn_predict_layers=0,
         **changes,
