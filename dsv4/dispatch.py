@@ -63,9 +63,9 @@ class Implementation:
         target: ``"module:function"``, imported when first run. The function takes the operator's
             arguments as one record (``Call.args``), and ``out`` where the operator has it.
         supports: ``"module:function"``, which takes a ``Call`` and returns None when the
-            implementation can run it, otherwise the reason in words; None: it runs every call.
+            implementation can run it, otherwise the reason; None: it runs every call.
         slower_than_later: ``"module:function"``, which returns None when no later row is faster,
-            otherwise the reason in words; None: none ever is.
+            otherwise the reason; None: none ever is.
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
@@ -382,10 +382,10 @@ def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
 
 @functools.cache
 def _warn_unproven(op: str, name: str, capability: tuple[int, int] | None) -> None:
-    found = "None" if capability is None else ".".join(map(str, capability))
+    version = "None" if capability is None else ".".join(map(str, capability))
     warnings.warn(
         f"{op}: the implementation {name!r} was never seen right on compute capability "
-        f"{found}, and asked for by name it is not checked; backend='auto' checks it first",
+        f"{version}, and asked for by name it is not checked; backend='auto' checks it first",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -432,9 +432,9 @@ def implementation(op: str, args: Any) -> Callable[..., Any]:
 
 def wait_of(call: Call) -> str | None:
     """Why the implementation that ``"auto"`` takes waits for the host, or None if it does not."""
-    found = _explanation(call, AUTO)
-    row = next(row for row in implementations(call.op) if row.name == found.chosen)
-    return f"{call.op} runs as {row.name!r} ({found.reason})" if row.waits else None
+    explanation = _explanation(call, AUTO)
+    row = next(row for row in implementations(call.op) if row.name == explanation.chosen)
+    return f"{call.op} runs as {row.name!r} ({explanation.reason})" if row.waits else None
 
 
 def first(op: str, args: Any) -> Any:
@@ -456,8 +456,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         ValueError: if ``op`` calls no operator.
     """
-    found = _caught(op, args, kwargs)
-    return _explanation(found.call, found.requested)
+    caught = _caught(op, args, kwargs)
+    return _explanation(caught.call, caught.requested)
 
 
 def arguments(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
@@ -480,8 +480,8 @@ def _caught(op: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     token = _explaining.set(True)
     try:
         op(*args, **kwargs)
-    except _Explained as found:
-        return found
+    except _Explained as explained:
+        return explained
     finally:
         _explaining.reset(token)
     raise ValueError(f"{op!r} called no dsv4 operator")
@@ -492,5 +492,5 @@ def _explanation(call: Call, requested: str) -> Explanation:
         (row.name, row.unsupported_reason(call, requested) or _known_wrong(row, call, requested))
         for row in implementations(call.op)
     )
-    wanted = [name for name, why in candidates if why is None and requested in (AUTO, name)]
-    return Explanation(call.op, requested, wanted[0] if wanted else None, candidates)
+    able = [name for name, why in candidates if why is None and requested in (AUTO, name)]
+    return Explanation(call.op, requested, able[0] if able else None, candidates)

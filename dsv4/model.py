@@ -98,16 +98,16 @@ class DeepseekV4Model(nn.Module):
         return self.norm(self.hc_head(streams)), streams
 
     def _positions(
-        self, input_ids: torch.Tensor, given: torch.Tensor | None, past: Any
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, past: Any
     ) -> torch.Tensor:
         if isinstance(past, CacheStep):
-            if given is not None:
+            if position_ids is not None:
                 raise ValueError(
                     "position_ids beside a CacheStep, wanted None: "
                     "a step has the positions of its tokens"
                 )
             return past.batch.positions.unsqueeze(0)
-        return following_positions(input_ids, past) if given is None else given
+        return following_positions(input_ids, past) if position_ids is None else position_ids
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -203,7 +203,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             max_chunk: Most new tokens of one sequence in one step.
             index_format: Of the indexer's keys, see ``PagedCache``.
             pool_tokens: Room for compressed entries in shared pools, see ``PagedCache``.
-            window_pages: Room for raw key-values in them.
+            window_pages: Raw entries that these hold.
 
         Raises:
             ValueError: if ``max_tokens`` is more than the configuration's

@@ -105,7 +105,7 @@ IN_ORDER = Streams()
 
 
 def side_streams(x: torch.Tensor) -> Streams:
-    """Side streams beside the current stream of the device of ``x``, or ``IN_ORDER``.
+    """Side streams of the current stream on the device of ``x``, or ``IN_ORDER``.
 
     Args:
         x: Input of the forward, ``[..., D]``.
@@ -129,7 +129,7 @@ def uses_side_streams(x: torch.Tensor) -> bool:
 
 
 def is_launch_bound(tokens: int) -> bool:
-    """Whether the host launches a step of so many tokens more slowly than the GPU runs it."""
+    """Whether the host launches a step of ``tokens`` more slowly than the GPU runs it."""
     return tokens <= _LAUNCH_BOUND_TOKENS
 
 

@@ -278,11 +278,11 @@ def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) 
         for layer in _float32_results(parent):
             if layer in linear:
                 linear[layer] = torch.float32
-        for how in ("joined", "joined_in_turn"):
+        for how in ("joined", "joined_interleaved"):
             for names in getattr(parent, how, ()):
                 layers = [getattr(parent, name) for name in names]
                 if all(m in linear for m in layers) and len({m.activation for m in layers}) == 1:
-                    interleaved = how == "joined_in_turn"
+                    interleaved = how == "joined_interleaved"
                     gemms += _gemm_of(layers, linear.pop(layers[0]), arch, swiglu=interleaved)
                     for layer in layers[1:]:
                         del linear[layer]

@@ -5,20 +5,18 @@ Constructors take a ``dsv4.ModelConfig`` or transformers' ``DeepseekV4Config``. 
 
 from __future__ import annotations
 
+import warnings
+from typing import Any
+
 from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.calibrate import Calibration, calibrate
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.fusion import concatenated_linear, fused_linear, join_weights
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.indexer import DeepseekV4Indexer, DeepseekV4IndexerScorer
-from dsv4.layers.linear import (
-    DeepseekV4GroupedLinear,
-    Linear,
-    fused_linear,
-    join_weights,
-    joint_linear,
-)
+from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
@@ -51,12 +49,21 @@ __all__ = [
     "Linear",
     "Packing",
     "calibrate",
+    "concatenated_linear",
     "fused_linear",
     "join_weights",
-    "joint_linear",
     "pack_",
     "quantize_",
     "reserve_experts",
     "unpack_",
     "warm_allocator",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Former names, for one release."""
+    if name != "joint_linear":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = "dsv4.layers.joint_linear is now dsv4.layers.concatenated_linear"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return concatenated_linear

@@ -111,10 +111,10 @@ class ExpertWeights(FixedDtypeModule):
         if self.format is None:
             return getattr(self, name).to(dtype)
         dense = dequantize(self.quantized_weight(name), dtype)
-        return deinterleaved(dense) if self._in_turn(name) else dense
+        return apart(dense) if self._is_interleaved(name) else dense
 
-    def _in_turn(self, name: str) -> bool:
-        """Whether the rows are gate and up in turn."""
+    def _is_interleaved(self, name: str) -> bool:
+        """Whether gate and up rows are interleaved."""
         return name == "gate_up_proj" and self.layout != LINEAR
 
     def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
@@ -130,18 +130,18 @@ class ExpertWeights(FixedDtypeModule):
 
     def _linear(self, name: str, expert: int) -> QuantizedTensor:
         """One expert's matrix as an unpacked layer has it."""
-        one = self.quantized_weight(name)[expert]
-        if not self._in_turn(name):
-            return one.with_layout(LINEAR)
+        matrix = self.quantized_weight(name)[expert]
+        if not self._is_interleaved(name):
+            return matrix.with_layout(LINEAR)
         if self.layout == FRAGMENTS:
-            codes, scales = fragments.unpack(one.codes, one.scales, pairs=True)
+            codes, scales = fragments.unpack(matrix.codes, matrix.scales, pairs=True)
         else:
-            linear = one.with_layout(LINEAR)
-            codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
+            linear = matrix.with_layout(LINEAR)
+            codes, scales = apart(linear.codes), apart(_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
         segments = (self.intermediate_dim, self.intermediate_dim)
-        return QuantizedTensor(codes, scales, global_scale, one.format, segments=segments)
+        return QuantizedTensor(codes, scales, global_scale, matrix.format, segments=segments)
 
     def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
         """Gate (0) or up (1), a view."""
@@ -153,7 +153,7 @@ class ExpertWeights(FixedDtypeModule):
 
     @torch.no_grad()
     def pack(self, layout: str = FRAGMENTS) -> None:
-        """Re-lay NVFP4 weights for tensor cores, gate and up rows in turn, losing nothing.
+        """Re-lay NVFP4 weights for tensor cores, gate and up rows interleaved, losing nothing.
 
         In place, expert by expert: codes and scales stay where they are, and beside them memory
         holds one expert's gate and up at most and what ``dsv4.quant.fragments`` needs. Whoever else
@@ -201,8 +201,8 @@ class ExpertWeights(FixedDtypeModule):
 
     def _check_packable(self, layout: str) -> None:
         if self.format != NVFP4:
-            found = "plain" if self.format is None else self.format.name
-            raise ValueError(f"Experts: the weights are {found}, wanted nvfp4 for {layout!r}")
+            present = "plain" if self.format is None else self.format.name
+            raise ValueError(f"Experts: the weights are {present}, wanted nvfp4 for {layout!r}")
         if self.gate_up_proj.is_meta:
             raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
         self._check_tiles(layout)
@@ -267,8 +267,8 @@ class ExpertWeights(FixedDtypeModule):
             codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
             scales = scales.view(torch.uint8).view(self._scales_shape(name, LINEAR))
             for expert in range(self.num_local_experts):
-                one = self._linear(name, expert)
-                codes[expert], scales[expert] = one.codes, _bytes(one.scales)
+                matrix = self._linear(name, expert)
+                codes[expert], scales[expert] = matrix.codes, _bytes(matrix.scales)
             destination[prefix + name] = codes
             destination[prefix + name + "_scale"] = scales.view(torch.float8_e4m3fn)
 
@@ -405,9 +405,9 @@ class ExpertWeights(FixedDtypeModule):
             raise ValueError(
                 f"Experts: {name} has shape {list(matrix.shape)}, wanted {list(shape)}"
             )
-        found = matrix.format if isinstance(matrix, QuantizedTensor) else None
-        if found != self.format:
-            words = ["plain" if f is None else f.name for f in (found, self.format)]
+        own = matrix.format if isinstance(matrix, QuantizedTensor) else None
+        if own != self.format:
+            words = ["plain" if f is None else f.name for f in (own, self.format)]
             raise ValueError(f"Experts: {name} is {words[0]}, wanted {words[1]}")
         if isinstance(matrix, QuantizedTensor):
             self._check_scales(name, matrix)
@@ -419,20 +419,20 @@ class ExpertWeights(FixedDtypeModule):
         projection = "down_proj" if name == "down" else "gate_up_proj"
         stack = getattr(self, projection + "_scale")
         high, wide = matrix.format.block
-        wanted = [-(-n // step) for n, step in zip(matrix.shape, (high, wide), strict=True)]
-        if list(matrix.scales.shape) != wanted or matrix.scales.dtype != stack.dtype:
+        blocks = [-(-n // step) for n, step in zip(matrix.shape, (high, wide), strict=True)]
+        if list(matrix.scales.shape) != blocks or matrix.scales.dtype != stack.dtype:
             raise ValueError(
                 f"Experts: {name} has scales {list(matrix.scales.shape)} of {matrix.scales.dtype}, "
-                f"wanted {wanted} of {stack.dtype}"
+                f"wanted {blocks} of {stack.dtype}"
             )
         declared = getattr(self, projection + "_scale_2") is not None
         _check_scalar(f"{name}'s global scale", matrix.global_scale, declared)
 
     def _check_input_scales(self, input_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         for i, name in enumerate(_PROJECTIONS):
-            given = None if input_scales is None else input_scales[i]
+            scale = None if input_scales is None else input_scales[i]
             declared = getattr(self, name + "_input_scale") is not None
-            _check_scalar(f"the input scale of {name}", given, declared)
+            _check_scalar(f"the input scale of {name}", scale, declared)
 
     def _copy(
         self,
@@ -482,10 +482,11 @@ class ExpertWeights(FixedDtypeModule):
         return f"{self.first_expert} to {last} of {self.num_experts}"
 
 
-def _check_scalar(what: str, scale: torch.Tensor | None, wanted: bool) -> None:
-    if (scale is not None) != wanted:
-        found, asked = ("missing", "one") if wanted else ("given", "none: the layer declares none")
-        raise ValueError(f"Experts: {what} is {found}, wanted {asked}")
+def _check_scalar(what: str, scale: torch.Tensor | None, declared: bool) -> None:
+    if declared and scale is None:
+        raise ValueError(f"Experts: {what} is missing, wanted one")
+    if not declared and scale is not None:
+        raise ValueError(f"Experts: {what} is given, wanted none: the layer declares none")
     if scale is None:
         return
     if scale.numel() != 1:

@@ -21,7 +21,7 @@ def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
         scales: uint8 ``[N, K/16]``.
         pairs: Whether the first half of the rows are gate rows, the others up rows, which are to
-            stand in turn.
+            are interleaved.
 
     Yields:
         A view of the codes or scales, and its new bytes.
@@ -82,7 +82,7 @@ def _pieces(
     """A few whole rows of tiles at a time: they stay in their place, whatever the layout."""
     columns = 2 * codes.shape[1]
     height = max(1, _CODES // (fragments.ROWS * columns)) * fragments.ROWS
-    for some, theirs in zip(codes.split(height), scales.split(height), strict=True):
-        new, moved = move(some, theirs.view(scale_dtype))
-        yield some, new
-        yield theirs, moved.view(torch.uint8)
+    for code_rows, scale_rows in zip(codes.split(height), scales.split(height), strict=True):
+        new_codes, new_scales = move(code_rows, scale_rows.view(scale_dtype))
+        yield code_rows, new_codes
+        yield scale_rows, new_scales.view(torch.uint8)

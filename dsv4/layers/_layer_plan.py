@@ -63,7 +63,7 @@ _forward = attrgetter("forward")
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype, Format, ModelConfig)
 # The only attributes of other types: the last is a table, the others change with it.
 _FREQUENCIES = "_frequencies"
-_ROTARY = frozenset({"parameters_of", "_given", _FREQUENCIES})
+_ROTARY = frozenset({"parameters_of", "_own_values", _FREQUENCIES})
 _CHANGED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
@@ -102,10 +102,10 @@ class Structure:
         self._tables, self._full = tables, [table for table in tables if table]
         values = self._values()
         self._ids = list(map(id, values))
-        places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
-        self._pick = _getter(places)
-        kept = (self._dicts, self._attributes, self._hooks, self._tables, self._full)
-        self._refs = [weakref.ref(module, partial(_forget, kept)) for module in modules]
+        indices = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self._pick = _getter(indices)
+        lists = (self._dicts, self._attributes, self._hooks, self._tables, self._full)
+        self._refs = [weakref.ref(module, partial(_forget, lists)) for module in modules]
 
     def _values(self) -> list[Any]:
         """Submodules, parameters, buffers and rotary frequencies, or None in place of one."""
@@ -133,17 +133,17 @@ class Structure:
         return self._pick(values) if list(map(id, values)) == self._ids else None
 
 
-def _forget(kept: Sequence[list[Any]], gone: Any) -> None:
+def _forget(lists: Sequence[list[Any]], gone: Any) -> None:
     """Empty lists, because a module is gone."""
-    for part in kept:
-        part.clear()
+    for values in lists:
+        values.clear()
 
 
-def _getter(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that takes the items at these places out of a sequence."""
-    if len(places) < 2:
-        return lambda values: tuple([values[i] for i in places])
-    return itemgetter(*places)
+def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the items at these indices out of a sequence."""
+    if len(indices) < 2:
+        return lambda values: tuple([values[i] for i in indices])
+    return itemgetter(*indices)
 
 
 def _check(module: nn.Module) -> None:
@@ -240,7 +240,7 @@ class LayerPlans:
         return self._first(key, tensors, call)
 
     def _begin(self, layer: nn.Module) -> None:
-        """Look at the modules anew, after a call, which may have made some of their values."""
+        """Look at the modules again, after a call, which may have made some of their values."""
         self.failures += 1
         if self.failures > _PATIENCE:
             self.left_out = min(2 ** (self.failures - _PATIENCE), _LONGEST)
@@ -363,14 +363,14 @@ def _recorded(
     """Run a call, and complete its plan."""
     plan.attempts += 1
     recorder = Recorder(
-        tensors, lambda name, given: _library.OPERATIONS[name].run(given), composite=True
+        tensors, lambda name, args: _library.OPERATIONS[name].run(args), composite=True
     )
     shared = len(step._shared)
     with recorder.watching():
         result = call()
     if len(step._shared) != shared:  # a replay would not make what other layers ask for
         plan.attempts = _ATTEMPTS
-    elif recorder.is_settled or plan.attempts == _ATTEMPTS:
+    elif recorder.is_repeatable or plan.attempts == _ATTEMPTS:
         plan.attempts = _ATTEMPTS
         tape = tape_of(recorder, result, _operator_again)
         if tape is not None:

@@ -90,10 +90,10 @@ class FixedDtypeModule(nn.Module):
         values = self.__dict__.get("_kept")
         if values is None:
             values = self.__dict__["_kept"] = {}
-        kept = values.get(name)
-        if kept is None or any(map(is_not, kept[0], parts)):
-            kept = values[name] = (parts, QuantizedTensor(*parts))
-        return kept[1]
+        last = values.get(name)
+        if last is None or any(map(is_not, last[0], parts)):
+            last = values[name] = (parts, QuantizedTensor(*parts))
+        return last[1]
 
     def forget_value(self) -> None:
         """Let go of the tensors of every ``value_of``, before they are replaced."""
@@ -161,8 +161,8 @@ def empty_quantized(
     """
     dtype = scale_dtype or format.scale_dtypes[0]
     if dtype not in format.scale_dtypes:
-        wanted = " or ".join(map(str, format.scale_dtypes))
-        raise ValueError(f"{format.name}: scale_dtype is {dtype}, wanted {wanted}")
+        allowed = " or ".join(map(str, format.scale_dtypes))
+        raise ValueError(f"{format.name}: scale_dtype is {dtype}, wanted {allowed}")
     codes = torch.empty(format.codes_shape(shape), dtype=format.codes_dtype, device=device)
     scales = torch.empty(format.scales_shape(shape), dtype=dtype, device=device)
     scale = None
@@ -204,8 +204,8 @@ def quantize_pair(
 
 def refused_while_packed(tensor: str) -> str:
     """What loading says of a layer's ``tensor`` that is in another layout than files are."""
-    wanted = "wanted an unpacked one: call dsv4.layers.unpack_ first"
-    return f"{tensor}: the layer is packed, {wanted}"
+    remedy = "wanted an unpacked one: call dsv4.layers.unpack_ first"
+    return f"{tensor}: the layer is packed, {remedy}"
 
 
 def hooked(*modules: nn.Module) -> bool:

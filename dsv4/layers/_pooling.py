@@ -15,7 +15,8 @@ from torch import nn
 from dsv4.config import CSA, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers._module import FixedDtypeModule, wide_dtype, wider
-from dsv4.layers.linear import Linear, fused_linear
+from dsv4.layers.fusion import fused_linear
+from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.compressor import compress_write, pool_windows

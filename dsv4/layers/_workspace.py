@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 
-class Room(NamedTuple):
+class Buffers(NamedTuple):
     """Where the steps of one forward put their results; None to allocate them.
 
     Attributes:
-        rows: ``[R, H]``: the gathered rows, and after the first product has read them the results
+        rows: ``[R, H]``: the gathered rows, and after the first GEMM has read them the results
             of the second.
-        inner: ``[R, I]``: SwiGLU of the first product.
+        inner: ``[R, I]``: SwiGLU of the first GEMM.
     """
 
     rows: torch.Tensor | None = None
@@ -22,7 +22,7 @@ class Room(NamedTuple):
 
 
 class Workspace(nn.Module):
-    """Room for a number of tokens, shared by layers that run one after another.
+    """Buffers for a number of tokens, shared by layers that run one after another.
 
     It is a submodule of each of those layers, so moving, casting or copying a model moves, casts or
     copies it once and the layers still share it. No state dict holds it.
@@ -52,10 +52,10 @@ class Workspace(nn.Module):
         self.max_tokens = max_tokens
         with torch.inference_mode(False):  # it is written to in and out of that mode
             for name, columns in (("rows", hidden), ("inner", inner)):
-                room = torch.empty((max_tokens * top_k, columns), dtype=dtype, device=device)
-                self.register_buffer(name, room, persistent=False)
+                rows = torch.empty((max_tokens * top_k, columns), dtype=dtype, device=device)
+                self.register_buffer(name, rows, persistent=False)
 
-    def room(self, x: torch.Tensor, top_k: int) -> Room:
+    def buffers_for(self, x: torch.Tensor, top_k: int) -> Buffers:
         """For the tokens ``x`` with ``top_k`` experts each.
 
         Raises:
@@ -75,7 +75,7 @@ class Workspace(nn.Module):
                 f"Experts: the tokens are {x.dtype} on {x.device}, but memory is reserved for "
                 f"{self.rows.dtype} on {self.rows.device}: {again}"
             )
-        return Room(self.rows[:count], self.inner[:count])
+        return Buffers(self.rows[:count], self.inner[:count])
 
     def extra_repr(self) -> str:
         """Tokens and dtype."""

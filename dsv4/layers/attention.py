@@ -13,7 +13,8 @@ from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers._pooling import one_cache, plain_pages
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
-from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear, fused_linear
+from dsv4.layers.fusion import fused_linear
+from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.attention import sparse_attention
@@ -113,14 +114,14 @@ class DeepseekV4Attention(FixedDtypeModule):
             out = self._forward_packed(hidden_states, position_ids, attention_mask, past)
             return out, None
         label = self.rope_layer_type
-        given = None if position_embeddings is None else position_embeddings[label]
+        tables = None if position_embeddings is None else position_embeddings[label]
         if isinstance(past, CacheStep):
-            _check_beside_step(position_ids, attention_mask)
-            out = self._attend_paged(hidden_states[0], given, past)
+            _refuse_with_step(position_ids, attention_mask)
+            out = self._attend_paged(hidden_states[0], tables, past)
             return self._up(out).unsqueeze(0), None
         if position_ids is None:
             position_ids = following_positions(hidden_states, past, self.layer_idx)
-        tables = given or self.rotary_emb(hidden_states, position_ids, label)
+        tables = tables or self.rotary_emb(hidden_states, position_ids, label)
         out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
         return self._up(out), None
 
@@ -184,15 +185,15 @@ class DeepseekV4Attention(FixedDtypeModule):
             position_embeddings: As in ``forward``.
         """
         label, layer = self.rope_layer_type, step.cache.layers[self.layer_idx]
-        given = None if position_embeddings is None else position_embeddings[label]
-        tables = self.rotary_emb.of_step(x, step, label, given)
+        tables = None if position_embeddings is None else position_embeddings[label]
+        tables = self.rotary_emb.of_step(x, step, label, tables)
         slots = step.read_slots(layer), step.write_slots(layer)
         if self.compressor is None:
             return (*tables, *slots)
         return (*tables, *slots, *self.compressor.shared_in(step, self.layer_idx))
 
     def _attend_paged(
-        self, hidden_states: torch.Tensor, given: Tables | None, step: CacheStep
+        self, hidden_states: torch.Tensor, tables: Tables | None, step: CacheStep
     ) -> torch.Tensor:
         """Write a batch ``[T, H]`` to the cache, then read every key from there: ``[T, heads, D]``.
 
@@ -207,7 +208,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         if compressor is not None:
             begun = compressor.begin_paged(hidden_states, step, self.layer_idx, streams)
         q_residual, kv = self._down(hidden_states)
-        tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, given)
+        tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, tables)
         cos, sin = tables
         norm, seen, written = self.kv_norm, step.read_slots(layer), step.write_slots(layer)
         index_q = None if compressor is None else compressor.index_queries(q_residual)
@@ -288,7 +289,7 @@ def following_positions(x: torch.Tensor, past: Any, layer_idx: int = 0) -> torch
     return (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
 
 
-def _check_beside_step(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
+def _refuse_with_step(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:
     for name, tensor in (("position_ids", position_ids), ("attention_mask", mask)):
         if tensor is not None:
             raise ValueError(

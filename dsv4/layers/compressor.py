@@ -1,4 +1,4 @@
-"""Compressors: many tokens to one key-value entry, and which entries a query attends to."""
+"""Compressors: many tokens to one cache entry, and which entries a query attends to."""
 
 from __future__ import annotations
 

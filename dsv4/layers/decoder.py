@@ -83,13 +83,13 @@ class DeepseekV4DecoderLayer(nn.Module):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         attn_hc, ffn_hc = self.attn_hc, self.ffn_hc
-        post, comb, normed = attn_hc.collapse(hidden_states, self.input_layernorm)
+        post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)
         output, _ = self.self_attn(normed, **options)
-        hidden_states, (post, comb, normed) = attn_hc.hand_over(
+        hidden_states, (post, comb, normed) = attn_hc.post_pre(
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm
         )
         output = self.mlp(normed, input_ids=input_ids)
-        return ffn_hc.spread(output, hidden_states, post, comb)
+        return ffn_hc.post(output, hidden_states, post, comb)
 
 
 class DeepseekV4MTP(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
-from dsv4.layers._workspace import Room, Workspace
+from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.grouped_gemm import (
     grouped_gemm,
@@ -38,10 +38,10 @@ class DeepseekV4Experts(ExpertWeights):
     transformers' after it: equal in exact arithmetic, not after rounding (specification, section
     8.2).
 
-    ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows in turn; for Hopper's
+    ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows interleaved; for Hopper's
     ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then, for Blackwell's they are
     ``[E, bytes]``. Packed layers round nothing
-    between the first product and SwiGLU, where others round the product to the dtype of
+    between the first GEMM and SwiGLU, where others round its result to the dtype of
     ``hidden_states``. State dicts do not know the layout: a packed layer writes what an unpacked
     one writes, and refuses to load.
 
@@ -57,7 +57,7 @@ class DeepseekV4Experts(ExpertWeights):
         format: None for plain weights, else their ``Format``.
         layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
             packed.
-        activation: ``"bf16"`` leaves the inputs of both products as they are; ``"nvfp4"`` quantises
+        activation: ``"bf16"`` leaves the inputs of both GEMMs as they are; ``"nvfp4"`` quantises
             them, with the scales of their expert or, without those, with a scale per row.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
     """
@@ -101,25 +101,27 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if memory is reserved (``dsv4.layers.reserve_experts``), but for fewer
                 tokens, or for another dtype or device.
         """
-        room = self._room(hidden_states, top_k_index.shape[1])
-        rows, row_weight, offsets, places = self._sorted(
-            hidden_states, top_k_index, top_k_weights, room.rows
+        buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
+        rows, row_weight, offsets, row_of_slot = self._sorted(
+            hidden_states, top_k_index, top_k_weights, buffers.rows
         )
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        inner = self._activated(rows, offsets, row_weight, room.inner)
+        inner = self._activated(rows, offsets, row_weight, buffers.inner)
         if isinstance(inner, QuantizedTensor):
             down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
-            out = grouped_gemm(inner, down, offsets, settled=True, out_dtype=dtype, out=room.rows)
+            out = grouped_gemm(
+                inner, down, offsets, settled=True, out_dtype=dtype, out=buffers.rows
+            )
         else:
-            out = self._project("down_proj", inner, offsets, room.rows)
+            out = self._project("down_proj", inner, offsets, buffers.rows)
         if shared is not None:
             streams.join("shared", shared)
-        return moe_combine(out, places, offsets, weights, shared=shared)
+        return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
 
-    def products(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
-        """Operator calls of both products, for dispatch to choose from; runs nothing.
+    def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
+        """Operator calls of both GEMMs, for dispatch to choose from; runs nothing.
 
         Args:
             tokens: T.
@@ -140,10 +142,10 @@ class DeepseekV4Experts(ExpertWeights):
             del self.workspace  # out of the submodules, which would keep and print a None
         self.workspace = workspace
 
-    def _room(self, x: torch.Tensor, top_k: int) -> Room:
+    def _buffers_for(self, x: torch.Tensor, top_k: int) -> Buffers:
         if self.workspace is None or torch.compiler.is_compiling():
-            return Room()
-        return self.workspace.room(x, top_k)
+            return Buffers()
+        return self.workspace.buffers_for(x, top_k)
 
     def _sorted(
         self,
@@ -152,7 +154,7 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """``moe_sort``; rows quantised where Blackwell's first product would do so; or in ``out``.
+        """``moe_sort``; rows quantised where Blackwell's first GEMM would do so; or in ``out``.
 
         It takes codes as they are, so the rows are not written, read and written again.
         """
@@ -162,15 +164,15 @@ class DeepseekV4Experts(ExpertWeights):
         }
         if not (self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises):
             return moe_sort(x, ids, weights, self.num_experts, out=out, **held)
-        order, offsets, places = moe_permute(ids, self.num_experts, **held)
+        order, offsets, row_of_slot = moe_permute(ids, self.num_experts, **held)
         scale = self.gate_up_proj_input_scale
-        rows = moe_gather_quantize(x, places, offsets, input_scale=scale)
+        rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
-        return rows, row_weight, offsets, places
+        return rows, row_weight, offsets, row_of_slot
 
     @property
     def _quantises(self) -> bool:
-        """Whether products quantise their rows; not while an observer wants to see them."""
+        """Whether GEMMs quantise their rows; not while an observer wants to see them."""
         return self.activation == "nvfp4" and self.observers is None
 
     def _activated(
@@ -180,9 +182,9 @@ class DeepseekV4Experts(ExpertWeights):
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor | QuantizedTensor:
-        """SwiGLU of the first product, ``[R, I]``; in ``out`` if the layer is packed.
+        """SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
-        Quantised if the layer is packed and the second product would do so with given scales.
+        Quantised if the layer is packed and the second GEMM would do so with given scales.
         """
         name = "gate_up_proj"
         options: Any = {"row_weight": row_weight}
@@ -192,10 +194,10 @@ class DeepseekV4Experts(ExpertWeights):
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
             activation, scale = self._quantising(name, rows, offsets)
             options |= {"activation": activation, "input_scale": scale}
-        given = (rows, self.quantized_weight(name), offsets, self.limit)
+        operands = (rows, self.quantized_weight(name), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
-            return grouped_gemm_swiglu_quantize(*given, self.down_proj_input_scale, **options)
-        return grouped_gemm_swiglu(*given, out=out, **options)
+            return grouped_gemm_swiglu_quantize(*operands, self.down_proj_input_scale, **options)
+        return grouped_gemm_swiglu(*operands, out=out, **options)
 
     def _project(
         self,
@@ -221,7 +223,7 @@ class DeepseekV4Experts(ExpertWeights):
     def _quantising(
         self, name: str, rows: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[str, torch.Tensor | None]:
-        """How a product takes its rows, and with which scales; an observer sees them first."""
+        """How a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
         if not self._quantises:

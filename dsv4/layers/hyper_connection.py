@@ -12,7 +12,7 @@ from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked, wide_dty
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 
-Collapsed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+PreResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DeepseekV4HyperConnection(FixedDtypeModule):
@@ -48,26 +48,26 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
             post ``[B, S, n]`` and comb ``[B, S, n, n]`` in float32, collapsed ``[B, S, H]`` in the
             input's dtype. Note the order.
         """
-        collapsed, post, comb = hc_pre(
+        pre, post, comb = hc_pre(
             hidden_streams,
             self.fn,
             self.scale,
             self.base,
             **self._settings(),
         )
-        return post, comb, collapsed
+        return post, comb, pre
 
-    def collapse(self, streams: torch.Tensor, norm: DeepseekV4RMSNorm) -> Collapsed:
+    def pre(self, streams: torch.Tensor, norm: DeepseekV4RMSNorm) -> PreResult:
         """``forward``, with the norm that follows: post, comb and ``norm(collapsed)``."""
         if norm.variance_epsilon != self.norm_eps or hooked(self, norm):
-            post, comb, collapsed = self(streams)
-            return post, comb, norm(collapsed)
+            post, comb, sublayer_input = self(streams)
+            return post, comb, norm(sublayer_input)
         normed, post, comb = hc_pre_norm(
             streams, self.fn, self.scale, self.base, norm.weight, **self._settings()
         )
         return post, comb, normed
 
-    def hand_over(
+    def post_pre(
         self,
         output: torch.Tensor,
         streams: torch.Tensor,
@@ -75,11 +75,11 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         comb: torch.Tensor,
         following: DeepseekV4HyperConnection,
         norm: DeepseekV4RMSNorm,
-    ) -> tuple[torch.Tensor, Collapsed]:
-        """``spread`` here, then ``following.collapse``: the new streams, and what that returns."""
+    ) -> tuple[torch.Tensor, PreResult]:
+        """``post`` here, then ``following.pre``: the new streams, and what that returns."""
         if norm.variance_epsilon != following.norm_eps or hooked(following, norm):
-            streams = self.spread(output, streams, post, comb)
-            return streams, following.collapse(streams, norm)
+            streams = self.post(output, streams, post, comb)
+            return streams, following.pre(streams, norm)
         post, comb = self._rounded(streams, post, comb)
         parameters = following.fn, following.scale, following.base, norm.weight
         streams, normed, post, comb = hc_post_pre_norm(
@@ -101,7 +101,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
             return post.to(streams.dtype), comb.to(streams.dtype)
         return post, comb
 
-    def spread(
+    def post(
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
         """What comes after the sublayer: ``X'_k = post_k y + sum_j comb_jk X_j``.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import warnings
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dsv4.layers._joint import JointWeight, rows_in_turn
+from dsv4.layers._fused_weight import FusedWeight
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -22,7 +23,6 @@ from dsv4.layers._module import (
 )
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.gemm import gemm
-from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.quantize import dequantize
 from dsv4.quant import fragments
 from dsv4.quant.formats import (
@@ -32,7 +32,6 @@ from dsv4.quant.formats import (
     SWIZZLED,
     Format,
     QuantizedTensor,
-    cat_rows,
     format_named,
 )
 
@@ -58,7 +57,8 @@ class Linear(FixedDtypeModule):
         format: None for a plain weight, else its ``Format``.
         layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
             packed.
-        joint: The shared matrix whose part number ``joint_part`` is this layer's weight, or None.
+        fused: The matrix of several layers whose part number ``fused_part`` is this layer's weight,
+            or None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
             without one, with a scale per token. Plain weights never quantise x.
     """
@@ -79,8 +79,8 @@ class Linear(FixedDtypeModule):
         self.activation = activation
         self.format: Format | None = None
         self.layout = LINEAR
-        self.joint: JointWeight | None = None
-        self.joint_part = 0
+        self.fused: FusedWeight | None = None
+        self.fused_part = 0
         self.observer: AmaxObserver | None = None
         self.weight = empty_weight(out_features, in_features)
         self.register_parameter("weight_scale", None)
@@ -148,14 +148,20 @@ class Linear(FixedDtypeModule):
             if x.dim() == 2 and out_dtype == wide:
                 return torch.mm(x, weight.t(), out_dtype=wide)
             rows = x.reshape(-1, self.in_features)
-            product = torch.mm(rows, weight.t(), out_dtype=wide)
-            return product.view(*x.shape[:-1], self.out_features).to(out_dtype)
+            result = torch.mm(rows, weight.t(), out_dtype=wide)
+            return result.view(*x.shape[:-1], self.out_features).to(out_dtype)
         return F.linear(x.to(wide), self.weight.to(wide)).to(out_dtype)
 
     @property
     def device(self) -> torch.device:
         """Where the weight is."""
-        return self.weight.device if self.joint is None else self.joint.codes.device
+        return self.weight.device if self.fused is None else self.fused.codes.device
+
+    @property
+    def joint(self) -> FusedWeight | None:
+        """Former name of ``fused``."""
+        warnings.warn("Linear.joint is now Linear.fused", DeprecationWarning, stacklevel=2)
+        return self.fused
 
     def quantized_weight(self) -> QuantizedTensor:
         """The weight as one value.
@@ -165,9 +171,9 @@ class Linear(FixedDtypeModule):
         """
         if self.format is None:
             raise ValueError("Linear: the weight is plain, wanted a quantised one")
-        joint = _joint_of(self)
-        if joint is not None:
-            return joint.part(self.joint_part).with_layout(self.layout)
+        fused: Any = self._modules.get("fused")  # see ``FixedDtypeModule``
+        if fused is not None:
+            return fused.part(self.fused_part).with_layout(self.layout)
         tensors = self._parameters  # see ``FixedDtypeModule``
         codes, scales = tensors["weight"], tensors["weight_scale"]
         assert scales is not None
@@ -222,38 +228,38 @@ class Linear(FixedDtypeModule):
         self.weight_scale, self.weight_scale_2 = (None if t is None else frozen(t) for t in parts)
 
     def _leave(self) -> None:
-        """Have no part in a joint weight; the other layers keep theirs."""
+        """Have no part in a fused weight; the other layers keep theirs."""
         self.forget_value()
-        if self.joint is not None:
-            del self.joint  # out of the submodules, which would keep and print a None
-            self.joint, self.joint_part = None, 0
+        if self.fused is not None:
+            del self.fused  # out of the submodules, which would keep and print a None
+            self.fused, self.fused_part = None, 0
 
-    def _enter(self, joint: JointWeight, part: int) -> None:
-        """Have no weight but a part of a joint one."""
+    def _enter(self, fused: FusedWeight, part: int) -> None:
+        """Have no weight but a part of a fused one."""
         self._leave()
         for name in _OWN:
             self.register_parameter(name, None)
-        self.joint, self.joint_part = joint, part
+        self.fused, self.fused_part = fused, part
 
     def _check_tiles(self, layout: str) -> None:
         rows = self.out_features // self.groups
-        each = " per group" if self.groups > 1 else ""
+        per_group = " per group" if self.groups > 1 else ""
         if layout == FRAGMENTS and not fragments.fits(rows, self.in_features):
-            wanted = f"{fragments.ROWS} x {fragments.COLUMNS}"
+            tile = f"{fragments.ROWS} x {fragments.COLUMNS}"
         elif layout == SWIZZLED and self.groups > 1 and rows % 128:
-            wanted = "128 x 16"
+            tile = "128 x 16"
         else:
             return
         raise ValueError(
-            f"{type(self).__name__}: the weight is {rows} x {self.in_features}{each}, wanted "
-            f"multiples of {wanted} for layout {layout!r}"
+            f"{type(self).__name__}: the weight is {rows} x {self.in_features}{per_group}, wanted "
+            f"multiples of {tile} for layout {layout!r}"
         )
 
     def pack(self, layout: str = FRAGMENTS) -> None:
         """Re-lay an NVFP4 weight for tensor cores, in place; nothing is lost.
 
         The old parameters are freed: graphs captured with them must be captured again. A layer that
-        is packed so stays as it is; one that is packed otherwise leaves a joint weight.
+        is packed so stays as it is; one that is packed otherwise leaves a fused weight.
 
         Args:
             layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
@@ -271,8 +277,8 @@ class Linear(FixedDtypeModule):
         if self.layout == layout:
             return
         if self.format != NVFP4:
-            found = "plain" if self.format is None else self.format.name
-            raise ValueError(f"{name}: the weight is {found}, wanted nvfp4 for {layout!r}")
+            present = "plain" if self.format is None else self.format.name
+            raise ValueError(f"{name}: the weight is {present}, wanted nvfp4 for {layout!r}")
         if self.device.type == "meta":
             raise ValueError(f"{name}: the weight is on the meta device, wanted one with values")
         self._check_tiles(layout)
@@ -280,15 +286,15 @@ class Linear(FixedDtypeModule):
         self._hold(weight.with_layout(layout))
 
     def unpack(self) -> None:
-        """Undo ``pack``, bit for bit; leaves a joint weight. An unpacked layer stays as it is."""
+        """Undo ``pack``, bit for bit; leaves a fused weight. An unpacked layer stays as it is."""
         if self.layout == LINEAR:
             return
         self._hold(self._unpacked())
 
     def _unpacked(self) -> QuantizedTensor:
         """The weight of a packed layer as an unpacked one has it, in tensors of its own."""
-        joint = self.joint
-        weight = self.quantized_weight() if joint is None else joint.part(self.joint_part)
+        fused = self.fused
+        weight = self.quantized_weight() if fused is None else fused.part(self.fused_part)
         weight = weight.with_layout(LINEAR)
         assert weight.global_scale is not None
         return replace(
@@ -409,189 +415,18 @@ class DeepseekV4GroupedLinear(Linear):
         return out.reshape(*x.shape[:-1], per_group).to(out_dtype or x.dtype)
 
 
-def fused_linear(
-    layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
-) -> list[torch.Tensor]:
-    """The parts of ``joint_linear``: one ``[..., out_features]`` per layer.
-
-    They are columns of one tensor where the layers are one product.
-
-    Args:
-        layers: Layers of equal ``in_features``.
-        x: ``[..., in_features]``.
-        out_dtype: As of ``Linear.forward``.
-    """
-    if not _one_product(layers):
-        return [layer(x, out_dtype) for layer in layers]
-    whole = _product(layers, x, out_dtype)
-    # ``Tensor.split`` comes to the same after six more calls of Python.
-    return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
+_MOVED = {
+    "fused_linear": "fused_linear",
+    "join_weights": "join_weights",
+    "joint_linear": "concatenated_linear",
+    "joint_swiglu": "fused_swiglu",
+}
 
 
-def joint_linear(
-    layers: Sequence[Linear], x: torch.Tensor, *, reserve_sms: int = 0
-) -> torch.Tensor:
-    """Several projections of one input side by side, one product where their weights allow it.
-
-    NVFP4 weights are joined by rows, at no cost if ``join_weights`` has done it. Every row segment
-    keeps its own global scale, because one shared maximum would scale the other segments wrongly by
-    the ratio (pitfall 28); the input is quantised once, with the largest of the input scales,
-    because a smaller one would clip.
-
-    Args:
-        layers: Layers of equal ``in_features``.
-        x: ``[..., in_features]``.
-        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
-
-    Returns:
-        ``[..., sum of out_features]``.
-    """
-    if not _one_product(layers):
-        return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
-    return _product(layers, x, reserve_sms=reserve_sms)
-
-
-def _one_product(layers: Sequence[Linear]) -> bool:
-    """Whether one product takes the weights and the input of all."""
-    activation = layers[0].activation
-    for layer in layers:
-        if layer.format is not NVFP4 and layer.format != NVFP4:
-            return False
-        if layer.activation != activation:
-            return False
-        if layer.observer is not None:  # calibrating
-            return False
-    return True
-
-
-def _product(
-    layers: Sequence[Linear],
-    x: torch.Tensor,
-    out_dtype: torch.dtype | None = None,
-    reserve_sms: int = 0,
-) -> torch.Tensor:
-    activation, common = _quantising(layers)
-    weight = _joined(layers)
-    return gemm(
-        x,
-        weight,
-        activation=activation,
-        input_scale=common,
-        out_dtype=out_dtype,
-        reserve_sms=reserve_sms,
-    )
-
-
-def joint_swiglu(
-    gate: Linear, up: Linear, x: torch.Tensor, limit: float | None, *, reserve_sms: int = 0
-) -> torch.Tensor | None:
-    """SwiGLU of both projections of one input, without a rounding between, in one operator.
-
-    The input is quantised as in ``joint_linear``.
-
-    Args:
-        gate: ``[I, K]``.
-        up: ``[I, K]``.
-        x: ``[..., K]``.
-        limit: Clamp bound, greater than 0, or None for no clamp.
-        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
-
-    Returns:
-        ``[..., I]``; None where the rows do not stand in turn (``join_weights``) or the layers
-        differ in what they do to ``x``.
-    """
-    layers, joint = (gate, up), _joint_of(gate)
-    if joint is None or not joint.in_turn or not _share(layers, joint):
-        return None
-    if gate.activation != up.activation:
-        return None
-    activation, scale = _quantising(layers)
-    for layer in layers:
-        if layer.observer is not None:
-            layer.observer.see(x)
-            activation, scale = "bf16", None
-    weight = joint.whole()
-    return gemm_swiglu(
-        x,
-        weight,
-        limit,
-        activation=activation,
-        input_scale=scale,
-        reserve_sms=reserve_sms,
-    )
-
-
-def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
-    """How a product of layers that agree on it takes its input, and with which scale."""
-    activation = layers[0].activation
-    return activation, _common_input_scale(layers) if activation == "nvfp4" else None
-
-
-def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
-    """The rows of all layers: their joint weight, or a copy."""
-    joint = _joint_of(layers[0])
-    if joint is not None and not joint.in_turn and _share(layers, joint):
-        return joint.whole()
-    return cat_rows([layer.quantized_weight() for layer in layers])
-
-
-def _joint_of(layer: Linear) -> JointWeight | None:
-    """``layer.joint``, at the cost of a dictionary; see ``FixedDtypeModule``."""
-    modules: Any = layer._modules
-    return modules.get("joint")
-
-
-def _share(layers: Sequence[Linear], joint: JointWeight) -> bool:
-    """Whether the layers are the parts of ``joint``, all of them and in this order."""
-    if len(layers) != len(joint.rows):
-        return False
-    for i, layer in enumerate(layers):
-        if layer._modules.get("joint") is not joint or layer.joint_part != i:
-            return False
-    return True
-
-
-def join_weights(layers: Sequence[Linear], *, in_turn: bool = False) -> bool:
-    """Let packed layers share one matrix, so that a product of all of them copies nothing.
-
-    Needs memory for one copy of the matrix, and for rows in turn for one layer's more. Layers that
-    share it already stay as they are.
-
-    Args:
-        layers: Layers of one input, in the order in which ``joint_linear`` gets them.
-        in_turn: Whether their rows stand in turn, for the SwiGLU of gate and up in one operator; a
-            layer alone is multiplied from a copy then. By default layer comes after layer.
-
-    Returns:
-        Whether they share it now: only layers packed alike, of equal ``in_features``, on one
-        device, each with one global scale, can; in turn only layers of equal ``out_features``;
-        swizzled ones after each other only if all but the last have whole blocks of 128 rows.
-    """
-    joint = layers[0].joint
-    if joint is not None and joint.in_turn == in_turn and _share(layers, joint):
-        return True
-    layout = layers[0].layout
-    if layout == LINEAR or any(layer.layout != layout for layer in layers):
-        return False
-    parts = [layer.quantized_weight() for layer in layers]
-    if len({(part.columns, part.device) for part in parts}) > 1:
-        return False
-    if any(part.global_scale is None or part.global_scale.numel() != 1 for part in parts):
-        return False
-    rows = tuple(part.rows for part in parts)
-    if in_turn and len(set(rows)) > 1:
-        return False
-    if layout == SWIZZLED and not in_turn and any(n % 128 for n in rows[:-1]):
-        return False  # scales of two layers would share a block
-    whole = rows_in_turn(parts) if in_turn else cat_rows(parts)
-    shared = JointWeight(whole, rows, in_turn=in_turn)
-    for i, layer in enumerate(layers):
-        layer._enter(shared, i)
-    return True
-
-
-def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:
-    """The largest input scale, or None (a scale per token) where a layer has none."""
-    scales: list[torch.Tensor | None] = [layer.input_scale for layer in layers]
-    known = [scale for scale in scales if scale is not None]
-    return torch.cat(known).amax(0, keepdim=True) if len(known) == len(scales) else None
+def __getattr__(name: str) -> Any:
+    """Functions that were here before they moved to ``dsv4.layers.fusion``."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    message = f"{__name__}.{name} is now dsv4.layers.fusion.{_MOVED[name]}"
+    warnings.warn(message, DeprecationWarning, stacklevel=2)
+    return getattr(importlib.import_module("dsv4.layers.fusion"), _MOVED[name])

@@ -8,19 +8,20 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
-from dsv4.layers.linear import Linear, joint_linear, joint_swiglu
+from dsv4.layers.fusion import concatenated_linear, fused_swiglu
+from dsv4.layers.linear import Linear
 from dsv4.ops.swiglu import swiglu
 
 
 class DeepseekV4MLP(nn.Module):
     """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification, section 8.2).
 
-    Packed (``dsv4.layers.pack_``), gate and up rows stand in turn in one matrix, and nothing is
-    rounded between the first product and SwiGLU, where otherwise the product is rounded to the
+    Packed (``dsv4.layers.pack_``), gate and up rows are interleaved in one matrix, and nothing is
+    rounded between the first GEMM and SwiGLU, where otherwise its result is rounded to the
     dtype of ``x``.
     """
 
-    joined_in_turn = (("gate_proj", "up_proj"),)
+    joined_interleaved = (("gate_proj", "up_proj"),)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -52,8 +53,8 @@ class DeepseekV4MLP(nn.Module):
     def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
         """``[..., H]`` to ``[..., I]``, what the down projection takes."""
         gate, up = self.gate_proj, self.up_proj
-        inner = joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
+        inner = fused_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
         if inner is None:
-            gate_up = joint_linear((gate, up), x, reserve_sms=reserve_sms)
+            gate_up = concatenated_linear((gate, up), x, reserve_sms=reserve_sms)
             inner = swiglu(gate_up, self.limit)
         return inner

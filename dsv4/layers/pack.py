@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dsv4.layers.experts import DeepseekV4Experts
-from dsv4.layers.linear import PACKED_LAYOUTS, Linear, join_weights
+from dsv4.layers.fusion import join_weights
+from dsv4.layers.linear import PACKED_LAYOUTS, Linear
 from dsv4.quant.formats import FRAGMENTS, LINEAR
 
 _KINDS = (Linear, DeepseekV4Experts)
@@ -118,22 +119,23 @@ class _Group:
 
     names: tuple[str, ...]
     parts: Sequence[nn.Module]
-    in_turn: bool
+    interleaved: bool
 
     def join(self) -> list[tuple[str, ...]]:
         """Let them share it; their names, if they do."""
         layers = [part for part in self.parts if isinstance(part, Linear)]
-        joined = len(layers) == len(self.parts) and join_weights(layers, in_turn=self.in_turn)
-        return [self.names] if joined else []
+        if len(layers) < len(self.parts):
+            return []
+        return [self.names] if join_weights(layers, interleaved=self.interleaved) else []
 
 
 def _groups(model: nn.Module) -> Iterator[_Group]:
     for name, module in model.named_modules():
-        for how in ("joined", "joined_in_turn"):
+        for how in ("joined", "joined_interleaved"):
             for group in getattr(module, how, ()):
                 names = tuple(f"{name}.{part}".lstrip(".") for part in group)
                 parts = [getattr(module, part) for part in group]
-                yield _Group(names, parts, how == "joined_in_turn")
+                yield _Group(names, parts, how == "joined_interleaved")
 
 
 def unpack_(model: nn.Module) -> tuple[str, ...]:

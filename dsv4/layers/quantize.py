@@ -52,9 +52,9 @@ def quantize_(
         parts = quantize_pair(gate.weight.detach(), up.weight.detach(), format)
         for layer, part in zip((gate, up), parts, strict=True):
             layer.set_weight(part)
-    done = {layer for pair in paired for layer in pair}
+    quantized = {layer for pair in paired for layer in pair}
     for module in chosen.values():
-        if module not in done:
+        if module not in quantized:
             module.quantize(format)
     return tuple(chosen)
 
@@ -62,7 +62,7 @@ def quantize_(
 def _pairs(chosen: Mapping[str, nn.Module]) -> Iterator[tuple[Linear, Linear]]:
     """Gate and up of each MLP, where both are chosen."""
     for name, gate in chosen.items():
-        stem, found, _ = name.rpartition("gate_proj")
-        up = chosen.get(f"{stem}up_proj") if found else None
+        stem, is_gate, _ = name.rpartition("gate_proj")
+        up = chosen.get(f"{stem}up_proj") if is_gate else None
         if isinstance(gate, Linear) and isinstance(up, Linear):
             yield gate, up

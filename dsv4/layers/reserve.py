@@ -19,7 +19,7 @@ def reserve_experts(
     tokens. Without it these three, the largest, come from PyTorch's allocator, which grows.
 
     What still comes from the allocator: the sums of the tokens, the tables of the sort, what a
-    product needs to quantise its rows (``activation="nvfp4"``), and the first product and its
+    product needs to quantise its rows (``activation="nvfp4"``), and the first GEMM and its
     SwiGLU of layers that are not packed. Compiled code does not use it: ``torch.compile`` plans
     memory itself.
 
@@ -55,7 +55,7 @@ def reserve_experts(
         if (device, sizes) not in shared:
             shared[device, sizes] = Workspace(max_tokens, *sizes, dtype, device)
         layer.reserve(shared[device, sizes])
-    return sum(room.nbytes for workspace in shared.values() for room in workspace.buffers())
+    return sum(buffer.nbytes for workspace in shared.values() for buffer in workspace.buffers())
 
 
 # Of a prefill step of ``dsv4.serving.Runner`` by default. On an H100 one step of 4096 tokens takes
@@ -99,11 +99,11 @@ def warm_allocator(
 
 def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple[int, int]]]:
     """Shapes of the largest buffers of routed experts that are alive at one time, per device."""
-    found: dict[torch.device, list[tuple[int, int]]] = {}
+    largest: dict[torch.device, list[tuple[int, int]]] = {}
     for layer in model.modules():
         if isinstance(layer, DeepseekV4Experts):
             rows, device = tokens * layer.num_experts_per_tok, layer.gate_up_proj.device
             columns = (layer.hidden_dim, layer.intermediate_dim, layer.hidden_dim)
             shapes = [(rows, width) for width in columns]
-            found[device] = max(found.get(device, shapes), shapes)
-    return found
+            largest[device] = max(largest.get(device, shapes), shapes)
+    return largest

@@ -28,7 +28,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         config = ModelConfig.of(config)
         self.parameters_of = {"main": config.rope_main, "compress": config.rope_compress}
         self.numerics = config.numerics
-        self._given: dict[str, torch.Tensor] = {}
+        self._own_values: dict[str, torch.Tensor] = {}
         self._frequencies: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     def set_inv_freq(self, layer_type: str, values: torch.Tensor) -> None:
@@ -41,13 +41,13 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         Raises:
             ValueError: if ``layer_type`` is neither or the shape is wrong.
         """
-        wanted = self.inv_freq(values.device, layer_type)
-        if values.shape != wanted.shape:
+        present = self.inv_freq(values.device, layer_type)
+        if values.shape != present.shape:
             raise ValueError(
                 f"rotary: inverse frequencies have shape {list(values.shape)}, "
-                f"wanted {list(wanted.shape)}"
+                f"wanted {list(present.shape)}"
             )
-        self._given[layer_type] = values.detach().float().cpu().clone()
+        self._own_values[layer_type] = values.detach().float().cpu().clone()
         self._frequencies.clear()
 
     def inv_freq(self, device: torch.device, layer_type: str) -> torch.Tensor:
@@ -61,7 +61,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         known = self._frequencies.get((device, layer_type))
         if known is not None:
             return known
-        values = self._given.get(layer_type)
+        values = self._own_values.get(layer_type)
         if values is None:
             values = self.parameters_of[layer_type].inv_freq()
         made = torch.as_tensor(values, dtype=torch.float32, device="cpu").to(device)
@@ -100,7 +100,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         x: torch.Tensor,
         step: CacheStep,
         layer_type: str,
-        given: tuple[torch.Tensor, torch.Tensor] | None = None,
+        tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tables ``[T, rope_dim / 2]`` of a step's tokens, which its layers share.
 
@@ -108,12 +108,12 @@ class DeepseekV4RotaryEmbedding(nn.Module):
             x: As in ``forward``.
             step: Gives the positions.
             layer_type: As in ``forward``.
-            given: These tables ``[1, T, rope_dim / 2]``, if somebody has made them.
+            tables: These tables as ``[1, T, rope_dim / 2]``, if they are there already.
         """
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
-            if given is not None:
-                return given[0][0], given[1][0]
+            if tables is not None:
+                return tables[0][0], tables[1][0]
             return self(x, step.batch.positions, layer_type)
 
         return step.once(("rotary", layer_type, x.dtype), make)

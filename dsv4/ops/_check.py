@@ -48,16 +48,16 @@ def tensors(op: str, *expected: Expected) -> None:
         for name, tensor, _, dims in expected:
             if tensor is None or dims is None:
                 continue
-            given, before = tensor.shape, dict(sizes)
+            own, before = tensor.shape, dict(sizes)
             if dims and dims[0] == "...":
                 rank = len(dims) - 1
-                lead = given[: len(given) - rank]
-                fits = len(given) >= rank and sizes.setdefault("...", lead) == lead
-                given, rest = given[len(given) - rank :], dims[1:]
+                lead = own[: len(own) - rank]
+                fits = len(own) >= rank and sizes.setdefault("...", lead) == lead
+                own, rest = own[len(own) - rank :], dims[1:]
             else:
-                fits, rest = len(given) == len(dims), dims
+                fits, rest = len(own) == len(dims), dims
             if fits:
-                for size, dim in zip(given, rest, strict=True):
+                for size, dim in zip(own, rest, strict=True):
                     if dim.__class__ is str:
                         dim = sizes.setdefault(dim, size)
                     if size != dim and dim is not None:
@@ -82,18 +82,18 @@ def _wrong_shape(
     return f"{op}: {name} has shape {list(tensor.shape)}, wanted [{', '.join(words)}]"
 
 
-def shape(op: str, name: str, tensor: torch.Tensor, wanted: Sequence[int | None]) -> None:
+def shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[int | None]) -> None:
     """Raise ValueError unless ``tensor`` has the expected shape; None matches any size."""
     if torch.compiler.is_compiling():
         return
-    given = tensor.shape
-    fits = len(given) == len(wanted)
+    own = tensor.shape
+    fits = len(own) == len(dims)
     if fits:
-        for size, dim in zip(given, wanted, strict=True):
+        for size, dim in zip(own, dims, strict=True):
             if size != dim and dim is not None:
                 fits = False
     if not fits:
-        raise ValueError(_wrong_shape(op, name, tensor, wanted, {}))
+        raise ValueError(_wrong_shape(op, name, tensor, dims, {}))
 
 
 def rows(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -102,12 +102,12 @@ def rows(op: str, name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} has shape [], wanted [..., D]")
 
 
-def dtype(op: str, name: str, tensor: torch.Tensor, *wanted: torch.dtype) -> None:
-    """Raise TypeError unless ``tensor.dtype`` is one of ``wanted``."""
-    if tensor.dtype not in wanted:
-        words = " or ".join(str(d).removeprefix("torch.") for d in wanted)
-        found = str(tensor.dtype).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} has dtype {found}, wanted {words}")
+def dtype(op: str, name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> None:
+    """Raise TypeError unless ``tensor.dtype`` is one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        words = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        own = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} has dtype {own}, wanted {words}")
 
 
 def floating(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -121,10 +121,10 @@ def integer(op: str, name: str, tensor: torch.Tensor) -> None:
     dtype(op, name, tensor, *INTEGERS)
 
 
-def one_of(op: str, name: str, value: str, wanted: Sequence[str]) -> None:
-    """Raise ValueError unless ``value`` is one of ``wanted``."""
-    if value not in wanted:
-        raise ValueError(f"{op}: {name} is {value!r}, wanted one of {', '.join(map(repr, wanted))}")
+def one_of(op: str, name: str, value: str, names: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``names``."""
+    if value not in names:
+        raise ValueError(f"{op}: {name} is {value!r}, wanted one of {', '.join(map(repr, names))}")
 
 
 def same_device(op: str, **tensors: torch.Tensor | None) -> None:
@@ -141,7 +141,7 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> None:
             raise ValueError(f"{op}: tensors are on different devices ({words}), wanted one device")
 
 
-def apart(op: str, name: str, tensor: torch.Tensor) -> None:
+def no_overlap(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the elements of ``tensor``, which is written, share no memory.
 
     Each stride has to pass what the dimensions of smaller strides span, as in every view of a
@@ -177,18 +177,18 @@ def within(op: str, name: str, values: torch.Tensor, bound: int) -> None:
         none_bad(op, name, values, bad, f"from 0 on, below {bound}")
 
 
-def none_bad(op: str, name: str, values: torch.Tensor, bad: torch.Tensor, wanted: str) -> None:
+def none_bad(op: str, name: str, values: torch.Tensor, bad: torch.Tensor, rule: str) -> None:
     """Raise IndexError if any is ``bad``.
 
     Reads values, as the two above do: for what ``define`` calls on the CPU alone.
     """
     if bool(bad.any()):
-        place = bad.nonzero()[0].tolist()
-        raise IndexError(f"{op}: {name}{place} is {int(values[tuple(place)])}, wanted {wanted}")
+        index = bad.nonzero()[0].tolist()
+        raise IndexError(f"{op}: {name}{index} is {int(values[tuple(index)])}, wanted {rule}")
 
 
 def result(
-    op: str, out: torch.Tensor, wanted: Sequence[int], wanted_dtype: torch.dtype, x: torch.Tensor
+    op: str, out: torch.Tensor, dims: Sequence[int], out_dtype: torch.dtype, x: torch.Tensor
 ) -> None:
     """Raise unless ``out`` can take a result of this shape and dtype, on the device of ``x``.
 
@@ -197,8 +197,8 @@ def result(
         ValueError: if the shape or the device differs, ``out`` is not contiguous, or it does not
             begin at a multiple of 16 bytes, which kernels write at a time.
     """
-    dtype(op, "out", out, wanted_dtype)
-    shape(op, "out", out, wanted)
+    dtype(op, "out", out, out_dtype)
+    shape(op, "out", out, dims)
     same_device(op, x=x, out=out)
     if torch.compiler.is_compiling():
         return

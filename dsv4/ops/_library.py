@@ -161,7 +161,7 @@ def define_out(
 
     The schema has ``Tensor(a!) out`` before ``backend``, and no result but those after the first.
     The implementations are those of the operator itself, which take ``out``, and dispatch chooses
-    among them as there.
+    among them as for the operator.
 
     Args:
         op: Name of the operator.
@@ -213,12 +213,12 @@ def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
 
 def _results(fake: Callable[..., Any]) -> str:
     """Results of a schema, as a shape function's return annotation declares them."""
-    found = get_type_hints(fake)["return"]
-    if found is type(None):
+    returned = get_type_hints(fake)["return"]
+    if returned is type(None):
         return "()"
-    if get_origin(found) is tuple:
-        return f"({', '.join(_SCHEMA_TYPES[kind] for kind in get_args(found))})"
-    return _SCHEMA_TYPES[found]
+    if get_origin(returned) is tuple:
+        return f"({', '.join(_SCHEMA_TYPES[kind] for kind in get_args(returned))})"
+    return _SCHEMA_TYPES[returned]
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,8 @@ class Operation:
         if self.check is not None and args[0].is_cpu:
             self.check(self.op, args)
 
-    def _others(self, found: Any) -> Any:
-        return found[1:] if self.has_others else None
+    def _others(self, results: Any) -> Any:
+        return results[1:] if self.has_others else None
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -77,8 +77,8 @@ class Direct:
     result: Callable[[Sequence[torch.Tensor], Any], Any]
 
     def __call__(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> Any:
-        found = self.operation.run_with(self.implementation, self.args(tensors))
-        return self.result(tensors, found)
+        result = self.operation.run_with(self.implementation, self.args(tensors))
+        return self.result(tensors, result)
 
 
 @dataclass(frozen=True)
@@ -126,37 +126,37 @@ class Arguments:
 
     def tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
         """All tensors, those of structures last."""
-        found = []
+        tensors = []
         for i in self._tensors:
-            found.append(values[i])
+            tensors.append(values[i])
         for i, names in self._structures:
             structure = values[i]
             for name in names:
                 part = getattr(structure, name)
                 if part is not None:
-                    found.append(part)
-        return found
+                    tensors.append(part)
+        return tensors
 
     def constants(self, values: Sequence[Any]) -> list[Any]:
         """What else the call depends on, hashable."""
-        found = []
+        constants = []
         for i in self._values:
-            found.append(values[i])
+            constants.append(values[i])
         for i, constant in self._others:
-            found.append(constant(values[i]))
+            constants.append(constant(values[i]))
         for i, _ in self._structures:
-            found.append(_FIELDS[type(values[i])](values[i]))
-        return found
+            constants.append(_FIELDS[type(values[i])](values[i]))
+        return constants
 
     def with_tensors(self, values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
         """The same arguments with other tensors, in the order of ``tensors``."""
-        given, left = list(values), list(tensors)
+        replaced, left = list(values), list(tensors)
         for i in self._tensors:
-            given[i] = left.pop(0)
+            replaced[i] = left.pop(0)
         for i, names in self._structures:
-            present = [name for name in names if getattr(given[i], name) is not None]
-            given[i] = replace(given[i], **{name: left.pop(0) for name in present})
-        return given
+            present = [name for name in names if getattr(replaced[i], name) is not None]
+            replaced[i] = replace(replaced[i], **{name: left.pop(0) for name in present})
+        return replaced
 
 
 def _kind(value: Any) -> str:
@@ -167,8 +167,8 @@ def _kind(value: Any) -> str:
     raise TypeError(f"a {kind.__name__}")
 
 
-def _format_name(given: Format) -> Any:
-    return given.name if FORMATS.get(given.name) is given else given
+def _format_name(format: Format) -> Any:
+    return format.name if FORMATS.get(format.name) is format else format
 
 
 _CONSTANTS: dict[type, Callable[[Any], Any]] = {
@@ -195,7 +195,7 @@ _KINDS = {
 
 
 class PlanCache:
-    """Plans of all operators of a process, at most so many; full, it is emptied."""
+    """Plans of all operators of a process, bounded in number; full, the cache is emptied."""
 
     def __init__(self) -> None:
         self._arguments: dict[tuple[Any, ...], Arguments | None] = {}
@@ -324,12 +324,12 @@ def _recorded(
         # One that is given twice becomes two objects, which other calls may give apart.
         is_there = any(tensor is other for other in tensors)
         tensors.append(tensor.detach() if is_there else tensor)
-    given = arguments.with_tensors(values, tensors)
-    named = dict(zip(kwargs, given[len(args) :], strict=True))
-    recorder = Recorder(tensors, lambda name, given: _library.OPERATIONS[name].run(given))
+    own = arguments.with_tensors(values, tensors)
+    named = dict(zip(kwargs, own[len(args) :], strict=True))
+    recorder = Recorder(tensors, lambda name, flat: _library.OPERATIONS[name].run(flat))
     with recorder.watching():
-        result = arguments.function(*given[: len(args)], **named)
-    plan.again, plan.is_final = _again(recorder, result), recorder.is_settled
+        result = arguments.function(*own[: len(args)], **named)
+    plan.again, plan.is_final = _again(recorder, result), recorder.is_repeatable
     return result
 
 
@@ -353,10 +353,10 @@ def _again(recorder: Recorder, result: Any) -> Any:
         if slot is not None:
             return Pick(slot)
         view = recorder.view(tensor)
-        return view.of(slots[id(whole[view.place.slot])])
+        return view.of(slots[id(whole[view.location.slot])])
 
     def returned(tensor: torch.Tensor) -> Build:
-        if id(tensor) not in slots and recorder.view(tensor).place.slot < len(recorder.tensors):
+        if id(tensor) not in slots and recorder.view(tensor).location.slot < len(recorder.tensors):
             raise KeyError("the result is a view of an argument")
         return argument(tensor)
 
@@ -370,8 +370,8 @@ def _again(recorder: Recorder, result: Any) -> Any:
     )
 
 
-def _results(found: Any) -> Sequence[torch.Tensor]:
+def _results(result: Any) -> Sequence[torch.Tensor]:
     """All tensors that an operator returned."""
-    if found is None:
+    if result is None:
         return ()
-    return (found,) if isinstance(found, torch.Tensor) else found
+    return (result,) if isinstance(result, torch.Tensor) else result

@@ -58,8 +58,8 @@ def _check_slots(op: str, args: SparseAttentionArgs) -> None:
         op, "window_slots", args.window_slots, args.window.shape[0] * args.window_page_size
     )
     if args.compressed is not None and args.compressed_slots is not None:
-        room = args.compressed.shape[0] * args.compressed_page_size
-        _check.below(op, "compressed_slots", args.compressed_slots, room)
+        slots = args.compressed.shape[0] * args.compressed_page_size
+        _check.below(op, "compressed_slots", args.compressed_slots, slots)
 
 
 _sparse_attention = define("sparse_attention", SparseAttentionArgs, _fake, _check_slots)
@@ -91,13 +91,14 @@ def sparse_attention(
     slot of a token names has no effect on the token, NaN included. A NaN in q makes its token and
     head NaN if the token has an entry at all; an Inf too, unless every logit it makes is -inf.
 
-    With ``cos`` and ``sin`` the last R dims of the result are then turned by the opposite angle, as
-    ``rope(inverse=True)`` turns them, in the same float32 (or float64): the one rounding is still
-    at the end. ``rope`` of a result without them rounds twice, and so may differ in the last place.
+    With ``cos`` and ``sin`` the last R dims of the result are then rotated by the opposite angle,
+    as ``rope(inverse=True)`` rotates them, in the same float32 (or float64): the one rounding is
+    still at the end. ``rope`` of a result without them rounds twice, and so may differ in the last
+    place.
 
     Args:
         q: ``[T, h, D]`` after norm and RoPE.
-        window: Pages of raw key-values, D dims.
+        window: Pages of raw KV entries, D dims.
         window_slots: ``[T, Kw]`` int64 or int32, ``page * page_size + entry``; negative: none.
         compressed: Pages of compressed entries, or None.
         compressed_slots: ``[T, Kc]`` likewise; None exactly if ``compressed`` is.

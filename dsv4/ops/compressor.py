@@ -280,7 +280,7 @@ def compressor_update(
         op, *_expected_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
     )
     if not state.is_contiguous():
-        _check.apart(op, "state", state)
+        _check.no_overlap(op, "state", state)
     _check_overlap(op, kv, overlap)
     return _compressor_update(
         CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
@@ -359,9 +359,9 @@ def compress_write(
         expected_pages(op, "pages", pages, PAGE_FORMATS),
     )
     if not state.is_contiguous():
-        _check.apart(op, "state", state)
+        _check.no_overlap(op, "state", state)
     if not pages.data.is_contiguous():
-        _check.apart(op, "pages.data", pages.data)
+        _check.no_overlap(op, "pages.data", pages.data)
     _check_overlap(op, kv, overlap)
     _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
     for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):

@@ -166,10 +166,10 @@ def check_options(op: str, activation: str, out_dtype: torch.dtype | None) -> No
         raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a float of 16 bits or more")
 
 
-def check_columns(op: str, columns: int, wanted: int, activation: str) -> None:
+def check_columns(op: str, columns: int, weight_columns: int, activation: str) -> None:
     """Raise ValueError unless x fits the weight, and NVFP4 blocks if it is to be quantised."""
-    if columns != wanted:
-        raise ValueError(f"{op}: x has {columns} columns, wanted {wanted} as in the weight")
+    if columns != weight_columns:
+        raise ValueError(f"{op}: x has {columns} columns, wanted {weight_columns} as in the weight")
     if activation == "nvfp4" and columns % 16:
         raise ValueError(f"{op}: x has {columns} columns, wanted a multiple of 16 for NVFP4")
 
@@ -191,5 +191,5 @@ def _refuse_shapes(op: str, x: torch.Tensor, shape: Sequence[int], groups: int) 
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [N, K]")
     if groups < 1 or shape[0] % groups:
         raise ValueError(f"{op}: groups is {groups}, wanted a divisor of {shape[0]} rows")
-    wanted = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
-    raise ValueError(f"{op}: x has shape {list(x.shape)}, wanted {wanted}")
+    dims = f"[..., {groups}, K]" if groups > 1 else "[..., K]"
+    raise ValueError(f"{op}: x has shape {list(x.shape)}, wanted {dims}")

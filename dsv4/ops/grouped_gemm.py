@@ -209,7 +209,7 @@ def grouped_gemm(
             row); only with ``"nvfp4"``.
         settled: Promises that another product with these offsets came after what wrote them and
             before this: a kernel may then read them, and their experts' weights, while that one
-            still runs. The second product of the experts passes True.
+            still runs. The second GEMM of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
         out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
             apart from the other tensors; None to allocate it.
@@ -335,11 +335,11 @@ def grouped_gemm_swiglu_quantize(
 ) -> QuantizedTensor:
     """``grouped_gemm_swiglu`` in its default dtype, then ``quantize`` to NVFP4, as one operator.
 
-    What a second product with ``activation="nvfp4"`` and these input scales would make of the
+    What a second GEMM with ``activation="nvfp4"`` and these input scales would make of the
     rows. The bits are those of the two operators of the same implementation, one after the other.
 
     ``grouped_gemm`` takes linear block scales. With ``"swizzled_128x4_experts"`` they lie as other
-    grouped products want them: those of each expert as ``swizzle_scales`` has them, from tile
+    grouped GEMMs take them: those of each expert as ``swizzle_scales`` has them, from tile
     ``sum(ceil(n / 128) for the n rows of each expert before)`` on, zeros as padding, as many tiles
     as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``;
     ``unswizzle_expert_scales`` takes them apart).
@@ -373,9 +373,9 @@ def grouped_gemm_swiglu_quantize(
     parts = _checked(op, rows, weight, offsets, activation, input_scale)
     high = parts.codes.shape[1]
     _check.one_of(op, "scale_layout", scale_layout, (LINEAR, SWIZZLED_EXPERTS))
-    each = 32 if scale_layout == LINEAR else 128
-    if high == 0 or high % each:
-        raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {each}")
+    multiple = 32 if scale_layout == LINEAR else 128
+    if high == 0 or high % multiple:
+        raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {multiple}")
     _check_swiglu(op, rows.x, limit, row_weight)
     _check.tensors(
         op,

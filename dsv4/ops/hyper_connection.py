@@ -196,10 +196,10 @@ class HcHeadArgs(NamedTuple):
 
 
 def _fake_pre(args: HcPreArgs | HcPreNormArgs) -> Pre:
-    return _collapsed(args.streams)
+    return _empty_pre(args.streams)
 
 
-def _collapsed(streams: torch.Tensor) -> Pre:
+def _empty_pre(streams: torch.Tensor) -> Pre:
     *lead, n, hidden = streams.shape
     wide = torch.float64 if streams.dtype == torch.float64 else torch.float32
     return (
@@ -217,23 +217,23 @@ def _fake_post_pre_norm(
     args: HcPostPreNormArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     mixed = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
-    return mixed, *_collapsed(args.streams)
+    return mixed, *_empty_pre(args.streams)
 
 
 def _fake_pre_quantize(args: HcPreNormQuantizeArgs) -> PreQuantized:
-    return _collapsed_quantized(args.streams, args.global_scale, args.scaling)
+    return _empty_pre_quantized(args.streams, args.global_scale, args.scaling)
 
 
-def _collapsed_quantized(
+def _empty_pre_quantized(
     streams: torch.Tensor, global_scale: torch.Tensor | None, scaling: str
 ) -> PreQuantized:
-    normed, post, comb = _collapsed(streams)
+    normed, post, comb = _empty_pre(streams)
     return normed, *empty_nvfp4(normed, global_scale, scaling, LINEAR), post, comb
 
 
 def _fake_quantize(args: HcPostPreNormQuantizeArgs) -> PostPreQuantized:
     mixed = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
-    return mixed, *_collapsed_quantized(args.streams, args.global_scale, args.scaling)
+    return mixed, *_empty_pre_quantized(args.streams, args.global_scale, args.scaling)
 
 
 def _fake_head(args: HcHeadArgs) -> torch.Tensor:
@@ -415,10 +415,19 @@ def hc_pre_norm_quantize(
     op = "hc_pre_norm_quantize"
     _check.shape(op, "streams", streams, [None, None, None])
     _check.tensors(op, *_expected_pre(op, streams, fn, scale, base, iterations, norm_weight))
-    given = _check_quantize(op, streams, global_scale, scaling)
+    static_scale = _check_quantize(op, streams, global_scale, scaling)
     normed, codes, scales, total, post, comb = _hc_pre_norm_quantize(
         HcPreNormQuantizeArgs(
-            streams, fn, scale, base, norm_weight, given, norm_eps, hc_eps, iterations, scaling
+            streams,
+            fn,
+            scale,
+            base,
+            norm_weight,
+            static_scale,
+            norm_eps,
+            hc_eps,
+            iterations,
+            scaling,
         ),
         backend,
     )
@@ -529,7 +538,7 @@ def hc_post_pre_norm_quantize(
     _check.shape(op, "streams", streams, [None, None, None])
     pre = _expected_pre(op, streams, fn, scale, base, iterations, norm_weight)
     _check.tensors(op, *_expected_post(y, streams, post, comb), *pre)
-    given = _check_quantize(op, streams, global_scale, scaling)
+    static_scale = _check_quantize(op, streams, global_scale, scaling)
     mixed, normed, codes, scales, total, post, comb = _hc_post_pre_norm_quantize(
         HcPostPreNormQuantizeArgs(
             y,
@@ -540,7 +549,7 @@ def hc_post_pre_norm_quantize(
             scale,
             base,
             norm_weight,
-            given,
+            static_scale,
             norm_eps,
             hc_eps,
             iterations,

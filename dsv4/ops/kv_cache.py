@@ -1,4 +1,4 @@
-"""Paged cache of key-value entries: write, read, and the rounding that a round trip causes."""
+"""Paged KV cache: write, read, and the rounding that a round trip causes."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def write_kv(
         expected_pages(op, "pages", pages, PAGE_FORMATS),
     )
     if not pages.data.is_contiguous():
-        _check.apart(op, "pages.data", pages.data)
+        _check.no_overlap(op, "pages.data", pages.data)
     _write_kv(
         WriteKvArgs(
             pages.data,
@@ -342,7 +342,7 @@ def norm_rope_write_kv(
         expected_pages(op, "pages", pages),
     )
     if not pages.data.is_contiguous():
-        _check.apart(op, "pages.data", pages.data)
+        _check.no_overlap(op, "pages.data", pages.data)
     if 2 * cos.shape[1] > pages.head_dim:
         raise ValueError(
             f"{op}: cos has shape {list(cos.shape)}, wanted [{kv.shape[0]}, R/2] with R <= "

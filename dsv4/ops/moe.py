@@ -355,7 +355,7 @@ def moe_gather_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """The sorted rows in NVFP4, one global scale per row, for the first product of the experts.
+    """The sorted rows in NVFP4, one global scale per row, for the first GEMM of the experts.
 
     ``quantize(moe_gather(x, rows), "nvfp4", ...)``: with ``scaling="token"``, or with ``"static"``
     and the scale of the expert that owns the row. Rows from ``offsets[-1]`` on, which no local

@@ -213,7 +213,7 @@ def head_norm_rope_(
         ("sin", sin, _check.FLOATS, ("T", "R/2")),
     )
     if not q.is_contiguous():
-        _check.apart(op, "q", q)
+        _check.no_overlap(op, "q", q)
     if not torch.compiler.is_compiling():
         if 2 * cos.shape[1] > q.shape[2]:
             raise ValueError(

@@ -328,9 +328,9 @@ def dequantize(
 ) -> torch.Tensor:
     """``(code * block scale) * global scale``, in that order.
 
-    The first product is exact for the 4-bit formats and for E8M0 scales; so in float32 there is one
-    rounding, the product with the global scale, in float64 none, and in narrower dtypes the
-    float32 value is rounded once more.
+    The first multiplication is exact for the 4-bit formats and for E8M0 scales; so in float32 there
+    is one rounding, of the multiplication by the global scale, in float64 none, and in narrower
+    dtypes the float32 value is rounded once more.
 
     Args:
         q: Any format and layout, shape ``[*batch, N, K]``.

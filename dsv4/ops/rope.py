@@ -115,11 +115,11 @@ def rope_tables(
         TypeError: if ``positions`` is not int32 or int64, or given frequencies are not float32.
         ValueError: if given frequencies are not ``[R/2]`` or are on another device.
     """
-    given = parameters if isinstance(parameters, torch.Tensor) else None
+    tensor = parameters if isinstance(parameters, torch.Tensor) else None
     _check.tensors(
         "rope_tables",
         ("positions", positions, _check.INTEGERS, None),
-        ("parameters", given, (torch.float32,), ("R/2",)),
+        ("parameters", tensor, (torch.float32,), ("R/2",)),
     )
     if isinstance(parameters, torch.Tensor):
         frequencies = parameters

@@ -207,9 +207,9 @@ def check_ids(tid2eid: torch.Tensor, input_ids: torch.Tensor, num_experts: int) 
     _raise_unless(good, "tid2eid", ids, f"expert ids from 0 to {num_experts - 1}")
 
 
-def _raise_unless(good: torch.Tensor, name: str, values: torch.Tensor, wanted: str) -> None:
+def _raise_unless(good: torch.Tensor, name: str, values: torch.Tensor, rule: str) -> None:
     if not bool(good.all()):
         row = int((~good).nonzero()[0])
         raise ValueError(
-            f"route_hash: {name} of token {row} is {values[row].tolist()}, wanted {wanted}"
+            f"route_hash: {name} of token {row} is {values[row].tolist()}, wanted {rule}"
         )

@@ -1,4 +1,4 @@
-"""Where in the pages an entry of a sequence lies: page tables turned into slots."""
+"""Where in the pages an entry of a sequence lies: page tables give slots."""
 
 from __future__ import annotations
 

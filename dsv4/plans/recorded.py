@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """Where a recorded tensor lies.
 
     Attributes:
@@ -26,23 +26,23 @@ class Place:
 class View:
     """A tensor inside the memory of a slot."""
 
-    place: Place
+    location: Location
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, slot: int) -> View:
         """The same part of another slot."""
-        return replace(self, place=Place(slot, self.place.offset))
+        return replace(self, location=Location(slot, self.location.offset))
 
     def __call__(self, slots: Sequence[torch.Tensor]) -> torch.Tensor:
         """The tensor, given the tensors of all slots."""
-        whole = slots[self.place.slot]
+        whole = slots[self.location.slot]
         if whole.dtype == self.dtype:
-            begin = whole.storage_offset() + self.place.offset // whole.element_size()
+            begin = whole.storage_offset() + self.location.offset // whole.element_size()
             return whole.as_strided(self.shape, self.strides, begin)
         storage = whole.untyped_storage()
-        begin = whole.data_ptr() - storage.data_ptr() + self.place.offset
+        begin = whole.data_ptr() - storage.data_ptr() + self.location.offset
         made = torch.empty(0, dtype=self.dtype, device=whole.device)
         return made.set_(storage, begin // made.element_size(), self.shape, self.strides)
 
@@ -73,12 +73,12 @@ class DriverLaunch:
     """Launches of a compiled kernel as they were recorded.
 
     Attributes:
-        run: Launches, given a stream and the addresses of all places.
-        places: Of its tensors; None where it takes 0 in place of an address.
+        run: Launches, given a stream and the addresses of all locations.
+        locations: Of its tensors; None where it takes 0 in place of an address.
     """
 
     run: Callable[[int, Sequence[int]], None]
-    places: tuple[Place | None, ...]
+    locations: tuple[Location | None, ...]
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class WholeOperator:
     Attributes:
         name: As registered.
         args: Of the recorded call; tensors are alive no longer than the recorder.
-        given: The same with ``View`` in place of tensors.
+        views: The same with ``View`` in place of tensors.
         slots: Of its results.
     """
 
     name: str
     args: tuple[Any, ...]
-    given: tuple[Any, ...]
+    views: tuple[Any, ...]
     slots: tuple[int, ...]
 
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4.plans.recorded import (
     DriverLaunch,
     KernelLaunch,
-    Place,
+    Location,
     Step,
     TorchCall,
     View,
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         inside: The last operation of the whole call that a plan cannot repeat, or None.
         steps: Launches, and of a composite recorder also other calls, in order.
         allocated: Allocations, and results of calls, in order; they follow the arguments in
-            ``Place.slot``.
+            ``Location.slot``.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class Recorder(TorchDispatchMode):
         self.inside: str | None = None
         self.steps: list[Step] = []
         self.allocated: list[torch.Tensor] = []
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, Location] = {}
         self._alive: list[torch.Tensor] = []  # no object may take the identity of another
         self._depth = 0
         self._is_new = self._is_paused = self._is_noting = False
         for i, tensor in enumerate(self.tensors):
-            self._places[id(tensor)] = Place(i, 0)
-        assert len(self._places) == len(self.tensors), "a tensor is given twice"
+            self._locations[id(tensor)] = Location(i, 0)
+        assert len(self._locations) == len(self.tensors), "a tensor is given twice"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -175,13 +175,13 @@ class Recorder(TorchDispatchMode):
         run = REPEATED.get(func)
         if run is None or not self._is_composite or self._depth:
             return False
-        if id(result) in self._places or any(map(_is_tensor, kwargs.values())):
+        if id(result) in self._locations or any(map(_is_tensor, kwargs.values())):
             return False
         try:
-            given = self._given(args)
+            views = self._views_of(args)
         except KeyError:
             return False
-        self.steps.append(TorchCall(run, given, kwargs, self._add(result)))
+        self.steps.append(TorchCall(run, views, kwargs, self._add(result)))
         return True
 
     def _is_ruled_out(self) -> bool:
@@ -214,16 +214,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _unknown(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors if id(tensor) not in self._places]
+        return [tensor for tensor in tensors if id(tensor) not in self._locations]
 
     def _replace_by_call(
         self, mark: _Mark, name: str, args: tuple[Any, ...], results: Sequence[torch.Tensor]
     ) -> None:
         """Forget what an operator did since ``mark``, and note its call."""
         del self.steps[mark.steps :], self.allocated[mark.slots - len(self.tensors) :]
-        self._places = {key: p for key, p in self._places.items() if p.slot < mark.slots}
+        self._locations = {key: p for key, p in self._locations.items() if p.slot < mark.slots}
         try:
-            given = self._given(args)
+            views = self._views_of(args)
         except KeyError:
             self.inside = self.outside = f"{name} takes a tensor of unknown origin"
             return
@@ -231,12 +231,12 @@ class Recorder(TorchDispatchMode):
             self.inside = self.outside = f"{name} returns a tensor that it was given"
             return
         self.inside = None
-        self.steps.append(WholeOperator(name, args, given, tuple(map(self._add, results))))
+        self.steps.append(WholeOperator(name, args, views, tuple(map(self._add, results))))
         self._alive.extend(results)
 
     def _add(self, tensor: torch.Tensor) -> int:
         slot = len(self.tensors) + len(self.allocated)
-        self._places[id(tensor)] = Place(slot, 0)
+        self._locations[id(tensor)] = Location(slot, 0)
         self.allocated.append(tensor)
         return slot
 
@@ -245,16 +245,16 @@ class Recorder(TorchDispatchMode):
 
         ``contiguous``, ``reshape`` and ``to`` count as views for torch, but copy where they must.
         """
-        if id(base) not in self._places:
+        if id(base) not in self._locations:
             return False
         storage = base.untyped_storage()._cdata
         return all(tensor.untyped_storage()._cdata == storage for tensor in flat(result))
 
     def _viewed(self, base: torch.Tensor, result: Any) -> None:
-        place = self._places[id(base)]
+        location = self._locations[id(base)]
         for tensor in flat(result):
             shift = tensor.data_ptr() - base.data_ptr() if tensor.numel() else 0
-            self._places.setdefault(id(tensor), Place(place.slot, place.offset + shift))
+            self._locations.setdefault(id(tensor), Location(location.slot, location.offset + shift))
 
     def launched(
         self,
@@ -270,11 +270,11 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{kernel.__name__} takes a tensor by name")
             return
         try:
-            given = tuple([self._given(argument) for argument in args])
+            views = tuple([self._views_of(argument) for argument in args])
         except KeyError:
             self.refuse(f"{kernel.__name__} takes a tensor of unknown origin")
             return
-        self.steps.append(KernelLaunch(kernel, launch, grid, scalars, given, options))
+        self.steps.append(KernelLaunch(kernel, launch, grid, scalars, views, options))
 
     @contextmanager
     def noting(
@@ -289,11 +289,11 @@ class Recorder(TorchDispatchMode):
             tensors: Whose addresses ``run`` takes.
         """
         try:
-            places = tuple([None if t is None else self.view(t).place for t in tensors])
+            locations = tuple([None if t is None else self.view(t).location for t in tensors])
         except KeyError:
             self.refuse("a kernel takes a tensor of unknown origin")
         else:
-            self.steps.append(DriverLaunch(run, places))
+            self.steps.append(DriverLaunch(run, locations))
         self._is_noting = True
         try:
             yield
@@ -305,9 +305,9 @@ class Recorder(TorchDispatchMode):
         if not self._is_noting:
             self.refuse("a kernel was launched by itself")
 
-    def _given(self, argument: Any) -> Any:
+    def _views_of(self, argument: Any) -> Any:
         if isinstance(argument, tuple | list):
-            return type(argument)([self._given(part) for part in argument])
+            return type(argument)([self._views_of(part) for part in argument])
         return self.view(argument) if isinstance(argument, torch.Tensor) else argument
 
     def refuse(self, reason: str, *, is_new: bool = False) -> None:
@@ -323,7 +323,7 @@ class Recorder(TorchDispatchMode):
         self._is_new = self._is_new or is_new
 
     @property
-    def is_settled(self) -> bool:
+    def is_repeatable(self) -> bool:
         """Whether another recording would find the same: nothing was compiled in between."""
         return not self._is_new
 
@@ -333,8 +333,8 @@ class Recorder(TorchDispatchMode):
         Raises:
             KeyError: if it is neither an argument nor allocated by the call, or inside of one.
         """
-        place = self._places[id(tensor)]
-        return View(place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        location = self._locations[id(tensor)]
+        return View(location, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _is_tensor(value: Any) -> bool:

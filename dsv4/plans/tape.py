@@ -13,7 +13,7 @@ import torch
 from dsv4.plans.recorded import (
     DriverLaunch,
     KernelLaunch,
-    Place,
+    Location,
     Step,
     TorchCall,
     View,
@@ -91,15 +91,15 @@ class _Allocation:
         Then the result is the allocation itself. False where another result has another shape, or
         the view leaves out a part.
         """
-        wanted = replace(view, place=Place(0, 0))
+        own = replace(view, location=Location(0, 0))
         if self.is_final:
-            return wanted == self.as_view
+            return own == self.as_view
         tensor = self.tensor
         whole = torch.empty(view.shape, dtype=view.dtype, device="meta")
         fits = whole.stride() == view.strides and whole.nbytes == tensor.nbytes
-        if view.place.offset or not tensor.is_contiguous() or not fits:
+        if view.location.offset or not tensor.is_contiguous() or not fits:
             return False
-        self.as_view, self.is_final = wanted, True
+        self.as_view, self.is_final = own, True
         return True
 
     def function(self) -> Callable[[], torch.Tensor]:
@@ -164,7 +164,7 @@ class Tape:
         hidden = [slot for slot in made if slot not in seen]
         if len(hidden) < 2 or len({whole[slot].device for slot in hidden}) > 1:
             hidden = []
-        self._allocate = [(i, one.function()) for i, one in made.items() if i not in hidden]
+        self._allocate = [(i, made[i].function()) for i in made if i not in hidden]
         self._offsets, self._arena = _arena(recorder, hidden)
         layouts = [made[i].as_view if i in made else _whole(i, t) for i, t in enumerate(whole)]
         self._steps = [_step(step, layouts, again) for step in steps]
@@ -233,7 +233,7 @@ def _result_of(
         slot = slots.get(id(tensor))
         if slot is None:
             view = recorder.view(tensor)
-            slot = view.place.slot
+            slot = view.location.slot
             if slot < len(recorder.tensors):
                 raise KeyError("the result is a view of an argument")
             seen.add(slot)
@@ -249,7 +249,7 @@ def _result_of(
 
 def _whole(slot: int, tensor: torch.Tensor) -> View:
     """The tensor of a slot as it was recorded."""
-    return View(Place(slot, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    return View(Location(slot, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _results(step: Step) -> tuple[int, ...]:
@@ -263,8 +263,8 @@ def _seen(step: Step, is_native: bool) -> list[int]:
     """Slots that a step wants as tensors; of others the address will do."""
     if isinstance(step, DriverLaunch) or (is_native and isinstance(step, KernelLaunch)):
         return []
-    given = step.given if isinstance(step, WholeOperator) else step.args
-    return [view.place.slot for view in flat(given) if isinstance(view, View)]
+    views = step.views if isinstance(step, WholeOperator) else step.args
+    return [view.location.slot for view in flat(views) if isinstance(view, View)]
 
 
 def _arena(
@@ -291,14 +291,14 @@ def _step(
 ) -> _Step:
     """What repeats a step."""
     if isinstance(recorded, DriverLaunch):
-        run, of_run = recorded.run, _addresses(recorded.places)
+        run, of_run = recorded.run, _addresses(recorded.locations)
         return lambda stream, begins, slots: run(stream, of_run(begins))
     if isinstance(recorded, KernelLaunch):
         return _kernel_step(recorded, layouts)
     if isinstance(recorded, TorchCall):
         return _torch_step(recorded, layouts)
     assert again is not None
-    call, args, made = again(recorded), _rebuild(recorded.given, layouts), recorded.slots
+    call, args, made = again(recorded), _rebuild(recorded.views, layouts), recorded.slots
 
     def operator(stream: int, begins: list[int], slots: list[Any]) -> None:
         result = call(args(slots))
@@ -316,7 +316,7 @@ def _kernel_step(recorded: KernelLaunch, layouts: Sequence[View]) -> _Step:
         build = _rebuild(args, layouts)
         return lambda stream, begins, slots: kernel[grid](*build(slots), **options)
     views = [a for a in flat(recorded.args) if isinstance(a, View)]
-    pick = _addresses([view.place for view in views])
+    pick = _addresses([view.location for view in views])
     return lambda stream, begins, slots: launch(grid, stream, pick(begins), scalars)
 
 
@@ -343,7 +343,7 @@ def _hold(tensor: torch.Tensor, slot: int, begins: list[int], slots: list[Any]) 
 def _rebuild(value: Any, layouts: Sequence[View]) -> Build:
     """What makes arguments again, in which a ``View`` stands for each tensor."""
     if isinstance(value, View):
-        return _tensor(value, layouts[value.place.slot])
+        return _tensor(value, layouts[value.location.slot])
     if not _has_views(value):
         return lambda slots: value
     kind, constants = type(value), list(value)
@@ -368,14 +368,14 @@ def _has_views(value: Any) -> bool:
 
 def _tensor(view: View, whole: View) -> Build:
     """What makes a view of a slot whose tensor is ``whole``, in one call if there is one."""
-    slot = view.place.slot
+    slot = view.location.slot
     if view == whole:
         return Pick(slot)
-    turned = replace(whole, shape=whole.shape[::-1], strides=whole.strides[::-1])
-    if len(whole.shape) == 2 and view == turned:
+    transposed = replace(whole, shape=whole.shape[::-1], strides=whole.strides[::-1])
+    if len(whole.shape) == 2 and view == transposed:
         return lambda slots: slots[slot].t()
     shape = view.shape
-    if view.dtype == whole.dtype and not view.place.offset and _contiguous(view, whole):
+    if view.dtype == whole.dtype and not view.location.offset and _contiguous(view, whole):
         return lambda slots: slots[slot].view(shape)
     return view
 
@@ -383,15 +383,15 @@ def _tensor(view: View, whole: View) -> Build:
 def _contiguous(*views: View) -> bool:
     """Whether all are whole and contiguous, and of as many elements."""
     made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
-    same = all(one.stride() == view.strides for one, view in zip(made, views, strict=True))
-    return same and len({one.numel() for one in made}) == 1
+    same = all(tensor.stride() == view.strides for tensor, view in zip(made, views, strict=True))
+    return same and len({tensor.numel() for tensor in made}) == 1
 
 
-def _addresses(places: Sequence[Place | None]) -> Callable[[Sequence[int]], Sequence[int]]:
-    """A function that gives the addresses of these places."""
-    slots = [-1 if place is None else place.slot for place in places]
-    if any(place is not None and place.offset for place in places):
-        offsets = [0 if place is None else place.offset for place in places]
+def _addresses(locations: Sequence[Location | None]) -> Callable[[Sequence[int]], Sequence[int]]:
+    """A function that gives the addresses of these locations."""
+    slots = [-1 if location is None else location.slot for location in locations]
+    if any(location is not None and location.offset for location in locations):
+        offsets = [0 if location is None else location.offset for location in locations]
         pairs = list(zip(slots, offsets, strict=True))
         return lambda begins: [begins[slot] + offset for slot, offset in pairs]
     return itemgetter(*slots) if len(slots) > 1 else lambda begins: [begins[slots[0]]]

@@ -53,7 +53,7 @@ def _observed(layer: torch.nn.Module) -> bool:
 def _wait(
     layer: DeepseekV4Experts, tokens: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    calls = [call for count in tokens for call in layer.products(count, dtype)]
+    calls = [call for count in tokens for call in layer.gemm_calls(count, dtype)]
     reasons = (dispatch.wait_of(call._replace(device=device)) for call in calls)
     return next(filter(None, reasons), None)
 

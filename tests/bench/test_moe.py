@@ -204,7 +204,7 @@ def test_the_layer_holds_the_weights_that_are_there(layer, whole):
     tensors = dict(whole.named_parameters()) | dict(whole.named_buffers())
     assert not any(t.is_meta or t.requires_grad for t in tensors.values())
     assert whole.gate.weight.dtype == torch.bfloat16
-    assert whole.shared_experts.gate_proj.joint.in_turn
+    assert whole.shared_experts.gate_proj.fused.interleaved
 
 
 def test_the_router_chooses_almost_evenly(whole):

@@ -46,7 +46,7 @@ def pretend_gpu(
 
 def joint(module: Any) -> int | None:
     """Where the matrix that a layer shares with others begins."""
-    shared = getattr(module, "joint", None)
+    shared = getattr(module, "fused", None)
     return None if shared is None else int(shared.codes.data_ptr())
 
 

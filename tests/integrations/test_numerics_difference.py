@@ -225,10 +225,10 @@ def test_stream_mixing_weights_are_rounded_by_transformers_only(seed: int) -> No
     for a, b in zip((post, comb, mixed), plain(streams), strict=True):
         assert torch.equal(a, b), "what comes before the sublayer is the same"
     assert post.dtype == comb.dtype == F32
-    result = deepseek.spread(output, streams, post, comb)
-    rounded = plain.spread(output, streams, post, comb)
+    found = deepseek.post(output, streams, post, comb)
+    rounded = plain.post(output, streams, post, comb)
     assert torch.equal(
-        rounded, deepseek.spread(output, streams, post.to(BF16).float(), comb.to(BF16).float())
+        rounded, deepseek.post(output, streams, post.to(BF16).float(), comb.to(BF16).float())
     )
     assert not torch.equal(result, rounded)
     wide = [t.double() for t in (output, streams, post, comb)]
@@ -236,7 +236,7 @@ def test_stream_mixing_weights_are_rounded_by_transformers_only(seed: int) -> No
     assert error(result, truth) <= 2.0**-9 * 1.001
     assert error(rounded, truth) > error(result, truth)
     in_f32 = [t.float() for t in (output, streams, post, comb)]
-    assert torch.equal(deepseek.spread(*in_f32), plain.spread(*in_f32))
+    assert torch.equal(deepseek.post(*in_f32), plain.post(*in_f32))
 
 
 # 6 -------------------------------------------------------------------------------------------

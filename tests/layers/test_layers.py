@@ -536,7 +536,7 @@ def test_pitfall_7_the_layer_mixes_streams_by_the_transpose() -> None:
         ],
         -2,
     )
-    assert close(hc.spread(y, streams, post, comb), expected, 1e-12)
+    assert close(hc.post(y, streams, post, comb), expected, 1e-12)
 
 
 @pytest.mark.parametrize("kind", [SLIDING, CSA, HCA])

@@ -72,8 +72,8 @@ def pair(seed=1, activation="bf16", scales=(None, None)):
 
 def shares(parts):
     """Whether the layers' weights are one matrix, rows after rows."""
-    joint = parts[0].joint
-    return joint is not None and all(p.joint is joint for p in parts)
+    fused = parts[0].fused
+    return fused is not None and all(p.fused is fused for p in parts)
 
 
 class TestLinear:
@@ -204,11 +204,11 @@ class TestJoint:
     def test_gives_the_same_bits_without_a_copy(self, seed, activation, scales):
         joined, plain = pair(seed, activation, scales)
         x = normal(seed + 5, 3, 64).float()
-        expected = layers.joint_linear(plain, x)
+        expected = layers.concatenated_linear(plain, x)
         alone = [layer(x) for layer in plain]
         with pytest.MonkeyPatch.context() as patch:
-            patch.delattr("dsv4.layers.linear.cat_rows")
-            assert torch.equal(layers.joint_linear(joined, x), expected)
+            patch.delattr("dsv4.layers.fusion.cat_rows")
+            assert torch.equal(layers.concatenated_linear(joined, x), expected)
             for layer, out in zip(joined, alone, strict=True):
                 assert torch.equal(layer(x), out)
 
@@ -216,18 +216,19 @@ class TestJoint:
         joined, plain = pair()
         x = normal(3, 4, 64)
         for order in ((1, 0), (0,), (0, 1, 0)):
-            actual, expected = (
-                layers.joint_linear([parts[i] for i in order], x) for parts in (joined, plain)
+            found, expected = (
+                layers.concatenated_linear([parts[i] for i in order], x)
+                for parts in (joined, plain)
             )
             assert torch.equal(actual, expected)
 
     def test_every_bit_comes_back(self):
         joined, plain = pair(scales=(0.5, None))
-        for first, two in zip(joined, plain, strict=True):
-            same_state(first.state_dict(), two.state_dict())
-            first.unpack()
-            same_state(dict(first.named_parameters()), two.state_dict())
-            assert "JointWeight" not in repr(first)
+        for one, two in zip(joined, plain, strict=True):
+            same_state(one.state_dict(), two.state_dict())
+            one.unpack()
+            same_state(dict(one.named_parameters()), two.state_dict())
+            assert "FusedWeight" not in repr(one)
 
     @pytest.mark.parametrize("leave", ["unpack", "set", "plain"])
     def test_a_layer_can_leave(self, leave):
@@ -240,15 +241,19 @@ class TestJoint:
         else:
             for parts in (joined, plain):
                 parts[0].set_weight(normal(9, 32, 64).float())
-        assert joined[0].joint is None
+        assert joined[0].fused is None
         x = normal(3, 4, 64).float()
-        assert torch.equal(layers.joint_linear(joined, x), layers.joint_linear(plain, x))
-        for first, two in zip(joined, plain, strict=True):
-            same_state(first.state_dict(), two.state_dict())
+        assert torch.equal(
+            layers.concatenated_linear(joined, x), layers.concatenated_linear(plain, x)
+        )
+        for one, two in zip(joined, plain, strict=True):
+            same_state(one.state_dict(), two.state_dict())
         if leave != "plain":
             joined[0].pack()
             assert layers.join_weights(joined)
-            assert torch.equal(layers.joint_linear(joined, x), layers.joint_linear(plain, x))
+            assert torch.equal(
+                layers.concatenated_linear(joined, x), layers.concatenated_linear(plain, x)
+            )
 
     def test_only_like_layers_join(self):
         plain, other, wide = linear(1, 32, 64), linear(2, 32, 64), linear(3, 32, 128)
@@ -268,7 +273,7 @@ class TestJoint:
         model, plain, _ = packed_and_not()
         if how == "deepcopy":
             model, old = copy.deepcopy(model), model
-            assert old.model.layers[0].self_attn.q_a_proj.joint is not None
+            assert old.model.layers[0].self_attn.q_a_proj.fused is not None
             layers.unpack_(old)
         elif how == "save":
             file = io.BytesIO()
@@ -898,11 +903,11 @@ class TestStorage:
         other.load_state_dict(state)
         same_state(other.state_dict(), state)
         layers.pack_(other)
-        before = other.model.layers[0].self_attn.q_a_proj.joint.codes.clone()
+        before = other.model.layers[0].self_attn.q_a_proj.fused.codes.clone()
         message = r"q_a_proj\.weight: the layer is packed.*unpack_ first"
         with pytest.raises(RuntimeError, match=message):
             other.load_state_dict(state)
-        assert torch.equal(other.model.layers[0].self_attn.q_a_proj.joint.codes, before)
+        assert torch.equal(other.model.layers[0].self_attn.q_a_proj.fused.codes, before)
 
     @pytest.mark.parametrize("layout", ["nvidia", "transformers", "bf16"])
     def test_a_checkpoint_is_the_same_file_by_file(self, tmp_path, layout):
@@ -953,3 +958,25 @@ class TestCatRows:
             linear = actual.with_layout(LINEAR)
             assert torch.equal(raw(linear.codes), raw(expected.codes))
             assert torch.equal(raw(linear.scales), raw(expected.scales))
+
+
+class TestFormerNames:
+    def test_work_with_a_warning(self):
+        from dsv4.layers import linear
+
+        joined, plain = pair()
+        with pytest.warns(DeprecationWarning, match="joint is now"):
+            assert joined[0].joint is joined[0].fused
+        with pytest.warns(DeprecationWarning, match="concatenated_linear"):
+            assert layers.joint_linear is layers.concatenated_linear
+        for name in ("joint_linear", "joint_swiglu", "fused_linear", "join_weights"):
+            with pytest.warns(DeprecationWarning, match="layers.fusion"):
+                assert callable(getattr(linear, name))
+        for layer in plain:
+            layer.pack()
+        with pytest.warns(DeprecationWarning, match="interleaved"):
+            assert layers.join_weights(plain, in_turn=False)
+        with pytest.raises(AttributeError):
+            linear.no_such_name  # noqa: B018
+        with pytest.raises(AttributeError):
+            layers.no_such_name  # noqa: B018

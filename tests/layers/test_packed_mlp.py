@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dsv4 import dispatch, layers
 from dsv4.config import ModelConfig
-from dsv4.layers._joint import JointWeight
+from dsv4.layers._fused_weight import FusedWeight
 from dsv4.layers.observer import LARGEST
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -55,12 +55,12 @@ def packed_copy(mlp):
     report = layers.pack_(other)
     assert report.joined == [("gate_proj", "up_proj")]
     assert report.kept == {}
-    assert other.gate_proj.joint is other.up_proj.joint
+    assert other.gate_proj.fused is other.up_proj.fused
     return other
 
 
-def in_turn(mlp):
-    """Gate and up of an unpacked one as one matrix, interleaved, each with its global scale."""
+def interleaved(mlp):
+    """Gate and up of an unpacked one as one matrix, rows in turn, each with its global scale."""
     pair = [mlp.get_submodule(name).quantized_weight() for name in PARTS[:2]]
     codes, scales = (
         torch.stack([raw(getattr(part, name)) for part in pair], 1).flatten(0, 1)
@@ -84,7 +84,7 @@ class TestValues:
     def test_the_difference_is_one_rounding(self, seed, tokens, activation, scales):
         """bfloat16: of the first GEMM, which stays float32 where the layer is packed."""
         plain = shared(seed, activation, scales)
-        packed, weight = packed_copy(plain), in_turn(plain)
+        packed, weight = packed_copy(plain), interleaved(plain)
         x = (5 * normal(seed + 1, tokens, 64)).bfloat16()
         known = [scale for scale in scales[:2] if scale is not None]
         common = max(known) if len(known) == 2 and activation == "nvfp4" else None
@@ -126,9 +126,9 @@ class TestValues:
         assert torch.equal(mlp(x), mlp(x.flatten(0, 1)).view(2, 3, 64))
 
     def test_one_operator_and_no_copy(self, monkeypatch):
-        mlp, result = packed_copy(shared(1)), []
-        monkeypatch.setattr(JointWeight, "part", lambda *_: pytest.fail("took a part"))
-        monkeypatch.delattr("dsv4.layers.linear.cat_rows")
+        mlp, found = packed_copy(shared(1)), []
+        monkeypatch.setattr(FusedWeight, "part", lambda *_: pytest.fail("took a part"))
+        monkeypatch.delattr("dsv4.layers.fusion.cat_rows")
         monkeypatch.setattr(
             dispatch,
             "run",
@@ -158,10 +158,10 @@ class TestStorage:
 
     def test_the_matrix_is_held_once(self):
         plain = shared(1)
-        packed, first = packed_copy(plain), in_turn(plain)
-        result = packed.gate_proj.joint.whole()
-        assert torch.equal(raw(result.with_layout(LINEAR).codes), first.codes)
-        assert torch.equal(result.global_scale, first.global_scale)
+        packed, first = packed_copy(plain), interleaved(plain)
+        found = packed.gate_proj.fused.whole()
+        assert torch.equal(raw(found.with_layout(LINEAR).codes), first.codes)
+        assert torch.equal(found.global_scale, first.global_scale)
         assert sum(t.nbytes for t in packed.buffers()) == first.nbytes
         assert {name for name, _ in packed.named_parameters()} == {
             f"down_proj.{name}" for name in ("weight", "weight_scale", "weight_scale_2")
@@ -169,9 +169,9 @@ class TestStorage:
 
     def test_packing_twice_is_once(self):
         mlp = packed_copy(shared(1))
-        joint = mlp.gate_proj.joint
+        fused = mlp.gate_proj.fused
         assert layers.pack_(mlp).joined == [("gate_proj", "up_proj")]
-        assert mlp.gate_proj.joint is joint
+        assert mlp.gate_proj.fused is fused
 
     @pytest.mark.parametrize("how", ["deepcopy", "save", "cast"])
     def test_copies_and_casts(self, how):
@@ -188,13 +188,13 @@ class TestStorage:
             mlp = torch.load(file, weights_only=False)
         else:
             mlp.to(torch.bfloat16).double().type(torch.float32)
-        assert mlp.gate_proj.joint is mlp.up_proj.joint
+        assert mlp.gate_proj.fused is mlp.up_proj.fused
         assert torch.equal(mlp(x), expected)
         same_state(mlp.state_dict(), plain.state_dict())
 
     def test_moves(self):
         mlp = packed_copy(shared(1)).to("meta")
-        assert mlp.gate_proj.joint is mlp.up_proj.joint
+        assert mlp.gate_proj.fused is mlp.up_proj.fused
         assert {t.device.type for t in mlp.state_dict().values()} == {"meta"}
         assert {part.device.type for part in (mlp.gate_proj, mlp.up_proj)} == {"meta"}
         assert mlp(torch.zeros(3, 64, device="meta")).shape == (3, 64)
@@ -227,7 +227,7 @@ class TestJoining:
         same_state(packed.state_dict(), plain.state_dict())
         if leave != "plain":
             assert layers.pack_(packed).joined
-            assert packed.gate_proj.joint.in_turn
+            assert packed.gate_proj.fused.interleaved
             assert close(packed(x), plain(x))
 
     def test_from_one_after_another_to_in_turn_and_back(self):
@@ -235,18 +235,20 @@ class TestJoining:
         packed, x = packed_copy(plain), normal(3, 4, 64)
         pair = [packed.gate_proj, packed.up_proj]
         for in_turn_now in (False, True, False):
-            assert layers.join_weights(pair, in_turn=in_turn_now)
-            assert pair[0].joint.in_turn == in_turn_now
+            assert layers.join_weights(pair, interleaved=in_turn_now)
+            assert pair[0].fused.interleaved == in_turn_now
             assert close(packed(x), plain(x))
             # Not bitwise: a BLAS may sum in another order for another number of rows.
-            separate = torch.cat([layer(x) for layer in pair], -1)
-            torch.testing.assert_close(layers.joint_linear(pair, x), separate, rtol=0, atol=1e-13)
+            apart = torch.cat([layer(x) for layer in pair], -1)
+            torch.testing.assert_close(
+                layers.concatenated_linear(pair, x), apart, rtol=0, atol=1e-13
+            )
             same_state(packed.state_dict(), plain.state_dict())
 
     def test_up_before_gate_is_not_taken_for_gate_before_up(self):
         plain = shared(1)
         packed, x = packed_copy(plain), normal(3, 4, 64)
-        assert layers.join_weights([packed.up_proj, packed.gate_proj], in_turn=True)
+        assert layers.join_weights([packed.up_proj, packed.gate_proj], interleaved=True)
         assert close(packed(x), plain(x))
 
     def test_layers_that_quantise_differently(self):
@@ -259,8 +261,8 @@ class TestJoining:
         for layer in pair:
             layer.quantize()
             layer.pack()
-        assert not layers.join_weights(pair, in_turn=True)
-        assert pair[0].joint is None
+        assert not layers.join_weights(pair, interleaved=True)
+        assert pair[0].fused is None
         assert layers.join_weights(pair)
 
     @pytest.mark.parametrize("only", [None, "gate_proj"])
@@ -293,7 +295,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("tokens", [0, 1, 9, 40, 300])
     def test_is_its_operators(self, tokens, activation):
         plain = shared(1, activation, hidden=256, inner=128).cuda()
-        packed, weight = packed_copy(plain), in_turn(plain).with_layout(FRAGMENTS)
+        packed, weight = packed_copy(plain), interleaved(plain).with_layout(FRAGMENTS)
         x = (5 * normal(1, tokens, 256)).bfloat16().cuda()
         inner = gemm_swiglu(x, weight, plain.limit, activation=activation)
         down = packed.down_proj.quantized_weight()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
-from dsv4.layers.linear import fused_linear, joint_swiglu
+from dsv4.layers.fusion import fused_linear, fused_swiglu
 from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, cat_rows
 from dsv4.testing import strategies
 from dsv4.testing.models import random_model
@@ -55,7 +55,7 @@ def test_layers_after_each_other_share_a_matrix(seed, rows, activation):
         layer.pack(SWIZZLED)
     assert layers.join_weights(joined)
     assert shares(joined)
-    assert joined[0].joint.layout == SWIZZLED
+    assert joined[0].fused.layout == SWIZZLED
     x = normal(seed + 5, 3, 64)
     for part, expected in zip(fused_linear(joined, x), fused_linear(plain, x), strict=True):
         assert torch.equal(part, expected)
@@ -64,7 +64,7 @@ def test_layers_after_each_other_share_a_matrix(seed, rows, activation):
         assert torch.equal(raw(layer.dense_weight()), raw(old.dense_weight()))
         same_state(layer.state_dict(), old.state_dict())
     joined[0].unpack()
-    assert joined[0].joint is None
+    assert joined[0].fused is None
     assert torch.equal(joined[0](x), plain[0](x))
 
 
@@ -87,12 +87,12 @@ def test_gate_and_up_interleaved(seed, rows, activation):
         layer.pack(SWIZZLED)
     for layer in linear_ones:
         layer.pack(FRAGMENTS)
-    assert layers.join_weights(packed, in_turn=True)
-    assert layers.join_weights(linear_ones, in_turn=True)
-    assert packed[0].joint.layout == SWIZZLED
+    assert layers.join_weights(turned, interleaved=True)
+    assert layers.join_weights(linear_ones, interleaved=True)
+    assert turned[0].fused.layout == SWIZZLED
     x = normal(seed + 5, 3, 64)
-    assert torch.equal(joint_swiglu(*packed, x, 10.0), joint_swiglu(*linear_ones, x, 10.0))
-    for layer, old in zip(packed, plain, strict=True):
+    assert torch.equal(fused_swiglu(*turned, x, 10.0), fused_swiglu(*linear_ones, x, 10.0))
+    for layer, old in zip(turned, plain, strict=True):
         assert torch.equal(layer(x), old(x))
 
 

@@ -16,7 +16,7 @@ from dsv4 import dispatch, layers, use_backend
 from dsv4.config import CSA, HCA, SLIDING
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers import DeepseekV4DecoderLayer, DeepseekV4SparseMoeBlock, _layer_plan
-from dsv4.layers._joint import JointWeight
+from dsv4.layers._fused_weight import FusedWeight
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops import _guards
@@ -119,10 +119,10 @@ def replace_by_subclass(layer: Any) -> None:
 
 def replace_fused(layer: Any) -> None:
     mlp = layer.mlp.shared_experts
-    old = mlp.gate_proj.joint
-    other = JointWeight(old.whole(), old.rows, in_turn=True)
+    old = mlp.gate_proj.fused
+    other = FusedWeight(old.whole(), old.rows, interleaved=True)
     other.global_scale = 2 * old.global_scale
-    mlp.gate_proj.joint = mlp.up_proj.joint = other
+    mlp.gate_proj.fused = mlp.up_proj.fused = other
 
 
 def load(layer: Any) -> None:

@@ -116,7 +116,7 @@ def test_what_is_asked_for_dispatch_is_what_the_layer_runs(
     monkeypatch.setattr(dispatch, "run", noting)
     experts(x, ids, torch.ones(3, 2))
     monkeypatch.setattr(dispatch, "run", run)
-    asked = experts.products(3, torch.bfloat16)
+    asked = experts.gemm_calls(3, torch.bfloat16)
     assert ran == [(call.op, described(call.args)) for call in asked]
 
 

@@ -65,7 +65,7 @@ def _shared(block: DeepseekV4SparseMoeBlock) -> DeepseekV4MLP:
 def _shared_weights(block: DeepseekV4SparseMoeBlock) -> tuple[QuantizedTensor, QuantizedTensor]:
     """Gate and up, interleaved, and down."""
     mlp = _shared(block)
-    gate_up = mlp.gate_proj.joint
+    gate_up = mlp.gate_proj.fused
     assert gate_up is not None
     return gate_up.whole(), mlp.down_proj.quantized_weight()
 

@@ -96,8 +96,8 @@ MUTANTS = (
         "P2",
         "views begin where their tensors do",
         "dsv4.plans.recorder:Recorder._viewed",
-        "place.offset + shift",
-        "place.offset",
+        "location.offset + shift",
+        "location.offset",
         "tests/ops/test_plans.py::test_views_are_found_again",
     ),
     Mutant(

@@ -143,7 +143,7 @@ MUTANTS = (
         "P4",
         "tables of modules that are gone",
         LAYERS + "_layer_plan:_forget",
-        "part.clear()",
+        "values.clear()",
         "pass",
         TESTS + "test_plans_keep_neither_modules_nor_tensors",
     ),

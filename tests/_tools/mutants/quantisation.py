@@ -108,17 +108,17 @@ MUTANTS = (
     Mutant(
         "pitfall 26",
         "a fused part without an input scale borrows the other's",
-        LAYERS + "linear:_common_input_scale",
-        "len(known) == len(scales)",
-        "known",
+        LAYERS + "fusion:_common_input_scale",
+        "len(present) == len(scales)",
+        "present",
         QUANTISED + "test_pitfall_26_a_fused_part_without_an_input_scale_does_not_borrow_one",
     ),
     Mutant(
         "pitfall 27",
         "fused parts take the smaller input scale",
-        LAYERS + "linear:_common_input_scale",
-        "torch.cat(known).amax",
-        "torch.cat(known).amin",
+        LAYERS + "fusion:_common_input_scale",
+        "torch.cat(present).amax",
+        "torch.cat(present).amin",
         QUANTISED + "test_pitfall_27_fused_parts_take_the_larger_input_scale",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the largest global scale for a fused matrix",
-        LAYERS + "linear:_product",
+        LAYERS + "fusion:_gemm",
         "weight = _joined(layers)",
         "weight = _joined(layers)\n"
         "weight = QuantizedTensor(weight.codes, weight.scales, weight.global_scale.amax(0, "
@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the global scale of the first layer for every part of a fused weight",
-        LAYERS + "_joint:JointWeight.part",
+        LAYERS + "_fused_weight:FusedWeight.part",
         "self.global_scale[index:index + 1]",
         "self.global_scale[:1]",
         PACKED + "test_gives_the_same_bits_without_a_copy",
@@ -190,7 +190,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the largest global scale for a fused weight",
-        LAYERS + "_joint:JointWeight.whole",
+        LAYERS + "_fused_weight:FusedWeight.whole",
         "self.value_of(codes, scales, global_scale, self.format, self.layout, segments)",
         "self.value_of(codes, scales, global_scale.amax().expand(len(self.rows)), "
         "self.format, self.layout, segments)",
@@ -436,24 +436,24 @@ MUTANTS = (
         "pitfall 32",
         "a packed shared expert ignores the clamp",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "joint_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)",
-        "joint_swiglu(gate, up, x, None, reserve_sms=reserve_sms)",
+        "fused_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)",
+        "fused_swiglu(gate, up, x, None, reserve_sms=reserve_sms)",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
         "pitfall 32",
         "a packed shared expert's limit is divided by its global scale",
-        LAYERS + "linear:joint_swiglu",
-        "weight = joint.whole()",
-        "weight = joint.whole()\nlimit = limit and limit / float(joint.global_scale.amax())",
+        LAYERS + "fusion:fused_swiglu",
+        "weight = fused.whole()",
+        "weight = fused.whole()\nlimit = limit and limit / float(fused.global_scale.amax())",
         PACKED_SHARED + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
         "pitfall 28",
         "global scales of the shared gate and up one after the other, their rows interleaved",
-        LAYERS + "_joint:rows_in_turn",
-        "each.repeat",
-        "each.repeat_interleave",
+        LAYERS + "_fused_weight:interleaved_rows",
+        "torch.cat(layer_scales).repeat",
+        "torch.cat(layer_scales).repeat_interleave",
         PACKED_SHARED + "test_gives_the_same",
     ),
     Mutant(

@@ -11,17 +11,17 @@ from dsv4.layers._module import FixedDtypeModule
 from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, QuantizedTensor, swizzled_size
 
 
-class JointWeight(FixedDtypeModule):
-    """Packed NVFP4 weights of several layers in one matrix: one after another, or rows in turn.
+class FusedWeight(FixedDtypeModule):
+    """Packed NVFP4 weights of several layers in one matrix: one after another, or interleaved.
 
     It is a submodule of each of those layers, so moving or copying a model moves or copies it once
     and the layers still share it. Its tensors are buffers that no state dict holds, because every
     layer writes its own rows.
 
     Args:
-        weight: With one segment, and so one global scale, per layer; or ``rows_in_turn`` of them.
+        weight: With one segment, and so one global scale, per layer; or ``interleaved_rows``.
         rows: Rows of each of the n layers.
-        in_turn: Whether row ``r`` is one of layer ``r % n``.
+        interleaved: Whether row ``r`` is one of layer ``r % n``.
     """
 
     stored = frozenset({"codes", "scales", "global_scale"})
@@ -29,37 +29,41 @@ class JointWeight(FixedDtypeModule):
     scales: torch.Tensor
     global_scale: torch.Tensor
 
-    def __init__(self, weight: QuantizedTensor, rows: tuple[int, ...], *, in_turn: bool) -> None:
+    def __init__(
+        self, weight: QuantizedTensor, rows: tuple[int, ...], *, interleaved: bool
+    ) -> None:
         super().__init__()
         self.format, self.layout = weight.format, weight.layout
-        self.rows, self.in_turn = rows, in_turn
+        self.rows, self.interleaved = rows, interleaved
         self.register_buffer("codes", weight.codes, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("global_scale", weight.global_scale, persistent=False)
 
     def whole(self) -> QuantizedTensor:
-        """All rows: a segment per layer, or in turn, each with its global scale."""
-        segments, tensors = () if self.in_turn else self.rows, self._buffers
+        """All rows: a segment per layer, or interleaved, each with its global scale."""
+        segments, tensors = () if self.interleaved else self.rows, self._buffers
         codes, scales, global_scale = tensors["codes"], tensors["scales"], tensors["global_scale"]
         return self.value_of(codes, scales, global_scale, self.format, self.layout, segments)
 
     def part(self, index: int) -> QuantizedTensor:
-        """The rows of one layer: a packed view, or of rows in turn, which share tiles, a copy.
+        """The rows of one layer: a packed view; of interleaved rows, which share tiles, a copy.
 
         The copy is not packed. Whole tiles of rows stay in one piece in every layout.
         """
-        scale = self.global_scale[index : index + 1]  # of rows in turn these are the first rows'
-        if self.in_turn:
+        scale = self.global_scale[
+            index : index + 1
+        ]  # of interleaved rows these are the first rows'
+        if self.interleaved:
             linear, rows = self.whole().with_layout(LINEAR), slice(index, None, len(self.rows))
             return QuantizedTensor(linear.codes[rows], linear.scales[rows], scale, self.format)
         first = sum(self.rows[:index])
         rows = slice(first, first + self.rows[index])
-        places = rows
+        scale_rows = rows
         if self.layout == SWIZZLED:
             blocks = self.codes.shape[1] // 8
-            places = slice(*(swizzled_size(n, blocks) for n in (rows.start, rows.stop)))
+            scale_rows = slice(*(swizzled_size(n, blocks) for n in (rows.start, rows.stop)))
         return QuantizedTensor(
-            self.codes[rows], self.scales[places], scale, self.format, self.layout
+            self.codes[rows], self.scales[scale_rows], scale, self.format, self.layout
         )
 
     def extra_repr(self) -> str:
@@ -67,7 +71,7 @@ class JointWeight(FixedDtypeModule):
         return f"rows={self.rows}"
 
 
-def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+def interleaved_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Row ``r`` is row ``r // n`` of part ``r % n``, with the global scale of that part.
 
     Beside the result, memory holds one part unpacked and what ``dsv4.quant.fragments`` needs, or
@@ -87,11 +91,11 @@ def rows_in_turn(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         linear = part.with_layout(LINEAR)
         codes[i::count] = linear.codes
         scales[i::count] = linear.scales.view(torch.uint8)
-    each = torch.cat([part.global_scale for part in parts if part.global_scale is not None])
-    each = each.repeat(first.rows)
+    layer_scales = [part.global_scale for part in parts if part.global_scale is not None]
+    row_scale = torch.cat(layer_scales).repeat(first.rows)
     if first.layout == SWIZZLED:
-        linear = QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), each, first.format)
+        linear = QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), row_scale, first.format)
         return linear.with_layout(SWIZZLED)
     for target, source in [] if codes.is_meta else packing(codes, scales, pairs=False):
         target.copy_(source)
-    return QuantizedTensor(codes, scales, each, first.format, FRAGMENTS)
+    return QuantizedTensor(codes, scales, row_scale, first.format, FRAGMENTS)

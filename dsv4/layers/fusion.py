@@ -1,0 +1,207 @@
+"""Several projections of one input as one GEMM, of weights that share one matrix or are copied."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dsv4.layers._fused_weight import FusedWeight, interleaved_rows
+from dsv4.layers.linear import Linear
+from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.quant.formats import LINEAR, NVFP4, SWIZZLED, QuantizedTensor, cat_rows
+
+
+def fused_linear(
+    layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The parts of ``concatenated_linear``: one ``[..., out_features]`` per layer.
+
+    They are columns of one tensor where one GEMM computes all layers.
+
+    Args:
+        layers: Layers of equal ``in_features``.
+        x: ``[..., in_features]``.
+        out_dtype: As of ``Linear.forward``.
+    """
+    if not _is_one_gemm(layers):
+        return [layer(x, out_dtype) for layer in layers]
+    whole = _gemm(layers, x, out_dtype)
+    # ``Tensor.split`` comes to the same after six more calls of Python.
+    return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
+
+
+def concatenated_linear(
+    layers: Sequence[Linear], x: torch.Tensor, *, reserve_sms: int = 0
+) -> torch.Tensor:
+    """Several projections of one input side by side, one GEMM where their weights allow it.
+
+    NVFP4 weights are concatenated by rows, at no cost if ``join_weights`` has done it. Every row
+    segment keeps its own global scale, because one shared maximum would scale the other segments
+    wrongly by the ratio (pitfall 28); the input is quantised once, with the largest of the input
+    scales, because a smaller one would clip.
+
+    Args:
+        layers: Layers of equal ``in_features``.
+        x: ``[..., in_features]``.
+        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
+
+    Returns:
+        ``[..., sum of out_features]``.
+    """
+    if not _is_one_gemm(layers):
+        return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
+    return _gemm(layers, x, reserve_sms=reserve_sms)
+
+
+def _is_one_gemm(layers: Sequence[Linear]) -> bool:
+    """Whether one GEMM takes the weights and the input of all."""
+    activation = layers[0].activation
+    for layer in layers:
+        if layer.format is not NVFP4 and layer.format != NVFP4:
+            return False
+        if layer.activation != activation:
+            return False
+        if layer.observer is not None:  # calibrating
+            return False
+    return True
+
+
+def _gemm(
+    layers: Sequence[Linear],
+    x: torch.Tensor,
+    out_dtype: torch.dtype | None = None,
+    reserve_sms: int = 0,
+) -> torch.Tensor:
+    activation, common = _quantising(layers)
+    weight = _joined(layers)
+    return gemm(
+        x,
+        weight,
+        activation=activation,
+        input_scale=common,
+        out_dtype=out_dtype,
+        reserve_sms=reserve_sms,
+    )
+
+
+def fused_swiglu(
+    gate: Linear, up: Linear, x: torch.Tensor, limit: float | None, *, reserve_sms: int = 0
+) -> torch.Tensor | None:
+    """SwiGLU of both projections of one input, without a rounding between, in one operator.
+
+    The input is quantised as in ``concatenated_linear``.
+
+    Args:
+        gate: ``[I, K]``.
+        up: ``[I, K]``.
+        x: ``[..., K]``.
+        limit: Clamp bound, greater than 0, or None for no clamp.
+        reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
+
+    Returns:
+        ``[..., I]``; None where the rows are not interleaved (``join_weights``) or the layers
+        differ in what they do to ``x``.
+    """
+    layers, fused = (gate, up), _fused_of(gate)
+    if fused is None or not fused.interleaved or not _share(layers, fused):
+        return None
+    if gate.activation != up.activation:
+        return None
+    activation, scale = _quantising(layers)
+    for layer in layers:
+        if layer.observer is not None:
+            layer.observer.see(x)
+            activation, scale = "bf16", None
+    weight = fused.whole()
+    return gemm_swiglu(
+        x, weight, limit, activation=activation, input_scale=scale, reserve_sms=reserve_sms
+    )
+
+
+def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
+    """How a GEMM of layers that agree on it takes its input, and with which scale."""
+    activation = layers[0].activation
+    return activation, _common_input_scale(layers) if activation == "nvfp4" else None
+
+
+def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
+    """The rows of all layers: their fused weight, or a copy."""
+    fused = _fused_of(layers[0])
+    if fused is not None and not fused.interleaved and _share(layers, fused):
+        return fused.whole()
+    return cat_rows([layer.quantized_weight() for layer in layers])
+
+
+def _fused_of(layer: Linear) -> FusedWeight | None:
+    """``layer.fused``, at the cost of a dictionary; see ``FixedDtypeModule``."""
+    modules: Any = layer._modules
+    return modules.get("fused")
+
+
+def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:
+    """Whether the layers are the parts of ``fused``, all of them and in this order."""
+    if len(layers) != len(fused.rows):
+        return False
+    for i, layer in enumerate(layers):
+        if layer._modules.get("fused") is not fused or layer.fused_part != i:
+            return False
+    return True
+
+
+def join_weights(
+    layers: Sequence[Linear], *, interleaved: bool = False, in_turn: bool | None = None
+) -> bool:
+    """Let packed layers share one matrix, so that a GEMM of all of them copies nothing.
+
+    Needs memory for one copy of the matrix, and for interleaved rows for one layer's more. Layers
+    that share it already stay as they are.
+
+    Args:
+        layers: Layers of one input, in the order in which ``concatenated_linear`` gets them.
+        interleaved: Whether their rows are interleaved, for the SwiGLU of gate and up in one
+            operator; a layer alone is multiplied from a copy then. By default layer comes after
+            layer.
+        in_turn: Former name of ``interleaved``.
+
+    Returns:
+        Whether they share it now: only layers packed alike, of equal ``in_features``, on one
+        device, each with one global scale, can; interleaved only layers of equal
+        ``out_features``; swizzled ones after each other only if all but the last have whole blocks
+        of 128 rows.
+    """
+    if in_turn is not None:
+        message = "join_weights: in_turn is now interleaved"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        interleaved = in_turn
+    fused = layers[0].fused
+    if fused is not None and fused.interleaved == interleaved and _share(layers, fused):
+        return True
+    layout = layers[0].layout
+    if layout == LINEAR or any(layer.layout != layout for layer in layers):
+        return False
+    parts = [layer.quantized_weight() for layer in layers]
+    if len({(part.columns, part.device) for part in parts}) > 1:
+        return False
+    if any(part.global_scale is None or part.global_scale.numel() != 1 for part in parts):
+        return False
+    rows = tuple(part.rows for part in parts)
+    if interleaved and len(set(rows)) > 1:
+        return False
+    if layout == SWIZZLED and not interleaved and any(n % 128 for n in rows[:-1]):
+        return False  # scales of two layers would share a block
+    whole = interleaved_rows(parts) if interleaved else cat_rows(parts)
+    shared = FusedWeight(whole, rows, interleaved=interleaved)
+    for i, layer in enumerate(layers):
+        layer._enter(shared, i)
+    return True
+
+
+def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:
+    """The largest input scale, or None (a scale per token) where a layer has none."""
+    scales: list[torch.Tensor | None] = [layer.input_scale for layer in layers]
+    present = [scale for scale in scales if scale is not None]
+    return torch.cat(present).amax(0, keepdim=True) if len(present) == len(scales) else None
