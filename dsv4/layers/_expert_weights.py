@@ -111,7 +111,7 @@ class ExpertWeights(FixedDtypeModule):
         if self.format is None:
             return getattr(self, name).to(dtype)
         dense = dequantize(self.quantized_weight(name), dtype)
-        return apart(dense) if self._is_interleaved(name) else dense
+        return deinterleaved(dense) if self._is_interleaved(name) else dense
 
     def _is_interleaved(self, name: str) -> bool:
         """Whether gate and up rows are interleaved."""
@@ -137,7 +137,7 @@ class ExpertWeights(FixedDtypeModule):
             codes, scales = fragments.unpack(matrix.codes, matrix.scales, pairs=True)
         else:
             linear = matrix.with_layout(LINEAR)
-            codes, scales = apart(linear.codes), apart(_bytes(linear.scales))
+            codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
         segments = (self.intermediate_dim, self.intermediate_dim)

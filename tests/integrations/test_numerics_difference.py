@@ -225,7 +225,7 @@ def test_stream_mixing_weights_are_rounded_by_transformers_only(seed: int) -> No
     for a, b in zip((post, comb, mixed), plain(streams), strict=True):
         assert torch.equal(a, b), "what comes before the sublayer is the same"
     assert post.dtype == comb.dtype == F32
-    found = deepseek.post(output, streams, post, comb)
+    result = deepseek.post(output, streams, post, comb)
     rounded = plain.post(output, streams, post, comb)
     assert torch.equal(
         rounded, deepseek.post(output, streams, post.to(BF16).float(), comb.to(BF16).float())

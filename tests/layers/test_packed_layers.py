@@ -216,7 +216,7 @@ class TestJoint:
         joined, plain = pair()
         x = normal(3, 4, 64)
         for order in ((1, 0), (0,), (0, 1, 0)):
-            found, expected = (
+            actual, expected = (
                 layers.concatenated_linear([parts[i] for i in order], x)
                 for parts in (joined, plain)
             )

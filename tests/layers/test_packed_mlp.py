@@ -126,7 +126,7 @@ class TestValues:
         assert torch.equal(mlp(x), mlp(x.flatten(0, 1)).view(2, 3, 64))
 
     def test_one_operator_and_no_copy(self, monkeypatch):
-        mlp, found = packed_copy(shared(1)), []
+        mlp, result = packed_copy(shared(1)), []
         monkeypatch.setattr(FusedWeight, "part", lambda *_: pytest.fail("took a part"))
         monkeypatch.delattr("dsv4.layers.fusion.cat_rows")
         monkeypatch.setattr(

@@ -87,12 +87,12 @@ def test_gate_and_up_interleaved(seed, rows, activation):
         layer.pack(SWIZZLED)
     for layer in linear_ones:
         layer.pack(FRAGMENTS)
-    assert layers.join_weights(turned, interleaved=True)
+    assert layers.join_weights(packed, interleaved=True)
     assert layers.join_weights(linear_ones, interleaved=True)
-    assert turned[0].fused.layout == SWIZZLED
+    assert packed[0].fused.layout == SWIZZLED
     x = normal(seed + 5, 3, 64)
-    assert torch.equal(fused_swiglu(*turned, x, 10.0), fused_swiglu(*linear_ones, x, 10.0))
-    for layer, old in zip(turned, plain, strict=True):
+    assert torch.equal(fused_swiglu(*packed, x, 10.0), fused_swiglu(*linear_ones, x, 10.0))
+    for layer, old in zip(packed, plain, strict=True):
         assert torch.equal(layer(x), old(x))
 
 

@@ -75,9 +75,9 @@ class _Buffers:
         replaced: dict[str, Callable[..., Any]] = {
             "dsv4.layers.linear.Linear.forward": linear,
             "dsv4.layers.linear.DeepseekV4GroupedLinear.forward": linear,
-            "dsv4.layers.attention.fused_linear": fused,
-            "dsv4.layers._pooling.fused_linear": fused,
-            "dsv4.layers.mlp.concatenated_linear": split,
+            "dsv4.layers.attention.fused_linear": split,
+            "dsv4.layers._pooling.fused_linear": split,
+            "dsv4.layers.mlp.concatenated_linear": fused,
             "dsv4.layers.experts.DeepseekV4Experts._project": experts,
             "dsv4.layers.attention.sparse_attention": attention,
         }
