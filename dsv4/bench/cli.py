@@ -91,7 +91,7 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
 
 
 def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> list[Case]:
-    """Of a model, or of the sizes given."""
+    """Return the cases of a model, or of ``--n`` and ``--k``."""
     if options.n is None and options.k is None:
         return cases(op, preset, tokens)
     if op != "gemm" or options.n is None or options.k is None:

@@ -39,12 +39,12 @@ class Comparison:
         return [(before[key], row) for key, row in _by_key(self.b.rows).items() if key in before]
 
     def alone(self) -> tuple[int, int]:
-        """How many rows the first has alone, and the second."""
+        """Count the rows that only the first file has, and only the second."""
         a, b = set(_by_key(self.a.rows)), set(_by_key(self.b.rows))
         return len(a - b), len(b - a)
 
     def word(self, a: Row, b: Row) -> str:
-        """What became of a row."""
+        """Say how a row changed, in a word."""
         if a.match is False or b.match is False:
             return f"{check(b.match)}, was {check(a.match)}"
         if not a.us or not b.us:
@@ -56,7 +56,7 @@ class Comparison:
         return "slower" if change > 0 else "faster"
 
     def lines(self) -> list[str]:
-        """What differs in the headers, a table, and the verdict."""
+        """Return the differences of the headers, a table, and the verdict."""
         differences = []
         for name in _HEADER:
             a, b = self.a.header[name], self.b.header[name]

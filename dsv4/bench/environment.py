@@ -145,7 +145,7 @@ def _output(*command: str) -> str:
 
 
 def header(device: torch.device, argv: list[str]) -> dict[str, object]:
-    """What a results file says about where its numbers come from."""
+    """Return the header of a results file: where its numbers come from."""
     now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "gpu": device_name(device),

@@ -62,7 +62,7 @@ class Machine:
     l2_bytes: float
 
     def flops_a_cycle(self, element: str) -> float:
-        """Of one SM."""
+        """Operations of one SM in a cycle."""
         return 1e3 * self.tflops[element] / (self.processors * self.ghz)
 
 
@@ -163,7 +163,7 @@ def predict(machine: Machine, shape: Shape, tile: Tile, *, launches: int = 1) ->
 
 
 def of_plan(plan: Any) -> Tile:
-    """How one of Hopper's kernels tiles a GEMM."""
+    """Return the tiling of one of Hopper's kernels."""
     if isinstance(plan, SmallMPlan):
         tokens = 8 * plan.token_tiles
         rows, kind = 16 * plan.warps, "bf16"
@@ -189,14 +189,14 @@ _STAGE, _CAPACITY = 144, 220 * 1024  # bytes of 256 columns of a row: codes and 
 
 
 def on_hopper(machine: Machine, shape: Shape) -> Prediction:
-    """By the kernel that dispatch chooses for bfloat16 activations and results."""
+    """Predict the kernel that dispatch chooses for bfloat16 activations and results."""
     rows, columns, groups, tokens = shape
     plan = choose(GemmProblem(rows * groups, columns, groups, False, False), tokens)
     return predict(machine, shape, of_plan(plan))
 
 
 def small_m_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
-    """By Hopper's kernel for small M, 16 at a time, bfloat16 activations; None above 64."""
+    """Predict Hopper's kernel for small M, 16 tokens at a time, bfloat16; None above 64."""
     rows, columns, groups, tokens = shape
     if tokens > 64:
         return None

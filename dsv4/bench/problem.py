@@ -1,4 +1,4 @@
-"""What one row of the bench is made of: sizes, random inputs, traffic, a judge."""
+"""The parts of one row of the bench: sizes, random inputs, traffic, a judge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALE_BYTES = (0x18, 0x40)
 
 
 class UsageError(ValueError):
-    """What was asked for does not exist or cannot run; the message says what to write instead."""
+    """A request that does not exist or cannot run; the message says what to write instead."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ def lines(rows: Sequence[Row]) -> list[str]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What was said of rows that are right, each text once."""
+    """Return the messages of rows that are right, each text once."""
     said = dict.fromkeys(row.message for row in rows if row.message and row.match is not False)
     return [line for text in said for line in wrapped(f"note: {text}")]
 

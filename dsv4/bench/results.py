@@ -104,7 +104,7 @@ class Row:
 
 
 def document(header: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
-    """What a file holds. An infinite error, which JSON lacks, becomes the string ``"inf"``."""
+    """Return a file's content. An infinite error, which JSON lacks, is the string ``"inf"``."""
     return {"header": dict(header), "rows": [_plain(row) for row in rows]}
 
 

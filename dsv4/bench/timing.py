@@ -61,7 +61,7 @@ def measure(calls: Sequence[Call], device: torch.device, repeat: int, rest: floa
 
 
 def empty_node_us(device: torch.device, repeat: int) -> float:
-    """What a kernel that does nothing takes in a CUDA graph of 64; 0 where there is no graph."""
+    """Measure an empty kernel in a CUDA graph of 64; 0 where there is no graph."""
     if device.type != "cuda":
         return 0.0
     from dsv4.bench._empty_kernel import launch
@@ -95,7 +95,7 @@ def _on_gpu(calls: Sequence[Call], repeat: int, rest: float = 0.0) -> Timing:
 
 
 def _median_us(run: Call, calls: int, repeat: int, rest: float) -> float:
-    """Of a call: ``repeat`` timed runs, each after a rest and with the cache cleared."""
+    """Time a call: ``repeat`` runs, each after a rest and with the cache cleared."""
     from triton import runtime
 
     driver = runtime.driver.active

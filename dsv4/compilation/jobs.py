@@ -42,7 +42,7 @@ class CuteJob:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, roughly: what takes longest is begun first."""
+        """Estimate of the time; the longest jobs start first."""
         return _LONG.get(type(self.plan).__name__, _USUAL["cute"])
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class TritonJob:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, roughly."""
+        """Estimate of the time."""
         return _LONG.get(self.request.name, _USUAL["triton"])
 
     @property
@@ -142,7 +142,7 @@ class FindJob:
 
     @property
     def seconds(self) -> float:
-        """How long it takes, roughly."""
+        """Estimate of the time."""
         return _USUAL["list"]
 
     def run(self) -> Any:

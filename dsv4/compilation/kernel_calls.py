@@ -97,7 +97,7 @@ class Fp8Gemm:
 
 @dataclass(frozen=True)
 class GroupedGemm:
-    """The same of packed routed experts.
+    """GEMMs of packed routed experts.
 
     Attributes:
         experts: Sizes and kind.
@@ -199,7 +199,7 @@ def _scale_dtype(layer: Linear) -> torch.dtype:
 
 
 def grouped_gemms(model: Any, arch: str = HOPPER) -> list[GroupedGemm]:
-    """The same of packed routed experts."""
+    """Return the GEMMs of packed routed experts, each shape once."""
     if isinstance(model, nn.Module):
         layers = [] if _not_bfloat16(model) else _experts_of(model)
         layers = [layer for layer in layers if layer.format == NVFP4]
@@ -227,7 +227,7 @@ def indexers(model: Any) -> list[Indexer]:
 
 
 def _configs(model: Any) -> list[ModelConfig]:
-    """Of each layer of attention, or the one given."""
+    """Return the configuration of each layer of attention, or the one passed."""
     if not isinstance(model, nn.Module):
         return [ModelConfig.of(model)]
     configs = [m.config for m in model.modules() if isinstance(m, DeepseekV4Attention)]
@@ -248,7 +248,7 @@ def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
 
 
 def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedGemm]:
-    """Of gate and up, and of down; none if the layer cannot be packed.
+    """Return the GEMMs of gate and up, and of down; none if the layer cannot be packed.
 
     Quantised results of the first are the second's rows where their scales are known; whether they
     will be is not known of a layer without a format yet.
@@ -294,7 +294,7 @@ def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) 
 def _gemm_of(
     layers: Sequence[Linear], out_dtype: torch.dtype, arch: str, *, swiglu: bool = False
 ) -> list[PackedGemm]:
-    """One, or none if a layer cannot be packed."""
+    """Return the GEMM of layers, or none if a layer cannot be packed."""
     first, rows = layers[0], [layer.out_features for layer in layers]
     layout = layout_of(first, arch)
     if layout == SWIZZLED and not swiglu and any(n % 128 for n in rows[:-1]):

@@ -188,7 +188,7 @@ class Pool:
             return None if self._stopped else self._known(start())
 
     def _known(self, process: _Process | None) -> _Process | None:
-        """The same, which ``_stop`` will end."""
+        """Register a process, so that ``_stop`` ends it."""
         with self._changed:
             if process is not None:
                 self._processes.append(process)

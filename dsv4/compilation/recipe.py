@@ -33,7 +33,7 @@ class Weight:
 
     @classmethod
     def of(cls, layer: Linear | DeepseekV4Experts) -> Weight:
-        """How those of a layer are stored."""
+        """Return how a layer's weights are stored."""
         if layer.format is None:
             return cls(None)
         if layer.format == FP8_BLOCK and isinstance(layer, Linear):
@@ -111,7 +111,7 @@ def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
 
 
 def _weights(module: nn.Module) -> tuple[tuple[str, Weight], ...]:
-    """How those of a module are stored, by name."""
+    """Return how a module's weights are stored, by name."""
     return tuple(
         (name, Weight.of(layer))
         for name, layer in module.named_modules()

@@ -213,7 +213,7 @@ def find_steps(
 
 
 def of_each_kind(config: ModelConfig) -> ModelConfig:
-    """The same with one layer of each kind."""
+    """Return the configuration with one layer of each kind."""
     kinds = dict.fromkeys(zip(config.layer_types, config.mlp_layer_types, strict=True))
     types, routers = zip(*kinds, strict=True)
     return config.replace(num_hidden_layers=len(kinds), layer_types=types, mlp_layer_types=routers)

@@ -33,7 +33,7 @@ class Versions:
 
     @classmethod
     def current(cls) -> Versions:
-        """Those of this process."""
+        """Return the versions of this process."""
         return cls(dsv4.__version__, sources(), _version("triton"), compiler() or "")
 
     def difference(self, other: Versions) -> str | None:

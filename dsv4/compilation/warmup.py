@@ -234,7 +234,7 @@ def compile_model(
 def _listing(
     model: Any, arch: str, max_tokens: int, gpu: torch.device | None
 ) -> tuple[Listing | None, str]:
-    """What to list of a whole model, or why nothing is."""
+    """Return the list of a whole model, or why there is none."""
     if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
         reason = f"{type(model).__name__} is not a whole model of this package"
         return None, reason

@@ -34,7 +34,7 @@ class JsonError(ValueError):
 
 
 def irregular(mode: int) -> str | None:
-    """What a file is if it is no regular file, in words; None for a regular file."""
+    """Name the kind of a file that is no regular file; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return next((words for test, words in _KINDS if test(mode)), "no regular file")

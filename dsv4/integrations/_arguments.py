@@ -65,7 +65,7 @@ class _Parameters:
 
     @classmethod
     def of(cls, module_class: type[nn.Module]) -> _Parameters:
-        """Those of a class's forward."""
+        """Return the parameters of a class's forward."""
         parameters = list(inspect.signature(module_class.forward).parameters.values())[1:]
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         named = [RENAMED.get(p.name, p.name) for p in parameters if p.kind not in kinds]

@@ -43,7 +43,7 @@ class PackedRows:
 
 
 class _Layer(CacheLayerMixin):
-    """What transformers asks a layer's cache; all layers answer for the whole."""
+    """Methods that transformers calls on a layer's cache; all layers answer for the whole."""
 
     is_sliding = True
     supports_early_init = False

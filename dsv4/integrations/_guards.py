@@ -116,7 +116,7 @@ def guard(module: nn.Module, config: Any, *, attention: bool) -> None:
 
 @dataclass
 class Guards:
-    """What a swap puts around a model, in addition to its modules."""
+    """Checks that a swap installs around a model."""
 
     hooks: list[Any]
     savers: list[Any]

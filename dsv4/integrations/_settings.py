@@ -1,4 +1,4 @@
-"""What transformers' modules hold besides tensors: numbers, activations, rotary frequencies."""
+"""State of transformers' modules besides tensors: numbers, activations, rotary frequencies."""
 
 from __future__ import annotations
 

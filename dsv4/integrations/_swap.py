@@ -163,7 +163,7 @@ def _own(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensors_differ(old: nn.Module, new: nn.Module) -> str | None:
-    """How the tensors of two modules differ in name, shape or kind, in words; None if not."""
+    """Describe how the tensors of two modules differ in name, shape or kind; None if not."""
     theirs, ours = _own(old), _own(new)
     for name in sorted(theirs.keys() ^ ours.keys()):
         return f"{name} is {'not expected' if name in theirs else 'missing'}"

@@ -1,4 +1,4 @@
-"""What can be captured in a CUDA graph, and captures that leave no trace when they fail."""
+"""Whether a model can be captured in CUDA graphs; captures that clean up when they fail."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
 
 
 def _failure(cause: BaseException) -> BaseException:
-    """What to raise: an interrupt as it is."""
+    """Return the exception to raise: an interrupt as it is."""
     if not isinstance(cause, Exception):
         return cause
     line = str(cause).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""What a request may ask for, checked when it is made."""
+"""Options of a request, checked when it is made."""
 
 from __future__ import annotations
 

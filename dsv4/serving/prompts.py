@@ -48,7 +48,7 @@ class Part:
 
 
 class Size(NamedTuple):
-    """What a step is padded to."""
+    """Sizes that a step is padded to."""
 
     tokens: int
     sequences: int
@@ -202,7 +202,7 @@ class PromptStep:
             self._captured[size].replay()
 
     def size(self, parts: Sequence[Part]) -> Size:
-        """What a step is padded to: the smallest of ``sizes``, or only the sampler's bucket."""
+        """Return the padded sizes of a step: the smallest of ``sizes``, or the sampler's bucket."""
         tokens = sum(len(part.tokens) for part in parts)
         for size in self.sizes:
             if size.tokens >= tokens and size.sequences >= len(parts):

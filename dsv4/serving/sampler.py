@@ -39,7 +39,7 @@ class Variant:
 
     @classmethod
     def of(cls, options: SamplingOptions) -> Variant:
-        """What one request needs."""
+        """Return the variant that one request needs."""
         draw = options.temperature > 0
         chosen = options.top_k is not None or options.top_p < 1 or options.min_p > 0
         return cls(

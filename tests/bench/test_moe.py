@@ -550,9 +550,9 @@ def test_baselines_that_do_not_fit_are_not_made(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 << 30, 140 << 30))
     device = torch.device("cuda")
-    moe_baselines._room(device, 40 << 30)
+    moe_baselines._check_memory(device, 40 << 30)
     with pytest.raises(RuntimeError, match=r"take 52 GB and 17 to spare, 64 GB are free"):
-        moe_baselines._room(device, 48 << 30)
+        moe_baselines._check_memory(device, 48 << 30)
 
 
 def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):

@@ -1,4 +1,4 @@
-"""What the baselines of all libraries share: find the library, get the arguments, try the call."""
+"""Functions for the baselines of all libraries: find one, get arguments, try a call."""
 
 from __future__ import annotations
 

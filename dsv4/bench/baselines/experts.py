@@ -71,7 +71,7 @@ Prepare = Callable[[QuantizedTensor, QuantizedTensor], Baseline]
 
 
 def attempt(action: Callable[[], _T]) -> _T | str:
-    """What ``action`` returns, or the reason why it fails: a library may fail in any way."""
+    """Return the result of ``action``, or why it fails: a library may fail in any way."""
     try:
         return action()
     except Exception as problem:

@@ -264,7 +264,7 @@ def indexer_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def quantize_index_queries(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The same to codes; scales go with them or into the heads' weights."""
+    """Queries quantised to codes; scales are returned or folded into the heads' weights."""
     heads, d = c.index_n_heads, c.index_head_dim
 
     def build(draw: Draw, query_format: str) -> Problem:

@@ -187,7 +187,7 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The same as the input of a down projection with static scales."""
+    """Cases of ``grouped_gemm_swiglu`` whose result is quantised with static scales."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
@@ -227,7 +227,7 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def _packed(weight: QuantizedTensor, activation: str = "bf16") -> QuantizedTensor:
-    """As layers pack it for the GPU that it is on, where it is a whole number of tiles."""
+    """Pack a weight as layers do on its GPU, where it is a whole number of tiles."""
     layout = packed_layout_of(_architecture(weight.device), activation)
     if layout == SWIZZLED:
         fits = weight.rows % 128 == weight.columns % 256 == 0

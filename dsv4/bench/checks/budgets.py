@@ -124,7 +124,7 @@ def compressor(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def pooling_error(problem: Problem) -> torch.Tensor:
-    """What a pooled value of ``compressor_update`` may be off by."""
+    """Budget of a pooled value of ``compressor_update``."""
     kv, score, ape, state = (widen(value) for value in problem.args[:4])
     live = torch.where(state.isfinite(), state, 0)
     largest = torch.maximum(kv.abs().amax(), live.abs().amax())
@@ -219,7 +219,7 @@ def hyper_pre(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def pre_error(problem: Problem, truth: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What the collapsed row of ``hc_pre`` may be off by."""
+    """Budget of the first output of ``hc_pre``, the layer's input."""
     n = problem.args[0].shape[-2]
     mixes, error = _mix_error(problem)
     scale, base = (widen(value) for value in problem.args[2:4])

@@ -60,7 +60,7 @@ def gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def grouped_gemm_swiglu(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """The same of every expert's rows, times what a row weighs."""
+    """Judge ``gemm_swiglu`` for every expert's rows, times the row's weight."""
     x, weight, offsets, limit = problem.args
     kwargs = {name: value for name, value in problem.kwargs.items() if name != "row_weight"}
     row_weight = problem.kwargs.get("row_weight")
@@ -241,7 +241,7 @@ def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Ver
 
 
 def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """What storing entries adds to their ``error``."""
+    """Return the rounding that storing entries adds to their ``error``."""
     if pages.entry_format == "plain":
         return storing(exact, pages.data.dtype)
     if pages.entry_format == "index_fp8":

@@ -1,1 +1,1 @@
-"""What a command measures: the main job, attention, a layer, routed experts, a whole model."""
+"""Measurements of the commands: the main job, attention, a layer, routed experts, a whole model."""

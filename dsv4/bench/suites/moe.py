@@ -201,7 +201,7 @@ def run(
 
 
 def _baselines(options: Options) -> dict[str, moe_baselines.Prepare]:
-    """Those asked for, or all."""
+    """Return the requested baselines, or all."""
     known, asked = moe_baselines.BASELINES, options.baselines
     if asked is None:
         return known
@@ -275,7 +275,7 @@ def _baseline_times(
 def _whole_times(
     layer: Layer, made: moe_baselines.Whole, inputs: list[Inputs], options: Options
 ) -> dict[str, float]:
-    """Of the block, at the same routing."""
+    """Time the block at the same routing."""
     limit = layer.config.swiglu_limit
     routed = [(drawn.x, drawn.ids, drawn.weights) for drawn in inputs]
     moe_baselines.compare_whole(made, routed[0], limit, (layer.gate_up, layer.down))

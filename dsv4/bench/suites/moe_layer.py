@@ -71,7 +71,7 @@ def _shared_weights(block: DeepseekV4SparseMoeBlock) -> tuple[QuantizedTensor, Q
 
 
 def forward(block: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> torch.Tensor:
-    """Of tokens ``[T, H]``."""
+    """Run the layer on tokens ``[T, H]``."""
     return block(x.unsqueeze(0)).squeeze(0)
 
 
@@ -93,7 +93,7 @@ def costs(block: DeepseekV4SparseMoeBlock, tokens: int, touched: float) -> tuple
 def verify_router(
     block: DeepseekV4SparseMoeBlock, x: torch.Tensor, routed: Outputs, sample: torch.Tensor
 ) -> Verdict:
-    """What the router gave for the tokens ``sample`` of ``x`` against the float64 oracle."""
+    """Check the router's output for the tokens ``sample`` of ``x`` with the float64 oracle."""
     gate = block.gate
     args = (x[sample], gate.weight, gate.e_score_correction_bias)
     kwargs = {"top_k": gate.top_k, "scaling_factor": gate.routed_scaling_factor}

@@ -164,7 +164,7 @@ def sorted_by(
 
 
 def all_inputs(layer: Layer, routing: str, tokens: int, options: Options) -> list[Inputs]:
-    """Those of a graph's calls."""
+    """Draw the inputs of a graph's calls."""
     requested = draws(layer.config, tokens, options)
     return [draw_inputs(layer.config, routing, tokens, draw) for draw in requested]
 
@@ -223,7 +223,7 @@ def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 
 def _own(layer: Layer, inputs: Inputs) -> Inputs:
-    """The same sorted here."""
+    """Return the inputs sorted by this package."""
     rows, row_weight, offsets, positions = sort(layer, inputs)
     return dataclasses.replace(
         inputs, rows=rows, row_weight=row_weight, offsets=offsets, positions=positions

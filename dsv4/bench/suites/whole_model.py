@@ -134,7 +134,7 @@ def _flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
 
 
 def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
-    """Of linear layers and chosen experts."""
+    """Operations of linear layers and chosen experts."""
     config = model.config
     linear = sum(map(_linear_flops, model.modules()))
     expert = 6 * config.hidden_size * config.moe_intermediate_size

@@ -57,7 +57,7 @@ class Validation:
         return [*lines, *(line for note in notes for line in wrapped(note))]
 
     def verdict(self) -> str:
-        """What failed and where, or that all passed, in one line."""
+        """Return what failed and where, or that all passed, in one line."""
         count = sum(kernel.points for kernel in self.kernels)
         if not self.kernels:
             return "FAILED: no kernel ran"
@@ -65,7 +65,7 @@ class Validation:
         return f"{line(checks)}; {count} GEMMs compared"
 
     def document(self, header: dict[str, Any]) -> dict[str, Any]:
-        """What a JSON file holds; an infinite error is the string ``"inf"``."""
+        """Return the content of a JSON file; an infinite error is the string ``"inf"``."""
         kernels = [dataclasses.asdict(kernel) for kernel in self.kernels]
         for kernel in kernels:
             for name, ratio in kernel["worst"].items():

@@ -79,7 +79,7 @@ class _Matrix:
         return dataclasses.replace(self.weight, scales=scales)
 
     def layouts(self) -> list[str]:
-        """Those that the weight can have."""
+        """Return the layouts that the weight can have."""
         packed = [FRAGMENTS] if fragments.fits(self.rows, self.columns) else []
         return [LINEAR, SWIZZLED, *packed]
 
@@ -202,7 +202,7 @@ def _compare(
 
 
 def _times(matrix: _Matrix, kernel: Kernel, request: Request) -> dict[int, float]:
-    """Of the result's usual dtype, bfloat16; on a GPU with the L2 cleared before."""
+    """Return microseconds with bfloat16 results; on a GPU with the L2 cleared before."""
     weight, times = matrix.weight.with_layout(kernel.layout), {}
     for count in request.tokens:
         x = matrix.input(count)

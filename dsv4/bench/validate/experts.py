@@ -70,12 +70,12 @@ class _Projection:
     config: ModelConfig
 
     def case(self, tokens: int) -> Case:
-        """Of that many tokens."""
+        """Return the case of that many tokens."""
         candidates = MAKERS[self.op](self.config, tokens)
         return next(case for case in candidates if case.name == self.case_name)
 
     def problem(self, tokens: int, request: Request) -> Problem:
-        """The same weight whatever the tokens, with linear scales."""
+        """Return the problem; its weight has linear scales and does not depend on the tokens."""
         built = self.case(tokens).build(Draw(request.seed, request.device))
         return _with(built, 1, built.args[1].with_layout(LINEAR))
 
@@ -111,7 +111,7 @@ class _Projection:
             yield _point("swizzled results", dataclasses.replace(usual, kwargs=kwargs))
 
     def times(self, kernel: Kernel, request: Request) -> dict[int, float]:
-        """By tokens; on a GPU with the L2 cleared before."""
+        """Return microseconds by tokens; on a GPU with the L2 cleared before."""
         measured = {}
         for count in request.tokens:
             problem = self.problem(count, request)
@@ -137,7 +137,7 @@ def _point(what: str, problem: Problem) -> _Point:
 
 
 def _layouts(weight: QuantizedTensor) -> list[str]:
-    """Those that the weight can have."""
+    """Return the layouts that the weight can have."""
     packed = [FRAGMENTS] if fragments.fits(weight.rows, weight.columns) else []
     return [LINEAR, SWIZZLED, *packed]
 

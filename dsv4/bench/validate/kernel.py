@@ -1,4 +1,4 @@
-"""What ``run gemm --check`` finds of one kernel, and how far a result is from the truth."""
+"""Findings of ``run gemm --check`` about one kernel, and the error of a result."""
 
 from __future__ import annotations
 

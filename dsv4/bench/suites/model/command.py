@@ -103,7 +103,7 @@ def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
 
 
 def _take_prepared(measurement: Measurement, results: ModelResults) -> None:
-    """What preparing took the first time: later ones find launches planned."""
+    """Time of the first preparation; later ones find launches planned."""
     if measurement.prepared and measurement.prepared[0].capacity is not None:
         first = measurement.prepared[0]
         results.start.prepare_s, results.start.prepare_bytes = first.seconds, first.bytes

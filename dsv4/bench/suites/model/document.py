@@ -193,7 +193,7 @@ class ModelResults:
 
 
 def document(header: dict[str, Any], results: ModelResults) -> dict[str, Any]:
-    """What the file holds."""
+    """Return the content of the file."""
     return {"schema": SCHEMA, "header": dict(header), **asdict(results)}
 
 

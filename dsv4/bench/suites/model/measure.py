@@ -267,7 +267,7 @@ class Measurement:
             row.missing["capture_s"] = _no_graphs(device)
 
     def _deterministic_steps(self, row: DecodeRow) -> None:
-        """The same of a runner whose decode steps have one sequence."""
+        """Measure a runner whose decode steps have one sequence."""
         request, count, context = self.request, row.tokens, row.context
         if count * context > request.prefill_limit:
             raise SkippedError(request.too_long(count, context))

@@ -1,4 +1,4 @@
-"""What ``python -m dsv4.bench model`` is asked for, checked."""
+"""Checked options of ``python -m dsv4.bench model``."""
 
 from __future__ import annotations
 
