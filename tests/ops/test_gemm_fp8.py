@@ -287,7 +287,7 @@ class TestPlan:
         blocks = -(-columns // 128)
         assert (plan.splits - 1) * plan.length < blocks <= plan.splits * plan.length
         assert 128 % plan.rows == 0
-        tiles = kernel.row_tiles(rows, groups, plan.rows)
+        tiles = kernel.tiles_of_group(rows, groups, plan.rows)
         for g in {0, groups // 2, groups - 1}:
             begin = g * rows // plan.rows * plan.rows
             assert begin <= g * rows
@@ -300,7 +300,7 @@ class TestPlan:
         kernel = pytest.importorskip("dsv4.triton.gemm_fp8")
         plan = kernel.plan(tokens, rows, columns, groups, 132)
         assert plan.tokens >= tokens
-        assert kernel.row_tiles(rows, groups, plan.rows) * groups * plan.splits >= 120
+        assert kernel.tiles_of_group(rows, groups, plan.rows) * groups * plan.splits >= 120
 
 
 class TestIntegration:

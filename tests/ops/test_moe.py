@@ -383,7 +383,7 @@ def test_permute_of_more_slots_than_one_program_takes(device, monkeypatch, shape
     """The way of many slots, with blocks so small that the interpreter can follow."""
     if device.type == "cpu":
         moe = pytest.importorskip("dsv4.triton.moe")
-        monkeypatch.setattr(moe, "_COUNTED", 0)
+        monkeypatch.setattr(moe, "_RANKED_SLOTS", 0)
         monkeypatch.setattr(moe, "_BLOCK", 8)
     check_permute(many_ids(shape, kind), device)
 

@@ -32,7 +32,7 @@ def many(monkeypatch):
     from dsv4.triton._lib import row_tiles
 
     monkeypatch.setattr(row_tiles, "_MANY_ROWS", 4)
-    monkeypatch.setattr(norm, "_SOME", 4)
+    monkeypatch.setattr(norm, "_FEW_ROWS", 4)
 
 
 def oracle(x, weight, eps):
