@@ -77,7 +77,8 @@ def _wrong_shape(
         if dim == "...":
             words += map(str, sizes[dim]) if dim in sizes else [dim]
         else:
-            size = sizes.get(dim) if isinstance(dim, str) else dim
+            unknown = dim if "..." in dims and dim is not None else "any"
+            size = sizes.get(dim, unknown) if isinstance(dim, str) else dim
             words.append("any" if size is None else str(size))
     return f"{op}: {name} has shape {list(tensor.shape)}, wanted [{', '.join(words)}]"
 

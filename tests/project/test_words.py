@@ -62,7 +62,7 @@ def test_names_that_say_nothing_are_caught_wherever_they_are_bound(source):
         "turned_bytes",
         "_load_turned",
         "rope_place",
-        "is_repeatable",
+        "is_settled",
         "RIVALS",
         "RivalTimes",
         "rows_in_turn",
