@@ -79,7 +79,7 @@ class Snapshots:
         path = file_of(self.module)
         return (
             f"({group!r} in {path.parent.name}/{path.name}) If the change is meant, record it by "
-            f"`pytest --update {self.module.parent.name}/{self.module.name}` and commit the diff."
+            f"`pytest --update {self.module}` and commit the diff."
         )
 
     def _read(self) -> dict[str, dict[str, dict[str, int]]]:
