@@ -147,15 +147,8 @@ def layer_frames() -> int:
     import torch
 
     import dsv4
+    from dsv4.testing.frames import frames_outside_implementations
     from dsv4.testing.models import random_model
-
-    outside = [str(PACKAGE / name) for name in ("reference", "triton", "cute", "formats", "quant")]
-    entered = [0]
-
-    def see(frame: Any, event: str, arg: Any) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and str(PACKAGE) in name and not name.startswith(tuple(outside)):
-            entered[0] += 1
 
     model = random_model(dsv4.ModelConfig.tiny(), 0, mtp=False)
     cache = model.new_cache(1, 64, 32)
@@ -167,12 +160,8 @@ def layer_frames() -> int:
             cache.prepare([row], [1])
             model.decode(ids, cache, rows)
         cache.prepare([row], [1])
-        sys.setprofile(see)
-        try:
-            model.decode(ids, cache, rows)
-        finally:
-            sys.setprofile(None)
-    return entered[0] // model.config.num_hidden_layers
+        entered = frames_outside_implementations(lambda: model.decode(ids, cache, rows))
+    return entered.total() // model.config.num_hidden_layers
 
 
 def call_frames() -> dict[str, list[int]]:
