@@ -148,9 +148,9 @@ def _other_requests() -> Iterator[Request]:
         ):
             yield "sm100_gemm", "sm_100a", kind, number
     for experts in _experts(*ROUTED[0]):
-        wanted = Experts(*experts)
-        if wanted.row_scaled:
-            for number in range(len(sm100_grouped.candidates(wanted))):
+        problem = Experts(*experts)
+        if problem.row_scaled:
+            for number in range(len(sm100_grouped.candidates(problem))):
                 yield "sm100_grouped", "sm_100a", experts, number
 
 
@@ -186,9 +186,9 @@ def sections(cubin: bytes) -> Iterator[tuple[bytes, bytes | int]]:
 
 def code_hash(cubin: bytes) -> str:
     """Hash of the machine code, parameters and resources of a compiled kernel, without its name."""
-    kept = [(name, data) for name, data in sections(cubin) if name in _HASHED]
-    assert any(name == b".text" for name, _ in kept)
-    return hashlib.sha256(repr(kept).encode()).hexdigest()[:24]
+    hashed = [(name, data) for name, data in sections(cubin) if name in _HASHED]
+    assert any(name == b".text" for name, _ in hashed)
+    return hashlib.sha256(repr(hashed).encode()).hexdigest()[:24]
 
 
 def compiled_hash(request: Request) -> str:
@@ -202,13 +202,13 @@ def compiled_hash(request: Request) -> str:
 
 
 def _write(file: Path, only: list[str]) -> int:
-    found = {}
+    hashes = {}
     for request in sample():
         name = json.dumps(request)
         if not only or any(text in name for text in only):
-            found[name] = compiled_hash(request)
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} kernels written to {file}")
+            hashes[name] = compiled_hash(request)
+    file.write_text(json.dumps(hashes, indent=1) + "\n")
+    print(f"{len(hashes)} kernels written to {file}")
     return 0
 
 
@@ -217,10 +217,10 @@ def _compare(file: Path, only: list[str]) -> int:
     names = [name for name in recorded if not only or any(text in name for text in only)]
     different = 0
     for name in names:
-        found = compiled_hash(json.loads(name))
-        if found != recorded[name]:
+        actual = compiled_hash(json.loads(name))
+        if actual != recorded[name]:
             different += 1
-            print(f"differs: {name}: {recorded[name]} -> {found}", flush=True)
+            print(f"differs: {name}: {recorded[name]} -> {actual}", flush=True)
     print(f"{len(names) - different} of {len(names)} kernels have the recorded machine code")
     return 1 if different else 0
 

@@ -1,8 +1,8 @@
 """Report coined words in identifiers and prose: ``python tools/words.py [FILES OR FOLDERS]``.
 
 Reads the banned words from ``words.toml`` beside this file and prints one line per hit: file, line,
-the word, and what to write instead. Exits with 1 if there is any. Without arguments it checks the
-folders that the list names. ``--summary`` prints counts per folder and word instead.
+the word, and what to write instead. Exits with 1 if there is any. Without arguments it checks
+``dsv4``, ``tests`` and ``tools``. ``--summary`` prints counts per folder and word instead.
 
 Identifiers are the names that a file binds: modules, classes, functions, arguments, variables and
 attributes. Prose is what people read: docstrings, comments, and every string with a space in it,
@@ -30,6 +30,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("words.toml")
+FOLDERS = tuple(str(ROOT / name) for name in ("dsv4", "tests", "tools"))
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _CODE = re.compile(r"``.*?``", re.DOTALL)
@@ -102,7 +103,6 @@ class Exemption:
 class Banned:
     """The committed list."""
 
-    folders: tuple[str, ...] = ()
     names: tuple[Names, ...] = ()
     phrases: tuple[Phrases, ...] = ()
     exemptions: tuple[Exemption, ...] = field(default=())
@@ -123,7 +123,6 @@ def load(file: Path = LIST) -> Banned:
     """
     content = tomllib.loads(file.read_text())
     return Banned(
-        tuple(content.get("folders", ())),
         tuple(_names(entry) for entry in content.get("identifier", ())),
         tuple(_phrases(entry) for entry in content.get("prose", ())),
         tuple(_exemption(entry) for entry in content.get("exemption", ())),
@@ -302,7 +301,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print hits or counts; the exit status."""
     banned = load()
     paths = [argument for argument in arguments if argument != "--summary"]
-    reported = check(banned, paths or [str(ROOT / folder) for folder in banned.folders])
+    reported = check(banned, paths or FOLDERS)
     for line in summary(reported) if "--summary" in arguments else reported:
         print(line)
     return int(bool(reported))

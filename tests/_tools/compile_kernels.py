@@ -33,7 +33,7 @@ from dsv4.quant import fragments
 from dsv4.triton._runtime import launch_options
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
-_MULTIPROCESSORS = {90: 132, 100: 148}
+_SM_COUNTS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
 # Kernels of which the order of loads and exchanges between threads is reported.
@@ -95,7 +95,7 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
         "launch_pdl": True,
         "enable_fp_fusion": True,
     }
-    launch_options.sm_count = lambda device: _MULTIPROCESSORS[arch]
+    launch_options.sm_count = lambda device: _SM_COUNTS[arch]
     launch_options.capability = lambda tensor: (arch // 10, arch % 10)
     for op in ops:
         passed.clear()

@@ -106,14 +106,16 @@ def triton():
     table((*headings, "bytes of stack", "bytes shared", "converts to E2M1"))
     for (op, kernel), kernels in rows.items():
         most = {
-            key: max(result[key] for result in kernels) for key in kernels[0] if key not in _APART
+            key: max(result[key] for result in kernels)
+            for key in kernels[0]
+            if key not in _WITHOUT_MAXIMUM
         }
         columns = (op, kernel, "sm_100a", len(kernels), most["threads"], most["registers"])
         columns += (most["stack"] + most["local"], most["shared"], "yes" if most["e2m1"] else "-")
         print("| " + " | ".join(map(str, columns)) + " |")
 
 
-_APART = ("op", "kernel", "exchanges")  # of which no largest is taken
+_WITHOUT_MAXIMUM = ("op", "kernel", "exchanges")  # of which no largest is taken
 
 if __name__ == "__main__":
     made = f"CuTeDSL {cubin_cache.compiler()}, triton {importlib.metadata.version('triton')}"
@@ -122,7 +124,7 @@ if __name__ == "__main__":
     print("Compiled and disassembled, never run. Of several configurations: the largest of each")
     print("resource, the least and most of each number of instructions. Tests ask for each of them")
     print("one by one, what it has to be.\n\n## CuTeDSL\n")
-    with tempfile.TemporaryDirectory() as room:
-        cute(Path(room))
+    with tempfile.TemporaryDirectory() as folder:
+        cute(Path(folder))
     print("\n## Triton, as the bench's cases launch them\n")
     triton()

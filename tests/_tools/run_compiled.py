@@ -134,12 +134,12 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
     same(actual, expected)
 
 
-def _of_many() -> None:
-    """Let the launchers take what few rows are given for many."""
+def _take_large_m_paths() -> None:
+    """Let the launchers take few rows as they take many."""
     nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
 
 
-_ONE = {"scaling": "static", "global_scale": 0.004}
+_STATIC = {"scaling": "static", "global_scale": 0.004}
 _SMALL = {"scaling": "static", "global_scale": 2.0**-120}
 _TOKEN = {"scaling": "token"}
 _FEW_AND_MANY: dict[str, Callable[[], None]] = {
@@ -147,14 +147,14 @@ _FEW_AND_MANY: dict[str, Callable[[], None]] = {
     "quantize swizzled": lambda: quantized(values(5, 272), layout=SWIZZLED, scaling="tensor"),
     "quantize small": lambda: quantized(values(2, 2048, -110), **_SMALL),
     "quantize weight": lambda: quantized(values(2, 512), scaling="weight"),
-    "rope": lambda: by_rope(2, 8, 512, 32, 1, **_ONE),
-    "rope, heads of two chunks": lambda: by_rope(2, 16, 128, 8, 2, **_ONE),
+    "rope": lambda: by_rope(2, 8, 512, 32, 1, **_STATIC),
+    "rope, heads of two chunks": lambda: by_rope(2, 16, 128, 8, 2, **_STATIC),
     "rope, half a group": lambda: by_rope(2, 8, 512, 32, 2, **_TOKEN),
     "rope, parts of heads": lambda: by_rope(2, 2, 96, 16, 4, **_TOKEN),
     "norm": lambda: normed(3, 2048, **_TOKEN),
-    "norm static": lambda: normed(2, 1536, **_ONE),
+    "norm static": lambda: normed(2, 1536, **_STATIC),
     "swiglu": lambda: activated(3, 2048, **_TOKEN),
-    "swiglu static": lambda: activated(2, 96, **_ONE),
+    "swiglu static": lambda: activated(2, 96, **_STATIC),
     "gather": lambda: gathered(3, 2048, False, LINEAR),
     "gather static": lambda: gathered(2, 272, True, LINEAR),
     "gather swizzled": lambda: gathered(2, 1024, False, SWIZZLED),
@@ -168,11 +168,11 @@ def main(arch: int, names: list[str]) -> int:
     """The number of cases that differ."""
     ran = install(arch)
     wrong = 0
-    few = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
+    thresholds = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
     for name in names or CASES:
-        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = few
+        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = thresholds
         if name.startswith("many"):
-            _of_many()
+            _take_large_m_paths()
         ran.clear()
         try:
             with interpret_triton():

@@ -23,7 +23,7 @@ from dsv4.bench.problem import Draw
 from dsv4.cute.runtime.driver import Kernel
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.ops.indexer import indexer_select
-from tests.cute.test_indexer import Coded, apart, chosen, rows_of
+from tests.cute.test_indexer import Coded, chosen, randomize_scales, rows_of
 
 SIZES = (
     ("tiny", 1),
@@ -78,11 +78,11 @@ def routed(op: str, every: list[int]) -> int:
 
 def long_rows() -> int:
     """Select from rows of MXFP4 keys that no case of the bench has, scales far apart in half."""
-    indexer_logits_plan._MANY = 0
+    indexer_logits_plan._LARGE = 0
     for share in (0.0, 0.02):
         for tokens, entries in ((2, 9000), (2, 16500), (140, 300)):
             case = Coded(tokens, entries, 0, device="cuda")
-            apart(case, share)
+            randomize_scales(case, share)
             indexer_select(**case.arguments(256), backend="cute")
     # Rows that eight and four blocks share, and one has.
     for tokens, group in ((1, 16), (16, 16), (2, 8), (31, 8)):

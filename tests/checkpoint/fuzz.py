@@ -157,7 +157,7 @@ def _damaged_json(data: bytes, rng: random.Random) -> bytes:
         values = json.loads(data)
     except ValueError:
         return _damaged_bytes(data, len(data), rng)
-    positions = list(_places(values))
+    positions = list(_items(values))
     if not positions:
         return json.dumps(rng.choice(ODD)).encode()
     holder, key = rng.choice(positions)
@@ -182,10 +182,10 @@ def _damaged_json(data: bytes, rng: random.Random) -> bytes:
     return text.replace(f'"{_LONG}"', "9" * 5000).encode("utf-8", "surrogatepass")
 
 
-def _places(values: Any) -> Iterator[tuple[Any, Any]]:
+def _items(values: Any) -> Iterator[tuple[Any, Any]]:
     """Every container of a JSON value with each of its keys."""
     keys = values if isinstance(values, dict) else range(len(values))
     for key in keys if isinstance(values, (dict, list)) else ():
         yield values, key
         if isinstance(values[key], (dict, list)):
-            yield from _places(values[key])
+            yield from _items(values[key])

@@ -44,7 +44,7 @@ def pretend_gpu(
     monkeypatch.setattr(supports, "packed_layout", lambda device, activation: FRAGMENTS)
 
 
-def joint(module: Any) -> int | None:
+def fused_address(module: Any) -> int | None:
     """Where the matrix that a layer shares with others begins."""
     shared = getattr(module, "fused", None)
     return None if shared is None else int(shared.codes.data_ptr())
@@ -81,10 +81,10 @@ class TestPacked:
         assert sorted(actual.joined) == sorted(expected.joined)
         for module, other in zip(packable(model), packable(plain), strict=True):
             assert module.layout == other.layout
-        before = [joint(m) for m in packable(model)]
+        before = [fused_address(m) for m in packable(model)]
         again = layers.pack_(model, layout)
         assert (sorted(again.packed), again.kept) == (sorted(actual.packed), actual.kept)
-        assert before == [joint(m) for m in packable(model)]
+        assert before == [fused_address(m) for m in packable(model)]
         buffers = dict(plain.named_buffers())
         for name, buffer in model.named_buffers():
             assert_bitwise(buffer, buffers[name], name)
@@ -348,9 +348,9 @@ class TestOnTheGpu:
         free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         assert free >= sum(2 * rows * columns for rows, columns in shapes)
         reserved = torch.cuda.memory_reserved()
-        rooms = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
+        weights = [torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in shapes]
         assert torch.cuda.memory_reserved() == reserved
-        del rooms
+        del weights
 
     @pytest.mark.parametrize("layout", ["nvidia", "deepseek", "transformers"])
     def test_a_loaded_model_generates_and_is_saved_as_it_was(self, tmp_path, layout):

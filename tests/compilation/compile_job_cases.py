@@ -77,7 +77,7 @@ class Kernel:
     """A kernel that is made of its name, or is found, or fails."""
 
     name: str
-    place: str = "missing"  # or "stored" or "failing"
+    state: str = "missing"  # or "stored" or "failing"
 
     @property
     def key(self):
@@ -88,9 +88,9 @@ class Kernel:
         return f"{self.name}.kernel"
 
     def stored(self):
-        return b"stored " + self.key if self.place == "stored" else None
+        return b"stored " + self.key if self.state == "stored" else None
 
     def run(self):
-        if self.place == "failing":
+        if self.state == "failing":
             raise ValueError("no such instruction")
         return Compiled(self.key, self.name, b"compiled " + self.key)

@@ -213,13 +213,13 @@ class TestCompileAll:
         jobs = [Kernel(f"k{i}", state) for i, state in enumerate(states)]
         outcome = self.compile_all([*jobs, *jobs])
         assert outcome.jobs == jobs, "each once"
-        of = {state: [j for j in jobs if j.place == state] for state in ("stored", "missing")}
+        of = {state: [j for j in jobs if j.state == state] for state in ("stored", "missing")}
         assert outcome.stored == {j.key: b"stored " + j.key for j in of["stored"]}
         assert outcome.compiled == {j.key: b"compiled " + j.key for j in of["missing"]}
-        failing = {j.name for j in jobs if j.place == "failing"}
+        failing = {j.name for j in jobs if j.state == "failing"}
         assert outcome.failed == dict.fromkeys(failing, "ValueError: no such instruction")
         assert [image.name for image in outcome.images()] == [
-            j.name for j in jobs if j.place != "failing"
+            j.name for j in jobs if j.state != "failing"
         ]
 
     def test_they_are_kept_on_disk(self, folder):

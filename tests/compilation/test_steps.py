@@ -36,8 +36,8 @@ from dsv4.triton import moe
 from dsv4.triton._runtime import kernel_store, launch_options
 
 def static(request):
-    place = moe._gather_quantize_kernel.arg_names.index("STATIC")
-    return request.constants[(place,)]
+    position = moe._gather_quantize_kernel.arg_names.index("STATIC")
+    return request.constants[(position,)]
 
 real, points = map(json.loads, sys.argv[1:])
 found = {}
@@ -81,8 +81,8 @@ def traced(points, *, real=False):
 
 def check(name, compiled, ran):
     by_op = {}
-    for op, implementation, kernels, objections in ran:
-        by_op.setdefault(op, {})[implementation] = (kernels, objections)
+    for op, implementation, kernels, reasons in ran:
+        by_op.setdefault(op, {})[implementation] = (kernels, reasons)
     blackwell = name.startswith("sm_10") and name.endswith("nvfp4")
     ops = STEP_OPS | PRODUCTS
     if blackwell:
@@ -233,7 +233,7 @@ class TestWarmup:
     def test_plans_are_those_of_the_architecture(self):
         config = dsv4.ModelConfig.tiny(hidden_size=128)
         every = kernel_calls.every_call(config)
-        for arch, many in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
+        for arch, has_wgmma in (("sm_90a", True), ("sm_100a", False), ("sm_103a", False)):
             kinds = {type(plan).__name__ for plan in kernel_calls.kernel_plans(every, 8192, arch)}
-            assert ("WgmmaPlan" in kinds) == many
+            assert ("WgmmaPlan" in kinds) == has_wgmma
             assert "SmallMPlan" in kinds

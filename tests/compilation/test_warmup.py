@@ -203,9 +203,9 @@ def test_of_blackwells_products_every_configuration_is_compiled():
     dense = [p for p in packed_gemms(config, "sm_103a") if p.layout == SWIZZLED]
     assert {p.groups for p in dense} == {1, config.o_groups}
     for p in dense:
-        wanted = blackwell.GemmProblem(p.rows, p.columns, p.groups, False, p.swiglu)
-        wanted = wanted._replace(float32_out=p.out_dtype == torch.float32)
-        assert p.plans(300, "sm_103a") == blackwell.plans(wanted, 300)
+        problem = blackwell.GemmProblem(p.rows, p.columns, p.groups, False, p.swiglu)
+        problem = problem._replace(float32_out=p.out_dtype == torch.float32)
+        assert p.plans(300, "sm_103a") == blackwell.plans(problem, 300)
     experts = grouped_gemms(config, "sm_103a")
     kinds = [(p.experts.swiglu, p.experts.quantized_out) for p in experts]
     assert kinds == [(True, False), (False, False), (True, True)], "scales may come or not"

@@ -32,7 +32,7 @@ from dsv4.ops.attention import SparseAttentionArgs, sparse_attention
 from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 from dsv4.testing.strategies import normal, seeds, strided
-from tests.ops.attention_cases import angles, same_places, softmax, turned_back
+from tests.ops.attention_cases import angles, rotated_back, same_nans, softmax
 
 BF16, F64 = torch.bfloat16, torch.float64
 CUDA = torch.device("cuda")
@@ -57,7 +57,7 @@ counts = st.sampled_from([None, 1, 2, 3, 7, *CLUSTERS])
 
 
 @contextlib.contextmanager
-def dealt(count: int | str | None):
+def splits(count: int | str | None):
     """Every token split over ``count`` blocks, or to those of a cluster; None: as planned.
 
     Clusters that do not all fit a GPU at a time take turns; a plan would be for smaller ones.
@@ -123,7 +123,7 @@ class Case:
             truth, budget = softmax(q[t].double(), kv, sink.double(), scale, 2.0**-11.6)
             budget = budget + 2.0**-21 * float(kv.abs().max())
             if cos is not None:
-                truth, budget = turned_back(truth, budget, cos[t], sin[t])
+                truth, budget = rotated_back(truth, budget, cos[t], sin[t])
             assert_within_budget(out[t], truth, budget)
 
 
@@ -142,7 +142,7 @@ class Case:
 @given(seeds(), st.integers(0, 4), lengths, lengths, head_counts, counts)
 def test_equals_a_softmax(seed, tokens, width, second, heads, count):
     case = Case(seed, tokens, (width, second), heads)
-    with dealt(count):
+    with splits(count):
         case.check(case.run())
 
 
@@ -157,7 +157,7 @@ def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
     """The dims before them keep their bits; tables of bfloat16 and strided ones are read, too."""
     case = Case(seed, tokens, (65, 70), heads)
     cos, sin = angles(seed, tokens, 32, CUDA)
-    with dealt(count):
+    with splits(count):
         plain, out = case.run(), case.run(cos=cos, sin=sin)
         assert_bitwise(case.run(cos=strided(cos), sin=strided(sin)), out)
         narrow = [table.to(BF16) for table in (cos, sin)]
@@ -174,7 +174,7 @@ def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
 def test_large_logits(seed, count, magnitude):
     case = Case(seed)
     q = (case.q.float() * magnitude).to(BF16)
-    with dealt(count):
+    with splits(count):
         out = case.run(q=q)
         assert bool(out.isfinite().all())
         case.check(out, q=q)
@@ -191,7 +191,7 @@ def test_a_reference_that_keeps_growing(seed, count):
     every = torch.arange(256, device=CUDA)
     write_kv(case.pools[0], steps.to(BF16).contiguous(), every, backend="reference")
     q = torch.full((1, 16, 512), 2.0, dtype=BF16, device=CUDA)
-    with dealt(count):
+    with splits(count):
         case.check(case.run(q=q), q=q)
 
 
@@ -200,7 +200,7 @@ def test_a_reference_that_keeps_growing(seed, count):
 def test_unselected_entries_have_no_effect(seed, count, token):
     """NaN in every entry that no slot of a token names."""
     case = Case(seed)
-    with dealt(count):
+    with splits(count):
         expected = case.run()
         for pages, slots in zip(case.pools, case.slots, strict=True):
             named = set(slots[token].tolist())
@@ -214,12 +214,12 @@ def test_unselected_entries_have_no_effect(seed, count, token):
 @given(seeds(), counts, st.sampled_from([torch.nan, torch.inf, -torch.inf]))
 def test_a_bad_query_stays_in_its_token_and_head(seed, count, bad):
     case = Case(seed)
-    with dealt(count):
+    with splits(count):
         expected = case.run()
         q = case.q.clone()
         q[1, 3, 7] = bad
         out = case.run(q=q)
-        same_places(out, case.run(q=q, backend="reference"))
+        same_nans(out, case.run(q=q, backend="reference"))
     keep = torch.ones(3, 16, dtype=torch.bool, device=CUDA)
     keep[1, 3] = False
     assert_bitwise(out[keep], expected[keep])
@@ -233,9 +233,9 @@ def test_extreme_sinks(seed, value, count):
         slots[0] = -1
     sink = case.sink.clone()
     sink[1] = value
-    with dealt(count):
+    with splits(count):
         out = case.run(sink=sink)
-    same_places(out, case.run(sink=sink, backend="reference"))
+    same_nans(out, case.run(sink=sink, backend="reference"))
     if value < torch.inf:
         case.check(out, sink=sink)
 
@@ -250,7 +250,7 @@ def test_slots_that_end_early_and_long_rows_of_none(seed, count):
     case.slots[1][1, :600] = -1
     case.slots[1][2] = -7
     case.slots[1][3, 64:] = torch.iinfo(torch.int64).min
-    with dealt(count):
+    with splits(count):
         case.check(case.run())
 
 
@@ -264,7 +264,7 @@ def test_the_last_slot_of_a_row_longer_than_what_is_looked_at_together(seed, cou
     case.slots[1][1, last] = 7
     case.slots[0][2] = -1
     case.slots[1][2, :last] = -1
-    with dealt(count):
+    with splits(count):
         case.check(case.run())
 
 
@@ -273,7 +273,7 @@ def test_the_last_slot_of_a_row_longer_than_what_is_looked_at_together(seed, cou
 def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, count):
     """With the same number of blocks to a token; many tokens take turns on an SM."""
     case = Case(seed, tokens, (65, 64))
-    with dealt(count):
+    with splits(count):
         together = case.run()
         assert_bitwise(case.run(), together)
         shuffled = torch.randperm(case.pools[0].num_slots // 64, device=CUDA)
@@ -316,7 +316,7 @@ def test_every_byte_of_an_entry_is_read_as_the_cache_reads_it(seed, count):
     case.pools[0].data.copy_(torch.randint(0, 256, shape, generator=gen, dtype=torch.uint8))
     case.slots[0] = torch.randint(0, 256, (64, 1), generator=gen).to(CUDA)
     sink = torch.full((16,), -torch.inf, device=CUDA)
-    with dealt(count):
+    with splits(count):
         out = case.run(q=torch.zeros_like(case.q), sink=sink)
     entry = read_kv(case.pools[0], case.slots[0][:, 0], BF16, backend="reference")
     bad = ~entry.isfinite().all(-1)
@@ -356,7 +356,7 @@ def test_offsets_past_two_gigabytes():
     write_kv(pages, normal(1, (3, 512), BF16).to(CUDA), case.slots[0][0], backend="reference")
     case.pools[0] = pages
     for count in (1, "narrow", "columns 2"):
-        with dealt(count):
+        with splits(count):
             case.check(case.run())
 
 
@@ -364,7 +364,7 @@ def test_offsets_past_two_gigabytes():
 @pytest.mark.parametrize("count", [1, 4, *CLUSTERS])
 def test_a_captured_graph_replays_on_new_contents(count):
     case, other = Case(0, 5, (128, 512), 64), Case(9, 5, (128, 512), 64)
-    with dealt(count):
+    with splits(count):
         case.run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -455,10 +455,10 @@ def test_clusters_that_share_a_token_are_all_there_at_a_time(tokens, heads, widt
 def test_clusters_are_smaller_where_a_gpu_has_no_room_for_all(monkeypatch):
     class Kernel:
         def __init__(self, plan, arch):
-            self.room = {8: 15, 9: 9, 12: 7, 16: 7}[plan.ctas]
+            self.clusters = {8: 15, 9: 9, 12: 7, 16: 7}[plan.ctas]
 
         def prepare(self, device):
-            return self.room
+            return self.clusters
 
     monkeypatch.setattr(launcher, "loaded", Kernel)
     launcher._fitting_plan.cache_clear()

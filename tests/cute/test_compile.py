@@ -40,7 +40,7 @@ MOST_SHARED = 227 * 1024
 TOP_K = 6
 _BATCH = 8
 # Those for few tokens, which Blackwell has, too.
-FEW = (SmallMPlan, SmallMRingPlan, GroupedSmallMPlan)
+SMALL_M = (SmallMPlan, SmallMRingPlan, GroupedSmallMPlan)
 
 
 def plan_of(rows, columns, groups, tokens, float32_out=False, row_scaled=False):
@@ -192,8 +192,8 @@ def copies_of_x(plan):
     return "ARRIVES.LDGSTSBAR" if dense and plan.token_tiles > 1 else "UBLKCP.S.G"
 
 
-def codes_by_sixteen_bytes(plan, instructions):
-    """Whether a lane's codes come so, to registers or, of a ring, to shared memory."""
+def loads_codes_by_16_bytes(plan, instructions):
+    """Whether a lane loads 16 bytes of codes at once, to registers or, in a ring, shared memory."""
     name = "LDGSTS.E" if isinstance(plan, SmallMRingPlan) else "LDG.E"
     return any(i.startswith(name) and ".128" in i for i in instructions)
 
@@ -201,11 +201,11 @@ def codes_by_sixteen_bytes(plan, instructions):
 MANY_TOKENS = batches(plans(), (WgmmaPlan,))
 FP8_WEIGHTS = batches(plans_of_fp8(), (Fp8WgmmaPlan,))
 EXPERTS = batches(plans_of_experts(), (GroupedWgmmaPlan,))
-SWIGLU = batches(plans_of_swiglu(), (*FEW, WgmmaPlan))
+SWIGLU = batches(plans_of_swiglu(), (*SMALL_M, WgmmaPlan))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans(), FEW))
+@pytest.mark.parametrize("batch", batches(plans(), SMALL_M))
 def test_few_tokens(batch, tmp_path):
     def check(plan, image, numbers, instructions):
         assert numbers["STACK"] == numbers["LOCAL"] == 0
@@ -213,7 +213,7 @@ def test_few_tokens(batch, tmp_path):
         assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes * plan.ctas_per_sm <= MOST_SHARED
         # 16 bytes of codes a lane; the tensor core; X by bulk copies; results by whole sectors.
-        assert codes_by_sixteen_bytes(plan, instructions)
+        assert loads_codes_by_16_bytes(plan, instructions)
         assert instructions.count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         assert any(i.startswith(copies_of_x(plan)) for i in instructions)
         assert any(i.startswith("STG.E.128") for i in instructions)
@@ -331,7 +331,7 @@ def test_routed_experts_of_few_rows(batch, tmp_path):
         assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
         assert numbers["REG"] * plan.threads <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        assert codes_by_sixteen_bytes(plan, instructions)
+        assert loads_codes_by_16_bytes(plan, instructions)
         assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         assert count(copies_of_x(plan))
         assert count("STG.E.U8") if plan.quantized_out else count("STG.E.128")
@@ -405,7 +405,7 @@ def plans_of_blackwell(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), FEW))
+@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), SMALL_M))
 def test_blackwell(batch, tmp_path):
     """The kernels of few tokens for another family: the same instructions, no spills."""
 
@@ -416,7 +416,7 @@ def test_blackwell(batch, tmp_path):
         assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
         assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
         assert image.shared_bytes == plan.shared_bytes <= MOST_SHARED
-        assert codes_by_sixteen_bytes(plan, instructions)
+        assert loads_codes_by_16_bytes(plan, instructions)
         assert count("HMMA.16816.F32.BF16") >= 4 * plan.token_tiles
         assert count(copies_of_x(plan))
         codes = isinstance(plan, GroupedSmallMPlan) and plan.quantized_out
@@ -434,8 +434,8 @@ def test_one_image_is_for_all_of_blackwell():
     assert every == plans_of_blackwell("sm_103a")
     assert {
         (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in FAMILIES
-    } == {(kind, "sm_100f") for kind in FEW}
-    for kind in FEW:
+    } == {(kind, "sm_100f") for kind in SMALL_M}
+    for kind in SMALL_M:
         plan = next(plan for plan in every if type(plan) is kind)
         codes = {
             machine_code(cubin_cache.compile_image(plan, arch).cubin)
@@ -559,17 +559,17 @@ def test_fp8_plans_are_those_of_both_kinds_of_activations():
 def test_plans_of_experts_fit_their_matrix():
     for sizes in ROUTED:
         for expected in routed_kinds(*sizes):
-            found = grouped_gemm.plans(expected, 4096 * TOP_K)
-            assert found == list(dict.fromkeys(found))
-            assert isinstance(found[-1], GroupedWgmmaPlan)
-            for plan in (plan for plan in found if isinstance(plan, GroupedSmallMPlan)):
+            candidates = grouped_gemm.plans(expected, 4096 * TOP_K)
+            assert candidates == list(dict.fromkeys(candidates))
+            assert isinstance(candidates[-1], GroupedWgmmaPlan)
+            for plan in (plan for plan in candidates if isinstance(plan, GroupedSmallMPlan)):
                 assert (plan.columns, plan.ctas) == (expected.columns, 1)
                 assert plan.segment_rows <= 8 * plan.token_tiles <= 16
                 assert expected.columns // 64 % (plan.splits * plan.stages) == 0
                 assert plan.shared_bytes <= MOST_SHARED
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
                 assert (*kind, plan.quantized_out, plan.swizzled_out) == expected[3:]
-            for plan in (plan for plan in found if isinstance(plan, GroupedWgmmaPlan)):
+            for plan in (plan for plan in candidates if isinstance(plan, GroupedWgmmaPlan)):
                 assert expected.columns // 64 % plan.stage_k_blocks == 0
                 assert (plan.ctas, plan.shared_bytes <= MOST_SHARED) == (1, True)
                 kind = (plan.float32_out, plan.row_scaled, plan.swiglu, plan.row_weighted)
@@ -578,7 +578,7 @@ def test_plans_of_experts_fit_their_matrix():
                 grouped_gemm_plans.typical_plan(expected, rows)
                 for rows in range(1, 4096 * TOP_K, 97)
             }
-            assert chosen <= set(found)
+            assert chosen <= set(candidates)
 
 
 def test_too_many_experts_have_no_plan():

@@ -174,7 +174,7 @@ def values(codes, scales):
     return (groups * torch.exp2(scales.double() - 127).unsqueeze(-1)).flatten(-2)
 
 
-def apart(case, share):
+def randomize_scales(case, share):
     """Groups of some keys and heads at scales anywhere, and groups of zeros."""
     for scales, codes in ((case.scales, case.codes), (case.q_scales, case.q)):
         raised = torch.rand(scales.shape, generator=case.gen) < share
@@ -237,7 +237,7 @@ def test_scores_of_integers(tokens, entries, heads, page, share, seed):
     case.visible = torch.randint(2, max(3, entries + 1), (tokens,), generator=case.gen)
     case.visible.clamp_(max=entries)
     if share:
-        apart(case, share)
+        randomize_scales(case, share)
         case.weights = normal(seed, case.weights.shape) * 2.0 ** (seed % 40 - 20)
     if entries > 1:
         check_scores(case, range(tokens))
@@ -288,7 +288,7 @@ def test_selection_from_codes_is_best(entries, share):
     case = Coded(2, entries, entries, device="cuda")
     case.visible[1] = entries - 77
     if share:
-        apart(case, share)
+        randomize_scales(case, share)
     arguments = case.arguments(512)
     ids = indexer_select(**arguments, backend="cute")
     assert_bitwise(indexer_select(**arguments, backend="cute"), ids)

@@ -147,8 +147,8 @@ def launched(
 ):
     product = GemmProblem(rows, columns, groups, False, False)
     plan = driver.plan or choose(product, tokens, driver.arch)
-    few = isinstance(plan, SmallMPlan)
-    driver.kinds = gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters
+    is_small_m = isinstance(plan, SmallMPlan)
+    driver.kinds = gemm.SMALL_M_ABI.parameters if is_small_m else gemm.WGMMA_ABI.parameters
     driver.launches, driver.maps = [], []
     x = torch.empty((tokens, columns) if groups == 1 else (tokens, groups, columns), device="cpu")
     x = x.to(torch.bfloat16)
@@ -188,10 +188,13 @@ def test_few_tokens(driver):
     ]
 
 
-MANY = [WgmmaPlan(128, 2, 1, 2, False, False), WgmmaPlan(64, 2, 5, 2, False, False, warp_tiles=2)]
+WGMMA_PLANS = [
+    WgmmaPlan(128, 2, 1, 2, False, False),
+    WgmmaPlan(64, 2, 5, 2, False, False, warp_tiles=2),
+]
 
 
-@pytest.mark.parametrize("plan", MANY, ids=repr)
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=repr)
 def test_many_tokens(driver, plan):
     driver.plan = plan
     _, addresses, [(grid, threads, stream, values)] = launched(
@@ -215,7 +218,7 @@ def test_many_tokens(driver, plan):
 
 
 @pytest.mark.parametrize("reserve_sms", [0, 20, 200])
-@pytest.mark.parametrize("plan", MANY, ids=repr)
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=repr)
 def test_many_tokens_reserve_sms(driver, plan, reserve_sms):
     driver.plan = plan
     _, _, [(reserving, *_)] = launched(driver, 300, reserve_sms=reserve_sms)
@@ -232,7 +235,7 @@ def test_few_tokens_reserve_nothing(driver):
     assert driver.early == [True, True]
 
 
-@pytest.mark.parametrize("plan", MANY, ids=repr)
+@pytest.mark.parametrize("plan", WGMMA_PLANS, ids=repr)
 def test_groups_and_scales_of_rows(driver, plan):
     driver.plan = plan
     _, _, [(_, _, _, values)] = launched(driver, 100, 16384, 4096, groups=16, scales=16384)
@@ -306,9 +309,9 @@ def test_blackwell_has_the_kernels_for_few_tokens_alone(driver, arch):
 def test_swiglu(driver, tokens, limit, expected):
     plan = choose(GemmProblem(512, 256, 1, False, False, swiglu=True), tokens)
     assert plan.swiglu
-    few = isinstance(plan, SmallMPlan)
+    is_small_m = isinstance(plan, SmallMPlan)
     driver.kinds, driver.launches = (
-        gemm.SMALL_M_ABI.parameters if few else gemm.WGMMA_ABI.parameters,
+        gemm.SMALL_M_ABI.parameters if is_small_m else gemm.WGMMA_ABI.parameters,
         [],
     )
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
@@ -329,17 +332,17 @@ _FIRST = (
     *("codes", "scales", "global_scale", "x", "row_scale", "row_weight", "out", "offsets"),
     *("codes_scale", "block_scales", "result_scale"),
 )
-_LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "sixteen")
-OF_FEW_ROWS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST, "most", "early", "limit")
-OF_ANY_ROWS = (
+_LAST = ("stride", "scales_each", "cut0", "cut1", "cut2", "scale_rows", "opaque_16")
+SMALL_M_ARGUMENTS = (*_FIRST, "tokens", "experts", "row_tiles", *_LAST, "most", "ready", "limit")
+WGMMA_ARGUMENTS = (
     *("map", "map_of_codes", "map_of_scales", "map_rows", "map_columns"),
     *("code_rows", "code_words", "scale_rows_of_all", "scale_words", "layout"),
     *_FIRST[2:],
     *("counter", "tokens", "experts", "k_blocks", "row_tiles", "row_blocks"),
     *_LAST,
-    *("above", "most", "beside", "limit"),
+    *("above", "most", "all_ready", "limit"),
 )
-FEW, SOME = 16, 80  # rows of the first kernel and of the second
+SMALL_M_ROWS, LARGE_M_ROWS = 16, 80  # rows of the first kernel and of the second
 
 
 class Grouped:
@@ -360,7 +363,7 @@ class Grouped:
         ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised, and how
         their block scales lie.
         """
-        self.wanted = Experts(
+        self.problem = Experts(
             self.rows,
             self.columns,
             EXPERTS,
@@ -371,14 +374,14 @@ class Grouped:
             codes is not None,
             codes is not None and codes[1] == SWIZZLED_EXPERTS,
         )
-        self.launches = grouped_gemm.launch_plans(self.wanted, max(x.shape[0], 1), driver.arch)
+        self.launches = grouped_gemm.launch_plans(self.problem, max(x.shape[0], 1), driver.arch)
         self.plan = self.launches[-1].plan
-        few = [isinstance(launch.plan, GroupedSmallMPlan) for launch in self.launches]
+        small_m = [isinstance(launch.plan, GroupedSmallMPlan) for launch in self.launches]
         kinds = (
             grouped_gemm.GROUPED_WGMMA_ABI.parameters,
             grouped_gemm.GROUPED_SMALL_M_ABI.parameters,
         )
-        driver.kinds = [kinds[is_few] for is_few in few]
+        driver.kinds = [kinds[is_small_m] for is_small_m in small_m]
         driver.launches, driver.maps = [], []
         parts = (self.codes, self.block, self.scale, segments, self.offsets)
         named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
@@ -389,7 +392,7 @@ class Grouped:
         else:
             record, last = GroupedGemmArgs, [dtype or torch.bfloat16, False]
         self.out = function(record(x, *parts, *named, *rest, *last))
-        names = [(OF_ANY_ROWS, OF_FEW_ROWS)[is_few] for is_few in few]
+        names = [(WGMMA_ARGUMENTS, SMALL_M_ARGUMENTS)[is_small_m] for is_small_m in small_m]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
             for of_launch, launch in zip(names, driver.launches, strict=bool(driver.launches))
@@ -406,14 +409,14 @@ class Grouped:
         return {**named, **none, "row_scale": row_scale, "row_weight": row_weight}
 
 
-def told_of(product, x):
-    """What every launch tells of the sizes."""
+def sizes_of(product, x):
+    """The arguments of every launch that describe sizes."""
     tokens, row_tiles = x.shape[0], product.rows // 16
-    expected = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "sixteen": 16}
+    expected = {"tokens": tokens, "experts": EXPERTS, "row_tiles": row_tiles, "opaque_16": 16}
     expected |= {"stride": x.stride(0), "most": NEVER}
     if isinstance(product.plan, GroupedSmallMPlan):
-        return expected | {"early": 0}
-    expected |= {"above": 0, "beside": 0}
+        return expected | {"ready": 0}
+    expected |= {"above": 0, "all_ready": 0}
     k_blocks, plan = product.columns // 64, product.plan
     expected |= {"k_blocks": k_blocks, "layout": b"\0"}
     expected |= {"map": MAP, "map_of_codes": MAP, "map_of_scales": MAP}
@@ -441,20 +444,20 @@ def described_of(product, x):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, FEW, SOME, 300, 3000])
+@pytest.mark.parametrize("tokens", [1, SMALL_M_ROWS, LARGE_M_ROWS, 300, 3000])
 def test_experts(driver, tokens, dtype):
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     [(grid, threads, stream, values)] = product(
         driver, grouped_gemm.grouped_gemm, x, segments=(), dtype=dtype
     )
-    few = isinstance(product.plan, GroupedSmallMPlan)
-    assert few == (tokens <= FEW)
+    is_small_m = isinstance(product.plan, GroupedSmallMPlan)
+    assert is_small_m == (tokens <= SMALL_M_ROWS)
     assert (product.out.shape, product.out.dtype) == ((tokens, HIDDEN), dtype)
     # As many blocks as fit the GPU: how many tiles there are is known to the kernel alone.
     assert (grid, threads, stream) == (132, product.plan.threads, 77)
     never = {"cut0": NEVER, "cut1": NEVER, "cut2": NEVER}
     scales = {"scales_each": 1, "scale_rows": 0, "limit": math.inf}
-    assert values == {**told_of(product, x), **product.addresses(x), **never, **scales}
+    assert values == {**sizes_of(product, x), **product.addresses(x), **never, **scales}
     assert driver.maps == described_of(product, x)
 
 
@@ -462,21 +465,23 @@ def test_offsets_that_are_ready(driver):
     """Said to the kernel for few rows, which alone asks for weights so early."""
     product, x = Grouped(HIDDEN, INNER), torch.empty(1, INNER).bfloat16()
 
-    def settled(args):
+    def with_ready_offsets(args):
         return grouped_gemm.grouped_gemm(args._replace(settled=True))
 
-    [(_, _, _, values)] = product(driver, settled, x)
-    assert values["early"] == 1
+    [(_, _, _, values)] = product(driver, with_ready_offsets, x)
+    assert values["ready"] == 1
 
 
-@pytest.mark.parametrize("tokens", [FEW, 300, 3000])
-@pytest.mark.parametrize("settled", [False, True])
-def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, tokens, settled):
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, 300, 3000])
+@pytest.mark.parametrize("offsets_ready", [False, True])
+def test_experts_of_other_loads_have_launches_of_their_own(
+    driver, monkeypatch, tokens, offsets_ready
+):
     """Each expert is one launch's. The first waits for the operands, the last fills spare rows."""
     monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     launches = product(
-        driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=settled)), x
+        driver, lambda args: grouped_gemm.grouped_gemm(args._replace(settled=offsets_ready)), x
     )
     arguments = [values for _, _, _, values in launches]
     assert len(arguments) == len(product.launches) > 1
@@ -484,11 +489,11 @@ def test_experts_of_other_loads_have_launches_of_their_own(driver, monkeypatch, 
     assert [bounds[0][0], bounds[-1][1]] == [0, NEVER]
     assert all(bound[1] == following[0] for bound, following in itertools.pairwise(bounds))
     assert [values["tokens"] for values in arguments] == [0] * (len(arguments) - 1) + [tokens]
-    waits = [values.get("beside", values.get("early")) for values in arguments]
-    few = [isinstance(launch.plan, GroupedSmallMPlan) for launch in product.launches]
-    assert waits == [0, *(2 if bound else 1 for bound in few[1:])]
+    waits = [values.get("all_ready", values.get("ready")) for values in arguments]
+    small_m = [isinstance(launch.plan, GroupedSmallMPlan) for launch in product.launches]
+    assert waits == [0, *(2 if bound else 1 for bound in small_m[1:])]
     assert [values["map_rows"] for values in arguments if "map_rows" in values].count(tokens) == (
-        len(arguments) - sum(few)
+        len(arguments) - sum(small_m)
     )
 
 
@@ -513,7 +518,7 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
 
 
 @pytest.mark.parametrize(
-    ("segments", "scales", "told"),
+    ("segments", "scales", "expected"),
     [
         ((), 1, (1, NEVER, NEVER, NEVER, 0)),
         ((), HIDDEN, (HIDDEN, NEVER, NEVER, NEVER, 1)),
@@ -522,21 +527,21 @@ def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, coun
         ((16, 40, 100, 100), 4, (4, 16, 56, 156, 0)),
     ],
 )
-@pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_scales_of_experts(driver, tokens, segments, scales, told):
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
+def test_scales_of_experts(driver, tokens, segments, scales, expected):
     """Scales of an expert, rows at which the next one holds, whether every row has its own."""
     x = torch.empty(tokens, INNER).bfloat16()
     [(_, _, _, values)] = Grouped(HIDDEN, INNER, scales)(
         driver, grouped_gemm.grouped_gemm, x, segments=segments
     )
     names = ("scales_each", "cut0", "cut1", "cut2", "scale_rows")
-    assert tuple(values[name] for name in names) == told
+    assert tuple(values[name] for name in names) == expected
 
 
-@pytest.mark.parametrize(("limit", "told"), [(10.0, 10.0), (None, math.inf)])
+@pytest.mark.parametrize(("limit", "passed_limit"), [(10.0, 10.0), (None, math.inf)])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("tokens", [FEW, SOME])
-def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
+def test_swiglu_of_experts(driver, tokens, limit, passed_limit, weighted):
     product = Grouped(2 * INNER, HIDDEN, 2 * INNER)
     x, weight = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(tokens)
     [(grid, threads, _, values)] = product(
@@ -546,13 +551,13 @@ def test_swiglu_of_experts(driver, tokens, limit, told, weighted):
     assert (grid, threads) == (132, product.plan.threads)
     assert product.out.shape == (tokens, INNER)
     never = {"cut0": NEVER, "cut1": NEVER, "cut2": NEVER}
-    scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": told}
+    scales = {"scales_each": 2 * INNER, "scale_rows": 1, "limit": passed_limit}
     addresses = product.addresses(x, row_weight=weight.data_ptr() if weighted else 0)
-    assert values == {**told_of(product, x), **addresses, **never, **scales}
+    assert values == {**sizes_of(product, x), **addresses, **never, **scales}
 
 
 @pytest.mark.parametrize("layout", [LINEAR, SWIZZLED_EXPERTS])
-@pytest.mark.parametrize("tokens", [FEW, SOME])
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
 def test_codes_of_experts(driver, tokens, layout):
     product, swizzled = Grouped(2 * INNER, HIDDEN), layout == SWIZZLED_EXPERTS
     tiles = (tokens + 127 * min(EXPERTS, tokens)) // 128
@@ -569,13 +574,13 @@ def test_codes_of_experts(driver, tokens, layout):
     assert values["codes_scale"] not in (0, scale.data_ptr()), "a contiguous copy"
     assert values.items() >= {**expected, "out": codes.data_ptr()}.items()
     # Two row tiles make a block.
-    assert values["row_tiles"] == 2 * INNER // (32 if tokens == FEW else 16)
+    assert values["row_tiles"] == 2 * INNER // (32 if tokens == SMALL_M_ROWS else 16)
     [] = product(driver, function, x[:0], None, None, codes=(scale, layout))
     of_scales = (0,) if swizzled else (0, INNER // 16)
     assert [tuple(t.shape) for t in product.out] == [(0, INNER // 2), of_scales, (0,)]
 
 
-@pytest.mark.parametrize("tokens", [FEW, SOME])
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
 def test_a_given_scale_of_every_row(driver, tokens):
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     product.row_scale = torch.ones(tokens)
@@ -592,8 +597,8 @@ def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
         multiply(problem, args, x, row_weight, *rest)
 
     monkeypatch.setattr(grouped_gemm, "_multiply", watched)
-    weight = torch.ones(SOME, 2, dtype=torch.bfloat16)[:, 0]
-    x = torch.empty(SOME, HIDDEN).bfloat16()
+    weight = torch.ones(LARGE_M_ROWS, 2, dtype=torch.bfloat16)[:, 0]
+    x = torch.empty(LARGE_M_ROWS, HIDDEN).bfloat16()
     [(_, _, _, values)] = Grouped(2 * INNER, HIDDEN)(
         driver, grouped_gemm.grouped_gemm_swiglu, x, None, weight
     )
@@ -602,7 +607,7 @@ def test_weights_of_rows_are_read_as_float32(driver, monkeypatch):
 
 
 @pytest.mark.parametrize("swiglu", [False, True])
-@pytest.mark.parametrize("tokens", [FEW, SOME])
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
 def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, tokens, swiglu):
     other, scale = torch.empty(tokens, HIDDEN).bfloat16(), torch.ones(tokens)
     monkeypatch.setattr(grouped_gemm, "bfloat16_operand", lambda x, scales: (other, scale))
@@ -613,7 +618,7 @@ def test_quantised_rows_of_experts_have_a_scale_each(driver, monkeypatch, tokens
     assert values.items() >= product.addresses(other, row_scale=scale.data_ptr()).items()
 
 
-@pytest.mark.parametrize("tokens", [FEW, SOME])
+@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, LARGE_M_ROWS])
 def test_rows_of_experts_apart_and_misaligned(driver, tokens):
     """A stride is passed to the kernel; rows that bulk copies cannot read are copied."""
     product, wide = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER + 72).bfloat16()
@@ -625,7 +630,7 @@ def test_rows_of_experts_apart_and_misaligned(driver, tokens):
     [(_, _, _, values)] = product(driver, grouped_gemm.grouped_gemm, odd)
     assert values["x"] != odd.data_ptr()
     assert values["stride"] == INNER
-    assert [told.stride for _, told in driver.maps[:1]] in ([], [INNER])
+    assert [matrix.stride for _, matrix in driver.maps[:1]] in ([], [INNER])
 
 
 def test_no_rows_launch_nothing(driver):

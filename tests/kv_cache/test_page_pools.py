@@ -350,10 +350,12 @@ def raised(call: Callable[[], None]) -> tuple[type, str] | None:
 
 
 @given(seeds(), st.integers(1, 40), st.integers(2, 6), st.integers(64, 400))
-def test_prompts_are_checked_as_their_chunks_are_prepared(seed, chunk, window_pages, room) -> None:
+def test_prompts_are_checked_as_their_chunks_are_prepared(
+    seed, chunk, window_pages, pool_tokens
+) -> None:
     """Raises what one of the steps raises, and has changed nothing, whether it does or not."""
     draw = random.Random(seed)
-    sizes = {"pool_tokens": room, "window_pages": window_pages, "max_chunk": 40}
+    sizes = {"pool_tokens": pool_tokens, "window_pages": window_pages, "max_chunk": 40}
     cache = Stack(published(), 0).cache(3, 300, **sizes)
     rows = [cache.allocate(), cache.allocate()]
     try:

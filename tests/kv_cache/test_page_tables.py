@@ -50,7 +50,7 @@ class Memory:
         self.next += count
         self.history[row] += new
         for entry in range(start, start + count):
-            self.data[self.place(row, entry)] = self.history[row][entry]
+            self.data[self.slot(row, entry)] = self.history[row][entry]
         self.check(row, low)
         return True
 
@@ -65,14 +65,14 @@ class Memory:
         self.history[target] = list(self.history[source])
         return True
 
-    def place(self, row: int, entry: int) -> tuple[int, int]:
+    def slot(self, row: int, entry: int) -> tuple[int, int]:
         page = int(self.pages.table[row, entry // PAGE % self.pages.columns])
         assert 0 <= page < self.pages.pool.size
         return page, entry % PAGE
 
     def check(self, row: int, low: int) -> None:
         for entry in range(low, len(self.history[row])):
-            assert self.data[self.place(row, entry)] == self.history[row][entry]
+            assert self.data[self.slot(row, entry)] == self.history[row][entry]
 
 
 ROW = st.integers(0, ROWS - 1)

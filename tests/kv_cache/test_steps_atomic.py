@@ -50,7 +50,7 @@ def model_of(window: int, numerics: str) -> DeepseekV4ForCausalLM:
 
 @dataclass
 class Trouble:
-    """Raises at the n-th of the places that a run passes, once."""
+    """Raises at the n-th of the fault points that a run passes, once."""
 
     at: int
     error: type[BaseException]
@@ -74,7 +74,7 @@ class Trouble:
 
 
 # Everything a step goes through: host bookkeeping, device bookkeeping, layers and operators.
-PLACES: tuple[tuple[Any, str], ...] = (
+FAULT_POINTS: tuple[tuple[Any, str], ...] = (
     (PageTable, "grow"),
     (PageTable, "trim"),
     (PageTable, "flush"),
@@ -102,7 +102,7 @@ PLACES: tuple[tuple[Any, str], ...] = (
 @contextmanager
 def injected(trouble: Trouble) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in PLACES:
+        for owner, name in FAULT_POINTS:
             patch.setattr(owner, name, trouble.around(getattr(owner, name)))
         yield
 
@@ -225,8 +225,8 @@ def compare(model: DeepseekV4ForCausalLM, chunk: int, sizes: dict[str, Any], act
     assert troubled.cache.free_pages == plain.cache.free_pages
 
 
-def places(model: DeepseekV4ForCausalLM, paged: PagedCache, action: Action) -> int:
-    """At how many places an action can fail, found with a caller that repeats nothing."""
+def count_fault_points(model: DeepseekV4ForCausalLM, paged: PagedCache, action: Action) -> int:
+    """The number of fault points of an action, counted with a caller that repeats nothing."""
     trouble = Trouble(1 << 30, RuntimeError)
     with injected(trouble), torch.inference_mode():
         Caller(model, paged, allocated=True).do(action)
@@ -285,7 +285,7 @@ def test_failures_at_every_place_leave_nothing(name: str) -> None:
             for caller in (plain, troubled, counted):
                 caller.do(action)
         before = Host.of(troubled.cache)
-        count = places(model, counted.cache, last)
+        count = count_fault_points(model, counted.cache, last)
         assert count > 40
         for at in range(0, count, 1 + count // 100):
             error = ERRORS[at % len(ERRORS)]

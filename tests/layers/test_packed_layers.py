@@ -199,7 +199,7 @@ class TestLinear:
         assert "nvfp4, activation=bf16, layout=fragments_16x64" in repr(layer)
 
 
-class TestJoint:
+class TestFusedWeights:
     @given(strategies.seeds(), ACTIVATIONS, st.tuples(*[st.sampled_from([None, 0.01, 0.1])] * 2))
     def test_gives_the_same_bits_without_a_copy(self, seed, activation, scales):
         joined, plain = pair(seed, activation, scales)
@@ -224,11 +224,11 @@ class TestJoint:
 
     def test_every_bit_comes_back(self):
         joined, plain = pair(scales=(0.5, None))
-        for one, two in zip(joined, plain, strict=True):
-            same_state(one.state_dict(), two.state_dict())
-            one.unpack()
-            same_state(dict(one.named_parameters()), two.state_dict())
-            assert "FusedWeight" not in repr(one)
+        for layer, other in zip(joined, plain, strict=True):
+            same_state(layer.state_dict(), other.state_dict())
+            layer.unpack()
+            same_state(dict(layer.named_parameters()), other.state_dict())
+            assert "FusedWeight" not in repr(layer)
 
     @pytest.mark.parametrize("leave", ["unpack", "set", "plain"])
     def test_a_layer_can_leave(self, leave):
@@ -246,8 +246,8 @@ class TestJoint:
         assert torch.equal(
             layers.concatenated_linear(joined, x), layers.concatenated_linear(plain, x)
         )
-        for one, two in zip(joined, plain, strict=True):
-            same_state(one.state_dict(), two.state_dict())
+        for layer, other in zip(joined, plain, strict=True):
+            same_state(layer.state_dict(), other.state_dict())
         if leave != "plain":
             joined[0].pack()
             assert layers.join_weights(joined)
@@ -257,19 +257,19 @@ class TestJoint:
 
     def test_only_like_layers_join(self):
         plain, other, wide = linear(1, 32, 64), linear(2, 32, 64), linear(3, 32, 128)
-        many = linear(4, 32, 64)
-        weight = many.quantized_weight()
+        row_scaled = linear(4, 32, 64)
+        weight = row_scaled.quantized_weight()
         rows = QuantizedTensor(weight.codes, weight.scales, weight.row_scale(), NVFP4)
-        many.set_weight(rows)
-        for layer in (other, wide, many):
+        row_scaled.set_weight(rows)
+        for layer in (other, wide, row_scaled):
             layer.pack()
             assert not layers.join_weights([other, plain])
         assert not layers.join_weights([other, wide])
-        assert not layers.join_weights([other, many])
-        assert not layers.join_weights([many, other])
+        assert not layers.join_weights([other, row_scaled])
+        assert not layers.join_weights([row_scaled, other])
 
     @pytest.mark.parametrize("how", ["deepcopy", "save", "move", "cast"])
-    def test_stays_joint(self, how):
+    def test_stays_fused(self, how):
         model, plain, _ = packed_and_not()
         if how == "deepcopy":
             model, old = copy.deepcopy(model), model
@@ -413,13 +413,13 @@ class TestExperts:
         actual = packed_copy(plain)(x, ids, weights)
         parts = [plain.get_expert(e) for e in range(5)]
 
-        def in_turn(name):
+        def interleaved(name):
             both = ([raw(getattr(p, name)) for p in gate_and_up[:2]] for gate_and_up in parts)
             return torch.stack([torch.stack(two, 1).flatten(0, 1) for two in both])
 
         scale = torch.stack([torch.cat([p.global_scale for p in e[:2]]).repeat(64) for e in parts])
-        scales = in_turn("scales").view(torch.float8_e4m3fn)
-        first = QuantizedTensor(in_turn("codes"), scales, scale, NVFP4)
+        scales = interleaved("scales").view(torch.float8_e4m3fn)
+        first = QuantizedTensor(interleaved("codes"), scales, scale, NVFP4)
         order, offsets, positions = moe_permute(ids, 5)
         row_weight = weights.flatten()[order.long()] if numerics == "deepseek" else None
         quantised = activation == "nvfp4"

@@ -60,7 +60,7 @@ def packed_copy(mlp):
 
 
 def interleaved(mlp):
-    """Gate and up of an unpacked one as one matrix, rows in turn, each with its global scale."""
+    """Gate and up of an unpacked MLP as one matrix, rows interleaved, each with its own scale."""
     pair = [mlp.get_submodule(name).quantized_weight() for name in PARTS[:2]]
     codes, scales = (
         torch.stack([raw(getattr(part, name)) for part in pair], 1).flatten(0, 1)
@@ -159,9 +159,9 @@ class TestStorage:
     def test_the_matrix_is_held_once(self):
         plain = shared(1)
         packed, first = packed_copy(plain), interleaved(plain)
-        found = packed.gate_proj.fused.whole()
-        assert torch.equal(raw(found.with_layout(LINEAR).codes), first.codes)
-        assert torch.equal(found.global_scale, first.global_scale)
+        fused = packed.gate_proj.fused.whole()
+        assert torch.equal(raw(fused.with_layout(LINEAR).codes), first.codes)
+        assert torch.equal(fused.global_scale, first.global_scale)
         assert sum(t.nbytes for t in packed.buffers()) == first.nbytes
         assert {name for name, _ in packed.named_parameters()} == {
             f"down_proj.{name}" for name in ("weight", "weight_scale", "weight_scale_2")
@@ -230,18 +230,18 @@ class TestJoining:
             assert packed.gate_proj.fused.interleaved
             assert close(packed(x), plain(x))
 
-    def test_from_one_after_another_to_in_turn_and_back(self):
+    def test_from_one_after_another_to_interleaved_and_back(self):
         plain = shared(1)
         packed, x = packed_copy(plain), normal(3, 4, 64)
         pair = [packed.gate_proj, packed.up_proj]
-        for in_turn_now in (False, True, False):
-            assert layers.join_weights(pair, interleaved=in_turn_now)
-            assert pair[0].fused.interleaved == in_turn_now
+        for is_interleaved in (False, True, False):
+            assert layers.join_weights(pair, interleaved=is_interleaved)
+            assert pair[0].fused.interleaved == is_interleaved
             assert close(packed(x), plain(x))
             # Not bitwise: a BLAS may sum in another order for another number of rows.
-            apart = torch.cat([layer(x) for layer in pair], -1)
+            separate = torch.cat([layer(x) for layer in pair], -1)
             torch.testing.assert_close(
-                layers.concatenated_linear(pair, x), apart, rtol=0, atol=1e-13
+                layers.concatenated_linear(pair, x), separate, rtol=0, atol=1e-13
             )
             same_state(packed.state_dict(), plain.state_dict())
 

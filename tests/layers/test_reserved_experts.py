@@ -164,7 +164,7 @@ def inputs(seed, tokens, top_k=2, dtype=torch.bfloat16, device="cpu"):
     return (x, *routing(seed, tokens, top_k, device))
 
 
-def places_of(experts):
+def addresses_of(experts):
     """Where the gathered rows, SwiGLU and the results of a forward are."""
     actual = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -204,7 +204,7 @@ class TestExperts:
         layers.reserve_experts(experts, 5)
         rows, inner = experts.workspace.rows.data_ptr(), experts.workspace.inner.data_ptr()
         for _ in range(3):
-            result = places_of(experts)
+            result = addresses_of(experts)
             assert result["moe_sort"] == rows
             assert result["grouped_gemm"] == rows, "of the second GEMM; the first has read them"
             if kind == "packed":

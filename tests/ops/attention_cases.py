@@ -36,7 +36,7 @@ def angles(seed, tokens, half, device):
     return angle.cos().float().to(device), angle.sin().float().to(device)
 
 
-def turned_back(truth, budget, cos, sin):
+def rotated_back(truth, budget, cos, sin):
     """``softmax``'s results ``[heads, D]`` after the inverse rotation of their last dims.
 
     An error of either dim of a pair reaches both, times a cosine and a sine; then a product, a sum.
@@ -55,8 +55,8 @@ def turned_back(truth, budget, cos, sin):
     return truth, budget + (3 * U + unit_roundoff(torch.bfloat16)) * size
 
 
-def same_places(out, expected):
-    """NaN at the same places; neither has an infinity."""
+def same_nans(out, expected):
+    """NaN at the same positions; neither has an infinity."""
     assert bool((out.isnan() == expected.isnan()).all())
     assert not out.isinf().any()
     assert not expected.isinf().any()

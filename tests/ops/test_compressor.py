@@ -759,19 +759,21 @@ LARGE = [
 
 
 @pytest.mark.parametrize(
-    ("ratio", "overlap", "d", "batch", "few"),
+    ("ratio", "overlap", "d", "batch", "counts_as_few"),
     [
-        pytest.param(*large, few, marks=[pytest.mark.rarely_interpreted] if i in rarely else [])
-        for few, rarely in ((True, (1, 2, 4)), (False, (0, 3)))
+        pytest.param(
+            *large, counts_as_few, marks=[pytest.mark.rarely_interpreted] if i in rarely else []
+        )
+        for counts_as_few, rarely in ((True, (1, 2, 4)), (False, (0, 3)))
         for i, large in enumerate(LARGE)
     ],
 )
-def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, few):
+def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, counts_as_few):
     """However many rows a batch is said to have: programs share them out in two ways."""
     ragged = Ragged.make(1, (ratio, overlap), d, batch, device)
     kernels = pytest.importorskip("dsv4.triton.compressor")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_WARPS", 1 << 30 if few else 0)
+        patch.setattr(kernels, "_WARPS", 1 << 30 if counts_as_few else 0)
         state, pooled, positions, sequence = ragged.update()
     wanted_state, *_ = ragged.update(backend="reference")
     _, truth, wanted_positions, wanted_sequence = ragged.update(torch.float64, backend="reference")
@@ -985,8 +987,8 @@ class TestCompressWrite:
         slots = torch.arange(plain.num_slots, device=device)
         entries = read_kv(plain, slots, dtype)
         written = torch.where(entries.any(1), slots, -1)
-        turned = indexer.rotated(entries) if rotate else entries
-        write_kv(expected, turned, written, backend="reference")
+        rotated = indexer.rotated(entries) if rotate else entries
+        write_kv(expected, rotated, written, backend="reference")
         if device.type == "cuda":
             # The kernels may add the squares of a row in another order: the next code is right too.
             actual, other = (read_kv(p, slots, torch.float32) for p in (keys, expected))

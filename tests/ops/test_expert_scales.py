@@ -120,13 +120,13 @@ def poisoned():
     """Results of kernels begin as bytes 0x7F, NaN where they are scales."""
 
     def filled(make):
-        def room(*what):
+        def make_filled(*what):
             result = make(*what)
             for tensor in result:
                 tensor.view(torch.uint8).fill_(0x7F)
             return result
 
-        return room
+        return make_filled
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (hopper, blackwell):
@@ -190,7 +190,7 @@ class TestValues:
 
 
 class TestContract:
-    def given(self, device="cpu", rows=128):
+    def operands(self, device="cpu", rows=128):
         weight = weights_of(0, 2, rows, 128, device)
         x, offsets = sorted_rows(0, [1, 2], 1, 128, device)
         return x, weight, offsets, 10.0, torch.ones(2, device=device)
@@ -198,14 +198,14 @@ class TestContract:
     def test_wrong_arguments_are_named(self):
         op = grouped_gemm_swiglu_quantize
         with pytest.raises(ValueError, match=r"scale_layout is 'swizzled_128x4', wanted one of"):
-            op(*self.given(), scale_layout=SWIZZLED)
+            op(*self.operands(), scale_layout=SWIZZLED)
         with pytest.raises(
             ValueError, match="weight has 96 rows, wanted a positive multiple of 12"
         ):
-            op(*self.given(rows=96), scale_layout=SWIZZLED_EXPERTS)
+            op(*self.operands(rows=96), scale_layout=SWIZZLED_EXPERTS)
 
     def test_a_pure_operator_of_known_sizes(self, device):
-        x, weight, offsets, *rest = self.given(device)
+        x, weight, offsets, *rest = self.operands(device)
         options = {"scale_layout": SWIZZLED_EXPERTS}
         arguments = (x, weight, offsets, *rest)
         call = dispatch.arguments(grouped_gemm_swiglu_quantize, *arguments, **options)
@@ -217,7 +217,9 @@ class TestContract:
 
     def test_what_runs_does_not_depend_on_it(self, device):
         explained = [
-            dispatch.explain(grouped_gemm_swiglu_quantize, *self.given(device), scale_layout=layout)
+            dispatch.explain(
+                grouped_gemm_swiglu_quantize, *self.operands(device), scale_layout=layout
+            )
             for layout in (LINEAR, SWIZZLED_EXPERTS)
         ]
         assert explained[0].candidates == explained[1].candidates

@@ -72,7 +72,7 @@ def plain_sinkhorn(logits, eps, iterations):
     return comb
 
 
-def plain_collapse(pre, streams):
+def plain_weighted_sum(pre, streams):
     return [
         sum(p * s[d] for p, s in zip(pre, streams, strict=True)) for d in range(len(streams[0]))
     ]
@@ -88,7 +88,7 @@ def plain_pre(streams, fn, scale, base, norm_eps, hc_eps, iterations):
         [m[2 * n + n * j + k] * scale[2] + base[2 * n + n * j + k] for k in range(n)]
         for j in range(n)
     ]
-    return plain_collapse(pre, streams), post, plain_sinkhorn(logits, hc_eps, iterations)
+    return plain_weighted_sum(pre, streams), post, plain_sinkhorn(logits, hc_eps, iterations)
 
 
 def plain_post(y, streams, post, comb):
@@ -163,7 +163,7 @@ def logit_budget(streams, fn, scale, base):
     return 1.01 * u * ((1.5 * terms + 8) * size * scale.double().abs().max() + 4 * base.abs())
 
 
-def collapse_budget(streams, error, truth, hc_eps):
+def weighted_sum_budget(streams, error, truth, hc_eps):
     """Of a sum over n streams, weighted by sigmoids of what is off by ``error [..., n]``.
 
     A sigmoid moves by a quarter of its argument and takes 7 u of its own (exp 4, sum, quotient).
@@ -192,7 +192,7 @@ def assert_is_pre(result, truth, args, hc_eps, iterations):
     u, error = computed(streams.dtype), logit_budget(*args)
     mixed, post, comb = result
     assert_within_budget(post, truth[1], 2 * (error[:, n : 2 * n] / 4 + 8 * u), "post")
-    budget = collapse_budget(streams, error[:, :n], truth[0], hc_eps)
+    budget = weighted_sum_budget(streams, error[:, :n], truth[0], hc_eps)
     assert_within_budget(mixed, truth[0], budget, "collapsed")
 
     logit = error[:, 2 * n :].unflatten(-1, (n, n)).amax((-1, -2), keepdim=True)
@@ -355,7 +355,7 @@ def test_first_layer_identity(device, wide, case):
     pre = torch.sigmoid(m[:, :n] * scale[0].double() + base[:n].double()) + 1e-6
     error = logit_budget(streams, fn[:n], scale[:1], base[:n])
     expected = pre.sum(-1, keepdim=True) * exact
-    assert_within_budget(mixed, expected, collapse_budget(streams, error, expected, 1e-6))
+    assert_within_budget(mixed, expected, weighted_sum_budget(streams, error, expected, 1e-6))
     back = hc_post(torch.zeros_like(e), streams, post, comb)
     # As in ``test_columns_sum_to_one``, and the sum over the streams.
     lost = 1.01 * n * 1e-6 + (2 * n + 2) * unit_roundoff(wide)
@@ -376,11 +376,11 @@ def test_head_against_explicit_loops(device, wide, case):
     for token in streams.tolist():
         m = plain_mixes(token, rows, 1e-6)
         pre = [sigmoid(m[i] * factor[0] + offset[i]) + case["hc_eps"] for i in range(n)]
-        tokens.append(plain_collapse(pre, token))
+        tokens.append(plain_weighted_sum(pre, token))
     expected = stack(tokens, case["tokens"], case["hidden"]).to(device)
     error = logit_budget(streams, *args)
     assert_within_budget(
-        actual, expected, collapse_budget(streams, error, expected, case["hc_eps"])
+        actual, expected, weighted_sum_budget(streams, error, expected, case["hc_eps"])
     )
 
 
@@ -675,7 +675,7 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "tokens", "many"),
+    ("hidden", "tokens", "large_m"),
     [
         *((n, t, 1024) for n, t in ((96, 1), (96, 4), (96, 65), (520, 1), (520, 4), (520, 17))),
         pytest.param(96, 17, 1024, marks=pytest.mark.rarely_interpreted),
@@ -683,10 +683,10 @@ def check_quantised(device, seed, tokens, hidden, dtype, scaling, exponent):
         *((96, 257, 5), (520, 40, 5)),
     ],
 )
-def test_every_way_to_split_the_work(device, tokens, hidden, many, monkeypatch):
+def test_every_way_to_split_the_work(device, tokens, hidden, large_m, monkeypatch):
     """Programs of 16, 64 and 256 tokens, slices with and without a rest: in budget of float64."""
     kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
-    monkeypatch.setattr(kernels, "LARGE_M", many)
+    monkeypatch.setattr(kernels, "LARGE_M", large_m)
     case = {"seed": tokens, "exponent": 0, "tokens": tokens, "n": 4, "hidden": hidden}
     streams, fn, scale, base = build(case, device, torch.bfloat16)
     fn = fn / (4 * hidden) ** 0.5
@@ -705,10 +705,10 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
 
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}
     args = build(case, device, torch.bfloat16)
-    few = hc_pre(*args, **PRE)
+    small_m = hc_pre(*args, **PRE)
     monkeypatch.setattr(kernels, "LARGE_M", 1)
-    many = hc_pre(*args, **PRE)
-    for got, expected in zip(many, few, strict=True):
+    large_m = hc_pre(*args, **PRE)
+    for got, expected in zip(large_m, small_m, strict=True):
         assert_within_budget(got, expected.double(), 1e-4 * expected.double().abs() + 1e-5)
 
 

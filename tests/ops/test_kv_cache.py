@@ -133,9 +133,9 @@ def test_many_entries_are_read_as_few_are(device, monkeypatch):
     index = torch.arange(11, device=device)
     write_kv(pages, (torch.randn(11, 512) * 3).bfloat16().to(device), index)
     index = torch.where(index == 5, -1, index.flip(0))
-    few = read_kv(pages, index, torch.bfloat16)
+    expected = read_kv(pages, index, torch.bfloat16)
     monkeypatch.setattr(kernels, "_MANY_ENTRIES", 0)
-    assert_bitwise(read_kv(pages, index, torch.bfloat16), few)
+    assert_bitwise(read_kv(pages, index, torch.bfloat16), expected)
 
 
 @given(dims, dtypes, finite_draws(-30, 30))

@@ -25,7 +25,7 @@ COLUMNS = st.integers(1, 96)
 
 
 @pytest.fixture
-def many(monkeypatch):
+def large_m_paths(monkeypatch):
     """A few rows take the way of many: some share a program, some have several blocks a thread."""
     pytest.importorskip("triton")
     from dsv4.triton import norm
@@ -154,7 +154,7 @@ class TestValues:
 
     @pytest.mark.parametrize("shape", [(1, 7168), (2, 16384), (3, 1536), (1, 257), (11, 24)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_long_rows_and_many(self, device, many, shape, dtype):
+    def test_long_rows_and_many(self, device, large_m_paths, shape, dtype):
         """More than a warp to a row, more than a row to a program, and a last one that is alone."""
         x = strategies.normal(0, shape, dtype).to(device)
         weight = strategies.normal(1, shape[-1:], dtype).to(device)
@@ -247,7 +247,7 @@ def angles(seed, tokens, half, device):
     return turn.cos().to(device), turn.sin().to(device)
 
 
-def turned_heads(q, cos, sin):
+def rotated_heads(q, cos, sin):
     """The heads in float64, and how far off they may be."""
     columns, unrotated, dtype = q.shape[-1], q.shape[-1] - 2 * cos.shape[-1], q.dtype
     normed = oracle(q, None, 1e-6) if q.numel() else q.double()
@@ -281,7 +281,7 @@ class TestPair:
             truth = oracle(part, weight, 1e-6) if part.numel() else part.double()
             assert_within_budget(got, truth, budget(truth, part.shape[-1], dtype), "norm")
 
-    def test_many_rows(self, device, many):
+    def test_many_rows(self, device, large_m_paths):
         x = strategies.normal(0, (11, 40)).to(device)
         first, second = torch.ones(24, device=device), torch.ones(16, device=device)
         parts = rms_norm(x[:, :24], first), rms_norm(x[:, 24:], second)
@@ -335,17 +335,17 @@ class TestHeads:
         if gaps:
             q = torch.cat((q, q), -1)[..., :columns]
         cos, sin = angles(seed, tokens, half, device)
-        truth, allowed = turned_heads(q, cos, sin)
+        truth, allowed = rotated_heads(q, cos, sin)
         head_norm_rope_(q, cos, sin, 1e-6)
         assert_within_budget(q, truth, allowed, "q")
 
     @pytest.mark.parametrize("sizes", [(5, 1, 32, 448), (67, 1, 2, 3)])
-    def test_many_heads(self, device, many, sizes):
+    def test_many_heads(self, device, large_m_paths, sizes):
         """Several to a program, the last one alone."""
         tokens, heads, half, unrotated = sizes
         q = strategies.normal(0, (tokens, heads, 2 * half + unrotated), torch.bfloat16).to(device)
         cos, sin = angles(0, tokens, half, device)
-        truth, allowed = turned_heads(q, cos, sin)
+        truth, allowed = rotated_heads(q, cos, sin)
         head_norm_rope_(q, cos, sin, 1e-6)
         assert_within_budget(q, truth, allowed, "q")
 
@@ -461,7 +461,7 @@ class TestQuantized:
 
     @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4"])
     @pytest.mark.parametrize("shape", [(2, 8208), (3, 2064)])
-    def test_long_rows_and_many(self, device, many, shape, layout):
+    def test_long_rows_and_many(self, device, large_m_paths, shape, layout):
         """Several blocks to a thread, the last ones past the row; a NaN among them."""
         x = strategies.normal(0, shape, torch.bfloat16).to(device)
         x[1, shape[1] - 3] = torch.nan

@@ -391,9 +391,9 @@ class TestPlans:
 
     def test_more_rows_of_an_expert_take_larger_tiles(self):
         expected = Experts(6144, 7168, 384, False, False, True)
-        few = [typical_plan(expected, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
-        assert all(isinstance(plan, GroupedSmallMPlan) for plan in few)
-        assert [plan.segment_rows for plan in few] == [8, 8, 8, 8, 14, 14]
+        small_m_plans = [typical_plan(expected, rows) for rows in (1, 6, 384, 1536, 1537, 2048)]
+        assert all(isinstance(plan, GroupedSmallMPlan) for plan in small_m_plans)
+        assert [plan.segment_rows for plan in small_m_plans] == [8, 8, 8, 8, 14, 14]
         loads = (8, 16, 24, 40, 64, 96, 128)
         blocks = [typical_plan(expected, 384 * load).token_block for load in loads]
         assert blocks == sorted(blocks)
@@ -537,10 +537,10 @@ class TestKernel:
             weights_of(1, 16, 512, 256, "cuda"),
         )
 
-        def run(x, ids, weights, settled):
+        def run(x, ids, weights, offsets_ready):
             rows, row_weight, offsets, _ = moe_sort(x, ids, weights, 16)
             inner = grouped_gemm_swiglu(rows, first, offsets, 10.0, row_weight=row_weight)
-            return grouped_gemm(inner, second, offsets, settled=settled)
+            return grouped_gemm(inner, second, offsets, settled=offsets_ready)
 
         x = strategies.normal(0, (tokens, 512), torch.bfloat16).cuda()
         ids, weights = torch.zeros(tokens, 3).long().cuda(), torch.ones(tokens, 3).cuda()

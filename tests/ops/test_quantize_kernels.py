@@ -64,16 +64,18 @@ class TestBorders:
         seed=strategies.seeds(),
         exponent=st.integers(-138, 110),
         byte=st.integers(1, 0x7E),
-        few=st.sampled_from([0, 256]),
+        few_rows=st.sampled_from([0, 256]),
     )
-    def test_codes_at_the_borders_of_e2m1(self, device, monkeypatch, seed, exponent, byte, few):
+    def test_codes_at_the_borders_of_e2m1(
+        self, device, monkeypatch, seed, exponent, byte, few_rows
+    ):
         """Values within 2 ulp of ``border * product``, products of any magnitude.
 
         The block maximum makes the block scale the byte that was drawn. Global scales from the
         subnormal numbers up: where the product is tiny or huge, a division whose intermediate
         values underflow or overflow rounds wrongly.
         """
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few_rows)
         scale = (strategies.normal(seed, (8,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         block = torch.tensor([byte], dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -91,10 +93,14 @@ class TestBorders:
             same(quantize(x, **arguments), by_reference(x, **arguments))
 
     @settings(max_examples=8)
-    @given(seed=strategies.seeds(), exponent=st.integers(-140, 100), few=st.sampled_from([0, 256]))
-    def test_block_scales_at_the_borders_of_e4m3(self, device, monkeypatch, seed, exponent, few):
+    @given(
+        seed=strategies.seeds(), exponent=st.integers(-140, 100), few_rows=st.sampled_from([0, 256])
+    )
+    def test_block_scales_at_the_borders_of_e4m3(
+        self, device, monkeypatch, seed, exponent, few_rows
+    ):
         """Block maxima within 2 ulp of a tie between two scales, subnormal ones too."""
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few_rows)
         scale = (strategies.normal(seed, (16,)).abs() + 0.5) * 2.0 ** max(exponent, -126)
         scale = scale * 2.0 ** min(0, exponent + 126)
         byte = torch.randint(0, 0x7E, (16,), generator=strategies.generator(seed))
@@ -186,7 +192,7 @@ class TestBorders:
         """Products within 5 ulp of ``x / border``, for every mantissa of x; and any products.
 
         Beside x, its neighbours and their negatives, zeros of both signs, and numbers far above and
-        below are divided by the same product. Some products are 0: codes 0, signs too.
+        below are divided by that product too. Some products are 0: codes 0, signs too.
         """
         triton = pytest.importorskip("triton")
         tl = triton.language
@@ -230,18 +236,18 @@ class TestTiles:
         scaling=st.sampled_from(["static", "tensor", "token", "weight"]),
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
         dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-        few=st.sampled_from([0, 256]),
+        few_rows=st.sampled_from([0, 256]),
         part=st.sampled_from([16, 128]),
     )
     def test_nvfp4_equals_the_reference(
-        self, device, monkeypatch, draw, shape, scaling, layout, dtype, few, part
+        self, device, monkeypatch, draw, shape, scaling, layout, dtype, few_rows, part
     ):
         """More rows and columns than a tile, and ragged ones; padding is zero, whatever was there.
 
         Memory that a kernel forgets to write is full of NaN here.
         """
         # From how many rows on, other tiles; and of how many blocks on, rows are shared.
-        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+        monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few_rows)
         monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
         x = draw.build(shape, dtype, device)
         static = 0.01 if scaling == "static" else None

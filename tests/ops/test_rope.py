@@ -21,7 +21,7 @@ U = unit_roundoff(torch.float32)
 MAIN = RopeParameters(theta=10000.0)
 YARN = RopeParameters(theta=160000.0, factor=16.0)
 # Roundings of the length of a pair, by ``rotation_budget``: 3 in each of two.
-TURNED = 1.01 * 3 * 2**0.5
+ROTATION_ROUNDINGS = 1.01 * 3 * 2**0.5
 
 positions = st.integers(0, 2**20)
 
@@ -144,7 +144,7 @@ def test_length_of_every_pair_is_kept(device, wide, case):
     after = rope(x, cos, sin)[..., start:].double().unflatten(-1, (-1, 2)).norm(dim=-1)
     # One ulp in each table entry; both of a pair off by ``rotation_budget``.
     smallest = 8 * torch.finfo(wide).smallest_normal * unit_roundoff(wide)
-    budget = (4 * U + TURNED * unit_roundoff(wide)) * before + smallest
+    budget = (4 * U + ROTATION_ROUNDINGS * unit_roundoff(wide)) * before + smallest
     assert_within_budget(after, before, budget)
 
 
@@ -169,7 +169,7 @@ def test_dot_products_depend_on_the_distance_alone(
     frequency = parameters.inv_freq().double().to(device)
     moved = (where.double().unsqueeze(-1) * frequency * U + 4 * U).sum(0)
     pairs = q.unflatten(-1, (-1, 2)).norm(dim=-1) * k.unflatten(-1, (-1, 2)).norm(dim=-1)
-    rounded = 4 * TURNED * unit_roundoff(wide) * pairs.sum()
+    rounded = 4 * ROTATION_ROUNDINGS * unit_roundoff(wide) * pairs.sum()
     assert_within_budget(dots[0], dots[1], (pairs * moved).sum() + rounded + 1e-12)
 
 

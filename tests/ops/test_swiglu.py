@@ -272,7 +272,7 @@ def test_large_and_small_gates(device, dtype, limit):
     draw=fuzz.draws(-8, 2),
     rows=st.sampled_from([(1,), (3,), (2, 3)]),
     blocks=st.sampled_from([1, 3, 32]),
-    few=st.sampled_from([0, 256]),
+    few_rows=st.sampled_from([0, 256]),
     part=st.sampled_from([8, 128]),
     dtype=fuzz.float_dtypes(),
     layout=st.sampled_from(["concatenated", "interleaved"]),
@@ -287,7 +287,7 @@ def test_fused_quantisation_equals_its_parts(
     draw,
     rows,
     blocks,
-    few,
+    few_rows,
     part,
     dtype,
     layout,
@@ -300,7 +300,7 @@ def test_fused_quantisation_equals_its_parts(
     Also with the tiles that are meant for many rows, and with rows that several programs share.
     """
     monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._SHARE_BLOCKS", part)
-    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few)
+    monkeypatch.setattr("dsv4.triton._lib.nvfp4_tile._FEW_ROWS", few_rows)
     x = draw.build((*rows, 32 * blocks), dtype, device)
     weight = fuzz.normal(draw.seed, rows).to(device) if weighted else None
     scale = torch.full((1,), 0.003, device=device) if static else None

@@ -35,7 +35,7 @@ from tests.ops.test_packed_experts import (
     weights_of,
 )
 
-SOME = settings(max_examples=6)
+FEW_EXAMPLES = settings(max_examples=6)
 SCALES = st.sampled_from(["one", "segments", "rows"])
 
 
@@ -51,7 +51,7 @@ def chosen(op, *args, **kwargs):
     return dispatch.explain(op, *args, **kwargs).chosen
 
 
-@SOME
+@FEW_EXAMPLES
 @given(
     strategies.seeds(), loads(5, 40), st.integers(0, 3), st.integers(1, 11), SCALES, DTYPES,
     st.booleans(),
@@ -65,7 +65,7 @@ def test_product(device, seed, counts, spare, tiles, scales, dtype, calibrated):
     check_product(x, weight, offsets, "nvfp4", dtype, scale if calibrated else None)
 
 
-@SOME
+@FEW_EXAMPLES
 @given(
     strategies.seeds(), loads(5, 40), st.integers(0, 3), st.integers(1, 5), LIMITS, st.booleans()
 )
@@ -82,7 +82,7 @@ def test_swiglu_and_its_codes(device, seed, counts, spare, tiles, limit, weighte
     assert not got.scales[end:].float().any()
 
 
-@SOME
+@FEW_EXAMPLES
 @given(strategies.seeds(), loads(5, 40), st.integers(0, 3))
 def test_quantised_rows_are_those_that_products_quantise(device, seed, counts, spare):
     """Of all three operators."""

@@ -39,7 +39,7 @@ def small(model: Any, **changes: Any) -> Runner:
     return Runner(model, **{**sizes, "deterministic": True, **changes})
 
 
-def told(request: Request) -> tuple[object, ...]:
+def result_of(request: Request) -> tuple[object, ...]:
     return request.finish_reason, request.tokens, request.logprobs
 
 
@@ -47,7 +47,7 @@ def alone(model: Any, prompt: list[int], options: SamplingOptions) -> tuple[obje
     runner = small(model)
     request = runner.add(prompt, options)
     runner.run()
-    return told(request)
+    return result_of(request)
 
 
 def together(model: Any, seed: int, **sizes: Any) -> tuple[list[tuple[object, ...]], Runner]:
@@ -64,7 +64,7 @@ def together(model: Any, seed: int, **sizes: Any) -> tuple[list[tuple[object, ..
             runner.cancel(other)
     runner.run()
     assert_empty(runner)
-    return [told(requests[i]) for i in range(len(ASKED))], runner
+    return [result_of(requests[i]) for i in range(len(ASKED))], runner
 
 
 @functools.cache

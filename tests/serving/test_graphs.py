@@ -58,7 +58,7 @@ def story(runner: Runner, steps: int, seed: int = 0) -> list[Request]:
     return requests
 
 
-def told(requests: list[Request]) -> list[tuple[object, ...]]:
+def results_of(requests: list[Request]) -> list[tuple[object, ...]]:
     return [(r.finish_reason, r.tokens, r.logprobs) for r in requests]
 
 
@@ -73,7 +73,7 @@ def test_padding_changes_no_token() -> None:
     assert sum(len(request.tokens) for request in plain) > 100
     for buckets, prompts in (((6,), ()), ((2, 4, 6), (16, 200)), ((1, 6), (200,))):
         size = sizes(buckets=buckets, prompt_buckets=prompts)
-        assert told(story(Runner(model, **size), 150)) == told(plain)
+        assert results_of(story(Runner(model, **size), 150)) == results_of(plain)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -89,7 +89,7 @@ def test_replayed_steps_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch, ahea
         kinds = [SamplingOptions(**kind) for kind in _KINDS]
         assert runner.warm_up(kinds) == 3 * 2 + 4 * (1 + len(_KINDS))
         assert runner.warm_up(kinds) == 3 * 2 + 4 * (1 + len(_KINDS))
-    assert told(story(runner, 150, seed=1)) == told(eager)
+    assert results_of(story(runner, 150, seed=1)) == results_of(eager)
     assert runner.captures > 12
 
 
@@ -113,14 +113,14 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit, log-probabilities too, over 1000 steps; captured ahead and at first use."""
     model = packed(numerics).cuda()
     size = sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
-    eager = told(story(Runner(model, **size, capture=False), 1000))
+    eager = results_of(story(Runner(model, **size, capture=False), 1000))
     assert sum(len(tokens) for _, tokens, _ in eager) > 1000
     for ahead in (False, True):
         runner = Runner(model, **size)
         if ahead:
             kinds = [SamplingOptions(**kind) for kind in _KINDS]
             runner.warm_up(kinds)
-        assert told(story(runner, 1000)) == eager
+        assert results_of(story(runner, 1000)) == eager
         assert runner._decode.captures == 4
         assert runner._prompts.captures >= 3
 
@@ -138,7 +138,7 @@ def test_a_capture_changes_no_sequence() -> None:
         if ahead:
             runner.warm_up([SamplingOptions(**kind) for kind in _KINDS])
         runner.run()
-        texts.append(told(requests))
+        texts.append(results_of(requests))
     assert texts[0] == texts[1]
 
 

@@ -54,7 +54,7 @@ def state_of(runner: Runner) -> list[torch.Tensor]:
 Story = list[tuple[list[int], SamplingOptions, int]]
 
 
-def told(runner: Runner, story: Story) -> list[Request]:
+def run_story(runner: Runner, story: Story) -> list[Request]:
     """Requests, with some steps after each."""
     requests = []
     for prompt, options, steps in story:
@@ -78,7 +78,7 @@ def stories(draw: st.DrawFn, most: int = 5) -> Story:
 
 
 SHORT = SamplingOptions(max_new_tokens=4)
-ONE = SamplingOptions(max_new_tokens=1)
+ONE_TOKEN = SamplingOptions(max_new_tokens=1)
 SHARED: Story = [
     ([(5 * i + 1) % 128 for i in range(260)] + [tail], SHORT, steps)
     for tail, steps in ((7, 9), (9, 0), (11, 3), (7, 0))
@@ -90,15 +90,15 @@ SHARED: Story = [
 @example([([3], SHORT, 0), ([4, 5], SHORT, 0), ([6] * 33, SHORT, 0)], "deepseek")
 @example(SHARED, "deepseek")
 @example(SHARED, "transformers")
-@example([([0], ONE, 0), ([0], SHORT, 0), ([0, 0], SHORT, 0)], "deepseek")  # padding's token
+@example([([0], ONE_TOKEN, 0), ([0], SHORT, 0), ([0, 0], SHORT, 0)], "deepseek")  # padding's token
 def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> None:
     """Of a real model, to the bit: tokens, log-probabilities, lengths, tables and all pages."""
     model, sizes = tiny(numerics), SIZES | {"prompt_buckets": (8, 40), "buckets": (1, 3)}
     eager, runner = Runner(model, **sizes), replaying(Runner(model, **sizes))
-    expected = told(eager, story)
+    expected = run_story(eager, story)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", taped)
-        actual = told(runner, story)
+        actual = run_story(runner, story)
     assert runner._prompts.captures > 0
     for request, other in zip(actual, expected, strict=True):
         assert request.tokens == other.tokens
@@ -118,7 +118,7 @@ def test_padding_of_prompts_changes_no_token(
     runner._capture = replays
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", replayed)
-        result = told(runner, story)
+        result = run_story(runner, story)
     for request, (prompt, options, _) in zip(result, story, strict=True):
         options = request.options
         assert request.tokens == plain_text(model, prompt, options, request.seed)
@@ -211,13 +211,13 @@ def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
         for i in range(60)
     ]
     eager = Runner(model, **sizes, capture=False, prompt_buckets=(32, 64, 128, 200))
-    expected = [(r.tokens, r.logprobs) for r in told(eager, story)]
+    expected = [(r.tokens, r.logprobs) for r in run_story(eager, story)]
     for ahead in (False, True):
         runner = Runner(model, **sizes)
         if ahead:
             runner.warm_up([SHORT, drawn])
             assert runner._prompts.captures == 8
-        assert [(r.tokens, r.logprobs) for r in told(runner, story)] == expected
+        assert [(r.tokens, r.logprobs) for r in run_story(runner, story)] == expected
         assert runner._prompts.captures >= 4
         for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
             assert_bitwise(tensor, other)

@@ -104,7 +104,7 @@ class Tcgen05Kernel(Tcgen05Copies, Tcgen05Mma, Tcgen05Epilogue):
             tma: The operands.
             args: The scalars.
         """
-        me, grid = self._place()
+        me, grid = self._thread_and_grid()
         order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
         walk = Walk(*self._clusters(grid), args.token_tiles * args.row_blocks, order)
 
@@ -151,7 +151,7 @@ class Tcgen05Kernel(Tcgen05Copies, Tcgen05Mma, Tcgen05Epilogue):
         if me.warp == 0:
             tcgen05.free(tmem, self.plan.tmem_columns, self.plan.cta_group)
 
-    def _place(self) -> tuple[Thread, Grid]:
+    def _thread_and_grid(self) -> tuple[Thread, Grid]:
         """Who this thread is, and where its CTA is."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()

@@ -113,7 +113,7 @@ class GroupedTcgen05Kernel(GroupedTcgen05Scales, Tcgen05Kernel):
             tma: The operands.
             args: The scalars.
         """
-        me, grid = self._place()
+        me, grid = self._thread_and_grid()
         smem = cutlass.memory.SmemAllocator()
         memory = self._allocate(smem)
         stages_at, barriers = Uint32(memory.stages.toint()), self._barriers(memory)

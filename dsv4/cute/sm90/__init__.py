@@ -1,1 +1,1 @@
-"""NVFP4 products on Hopper: weights expanded to bfloat16 in registers."""
+"""NVFP4 GEMMs on Hopper: weights dequantized to bfloat16 in registers."""

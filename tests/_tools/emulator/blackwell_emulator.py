@@ -716,7 +716,7 @@ def run(plan, launch, operands, memory, records, pointers):
     multicast = (False, False, False, plan.multicasts_scales)[: len(operands)]
     operands = [Operand(*what) for what in zip(operands, launch.boxes, multicast, strict=True)]
     tma_type, args_type = records
-    tma = tma_type(*(types.SimpleNamespace(atom=each, tensor=None) for each in operands))
+    tma = tma_type(*(types.SimpleNamespace(atom=operand, tensor=None) for operand in operands))
     args = args_type(**launch.scalars, **pointers)
     clusters = launch.ctas // plan.ctas
     for first in range(clusters):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import LAYERS, REFERENCE, Mutant
 
 QUANTISED = "tests/layers/test_quantized_layers.py::"
-PACKED = "tests/layers/test_packed_layers.py::TestJoint::"
+PACKED = "tests/layers/test_packed_layers.py::TestFusedWeights::"
 FORMATS = "tests/quant/test_formats.py::"
 FORMAT_PITFALLS = FORMATS + "TestPitfalls::test_pitfall_"
 GEMM = "tests/ops/test_gemm.py::TestPitfalls::test_pitfall_"

@@ -477,13 +477,13 @@ class Block:
         d, a, b, keeps, *flags = instruction.operands
         type_, columns = parts[-1], int(shape[1])
         assert flags[:2] == ["1", "1"]
-        *turned_left, rotated = (flag == "1" for flag in flags[2:])
+        *left_transposed, right_transposed = (flag == "1" for flag in flags[2:])
         if isinstance(a, tuple):
             tiles = self.fragment(a, type_).reshape(-1, 2, 2, 8, 8)  # [W, halves of k, of rows]
             left = tiles.transpose(0, 2, 3, 1, 4).reshape(-1, 64, 16)
         else:
-            left = self.described(a, 64, turned_left[0], type_)
-        sums = left @ self.described(b, columns, rotated, type_).transpose(0, 2, 1)
+            left = self.described(a, 64, left_transposed[0], type_)
+        sums = left @ self.described(b, columns, right_transposed, type_).transpose(0, 2, 1)
         lanes, rows = self.lanes, np.arange(self.threads) % 128 // 32 * 16
         for i, name in enumerate(d):
             row = rows + lanes // 4 + i % 4 // 2 * 8
@@ -492,11 +492,11 @@ class Block:
             before = np.where(self.predicate(keeps), self.read(name, "f32"), np.float32(0))
             self.write(name, (result + before).astype(np.float32), mask)
 
-    def described(self, name: str, rows: int, rotated: bool, type_: str) -> np.ndarray:
+    def described(self, name: str, rows: int, transposed: bool, type_: str) -> np.ndarray:
         """A matrix in shared memory by each warpgroup's descriptor: ``[G, rows, 16]``.
 
-        ``turned``: its rows lie side by side. Pieces of 16 bytes are exchanged as the pattern that
-        the descriptor names says, by the bits of their address.
+        ``transposed``: its rows lie side by side. Pieces of 16 bytes are exchanged as the pattern
+        that the descriptor names says, by the bits of their address.
         """
         words = [int(w) for w in self.bits(name)[::128]]
         row, column = np.arange(rows)[:, None], np.arange(16)[None, :]
@@ -504,10 +504,10 @@ class Block:
         for word in words:
             start, leading, stride = ((word >> at & 0x3FFF) << 4 for at in (0, 16, 32))
             wide = {0: 16, 1: 128, 2: 64, 3: 32}[word >> 62]
-            across, along = (row, column) if rotated else (column, row)
-            many = wide // 2
-            address = along % 8 * wide + across % many * 2
-            address += start + across // many * leading + along // 8 * stride
+            across, along = (row, column) if transposed else (column, row)
+            elements = wide // 2
+            address = along % 8 * wide + across % elements * 2
+            address += start + across // elements * leading + along // 8 * stride
             address ^= address >> 3 & (wide - 1) & 0x70
             if (address < 0).any() or (address + 2 > len(self.shared)).any():
                 raise IndexError("a matrix outside shared memory")

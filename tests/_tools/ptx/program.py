@@ -70,8 +70,10 @@ def _declare(program: Program, text: str, scope: dict[str, str], opened: int) ->
     """Names of a scope get its number; ``a<3>`` is a0, a1 and a2."""
     type_, names = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()
     for name in map(str.strip, names.split(",")):
-        many = re.match(r"(\w+)<(\d+)>$", name)
-        for register in [f"{many[1]}{i}" for i in range(int(many[2]))] if many else [name]:
+        numbered = re.match(r"(\w+)<(\d+)>$", name)
+        for register in (
+            [f"{numbered[1]}{i}" for i in range(int(numbered[2]))] if numbered else [name]
+        ):
             scope[register] = f"{register}@{opened}"
             program.widths[f"{register}@{opened}"] = 0 if type_ == "pred" else int(type_[1:])
 

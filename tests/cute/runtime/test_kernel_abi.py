@@ -76,8 +76,8 @@ def launched(abi, pointers, values, matrices=(), described=(), describe=None):
         patch.setattr(cuda_driver, "_driver", lambda: driver)
         patch.setattr(cuda_driver, "tensor_map", lambda *what: MAP)
         launch = abi.launch(Kernel(Image(b"", "name", 32, 1, 0)), 1, matrices, describe, **values)
-        for each in pointers:
-            launch(0, abi.pointers(**each), described)
+        for addresses in pointers:
+            launch(0, abi.pointers(**addresses), described)
     return driver.launches
 
 
@@ -128,7 +128,7 @@ def test_a_wrong_name_is_said():
         abi.pointers(out=1)
 
 
-class Apart(NamedTuple):
+class SeparatedPointers(NamedTuple):
     source: Pointer
     rows: Int32
     out: Pointer
@@ -141,7 +141,7 @@ class Untyped(NamedTuple):
 
 def test_a_declaration_that_cannot_be_packed_is_refused():
     with pytest.raises(ValueError, match="all pointers next to each other"):
-        KernelAbi(Apart)
+        KernelAbi(SeparatedPointers)
     with pytest.raises(TypeError, match="argument rows of Untyped"):
         KernelAbi(Untyped)
     with pytest.raises(TypeError, match="declared twice"):

@@ -178,8 +178,8 @@ class Driver:
         count._obj.value = 7
         return 0
 
-    def cuTensorMapEncodeTiled(self, place, kind, rank, start, sizes, strides, box, steps, *rest):  # noqa: N802
-        place[0] = len(self.maps)
+    def cuTensorMapEncodeTiled(self, out, kind, rank, start, sizes, strides, box, steps, *rest):  # noqa: N802
+        out[0] = len(self.maps)
         arrays = (list(sizes), list(strides)[: rank - 1], list(box), list(steps))
         self.maps.append((kind, start.value, *arrays, rest))
         return 0

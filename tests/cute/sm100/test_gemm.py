@@ -152,13 +152,13 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
             token = tile * plan.token_block
             row = plan.row_tile(row_block, rank, k)
             tokens_at = plan.token_tile(token, row_block // row_blocks, tokens, rank, k)
-            for (code, scale), count, many, box in zip(
+            for (code, scale), count, scale_count, box in zip(
                 (row, tokens_at), counts, scales, (boxes[:2], boxes[2:]), strict=True
             ):
                 assert code[1] % 128 == 0
                 count[code[0] : code[0] + box[0].box[1], code[1] // 128] += 1
                 _, wide, high = box[1].box
-                many[scale[0] : scale[0] + high, scale[1] : scale[1] + wide] += 1
+                scale_count[scale[0] : scale[0] + high, scale[1] : scale[1] + wide] += 1
     assert (counts[0] == tiles).all()
     assert (scales[0] == tiles).all()
     # Tokens beyond a group's last tile are the next group's, which also reads them itself.

@@ -219,8 +219,8 @@ def test_two_ctas_never_stop(tokens, size):
 @pytest.mark.parametrize("size", [(1, 3, 1), (2, 3, 2), (3, 3, 2)], ids=str)
 @pytest.mark.parametrize("how", [(64, 1), (256, 1), (64, 2)], ids=str)
 def test_with_scale_warps_none_stops(how, size):
-    few = (2, 2, 1) if how[1] == 2 and size[0] == 3 else size
-    assert Model(GroupedTcgen05Plan(*how, False), *few).explore() > 50
+    explored_size = (2, 2, 1) if how[1] == 2 and size[0] == 3 else size
+    assert Model(GroupedTcgen05Plan(*how, False), *explored_size).explore() > 50
 
 
 def without(model, process, name, **changes):
