@@ -207,7 +207,7 @@ def main() -> None:
         if options.count:
             frames = frames_outside_implementations(step)
             result["frames_per_layer"] = round(frames.total() / options.layers)
-            print(*frames.most_common(25), sep="\n")
+            print(*frames.most_common(25), sep="\n", file=sys.stderr)
             result["calls_per_layer"] = round(_calls(step) / options.layers)
             result["plans"] = dict(collections.Counter(kind for _, kind in plan_kinds()))
             result["layer_plans"] = dict(collections.Counter(layer_plan_kinds(model)))

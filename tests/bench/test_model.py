@@ -214,7 +214,7 @@ class FakeGraph:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A CPU whose steps are captured; ``error`` is added to the logits of a capture."""
-    launches = [Launch("_few_kernel", 5e3), Launch("nvjet", 15e3)]
+    launches = [Launch("_small_m_logits_kernel", 5e3), Launch("nvjet", 15e3)]
     fake = SimpleNamespace(error=0.0, captures=2, launches=launches)
 
     def captured(step: DecodeStep) -> Any:

@@ -31,7 +31,7 @@ class TestOperators:
     def functions(self) -> dict[str, list[str]]:
         """Triton kernels that are launched, with the files that hold them."""
         by_file: dict[str, list[str]] = {}
-        for path in sorted((Path(dsv4.__file__).parent / "triton").glob("*.py")):
+        for path in sorted((Path(dsv4.__file__).parent / "triton").rglob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 jitted = isinstance(node, ast.FunctionDef) and any(
                     "triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list

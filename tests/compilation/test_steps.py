@@ -43,17 +43,19 @@ real, points = map(json.loads, sys.argv[1:])
 found = {}
 for arch, preset, activation in points:
     config = getattr(ModelConfig, preset)().replace(activation=activation)
-    before = JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch.Call
+    def patched():
+        return JITFunction.run, launch_options.options, device.MACHINE.pretended, dispatch.Call
+    before = patched()
     sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
     shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
     steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
-    assert before == (JITFunction.run, _launch.options, device.MACHINE.pretended, dispatch.Call)
+    assert before == patched()
     requests = list(steps.requests.values())
     for request in requests:
         assert request.arch == arch
         assert request.options["launch_pdl"] or request.options["enable_fp_fusion"]
         if real:
-            _images.compile_request(request)
+            kernel_store.compile_request(request)
     ran = [[*key, sorted(ran.kernels), ran.reasons] for key, ran in steps.ran.items()]
     if (preset, activation, arch) == ("flash", "nvfp4", "sm_100a"):
         both = {static(r) for r in requests if r.name == "_gather_quantize_kernel"}

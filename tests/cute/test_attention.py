@@ -153,7 +153,7 @@ def test_equals_a_softmax(seed, tokens, width, second, heads, count):
 @example(seed=3, tokens=3, heads=16, count="columns 1")
 @example(seed=4, tokens=3, heads=17, count="columns 8")
 @given(seeds(), st.integers(1, 9), head_counts, counts)
-def test_the_last_dims_are_turned_back(seed, tokens, heads, count):
+def test_the_last_dims_are_rotated_back(seed, tokens, heads, count):
     """The dims before them keep their bits; tables of bfloat16 and strided ones are read, too."""
     case = Case(seed, tokens, (65, 70), heads)
     cos, sin = angles(seed, tokens, 32, CUDA)
@@ -510,9 +510,9 @@ def test_what_it_does_not_run_is_said(pretended):
     assert unsupported_reason() is None
     assert unsupported_reason(heads=1, page=2) is None
     assert "wanted 512 and 64" in unsupported_reason(size=(128, 64))
-    assert unsupported_reason(turned=0) is None
+    assert unsupported_reason(rotated=0) is None
     assert "32 dims of the result are to be rotated back, wanted 64" in unsupported_reason(
-        turned=32
+        rotated=32
     )
     assert "power of two" in unsupported_reason(page=48)
     assert "multiples of 16" in unsupported_reason(offset=8)
