@@ -114,10 +114,15 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def _once(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test one set of parameters for each device, the middle one; no slow tests."""
+    """Of each test one set of parameters for each device, the middle one; no slow tests.
+
+    Nor operators in the interpreter, which takes most of the time of all tests; ``tests/triton``
+    has what is of the kernels alone.
+    """
     variants: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if not {"slow", "nightly"} & set(item.keywords):
+        of_operator = _interpreted(item) and not item.nodeid.startswith("tests/triton/")
+        if not of_operator and not {"slow", "nightly"} & set(item.keywords):
             params = getattr(getattr(item, "callspec", None), "params", {})
             test = item.nodeid.partition("[")[0]
             variants.setdefault((test, str(params.get("device", ""))), []).append(item)

@@ -125,6 +125,7 @@ def untouched(work: Callable[[DeepseekV4ForCausalLM], None], numerics: str, seed
     return results(work, numerics, seed, defaults(torch.float32, None, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", WORK)
 @given(
     seed=st.integers(0, 1),

@@ -103,6 +103,7 @@ def test_wrong_numbers_are_named(model, given_values, error, words) -> None:
         model.generate([[1, 2, 3]], **{"max_new_tokens": 2, **given_values})
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(st.integers(0, 5), st.booleans())
 @example(2, True)

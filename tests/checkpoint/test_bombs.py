@@ -233,6 +233,7 @@ for bomb in sys.argv[2:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of ru_maxrss")
 def test_memory_and_time_of_a_process(sound, tmp_path):
     """Also what Python does not count: the package's headers, torch's tensors."""

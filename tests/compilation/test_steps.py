@@ -115,6 +115,7 @@ def check(name, compiled, ran):
     assert compiled > 40
 
 
+@pytest.mark.slow
 def test_every_operator_of_a_step_has_a_kernel():
     points = [
         ("sm_103a", "flash", "bf16"),

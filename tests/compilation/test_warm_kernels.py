@@ -86,6 +86,7 @@ if NIGHTLY:
     POINTS += [("sm_90a", "pro", "bf16"), ("sm_100a", "flash", "nvfp4"), ("sm_90a", "pro", "nvfp4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "preset", "activation"), POINTS)
 @given(shape=step())
 @example(shape=StepShape(1, 1, 256))
@@ -166,6 +167,7 @@ print(dict(compilations()), kernel.metadata.name, kernel.metadata.shared, len(ke
 """
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_for_all_processes(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {cubin_cache.CACHE_VARIABLE: str(tmp_path / "kernels")}

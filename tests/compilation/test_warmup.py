@@ -499,6 +499,7 @@ class TestDevices:
         with machine.pretend(capability=(9, 0)):
             yield result
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("argument", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
     def test_kernels_are_loaded(self, argument, index, loaded):
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), argument, progress=False)

@@ -521,6 +521,7 @@ def test_what_it_does_not_run_is_said(pretended):
     assert "Hopper" in unsupported_reason()
 
 
+@pytest.mark.slow
 def test_compiles_without_spills(tmp_path, snapshots):
     pytest.importorskip("cutlass")
     triton = pytest.importorskip("triton")

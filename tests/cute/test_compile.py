@@ -633,6 +633,7 @@ def test_a_plan_depends_on_tokens_by_eights_alone():
         assert len({plan_of(*matrix, tokens) for tokens in range(9, 17)}) == 1
 
 
+@pytest.mark.slow
 def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
     """From disk in a process that never imports CuTeDSL, and quickly."""
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))

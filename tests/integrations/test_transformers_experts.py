@@ -335,6 +335,7 @@ def test_compiles_without_graph_breaks() -> None:
         assert_bitwise(compiled(x, ids, torch.ones(5, 2)), module(x, ids, torch.ones(5, 2)))
 
 
+@pytest.mark.slow
 def test_importing_registers_nothing() -> None:
     code = """
 import sys

@@ -82,6 +82,7 @@ def stepped(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     return torch.cat(logits, 1).double()
 
 
+@pytest.mark.slow
 @given(parts=subsets, seed=st.integers(0, 50))
 @example(parts=("attention",), seed=0)
 @example(parts=PARTS, seed=1)

@@ -882,6 +882,7 @@ class TestModel:
         with torch.no_grad():
             assert torch.equal(model(ids), plain(ids))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "activation", [pytest.param("bf16", marks=pytest.mark.nightly), "nvfp4"]
     )

@@ -539,6 +539,7 @@ class TestNormRopeWrite:
         write_kv(expected, entries, slots, backend="reference")
         assert_bitwise(actual.data, expected.data, "pages")
 
+    @pytest.mark.slow
     def test_offsets_past_two_gigabytes(self, device):
         """The bytes that they are in a small pool."""
         near, far = (Pages.allocate(n, 64, 512, 64, device=device) for n in (2, 58002))

@@ -57,6 +57,7 @@ ACTIONS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(ACTIONS, st.booleans(), st.integers(0, 2**31))
 @settings(max_examples=12)
 def test_steps_are_the_layers(every_kind, actions, pooled: bool, seed: int) -> None:
@@ -95,6 +96,7 @@ def test_steps_are_the_layers(every_kind, actions, pooled: bool, seed: int) -> N
         assert replayed
 
 
+@pytest.mark.slow
 def test_pages_end_and_windows_move_on(every_kind) -> None:
     """A sequence from its first token over all borders of windows and pages."""
     with switch() as made:
@@ -125,6 +127,7 @@ def test_index_keys_in_codes(index_format: str) -> None:
         twins.same_caches()
 
 
+@pytest.mark.slow
 def test_kernels_are_launched_again(monkeypatch) -> None:
     """In Triton's interpreter: launches of kernels, and operators that the reference runs."""
     pytest.importorskip("triton")

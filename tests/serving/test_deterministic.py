@@ -72,6 +72,7 @@ def expected_of(dtype: torch.dtype) -> list[tuple[object, ...]]:
     return [alone(real(dtype), *asked) for asked in ASKED]
 
 
+@pytest.mark.slow
 @pytest.mark.costly(25)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @given(seed=st.integers(0, 2**32), most=st.integers(1, 5), cached_prompts=st.integers(0, 3))

@@ -36,6 +36,7 @@ def test_launches_are_tritons_own() -> None:
     assert counts["specialisations"] > 20
 
 
+@pytest.mark.slow
 def test_a_decode_step_is_launched_by_ourselves() -> None:
     """No kernel of a step is one that only Triton can launch, and no call does more than it must.
 

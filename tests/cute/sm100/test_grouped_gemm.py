@@ -370,6 +370,7 @@ def check_swizzled(monkeypatch, how, weighted, case, clusters):
     assert torch.equal(torch.from_numpy(moved[1]), swizzle_expert_scales(scales, case.offsets))
 
 
+@pytest.mark.slow
 @settings(max_examples=20 if NIGHTLY else 1)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=4).filter(lambda counts: sum(counts) < 80),
@@ -385,6 +386,7 @@ def test_the_source_of_swizzled_scales(counts, spare, clusters):
             check_swizzled(patch, (64, 1), False, Case(counts, spare, 128, 256), clusters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", LAYOUTS if NIGHTLY else [(64, 2)], ids=str)
 def test_the_source_of_swizzled_scales_of_every_layout(how, monkeypatch):
     check_swizzled(monkeypatch, how, True, Case([1, 0, 66], 1, 128, 256), 1)
