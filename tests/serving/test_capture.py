@@ -201,6 +201,29 @@ def test_after_a_capture_that_fails_steps_are_eager(
     assert_empty(runner)
 
 
+def test_each_kind_of_step_that_cannot_be_captured_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(graphs: Graphs, work: Any) -> Any:
+        work()
+        raise CaptureError("OSError: broken")
+
+    monkeypatch.setattr(Graphs, "captured", failing)
+    model = ToyModel()
+    for _ in range(2):
+        runner = Runner(model, max_sequences=4, max_tokens=64, buckets=(1, 4), prompt_buckets=(8,))
+        runner._capture = True
+        with caplog.at_level(logging.WARNING, LOGGER):
+            requests = [runner.add([i, 5], OPTIONS) for i in range(2)]
+            runner.run()
+        assert (runner._capture, runner.captures) == (False, 0)
+        for request in requests:
+            text = plain_text(model, list(request.prompt), request.options, request.seed)
+            assert request.tokens == text
+    reason = "steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
+    assert [r.message for r in caplog.records] == [f"prompt {reason}", f"decode {reason}"]
+
+
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
@@ -408,8 +431,9 @@ def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     before = torch.cuda.current_stream()
     with caplog.at_level(logging.WARNING, LOGGER):
         assert texts(Runner(model, **SIZES)) == expected
-    (record,) = (r for r in caplog.records if r.name == LOGGER)
-    assert "a capture failed with" in record.message
+    messages = [r.message for r in caplog.records if r.name == LOGGER]
+    assert [message.partition(" ")[0] for message in messages] == ["prompt", "decode"]
+    assert all("a capture failed with" in message for message in messages)
     assert torch.cuda.current_stream() == before
     torch.rand(4, device="cuda").sum().item()  # the default generator is usable
     monkeypatch.undo()
