@@ -1,6 +1,6 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
-# make quick        each test once, with few examples: three minutes on two cores
+# make quick        most tests once, with few examples: about three minutes on two cores
 # make check        lint, format, types and banned words
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make mutants      break the code for every known pitfall and watch a test fail

@@ -110,6 +110,7 @@ def test_any_chunking_is_the_same(
     _chunkings_agree(config, data, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.costly(3)
 @given(data=st.data(), config=tiny_configs(), seed=st.integers(0, 2**31))
 @settings(max_examples=15)

@@ -314,6 +314,7 @@ def _header() -> dict:
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     path = tmp_path / "moe.json"
     assert command(path, "--routings", "uniform,zipf,single") == 0
@@ -337,6 +338,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys):
     assert printed[-1] == f"PASSED: {len(rows)} checks passed"
 
 
+@pytest.mark.slow
 def test_cooled_times_have_rows_and_lines_of_their_own(tmp_path: Path, capsys, monkeypatch):
     seen = []
     measured = timing.measure

@@ -123,6 +123,7 @@ def mxfp4_checkpoint(folder, spread: dict[str, int], seed: int = 0):
 
 
 class TestMxfp4:
+    @pytest.mark.slow
     @given(
         seed=strategies.seeds(),
         spread=st.dictionaries(

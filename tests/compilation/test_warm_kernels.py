@@ -104,6 +104,7 @@ def test_any_step_launches_what_was_found(arch, preset, activation, shape, kerne
     assert [name for key, name in asked.items() if key not in warm] == []
 
 
+@pytest.mark.slow
 def test_the_number_of_kernels_is_bounded(kernels_of):
     """One more number of tokens must not be one more kernel."""
     recipe = Recipe.of(dsv4.ModelConfig.flash())

@@ -302,6 +302,7 @@ def test_failures_at_every_place_leave_nothing(name: str) -> None:
         assert_bitwise(actual, expected, "logits")
 
 
+@pytest.mark.slow
 @pytest.mark.costly(4)
 @given(
     actions=runs(),

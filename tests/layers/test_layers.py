@@ -243,6 +243,7 @@ def _flat(out: object) -> list[torch.Tensor]:
     return [item for item in items if item is not None]
 
 
+@pytest.mark.slow
 def test_the_paged_path_compiles_to_one_graph() -> None:
     model = random_model(ModelConfig.tiny(), 1)
     outputs = []

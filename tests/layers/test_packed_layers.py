@@ -690,6 +690,7 @@ class TestAnyRouting:
         sizes = {"hidden": 256, "inner": 128, "count": TestAnyRouting.COUNT}
         return packed_copy(routed(1, numerics=numerics, **sizes)).to(device)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
     @given(**ROUTINGS)
     @settings(max_examples=15)
@@ -827,6 +828,7 @@ class TestModel:
             ):
                 assert torch.equal(first, two)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
     def test_generates_the_same_tokens(self, activation):
         model, plain, _ = packed_and_not(activation)

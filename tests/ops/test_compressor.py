@@ -1011,6 +1011,7 @@ class TestCompressWrite:
         assert bool(keys.data.any())
         assert_bitwise(odd.data, keys.data)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("entry_format", ["fp8", "plain", "index_fp8", "index_mxfp4"])
     def test_offsets_past_two_gigabytes(self, device, entry_format):
         """The bytes that they are in a small pool; on a CPU the rest of it is never touched."""

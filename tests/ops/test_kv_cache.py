@@ -245,6 +245,7 @@ def test_pitfall_19_scales_after_all_data_of_the_page(device, seed, slot):
     assert not any(flat[base + 37376 : base + 37440])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_pitfall_19_offsets_past_two_gigabytes(device, index_dtype):
     """Page 58000 begins at byte 2171520000 > 2^31. On a CPU the pool is memory never touched."""

@@ -260,6 +260,7 @@ def test_plans_are_bounded(monkeypatch) -> None:
         assert made.ran == 0
 
 
+@pytest.mark.slow
 def test_threads_have_steps_of_their_own(every_kind) -> None:
     with switch() as made:
         twins = Twins(every_kind, made)

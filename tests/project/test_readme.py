@@ -19,6 +19,7 @@ def blocks() -> list[str]:
     return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_every_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With a small checkpoint in NVIDIA's layout where the README names the published one."""
     model = random_model(

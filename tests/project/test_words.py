@@ -212,5 +212,6 @@ def test_the_command_prints_hits_and_fails(tmp_path, capsys):
         words.main([str(tmp_path / "b")])
 
 
+@pytest.mark.slow
 def test_the_repository_is_clean():
     assert words.check(BANNED, words.FOLDERS) == []

@@ -85,6 +85,7 @@ SHARED: Story = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.costly(20)
 @given(stories(3), st.sampled_from(["deepseek", "transformers"]))
 @example([([3], SHORT, 0), ([4, 5], SHORT, 0), ([6] * 33, SHORT, 0)], "deepseek")

@@ -104,9 +104,14 @@ COUNTED += ("LD.E.128", "LDG.E.128", "STG.E", "STS", "SHFL", "MUFU.EX2")
 
 
 def counted(instructions):
-    """How many instructions there are of each spelling of these."""
+    """How many instructions there are of each spelling of these.
+
+    Stores of 4 bytes to shared memory are left out: their number differs by one between CuTeDSL's
+    libraries for CUDA 12 and for CUDA 13.
+    """
     names = (i.split()[0] for i in instructions)
-    return dict(collections.Counter(name for name in names if name.startswith(COUNTED)))
+    spellings = (name for name in names if name.startswith(COUNTED) and name != "STS")
+    return dict(collections.Counter(spellings))
 
 
 def check_each(plans, arch, folder, check):
