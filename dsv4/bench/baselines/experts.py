@@ -30,7 +30,7 @@ from dsv4.quant.formats import LINEAR, QuantizedTensor
 from dsv4.reference.fragments import deinterleaved
 
 _TOLERANCE = 0.01  # relative to the norm; a rounding to bfloat16 is 0.002
-_SPARE = 16 << 30  # bytes that inputs and results of every size take besides weights
+_SPARE = 16 << 30  # bytes reserved for inputs and results, whatever their size
 _ROWS = 8
 _TOKENS = 2  # each has k experts to dequantise
 _T = TypeVar("_T")
