@@ -67,6 +67,7 @@ class ExpertWeights(FixedDtypeModule):
         self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_rows = (self.intermediate_dim, self.intermediate_dim)
         self.format: Format | None = None
         self.layout = LINEAR
         self.gate_up_proj = empty_weight(
@@ -97,14 +98,12 @@ class ExpertWeights(FixedDtypeModule):
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:
             if self.layout == LINEAR:
-                segments = (self.intermediate_dim, self.intermediate_dim)
+                segments = self.gate_up_rows
             else:
                 global_scale = self._buffers["gate_up_row_scale"]
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        # Of a layer that is not packed nothing is kept: its tensors are about to be replaced.
-        packed = self.layout != LINEAR
-        return self.value_of(*parts, name=name) if packed else QuantizedTensor(*parts)
+        return self.value_of(*parts, name=name)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -140,7 +139,7 @@ class ExpertWeights(FixedDtypeModule):
             codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
-        segments = (self.intermediate_dim, self.intermediate_dim)
+        segments = self.gate_up_rows
         return QuantizedTensor(codes, scales, global_scale, matrix.format, segments=segments)
 
     def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
@@ -235,6 +234,7 @@ class ExpertWeights(FixedDtypeModule):
         tensor = getattr(self, name)
         if not tensor.is_contiguous() or tensor.is_inference():
             new = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self.forget_value()
             setattr(self, name, frozen(new))
 
     def _rewrite(self, how: Callable[..., Writes]) -> None:

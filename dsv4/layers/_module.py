@@ -97,7 +97,7 @@ class FixedDtypeModule(nn.Module):
 
     def forget_value(self) -> None:
         """Let go of the tensors of every ``value_of``, before they are replaced."""
-        self.__dict__.pop("_kept", None)
+        self.__dict__.get("_kept", {}).clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +208,7 @@ def refused_while_packed(tensor: str) -> str:
     return f"{tensor}: the layer is packed, {remedy}"
 
 
-def hooked(*modules: nn.Module) -> bool:
+def hooked(module: nn.Module, other: nn.Module) -> bool:
     """Whether someone watches a module, whose parts then must not be run without it."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return any((before, after, other._forward_pre_hooks, other._forward_hooks))
