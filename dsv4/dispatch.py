@@ -1,4 +1,4 @@
-"""Which implementation of an operator runs, and why.
+"""Choose which implementation of an operator runs, and explain why.
 
 An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the first row of the
 operator, in table order, whose ``supports`` finds no reason against it and that no later one is
@@ -34,7 +34,7 @@ ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
 
 
 class Call(NamedTuple):
-    """One operator call as the dispatcher sees it.
+    """An operator call as the dispatcher sees it.
 
     Attributes:
         op: Name of the operator.
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run one operator.
+    """A way to run an operator: one row of the table.
 
     Attributes:
         op: Name of the operator.
@@ -82,11 +82,11 @@ class Implementation:
     reserves_sms: bool = False
 
     def is_proven(self, call: Call) -> bool:
-        """Whether it was seen right on the GPU of a call."""
+        """Return whether it was seen right on the GPU of a call."""
         return self.proven is None or call.capability is None or call.capability in self.proven
 
     def unsupported_reason(self, call: Call, requested: str | None = None) -> str | None:
-        """Why it cannot run a call, or None.
+        """Return why it cannot run a call, or None.
 
         With ``requested`` ``"auto"`` also why it is not taken though it can: a later row is faster.
         """
@@ -94,7 +94,7 @@ class Implementation:
         return self.slower_reason(call, requested) if reason is None else reason
 
     def slower_reason(self, call: Call, requested: str | None) -> str | None:
-        """Why ``"auto"`` does not take it though it can run a call: a later row is faster."""
+        """Return why ``"auto"`` passes over it although it can run a call, or None."""
         if requested != AUTO or self.slower_than_later is None:
             return None
         return _reason(self.slower_than_later)(call)
@@ -102,7 +102,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found: every candidate in order, why it is not taken, and the choice."""
+    """The result of ``explain``: every candidate in order, why it is not taken, and the choice."""
 
     op: str
     requested: str
@@ -111,7 +111,7 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Why ``chosen`` was taken, in one sentence."""
+        """Return why ``chosen`` was taken, in one sentence."""
         if self.chosen is None:
             return f"nothing can run it: {dict(self.candidates)}"
         if self.requested != AUTO:
@@ -361,7 +361,7 @@ def _first(call: Call, requested: str) -> Implementation:
 
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
-    """Why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
+    """Return why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
     if row.is_proven(call):
         return None
     if requested != AUTO:
@@ -374,7 +374,7 @@ def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
 
 
 def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
-    """What an earlier check found wrong; None where there was none, which calls will make up."""
+    """Return what an earlier check found wrong, or None; a check that is due is left to calls."""
     if row.is_proven(call) or requested != AUTO:
         return None
     return self_check.known(row.op, row.name, call.args)
@@ -420,18 +420,18 @@ def run(
 
 
 def is_free(backend: str) -> bool:
-    """Whether ``"auto"`` decides, and the call is made to run."""
+    """Return whether ``"auto"`` decides, and the call is made to run."""
     chosen = backend != AUTO or _override.get() != AUTO or _VARIABLE in _ENVIRONMENT
     return not (chosen or _explaining.get())
 
 
 def implementation(op: str, args: Any) -> Callable[..., Any]:
-    """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
+    """Return the implementation that ``"auto"`` gives a call to; ``args`` as in ``Call``."""
     return _load(choose(Call(op, args, args[0].device)).target)
 
 
 def wait_of(call: Call) -> str | None:
-    """Why the implementation that ``"auto"`` takes waits for the host, or None if it does not."""
+    """Return why the implementation that ``"auto"`` takes waits for the host, or None."""
     explanation = _explanation(call, AUTO)
     row = next(row for row in implementations(call.op) if row.name == explanation.chosen)
     return f"{call.op} runs as {row.name!r} ({explanation.reason})" if row.waits else None

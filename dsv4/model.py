@@ -136,7 +136,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is."""
+        """Return where the embedding is."""
         return self.model.embed_tokens.weight.device
 
     @property
@@ -292,7 +292,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def decode(
         self, tokens: torch.Tensor, cache: PagedCache, sequences: torch.Tensor | Sequence[int]
     ) -> torch.Tensor:
-        """One token per sequence.
+        """Process one token per sequence.
 
         With rows on the host, a list or a tensor on the CPU, everything is checked here, the step
         is prepared unless ``cache.prepare`` was called for it, and it happens or does not: whatever
@@ -343,7 +343,7 @@ class DeepseekV4ForCausalLM(nn.Module):
     def _step(
         self, pieces: Sequence[Sequence[int]], cache: PagedCache, sequences: Sequence[int]
     ) -> torch.Tensor:
-        """One forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
+        """Run one forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
         lengths = [len(piece) for piece in pieces]
         rows = to_device(list(sequences), self.device)
         starts = cache.lengths[rows]

@@ -27,7 +27,7 @@ SUSTAINED, COOLED = "sustained", "cooled"
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """Options of a measurement.
 
     Attributes:
         device: Where.
@@ -176,7 +176,7 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
 
 
 def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
-    """More inputs of the same kind, so that a GPU's timed calls do not find theirs in the cache."""
+    """Return more inputs of the same kind, so that timed calls find nothing in a GPU's cache."""
     if options.device.type != "cuda":
         return []
     held = max(1, problem.held)

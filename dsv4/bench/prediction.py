@@ -67,7 +67,7 @@ class Machine:
 
 
 class Tile(NamedTuple):
-    """How a kernel tiles a GEMM.
+    """The tiling of a GEMM by a kernel.
 
     Attributes:
         rows: Of the weight.
@@ -205,7 +205,7 @@ def small_m_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
 
 
 def block_scaled(machine: Machine, shape: Shape) -> Prediction:
-    """By block-scaled tensor cores, quantised activations at hand.
+    """Predict the GEMM by block-scaled tensor cores, given quantised activations.
 
     With the best of their tiles; K is shared for 64 tokens alone.
     """

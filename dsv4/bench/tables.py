@@ -21,7 +21,7 @@ Body = Sequence[Sequence[str]]
 
 
 def is_right(heading: str) -> bool:
-    """Whether a column is aligned to the right."""
+    """Return whether a column is aligned to the right."""
     return heading in _RIGHT
 
 
@@ -111,7 +111,7 @@ def _blocks(widths: Sequence[int], keys: int) -> list[list[int]]:
 
 
 def _wrapped(headings: Sequence[str], body: Body) -> list[str]:
-    """With the last column in several lines where the table would be too wide."""
+    """Lay out a table; its last column takes several lines where it would be too wide."""
     width = max(_LEAST, WIDTH - _total(_widths(headings[:-1], [row[:-1] for row in body])) - 2)
     table: list[list[str]] = []
     for *first, last in body:

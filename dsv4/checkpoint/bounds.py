@@ -76,7 +76,7 @@ def _at_most(config: ModelConfig, name: str, most: int, what: str) -> None:
 
 
 def _experts(entries: Mapping[str, Entry]) -> int:
-    """How many routed experts the names of single experts, or the stacks, speak of."""
+    """Return how many routed experts the names of single experts, or the stacks, speak of."""
     numbers = {match.group(1) for match in map(_EXPERT.search, entries) if match}
     stacks = (
         e.shape[0] for name, e in entries.items() if names.is_routed(name) and len(e.shape) == 3

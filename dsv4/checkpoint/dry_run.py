@@ -19,7 +19,7 @@ _SOUGHT = 20
 
 @dataclass(frozen=True)
 class DryRun:
-    """What filling would do, from the headers alone.
+    """The effects that filling would have, from the headers alone.
 
     Attributes:
         problems: Everything that is wrong.

@@ -125,7 +125,7 @@ class Entry:
         return QuantizedTensor(weight, scales, scale, self.format)
 
     def matrices(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
-        """Those of a plain stack ``[E, N, K]``, one after another, as ``read`` gives the stack.
+        """Yield the matrices of a plain stack ``[E, N, K]``, as ``read`` gives the stack.
 
         A stack of experts has up to 34 GB; one matrix at a time is held.
 
@@ -228,7 +228,7 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
 
 @dataclass
 class Grouped:
-    """What the tensors of a checkpoint are.
+    """The tensors of a checkpoint, grouped to entries.
 
     Attributes:
         entries: Logical tensors by canonical name.
@@ -281,7 +281,7 @@ def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
 
 
 def _unused(name: str) -> str | None:
-    """Why a known tensor has no effect here; None if it has one, or is unknown."""
+    """Return why a known tensor has no effect here; None if it has one, or is unknown."""
     if name.endswith("_scale") and names.is_cache_scale(name):
         return CACHE_SCALE
     return MTP_COPY if names.is_mtp_copy(name) else None

@@ -100,7 +100,7 @@ class ExpertsSlot(Slot):
         return [entries[entry.name] for entry in self.expected(entries)]
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         if is_packed(self.module):
             yield packed_layer(self.name)
         own = self._entries(entries)
@@ -149,7 +149,7 @@ class ExpertsSlot(Slot):
 
     @property
     def _holds_quantised(self) -> bool:
-        """Whether the module can hold quantised weights."""
+        """Return whether the module can hold quantised weights."""
         return hasattr(self.module, "set_expert")
 
     def check_values(self, entries: Entries, options: Options) -> None:
@@ -270,7 +270,7 @@ class ExpertsSlot(Slot):
         return None
 
     def _largest(self, entries: Entries, members: Sequence[str]) -> list[torch.Tensor] | None:
-        """Per expert the largest scale of some projections, or of all experts; None if unknown."""
+        """Return per expert the largest scale of some projections, or of all experts, or None."""
         best: list[torch.Tensor | None] = []
         for expert in range(self.count):
             named = zip(PROJECTIONS, self.names_of(expert), strict=True)
@@ -312,7 +312,7 @@ def _converted(
 
 
 def _calibrated(options: Options) -> bool:
-    """Whether NVFP4 experts need an input scale from the checkpoint."""
+    """Return whether NVFP4 experts need an input scale from the checkpoint."""
     return options.activation == "nvfp4" and options.input_scales == "stored"
 
 

@@ -26,7 +26,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Folder:
-    """What the files of a checkpoint say about it.
+    """The facts that the files of a checkpoint state about it.
 
     Attributes:
         path: The folder.
@@ -94,7 +94,7 @@ def _hint(path: str | Path) -> str:
 
 
 def _path_of(folder: Path, paths: Mapping[str, Path] | None, name: str) -> Path | None:
-    """Where a file of a checkpoint is; None if the checkpoint has none of that name."""
+    """Return where a file of a checkpoint is; None if the checkpoint has none of that name."""
     if paths is not None:
         return paths.get(name)
     return folder / name if os.path.lexists(folder / name) else None

@@ -52,7 +52,7 @@ def _experts_items(slot: ExpertsSlot, format_of: Callable[[str], Format | None])
 
 
 def _returns(slot: ExpertsSlot, format_of: Callable[[str], Format | None]) -> bool:
-    """Whether a layer's NVFP4 experts are given as MXFP4."""
+    """Return whether a layer's NVFP4 experts are given as MXFP4."""
     module = slot.module
     formats = {format_of(name) for name in slot.names_of(0)}
     if getattr(module, "format", None) != NVFP4 or formats != {MXFP4}:

@@ -1,4 +1,4 @@
-"""How each producer stores a tensor: names, formats, companions, quantization_config.
+"""Storage of a tensor by each producer: names, formats, companions, quantization_config.
 
 =====================  ============  =============================================================
 layout                 names         what a plain model becomes
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def original_names(self) -> bool:
-        """Whether tensors have DeepSeek's names."""
+        """Return whether tensors have DeepSeek's names."""
         return self.name in ("nvidia", "deepseek", "bf16")
 
     def format_of(self, name: str) -> Format | None:

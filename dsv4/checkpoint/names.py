@@ -121,37 +121,37 @@ _FLOAT32 = re.compile(
 
 
 def is_mtp_copy(name: str) -> bool:
-    """Whether a tensor is a second copy of the embedding or head, kept under ``mtp.``."""
+    """Return whether a tensor is a second copy of the embedding or head, kept under ``mtp.``."""
     return _MTP_COPY.match(name) is not None
 
 
 def is_dspark(name: str) -> bool:
-    """Whether a tensor of a file is one that only a DSpark draft head has."""
+    """Return whether a tensor of a file is one that only a DSpark draft head has."""
     return _DSPARK.match(name) is not None
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of a file is the scale of a quantised KV cache."""
+    """Return whether a tensor of a file is the scale of a quantised KV cache."""
     return _CACHE_SCALE.fullmatch(name) is not None
 
 
 def is_mtp(name: str) -> bool:
-    """Whether a canonical name belongs to an MTP layer."""
+    """Return whether a canonical name belongs to an MTP layer."""
     return name.startswith("mtp.")
 
 
 def is_routed(name: str) -> bool:
-    """Whether a canonical name is a routed expert's matrix."""
+    """Return whether a canonical name is a routed expert's matrix."""
     return _ROUTED.search(name) is not None
 
 
 def is_float32(name: str) -> bool:
-    """Whether a canonical name is one of the tensors kept in float32."""
+    """Return whether a canonical name is one of the tensors kept in float32."""
     return _FLOAT32.search(name) is not None
 
 
 def is_norm(name: str) -> bool:
-    """Whether a canonical name is the weight of a norm, which a cast must not round."""
+    """Return whether a canonical name is the weight of a norm, which a cast must not round."""
     return name.endswith("norm.weight")
 
 

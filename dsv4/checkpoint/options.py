@@ -1,4 +1,4 @@
-"""How the values of a checkpoint become those of a model."""
+"""Options that say how the values of a checkpoint become those of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Matrix = torch.Tensor | QuantizedTensor
 
 @dataclass(frozen=True)
 class Options:
-    """How to fill: see ``dsv4.checkpoint.fill``.
+    """Options of filling: see ``dsv4.checkpoint.fill``.
 
     Attributes:
         conversion: Counts what ``mxfp4`` did.
@@ -52,7 +52,7 @@ class Options:
         return NVFP4.scale_dtypes[0] if self.converts(entry) else entry.scale_dtype
 
     def converts(self, entry: Entry) -> bool:
-        """Whether an entry is to become NVFP4, where that is possible."""
+        """Return whether an entry is to become NVFP4, where that is possible."""
         return self.mxfp4 != "keep" and entry.format == MXFP4
 
     def read(self, entry: Entry, device: torch.device) -> Matrix:

@@ -50,13 +50,13 @@ class PackChoice:
         return cls(True, pack, dtype)
 
     def experts_packed(self, device: torch.device) -> bool:
-        """Whether NVFP4 experts on a device are packed."""
+        """Return whether NVFP4 experts on a device are packed."""
         if not self.enabled or self.layout is not None:
             return self.enabled
         return supports.no_packed_weights(device, self.dtype, experts=True) is None
 
     def packer(self, model: nn.Module) -> Packer | None:
-        """What packs the layers of a model; None if none is to be."""
+        """Return the packer of a model's layers; None if none is to be packed."""
         return Packer(model, self._layout_for) if self.enabled else None
 
     def _layout_for(self, layer: Linear | DeepseekV4Experts) -> str:

@@ -149,7 +149,7 @@ class Pairing:
 
 
 def _is_nvfp4(value: Matrix) -> bool:
-    """Whether a matrix is NVFP4 with one global scale."""
+    """Return whether a matrix is NVFP4 with one global scale."""
     if isinstance(value, torch.Tensor) or value.format != NVFP4 or value.global_scale is None:
         return False
     return value.global_scale.numel() == 1

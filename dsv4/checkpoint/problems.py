@@ -1,4 +1,4 @@
-"""One error for everything that is wrong with a checkpoint, grouped by kind."""
+"""An error for everything that is wrong with a checkpoint, grouped by kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPARED = 2000
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """A problem that was found.
 
     Attributes:
         kind: Heading under which problems of the same kind are counted.

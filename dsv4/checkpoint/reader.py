@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def producer(self) -> str:
-        """Who quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
+        """The tool that quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
         ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
         what it is.
         """
@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether there are tensors of a multi-token-prediction layer."""
+        """Return whether there are tensors of a multi-token-prediction layer."""
         return self.mtp_layers > 0
 
     @property
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def has_dspark(self) -> bool:
-        """Whether there are tensors of a DSpark draft head, which stands in the place of MTP."""
+        """Whether there are tensors of a DSpark draft head, which takes the place of MTP."""
         return any(names.is_dspark(name) for name in self.stray)
 
     def _draft_layers(self) -> set[str]:
@@ -114,7 +114,7 @@ class Checkpoint:
         return name in self.entries
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
-        """One tensor by canonical name.
+        """Read one tensor by its canonical name.
 
         Raises:
             KeyError: if there is none of that name.

@@ -21,7 +21,7 @@ _logger = logging.getLogger("dsv4.checkpoint")
 
 @dataclass(frozen=True)
 class Filled:
-    """What ``fill`` packed and converted.
+    """The layers that ``fill`` packed and converted.
 
     Attributes:
         packing: Which layers are packed and which are not; None if none was to be.
@@ -34,7 +34,7 @@ class Filled:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load`` found in a checkpoint and what it left out.
+    """The findings of ``load`` about a checkpoint, and what it left out.
 
     Attributes:
         mtp_layers: Multi-token-prediction layers of the model.

@@ -50,7 +50,7 @@ class ShardWriter:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint goes."""
+        """Return where the checkpoint goes."""
         return self._files.folder
 
     def __enter__(self) -> ShardWriter:

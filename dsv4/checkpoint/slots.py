@@ -49,7 +49,7 @@ class Slot:
         raise NotImplementedError
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries that exist and have the right shape."""
+        """Return what is wrong with entries that exist and have the right shape."""
         raise NotImplementedError
 
     def check_values(self, entries: Entries, options: Options) -> None:
@@ -96,7 +96,7 @@ class PlainSlot(Slot):
         yield Expected(self.name, tuple(self.tensor.shape))
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         entry = entries[self.name]
         floating = entry.format is not None or entry.weight.dtype.is_floating_point
         if floating != self.tensor.is_floating_point():
@@ -142,7 +142,7 @@ class LinearSlot(Slot):
         yield Expected(self.name, (self.module.out_features, self.module.in_features))
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         entry = entries[self.name]
         if entry.format is None and not entry.weight.dtype.is_floating_point:
             yield wrong_dtype(entry)
@@ -168,7 +168,7 @@ class LinearSlot(Slot):
 
 
 def is_packed(module: Any) -> bool:
-    """Whether a layer's weight has the layout of a kernel, in which it cannot be filled."""
+    """Return whether a layer's weight has the layout of a kernel, in which it cannot be filled."""
     return getattr(module, "layout", LINEAR) != LINEAR
 
 

@@ -58,7 +58,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a value is the name of a file, not a path that could leave the folder."""
+    """Return whether a value is the name of a file, not a path that could leave the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255:
         return False
     return PurePosixPath(name).name == name and "\\" not in name and name.isprintable()
@@ -66,7 +66,7 @@ def is_plain_name(name: Any) -> bool:
 
 @dataclass(frozen=True)
 class Commit:
-    """What ``.dsv4-committed`` lists.
+    """The content of ``.dsv4-committed``.
 
     Attributes:
         files: Names of the new checkpoint's files, config.json last.
@@ -78,7 +78,7 @@ class Commit:
 
 
 def committed(folder: Path) -> dict[str, Path] | None:
-    """Where each file of a checkpoint is whose save was interrupted after the commit, by name.
+    """Locate each file of a checkpoint whose save was interrupted after the commit, by name.
 
     Returns:
         None if there is no such save: the folder's files are what they are.
@@ -144,7 +144,7 @@ def _remove_old(folder: Path, old: Mapping[str, Sequence[int]]) -> None:
 
 
 def _mark(path: Path) -> list[int] | None:
-    """What tells a file from another that takes its name later; None if there is none."""
+    """Return what tells a file from a later one of its name; None if there is no file."""
     try:
         info = os.lstat(path)
     except FileNotFoundError:
@@ -326,7 +326,7 @@ def _locked(folder: Path) -> _Lock | None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system can."""
+    """Write the names in a folder to the disk, where the file system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""One file with the compiled kernels of models for one GPU architecture.
+"""A file with the compiled kernels of models for one GPU architecture.
 
 ``python -m dsv4 warmup --arch sm_90a --out FILE`` writes one. It is used if ``$DSV4_KERNELS``
 names it, if ``dsv4.warmup`` is given it, or if the installed package ``dsv4-kernels`` has it, and
@@ -239,7 +239,7 @@ def use(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
 
 
 def has(arch: str, key: bytes) -> bool:
-    """Whether the bundle for an architecture has a kernel's file, which is not read."""
+    """Return whether the bundle for an architecture has a kernel's file, which is not read."""
     bundle = active().of(arch)
     return key in active().fresh or (bundle is not None and key in bundle.entries)
 

@@ -31,7 +31,7 @@ from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 @dataclass(frozen=True)
 class PackedGemm:
-    """What the kernels of a packed GEMM depend on.
+    """The facts that the kernels of a packed GEMM depend on.
 
     Attributes:
         rows: N, of all groups.
@@ -78,7 +78,7 @@ class PackedGemm:
 
 @dataclass(frozen=True)
 class Fp8Gemm:
-    """What the kernels of a GEMM with an FP8 weight depend on; see ``PackedGemm``."""
+    """The facts that the kernels of a GEMM with an FP8 weight depend on; see ``PackedGemm``."""
 
     rows: int
     columns: int
@@ -306,7 +306,7 @@ def _gemm_of(
 
 
 def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
-    """Whether there are kernels for ``groups`` matrices of this many rows in a layout."""
+    """Return whether there are kernels for ``groups`` matrices of this many rows in a layout."""
     if layout == SWIZZLED:
         return rows % (128 if groups > 1 else 16) == columns % 32 == 0
     return fragments.fits(rows, columns)

@@ -198,7 +198,7 @@ class Pool:
 
 
 def can_start() -> bool:
-    """Whether worker processes can be started."""
+    """Return whether worker processes can be started."""
     return bool(sys.executable)
 
 

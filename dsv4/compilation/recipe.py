@@ -21,7 +21,7 @@ from dsv4.quant.formats import FP8_BLOCK, NVFP4
 
 @dataclass(frozen=True)
 class Weight:
-    """How a layer's weights are stored.
+    """The storage of a layer's weights.
 
     Attributes:
         format: Name of the format; None: plain.
@@ -67,7 +67,7 @@ class Recipe:
 
     @classmethod
     def of(cls, model: Any) -> Recipe:
-        """That of a model; of a configuration, a bfloat16 model in NVFP4."""
+        """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4."""
         if not isinstance(model, nn.Module):
             short = steps.of_each_kind(ModelConfig.of(model))
             with torch.device("meta"):

@@ -436,7 +436,7 @@ def transformers_style(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def producer(values: Mapping[str, Any]) -> str:
-    """Who quantised the checkpoint of this config.json.
+    """The tool that quantised the checkpoint of this config.json.
 
     Returns:
         ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification,

@@ -1,4 +1,4 @@
-"""What each field of a config.json means here: read, fixed, without effect, or refused.
+"""The fields of a config.json: which are read, fixed, without effect, or not supported.
 
 A field that this table does not know is judged by its name. It is refused if the name speaks of a
 part of the model (a head, a norm, an expert, a rank): such a field may change the mathematics, and
@@ -212,13 +212,13 @@ def _same(value: Any, expected: Any) -> bool:
 
 
 def is_integer(value: Any, least: int = 0) -> bool:
-    """Whether a value is an integer of 32 bits, and no truth value."""
+    """Return whether a value is an integer of 32 bits, and no truth value."""
     kind = isinstance(value, int) and not isinstance(value, bool)
     return kind and least <= value <= MAX_INTEGER
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number above 0, and no truth value."""
+    """Return whether a value is a finite number above 0, and no truth value."""
     kind = isinstance(value, (int, float)) and not isinstance(value, bool)
     return kind and 0 < value < 1e308
 

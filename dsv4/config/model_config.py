@@ -30,7 +30,7 @@ ACTIVATIONS = ("bf16", "nvfp4")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """One rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
+    """A rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
 
     Attributes:
         theta: Base of the geometric sequence of frequencies.
@@ -120,7 +120,7 @@ class CompressRates(Mapping[str, int]):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that fixes the shapes and the mathematics of one DeepSeek-V4.
+    """The configuration of one DeepSeek-V4: everything that fixes its shapes and mathematics.
 
     Field names are those of transformers' ``DeepseekV4Config``; ``rope_main`` and
     ``rope_compress`` stand for its nested ``rope_parameters``. ``numerics`` is ``"deepseek"`` (the
@@ -408,7 +408,7 @@ class ModelConfig:
         return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main
 
     def is_hash(self, layer_idx: int) -> bool:
-        """Whether the layer routes by token id."""
+        """Return whether the layer routes by token id."""
         return self.mlp_layer_type(layer_idx) == "hash_moe"
 
     def _check_layer(self, layer_idx: int) -> None:

@@ -196,7 +196,7 @@ def _launch_merge(key: tuple[int, ...], stream: int, addresses: Sequence[int]) -
 def _attention_launch(
     plan: AttentionPlan, splits: int, problem: _Problem, count: int, thread: int
 ) -> Launch:
-    """Made once in every thread, because a ``Launch`` has buffers and making it takes long.
+    """Make a launch, once in every thread, because it has buffers and making it takes long.
 
     Args:
         plan: Of the kernel.

@@ -33,7 +33,7 @@ _pointers = TCGEN05_ABI.pointers
 
 
 class _Call(NamedTuple):
-    """What determines every scalar of a launch.
+    """The values that determine every scalar of a launch.
 
     Attributes:
         problem: The GEMM.

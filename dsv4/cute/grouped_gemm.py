@@ -212,7 +212,7 @@ def _launch_all(
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each expert's value for its rows, ``[rows]``, without reading the offsets on the host.
+    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
 
     Rows of no expert get the last one's, which is as good as any.
     """

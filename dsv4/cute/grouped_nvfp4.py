@@ -52,7 +52,7 @@ class _Results(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What determines every scalar of a launch.
+    """The values that determine every scalar of a launch.
 
     Attributes:
         experts: The grouped GEMM.

@@ -1,4 +1,4 @@
-"""This package's layers inside transformers' DeepSeek-V4.
+"""Use this package's layers inside transformers' DeepSeek-V4.
 
 ``apply`` swaps the modules of a loaded model, ``from_pretrained`` loads an NVFP4 checkpoint, which
 transformers alone cannot. Both change one model instance; no class is patched, and importing this

@@ -168,12 +168,12 @@ class PagedCache(AtomicSteps):
 
     @property
     def max_chunk(self) -> int:
-        """Most new tokens of one sequence in one step."""
+        """The most new tokens of one sequence in one step."""
         return self.size.max_chunk
 
     @property
     def pooled(self) -> bool:
-        """Whether sequences share pools, so that ``prepare`` comes before every step."""
+        """Return whether sequences share pools, so that ``prepare`` comes before every step."""
         return bool(self._tables)
 
     @property
@@ -463,7 +463,7 @@ class PagedCache(AtomicSteps):
         return [held[row] if row >= 0 else 0 for row in sequences]
 
     def is_prepared(self, sequences: Sequence[int]) -> bool:
-        """Whether the latest ``prepare`` was for one more token of these rows, on the CPU."""
+        """Return whether the latest ``prepare`` was for one more token of these rows, on a CPU."""
         rows = [row for row in sequences if row >= 0]
         if self.lengths.device.type != "cpu" or not rows:
             return False
@@ -650,7 +650,7 @@ def _size(
 
 
 def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
-    """What gives a cache its shape and what it holds, by name, of each configuration."""
+    """Return, by name and for each configuration, what gives a cache its shape and its content."""
     dims = ("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window")
     names = ("num_hidden_layers", *dims, "numerics")
     rows = [(name, *(getattr(c, name) for c in configs)) for name in names]

@@ -41,7 +41,7 @@ _TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
 
 class ExpertWeights(FixedDtypeModule):
-    """What ``DeepseekV4Experts`` says of its parameters, formats and layouts.
+    """Formats, layouts and views of the parameters of ``DeepseekV4Experts``.
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
@@ -114,7 +114,7 @@ class ExpertWeights(FixedDtypeModule):
         return deinterleaved(dense) if self._is_interleaved(name) else dense
 
     def _is_interleaved(self, name: str) -> bool:
-        """Whether gate and up rows are interleaved."""
+        """Return whether gate and up rows are interleaved."""
         return name == "gate_up_proj" and self.layout != LINEAR
 
     def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
@@ -129,7 +129,7 @@ class ExpertWeights(FixedDtypeModule):
         return self._part(both, 0), self._part(both, 1), down
 
     def _linear(self, name: str, expert: int) -> QuantizedTensor:
-        """One expert's matrix as an unpacked layer has it."""
+        """Return one expert's matrix as an unpacked layer has it."""
         matrix = self.quantized_weight(name)[expert]
         if not self._is_interleaved(name):
             return matrix.with_layout(LINEAR)
@@ -413,7 +413,7 @@ class ExpertWeights(FixedDtypeModule):
             self._check_scales(name, matrix)
 
     def _check_scales(self, name: str, matrix: QuantizedTensor) -> None:
-        """What would be stored as other numbers than it means."""
+        """Raise if storing a matrix would change the numbers that it means."""
         if matrix.layout != LINEAR:
             raise ValueError(f"Experts: {name} has layout {matrix.layout!r}, wanted {LINEAR!r}")
         projection = "down_proj" if name == "down" else "gate_up_proj"
@@ -475,7 +475,7 @@ class ExpertWeights(FixedDtypeModule):
             self.set_expert(e, gate, up, quantize_weight(down[e], format))
 
     def _range(self) -> str:
-        """Which of how many."""
+        """Return which of how many."""
         if self.num_local_experts == self.num_experts:
             return str(self.num_experts)
         last = self.first_expert + self.num_local_experts - 1

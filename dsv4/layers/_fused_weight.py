@@ -1,4 +1,4 @@
-"""One matrix that several layers hold the rows of."""
+"""A matrix whose rows belong to several layers."""
 
 from __future__ import annotations
 

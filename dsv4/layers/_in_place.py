@@ -1,4 +1,4 @@
-"""One expert's NVFP4 bytes to a packed layout and back, where they are."""
+"""Rewrite one expert's NVFP4 bytes to a packed layout and back, in their own memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CODES = 1 << 22  # that are moved at once
 
 
 def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
-    """What to copy where, one after another, so that the bytes are packed in the end.
+    """Yield the copies that, made one after another, leave the bytes packed.
 
     Args:
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
@@ -51,7 +51,7 @@ def unpacking(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
 
 
 def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
-    """As ``packing``, to scales in blocks of 128 rows and 4 columns, of which there are only whole.
+    """Like ``packing``, with scales in whole blocks of 128 rows and 4 columns.
 
     Args:
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.

@@ -68,7 +68,7 @@ _CHANGED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Structure:
-    """What the modules of a layer were at one time: their classes, tree, attributes and tensors.
+    """A snapshot of a layer's modules: their classes, tree, attributes and tensors.
 
     It keeps dictionaries of the modules below the layer, to compare what is in them, until one of
     these modules is gone. So it keeps no module and no tensor alive.
@@ -166,7 +166,7 @@ def _is_constant(value: Any) -> bool:
 
 @dataclass
 class _Plan:
-    """How to repeat a call with certain tensors; see ``dsv4.ops._plans.Plan``."""
+    """A way to repeat a call with certain tensors; see ``dsv4.ops._plans.Plan``."""
 
     is_like: Guards
     remainders: Any
@@ -291,7 +291,7 @@ def run(
 
 
 def _is_plain(call: _Call) -> bool:
-    """Whether nothing but the layer's result is wanted, of few tokens on a GPU."""
+    """Return whether nothing but the layer's result is wanted, of few tokens on a GPU."""
     streams, options = call.streams, call.options
     return (
         type(streams) is torch.Tensor
@@ -312,7 +312,7 @@ def _is_plain(call: _Call) -> bool:
 def _arguments(
     layer: Any, call: _Call, step: CacheStep, weights: Sequence[torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """What else a call depends on, hashable, and all tensors that it depends on.
+    """Return all tensors that a call depends on, and, hashable, everything else.
 
     Batches of one token per sequence have some tensors in two places.
     """
@@ -380,7 +380,7 @@ def _recorded(
 
 
 def _operator_again(recorded: WholeOperator) -> Again:
-    """What calls an operator again by the implementation that it chose."""
+    """Return a function that repeats an operator by the implementation that it chose."""
     operation = _library.OPERATIONS[recorded.name]
     implementation = operation.implementation(recorded.args)
     return lambda args: operation.run_with(implementation, args)

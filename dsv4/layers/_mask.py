@@ -23,12 +23,12 @@ def check_shape(mask: torch.Tensor, batch: int, queries: int, keys: int) -> None
 
 
 def shown_by(mask: torch.Tensor) -> torch.Tensor:
-    """Which keys a mask shows, bool."""
+    """Return which keys a mask shows, bool."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def is_bias(mask: torch.Tensor) -> torch.Tensor:
-    """Whether a mask has an entry that neither shows nor hides its key, a bool scalar."""
+    """Return whether a mask has an entry that neither shows nor hides its key, a bool scalar."""
     if mask.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=mask.device)
     return ((mask != 0) & ~(mask <= HIDDEN)).any()

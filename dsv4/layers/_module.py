@@ -1,4 +1,4 @@
-"""What every layer with tensors of fixed dtype shares."""
+"""Base of every layer with tensors of fixed dtype."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FixedDtypeModule(nn.Module):
         return super()._apply(guarded, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: 8-bit floats as bytes, because torch cannot read their storage back."""
+        """Return what is pickled: 8-bit floats as bytes, because torch cannot read theirs back."""
         state = {name: value for name, value in self.__dict__.items() if name != "_kept"}
         for group in ("_parameters", "_buffers"):
             state[group] = {name: _as_bytes(tensor) for name, tensor in state[group].items()}
@@ -96,7 +96,7 @@ class FixedDtypeModule(nn.Module):
         return last[1]
 
     def forget_value(self) -> None:
-        """Let go of the tensors of every ``value_of``, before they are replaced."""
+        """Drop the tensors of every ``value_of``, before they are replaced."""
         self.__dict__.pop("_kept", None)
 
 
@@ -115,7 +115,7 @@ class _Bytes:
     parameter: bool
 
     def tensor(self) -> torch.Tensor:
-        """It, as it was."""
+        """Return the tensor as it was."""
         values = self.values.view(self.dtype)
         return frozen(values) if self.parameter else values
 
@@ -141,7 +141,7 @@ def wider(x: torch.dtype, y: torch.dtype) -> torch.dtype:
 
 
 def wide_dtype() -> torch.dtype:
-    """Of new tensors that are never narrower than float32, whatever the default dtype is."""
+    """The dtype of new tensors that are never narrower than float32, whatever the default is."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
@@ -203,11 +203,11 @@ def quantize_pair(
 
 
 def refused_while_packed(tensor: str) -> str:
-    """What loading says of a layer's ``tensor`` that is in another layout than files are."""
+    """Return the message about a layer's ``tensor`` that is not in the layout of files."""
     remedy = "wanted an unpacked one: call dsv4.layers.unpack_ first"
     return f"{tensor}: the layer is packed, {remedy}"
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether someone watches a module, whose parts then must not be run without it."""
+    """Return whether someone watches a module, whose parts then must not be run without it."""
     return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

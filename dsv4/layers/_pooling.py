@@ -73,7 +73,7 @@ class PoolingModule(FixedDtypeModule):
         return rope(entries, cos, sin)
 
     def _stored(self, entries: torch.Tensor) -> torch.Tensor:
-        """What reading an entry back from the cache would give."""
+        """Return what reading an entry back from the cache would give."""
         return fake_quantize_kv(entries, self.rope_dim) if self.numerics == "deepseek" else entries
 
     def dense_entries(
@@ -151,7 +151,7 @@ class PoolingModule(FixedDtypeModule):
         )
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """How many entries a token at each position may see, itself included in the last."""
+        """Return how many entries a token at each position may see, itself included in the last."""
         return (position_ids + 1).div(self.compress_rate, rounding_mode="floor")
 
     def visible_in(self, step: CacheStep) -> torch.Tensor:

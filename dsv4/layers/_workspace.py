@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Buffers(NamedTuple):
-    """Where the steps of one forward put their results; None to allocate them.
+    """Buffers for the results of the steps of one forward; None to allocate them.
 
     Attributes:
         rows: ``[R, H]``: the gathered rows, and after the first GEMM has read them the results
@@ -56,7 +56,7 @@ class Workspace(nn.Module):
                 self.register_buffer(name, rows, persistent=False)
 
     def buffers_for(self, x: torch.Tensor, top_k: int) -> Buffers:
-        """For the tokens ``x`` with ``top_k`` experts each.
+        """Return buffers for the tokens ``x`` with ``top_k`` experts each.
 
         Raises:
             ValueError: if there are too many, or they are on another device or of another dtype.

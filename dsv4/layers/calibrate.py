@@ -20,7 +20,7 @@ _EXPERT_INPUTS = ("gate_up_proj", "down_proj")
 
 @dataclass
 class Calibration:
-    """What a calibration did; filled when its ``with`` block ends.
+    """The result of a calibration; filled when its ``with`` block ends.
 
     Attributes:
         calibrated: Names of the modules whose scales were set.

@@ -1,4 +1,4 @@
-"""One transformer block, and the multi-token-prediction block."""
+"""The transformer block, and the multi-token-prediction block."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ class DeepseekV4Experts(ExpertWeights):
 
     @property
     def _quantises(self) -> bool:
-        """Whether GEMMs quantise their rows; not while an observer wants to see them."""
+        """Return whether GEMMs quantise their rows; not while an observer wants to see them."""
         return self.activation == "nvfp4" and self.observers is None
 
     def _activated(
@@ -223,7 +223,7 @@ class DeepseekV4Experts(ExpertWeights):
     def _quantising(
         self, name: str, rows: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[str, torch.Tensor | None]:
-        """How a GEMM takes its rows, and with which scales; an observer sees them first."""
+        """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
         if not self._quantises:

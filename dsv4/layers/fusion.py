@@ -58,7 +58,7 @@ def concatenated_linear(
 
 
 def _is_one_gemm(layers: Sequence[Linear]) -> bool:
-    """Whether one GEMM takes the weights and the input of all."""
+    """Return whether one GEMM takes the weights and the input of all."""
     activation = layers[0].activation
     for layer in layers:
         if layer.format is not NVFP4 and layer.format != NVFP4:
@@ -123,7 +123,7 @@ def fused_swiglu(
 
 
 def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
-    """How a GEMM of layers that agree on it takes its input, and with which scale."""
+    """Return how a GEMM of layers that agree on it takes its input, and with which scale."""
     activation = layers[0].activation
     return activation, _common_input_scale(layers) if activation == "nvfp4" else None
 
@@ -143,7 +143,7 @@ def _fused_of(layer: Linear) -> FusedWeight | None:
 
 
 def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:
-    """Whether the layers are the parts of ``fused``, all of them and in this order."""
+    """Return whether the layers are the parts of ``fused``, all of them and in this order."""
     if len(layers) != len(fused.rows):
         return False
     for i, layer in enumerate(layers):
@@ -155,7 +155,7 @@ def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:
 def join_weights(
     layers: Sequence[Linear], *, interleaved: bool = False, in_turn: bool | None = None
 ) -> bool:
-    """Let packed layers share one matrix, so that a GEMM of all of them copies nothing.
+    """Make packed layers share one matrix, so that a GEMM of all of them copies nothing.
 
     Needs memory for one copy of the matrix, and for interleaved rows for one layer's more. Layers
     that share it already stay as they are.

@@ -39,7 +39,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
     def forward(
         self, hidden_streams: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What comes before the sublayer.
+        """Collapse the streams to the sublayer's input, and compute the coefficients for ``post``.
 
         Args:
             hidden_streams: ``[B, S, n, H]``.
@@ -104,7 +104,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
     def post(
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
-        """What comes after the sublayer: ``X'_k = post_k y + sum_j comb_jk X_j``.
+        """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb_jk X_j``.
 
         transformers' numerics round post and comb to the dtype of the streams first.
         """

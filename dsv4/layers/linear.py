@@ -154,7 +154,7 @@ class Linear(FixedDtypeModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """Return where the weight is."""
         return self.weight.device if self.fused is None else self.fused.codes.device
 
     @property
@@ -228,14 +228,14 @@ class Linear(FixedDtypeModule):
         self.weight_scale, self.weight_scale_2 = (None if t is None else frozen(t) for t in parts)
 
     def _leave(self) -> None:
-        """Have no part in a fused weight; the other layers keep theirs."""
+        """Give up the part of a fused weight; the other layers keep theirs."""
         self.forget_value()
         if self.fused is not None:
             del self.fused  # out of the submodules, which would keep and print a None
             self.fused, self.fused_part = None, 0
 
     def _enter(self, fused: FusedWeight, part: int) -> None:
-        """Have no weight but a part of a fused one."""
+        """Replace the weight by a part of a fused one."""
         self._leave()
         for name in _OWN:
             self.register_parameter(name, None)

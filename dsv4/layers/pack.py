@@ -18,7 +18,7 @@ _Layer = Linear | DeepseekV4Experts
 
 @dataclass
 class Packing:
-    """What ``pack_`` did.
+    """The result of ``pack_``.
 
     Attributes:
         packed: Names of the linear layers and routed experts that are packed now.
@@ -109,7 +109,7 @@ def _pack(report: Packing, name: str, layer: _Layer, layout: str) -> None:
 
 
 def join_packed_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Let packed layers that go together share one matrix; their names, per matrix."""
+    """Make packed layers that go together share one matrix, and return their names, per matrix."""
     return [names for group in _groups(model) for names in group.join()]
 
 
@@ -122,7 +122,7 @@ class _Group:
     interleaved: bool
 
     def join(self) -> list[tuple[str, ...]]:
-        """Let them share it; their names, if they do."""
+        """Share the matrix and return the names, or nothing if the layers cannot share it."""
         layers = [part for part in self.parts if isinstance(part, Linear)]
         if len(layers) < len(self.parts):
             return []

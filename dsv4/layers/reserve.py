@@ -12,7 +12,7 @@ from dsv4.layers.experts import DeepseekV4Experts
 def reserve_experts(
     model: nn.Module, max_tokens: int | None, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Let all routed experts of a model share memory for the rows of that many tokens.
+    """Make all routed experts of a model share memory for the rows of that many tokens.
 
     Every forward of a ``DeepseekV4Experts`` then writes its gathered rows, their SwiGLU and the
     results of its experts there, at the same addresses each time, and raises ValueError for more
@@ -66,7 +66,7 @@ STEP_TOKENS = 4096
 def warm_allocator(
     model: nn.Module, max_tokens: int = STEP_TOKENS, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Let PyTorch's allocator get the memory that routed experts need in a step on a GPU.
+    """Make PyTorch's allocator get the memory that routed experts need in a step on a GPU.
 
     It keeps that memory in its cache, so that the first step of that many tokens does not wait for
     the driver and does not run out of memory there. A larger step gets more. Nothing is fixed:

@@ -70,7 +70,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         return made
 
     def table_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of cosines and sines in a model of ``dtype``: its own, or float32 always."""
+        """The dtype of cosines and sines in a model of ``dtype``: its own, or float32 always."""
         return dtype if self.numerics == "transformers" else torch.float32
 
     def forward(

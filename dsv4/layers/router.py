@@ -76,7 +76,7 @@ class DeepseekV4HashRouter(_Router):
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the top-k router, with ``input_ids [...]`` of as many tokens.
+        """Route like the top-k router, with ``input_ids [...]`` of as many tokens.
 
         Raises:
             ValueError: if ``input_ids`` is None or of another length.

@@ -63,7 +63,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Call(Protocol[A_contra, R_co]):
-    """What calls an operator."""
+    """A callable of an operator."""
 
     def __call__(
         self,
@@ -84,7 +84,7 @@ class Call(Protocol[A_contra, R_co]):
 
 
 def _watcher() -> Callable[[], bool]:
-    """What says whether a function mode or torch's profiler sees calls in this thread."""
+    """Return the test for a function mode or profiler that sees calls in this thread."""
     try:
         function_modes = torch._C._len_torch_function_stack
         profiler_enabled = torch.autograd._profiler_enabled
@@ -94,7 +94,7 @@ def _watcher() -> Callable[[], bool]:
 
 
 def _observer() -> Callable[[], bool]:
-    """What says that nothing in this thread wants to see operators: no mode, transform or trace.
+    """Return the test that nothing in this thread sees operators: no mode, transform or trace.
 
     It asks torch by private names; to a torch that has others, every call is one to be seen.
     """
@@ -223,7 +223,7 @@ def _results(fake: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """How a registered operator runs.
+    """A registered operator: how it runs.
 
     Attributes:
         name: As registered.
@@ -281,7 +281,7 @@ class Operation:
         return implementation(args)
 
     def implementation(self, flat: Sequence[Any]) -> Callable[..., Any]:
-        """What ``"auto"`` chooses; ``flat`` as in ``run``."""
+        """Return the implementation that ``"auto"`` chooses; ``flat`` as in ``run``."""
         return dispatch.implementation(self.op, self.arguments(flat))
 
     def arguments(self, flat: Sequence[Any]) -> Any:
@@ -301,7 +301,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
-    """What runs at once where the registered operator would do no more, else that operator."""
+    """Register an operator; the result runs it at once where torch would do nothing else."""
     name, op, check, has_out = operation.name, operation.op, operation.check, operation.has_out
     OPERATIONS[name] = operation
 

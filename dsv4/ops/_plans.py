@@ -52,7 +52,7 @@ _interpreting = device.is_interpreting
 
 @dataclass
 class Plan:
-    """How to repeat calls with certain tensors.
+    """A way to repeat calls with certain tensors.
 
     Attributes:
         is_like: Says whether other tensors have the same metadata.
@@ -105,7 +105,7 @@ class Interpreted:
 
 
 class Arguments:
-    """Where tensors, other values and structures of both stand among a call's arguments."""
+    """Positions of tensors, other values and structures of both among a call's arguments."""
 
     def __init__(self, function: Any, values: Sequence[Any]) -> None:
         """Look at them.
@@ -138,7 +138,7 @@ class Arguments:
         return tensors
 
     def constants(self, values: Sequence[Any]) -> list[Any]:
-        """What else the call depends on, hashable."""
+        """Everything else that the call depends on, hashable."""
         constants = []
         for i in self._values:
             constants.append(values[i])
@@ -266,7 +266,7 @@ PLANS = PlanCache()
 
 
 def planned(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a public operator be repeated by plan; see the module.
+    """Decorate a public operator so that plans repeat it; see the module.
 
     It must depend on nothing but its arguments, and return tensors, tuples or dataclasses of them.
     """
@@ -288,7 +288,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_plain_call(backend: Any) -> bool:
-    """Whether ``"auto"`` chooses, and nobody watches calls otherwise than by a mode of tensors.
+    """Return whether ``"auto"`` chooses, and nobody but a mode of tensors watches calls.
 
     Such modes are part of what ``guards_of`` compares.
     """
@@ -296,7 +296,7 @@ def is_plain_call(backend: Any) -> bool:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether plans may be made of calls with these tensors, in the present mode."""
+    """Return whether plans may be made of calls with these tensors, in the present mode."""
     grad = _is_grad_enabled()
     return _library.unobserved() and not any(
         type(t) not in _TENSORS or t.is_neg() or t.is_meta or (grad and t.requires_grad)
@@ -334,7 +334,7 @@ def _recorded(
 
 
 def _again(recorder: Recorder, result: Any) -> Any:
-    """How to repeat what was recorded; None if there is no way."""
+    """Return how to repeat what was recorded; None if there is no way."""
     tape = tape_of(recorder, result)
     if tape is not None and not tape.is_native:
         return Interpreted(tape)

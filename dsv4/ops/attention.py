@@ -79,7 +79,7 @@ def sparse_attention(
     sin: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One softmax over the given entries of both caches (specification, section 4.2, steps 6 to 8).
+    """Compute one softmax over entries of both caches (specification, section 4.2, steps 6 to 8).
 
     ``o_h = sum_j exp(s_hj) k_j / (sum_j exp(s_hj) + exp(sink_h))`` with ``s_hj = scale * q_h.k_j``;
     an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it

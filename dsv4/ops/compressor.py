@@ -158,7 +158,7 @@ def _check_sequences(op: str, has_tokens: torch.Tensor, sequences: torch.Tensor,
 
 
 def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Which entries of the batch are not ignored."""
+    """Return which entries of the batch are not ignored."""
     return (cu_seqlens.diff() > 0) & (sequences >= 0)
 
 
@@ -177,7 +177,7 @@ def pool_windows(
     overlap: bool,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One entry per window of m tokens (specification, section 5.2).
+    """Pool each window of m tokens into one entry (specification, section 5.2).
 
     Each channel is averaged with a softmax over the scores of that channel. Without overlap the
     slots are the window's m tokens. With overlap there are 2m: the window before, columns
@@ -308,7 +308,7 @@ def compress_write(
     table_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> None:
-    """From a compressor's projections to cached entries (specification, sections 5.2 and 5.3).
+    """Write a compressor's projections as cached entries (specification, sections 5.2 and 5.3).
 
     ``pooled, positions, sequence = compressor_update(...)``, then for every entry that closed
     ``rope(rms_norm(pooled.to(dtype), norm_weight, eps), *rope_tables(positions, inv_freq))``, then
@@ -405,7 +405,7 @@ def _expected_tokens(
     sequences: torch.Tensor,
     overlap: bool,
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the tokens and the state."""
+    """Return what ``_check.tensors`` is to check of the tokens and the state."""
     ratio = ape.shape[0] if ape.dim() else 0
     batch = starts.shape[0] if starts.dim() else 0
     if ape.dim() and not torch.compiler.is_compiling() and ratio < 1:

@@ -450,7 +450,7 @@ def hc_post_pre_norm(
     iterations: int,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Between two sublayers: ``hc_post`` of the one, ``hc_pre_norm`` of the next.
+    """Run what is between two sublayers: ``hc_post`` of the one, ``hc_pre_norm`` of the next.
 
     Args:
         y: ``[..., H]``, the output of the sublayer before.
@@ -611,7 +611,7 @@ def _expected_pre(
     iterations: int,
     norm_weight: torch.Tensor | None = None,
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the arguments that collapse streams."""
+    """Return what ``_check.tensors`` is to check of the arguments that collapse streams."""
     n = _check_rank(op, streams)
     if iterations < 1:
         raise ValueError(f"{op}: iterations is {iterations}, wanted at least 1")
@@ -628,7 +628,7 @@ def _expected_pre(
 def _expected_post(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the arguments that write back."""
+    """Return what ``_check.tensors`` is to check of the arguments that write back."""
     return (
         ("streams", streams, _check.FLOATS, ("...", "n", "H")),
         ("y", y, _check.FLOATS, ("...", "H")),

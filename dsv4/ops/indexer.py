@@ -261,7 +261,7 @@ def quantize_index_queries(
 def _expected_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate: bool
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of queries and tables."""
+    """Return what ``_check.tensors`` is to check of queries and tables."""
     return (
         ("q", q, _ROTATED if rotate else _check.FLOATS, ("T", "h", "d")),
         ("cos", cos, _check.FLOATS, ("T", "R/2")),

@@ -137,7 +137,7 @@ _norm_rope_write_kv = define(
 def expected_pages(
     op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS
 ) -> _check.Expected:
-    """What the fields of ``pages`` call for of ``pages.data``, as ``_check.tensors`` takes it.
+    """Return what the fields of ``pages`` require of ``pages.data``, for ``_check.tensors``.
 
     Args:
         op: Name of the operator.
@@ -271,7 +271,7 @@ def read_kv(
 
 @planned
 def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -> torch.Tensor:
-    """What ``x`` reads back as after a round trip through ``"fp8"`` pages, bit for bit.
+    """Return what ``x`` reads back as after ``"fp8"`` pages, bit for bit.
 
     Specification, section 4.2, step 5. The first ``D - rope_dim`` dims are quantised to E4M3 in
     groups of 64 with power-of-two scales; the last ``rope_dim`` are rounded to bfloat16, whatever
@@ -309,7 +309,7 @@ def norm_rope_write_kv(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> None:
-    """From the projection to the cache in one step (specification, section 4.2, steps 4 and 5).
+    """Write projections to the cache in one step (specification, section 4.2, steps 4 and 5).
 
     ``write_kv(pages, rope(rms_norm(kv, weight, eps), cos, sin), slots)``, with the roundings to
     ``kv.dtype`` that the parts make after the norm and after the rotation. Mutates the pages.

@@ -219,7 +219,7 @@ def moe_permute(
 def _local_experts(
     op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
 ) -> int:
-    """How many experts are held here; raises unless they and the number of ids fit."""
+    """Return how many experts are held here; raises unless they and the number of ids fit."""
     local = num_experts - first if num_local_experts is None else num_local_experts
     if first < 0 or local < 1 or first + local > num_experts:
         raise ValueError(
@@ -232,12 +232,12 @@ def _local_experts(
 
 
 def out_of_range(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Which ids are neither an expert's nor -1 or ``num_experts``, bool of their shape."""
+    """Return which ids are neither an expert's nor -1 or ``num_experts``, bool of their shape."""
     return (ids < -1) | (ids > num_experts)
 
 
 def check_ids(ids: torch.Tensor, num_experts: int) -> None:
-    """What ``moe_permute`` checks on the CPU: for its implementations, which know the values.
+    """Check ids for ``moe_permute``'s CPU implementations, which know the values.
 
     Does nothing on another device, nor where values are not known because ``torch.compile`` traces.
 

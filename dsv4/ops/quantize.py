@@ -282,7 +282,7 @@ def given_scale(
 
 
 def positive(name: str, scale: torch.Tensor) -> None:
-    """On the CPU, raise ValueError unless all values are finite and above 0.
+    """Raise ValueError unless all values are finite and above 0, on the CPU alone.
 
     Values on other devices are not read: that would synchronise. There a bad scale gives NaN.
     """

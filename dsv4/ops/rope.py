@@ -186,7 +186,7 @@ def rope_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """From attention to the grouped projection (specification, section 4.2, steps 8 and 9).
+    """Rotate and quantise attention's result for the grouped projection (steps 8 and 9).
 
     ``rope(x, cos, sin, inverse=inverse)`` with the same angles for all heads of a token, rounded to
     ``x.dtype``; then the heads are joined, cut into ``groups`` rows per token and quantised to

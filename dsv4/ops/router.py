@@ -190,7 +190,7 @@ def _logits_dtype(op: str, x: torch.Tensor, logits_dtype: torch.dtype) -> torch.
 
 
 def check_ids(tid2eid: torch.Tensor, input_ids: torch.Tensor, num_experts: int) -> None:
-    """What ``route_hash`` checks on the CPU: for its implementations, which know the values.
+    """Check ids for ``route_hash``'s CPU implementations, which know the values.
 
     Does nothing on another device.
 

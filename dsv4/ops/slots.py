@@ -1,4 +1,4 @@
-"""Where in the pages an entry of a sequence lies: page tables give slots."""
+"""Slots: the places of a sequence's entries in pages, given by page tables."""
 
 from __future__ import annotations
 

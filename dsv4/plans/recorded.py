@@ -1,4 +1,4 @@
-"""What a recording consists of: where tensors lie, and the steps that a tape repeats."""
+"""Parts of a recording: where tensors lie, and the steps that a tape repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Location:
-    """Where a recorded tensor lies.
+    """The place of a recorded tensor.
 
     Attributes:
         slot: Number of the argument or, after the arguments, of the allocation.

@@ -1,4 +1,4 @@
-"""Whether a model can be captured in CUDA graphs; captures that clean up when they fail."""
+"""Check that a model can be captured in CUDA graphs; clean up captures that fail."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CaptureError(RuntimeError):
 def obstacle(
     model: DeepseekV4ForCausalLM, tokens: Sequence[int], device: torch.device
 ) -> str | None:
-    """Why decode steps of a model cannot be captured, or None.
+    """Return why decode steps of a model cannot be captured, or None.
 
     Args:
         model: Uncompiled.

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What a runner has room for.
+    """The limits of a runner: sequences, tokens and chunks.
 
     Attributes:
         max_sequences: Requests that run at one time.
@@ -51,7 +51,7 @@ class Limits:
         max_chunk: int | None,
         prefix_sequences: int,
     ) -> Limits:
-        """Checked limits."""
+        """Check the arguments and return limits."""
         if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
             raise TypeError(f"Runner: model is {type(model).__name__}, wanted what dsv4.load gives")
         _at_least("max_sequences", max_sequences, 1)
@@ -209,7 +209,7 @@ def _reserved_tokens(model: nn.Module) -> list[int]:
 
 
 def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
-    """Whether decode steps are captured. Logs why not where the model's weights are the reason.
+    """Decide whether decode steps are captured; log why not if the model's weights prevent it.
 
     Raises:
         ValueError: if ``capture`` is true and they cannot be.
@@ -227,7 +227,7 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequ
 
 
 def why_eager(model: DeepseekV4ForCausalLM, max_sequences: int) -> str | None:
-    """Why steps of a model cannot be captured, or None."""
+    """Return why steps of a model cannot be captured, or None."""
     if model.device.type != "cuda":
         return f"the model is on {model.device.type}"
     if is_compiled(model):
@@ -244,7 +244,7 @@ def warn_eager(model: DeepseekV4ForCausalLM, reason: str, steps: str = "decode")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` made the model, or compiled a module of it in place."""
+    """Return whether ``torch.compile`` made the model, or compiled a module of it in place."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""Whether a model's tensors are the ones that CUDA graphs were captured with."""
+"""Check that a model's tensors are the ones that CUDA graphs were captured with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _version = attrgetter("_version")
 
 
 class Weights:
-    """Where a model's tensors lie, and how often they were written to, at one time.
+    """Addresses of a model's tensors and how often they were written to, at one time.
 
     Every call of ``generate`` compares twice. Before it launches anything, ``are_in_place``: graphs
     hold addresses, so what lies there must still be the model's. While the GPU works, the rest:
@@ -44,11 +44,11 @@ class Weights:
         self._others = list(map(id, _values(self._rest)))
 
     def are_in_place(self, model: nn.Module) -> bool:
-        """Whether memory that graphs read is still that of the model, or of modules it had."""
+        """Return whether memory that graphs read is still the model's, or of modules it had."""
         return self._model == id(model) and self._lie_there(self._tensors())
 
     def are_those_of(self, model: nn.Module) -> bool:
-        """Whether the model has the same modules, with the same tensors, unchanged."""
+        """Return whether the model has the same modules, with the same tensors, unchanged."""
         if self._model != id(model) or any(self._empty):
             return False
         if list(map(id, _values(self._rest))) != self._others:

@@ -78,7 +78,7 @@ class Graphs:
         return graph, out
 
     def release(self) -> None:
-        """Let go of the memory: the graphs are gone."""
+        """Drop the memory: the graphs are gone."""
         self._pool = None
 
 
@@ -119,7 +119,7 @@ class SamplerStep:
         return next(size for size in self.buckets if size >= count)
 
     def write(self, rows: Sequence[int]) -> None:
-        """Let ``rows`` be these, distinct ones, and then padding."""
+        """Set ``rows`` to these, distinct ones, and then to padding."""
         padded = [*rows, *[-1] * (self.buckets[-1] - len(rows))]
         if padded == self._written:
             return
@@ -178,7 +178,7 @@ class DecodeStep:
         return len(self._captured)
 
     def run(self, rows: Sequence[int], variant: Variant, captured: bool) -> Chosen:
-        """One token more for each of the cache rows, which the cache is prepared for.
+        """Decode one token more for each of the cache rows, which the cache is prepared for.
 
         Args:
             rows: Distinct cache rows.

@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a call of ``generate`` needs, or a kept runner has.
+    """The capacity that a call of ``generate`` needs, or that a kept runner has.
 
     Attributes:
         sequences: At one time.
@@ -54,17 +54,17 @@ class Capacity:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Capacity:
-        """For prompts and ``new`` tokens behind each."""
+        """Return the capacity for prompts and ``new`` tokens after each."""
         totals = [len(prompt) + new for prompt in prompts]
         return cls(len(prompts), max(totals), sum(map(_in_blocks, totals)))
 
     @classmethod
     def of_equal(cls, sequences: int, tokens: int) -> Capacity:
-        """For sequences of one length."""
+        """Return the capacity for sequences of one length."""
         return cls(sequences, tokens, sequences * _in_blocks(tokens))
 
     def holds(self, other: Capacity) -> bool:
-        """Whether there is room for another."""
+        """Return whether there is room for another."""
         return (
             self.sequences >= other.sequences
             and self.tokens >= other.tokens
@@ -72,12 +72,12 @@ class Capacity:
         )
 
     def rounded(self, most: int) -> Capacity:
-        """For calls that need a little more, too; ``most``: tokens of any sequence."""
+        """Return more, for calls that need a little more; ``most`` is the limit of any sequence."""
         tokens = max(self.tokens, min(_rounded(self.tokens, _STEP), most))
         return Capacity.of_equal(self.sequences, tokens)
 
     def grown(self, need: Capacity, most: int) -> Capacity:
-        """For what this has and ``need``: what is too small at least doubles."""
+        """Return a capacity for this and for ``need``; what is too small at least doubles."""
         sequences, tokens, pool = self.sequences, self.tokens, self.pool
         if need.sequences > sequences:
             more = max(need.sequences, 2 * sequences)
@@ -98,7 +98,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` did; ``print`` shows it.
+    """The result of ``prepare``; ``print`` shows it.
 
     Attributes:
         capacity: What the kept runner has room for; None if there is none.
@@ -144,7 +144,7 @@ class KeptRunner:
 
     @classmethod
     def of(cls, model: DeepseekV4ForCausalLM) -> KeptRunner:
-        """That of a model, made at its first use."""
+        """Return the kept runner of a model, made at its first use."""
         held: KeptRunner = model.__dict__.setdefault(_ATTRIBUTE, cls())
         return held
 
@@ -242,7 +242,7 @@ class Lease:
     _is_new: bool = True
 
     def is_current(self) -> bool:
-        """Whether the runner was made for the weights as they are now."""
+        """Return whether the runner was made for the weights as they are now."""
         if self._owner is None or self._is_new:
             return True
         return self._owner.weights is not None and self._owner.weights.are_those_of(self._model)
@@ -363,7 +363,7 @@ def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity
 
 
 def _keeps(model: DeepseekV4ForCausalLM) -> bool:
-    """Whether a model keeps a runner."""
+    """Return whether a model keeps a runner."""
     return model.device.type == "cuda"
 
 

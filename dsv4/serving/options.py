@@ -15,7 +15,7 @@ _SEEDS = 1 << 63
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of a request are chosen.
+    """Options by which the tokens of a request are chosen.
 
     The distribution is made in this order. ``repetition_penalty`` changes the logits of tokens that
     the prompt or the answer contains. The logits are divided by ``temperature``. ``top_k`` keeps

@@ -122,7 +122,7 @@ class PrefixCache:
         self._rows.append(CachedRow(row, tuple(tokens)))
 
     def evict(self, keep: CachedRow | None = None) -> bool:
-        """Free the least recently used row but ``keep``; whether there was one."""
+        """Free the least recently used row but ``keep``; return whether there was one."""
         for cached in self._rows:
             if cached is not keep:
                 self._rows.remove(cached)

@@ -76,7 +76,7 @@ class Readback:
         return Pending(self, slot, count, width)
 
     def give_back(self, slot: _Slot) -> None:
-        """Let another step use a buffer."""
+        """Give a buffer back, for another step to use."""
         self._free.append(slot)
 
 

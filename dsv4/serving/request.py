@@ -41,7 +41,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request ended."""
+    """The way a request ended."""
 
     reason: str
     error: RequestError | None = None
@@ -88,12 +88,12 @@ class Request:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """One per token, if the options ask for them."""
+        """The log-probabilities, one per token, if the options ask for them."""
         return [e.logprobs for e in self._emitted if e.logprobs is not None]
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._outcome is not None
 
     @property
@@ -103,7 +103,7 @@ class Request:
 
     @property
     def error(self) -> RequestError | None:
-        """Why it failed, if it did."""
+        """Return why it failed, if it did."""
         return None if self._outcome is None else self._outcome.error
 
     def result(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the device knows of each sequence besides its cache: last token and sampling parameters.
+"""State of each sequence on the device besides its cache: last token, sampling parameters.
 
 One entry per cache row, and one more that padding reads and writes. A sequence that joins writes
 its entry in stream order; captured graphs find it by row.
@@ -132,6 +132,6 @@ class RowState:
 
 
 def _kernels_run(logits: torch.Tensor) -> bool:
-    """Whether Triton samples: as for an operator that has a kernel and a reference."""
+    """Return whether Triton samples: as for an operator that has a kernel and a reference."""
     allowed = dispatch.requested_backend() in (dispatch.AUTO, "triton")
     return allowed and (no_triton(logits.device) or float64_tensor([logits])) is None

@@ -209,7 +209,7 @@ class Runner:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether a step has something to do."""
         scheduler = self._scheduler
         queues = (self._arrivals, scheduler.waiting, scheduler.running, self._launched)
         return self._unfinished or any(queues)
@@ -417,12 +417,12 @@ class Runner:
         return True
 
     def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
-        """One token more for a sequence, and log-probabilities where ``variant`` has them."""
+        """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
         own = replace(sequence.variant, logprobs=variant.logprobs)
         return self._decoded([sequence.row], own).copied(1)
 
     def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
-        """One token more for each row, captured if possible."""
+        """Decode one token more for each row, captured if possible."""
         if self._replays:
             try:
                 return self._decode.run(rows, variant, captured=True)
@@ -432,7 +432,7 @@ class Runner:
 
     @property
     def _replays(self) -> bool:
-        """Whether steps replay graphs now."""
+        """Return whether steps replay graphs now."""
         return self._capture and dispatch.is_free(dispatch.AUTO)
 
     def _go_on_eagerly(self, error: CaptureError) -> None:

@@ -23,7 +23,7 @@ _SMALL = 2.0**-8  # below it, -log(1 - v) is computed by its series
 
 @dataclass(frozen=True)
 class Variant:
-    """What a batch of rows needs; the sampler skips the rest.
+    """The features that a batch of rows needs; the sampler skips the rest.
 
     Attributes:
         draw: Whether a row has a temperature above 0.
@@ -59,12 +59,12 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Whether the token is the argmax of the logits."""
+        """Return whether the token is the argmax of the logits."""
         return not (self.draw or self.penalty)
 
 
 class Parameters(NamedTuple):
-    """What the sampler knows of each of B rows; see ``RowState`` for the neutral values.
+    """Sampling parameters of each of B rows; see ``RowState`` for the neutral values.
 
     Attributes:
         temperature: ``[B]`` float64, 0 for greedy.
@@ -161,7 +161,7 @@ def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_mask(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """Which tokens top-k, top-p and min-p leave: ``[B, vocab]`` bool.
+    """Return which tokens top-k, top-p and min-p leave: ``[B, vocab]`` bool.
 
     Args:
         relative: Logits less the largest of their row, over the temperature: 0 and below.

@@ -1,4 +1,4 @@
-"""Which requests have a cache row, and what the next step processes; host only.
+"""Choose which requests have a cache row, and what the next step processes; host only.
 
 Requests are admitted in their order of arrival. The youngest sequence is preempted when pages run
 out: its row is freed, and its prompt and answer so far are processed again later. All state here
@@ -52,12 +52,12 @@ class RunningSequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether tokens of ``fill`` are left."""
+        """Return whether tokens of ``fill`` are left."""
         return self.fed < len(self.fill)
 
     @property
     def decoding(self) -> bool:
-        """Whether another token is to be sampled by a decode step."""
+        """Return whether another token is to be sampled by a decode step."""
         limit = len(self.request.prompt) + self.request.options.max_new_tokens
         # The token after the last one fed was sampled; it is fed unless it is the last.
         return not self.prefilling and self.fed + 1 < limit and not self.request.done
@@ -82,7 +82,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether no token to process is left behind them, so that a new one is sampled."""
+        """Return whether no token to process is left behind them, so that a new one is sampled."""
         return self.sequence.fed + self.count >= len(self.sequence.fill)
 
 
@@ -172,14 +172,14 @@ class Scheduler:
         return self._cache.allocate(), 0
 
     def _will_share(self, fill: Sequence[int], known: int) -> bool:
-        """Whether a sequence is about to make a longer prefix of ``fill`` available."""
+        """Return whether a sequence is about to make a longer prefix of ``fill`` available."""
         return any(
             known < s.cut < len(fill) and s.fed < s.cut and s.fill[: s.cut] == fill[: s.cut]
             for s in self.running
         )
 
     def _fits(self, tokens: int, known: int, cached: CachedRow | None) -> bool:
-        """Whether the pages of a new sequence are free, and one more for each that runs.
+        """Return whether the pages of a new sequence are free, and one more for each that runs.
 
         An estimate: a step that lacks pages preempts. A sequence alone always has room, since
         ``Runner.add`` refused what can never fit.
@@ -214,7 +214,7 @@ class Scheduler:
         return pieces
 
     def decode_pieces(self) -> list[Piece]:
-        """One token of every sequence that decodes."""
+        """Return one token of every sequence that decodes."""
         return [Piece(sequence, 1) for sequence in self.running if sequence.decoding]
 
     def reserve(self, pieces: list[Piece]) -> list[Piece]:

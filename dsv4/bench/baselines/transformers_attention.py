@@ -32,7 +32,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed.
+    """The step that is timed.
 
     Attributes:
         config: Sizes of the layer.
@@ -69,7 +69,7 @@ def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
 
 
 def step_us(step: Step, options: Options, backend: str | None = None) -> float:
-    """Of a step by the host's clock, the median of several.
+    """Return the median duration of a step by the host's clock.
 
     Args:
         step: What is timed.

@@ -198,7 +198,7 @@ def _config(preset: str) -> ModelConfig:
 
 
 def _bounded(context: int, c: ModelConfig) -> int:
-    """Of a tiny model a part of what it takes."""
+    """Return the context, for a tiny model at most a part of what it takes."""
     return min(context, c.max_position_embeddings // 8 if c.hidden_size < 1024 else context)
 
 

@@ -28,7 +28,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Weights:
-    """How the matrices of a random model are stored.
+    """The storage of the matrices of a random model.
 
     Attributes:
         values: ``"random"``: block scales of any value. ``"mxfp4-cast"``: powers of two, as in
@@ -121,7 +121,7 @@ def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format |
 
 
 def _is_quantised(path: str) -> bool:
-    """Whether published checkpoints quantise a linear layer."""
+    """Return whether published checkpoints quantise a linear layer."""
     if path == "lm_head":
         return False
     return "compressor" not in path or path.endswith("q_b_proj")

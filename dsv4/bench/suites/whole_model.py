@@ -106,7 +106,7 @@ def _nbytes(module: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What one token reads of a layer's KV cache.
+    """The bytes that one token reads of a layer's KV cache.
 
     Attributes:
         entries: Entries that it attends to.
@@ -172,7 +172,7 @@ def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Fill:
-    """How a cache is filled up to a context.
+    """The way to fill a cache up to a context.
 
     Attributes:
         sequences: Of the step.

@@ -23,7 +23,7 @@ HEADINGS = (
 
 @dataclass
 class Kernel:
-    """What was found of one implementation, matrix and kind of operands.
+    """Findings about one implementation, matrix and kind of operands.
 
     Attributes:
         matrix: Which, with its model.
@@ -93,7 +93,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Request:
-    """What to validate.
+    """The request: what to validate.
 
     Attributes:
         tokens: Token counts.

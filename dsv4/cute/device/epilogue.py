@@ -22,7 +22,7 @@ from dsv4.cute.device import ptx
 
 
 class Vector(NamedTuple):
-    """Where eight results of a token, which are 16 bytes of bfloat16, belong.
+    """The place of eight results of a token, which are 16 bytes of bfloat16.
 
     Attributes:
         token: Of the result.
@@ -58,7 +58,7 @@ def swiglu_outputs(values: Sequence[Float32], limit: Float32, lane: Int32) -> li
 
 
 def swiglu_output_row(lane: Int32) -> Int32:
-    """Which of a fragment's 8 outputs a lane has."""
+    """Return which of a fragment's 8 outputs a lane has."""
     return lane // 4 % 2 * 4 + lane // 8
 
 

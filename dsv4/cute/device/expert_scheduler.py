@@ -41,7 +41,7 @@ class ExpertTable(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Which experts have tiles in this launch: those with more than ``above`` rows, up to ``most``.
+    """The experts of this launch: those with more than ``above`` rows, up to ``most``.
 
     Attributes:
         above: Excluded.

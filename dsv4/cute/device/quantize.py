@@ -26,7 +26,7 @@ _MAGNITUDES = 0x7FFF7FFF
 
 
 class BlockScales(NamedTuple):
-    """Where the block scales of results go, one byte for 16 results.
+    """The addresses of the block scales of results, one byte for 16 results.
 
     Attributes:
         address: Of the first token's scales, row after row; where they are swizzled, of the scales
@@ -39,7 +39,7 @@ class BlockScales(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """Where NVFP4 results go, and what they are quantized by.
+    """The addresses of NVFP4 results, and the scales that they are quantized by.
 
     Attributes:
         codes: Address of the first token's codes, two to a byte.
@@ -53,7 +53,7 @@ class QuantizedOutput(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """What the quotients of a block have in common.
+    """Factors that the quotients of a block have in common.
 
     Reciprocal and quotient are times 2^-14, because E5M2 has its subnormal numbers where E2M1 has
     them.
@@ -189,7 +189,7 @@ def _block_scale(peak: Uint32, global_scale: Float32) -> tuple[Uint32, Divisor]:
 
 
 def _rounded(word: Uint32, half: int, divisor: Divisor) -> Float32:
-    """One of two bfloat16 over the divisor, as a number of E2M1 times 2^-14 with its sign.
+    """Divide one of two bfloat16, as a number of E2M1 times 2^-14 with its sign.
 
     Adding 2^22 times the power of two at or below the quotient, 2^-14 at least, rounds to a
     multiple of half that power; ties go to the even code.

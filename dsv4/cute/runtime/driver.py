@@ -64,7 +64,7 @@ def launcher() -> Any:
 
 
 def config(*, threads: int, shared_bytes: int, attributes: ctypes.Array[_Attribute]) -> _Config:
-    """What a launch tells the driver, but for its grid and its stream.
+    """Make the description of a launch for the driver, without its grid and its stream.
 
     Args:
         threads: Of a block.
@@ -131,7 +131,7 @@ class Parameters:
         ]
 
     def pointers(self, buffer: ctypes.Array[ctypes.c_char]) -> ctypes.Array[ctypes.c_void_p]:
-        """Where each parameter lies in a buffer of ``size`` bytes."""
+        """Return where each parameter lies in a buffer of ``size`` bytes."""
         start = ctypes.addressof(buffer)
         return (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
 
@@ -141,7 +141,7 @@ _MAP_BYTES = 128
 
 
 class Matrix(NamedTuple):
-    """What TMA copies read, but for its address.
+    """The matrix that TMA copies read, without its address.
 
     Attributes:
         rows: Of the matrix. Those beyond are read as zeros.
@@ -315,7 +315,7 @@ class Launch:
         self._start = functools.partial(launcher(), *arguments)
 
     def begin_late(self) -> None:
-        """Let no block begin before the preceding kernel has ended."""
+        """Make all blocks wait for the end of the preceding kernel before they begin."""
         self._config.attribute_count = 1
 
     def __call__(

@@ -1,4 +1,4 @@
-"""What the launches of all products share."""
+"""Helpers that the launches of all GEMMs share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cuts(segments: Sequence[int]) -> tuple[int, ...]:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """What kernels of a GPU are compiled for."""
+    """Return the architecture that kernels of a GPU are compiled for."""
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 

@@ -73,7 +73,7 @@ def _user(uid: int) -> User:
 
 
 def others_reason(status: os.stat_result, user: User, *, has_acl: bool = False) -> str | None:
-    """Why somebody besides root and ``user`` can change a file or a folder's entries, or None.
+    """Return why others than root and ``user`` can change a file or a folder's entries, or None.
 
     Args:
         status: Of the file or folder.
@@ -142,7 +142,7 @@ def _check_entry(entry: str, status: os.stat_result, user: User) -> None:
 
 
 def _has_acl(entry: str | int, status: os.stat_result) -> bool:
-    """Whether there is an access-control list; asked only where the group can write."""
+    """Return whether there is an access-control list; asked only where the group can write."""
     if not status.st_mode & stat.S_IWGRP or not hasattr(os, "getxattr"):
         return False
     try:

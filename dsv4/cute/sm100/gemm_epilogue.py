@@ -1,4 +1,4 @@
-"""From accumulators in TMEM to results: the epilogue warps of the ``tcgen05`` GEMMs.
+"""Epilogue warps of the ``tcgen05`` GEMMs: from accumulators in TMEM to results.
 
 Ownership. TMEM lanes are the CTA's 128 rows, columns are tokens. The hardware lets warp ``w`` read
 lanes ``32 w`` to ``32 w + 31``: its 32 rows, in two halves of 16. ``CHUNK_TOKENS`` tokens are

@@ -53,7 +53,7 @@ class Thread(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Where a CTA is.
+    """The place of a CTA in the grid.
 
     Attributes:
         cta: Its number.
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """What ``tile_position`` takes: the order in which clusters visit the tiles.
+    """The order in which clusters visit the tiles: arguments of ``tile_position``.
 
     Attributes:
         token_tiles: Tiles of tokens.
@@ -147,7 +147,7 @@ class Barriers(NamedTuple):
 
 
 class RingPosition(NamedTuple):
-    """Where a warp is in the ring of stages.
+    """The position of a warp in the ring of stages.
 
     Attributes:
         stage: The next one.

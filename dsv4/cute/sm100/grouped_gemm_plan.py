@@ -133,7 +133,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
 
     @property
     def multicasts_scales(self) -> bool:
-        """Whether CTAs copy scales for each other: never."""
+        """Return whether CTAs copy scales for each other: never."""
         return False
 
     @property
@@ -149,7 +149,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
         return self.tile_outputs * (4 if self.float32_out else 2)
 
     def operands(self, rows: int, columns: int, tokens: int, experts: int) -> tuple[Box, Box, Box]:
-        """What the TMA copies read, in the order of ``GroupedTcgen05Tma``."""
+        """Return what the TMA copies read, in the order of ``GroupedTcgen05Tma``."""
         return (
             code_box(experts * rows, columns, ROWS),
             scale_box(experts * -(-rows // ROWS), columns, (1, 4)),
@@ -161,7 +161,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
     def expert_row_tile(
         self, row_block: Any, rank: Any, k: Any, expert: Any, rows: Any
     ) -> OperandTile:
-        """Where stage ``k`` of a CTA's rows of an expert begins.
+        """Return where stage ``k`` of a CTA's rows of an expert begins.
 
         Swizzling the weights pads each expert's scales to a multiple of 128 rows.
         """
@@ -192,7 +192,7 @@ def _choose(problem: Experts, tokens: int) -> GroupedTcgen05Plan | None:
 
 
 def candidates(problem: Experts) -> list[GroupedTcgen05Plan]:
-    """Every configuration that can compute a grouped GEMM."""
+    """Return every configuration that can compute a grouped GEMM."""
     return [
         GroupedTcgen05Plan(
             token_block,

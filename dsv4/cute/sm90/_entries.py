@@ -61,7 +61,7 @@ Words = Sequence[Uint32]
 
 
 class PageTable(NamedTuple):
-    """How an entry of a KV cache is found.
+    """The table by which an entry of a KV cache is found.
 
     Attributes:
         pages: Address of the pages.

@@ -465,7 +465,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
 
     @cute.jit
     def _release_queries(self, pair: Uint32, last: Uint32, lane: Int32) -> None:
-        """After the last logits: the other CTA of a pair may write where the queries were."""
+        """Let the other CTA of a pair write where the queries were, after the last logits."""
         if cutlass.const_expr(self.plan.paired):  # noqa: SIM102 - one is constant
             if (lane == 0) & (last != Uint32(0)):
                 peer = 1 - cute.arch.block_idx_in_cluster()

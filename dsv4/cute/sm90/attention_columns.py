@@ -625,7 +625,7 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
 
     @cute.jit
     def _factors(self, statistics: Uint32, sinks: Uint32, lane: Int32) -> list[Fragment]:
-        """Of each of the thread's heads: factors on all CTAs' sums, then 1 / the sum of weights."""
+        """Return each own head's factors on all CTAs' sums, then 1 / the sum of weights."""
         by_head = []
         for h in cutlass.range_constexpr(_OWN):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2

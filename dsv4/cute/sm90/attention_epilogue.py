@@ -388,7 +388,7 @@ class AttentionEpilogue(PlannedKernel):
     def _pair_factors(
         self, statistics: Uint32, sinks: Uint32, row: Int32, rank: Int32
     ) -> tuple[list[list[Float32]], Sequence[Float32]]:
-        """Of each of the thread's heads: factors on this CTA's and the other's sums; 1 / weights.
+        """Return each own head's factors on this CTA's and the other's sums; 1 / weights.
 
         Args:
             statistics: Of both CTAs.

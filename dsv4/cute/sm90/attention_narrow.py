@@ -135,7 +135,7 @@ class NarrowKernel(ClusterLaunch):
 
     @property
     def scales_offset(self) -> int:
-        """Where scales are in a stage: behind codes and the last group, which is bfloat16."""
+        """The offset of scales in a stage: after codes and the last group, which is bfloat16."""
         return (_WARPS + 1) * self.code_bytes
 
     @property
@@ -318,7 +318,7 @@ class NarrowKernel(ClusterLaunch):
         ]
 
     def _any(self, exists: Words) -> cutlass.Boolean:
-        """Whether a step has an entry."""
+        """Return whether a step has an entry."""
         bits = exists[0]
         for more in exists[1:]:
             bits = bits | more
@@ -417,7 +417,7 @@ class NarrowKernel(ClusterLaunch):
     def _load_queries(
         self, args: ClusterAttentionArgs, tile: Tile, worker: Worker
     ) -> list[list[Uint32]]:
-        """Left operands of four K steps: of each row of the lane, 16 dims of the warp's group."""
+        """Load the left operands of four K steps: of each row of the lane 16 dims of the group."""
         q = args.q + (Int64(tile.token) * args.token_stride) * 2
         rows = []
         for r in cutlass.range_constexpr(self.plan.heads // 8):

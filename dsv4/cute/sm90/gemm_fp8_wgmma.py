@@ -122,7 +122,7 @@ class Fp8Loop(NamedTuple):
 
 
 class Fp8Output(NamedTuple):
-    """Where results go, and what else the epilogue reads; as ``Output``.
+    """Addresses of results, and what else the epilogue reads; like ``Output``.
 
     Attributes:
         buffer: Transpose buffers of all warpgroups, in shared memory.

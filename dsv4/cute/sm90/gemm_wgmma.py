@@ -107,7 +107,7 @@ class Operands(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where an MMA warp is in the ring.
+    """The position of an MMA warp in the ring.
 
     Attributes:
         stage: The next one.

@@ -201,7 +201,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
     def _output(
         self, args: GroupedSmallMArgs, shared: SharedMemory, row: Int32, warp: Int32
     ) -> Output:
-        """Where the results of a segment go that begins at a row of X."""
+        """Return where the results of a segment go that begins at a row of X."""
         return Output(
             buffer=shared.buffers + Uint32(warp * self.plan.buffer_bytes),
             out=args.out + Int64(row) * args.units * self.tile_bytes,
@@ -256,7 +256,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         return self._joined(sums), prefetched
 
     def _rows(self, x: Uint32, lane: Int32) -> list[Uint32]:
-        """Where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.
+        """Return where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.
 
         Rows that shared memory does not hold are replaced by the last one; they give a column of
         sums that nobody stores.
@@ -292,7 +292,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         job: Int32,
         lane: Int32,
     ) -> Boolean:
-        """One warp: write a job's sums to its unit's slot; whether they are the unit's last.
+        """One warp: write a job's sums to its unit's slot; return whether they are the last.
 
         Every lane arrives for what it wrote itself. Lanes that arrive together arrive as one, and
         none of them learns that it was the last; so a warp's first lane arrives after the others.
@@ -325,7 +325,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
 
     @cute.jit
     def _reduce(self, shared: SharedMemory, number: Int32, lane: Int32) -> list[Fragment]:
-        """One warp: the sum of a unit's K splits; frees the slot."""
+        """One warp: add a unit's K splits and free the slot."""
         sums = self._sum_splits(shared, number, Int32(0), lane)
         self._free_slot(shared, number)
         return sums

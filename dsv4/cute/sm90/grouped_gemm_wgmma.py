@@ -380,7 +380,7 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
     def _lane_weights(
         self, weights: Uint32, scale_buffer: Uint32, warp: Int32, lane: Int32, opaque_16: Uint32
     ) -> Any:
-        """Where the lane's weights are in the first stage.
+        """Return where the lane's weights are in the first stage.
 
         Args:
             weights: Codes of the first stage; its scales follow them.

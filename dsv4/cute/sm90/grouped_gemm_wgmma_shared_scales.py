@@ -68,7 +68,7 @@ class GroupedWgmmaSharedScalesKernel(GroupedWgmmaKernel):
     def _lane_weights(
         self, weights: Uint32, scale_buffer: Uint32, warp: Int32, lane: Int32, opaque_16: Uint32
     ) -> SharedScaleWeights:
-        """Where the lane's weights are in the first stage, and the scales that it shares."""
+        """Return where the lane's weights are in the first stage, and the scales that it shares."""
         codes = weights + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales = weights + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
         # Eight lanes have a pair: rows lane % 8 and lane % 8 + 8 of it.

@@ -232,7 +232,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
 
     @cute.jit
     def _prefetch_token(self, args: IndexerLogitsArgs, token: Int32, thread: Int32) -> None:
-        """Bring to L2 what is read first, one load after another. All threads."""
+        """All threads: load to L2 what is read first, one load after another."""
         if thread < args.heads:
             ptx.prefetch_l2(args.q + token * args.token_stride + thread * args.head_stride)
         if thread == 0:
@@ -242,7 +242,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
     def _prefetch_pages(
         self, args: IndexerLogitsArgs, token: Int32, part: Int32, step: Int32, who: Lane
     ) -> None:
-        """Bring to L2 the page numbers of a warpgroup's first 32 blocks. One warp that copies.
+        """One copying warp: load to L2 the page numbers of a warpgroup's first 32 blocks.
 
         As if the token's sequence had its number, which is often so.
         """

@@ -1,4 +1,4 @@
-"""What a warp does with one row tile in the small-M GEMMs, dense and grouped.
+"""Work of a warp on one row tile in the small-M GEMMs, dense and grouped.
 
 A row tile is 16 rows of the weight; a weight tile is 16 rows x 64 columns of it.
 
@@ -84,7 +84,7 @@ class GlobalScales(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where the results of a row tile go, and what scales them.
+    """Addresses of the results of a row tile, and the scales of the results.
 
     Attributes:
         buffer: The warp's shared-memory buffer for the transpose.
@@ -158,7 +158,7 @@ class SmallMTile(PlannedKernel):
         return sums
 
     def _joined(self, sums: list[Fragment]) -> list[Fragment]:
-        """One fragment for each tile of tokens: even and odd K steps added."""
+        """Return one fragment for each tile of tokens: even and odd K steps added."""
         if self.plan.token_tiles > 1:
             return sums
         return [[sums[0][i] + sums[1][i] for i in range(4)]]

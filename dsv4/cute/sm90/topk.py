@@ -240,7 +240,7 @@ class TopkKernel(TopkRows):
         shared: SharedMemory,
         who: Lane,
     ) -> Cut:
-        """Where the k highest of ``count`` keys within the limits end."""
+        """Return where the k highest of ``count`` keys within the limits end."""
         threshold = self._search(source, limits, count, k, Int32(0), shared, who)
         bound, ties = threshold.key, k - threshold.above
         if threshold.reached <= k:

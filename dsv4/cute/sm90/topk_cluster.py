@@ -170,7 +170,7 @@ class TopkClusterKernel(TopkKernel):
         shared: SharedMemory,
         who: Lane,
     ) -> Placed:
-        """How many keys of the preceding CTAs are above the bound, and how many equal it.
+        """Return how many keys of the preceding CTAs are above the bound, and how many equal it.
 
         Args:
             source: Candidates of all CTAs.

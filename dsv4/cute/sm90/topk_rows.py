@@ -30,7 +30,7 @@ def log2(number: int) -> int:
 
 
 class Lane(NamedTuple):
-    """Which thread this is.
+    """The thread's place.
 
     Attributes:
         thread: Of the CTA.
@@ -150,7 +150,7 @@ class KeyRange(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """What a search finds.
+    """The result of a search.
 
     Attributes:
         key: The threshold.
@@ -164,7 +164,7 @@ class Threshold(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which keys are selected: those above a bound, and some of those that equal it.
+    """The keys that are selected: those above a bound, and some of those that equal it.
 
     Attributes:
         bound: The bound.
@@ -188,7 +188,7 @@ class Placed(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where selected positions go, and what a key's position is.
+    """Addresses of selected positions, and the rule that gives a key's position.
 
     Attributes:
         out: Address of the row's results.

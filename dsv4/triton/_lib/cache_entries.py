@@ -1,4 +1,4 @@
-"""One cache entry in registers, to and from its bytes in a page.
+"""Convert a cache entry in registers to and from its bytes in a page.
 
 The layout is ``dsv4.kv_cache.pages.EntryLayout``.
 

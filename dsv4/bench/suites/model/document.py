@@ -16,7 +16,7 @@ SCHEMA = "dsv4.bench.model/1"
 
 @dataclass(frozen=True)
 class Named:
-    """Which model a row is about.
+    """The model that a row is about.
 
     Attributes:
         preset: Published model.
@@ -242,7 +242,7 @@ def _fields(where: str, content: Any, names: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go: a JSON file and a chart; None: nowhere."""
+    """Destinations of results: a JSON file and a chart; None: nowhere."""
 
     json: Path | None
     chart: Path | None

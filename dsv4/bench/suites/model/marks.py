@@ -1,4 +1,4 @@
-"""When the decode steps of a call of ``generate`` began.
+"""Times at which the decode steps of a call of ``generate`` began.
 
 ``generate`` returns all tokens at once, so its steps are noticed in the runner that it drives.
 """
@@ -32,7 +32,7 @@ class Mark:
 
 @contextmanager
 def marked() -> Iterator[list[Mark]]:
-    """Within it, every decode step of every runner adds its mark to the list."""
+    """Let every decode step of every runner add its mark to the list, within the block."""
     marks: list[Mark] = []
     run = DecodeStep.run
 
