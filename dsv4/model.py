@@ -201,7 +201,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             max_sequences: Sequences held at once.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one step.
-            index_format: Of the indexer's keys, see ``PagedCache``.
+            index_format: Format of the indexer's keys, see ``PagedCache``.
             pool_tokens: Room for compressed entries in shared pools, see ``PagedCache``.
             window_pages: Raw entries that these hold.
 
@@ -242,7 +242,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
         Args:
             prompts: Token ids per sequence, at least one each.
-            cache: From ``new_cache``.
+            cache: A cache that ``new_cache`` made.
             sequences: The cache row of each prompt, from ``cache.allocate()``.
             chunk: Most tokens of a sequence per step; default the cache's ``max_chunk``.
 
@@ -305,7 +305,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         Args:
             tokens: ``[B]`` int64, on the model's device. Ids out of the vocabulary are refused on
                 the CPU and undefined elsewhere.
-            cache: From ``new_cache``.
+            cache: A cache that ``new_cache`` made.
             sequences: ``[B]`` cache rows, -1 for padding: ints, or an int64 tensor.
 
         Returns:

@@ -33,7 +33,7 @@ class Streams:
         """Launch the work ``name`` inside the block.
 
         Args:
-            name: Of the work, for ``join``.
+            name: Name of the work, for ``join``.
             behind: Name of earlier work, whose stream this work continues; None: its own stream.
         """
         return nullcontext()
@@ -42,7 +42,7 @@ class Streams:
         """Make the current stream wait for the work ``name``.
 
         Args:
-            name: Of the work.
+            name: Name of the work.
             *results: Tensors that this work made and the current stream reads.
         """
 

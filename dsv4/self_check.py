@@ -136,7 +136,7 @@ def unsupported(
 
     Args:
         op: The operator, a GEMM; its activations are ``x``.
-        name: Of the implementation.
+        name: Name of the implementation.
         args: See ``dispatch.Call``.
         implement: Runs the implementation.
         reference: Runs the reference implementation.
@@ -153,7 +153,7 @@ def known(op: str, name: str, args: Any) -> str | None:
 
     Args:
         op: The operator.
-        name: Of the implementation.
+        name: Name of the implementation.
         args: See ``dispatch.Call``.
     """
     if args.x.is_meta:

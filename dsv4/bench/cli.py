@@ -231,8 +231,8 @@ def _finish(
     """Print and write the rows, and say the verdict.
 
     Args:
-        options: Of the command.
-        header: Of the files.
+        options: Options of the command.
+        header: Header of the files.
         rows: All that were measured.
         lines: A table of one's own in place of the usual one.
         stopped: Why the command ended early.

@@ -34,7 +34,7 @@ class Options:
         backend: Implementation by name, or ``"auto"``.
         check: Whether to check before timing.
         repeat: Timed runs.
-        seed: Of the inputs.
+        seed: Seed of the inputs.
         baselines: Names of the baselines to time; None for all that are quick to prepare.
         rest: Seconds of rest before each timed run, of baselines too; 0: they follow one another.
     """

@@ -193,7 +193,7 @@ class Results:
 
     Attributes:
         header: Where the numbers come from.
-        rows: In the order of the file.
+        rows: Rows in the order of the file.
     """
 
     header: dict[str, Any]

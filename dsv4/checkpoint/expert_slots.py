@@ -42,8 +42,8 @@ class InputScales:
     """Calibrated scales of the activations, one per expert of a layer.
 
     Attributes:
-        gate_up: Of the input of gate and up.
-        down: Of the input of down.
+        gate_up: Scales of the input of gate and up.
+        down: Scales of the input of down.
     """
 
     gate_up: Sequence[torch.Tensor]

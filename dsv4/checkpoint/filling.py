@@ -53,8 +53,8 @@ def fill(
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
-        mxfp4: As for ``load``.
-        pack: As for ``load``. Each layer is packed as soon as it has its weight.
+        mxfp4: See ``load``.
+        pack: See ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
             ``"token"`` leaves them out, so that NVFP4 layers make one per token.
         float32: Canonical names of other plain tensors that are never narrower than float32.

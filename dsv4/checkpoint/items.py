@@ -21,7 +21,7 @@ def items_of(model: nn.Module, format_of: Callable[[str], Format | None]) -> Ite
     """The stream of a model's tensors, in the order of its modules.
 
     Args:
-        model: Of this package or of transformers.
+        model: A model of this package or of transformers.
         format_of: The format of a layout for the matrix of a canonical name. Where that is MXFP4,
             NVFP4 experts are given as MXFP4 if no value of their layer changes: so those come back
             that were converted on loading.

@@ -28,7 +28,7 @@ class PackChoice:
     Attributes:
         enabled: Whether layers are packed.
         layout: The layout of all packed layers; None for the one that the device's kernels take.
-        dtype: Of the inputs of the layers.
+        dtype: Dtype of the inputs of the layers.
     """
 
     enabled: bool

@@ -67,7 +67,8 @@ def start(count: int, arch: str = "") -> Forks | None:
 
     Args:
         count: How many.
-        arch: That kernels are compiled for, whose modules they then have imported; or none.
+        arch: Architecture that kernels are compiled for, whose modules the workers then have
+            imported; or none.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -111,7 +112,7 @@ class Forks:
         """Return how a process ended.
 
         Args:
-            number: Of the process.
+            number: Number of the process.
             seconds: How long to wait; None: until it ends.
 
         Raises:

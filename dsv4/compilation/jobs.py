@@ -124,10 +124,10 @@ class FindJob:
     """Lists the Triton kernels of some steps.
 
     Attributes:
-        recipe: Of the model.
+        recipe: Recipe of the model.
         target: The ``dsv4.compilation.steps.Target``.
         max_tokens: Most tokens of a step.
-        shapes: Of the steps.
+        shapes: Shapes of the steps.
     """
 
     recipe: Recipe

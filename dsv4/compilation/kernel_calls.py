@@ -38,9 +38,9 @@ class PackedGemm:
         columns: K.
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
-        out_dtype: Of the result.
+        out_dtype: Dtype of the result.
         swiglu: Whether gate and up rows are interleaved and the result is their SwiGLU.
-        layout: Of the weight.
+        layout: Layout of the weight.
     """
 
     rows: int
@@ -102,7 +102,7 @@ class GroupedGemm:
     Attributes:
         experts: Sizes and kind.
         top_k: Rows of each token.
-        layout: Of the weights.
+        layout: Layout of the weights.
     """
 
     experts: Experts
@@ -123,7 +123,7 @@ class Attention:
     """Sparse attention over FP8 entries of the kernel's size.
 
     Attributes:
-        heads: Of a token.
+        heads: Heads of a token.
     """
 
     heads: int

@@ -26,7 +26,7 @@ class Listing:
     """The list that is requested.
 
     Attributes:
-        recipe: Of the model.
+        recipe: Recipe of the model.
         target: The GPU.
         max_tokens: Most tokens of a step.
     """

@@ -25,7 +25,7 @@ class Weight:
 
     Attributes:
         format: Name of the format; None: plain.
-        scale_dtype: Of FP8 weights; None: the format's own.
+        scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
     """
 
     format: str | None
@@ -56,9 +56,9 @@ class Recipe:
     """A model with one layer of each kind.
 
     Attributes:
-        config: Of these layers alone.
-        dtype: Of what is not quantised.
-        weights: Of each linear layer and of routed experts, by name.
+        config: Configuration of these layers alone.
+        dtype: Dtype of what is not quantised.
+        weights: Weights of each linear layer and of routed experts, by name.
     """
 
     config: ModelConfig

@@ -58,7 +58,7 @@ class Ran:
     """The implementation that runs an operator.
 
     Attributes:
-        reasons: Of the implementations before it in the table, the first of each.
+        reasons: Reasons of the implementations before it in the table, the first of each.
         kernels: Names of the Triton kernels that it launches.
     """
 
@@ -122,10 +122,10 @@ class StepShape:
     """Sizes of a step.
 
     Attributes:
-        tokens: Of all sequences.
-        sequences: Of them; as many as tokens in a decode step, and more where a step is padded.
+        tokens: Tokens of all sequences.
+        sequences: Their number; in a decode step that of tokens, and more where a step is padded.
         context: Tokens that a sequence has room for.
-        index_format: Of the indexer's keys; None: that of a runner.
+        index_format: Format of the indexer's keys; None: a runner's default.
     """
 
     tokens: int
@@ -197,7 +197,7 @@ def find_steps(
         model: On the meta device, packed for the GPU where it can be.
         target: The GPU.
         max_tokens: Most tokens of a step.
-        shapes: Of the steps; None: ``step_shapes``.
+        shapes: Shapes of the steps; None: ``step_shapes``.
     """
     config = model.config
     if shapes is None:

@@ -35,7 +35,7 @@ class Operator:
     """The implementation that runs an operator of a step.
 
     Attributes:
-        name: Of the operator; ``"fragments"`` for the packing of weights.
+        name: Name of the operator; ``"fragments"`` for the packing of weights.
         implementation: Which one dispatch chooses there.
         kernels: Names of its Triton kernels, which are compiled now.
         refused: Implementations that come first elsewhere, and why they do not run there.

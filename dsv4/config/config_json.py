@@ -405,7 +405,7 @@ def transformers_style(config: Mapping[str, Any]) -> dict[str, Any]:
     """Fields as transformers names them; see ``ModelConfig.to_transformers_dict``.
 
     Args:
-        config: As in ``deepseek_style``.
+        config: See ``deepseek_style``.
     """
     values, rope = _common(config), config["rope_compress"]
     head_dim, rotated = config["head_dim"], config["qk_rope_head_dim"]

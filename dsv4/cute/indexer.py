@@ -142,7 +142,7 @@ def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -
     Args:
         problem: Sizes and strides.
         stream: The driver's handle.
-        addresses: Of the pointers of ``TopkArgs``, in their order.
+        addresses: Addresses of the pointers of ``TopkArgs``, in their order.
     """
     keys, maxima, visible, out = addresses
     pointers = _topk_pointers(keys=keys, maxima=maxima, visible=visible, out=out)
@@ -216,7 +216,7 @@ def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int
     Args:
         problem: Sizes and strides.
         stream: The driver's handle.
-        addresses: Of the pointers of ``IndexerLogitsArgs``, in their order.
+        addresses: Addresses of the pointers of ``IndexerLogitsArgs``, in their order.
     """
     q, q_scales, weights, cache, table, sequences, visible, scores, maxima = addresses
     pointers = _logits_pointers(

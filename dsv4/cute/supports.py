@@ -348,8 +348,8 @@ def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool
     """Return why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
 
     Args:
-        device: Of the weights.
-        dtype: Of the inputs.
+        device: Device of the weights.
+        dtype: Dtype of the inputs.
         experts: Whether they are routed experts, for which only CuTeDSL kernels are.
     """
     if device.type != "cuda":

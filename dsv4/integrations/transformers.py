@@ -201,13 +201,13 @@ def from_pretrained(
             transformers keeps in float32 (norms, sinks, hyper-connections, biases) is never
             narrower, except for norms that are left to transformers up to 5.17, which cannot run
             them so.
-        numerics: As for ``apply``.
-        activation: As for ``apply``.
-        parts: As for ``apply``.
-        mxfp4: As for ``dsv4.load``.
-        pack: As for ``dsv4.load``.
-        reserve_tokens: As for ``dsv4.load``.
-        input_scales: As for ``dsv4.load``.
+        numerics: See ``apply``.
+        activation: See ``apply``.
+        parts: See ``apply``.
+        mxfp4: See ``dsv4.load``.
+        pack: See ``dsv4.load``.
+        reserve_tokens: See ``dsv4.load``.
+        input_scales: See ``dsv4.load``.
         compile_kernels: On a GPU, whether CuTeDSL's kernels are compiled now, or loaded if they
             were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
             their first launch.
@@ -295,9 +295,9 @@ def paged_cache(
         max_sequences: Most rows.
         max_chunk: Most tokens of a row in one forward; a longer prompt needs ``prefill_chunk_size``
             of generate. None: ``max_tokens``.
-        index_format: As for ``dsv4.PagedCache``.
-        pool_tokens: As for ``dsv4.PagedCache``.
-        window_pages: As for ``dsv4.PagedCache``.
+        index_format: See ``dsv4.PagedCache``.
+        pool_tokens: See ``dsv4.PagedCache``.
+        window_pages: See ``dsv4.PagedCache``.
 
     Returns:
         A transformers ``Cache``; its ``paged`` is the ``dsv4.PagedCache``.

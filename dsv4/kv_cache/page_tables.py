@@ -22,7 +22,7 @@ class PagePool:
     """Pages ``0 .. size - 1``, each free or held by one or more users.
 
     Attributes:
-        name: For messages.
+        name: Name in messages.
         size: Pages in all.
     """
 
@@ -103,7 +103,7 @@ class HeldRecord:
         first: Number of its first page.
         end: One past that of its last.
         twin: Number of the page in the place of the first, or None.
-        pages: Those that are about to go or to move, by number.
+        pages: Pages that are about to be released or to move, by number.
     """
 
     first: int
@@ -118,7 +118,7 @@ class TableRecord:
 
     Attributes:
         free_before: Free pages of the pool that the change does not take.
-        taken: Those that it takes.
+        taken: Pages that the change takes.
         users: How many hold a page, of each page whose number changes.
         held: Pages of the sequences that change, by row.
     """

@@ -64,12 +64,12 @@ class PagedCache(AtomicSteps):
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
             device: Where.
-            dtype: Of plain pages; float64 also makes the compressor state float64.
+            dtype: Dtype of plain pages; float64 also makes the compressor state float64.
             entry_format: ``"fp8"`` or ``"plain"``; None: what ``config.numerics`` calls for.
-            index_format: Of the indexer's keys: ``"plain"``, which holds what ``config.numerics``
-                calls for; ``"index_mxfp4"``, the same values in a quarter of bfloat16's bytes with
-                ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either of these, queries are
-                rounded to the same format.
+            index_format: Format of the indexer's keys: ``"plain"``, which holds what
+                ``config.numerics`` calls for; ``"index_mxfp4"``, the same values in a quarter of
+                bfloat16's bytes with ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either
+                of these, queries are rounded to the same format.
             pool_tokens: Tokens of all sequences together whose compressed entries have room, in
                 pools that the sequences share; each sequence rounds up to whole pages. None: no
                 pools.

@@ -152,7 +152,7 @@ class Pages:
             head_dim: Dims per entry.
             rope_dim: Trailing dims that carry the rotary embedding, ``0 <= rope_dim <= head_dim``.
             entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
-            dtype: Of ``"plain"`` entries; pages of other formats are bytes whatever it is.
+            dtype: Dtype of ``"plain"`` entries; pages of other formats are bytes whatever it is.
             device: Where.
 
         Raises:

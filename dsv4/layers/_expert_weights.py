@@ -314,7 +314,7 @@ class ExpertWeights(FixedDtypeModule):
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
 
         Args:
-            layout: As of ``pack``.
+            layout: See ``pack``.
 
         Raises:
             ValueError: if a matrix is not a whole number of tiles.

@@ -56,7 +56,7 @@ def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
     Args:
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
         scales: uint8 ``[N, K/16]``.
-        pairs: As of ``packing``.
+        pairs: See ``packing``.
     """
     if pairs:
         yield codes, interleaved(codes)

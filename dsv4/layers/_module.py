@@ -83,7 +83,7 @@ class FixedDtypeModule(nn.Module):
 
         Args:
             *parts: As many for each name.
-            name: Of the value, in a module that has several.
+            name: Name of the value, in a module that has several.
         """
         if torch.compiler.is_compiling():
             return QuantizedTensor(*parts)

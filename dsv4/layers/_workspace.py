@@ -32,8 +32,8 @@ class Workspace(nn.Module):
         top_k: Experts of each.
         hidden: H.
         inner: I.
-        dtype: Of the hidden states.
-        device: Of the experts.
+        dtype: Dtype of the hidden states.
+        device: Device of the experts.
     """
 
     rows: torch.Tensor

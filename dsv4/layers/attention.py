@@ -180,9 +180,9 @@ class DeepseekV4Attention(FixedDtypeModule):
         """All that a forward asks the step for, made if it is not there: slots, tables, counts.
 
         Args:
-            step: As in ``forward``.
+            step: See ``forward``.
             x: A tensor with the dtype and on the device of the hidden states.
-            position_embeddings: As in ``forward``.
+            position_embeddings: See ``forward``.
         """
         label, layer = self.rope_layer_type, step.cache.layers[self.layer_idx]
         tables = None if position_embeddings is None else position_embeddings[label]

@@ -66,9 +66,9 @@ class _AttentionCompressor(PoolingModule):
         Args:
             begun: Result of ``begin_paged``.
             queries: Result of ``index_queries``.
-            step: As in ``begin_paged``.
-            layer_idx: As in ``begin_paged``.
-            streams: As in ``begin_paged``.
+            step: See ``begin_paged``.
+            layer_idx: See ``begin_paged``.
+            streams: See ``begin_paged``.
         """
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ class DeepseekV4DecoderLayer(nn.Module):
         Args:
             hidden_states: The residual streams.
             input_ids: ``[B, S]``; needed where the layer routes by hash.
-            position_embeddings: For ``DeepseekV4Attention.forward``, as all that follow.
+            position_embeddings: See ``DeepseekV4Attention.forward``.
             position_ids: See there.
             attention_mask: See there.
             past_key_values: See there.
@@ -125,7 +125,7 @@ class DeepseekV4MTP(nn.Module):
         Args:
             streams: ``[B, S, n, H]``, the main model's residual streams before its head collapse.
             next_embeddings: ``[B, S, H]``, embeddings of the tokens that follow each position.
-            input_ids: For ``DeepseekV4DecoderLayer.forward``, as all that follow.
+            input_ids: See ``DeepseekV4DecoderLayer.forward``.
             position_embeddings: See there.
             position_ids: See there.
             attention_mask: See there.

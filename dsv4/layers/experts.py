@@ -55,8 +55,8 @@ class DeepseekV4Experts(ExpertWeights):
 
     Attributes:
         format: None for plain weights, else their ``Format``.
-        layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
-            packed.
+        layout: Layout of the weights: ``"linear"``, or ``"fragments_16x64"`` or
+            ``"swizzled_128x4"`` when packed.
         activation: ``"bf16"`` leaves the inputs of both GEMMs as they are; ``"nvfp4"`` quantises
             them, with the scales of their expert or, without those, with a scale per row.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
@@ -125,7 +125,7 @@ class DeepseekV4Experts(ExpertWeights):
 
         Args:
             tokens: T.
-            dtype: Of ``hidden_states``.
+            dtype: Dtype of ``hidden_states``.
         """
         device, count = self.gate_up_proj.device, tokens * self.num_experts_per_tok
         offsets = torch.empty(self.num_local_experts + 1, dtype=torch.int32, device=device)

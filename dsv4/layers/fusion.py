@@ -25,7 +25,7 @@ def fused_linear(
     Args:
         layers: Layers of equal ``in_features``.
         x: ``[..., in_features]``.
-        out_dtype: As of ``Linear.forward``.
+        out_dtype: See ``Linear.forward``.
     """
     if not _is_one_gemm(layers):
         return [layer(x, out_dtype) for layer in layers]

@@ -142,8 +142,8 @@ class DeepseekV4Indexer(PoolingModule):
         """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none.
 
         Args:
-            weights: Of ``head_weights``.
-            q: Of ``project_queries``, ``[T, heads, d]``.
+            weights: The result of ``head_weights``.
+            q: The result of ``project_queries``, ``[T, heads, d]``.
             step: Whose keys are stored.
             layer_idx: The layer's place in its cache.
         """

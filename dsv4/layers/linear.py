@@ -55,8 +55,8 @@ class Linear(FixedDtypeModule):
 
     Attributes:
         format: None for a plain weight, else its ``Format``.
-        layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
-            packed.
+        layout: Layout of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"``
+            when packed.
         fused: The matrix of several layers whose part number ``fused_part`` is this layer's weight,
             or None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,

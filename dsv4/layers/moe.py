@@ -32,7 +32,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
-        layer_idx: Of the layer, which decides how it routes.
+        layer_idx: Index of the layer, which decides how it routes.
         first_expert: The first expert held here.
         num_local_experts: How many are; None for all from ``first_expert`` on.
 

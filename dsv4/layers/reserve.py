@@ -31,7 +31,7 @@ def reserve_experts(
     Args:
         model: Any module; changed in place.
         max_tokens: Most tokens of a forward, at least 1; None to go back to the allocator.
-        dtype: Of the hidden states.
+        dtype: Dtype of the hidden states.
 
     Returns:
         Bytes reserved, on all devices: one memory for the layers of equal sizes of each.
@@ -77,7 +77,7 @@ def warm_allocator(
     Args:
         model: Any module.
         max_tokens: Most tokens of a step; 0 for nothing.
-        dtype: Of the hidden states.
+        dtype: Dtype of the hidden states.
 
     Returns:
         Bytes on all GPUs; 0 for a model on a CPU.

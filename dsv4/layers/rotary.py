@@ -105,9 +105,9 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         """Tables ``[T, rope_dim / 2]`` of a step's tokens, which its layers share.
 
         Args:
-            x: As in ``forward``.
+            x: See ``forward``.
             step: Gives the positions.
-            layer_type: As in ``forward``.
+            layer_type: See ``forward``.
             tables: These tables as ``[1, T, rope_dim / 2]``, if they are there already.
         """
 

@@ -165,7 +165,7 @@ def define_out(
 
     Args:
         op: Name of the operator.
-        record: As ``define`` got it, as the rest.
+        record: An argument of ``define``, like the rest.
         fake: Its shape function.
         check: Its check of values.
     """
@@ -226,7 +226,7 @@ class Operation:
     """A registered operator: how it runs.
 
     Attributes:
-        name: As registered.
+        name: The registered name.
         op: Whose implementations run it.
         record: ``NamedTuple`` of its arguments, without ``out`` and ``backend``.
         check: Raises where values of arguments are out of range, on the CPU; or None.

@@ -56,7 +56,7 @@ class Plan:
 
     Attributes:
         is_like: Says whether other tensors have the same metadata.
-        remainders: Of their addresses, see ``remainders``.
+        remainders: Remainders of their addresses, see ``remainders``.
         again: Repeats the call, given tensors and addresses; None before the call was recorded.
         is_final: Whether it was recorded.
     """

@@ -30,7 +30,7 @@ class SparseAttentionArgs(NamedTuple):
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         scale: Factor on ``q . k``.
         cos: ``[T, R/2]`` floating, turns the result back; None: no rotation.
-        sin: As ``cos``.
+        sin: Like ``cos``.
     """
 
     q: torch.Tensor
@@ -105,7 +105,7 @@ def sparse_attention(
         sink: ``[h]``; -inf: no sink.
         scale: Factor on the products, ``D^-0.5``.
         cos: ``[T, R/2]``, see ``rope_tables``; R is taken from this argument. None: no rotation.
-        sin: As ``cos``; None exactly if ``cos`` is.
+        sin: Like ``cos``; None exactly if ``cos`` is.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

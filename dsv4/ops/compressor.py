@@ -21,9 +21,9 @@ class PoolWindowsArgs(NamedTuple):
 
     Attributes:
         kv: ``[R, W, m, c*d]`` floating; c is 2 with overlap, else 1.
-        score: As ``kv``, ape added.
+        score: Like ``kv``, ape added.
         previous_kv: ``[R, m, d]``, of the window before the first; None: there is none.
-        previous_score: As ``previous_kv``.
+        previous_score: Like ``previous_kv``.
         overlap: Whether windows overlap.
     """
 
@@ -73,14 +73,14 @@ class CompressWriteArgs(NamedTuple):
         inv_freq: float32 ``[R/2]``.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
         overlap: Whether windows overlap.
         eps: Added to mean squares.
         rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
-        dtype: Of the entries before they are stored.
+        dtype: Dtype of the entries before they are stored.
         table_dtype: What cosines and sines are rounded to.
     """
 
@@ -333,10 +333,10 @@ def compress_write(
         pages: Where to; ``pages.head_dim`` is d.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on of a sequence.
         overlap: Whether windows overlap.
-        eps: Of the norm.
+        eps: Epsilon of the norm.
         rotate_quantize: Whether the Hadamard transform and the rounding to FP4 follow; the latter
             not in compact index pages.
-        dtype: Of the entries before they are stored: bfloat16, float32 or float64.
+        dtype: Dtype of the entries before they are stored: bfloat16, float32 or float64.
         table_dtype: What cosines and sines are rounded to; transformers takes the model's dtype.
         backend: Implementation name, see ``dsv4.dispatch``.
 

@@ -27,11 +27,11 @@ class GemmArgs(NamedTuple):
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         groups: G; the weight's rows are the groups' one after another.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor

@@ -24,11 +24,11 @@ class GemmSwigluArgs(NamedTuple):
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         limit: Clamp bound above 0, or None for no clamp.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor
@@ -72,10 +72,10 @@ def gemm_swiglu(
         x: ``[..., K]``. bfloat16, float16, float32 or float64.
         weight: ``[2 I, K]``.
         limit: Clamp bound, greater than 0, or None for no clamp.
-        activation: As in ``gemm``.
-        input_scale: As in ``gemm``.
+        activation: See ``gemm``.
+        input_scale: See ``gemm``.
         out_dtype: Floating; ``x.dtype`` if None.
-        reserve_sms: As in ``gemm``.
+        reserve_sms: See ``gemm``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

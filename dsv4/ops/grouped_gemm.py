@@ -28,12 +28,12 @@ class GroupedGemmArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
         row_scale: float32 ``[R]``, global scale of each row of codes, else None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
         settled: Whether another GEMM already waited for the offsets.
     """
 
@@ -64,14 +64,14 @@ class GroupedGemmSwigluArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
         row_scale: float32 ``[R]``, global scale of each row of codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor
@@ -102,7 +102,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
@@ -110,7 +110,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         result_scale: float32 ``[E]``, static global scale of each expert's results.
-        scale_layout: Of the result's block scales.
+        scale_layout: Layout of the result's block scales.
     """
 
     x: torch.Tensor
@@ -152,8 +152,8 @@ def empty_codes(
 
     Args:
         x: Sorted rows, ``[R, any]``.
-        weight: Of the experts, ``[E, 2 I, any]``.
-        scale_layout: Of the block scales.
+        weight: Weight of the experts, ``[E, 2 I, any]``.
+        scale_layout: Layout of the block scales.
     """
     (experts, high, _), rows = weight.shape, x.shape[0]
     columns = high // 2
@@ -268,13 +268,13 @@ def grouped_gemm_swiglu(
     between them: the products stay float32 (float64 for float64 ``x``).
 
     Args:
-        x: As in ``grouped_gemm``.
+        x: See ``grouped_gemm``.
         weight: ``[E, 2 I, K]``, likewise.
         offsets: Likewise.
         limit: Clamp bound, greater than 0, or None for no clamp.
         row_weight: ``[R]``, floating: multiplies its row before the rounding, as DeepSeek's routing
             weight does. None for no weight.
-        activation: As in ``grouped_gemm``.
+        activation: See ``grouped_gemm``.
         input_scale: Likewise.
         out_dtype: Likewise.
         out: Likewise.
@@ -345,17 +345,17 @@ def grouped_gemm_swiglu_quantize(
     ``unswizzle_expert_scales`` takes them apart).
 
     Args:
-        x: As in ``grouped_gemm``.
+        x: See ``grouped_gemm``.
         weight: ``[E, 2 I, K]``, as in ``grouped_gemm_swiglu``; I is a multiple of 16, of 64 for
             ``"swizzled_128x4_experts"``.
-        offsets: As in ``grouped_gemm``.
-        limit: As in ``grouped_gemm_swiglu``.
+        offsets: See ``grouped_gemm``.
+        limit: See ``grouped_gemm_swiglu``.
         result_scale: float32 ``[E]``, the static global scale of each expert's results, finite and
             above 0.
-        row_weight: As in ``grouped_gemm_swiglu``.
-        activation: Of ``x``, as in ``grouped_gemm``.
+        row_weight: See ``grouped_gemm_swiglu``.
+        activation: Activation of ``x``, as in ``grouped_gemm``.
         input_scale: Likewise.
-        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
+        scale_layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

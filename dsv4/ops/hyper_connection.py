@@ -345,7 +345,7 @@ def hc_pre_norm(
     """``hc_pre``, and the RMS norm of the sublayer that follows: specification, sections 3.2 and 2.
 
     Args:
-        streams: As in ``hc_pre``; so are ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
+        streams: See ``hc_pre``, also for ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
         fn: ``[(2 + n) n, n H]``.
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
@@ -397,10 +397,10 @@ def hc_pre_norm_quantize(
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -461,7 +461,7 @@ def hc_post_pre_norm(
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -518,10 +518,10 @@ def hc_post_pre_norm_quantize(
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 

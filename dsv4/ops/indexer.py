@@ -33,7 +33,7 @@ class IndexerQueriesArgs(NamedTuple):
     Attributes:
         q: ``[T, h, d]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
     """
 
@@ -49,7 +49,7 @@ class QuantizeIndexQueriesArgs(NamedTuple):
     Attributes:
         q: ``[T, h, d]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         weights: ``[T, h]`` floating, of the heads.
         rotate: Whether the Hadamard transform is made.
         query_format: ``"fp8"`` or ``"mxfp4"``.
@@ -73,7 +73,7 @@ class IndexerSelectArgs(NamedTuple):
         weights: ``[T, h]`` floating.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
         sequence_of_token: ``[T]`` int, rows of the table.
@@ -179,7 +179,7 @@ def indexer_queries(
     Args:
         q: ``[T, h, d]``, d even; float16 only without ``rotate_quantize``.
         cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         rotate_quantize: Whether the Hadamard transform and FP4 rounding follow.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -222,7 +222,7 @@ def quantize_index_queries(
     Args:
         q: ``[T, h, d]``, d even; float16 only without ``rotate``.
         cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         weights: ``[T, h]``, of the heads.
         rotate: Whether the Hadamard transform is made; keys must agree.
         query_format: ``"fp8"`` or ``"mxfp4"``; any goes with keys of any format.

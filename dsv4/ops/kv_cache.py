@@ -24,7 +24,7 @@ class WriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         entries: ``[M, D]``, bfloat16, float32 or float64.
@@ -46,11 +46,11 @@ class ReadKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         slots: ``[...]`` int, ``page * page_size + entry``; negative: zeros.
-        dtype: Of the result: bfloat16, float32 or float64.
+        dtype: Dtype of the result: bfloat16, float32 or float64.
     """
 
     data: torch.Tensor
@@ -80,13 +80,13 @@ class NormRopeWriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         kv: ``[T, D]``, bfloat16, float32 or float64.
         weight: ``[D]`` floating, of the norm.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         slots: ``[T]`` int; negative: skip.
         eps: Added to the mean square.
     """
@@ -141,9 +141,9 @@ def expected_pages(
 
     Args:
         op: Name of the operator.
-        name: Of the argument.
-        pages: Its value.
-        formats: Those that the operator takes.
+        name: Name of the argument.
+        pages: Value of the argument.
+        formats: Formats that the operator supports.
 
     Raises:
         ValueError: if the format is not one of these, or does not fit ``head_dim``.
@@ -237,7 +237,7 @@ def read_kv(
     Args:
         pages: Where from.
         slots: ``[...]`` int64 or int32; a negative slot reads as zeros.
-        dtype: Of the result: bfloat16, float32 or float64.
+        dtype: Dtype of the result: bfloat16, float32 or float64.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -319,7 +319,7 @@ def norm_rope_write_kv(
         kv: ``[T, D]``, bfloat16, float32 or float64; rows may lie further apart than D.
         weight: ``[D]``, of the norm.
         cos: ``[T, R/2]``, see ``dsv4.ops.rope.rope_tables``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         slots: ``[T]`` int64 or int32, as for ``write_kv``; negative: skip that token.
         eps: Added to the mean square.
         backend: Implementation name, see ``dsv4.dispatch``.

@@ -36,7 +36,7 @@ class MoePermuteArgs(NamedTuple):
 
     Attributes:
         ids: ``[T, k]`` int32 or int64.
-        num_experts: Of the whole layer.
+        num_experts: Number of experts of the whole layer.
         first_expert: First one held here.
         num_local_experts: How many are held here.
     """
@@ -66,7 +66,7 @@ class MoeSortArgs(NamedTuple):
         x: ``[T, H]`` floating.
         ids: ``[T, k]`` int32 or int64.
         weights: ``[T, k]`` floating.
-        num_experts: Of the whole layer.
+        num_experts: Number of experts of the whole layer.
         first_expert: First one held here.
         num_local_experts: How many are held here.
     """
@@ -87,7 +87,7 @@ class MoeGatherQuantizeArgs(NamedTuple):
         rows: int32 ``[T, k]``, sorted row of each slot.
         offsets: int32 ``[E_local + 1]``, first row of each expert.
         input_scale: float32 ``[E_local]``, static global scales; None: one per row.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -106,7 +106,7 @@ class MoeCombineArgs(NamedTuple):
         offsets: int32 ``[E_local + 1]``, first row of each expert.
         weights: ``[T, k]`` floating; None: the rows are weighted already.
         shared: ``[T, H]`` floating, the shared expert's result, or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     y: torch.Tensor
@@ -314,7 +314,7 @@ def moe_sort(
         x: ``[T, H]``, as in ``moe_gather``.
         ids: ``[T, k]``, as in ``moe_permute``.
         weights: ``[T, k]``, bfloat16, float16, float32 or float64.
-        num_experts: As in ``moe_permute``.
+        num_experts: See ``moe_permute``.
         first_expert: Likewise.
         num_local_experts: Likewise.
         out: Where the sorted rows go, as in ``moe_gather``.
@@ -367,7 +367,7 @@ def moe_gather_quantize(
         offsets: ``[E_local + 1]`` int32 from ``moe_permute``.
         input_scale: float32 ``[E_local]``, finite and above 0, or None for scales from the data. A
             bad scale on another device than the CPU makes the block scales of its rows NaN.
-        layout: Of the block scales, see ``quantize``; or ``"swizzled_128x4_experts"``, as in
+        layout: Layout of the block scales, see ``quantize``; or ``"swizzled_128x4_experts"``, as in
             ``grouped_gemm_swiglu_quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 

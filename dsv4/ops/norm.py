@@ -49,7 +49,7 @@ class HeadNormRopeArgs(NamedTuple):
     Attributes:
         q: ``[T, h, D]`` floating, unit stride along D.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         eps: Added to the mean square.
     """
 
@@ -68,7 +68,7 @@ class RmsNormQuantizeArgs(NamedTuple):
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         eps: Added to the mean square.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -196,7 +196,7 @@ def head_norm_rope_(
     Args:
         q: ``[T, h, D]``, bfloat16, float16, float32 or float64; changed.
         cos: ``[T, R/2]``, R at most D.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         eps: Added to the mean square.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -244,9 +244,9 @@ def rms_norm_quantize(
         x: ``[T, D]``, bfloat16, float16, float32 or float64; D is a multiple of 16.
         weight: ``[D]``.
         eps: Added to the mean square.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales, see ``quantize``.
+        layout: Layout of the block scales, see ``quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

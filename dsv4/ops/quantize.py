@@ -36,7 +36,7 @@ class QuantizeNvfp4Args(NamedTuple):
         x: ``[*batch, N, K]`` floating, K a multiple of 16.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: One of ``SCALINGS``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -50,7 +50,7 @@ class QuantizeMxfp4Args(NamedTuple):
 
     Attributes:
         x: ``[*batch, N, K]`` floating, K a multiple of 32.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -78,8 +78,8 @@ class DequantizeArgs(NamedTuple):
         global_scale: float32 ``[*batch, G]``, or None where the format has none.
         segments: Rows of each part of a fused matrix; empty: one part.
         format: Name of the format.
-        layout: Of codes and block scales.
-        dtype: Of the result, floating.
+        layout: Layout of codes and block scales.
+        dtype: Dtype of the result, floating.
     """
 
     codes: torch.Tensor
@@ -188,7 +188,7 @@ def quantize(
         global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
             ``[*batch, N]``.
         scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
-        layout: Of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
         scale_dtype: FP8 only: float8_e8m0fnu (the default) or float32.
         backend: Implementation name, see ``dsv4.dispatch``.
 

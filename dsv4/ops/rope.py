@@ -34,7 +34,7 @@ class RopeArgs(NamedTuple):
     Attributes:
         x: ``[..., D]`` floating.
         cos: ``[..., R/2]`` floating, broadcast against ``x``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Whether to rotate by the opposite angle.
     """
 
@@ -50,12 +50,12 @@ class RopeQuantizeArgs(NamedTuple):
     Attributes:
         x: ``[T, h, D]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Whether to rotate by the opposite angle.
         groups: Rows per token.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -150,7 +150,7 @@ def rope(
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
         cos: ``[..., R/2]``, broadcast against the leading dimensions of ``x``: with heads in
             ``x [T, h, D]`` give ``cos [T, 1, R/2]``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Rotate by the opposite angle.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -196,12 +196,12 @@ def rope_quantize(
         x: ``[T, h, D]``, bfloat16, float16, float32 or float64. ``h D / groups`` is a multiple of
             16.
         cos: ``[T, R/2]``, see ``rope_tables``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Rotate by the opposite angle, as the attention output needs.
         groups: Rows per token, ``o_groups``.
-        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        global_scale: See ``quantize``; needed for ``"static"`` and refused for ``"token"``.
         scaling: ``"static"``, or ``"token"`` for one dynamic scale per token and group.
-        layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

@@ -22,7 +22,7 @@ class RouteTopkArgs(NamedTuple):
         bias: ``[E]`` floating, for the selection only; or None.
         top_k: Experts per token.
         scaling_factor: Multiplied into the weights.
-        logits_dtype: Of the logits, floating.
+        logits_dtype: Dtype of the logits, floating.
     """
 
     x: torch.Tensor
@@ -42,7 +42,7 @@ class RouteHashArgs(NamedTuple):
         tid2eid: ``[V, k]`` int, experts of each token id.
         input_ids: ``[T]`` int, token ids.
         scaling_factor: Multiplied into the weights.
-        logits_dtype: Of the logits, floating.
+        logits_dtype: Dtype of the logits, floating.
     """
 
     x: torch.Tensor
@@ -156,7 +156,7 @@ def route_hash(
         tid2eid: ``[V, k]``, int32 or int64, expert numbers 0 to E-1.
         input_ids: ``[T]``, int32 or int64, token ids 0 to V-1, also for padding tokens.
         scaling_factor: ``routed_scaling_factor`` of the configuration.
-        logits_dtype: As in ``route_topk``.
+        logits_dtype: See ``route_topk``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

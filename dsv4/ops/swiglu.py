@@ -24,7 +24,7 @@ class SwigluArgs(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         layout: ``"concatenated"`` or ``"interleaved"``.
         row_weight: ``[...]`` floating, or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     gate_up: torch.Tensor
@@ -44,7 +44,7 @@ class SwigluQuantizeArgs(NamedTuple):
         row_weight: ``[*batch, N]`` floating, or None.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: ``"token"`` or ``"static"``.
-        scale_layout: Of the block scales.
+        scale_layout: Layout of the block scales.
     """
 
     gate_up: torch.Tensor
@@ -130,12 +130,12 @@ def swiglu_quantize(
 
     Args:
         gate_up: ``[*batch, N, 2 I]``, bfloat16, float16, float32 or float64; I is a multiple of 16.
-        limit: As for ``swiglu``.
-        layout: As for ``swiglu``.
+        limit: See ``swiglu``.
+        layout: See ``swiglu``.
         row_weight: ``[*batch, N]``, as for ``swiglu``.
-        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        global_scale: See ``quantize``; needed for ``"static"`` and refused for ``"token"``.
         scaling: ``"static"``, or ``"token"`` for one dynamic scale per row.
-        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        scale_layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         """Prepare it.
 
         Args:
-            tensors: Of the call.
+            tensors: Tensors of the call.
             run: Runs a registered operator of this package, given its name and its arguments.
             composite: See the module.
         """

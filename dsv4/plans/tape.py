@@ -138,7 +138,7 @@ class Tape:
         """Prepare it.
 
         Args:
-            recorder: Of the call.
+            recorder: Recorder of the call.
             result: What it returned.
             again: Gives what calls an operator again; for the tape of a composite recorder.
 
@@ -177,9 +177,9 @@ class Tape:
         ``NotImplemented`` if memory is allocated at other alignment than when it was recorded.
 
         Args:
-            tensors: As the recorded call's.
-            addresses: Of their first elements.
-            stream: Of the current GPU, where the tensors are.
+            tensors: Tensors of the call, in the order of the recorded call's.
+            addresses: Addresses of their first elements.
+            stream: Stream of the current GPU, where the tensors are.
         """
         slots: list[Any] = [*tensors, *self._offsets]
         if self._arena is None:

@@ -88,7 +88,7 @@ def unpack(
     Args:
         codes: uint8 ``[*batch, N, K/2]``.
         scales: uint8 ``[*batch, N, K/16]``.
-        pairs: As they were packed.
+        pairs: The ``pairs`` that they were packed with.
 
     Returns:
         Linear codes, and scales as float8_e4m3fn.

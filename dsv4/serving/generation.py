@@ -30,7 +30,7 @@ def generate(
         model: On its device.
         prompts: Token ids per sequence, at least one each.
         max_new_tokens: Most tokens to add, at least 1.
-        sampler: Its generator draws one seed for each prompt; greedy if None.
+        sampler: Sampler, whose generator draws one seed for each prompt; greedy if None.
         stop_ids: Tokens that end a sequence; None: ``eos_token_id`` of the configuration.
         chunk: Most prompt tokens per step; None: the runner's own.
 

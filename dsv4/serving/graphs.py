@@ -242,8 +242,8 @@ def choose(
     """Sample a token for each row and make it the one that its sequence processes next.
 
     Args:
-        cache: Its lengths are the positions of the new tokens.
-        state: Of the cache's rows.
+        cache: The cache, whose lengths are the positions of the new tokens.
+        state: State of the cache's rows.
         logits: ``[B, vocab]``.
         rows: ``[B]`` cache rows, -1 for padding.
         variant: Covers what each row needs.

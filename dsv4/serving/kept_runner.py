@@ -44,7 +44,7 @@ class Capacity:
 
     Attributes:
         sequences: At one time.
-        tokens: Of the longest.
+        tokens: Tokens of the longest sequence.
         pool: Tokens of all together, in whole blocks.
     """
 
@@ -299,7 +299,7 @@ def prepare(
     the buffers of a step, which other work may use in between, 2.8 GB (H100).
 
     Args:
-        model: From ``dsv4.load``, or packed.
+        model: A model of ``dsv4.load``, or a packed one.
         sequences: Prompts of a call.
         tokens: Most tokens of a sequence, prompt and answer; at most
             ``max_position_embeddings`` are taken.

@@ -31,8 +31,8 @@ class SamplingOptions:
         min_p: Smallest probability to keep, as a share of the largest, in [0, 1].
         repetition_penalty: A positive logit of a repeated token is divided by it, a negative one
             multiplied; 1: none.
-        seed: Of the random numbers, 0 to 2**63 - 1. They depend on the seed and on the position of
-            the token alone. None: the runner draws one; ``Request.seed`` says which.
+        seed: Seed of the random numbers, 0 to 2**63 - 1. They depend on the seed and on the
+            position of the token alone. None: the runner draws one; ``Request.seed`` says which.
         stop_ids: Tokens that end the answer and belong to it; None: ``eos_token_id`` of the
             model's configuration.
         logprobs: None, or how many most probable tokens to report besides the chosen one, 0 to 20.

@@ -35,7 +35,7 @@ class Part:
     """New tokens of one sequence in a step.
 
     Attributes:
-        row: Of the cache.
+        row: Row of the cache.
         start: Tokens that the row holds.
         tokens: At least one.
         is_last: Whether a token is to be chosen after them.
@@ -156,7 +156,7 @@ class PromptStep:
         """Process tokens for which the cache is prepared.
 
         Args:
-            parts: Of distinct rows; those that are their prompts' last come first.
+            parts: Parts of distinct rows; those that are their prompts' last come first.
             variant: Covers what each of these needs.
             captured: Whether to replay graphs: those of ``capture``, if there is one, and the
                 sampler's, captured at their first use.

@@ -57,8 +57,8 @@ class Request:
     Attributes:
         number: Order of arrival.
         prompt: Token ids.
-        options: As validated.
-        seed: Of the random numbers.
+        options: The validated options.
+        seed: Seed of the random numbers.
         stop_ids: Tokens that end the answer.
     """
 

@@ -25,7 +25,7 @@ class RowState:
     """Device arrays with an entry per cache row and one for padding.
 
     Attributes:
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
         tokens: ``[rows + 1]`` int64: the token that each sequence processes next; 0 for padding.
         numbers: ``[rows + 1, 4]`` float64: temperature, top_p, log_min_p, penalty.
         integers: ``[rows + 1, 2]`` int64: top_k, seed.

@@ -94,8 +94,8 @@ class Runner:
             pool_tokens: Tokens of all requests together that have room in the cache; None: as
                 many as all sequences can have. With fewer, requests wait or are preempted.
             window_pages: Pages of raw KV entries; None: enough for every step.
-            index_format: Of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"`` where
-                it holds the same values as ``"plain"``.
+            index_format: Format of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"``
+                where it holds the same values as ``"plain"``.
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
                 4 and multiples of 8 in captured steps, no padding in eager ones.
             prompt_buckets: Numbers of prompt tokens per step, which fewer are padded to; a step

@@ -109,7 +109,7 @@ def sample(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> to
 
     Args:
         logits: ``[B, vocab]``; computed in float32, or in float64 if they are.
-        parameters: Of each row.
+        parameters: Parameters of each row.
         variant: Covers what every row needs.
 
     Returns:
@@ -165,7 +165,7 @@ def keep_mask(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
 
     Args:
         relative: Logits less the largest of their row, over the temperature: 0 and below.
-        parameters: Of each row.
+        parameters: Parameters of each row.
     """
     ordered = relative.sort(dim=-1, descending=True).values
     last = parameters.top_k.clamp(max=relative.shape[1]) - 1

@@ -27,7 +27,7 @@ class RunningSequence:
 
     Attributes:
         request: Whose tokens it makes.
-        row: Of the cache.
+        row: Row of the cache.
         fill: Tokens to process before the first new one: the prompt, and after a preemption the
             answer so far, unless there is a grid.
         repeats: Tokens of the answer so far that are still to be decoded again.

@@ -454,11 +454,11 @@ def scored(
     """Score some tokens at a time, where more than k entries are visible.
 
     Args:
-        q: See ``dsv4.ops.indexer.indexer_select``, as what is not named here.
+        q: See ``dsv4.ops.indexer.indexer_select``.
         query_scales: See there.
         weights: See there.
-        keys: Those of the sequences.
-        sequences: Of each token.
+        keys: Keys of the sequences.
+        sequences: The sequence of each token.
         visible: See there.
         k: How many are to be chosen.
         width: Numbers in a row of scores.

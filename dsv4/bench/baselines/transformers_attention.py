@@ -74,7 +74,7 @@ def step_us(step: Step, options: Options, backend: str | None = None) -> float:
     Args:
         step: What is timed.
         options: How often, and where.
-        backend: Of ``torch.compile``; None: eager mode.
+        backend: Backend of ``torch.compile``; None: eager mode.
     """
     run, renew = _prepared(step, options.device)
     if backend is not None:

@@ -223,7 +223,7 @@ def run(
     Args:
         group: One of ``GROUPS``.
         presets: Names of configurations.
-        tokens: Of a step.
+        tokens: Tokens of a step.
         patterns: Shell patterns over the names of cases.
         options: How to measure.
         rates: The machine's.

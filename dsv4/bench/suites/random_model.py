@@ -36,7 +36,7 @@ class Weights:
         recipe: ``"nvfp4"``: NVFP4 in all linear layers and routed experts. ``"nvidia"``: NVFP4 in
             the routed experts, FP8 128 x 128 in attention and shared experts, as NVIDIA publishes.
             Either way the output head and the compressors' and indexers' inputs stay bfloat16.
-        seed: Of the generator.
+        seed: Seed of the generator.
 
     Raises:
         ValueError: if ``values`` or ``recipe`` is unknown.
@@ -109,7 +109,7 @@ def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format |
     """Format that a module of a random model gets; None where its weights stay bfloat16.
 
     Args:
-        name: Of the module in the model.
+        name: Name of the module in the model.
         module: Any of its modules.
         weights: How the model is stored.
     """

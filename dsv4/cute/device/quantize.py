@@ -29,8 +29,8 @@ class BlockScales(NamedTuple):
     """The addresses of the block scales of results, one byte for 16 results.
 
     Attributes:
-        address: Of the first token's scales, row after row; where they are swizzled, of the scales
-            of all experts.
+        address: Address of the first token's scales, row after row; where they are swizzled, of the
+            scales of all experts.
         first_row: Row of the first token among the swizzled rows; None where they are linear.
     """
 
@@ -104,9 +104,9 @@ def swizzled_offset(row: Int32, block: Int32, blocks: Int32) -> Int64:
     """Offset of a scale byte in the 128x4-swizzled layout, as ``dsv4.quant.scales.scale_offset``.
 
     Args:
-        row: Among all experts' rows, each expert's padded to a multiple of 128.
-        block: Of 16 results of the row.
-        blocks: Of a row, a multiple of 4.
+        row: Number among all experts' rows, each expert's padded to a multiple of 128.
+        block: Number of the block of 16 results in the row.
+        blocks: Blocks of a row, a multiple of 4.
     """
     tile = (row & 31) * 16 + (row >> 5 & 3) * 4 + (block >> 2) * 512 + (block & 3)
     return Int64(row & -128) * blocks + tile
@@ -197,7 +197,7 @@ def _rounded(word: Uint32, half: int, divisor: Divisor) -> Float32:
     Args:
         word: Two bfloat16.
         half: Which of them, 0 or 1.
-        divisor: Of their block.
+        divisor: Divisor of their block.
     """
     code = """
         { .reg .f32 x, l, q, p; .reg .b32 w, b;

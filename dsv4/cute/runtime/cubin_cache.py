@@ -104,8 +104,8 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
 
     Args:
         arch: What the kernel is compiled for.
-        key: Of the kernel.
-        name: Of its file in ``folder()``.
+        key: Key of the kernel.
+        name: Name of its file in ``folder()``.
         decode: Verifies and decodes the contents of a file; raises ``DamagedError``.
     """
     content = bundle.image(arch, key)

@@ -67,9 +67,9 @@ def config(*, threads: int, shared_bytes: int, attributes: ctypes.Array[_Attribu
     """Make the description of a launch for the driver, without its grid and its stream.
 
     Args:
-        threads: Of a block.
+        threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        attributes: Of the launch; the result keeps them alive.
+        attributes: Attributes of the launch; the result keeps them alive.
     """
     made = _Config()
     made.block[0:3] = (threads, 1, 1)
@@ -144,8 +144,8 @@ class Matrix(NamedTuple):
     """The matrix that TMA copies read, without its address.
 
     Attributes:
-        rows: Of the matrix. Those beyond are read as zeros.
-        columns: Of the matrix.
+        rows: Rows of the matrix. Those beyond are read as zeros.
+        columns: Columns of the matrix.
         stride: Elements between rows, 16 bytes or a multiple.
         box_rows: Rows of one copy.
         box_columns: Its columns, at most 256.
@@ -293,10 +293,10 @@ class Launch:
 
         Args:
             kernel: Made ready on the current GPU.
-            blocks: Of the grid.
-            kinds: Of the parameters.
+            blocks: Blocks of the grid.
+            kinds: Kinds of the parameters.
             before: Parameters before the addresses, as ``struct`` packs them.
-            addresses: Of the kernel's operands.
+            addresses: Addresses of the kernel's operands.
             after: Parameters after the addresses.
             matrices: What TMA copies read: their tensor maps are the first parameters.
             describe: Makes the tensor map of one of ``matrices`` at an address; by default

@@ -66,7 +66,7 @@ def run_noted(
     Args:
         run: Launches, given the stream and the addresses of the tensors (0 for None). It must
             depend on nothing else but the current thread.
-        stream: Of the current GPU.
+        stream: Stream of the current GPU.
         tensors: What the kernels read and write.
     """
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

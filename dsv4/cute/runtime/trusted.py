@@ -76,7 +76,7 @@ def others_reason(status: os.stat_result, user: User, *, has_acl: bool = False) 
     """Return why others than root and ``user`` can change a file or a folder's entries, or None.
 
     Args:
-        status: Of the file or folder.
+        status: Status of the file or folder.
         user: Who is trusted besides root.
         has_acl: Whether an access-control list gives rights that the mode does not name.
     """
@@ -173,7 +173,7 @@ def read_file(path: str, most: int | None = None) -> bytes:
     Owner and mode are those of the opened file itself, so that it cannot be exchanged in between.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         most: Bytes that it may have; None: ``MOST_BYTES``.
 
     Raises:

@@ -61,7 +61,7 @@ class Tcgen05Args(NamedTuple):
         token_tiles: Tiles of ``token_block`` tokens.
         token_span: Token tiles that follow one another before the next block of rows does.
         k_stages: K / 256, rounded up.
-        rows: Of the weight, a multiple of 16.
+        rows: Rows of the weight, a multiple of 16.
         row_blocks: Rows of the weight / rows of a tile, rounded up.
         group_blocks: Blocks of rows that share an input.
         cut0: First row of the second segment, which has a global scale of its own.

@@ -52,14 +52,16 @@ class GroupedTcgen05Args(NamedTuple):
         out: ``[tokens, rows]``, or half as many columns after SwiGLU; of ``quantized_out`` the
             codes, ``[tokens, rows / 4]``.
         offsets: int32 ``[experts + 1]``, the first row of X of each expert and the end.
-        result_scale: Of ``quantized_out``: global scales of each expert's results, float32.
-        block_scales: Of ``quantized_out``: block scales of the results, ``[tokens, rows / 32]``,
-            or swizzled by expert.
-        row_scale: Of ``quantized_out``: global scales of the results' rows, float32 ``[tokens]``.
+        result_scale: With ``quantized_out``, the global scales of each expert's results,
+            float32.
+        block_scales: With ``quantized_out``, the block scales of the results, ``[tokens,
+            rows / 32]``, or swizzled by expert.
+        row_scale: With ``quantized_out``, the global scales of the results' rows, float32
+            ``[tokens]``.
         tokens: Rows of X, of all experts and of none, at least 1.
         experts: At most ``MOST_EXPERTS``.
         k_stages: K / 256.
-        rows: Of an expert's weight, a multiple of 16.
+        rows: Rows of an expert's weight, a multiple of 16.
         row_blocks: Rows of an expert's weight / rows of a tile, rounded up.
         expert_scales: Global scales of an expert: one, one per segment, or one per row.
         cut0: First row of the second segment, which has a global scale of its own.

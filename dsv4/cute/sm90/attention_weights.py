@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         weights: The lane's row of weights for ``stmatrix``.
-        references: Of the thread's two heads, 32 bytes apart.
+        references: References of the thread's two heads, 32 bytes apart.
     """
 
     weights: Uint32

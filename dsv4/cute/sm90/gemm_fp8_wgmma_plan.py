@@ -38,12 +38,12 @@ class _Costs(NamedTuple):
 
     Attributes:
         launch: Before the first tile.
-        tile: Of a tile, beside its stages and results.
-        dequantizing: Of a stage's instructions in a warpgroup.
-        multiplying: Of these, and of the tensor cores, for a token.
-        latency: Of a warp's path through a stage.
-        byte: Of a byte through L2, with all SMs at work.
-        exchanged: Of 64 results that go from one CTA to another.
+        tile: Cycles of a tile, beside its stages and results.
+        dequantizing: Cycles of a stage's instructions in a warpgroup.
+        multiplying: Cycles of these, and of the tensor cores, for a token.
+        latency: Cycles of a warp's path through a stage.
+        byte: Cycles of a byte through L2, with all SMs at work.
+        exchanged: Cycles of 64 results that go from one CTA to another.
     """
 
     launch: float
@@ -184,9 +184,9 @@ def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | 
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
-        product: Its columns a multiple of 128; no SwiGLU.
+        product: The GEMM; its columns are a multiple of 128, and it has no SwiGLU.
         tokens: At least 1.
-        folded: As in ``Fp8WgmmaPlan``.
+        folded: See ``Fp8WgmmaPlan``.
     """
     counted = counted_as(tokens)
     return min(

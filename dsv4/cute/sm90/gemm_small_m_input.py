@@ -44,7 +44,7 @@ class XRows(NamedTuple):
 
     Attributes:
         rows: Where the row begins whose address the lane gives to ``ldmatrix``.
-        full: As ``SharedMemory.x_full``.
+        full: Address of the mbarrier, like ``SharedMemory.x_full``.
     """
 
     rows: Uint32

@@ -67,7 +67,7 @@ class _Shape(NamedTuple):
 
     Attributes:
         token_block: Tokens of a tile.
-        narrow_widths: As in ``GroupedWgmmaPlan``.
+        narrow_widths: See ``GroupedWgmmaPlan``.
         warpgroups: MMA warpgroups.
         warp_tiles: Row tiles of a warp.
         stage_k_blocks: Blocks of 64 columns of a stage.

@@ -92,7 +92,7 @@ class SlotBarriers(NamedTuple):
     Attributes:
         written: All partial sums of the unit are there.
         read: They have been read.
-        parity: Of the unit's phase of both.
+        parity: Parity of the unit's phase of both.
     """
 
     written: Uint32
@@ -300,9 +300,9 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         Args:
             sums: Accumulators.
             shared: Shared memory.
-            number: Of the unit, among the CTA's.
-            job: Of the unit.
-            lane: Of the warp.
+            number: Number of the unit, among the CTA's.
+            job: Job of the unit.
+            lane: Lane of the warp.
         """
         barriers = self._slot_barriers(shared, number)
         # The slot's sums before these have been read; passes at once in the slot's first phase.
@@ -371,15 +371,15 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         """One warp: add, transpose, quantize and store the results of a unit's two row tiles.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             shared: Shared memory.
-            unit: Of the expert.
-            number: Of the unit, among the CTA's.
+            unit: Unit of the expert.
+            number: Number of the unit, among the CTA's.
             expert: Whose it is.
             row: The segment's first row of X.
             scales: The expert's global scales.
-            output: As in ``_store``.
-            lane: Of the warp.
+            output: See ``_store``.
+            lane: Lane of the warp.
         """
         result_scale = args.result_scale + Int64(expert) * 4
         cute.arch.sync_warp()  # all lanes have read the results of the unit before

@@ -48,7 +48,7 @@ class State(NamedTuple):
     """A CTA's state in shared memory.
 
     Attributes:
-        address: Of its first word.
+        address: Address of its first word.
     """
 
     address: Uint32
@@ -152,7 +152,7 @@ class GroupedSmallMSegments(SmallMTile):
         After the last segment nothing is loaded.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             shared: Shared memory.
             with_x: Whether to start the copies of X, too.
         """

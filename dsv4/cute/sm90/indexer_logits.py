@@ -368,8 +368,8 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
             ring: The warpgroup's stages.
             pages: Where keys are, for those that are multiplied again.
             blocks: The warpgroup's blocks.
-            thread: Of the CTA.
-            who: Of the warpgroup.
+            thread: Thread of the CTA.
+            who: The thread's place in the warpgroup.
         """
         share = self._load_query(args, token, thread)
         weights, weight_scale = self._prepare_queries(

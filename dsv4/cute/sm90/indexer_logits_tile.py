@@ -52,8 +52,8 @@ class Lane(NamedTuple):
     """A thread's place in its warpgroup.
 
     Attributes:
-        warp: Of the warpgroup.
-        lane: Of the warp.
+        warp: Warp of the warpgroup.
+        lane: Lane of the warp.
     """
 
     warp: Int32
@@ -136,7 +136,7 @@ class IndexerLogitsTile(PlannedKernel):
         Args:
             registers: 16 words: by step, half of the word, key.
             keys: Codes and scales.
-            lane: Of the warp.
+            lane: Lane of the warp.
             minus_one: -1, opaque to the compiler; see ``ptx.e2m1_to_bytes_by_table``.
             steps: Other work whose steps wait for one another; here each waits while the codes of a
                 word are expanded.

@@ -269,8 +269,8 @@ class TopkKernel(TopkRows):
             source: Keys.
             known: A threshold that at least k keys reach, and the highest key.
             reached: How many reach that threshold.
-            k: As above.
-            slack: As above.
+            k: Number of keys to select.
+            slack: Keys beyond k that the threshold may let through.
             shared: Shared memory; ``counts`` are zeros before and after.
             who: This thread.
         """

@@ -176,7 +176,7 @@ class TopkClusterKernel(TopkKernel):
             source: Candidates of all CTAs.
             bound: The bound.
             peer: Rank of the CTA whose candidates this thread reads.
-            rank: Of this CTA.
+            rank: Rank of this CTA.
             shared: Shared memory.
             who: This thread.
         """

@@ -88,7 +88,7 @@ class SharedMemory(NamedTuple):
     Attributes:
         x: X of all stages.
         weights: Codes of a stage's row tiles, then their scales; ``weight_bytes`` a stage.
-        full: As ``Pipeline.full``, a pointer as TMA copies take it.
+        full: ``Pipeline.full`` as a pointer, which TMA copies take.
     """
 
     x: cute.Tensor
@@ -112,8 +112,8 @@ class WeightCopies(NamedTuple):
     """TMA copies of the weights of a block of rows.
 
     Attributes:
-        codes: Of the codes.
-        scales: Of the block scales.
+        codes: Copies of the codes.
+        scales: Copies of the block scales.
     """
 
     codes: CopyPair

@@ -61,10 +61,10 @@ class Thread(NamedTuple):
     """A thread's place.
 
     Attributes:
-        thread: Of the CTA.
-        warp: Of the CTA; the same in all lanes, which the compiler knows.
-        lane: Of the warp.
-        rank: Of the CTA in its cluster.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA; the same in all lanes, which the compiler knows.
+        lane: Lane of the warp.
+        rank: Rank of the CTA in its cluster.
     """
 
     thread: Int32
@@ -332,7 +332,7 @@ class WgmmaEpilogue(PlannedKernel):
 
         Args:
             fragments: Sums.
-            factors: Of the lane's two rows.
+            factors: Factors of the lane's two rows.
             output: Has the address of scales of tokens.
             begin: The lane's first token.
             bounds: Sizes of these scales.
@@ -433,7 +433,7 @@ class WgmmaEpilogue(PlannedKernel):
             row_tile: The warpgroup's first.
             turn: Number of this transpose in the tile; two buffers are used alternately.
             thread: Who this is.
-            bounds: Of the result.
+            bounds: Bounds of the result.
         """
         lane = thread.lane
         group, count = thread.warp // 4, len(values)

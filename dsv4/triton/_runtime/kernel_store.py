@@ -52,11 +52,11 @@ class Request:
 
     Attributes:
         module: Where the kernel is defined.
-        name: Of the kernel there.
+        name: Name of the kernel there.
         signature: Triton's type of each argument, by name.
         constants: Values of constant arguments, by path.
         attrs: Properties of other arguments, for example divisibility, by path.
-        options: Of the compiler.
+        options: Options of the compiler.
         target: Backend, architecture and threads of a warp.
         key: SHA-256 of all that the compiled kernel depends on.
     """

@@ -368,7 +368,7 @@ def describe(kernel: Any, layout: Layout, compiled: Any) -> Function | None:
 
     Args:
         kernel: The ``JITFunction``.
-        layout: Of the call's positional arguments.
+        layout: Layout of the call's positional arguments.
         compiled: The ``CompiledKernel``.
     """
     try:

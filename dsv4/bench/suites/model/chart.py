@@ -35,9 +35,9 @@ class Chart:
     Attributes:
         title: One line.
         notes: Lines below the title.
-        unit: Of the vertical axis.
+        unit: Unit of the vertical axis.
         series: Names of the bars of each group, at most five.
-        groups: From left to right.
+        groups: Groups from left to right.
     """
 
     title: str

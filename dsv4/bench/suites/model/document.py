@@ -21,9 +21,9 @@ class Named:
     Attributes:
         preset: Published model.
         experts: Routed experts of a layer.
-        experts_of_model: As many as the published model has.
+        experts_of_model: Routed experts of a layer of the published model.
         layers: Decoder layers.
-        layers_of_model: As many as the published model has.
+        layers_of_model: Layers of the published model.
         weights: ``"random"``, ``"mxfp4-cast"`` or ``"checkpoint"``.
         recipe: Which matrices have which format: ``"nvfp4"``, ``"nvidia"`` or ``"checkpoint"``.
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.

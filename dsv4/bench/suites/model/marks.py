@@ -22,7 +22,7 @@ class Mark:
     """A decode step of a runner, captured or not.
 
     Attributes:
-        sequences: That it decodes.
+        sequences: Sequences that it decodes.
         seconds: When it began, a reading of ``time.perf_counter``.
     """
 
@@ -51,10 +51,10 @@ def decode_ms(marks: Sequence[Mark], sequences: int, skip: int, steps: int) -> f
     when no prompt is left.
 
     Args:
-        marks: Of a whole call.
-        sequences: That decode together.
+        marks: Marks of a whole call.
+        sequences: Sequences that decode together.
         skip: Steps left out at the beginning.
-        steps: That are timed.
+        steps: Steps that are timed.
     """
     times = [mark.seconds for mark in marks if mark.sequences == sequences]
     times = times[skip : skip + steps + 1]

@@ -111,7 +111,7 @@ class Measurement:
         """Kernels of a row's captured step; after all other times, which a profiler could change.
 
         Args:
-            row: From ``decode``.
+            row: A row that ``decode`` returned.
         """
         if self._is_requested(row, KERNELS, *_KERNELS):
             for name in _KERNELS:

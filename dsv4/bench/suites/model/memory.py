@@ -24,9 +24,9 @@ class ModelBytes:
     """Bytes of a model's weights.
 
     Attributes:
-        expert: Of one routed expert in all layers.
-        layer_expert: Of one routed expert in one layer.
-        other: Of everything but routed experts.
+        expert: Bytes of one routed expert in all layers.
+        layer_expert: Bytes of one routed expert in one layer.
+        other: Bytes of everything but routed experts.
         experts: How many there are per layer.
     """
 
