@@ -1,4 +1,4 @@
-"""Memory for the sorted rows of routed experts, made once."""
+"""Memory for the sorted rows of routed experts, allocated once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Buffers(NamedTuple):
     """Buffers for the results of the steps of one forward; None to allocate them.
 
     Attributes:
-        rows: ``[R, H]``: the gathered rows, and after the first GEMM has read them the results
-            of the second.
+        rows: ``[R, H]``: the gathered rows, and later, when the first GEMM has read them, the
+            results of the second.
         inner: ``[R, I]``: SwiGLU of the first GEMM.
     """
 
@@ -50,7 +50,7 @@ class Workspace(nn.Module):
     ) -> None:
         super().__init__()
         self.max_tokens = max_tokens
-        with torch.inference_mode(False):  # it is written to in and out of that mode
+        with torch.inference_mode(False):  # it is written to in inference mode and outside of it
             for name, columns in (("rows", hidden), ("inner", inner)):
                 rows = torch.empty((max_tokens * top_k, columns), dtype=dtype, device=device)
                 self.register_buffer(name, rows, persistent=False)

@@ -45,7 +45,7 @@ class DeepseekV4DecoderLayer(nn.Module):
         *,
         cache: Any = None,
     ) -> torch.Tensor:
-        """``[B, S, n, H]`` streams to the same.
+        """Run the block on streams ``[B, S, n, H]``; return the new ones.
 
         Args:
             hidden_states: The residual streams.
@@ -70,9 +70,9 @@ class DeepseekV4DecoderLayer(nn.Module):
         input_ids: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        """``forward`` with the keyword arguments of the attention as they are.
+        """Do what ``forward`` does, with the attention's keyword arguments in one record.
 
-        In steps of few tokens on a GPU it is repeated by plan, see ``dsv4.layers._layer_plan``.
+        Plans repeat it in steps of few tokens on a GPU, see ``dsv4.layers._layer_plan``.
         """
         return _layer_plan.run(self, self._run, hidden_states, input_ids, options)
 
@@ -95,7 +95,7 @@ class DeepseekV4DecoderLayer(nn.Module):
 class DeepseekV4MTP(nn.Module):
     """Multi-token prediction, a block that drafts a second token (specification, section 9).
 
-    Shares the embedding and the output head of the main model, which pass through the arguments.
+    It shares the embedding and the output head of the main model, which the caller applies.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -120,7 +120,7 @@ class DeepseekV4MTP(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft.
+        """Draft one token per position.
 
         Args:
             streams: ``[B, S, n, H]``, the main model's residual streams before its head collapse.

@@ -196,8 +196,7 @@ def _before(
 
 @triton.jit
 def _entry(batch, b):
-    """First token, start, end, state row of entry b; without tokens or as padding it ends at once,
-    in row 0.
+    """Return first token, start, end and state row of entry b; padding has no tokens, in row 0.
     """
     cu, starts, sequences = batch
     first = tl.load(cu + b).to(tl.int64)
