@@ -5,11 +5,10 @@ function (``GemmArgs``). ``define`` makes the schema from their annotations. The
 check of values and every implementation take the record, and so does ``dispatch.Call.args``.
 
 A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
-convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
-might want to see the call or would change its arguments (``_observer``), the registered operator is
-called, which ends in the same body. A kernel that somebody else registers for one of
-these operators is therefore not seen in plain eager mode: another way to run an operator is a row
-of ``dispatch.IMPLEMENTATIONS``.
+convert twelve arguments there and back, which takes longer than some kernels run. If anything may
+observe the call or change its arguments (``_observer``), the registered operator is called, which
+runs the same body. A kernel that somebody else registers for one of these operators therefore has
+no effect in plain eager mode: to add one, add a row to ``dispatch.IMPLEMENTATIONS``.
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
@@ -31,7 +30,7 @@ from dsv4 import dispatch
 
 _LIBRARY = torch.library.Library("dsv4", "DEF")
 
-# What a schema's types are in Python, where the dispatcher has nothing to convert.
+# Python types of a schema's types, which the dispatcher need not convert.
 _TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor, torch.nn.Parameter),
     "List[int]": (list,),
@@ -43,7 +42,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-# Annotations of a record's fields that say more than their type.
+# Annotations of a record's fields that say more than a type.
 Written = Annotated[torch.Tensor, "written in place"]
 Symbolic = Annotated[int, "may be symbolic while torch.compile traces"]
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -72,13 +71,13 @@ class Call(Protocol[A_contra, R_co]):
         out: torch.Tensor | None = None,
         reserve_sms: int = 0,
     ) -> R_co:
-        """Call it.
+        """Call the operator.
 
         Args:
-            args: Its record.
+            args: The operator's record.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where the operator has that argument.
-            reserve_sms: See ``dispatch.run``; calls that torch sees lose it.
+            out: Tensor for the first result, if the operator has this argument.
+            reserve_sms: See ``dispatch.run``; calls through torch's dispatcher ignore it.
         """
         ...
 
@@ -96,12 +95,12 @@ def _watcher() -> Callable[[], bool]:
 def _observer() -> Callable[[], bool]:
     """Return the test that nothing in this thread sees operators: no mode, transform or trace.
 
-    It asks torch by private names; to a torch that has others, every call is one to be seen.
+    It calls torch's private functions; for a torch without them, every call counts as observed.
     """
     try:
         key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-        # What the dispatcher adds to the keys of tensors, in and out of inference mode. Modes,
-        # functorch's transforms and tracers add theirs.
+        # Keys that the dispatcher adds to those of tensors, in and out of inference mode. Modes,
+        # functorch's transforms and tracers add more.
         least: Any = keys(key.BackendSelect)
         most: Any = least | keys(key.ADInplaceOrView)
         plain = frozenset((least.raw_repr(), most.raw_repr()))
@@ -119,7 +118,7 @@ def _observer() -> Callable[[], bool]:
 
 is_watched = _watcher()
 unobserved = _observer()
-_new_tuple: Any = tuple.__new__  # makes a record of its fields; ``_make`` takes twice as long
+_new_tuple: Any = tuple.__new__  # makes a record from its fields; ``_make`` takes twice as long
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
@@ -136,12 +135,12 @@ def define(
         record: ``NamedTuple`` of its arguments; their annotations make the schema.
         fake: Takes the record, returns results without contents; its return annotation makes the
             schema's.
-        check: Raises where values of arguments are out of range. It is given the operator's name
-            and the record when a call runs whose first tensor is on the CPU: elsewhere it would
-            wait for the device, and while torch traces there are no values.
+        check: Raises if values of arguments are out of range. It takes the operator's name and the
+            record, and is called only if the first tensor is on the CPU: elsewhere it would wait
+            for the device, and while torch traces there are no values.
 
     Returns:
-        What calls it.
+        A function that calls the operator.
     """
     _LIBRARY.define(f"{op}({_declared(record)}, str backend) -> {_results(fake)}")
 
@@ -180,11 +179,11 @@ def define_out(
 
 
 def as_record(record: type[A], args: Any, **changed: Any) -> A:
-    """Another operator's record, of the fields of the same name.
+    """Make another operator's record from the fields of the same name.
 
     Args:
         record: ``NamedTuple`` to make.
-        args: ``NamedTuple`` that has its fields, but for those that are given.
+        args: ``NamedTuple`` that has these fields, except those in ``changed``.
         **changed: Fields with other values.
     """
     names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
@@ -192,14 +191,14 @@ def as_record(record: type[A], args: Any, **changed: Any) -> A:
 
 
 def _declared(record: type[Any]) -> str:
-    """Arguments of a schema, as the fields of a record declare them."""
+    """Return the arguments of a schema, from the fields of a record."""
     letters = iter(string.ascii_lowercase)
     hints = get_type_hints(record, include_extras=True)
     return ", ".join(f"{_in_schema(kind, letters)} {name}" for name, kind in hints.items())
 
 
 def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
-    """The schema's type for an annotation; written tensors take the next letter."""
+    """Return the schema's type for an annotation; written tensors take the next letter."""
     if annotation == Written:
         return f"Tensor({next(letters)}!)"
     if annotation == Symbolic:
@@ -212,7 +211,7 @@ def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
 
 
 def _results(fake: Callable[..., Any]) -> str:
-    """Results of a schema, as a shape function's return annotation declares them."""
+    """Return the results of a schema, from a shape function's return annotation."""
     returned = get_type_hints(fake)["return"]
     if returned is type(None):
         return "()"
@@ -227,10 +226,10 @@ class Operation:
 
     Attributes:
         name: The registered name.
-        op: Whose implementations run it.
+        op: Operator whose implementations run it.
         record: ``NamedTuple`` of its arguments, without ``out`` and ``backend``.
-        check: Raises where values of arguments are out of range, on the CPU; or None.
-        has_out: Whether the last argument before ``backend`` takes the first result.
+        check: Raises if values of arguments are out of range, on the CPU; or None.
+        has_out: Whether the last argument before ``backend`` is the tensor for the first result.
         has_others: Whether there are results besides that one.
     """
 
@@ -261,7 +260,7 @@ class Operation:
         Args:
             args: A ``record``.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where ``has_out``.
+            out: Tensor for the first result, if ``has_out``.
         """
         if self.check is not None:
             self.check_values(args)
@@ -285,11 +284,11 @@ class Operation:
         return dispatch.implementation(self.op, self.arguments(flat))
 
     def arguments(self, flat: Sequence[Any]) -> Any:
-        """The record; ``flat`` as in ``run``."""
+        """Return the record; ``flat`` as in ``run``."""
         return _new_tuple(self.record, flat[:-2] if self.has_out else flat[:-1])
 
     def check_values(self, args: Any) -> None:
-        """Raise where values on the CPU are out of range; ``args`` is a ``record``."""
+        """Raise if values on the CPU are out of range; ``args`` is a ``record``."""
         if self.check is not None and args[0].is_cpu:
             self.check(self.op, args)
 
@@ -308,7 +307,7 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     def body(*flat: Any) -> Any:
         if not _is_grad_enabled():
             return operation.run(flat)
-        # Without this the reference would build autograd's graph of its own intermediate tensors.
+        # Without this, autograd would record the reference's intermediate tensors.
         with torch.no_grad():
             return operation.run(flat)
 
@@ -354,7 +353,7 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
 
 
 def _in_python(declared: str) -> tuple[type, ...]:
-    """Types of an argument that the dispatcher passes on as they are."""
+    """Return the types of an argument that the dispatcher passes on unchanged."""
     inner = declared.removeprefix("Optional[")
     if inner == declared:
         return _TYPES[declared]

@@ -1,4 +1,4 @@
-"""GEMM with a quantised gate and up projection, and the SwiGLU of it."""
+"""GEMM with a quantised gate and up projection, followed by SwiGLU."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def gemm_swiglu(
     reserve_sms: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``swiglu(x @ weight.T)``, gate in the even rows of the weight, up in the odd ones.
+    """Compute ``swiglu(x @ weight.T)``, gate in the weight's even rows, up in the odd ones.
 
-    What ``gemm`` and ``swiglu`` mean (specification, sections 4.4, 8.2 and 11), without a rounding
-    between them: the product stays float32 (float64 for float64 ``x``).
+    The result is that of ``gemm`` and ``swiglu`` (specification, sections 4.4, 8.2 and 11) without
+    a rounding between them: the intermediate result stays float32 (float64 for float64 ``x``).
 
     Args:
         x: ``[..., K]``. bfloat16, float16, float32 or float64.

@@ -1,4 +1,4 @@
-"""GEMM of sorted rows with the weights of their experts, and the SwiGLU of it."""
+"""GEMM of sorted rows with the weights of their experts, and its fused forms with SwiGLU."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _fake_swiglu_quantize(
 def empty_codes(
     x: torch.Tensor, weight: torch.Tensor, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for codes, block scales and rows' scales of ``grouped_gemm_swiglu_quantize``.
+    """Allocate codes, block scales and rows' scales for ``grouped_gemm_swiglu_quantize``.
 
     Args:
         x: Sorted rows, ``[R, any]``.
@@ -193,26 +193,26 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
+    """Compute ``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
 
-    Numerics of each product as in ``gemm``. Rows past ``offsets[E]`` come out zero, whatever they
-    hold. An expert without rows costs nothing (specification, section 8.2).
+    Each expert's GEMM has the numerics of ``gemm``. Rows past ``offsets[E]`` give zeros, whatever
+    they hold. An expert without rows costs nothing (specification, section 8.2).
 
     Args:
-        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are what the product
-            would make of rows that it quantises itself; ``activation`` is ``"bf16"`` then.
+        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are equal to rows that
+            the GEMM quantises itself; ``activation`` is ``"bf16"`` then.
         weight: ``[E, N, K]``, quantised or a plain floating tensor.
         offsets: int32 ``[E + 1]`` on the device of ``x``: 0, then non-decreasing, at most R. Its
             values are data: the reference checks them, a kernel need not.
         activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
-        settled: Promises that another product with these offsets came after what wrote them and
-            before this: a kernel may then read them, and their experts' weights, while that one
-            still runs. The second GEMM of the experts passes True.
+        settled: Promises that another GEMM with these offsets was launched between the kernel that
+            wrote them and this one: a kernel may then read them, and their experts' weights, while
+            that GEMM still runs. The second GEMM of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
-        out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
-            apart from the other tensors; None to allocate it.
+        out: Tensor for the result, of ``out_dtype``, contiguous, at a multiple of 16 bytes, sharing
+            no memory with the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -262,10 +262,10 @@ def grouped_gemm_swiglu(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``swiglu(x[r] @ weight[e].T)``, gate in the even rows of a weight, up in the odd ones.
+    """Compute ``swiglu(x[r] @ weight[e].T)``, gate in a weight's even rows, up in odd ones.
 
-    What ``grouped_gemm`` and ``swiglu`` mean (specification, section 8.2), without a rounding
-    between them: the products stay float32 (float64 for float64 ``x``).
+    The result is that of ``grouped_gemm`` and ``swiglu`` (specification, section 8.2) without a
+    rounding between them: the intermediate result stays float32 (float64 for float64 ``x``).
 
     Args:
         x: See ``grouped_gemm``.
@@ -333,16 +333,17 @@ def grouped_gemm_swiglu_quantize(
     scale_layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """``grouped_gemm_swiglu`` in its default dtype, then ``quantize`` to NVFP4, as one operator.
+    """Compute ``grouped_gemm_swiglu`` in its default dtype and ``quantize`` the result to NVFP4.
 
-    What a second GEMM with ``activation="nvfp4"`` and these input scales would make of the
-    rows. The bits are those of the two operators of the same implementation, one after the other.
+    A second GEMM with ``activation="nvfp4"`` and these input scales would quantise its rows to the
+    same codes. The bits are those of the two operators of the same implementation, one after the
+    other.
 
-    ``grouped_gemm`` takes linear block scales. With ``"swizzled_128x4_experts"`` they lie as other
-    grouped GEMMs take them: those of each expert as ``swizzle_scales`` has them, from tile
-    ``sum(ceil(n / 128) for the n rows of each expert before)`` on, zeros as padding, as many tiles
-    as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``;
-    ``unswizzle_expert_scales`` takes them apart).
+    ``grouped_gemm`` takes linear block scales. ``"swizzled_128x4_experts"`` is the layout that
+    other grouped GEMMs take: each expert's scales are in the layout of ``swizzle_scales`` from tile
+    ``sum(ceil(n / 128) for the n rows of each expert before)`` on, padding is zeros, and there are
+    as many tiles as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``; the inverse
+    is ``unswizzle_expert_scales``).
 
     Args:
         x: See ``grouped_gemm``.
@@ -406,7 +407,7 @@ def grouped_gemm_swiglu_quantize(
 
 
 class _Weight(NamedTuple):
-    """A weight as operators take it; see ``GroupedGemmArgs``."""
+    """A weight in the form that operators take; see ``GroupedGemmArgs``."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None
@@ -417,7 +418,7 @@ class _Weight(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Sorted rows as operators take them.
+    """Sorted rows in the form that operators take.
 
     Attributes:
         x: ``[R, K]``, or NVFP4 codes ``[R, K/2]``.
@@ -431,14 +432,14 @@ class _Rows(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """K."""
+        """The number of columns K."""
         return self.x.shape[-1] if self.scales is None else 2 * self.x.shape[-1]
 
 
 def _rows(
     op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[_Rows, torch.dtype]:
-    """The rows, checked apart from the other operands, and the dtype of the result."""
+    """Check the rows and return them with the dtype of the result."""
     if isinstance(x, torch.Tensor):
         check_options(op, activation, out_dtype)
         return _Rows(x), x.dtype if out_dtype is None else out_dtype
@@ -462,7 +463,7 @@ def _checked(
     activation: str,
     input_scale: torch.Tensor | None,
 ) -> _Weight:
-    """Raise unless the operands fit; the weight in parts."""
+    """Check that the operands fit; return the weight in the form that operators take."""
     x, shape = rows.x, weight.shape
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")

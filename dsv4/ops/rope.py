@@ -95,7 +95,7 @@ def rope_tables(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of ``position * inv_freq`` (specification, section 4.3).
+    """Compute cos and sin of ``position * inv_freq`` (specification, section 4.3).
 
     Always float32, and without an amplitude factor: cos^2 + sin^2 = 1 with and without YaRN.
     Position, inverse frequency and angle are each rounded to float32, which is part of the
@@ -142,9 +142,9 @@ def rope(
     """Rotate the last R dimensions in interleaved pairs (specification, section 4.3).
 
     With ``(a, b) = (x[D-R+2i], x[D-R+2i+1])`` the result is ``(a cos_i - b sin_i,
-    b cos_i + a sin_i)``; ``inverse`` turns the other way (``-sin``), as the attention output needs
-    (specification, section 4.2, step 8). In float32 (float64 for float64 input), one rounding at
-    the end. The first D-R dimensions are copied bit for bit.
+    b cos_i + a sin_i)``; ``inverse`` rotates by the opposite angle (``-sin``), as the attention
+    output needs (specification, section 4.2, step 8). In float32 (float64 for float64 input), one
+    rounding at the end. The first D-R dimensions are copied bit for bit.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
@@ -199,7 +199,7 @@ def rope_quantize(
         sin: Like ``cos``.
         inverse: Rotate by the opposite angle, as the attention output needs.
         groups: Rows per token, ``o_groups``.
-        global_scale: See ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        global_scale: See ``quantize``; required for ``"static"``, an error for ``"token"``.
         scaling: ``"static"``, or ``"token"`` for one dynamic scale per token and group.
         layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
         backend: Implementation name, see ``dsv4.dispatch``.

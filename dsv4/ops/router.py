@@ -88,11 +88,11 @@ def route_topk(
     logits_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Routing:
-    """Choose each token's experts by learned score (specification, section 8.1).
+    """Choose each token's experts by their learned scores (specification, section 8.1).
 
     ``score = sqrt(softplus(x W^T))``; the ``top_k`` experts of largest ``score + bias`` are chosen,
     and weighted by their score without the bias: ``score / (sum + 1e-20) * scaling_factor``.
-    Equal biased scores go to the lowest expert number. Everything after the product is in float32
+    Equal biased scores go to the lowest expert number. Everything after the GEMM is in float32
     (float64 for float64 ``x``).
 
     A token with a NaN or infinite logit gets NaN weights; its experts are still distinct and valid.
@@ -146,9 +146,9 @@ def route_hash(
     The experts are ``tid2eid[input_ids]``, in the table's order; their weights still come from the
     learned scores, as in ``route_topk``.
 
-    A token id outside the table, or a table entry that is no expert, raises on the CPU. On another
-    device a check would have to wait for the device, so such a token gets NaN weights and valid
-    expert numbers instead.
+    A token id outside the table, or a table entry that is no expert, raises on the CPU. Other
+    devices are not checked, because that would wait for the device: such a token gets NaN weights
+    and valid expert numbers.
 
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
@@ -183,7 +183,7 @@ def route_hash(
 
 
 def _logits_dtype(op: str, x: torch.Tensor, logits_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the logits, checked."""
+    """Check the dtype of the logits and return it."""
     if logits_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: logits_dtype is {logits_dtype}, wanted a floating type")
     return torch.float64 if x.dtype == torch.float64 else logits_dtype

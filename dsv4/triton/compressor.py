@@ -196,8 +196,7 @@ def _before(
 
 @triton.jit
 def _entry(batch, b):
-    """Return first token, start, end and state row of entry b; padding has no tokens, in row 0.
-    """
+    """Return first token, start, end, state row of entry b; padding is empty, in row 0."""
     cu, starts, sequences = batch
     first = tl.load(cu + b).to(tl.int64)
     length = tl.load(cu + b + 1).to(tl.int64) - first
