@@ -41,8 +41,8 @@ def fill(
     """Fill a module tree that has transformers' names.
 
     Everything is checked before anything is written: names, shapes and dtypes from the headers,
-    then (``check_values``) the values. Modules with ``set_weight`` and ``set_expert`` take
-    quantised weights as they are; into all others quantised weights are dequantised.
+    then, with ``check_values``, the values. Modules with ``set_weight`` and ``set_expert`` get
+    quantised weights as they are; for all others quantised weights are dequantised.
 
     Args:
         model: Any module; parameters on meta are created, others replaced.
@@ -111,7 +111,7 @@ class _Filling:
         """Compare names, shapes and dtypes, and log tensors without effect.
 
         Returns:
-            The bytes to read.
+            The number of bytes to read.
 
         Raises:
             CheckpointError: listing what does not fit.

@@ -72,7 +72,7 @@ class SamplingOptions:
 
     @classmethod
     def of(cls, options: SamplingOptions | None, changes: dict[str, Any]) -> SamplingOptions:
-        """``options``, or the defaults, with some fields changed.
+        """Return ``options``, or the defaults, with some fields changed.
 
         Raises:
             TypeError: if a name is none of the fields, or a value is of the wrong kind.
@@ -123,7 +123,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def token_ids(name: str, values: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as a tuple of integers.
+    """Check token ids and return them as a tuple of integers.
 
     Raises:
         TypeError: if ``values`` is no sequence of integers.

@@ -25,7 +25,7 @@ class Words(NamedTuple):
 
 
 def philox(counter: Words, key: torch.Tensor) -> Words:
-    """Four random words for each counter.
+    """Return four random words for each counter.
 
     Args:
         counter: Words of one broadcastable shape.

@@ -1,4 +1,4 @@
-"""A request and what becomes of it."""
+"""A request and its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4.serving.options import SamplingOptions
 
 
 class RequestError(RuntimeError):
-    """A request failed; others go on."""
+    """A request failed; others continue."""
 
 
 class LogitsError(RequestError):
@@ -23,7 +23,7 @@ class TokenLogprobs:
     Attributes:
         token: The chosen token.
         logprob: Its log-probability.
-        top: The most probable tokens with theirs, the most probable first.
+        top: The most probable tokens with their log-probabilities, in descending order.
     """
 
     token: int
@@ -50,9 +50,9 @@ class Outcome:
 class Request:
     """A prompt, its options and the tokens so far; ``Runner.add`` makes it.
 
-    Iterating gives the tokens from the first on, and runs the runner's steps until the request has
-    ended. What ends a request is one assignment, and a token arrives in one append, so that an
-    interrupted step leaves no half of either.
+    Iterating yields the tokens from the first on, and runs the runner's steps until the request has
+    ended. A request ends by one assignment, and a token is added by one append, so that an
+    interrupted step leaves neither half done.
 
     Attributes:
         number: Order of arrival.
@@ -107,7 +107,7 @@ class Request:
         return None if self._outcome is None else self._outcome.error
 
     def result(self) -> list[int]:
-        """Run steps until the request has ended; its tokens.
+        """Run steps until the request has ended; return its tokens.
 
         Raises:
             RequestError: if the request failed.
