@@ -62,8 +62,9 @@ def save(
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
             input scale or None); a stream is written as it comes, and only gate projections whose
-        up projection has not come yet are held. path: Folder, made if missing. layout:
-        ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
+            up projection has not come yet are held.
+        path: Folder, made if missing.
+        layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
             ``"bf16"``.
         config: ModelConfig or transformers' config; the default is ``source.config``.
         max_shard_bytes: Most bytes of a shard, unless one tensor has more.

@@ -8,8 +8,8 @@ one, whatever fails, even if the process is killed:
 2. That folder gets a list of its files and of the old ones, and is renamed to ``.dsv4-committed``.
    This one rename is the commit: from here on dsv4 reads the new checkpoint, through the list.
 3. The old files are removed, config.json first, and the new ones move up, config.json last. Between
-the two the folder has no config.json, so that no other tool can open it and mix the two. 4. The
-list and its folder are removed.
+   the two the folder has no config.json, so that no other tool can open it and mix the two.
+4. The list and its folder are removed.
 
 A save that was killed in phase 3 or 4 is completed by ``finish``, which the next save calls. A save
 that failed in phase 1 or 2 leaves at most a ``.dsv4-writing-*`` folder, which the next save

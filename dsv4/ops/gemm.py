@@ -91,8 +91,9 @@ def gemm(
         out_dtype: Floating; ``x.dtype`` if None.
         reserve_sms: SMs to leave to work on other streams. A hint for implementations with
             persistent CTAs (``Implementation.reserves_sms``); no result depends on it. It has no
-        effect in calls that torch sees (traced, profiled), because the registered operator does not
-        have this argument. backend: Implementation name, see ``dsv4.dispatch``.
+            effect in calls that torch sees (traced, profiled), because the registered operator does
+            not have this argument.
+        backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
         ``[..., N]``, or ``[..., G, N]``.

@@ -190,7 +190,8 @@ def write_kv(
         entries: ``[M, D]``, bfloat16, float32 or float64, after RMS norm and RoPE.
         slots: ``[M]`` int64 or int32, ``page * page_size + entry``; negative: skip that entry.
             Slots that are not negative should be distinct: of equal ones it is undefined which
-        entry stays. backend: Implementation name, see ``dsv4.dispatch``.
+            entry stays.
+        backend: Implementation name, see ``dsv4.dispatch``.
 
     Raises:
         TypeError: if a dtype is none of these.

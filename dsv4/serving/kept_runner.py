@@ -194,7 +194,7 @@ class KeptRunner:
 
         Raises:
             torch.OutOfMemoryError: if the GPU has no memory for ``least``, or, if that is None, for
-            ``capacity``.
+                ``capacity``.
         """
         try:
             runner = new_runner(model, capacity, chunk)

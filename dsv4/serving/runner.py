@@ -105,9 +105,9 @@ class Runner:
             capture: Whether steps are CUDA graphs; None: on a CUDA device, unless the model
                 is compiled by ``torch.compile`` or has routed experts for which there is no kernel,
                 those that are not packed for instance, which is logged. Whatever this is, steps are
-            eager while a backend is requested by name and after a failed capture. prefix_sequences:
-            Cache rows kept for prompts that begin like earlier ones; 0: none. deterministic:
-            Whether the text and the log-probabilities of a request depend, bit for
+                eager while a backend is requested by name and after a failed capture.
+            prefix_sequences: Cache rows kept for prompts that begin like earlier ones; 0: none.
+            deterministic: Whether the text and the log-probabilities of a request depend, bit for
                 bit, on its prompt, its options, the model, ``max_tokens`` and ``max_chunk`` alone:
                 not on other requests, prefixes in the cache, preemptions, or how many sequences
                 there is room for. Prompts are processed one after another, in chunks of
