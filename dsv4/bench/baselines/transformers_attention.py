@@ -32,7 +32,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed.
+    """The step that is timed.
 
     Attributes:
         config: Sizes of the layer.
@@ -72,12 +72,12 @@ def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
 
 
 def step_us(step: Step, options: Options, backend: str | None = None) -> float:
-    """Of a step by the host's clock, the median of several.
+    """Return the median duration of a step by the host's clock.
 
     Args:
         step: What is timed.
         options: How often, and where.
-        backend: Of ``torch.compile``; None: eager mode.
+        backend: Backend of ``torch.compile``; None: eager mode.
     """
     run, renew = _prepared(step, options.device)
     if backend is not None:
