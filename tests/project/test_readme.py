@@ -46,6 +46,6 @@ def _theirs() -> object:
 def test_every_subcommand_and_variable_it_names_exists() -> None:
     text = README.read_text()
     assert dsv4.dispatch.ENVIRONMENT_VARIABLE in text
-    for name in ("README.md", "DESIGN.md", "CHANGELOG.md", "LICENSE"):
+    for name in ("README.md", "docs/design.md", "CHANGELOG.md", "LICENSE"):
         assert (ROOT / name).exists()
     assert f"## [{dsv4.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
