@@ -6,8 +6,9 @@
 # make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
+# make docs         the site of docs/ in build/site, from an environment of its own, .venv-docs
 #
-# Each makes its environment first and needs Python and git alone. All but the last two install the
+# Each makes its environment first and needs Python and git alone. All before test-newest install the
 # versions in constraints/, one file per minor release of Python. Variables:
 #   PYTHON       the Python that makes the environment
 #   TORCH        the torch that is installed first, e.g. make test TORCH=torch==2.13.0
@@ -37,7 +38,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test quick check kernels mutants traps format test-newest constraints clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -78,6 +79,18 @@ constraints: test-newest
 	mkdir -p constraints
 	.venv-newest/bin/python tools/constraints.py write constraints/$(MINOR).txt
 
+# A warning is an error. API pages are made from the sources, so the package is not installed.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+DOCS_REQUIREMENTS := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d ',')
+
+.venv-docs/.ready: pyproject.toml
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS_REQUIREMENTS)
+	touch $@
+
 $(READY): pyproject.toml tools/constraints.py $(CONSTRAINTS)
 	rm -f $(READY)
 	$(PYTHON) -m venv $(if $(filter $(MINOR),$(MADE_FOR)),,--clear) $(VENV)
@@ -92,4 +105,4 @@ constraints/%.txt:
 	@exit 1
 
 clean:
-	rm -rf .venv .venv-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .venv-docs .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
