@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import check_prompt_buckets
 from dsv4.serving.graphs import Graphs
 from dsv4.serving.prompts import Inputs, Part, Size
+from dsv4.serving.sampler import Variant
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
 from tests._tools.taped import replayed, taped
@@ -49,6 +51,26 @@ def state_of(runner: Runner) -> list[torch.Tensor]:
         for tensor, table in layer.tensors():
             result += [tensor] if table is None else [tensor, table]
     return result
+
+
+def rehearsed(runner: Runner, options: Iterable[SamplingOptions]) -> Runner:
+    """The same after the sequence that ``warm_up`` processes where steps are captured.
+
+    That one took pages and gave them back, so later sequences have others than in a new runner.
+    """
+    with torch.inference_mode():
+        runner._rehearse(sorted(set(map(Variant.of, options)), key=repr))
+    return runner
+
+
+def assert_same_state(runner: Runner, other: Runner) -> None:
+    for tensor, expected in zip(state_of(runner), state_of(other), strict=True):
+        assert_bitwise(tensor, expected)
+
+
+def outcomes(requests: list[Request]) -> list[tuple[Any, Any]]:
+    """What requests gave: tokens and log-probabilities."""
+    return [(request.tokens, request.logprobs) for request in requests]
 
 
 Story = list[tuple[list[int], SamplingOptions, int]]
@@ -101,11 +123,27 @@ def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> Non
         patch.setattr(Graphs, "captured", taped)
         actual = run_story(runner, story)
     assert runner._prompts.captures > 0
-    for request, other in zip(actual, expected, strict=True):
-        assert request.tokens == other.tokens
-        assert request.logprobs == other.logprobs
-    for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
-        assert_bitwise(tensor, other)
+    assert outcomes(actual) == outcomes(expected)
+    assert_same_state(runner, eager)
+
+
+@pytest.mark.slow
+def test_prompts_after_a_warm_up_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, too: tokens as in any eager runner, pages as in one that has rehearsed."""
+    sizes = SIZES | {"max_chunk": 140, "prompt_buckets": (140,), "buckets": (3,)}  # several pages
+    drawn = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
+    model, story = tiny("deepseek"), [([3] * 150, drawn, 1), ([4, 5], SHORT, 0)]
+    new, eager = (Runner(model, **sizes) for _ in range(2))
+    runner = replaying(Runner(model, **sizes))
+    monkeypatch.setattr(Graphs, "captured", taped)
+    runner.warm_up([SHORT, drawn])
+    assert runner._prompts.captures == len(runner._prompts.sizes)
+    actual = outcomes(run_story(runner, story))
+    assert actual == outcomes(run_story(new, story))
+    assert actual == outcomes(run_story(rehearsed(eager, [SHORT, drawn]), story))
+    assert_same_state(runner, eager)
+    with pytest.raises(AssertionError, match="differs in its bits"):
+        assert_same_state(runner, new)
 
 
 @given(stories(), st.sampled_from([(40,), (1, 8, 40), (5, 17), ()]), st.booleans())
@@ -211,14 +249,16 @@ def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
         ([*stem[: (37 * i) % 290], i], drawn if i % 3 else SHORT, i % 4 if i % 5 else 9)
         for i in range(60)
     ]
-    eager = Runner(model, **sizes, capture=False, prompt_buckets=(32, 64, 128, 200))
-    expected = [(r.tokens, r.logprobs) for r in run_story(eager, story)]
+    eagerly = {"capture": False, "prompt_buckets": (32, 64, 128, 200)}
+    eager = Runner(model, **sizes, **eagerly)
+    expected = outcomes(run_story(eager, story))
     for ahead in (False, True):
-        runner = Runner(model, **sizes)
+        runner, same = Runner(model, **sizes), eager
         if ahead:
             runner.warm_up([SHORT, drawn])
             assert runner._prompts.captures == 8
-        assert [(r.tokens, r.logprobs) for r in run_story(runner, story)] == expected
+            same = rehearsed(Runner(model, **sizes, **eagerly), [SHORT, drawn])
+            assert outcomes(run_story(same, story)) == expected
+        assert outcomes(run_story(runner, story)) == expected
         assert runner._prompts.captures >= 4
-        for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
-            assert_bitwise(tensor, other)
+        assert_same_state(runner, same)
