@@ -28,7 +28,7 @@ DIMS_MULTIPLES = {"index_fp8": 4, "index_mxfp4": FP4_GROUP}
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Where the bytes of an ``"fp8"`` entry lie (specification, section 7, for any dimensions).
+    """The layout of an ``"fp8"`` entry in bytes (specification, section 7, for any dimensions).
 
     A page holds first the data of all its entries, then the scales of all its entries, then
     padding up to a multiple of ``data_bytes``.
@@ -78,7 +78,7 @@ class EntryLayout:
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Where the bytes of a compact index key lie (specification, section 6).
+    """The layout of a compact index key in bytes (specification, section 6).
 
     A page holds first the codes of all its entries, then the scales of all its entries.
 
@@ -153,7 +153,7 @@ class Pages:
             head_dim: Dims per entry.
             rope_dim: Trailing dims that carry the rotary embedding, ``0 <= rope_dim <= head_dim``.
             entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
-            dtype: Of ``"plain"`` entries; pages of other formats are bytes whatever it is.
+            dtype: Dtype of ``"plain"`` entries; pages of other formats are bytes whatever it is.
             device: Where.
 
         Raises:
@@ -195,7 +195,7 @@ class Pages:
 
 
 def dims_multiple(entry_format: str) -> int:
-    """What the dims of an entry have to be a multiple of: whole scales, at their own alignment."""
+    """Return the number that an entry's dims are a multiple of: whole scales, aligned."""
     return DIMS_MULTIPLES.get(entry_format, 1)
 
 

@@ -31,7 +31,7 @@ from dsv4 import dispatch
 
 _LIBRARY = torch.library.Library("dsv4", "DEF")
 
-# What a schema's types are in Python, where the dispatcher has nothing to convert.
+# Python types of a schema's types, which the dispatcher need not convert.
 _TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor, torch.nn.Parameter),
     "List[int]": (list,),
@@ -43,7 +43,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-# Annotations of a record's fields that say more than their type.
+# Annotations of a record's fields that say more than a type.
 Written = Annotated[torch.Tensor, "written in place"]
 Symbolic = Annotated[int, "may be symbolic while torch.compile traces"]
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -63,7 +63,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Call(Protocol[A_contra, R_co]):
-    """What calls an operator."""
+    """A callable of an operator."""
 
     def __call__(
         self,
@@ -72,13 +72,13 @@ class Call(Protocol[A_contra, R_co]):
         out: torch.Tensor | None = None,
         reserve_sms: int = 0,
     ) -> R_co:
-        """Call it.
+        """Call the operator.
 
         Args:
-            args: Its record.
+            args: The operator's record.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where the operator has that argument.
-            reserve_sms: See ``dispatch.run``; calls that torch sees lose it.
+            out: Tensor for the first result, if the operator has this argument.
+            reserve_sms: See ``dispatch.run``; calls through torch's dispatcher ignore it.
         """
         ...
 
@@ -150,12 +150,12 @@ def define(
         record: ``NamedTuple`` of its arguments; their annotations make the schema.
         fake: Takes the record, returns results without contents; its return annotation makes the
             schema's.
-        check: Raises where values of arguments are out of range. It is given the operator's name
-            and the record when a call runs whose first tensor is on the CPU: elsewhere it would
-            wait for the device, and while torch traces there are no values.
+        check: Raises if values of arguments are out of range. It takes the operator's name and the
+            record, and is called only if the first tensor is on the CPU: elsewhere it would wait
+            for the device, and while torch traces there are no values.
 
     Returns:
-        What calls it.
+        A function that calls the operator.
     """
     _LIBRARY.define(f"{op}({_declared(record)}, str backend) -> {_results(fake)}")
 
@@ -179,7 +179,7 @@ def define_out(
 
     Args:
         op: Name of the operator.
-        record: As ``define`` got it, as the rest.
+        record: An argument of ``define``, like the rest.
         fake: Its shape function.
         check: Its check of values.
     """
@@ -194,11 +194,11 @@ def define_out(
 
 
 def as_record(record: type[A], args: Any, **changed: Any) -> A:
-    """Another operator's record, of the fields of the same name.
+    """Make another operator's record from the fields of the same name.
 
     Args:
         record: ``NamedTuple`` to make.
-        args: ``NamedTuple`` that has its fields, but for those that are given.
+        args: ``NamedTuple`` that has these fields, except those in ``changed``.
         **changed: Fields with other values.
     """
     names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
@@ -206,14 +206,14 @@ def as_record(record: type[A], args: Any, **changed: Any) -> A:
 
 
 def _declared(record: type[Any]) -> str:
-    """Arguments of a schema, as the fields of a record declare them."""
+    """Return the arguments of a schema, from the fields of a record."""
     letters = iter(string.ascii_lowercase)
     hints = get_type_hints(record, include_extras=True)
     return ", ".join(f"{_in_schema(kind, letters)} {name}" for name, kind in hints.items())
 
 
 def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
-    """The schema's type for an annotation; written tensors take the next letter."""
+    """Return the schema's type for an annotation; written tensors take the next letter."""
     if annotation == Written:
         return f"Tensor({next(letters)}!)"
     if annotation == Symbolic:
@@ -226,7 +226,7 @@ def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
 
 
 def _results(fake: Callable[..., Any]) -> str:
-    """Results of a schema, as a shape function's return annotation declares them."""
+    """Return the results of a schema, from a shape function's return annotation."""
     returned = get_type_hints(fake)["return"]
     if returned is type(None):
         return "()"
@@ -237,14 +237,14 @@ def _results(fake: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """How a registered operator runs.
+    """A registered operator: how it runs.
 
     Attributes:
-        name: As registered.
-        op: Whose implementations run it.
+        name: The registered name.
+        op: Operator whose implementations run it.
         record: ``NamedTuple`` of its arguments, without ``out`` and ``backend``.
-        check: Raises where values of arguments are out of range, on the CPU; or None.
-        has_out: Whether the last argument before ``backend`` takes the first result.
+        check: Raises if values of arguments are out of range, on the CPU; or None.
+        has_out: Whether the last argument before ``backend`` is the tensor for the first result.
         has_others: Whether there are results besides that one.
     """
 
@@ -275,7 +275,7 @@ class Operation:
         Args:
             args: A ``record``.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where ``has_out``.
+            out: Tensor for the first result, if ``has_out``.
         """
         if self.check is not None:
             self.check_values(args)
@@ -295,15 +295,15 @@ class Operation:
         return implementation(args)
 
     def implementation(self, flat: Sequence[Any]) -> Callable[..., Any]:
-        """What ``"auto"`` chooses; ``flat`` as in ``run``."""
+        """Return the implementation that ``"auto"`` chooses; ``flat`` as in ``run``."""
         return dispatch.implementation(self.op, self.arguments(flat))
 
     def arguments(self, flat: Sequence[Any]) -> Any:
-        """The record; ``flat`` as in ``run``."""
+        """Return the record; ``flat`` as in ``run``."""
         return _new_tuple(self.record, flat[:-2] if self.has_out else flat[:-1])
 
     def check_values(self, args: Any) -> None:
-        """Raise where values on the CPU are out of range; ``args`` is a ``record``."""
+        """Raise if values on the CPU are out of range; ``args`` is a ``record``."""
         if self.check is not None and args[0].is_cpu:
             self.check(self.op, args)
 
@@ -315,14 +315,14 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
-    """What runs at once where the registered operator would do no more, else that operator."""
+    """Register an operator; the result runs it at once where torch would do nothing else."""
     name, op, check, has_out = operation.name, operation.op, operation.check, operation.has_out
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
         if not _is_grad_enabled():
             return operation.run(flat)
-        # Without this the reference would build autograd's graph of its own intermediate tensors.
+        # Without this, autograd would record the reference's intermediate tensors.
         with torch.no_grad():
             return operation.run(flat)
 
@@ -370,7 +370,7 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
 
 
 def _in_python(declared: str) -> tuple[type, ...]:
-    """Types of an argument that the dispatcher passes on as they are."""
+    """Return the types of an argument that the dispatcher passes on unchanged."""
     inner = declared.removeprefix("Optional[")
     if inner == declared:
         return _TYPES[declared]

@@ -95,7 +95,7 @@ class Format:
 
     @functools.cached_property
     def packed(self) -> bool:
-        """Whether two codes share a byte."""
+        """Return whether two codes share a byte."""
         return self.element == "e2m1"
 
     @property
@@ -175,7 +175,7 @@ class QuantizedTensor:
     segments: tuple[int, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its fields: what else it keeps holds for these tensors in this process."""
+        """Return its fields: what else it keeps holds for these tensors in this process."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __repr__(self) -> str:
@@ -219,7 +219,7 @@ class QuantizedTensor:
         )
 
     def __getitem__(self, index: int) -> QuantizedTensor:
-        """One entry of the first batch axis.
+        """Return one entry of the first batch axis.
 
         Raises:
             IndexError: if there is no batch axis, or no such entry.
@@ -514,7 +514,7 @@ class Conversion:
 
     @property
     def exact(self) -> bool:
-        """Whether every value is bitwise the same."""
+        """Return whether every value is bitwise the same."""
         return not bool(self.inexact.any())
 
     def __str__(self) -> str:

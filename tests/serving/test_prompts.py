@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -53,13 +52,13 @@ def state_of(runner: Runner) -> list[torch.Tensor]:
     return result
 
 
-def rehearsed(runner: Runner, options: Iterable[SamplingOptions]) -> Runner:
+def rehearsed(runner: Runner) -> Runner:
     """The same after the sequence that ``warm_up`` processes where steps are captured.
 
     That one took pages and gave them back, so later sequences have others than in a new runner.
     """
     with torch.inference_mode():
-        runner._rehearse(sorted(set(map(Variant.of, options)), key=repr))
+        runner._rehearse(sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr))
     return runner
 
 
@@ -100,6 +99,8 @@ def stories(draw: st.DrawFn, most: int = 5) -> Story:
 
 
 SHORT = SamplingOptions(max_new_tokens=4)
+DRAWN = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
+BUCKETS = (32, 64, 128, 200)
 ONE_TOKEN = SamplingOptions(max_new_tokens=1)
 SHARED: Story = [
     ([(5 * i + 1) % 128 for i in range(260)] + [tail], SHORT, steps)
@@ -131,16 +132,15 @@ def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> Non
 def test_prompts_after_a_warm_up_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, too: tokens as in any eager runner, pages as in one that has rehearsed."""
     sizes = SIZES | {"max_chunk": 140, "prompt_buckets": (140,), "buckets": (3,)}  # several pages
-    drawn = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
-    model, story = tiny("deepseek"), [([3] * 150, drawn, 1), ([4, 5], SHORT, 0)]
+    model, story = tiny("deepseek"), [([3] * 150, DRAWN, 1), ([4, 5], SHORT, 0)]
     new, eager = (Runner(model, **sizes) for _ in range(2))
     runner = replaying(Runner(model, **sizes))
     monkeypatch.setattr(Graphs, "captured", taped)
-    runner.warm_up([SHORT, drawn])
+    runner.warm_up([SHORT, DRAWN])
     assert runner._prompts.captures == len(runner._prompts.sizes)
     actual = outcomes(run_story(runner, story))
     assert actual == outcomes(run_story(new, story))
-    assert actual == outcomes(run_story(rehearsed(eager, [SHORT, drawn]), story))
+    assert actual == outcomes(run_story(rehearsed(eager), story))
     assert_same_state(runner, eager)
     with pytest.raises(AssertionError, match="differs in its bits"):
         assert_same_state(runner, new)
@@ -243,22 +243,20 @@ def test_default_buckets(
 def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit: tokens, log-probabilities and all that the device remembers."""
     model, sizes = packed(numerics).cuda(), SIZES | {"max_chunk": 200, "buckets": (1, 3)}
-    drawn = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
     stem = [(5 * i + 1) % 128 for i in range(300)]
     story = [
-        ([*stem[: (37 * i) % 290], i], drawn if i % 3 else SHORT, i % 4 if i % 5 else 9)
+        ([*stem[: (37 * i) % 290], i], DRAWN if i % 3 else SHORT, i % 4 if i % 5 else 9)
         for i in range(60)
     ]
-    eagerly = {"capture": False, "prompt_buckets": (32, 64, 128, 200)}
-    eager = Runner(model, **sizes, **eagerly)
-    expected = outcomes(run_story(eager, story))
+    plain = Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS)
+    expected = outcomes(run_story(plain, story))
     for ahead in (False, True):
-        runner, same = Runner(model, **sizes), eager
+        runner, eager = Runner(model, **sizes), plain
         if ahead:
-            runner.warm_up([SHORT, drawn])
+            runner.warm_up([SHORT, DRAWN])
             assert runner._prompts.captures == 8
-            same = rehearsed(Runner(model, **sizes, **eagerly), [SHORT, drawn])
-            assert outcomes(run_story(same, story)) == expected
+            eager = rehearsed(Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS))
+            assert outcomes(run_story(eager, story)) == expected
         assert outcomes(run_story(runner, story)) == expected
         assert runner._prompts.captures >= 4
-        assert_same_state(runner, same)
+        assert_same_state(runner, eager)
