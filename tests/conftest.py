@@ -35,8 +35,12 @@ _COMMON = {
 settings.register_profile("dev", max_examples=25, **_COMMON)
 settings.register_profile("ci", max_examples=50, derandomize=True, database=None, **_COMMON)
 settings.register_profile("nightly", max_examples=1000, **_COMMON)
-# For ``make quick``, which runs each test with one set of parameters; see ``_once``.
-settings.register_profile("quick", max_examples=4, derandomize=True, database=None, **_COMMON)
+# For ``make quick``, which runs each test with one set of parameters; see ``_once``. Tests that set
+# their own number of examples get no more than these.
+_QUICK_EXAMPLES = 4
+settings.register_profile(
+    "quick", max_examples=_QUICK_EXAMPLES, derandomize=True, database=None, **_COMMON
+)
 # For tests._tools.mutants: a failure is expected, its smallest form is not needed.
 settings.register_profile(
     "mutants",
@@ -98,15 +102,16 @@ def _share(item: pytest.Function) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
-    """Fewer examples where each takes long; the explicit ones all run."""
+    """Fewer examples where each takes long, and in ``make quick``; the explicit ones all run."""
     test = getattr(item, "obj", None)
     chosen = getattr(test, "_hypothesis_internal_use_settings", None)
-    share = 1 if chosen is None else _share(item)
-    if share == 1:
+    most = 0 if chosen is None else max(1, chosen.max_examples // _share(item))
+    if _PROFILE == "quick":
+        most = min(most, _QUICK_EXAMPLES)
+    if chosen is None or most == chosen.max_examples:
         return (yield)
     function = getattr(test, "__func__", test)
-    fewer = settings(chosen, max_examples=max(1, chosen.max_examples // share))
-    function._hypothesis_internal_use_settings = fewer
+    function._hypothesis_internal_use_settings = settings(chosen, max_examples=most)
     try:
         return (yield)
     finally:

@@ -101,7 +101,7 @@ def compressor_update(
     padding = (args.sequences < 0) | (cu.diff() <= 0)
     b, window, used = _closed_windows(source, padding, bound)
     pooled = _pool_rows(source, b, window, args.overlap).masked_fill(~used.unsqueeze(-1), 0)
-    _store_state(source, args.state, args.sequences, cu)
+    _store_state(source, args.state, args.sequences)
     positions = torch.where(used, window * ratio, -1)
     sequence = torch.where(used, args.sequences.to(torch.int64)[b], -1)
     return pooled, positions, sequence
@@ -166,18 +166,16 @@ def _pool_rows(
     return _pool(kv, score)
 
 
-def _store_state(
-    source: _Source, state: torch.Tensor, sequences: torch.Tensor, cu: torch.Tensor
-) -> None:
+def _store_state(source: _Source, state: torch.Tensor, sequences: torch.Tensor) -> None:
     # New tokens of the open window (and of the one before it, if there is overlap). No other slot
     # changes, so that a step of one token leaves all that the same step reads once more.
-    slot = torch.arange(source.slots, device=cu.device)
+    slot = torch.arange(source.slots, device=state.device)
     open_window = source.end // source.ratio * source.ratio
     position = (open_window - source.slots + source.ratio).unsqueeze(-1) + slot
-    b = torch.arange(position.shape[0], device=cu.device).unsqueeze(-1).expand_as(position)
+    b = torch.arange(position.shape[0], device=state.device).unsqueeze(-1).expand_as(position)
     rows = source.rows(b, position)
     new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
-    owner = torch.where(cu.diff() > 0, sequences.to(torch.int64), -1).unsqueeze(-1)
+    owner = sequences.to(torch.int64).unsqueeze(-1)
     written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))
     state_row = owner * source.slots + position.remainder(source.slots)
     state_row = torch.where(written & (owner >= 0), state_row, -1).flatten()

@@ -204,6 +204,7 @@ def test_bounds_on_an_h200(monkeypatch):
     assert rates.copy_tbs == RATES.copy_tbs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tokens", "context"), [(CSA, 2, 31), (SLIDING, 70, 0)])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):

@@ -41,6 +41,7 @@ def _norm(*args: torch.Tensor) -> Problem:
     return Problem(ops.rms_norm, args, {"eps": 1e-6}, lambda *_: pytest.fail("judged"), 0)
 
 
+@pytest.mark.slow
 def test_importing_the_baselines_imports_no_library():
     code = """
 import sys
@@ -182,6 +183,7 @@ def test_a_compiled_reference_gives_what_the_operator_gives(op: str):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.slow
 def test_sizes_without_end_are_compiled():
     # Past PyTorch's own limit of 8 a function is compiled no more.
     baseline = inductor.of_reference("aot_eager")

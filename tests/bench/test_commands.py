@@ -104,6 +104,7 @@ class TestVersion:
         monkeypatch.setattr(environment, "versions", lambda: {"python": "3", "dsv4": "1"})
         assert environment.version_lines()[:3] == ["dsv4 1", "python 3", "torch not installed"]
 
+    @pytest.mark.slow
     def test_from_the_shell(self):
         command = [sys.executable, "-m", "dsv4.bench", "--version"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

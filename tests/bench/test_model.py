@@ -123,6 +123,7 @@ class TestOnCpu:
         last = capsys.readouterr().out.splitlines()[-1]
         assert last == "MEASURED: 2 rows, 1 prompts; 19 figures not begun (--limit)"
 
+    @pytest.mark.slow
     def test_long_contexts_share_a_prompt_in_the_runner(self, monkeypatch, tmp_path: Path):
         tokens: list[int] = []
         path = tmp_path / "m.json"

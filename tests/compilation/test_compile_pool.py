@@ -73,6 +73,7 @@ def test_a_system_without_processes_does_the_jobs_here(monkeypatch):
     assert results([Doubled(i) for i in range(5)], 2)[Doubled(4)] == (8, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_who_stops_early_ends_the_workers(monkeypatch, workers):
     started, ask = {}, _compile_pool._ask
@@ -122,6 +123,7 @@ def test_without_forks_there_are_interpreters(monkeypatch, fault):
     assert results([Doubled(i) for i in range(9)], 3)[Doubled(8)] == (16, "")
 
 
+@pytest.mark.slow
 def test_no_fork_where_there_are_threads():
     """A library that starts a thread when it is imported; the lock of one that is lost is held."""
     code = (
@@ -158,6 +160,7 @@ def test_bad_numbers_of_workers():
         results([Doubled(1)], 0)
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_runs_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -237,6 +237,7 @@ def test_what_a_worker_compiles_is_what_a_launch_finds(worker, tmp_path, monkeyp
         assert b"dsv4/triton" not in part, "a path of this machine"
 
 
+@pytest.mark.slow
 def test_keys_do_not_depend_on_what_was_hashed_before():
     """Triton 3.6 hashes a kernel otherwise if a function that it calls was hashed before."""
     script = """

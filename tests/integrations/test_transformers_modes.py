@@ -59,6 +59,7 @@ def generated(model: Any, ids: torch.Tensor, mode: str, **cache: Any) -> torch.T
     return model.generate(ids, **{**options, **MODES[mode]}, **cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(parts=subsets, seed=st.integers(0, 50))
 @example(parts=("attention",), seed=0)

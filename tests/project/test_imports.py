@@ -37,6 +37,7 @@ print(dsv4.__version__, sorted(new), torch.cuda.is_initialized())
     assert run(code).split(maxsplit=1) == [dsv4.__version__, "['dsv4'] False\n"]
 
 
+@pytest.mark.slow
 def test_the_whole_model_runs_without_the_extras() -> None:
     code = """
 import torch, dsv4
@@ -46,6 +47,7 @@ print(model.generate([[1, 2, 3]], 2, stop_ids=[])[0].__len__())
     assert run(code) == "2\n"
 
 
+@pytest.mark.slow
 def test_a_model_without_weights_needs_no_compiler_of_torch() -> None:
     """Its import takes 2 to 4 s, which every start would wait for."""
     code = """

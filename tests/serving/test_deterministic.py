@@ -86,6 +86,7 @@ def test_a_request_has_the_bits_it_has_alone(
     assert result == expected_of(dtype)
 
 
+@pytest.mark.slow
 def test_other_runners_do_not_promise_it() -> None:
     """So that the test above can fail."""
     model = real(torch.float32)

@@ -52,6 +52,26 @@ def state_of(runner: Runner) -> list[torch.Tensor]:
     return result
 
 
+def rehearsed(runner: Runner) -> Runner:
+    """The same after the sequence that ``warm_up`` processes where steps are captured.
+
+    That one took pages and gave them back, so later sequences have others than in a new runner.
+    """
+    with torch.inference_mode():
+        runner._rehearse(sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr))
+    return runner
+
+
+def assert_same_state(runner: Runner, other: Runner) -> None:
+    for tensor, expected in zip(state_of(runner), state_of(other), strict=True):
+        assert_bitwise(tensor, expected)
+
+
+def outcomes(requests: list[Request]) -> list[tuple[Any, Any]]:
+    """What requests gave: tokens and log-probabilities."""
+    return [(request.tokens, request.logprobs) for request in requests]
+
+
 Story = list[tuple[list[int], SamplingOptions, int]]
 
 
@@ -104,11 +124,26 @@ def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> Non
         patch.setattr(Graphs, "captured", taped)
         actual = run_story(runner, story)
     assert runner._prompts.captures > 0
-    for request, other in zip(actual, expected, strict=True):
-        assert request.tokens == other.tokens
-        assert request.logprobs == other.logprobs
-    for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
-        assert_bitwise(tensor, other)
+    assert outcomes(actual) == outcomes(expected)
+    assert_same_state(runner, eager)
+
+
+@pytest.mark.slow
+def test_prompts_after_a_warm_up_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, too: tokens as in any eager runner, pages as in one that has rehearsed."""
+    sizes = SIZES | {"max_chunk": 140, "prompt_buckets": (140,), "buckets": (3,)}  # several pages
+    model, story = tiny("deepseek"), [([3] * 150, DRAWN, 1), ([4, 5], SHORT, 0)]
+    new, eager = (Runner(model, **sizes) for _ in range(2))
+    runner = replaying(Runner(model, **sizes))
+    monkeypatch.setattr(Graphs, "captured", taped)
+    runner.warm_up([SHORT, DRAWN])
+    assert runner._prompts.captures == len(runner._prompts.sizes)
+    actual = outcomes(run_story(runner, story))
+    assert actual == outcomes(run_story(new, story))
+    assert actual == outcomes(run_story(rehearsed(eager), story))
+    assert_same_state(runner, eager)
+    with pytest.raises(AssertionError, match="differs in its bits"):
+        assert_same_state(runner, new)
 
 
 @given(stories(), st.sampled_from([(40,), (1, 8, 40), (5, 17), ()]), st.booleans())
@@ -214,23 +249,14 @@ def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
         for i in range(60)
     ]
     plain = Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS)
-    expected = [(r.tokens, r.logprobs) for r in run_story(plain, story)]
+    expected = outcomes(run_story(plain, story))
     for ahead in (False, True):
         runner, eager = Runner(model, **sizes), plain
         if ahead:
             runner.warm_up([SHORT, DRAWN])
             assert runner._prompts.captures == 8
             eager = rehearsed(Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS))
-            assert [(r.tokens, r.logprobs) for r in run_story(eager, story)] == expected
-        assert [(r.tokens, r.logprobs) for r in run_story(runner, story)] == expected
+            assert outcomes(run_story(eager, story)) == expected
+        assert outcomes(run_story(runner, story)) == expected
         assert runner._prompts.captures >= 4
-        for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
-            assert_bitwise(tensor, other)
-
-
-def rehearsed(runner: Runner) -> Runner:
-    """The same, with pages in the order in which ``warm_up`` leaves them: it takes some and frees
-    them."""
-    with torch.inference_mode():
-        runner._rehearse(sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr))
-    return runner
+        assert_same_state(runner, eager)

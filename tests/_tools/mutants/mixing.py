@@ -108,7 +108,7 @@ MUTANTS = (
         "eps on post",
         REFERENCE + "hyper_connection:hc_pre",
         "2 * torch.sigmoid(mixes[..., n:2 * n] * scale[1] + base[n:2 * n])",
-        "hc_eps + 2 * torch.sigmoid(mixes[..., n:2 * n] * scale[1] + base[n:2 * n])",
+        "args.hc_eps + 2 * torch.sigmoid(mixes[..., n:2 * n] * scale[1] + base[n:2 * n])",
         LOOPS,
     ),
     Mutant(

@@ -279,8 +279,8 @@ MUTANTS = (
         "pitfall 22",
         "a sequence without tokens writes its state",
         REFERENCE + "compressor:_store_state",
-        "torch.where(cu.diff() > 0, sequences.to(torch.int64), -1)",
-        "sequences.to(torch.int64)",
+        "(position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
+        "position < source.end.unsqueeze(-1)",
         COMPRESSOR + "22_all_lengths_zero",
     ),
     Mutant(
