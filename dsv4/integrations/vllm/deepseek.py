@@ -22,7 +22,10 @@ from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.report import path_of_stage
 
 # A part and a module of this package with ``adopt(model, context)``, in the order of the calls.
-ADOPTERS: tuple[tuple[str, str], ...] = ((switches.EXPERTS, "experts"),)
+ADOPTERS: tuple[tuple[str, str], ...] = (
+    (switches.EXPERTS, "experts"),
+    (switches.LINEAR, "linear"),
+)
 
 
 class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):

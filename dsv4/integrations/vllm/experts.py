@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import vllm.envs
 from torch import nn
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -88,6 +89,8 @@ def unsupported_reason(layer: RoutedExperts) -> str:
             type(layer.quant_method) not in _METHODS,
             "its weights are neither NVFP4 nor MXFP4 as vLLM loads them for DeepSeek-V4",
         ),
+        (vllm.envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT=1 asks for vLLM's own kernels"),
+        (moe.in_dtype != torch.bfloat16, f"the model computes in {moe.in_dtype}"),
         (parallel.enable_eplb, "EPLB moves experts between ranks, and packed ones cannot move"),
         (moe.is_lora_enabled, "LoRA needs vLLM's own experts"),
         (moe.has_bias, "the experts have biases"),
@@ -166,7 +169,7 @@ class _Experts:
         """Build this package's experts, or give the layer back to vLLM's method."""
         source = self.dsv4_source
         report = source.context.report
-        stacks, reason = self.stacks(layer)
+        stacks, reason = self.dsv4_stacks(layer)
         if stacks is not None:
             experts = built_experts(layer, stacks)
             reason = _packing_problem(experts)
@@ -178,7 +181,7 @@ class _Experts:
         layer.quant_method = source.method
         layer.quant_method.process_weights_after_loading(layer)
 
-    def stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
+    def dsv4_stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
         """Return the loaded weights as NVFP4 stacks, or None and the reason."""
         raise NotImplementedError
 
@@ -198,7 +201,7 @@ class _Experts:
 class Dsv4ModelOptNvFp4FusedMoE(_Experts, ModelOptNvFp4FusedMoE):
     """NVFP4 experts of NVIDIA's checkpoints; vLLM's loader looks for ``ModelOpt`` in the name."""
 
-    def stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
+    def dsv4_stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
         """Return vLLM's own tensors; gate and up keep their global scales."""
         return nvfp4_stacks(layer), ""
 
@@ -206,7 +209,7 @@ class Dsv4ModelOptNvFp4FusedMoE(_Experts, ModelOptNvFp4FusedMoE):
 class Dsv4Mxfp4MoEMethod(_Experts, Mxfp4MoEMethod):
     """MXFP4 experts of DeepSeek's checkpoints, converted if no value changes."""
 
-    def stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
+    def dsv4_stacks(self, layer: RoutedExperts) -> tuple[Stacks | None, str]:
         """Return the same values in NVFP4, whose codes are vLLM's own tensors."""
         stacks = mxfp4_stacks(layer)
         return stacks, "" if stacks else "MXFP4 block scales are too far apart for NVFP4"

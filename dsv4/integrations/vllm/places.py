@@ -71,7 +71,17 @@ EXPERTS: tuple[Place, ...] = (
     ),
     Place(f"{_QUANTIZATION}.mxfp4", "Mxfp4MoEMethod.process_weights_after_loading", "self, layer"),
 )
-LINEAR: tuple[Place, ...] = ()
+LINEAR: tuple[Place, ...] = (
+    Place("vllm.model_executor.layers.linear", "LinearMethodBase.apply", "self, layer, x, bias"),
+    Place(f"{_QUANTIZATION}.fp8", "Fp8LinearMethod.apply", "self, layer, x, bias"),
+    Place(f"{_QUANTIZATION}.fp8", "Fp8LinearMethod.process_weights_after_loading", "self, layer"),
+    Place(f"{_QUANTIZATION}.modelopt", "ModelOptLinearMethod.apply", "self, layer, x, bias"),
+    Place(
+        f"{_QUANTIZATION}.modelopt",
+        "ModelOptLinearMethod.process_weights_after_loading",
+        "self, layer",
+    ),
+)
 ATTENTION: tuple[Place, ...] = ()
 HYPER_CONNECTION: tuple[Place, ...] = ()
 MODEL: tuple[Place, ...] = ()
