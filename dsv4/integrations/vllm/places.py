@@ -122,13 +122,23 @@ def mismatches(places: Iterable[Place]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
+def require(places: Iterable[Place]) -> None:
+    """Raise RuntimeError, with one sentence per place, unless this vLLM has them as expected."""
+    sentences = mismatches(places)
+    if sentences:
+        raise RuntimeError(
+            "this vLLM is not as dsv4's plugin knows it; DSV4_VLLM=off leaves it untouched: "
+            + "; ".join(sentences)
+        )
+
+
 def _mismatch(place: Place) -> str:
     where = f"{place.module}.{place.name}"
     try:
         target: object = importlib.import_module(place.module)
         for name in place.name.split("."):
             target = getattr(target, name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing vLLM's modules may raise anything
         return f"{where} is missing ({error})"
     actual = signature_of(target)
     if actual != place.signature:

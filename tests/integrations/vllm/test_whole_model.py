@@ -117,8 +117,8 @@ def test_strict_refuses_what_is_left(tmp_path):
 
 
 def test_a_changed_place_of_vllm_leaves_its_part(tmp_path, caplog, monkeypatch):
-    place = places.Place("vllm.model_executor.layers.linear", "LinearBase.forward", "self, y")
-    monkeypatch.setattr(places, "LINEAR", (place,))
+    changed = places.Place("vllm.model_executor.layers.linear", "LinearBase.forward", "self, y")
+    monkeypatch.setattr(places, "LINEAR", (changed,))
     monkeypatch.setenv("DSV4_VLLM", "experts,linear")
     build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
     config = build.engine_config(tmp_path)
