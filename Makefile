@@ -7,14 +7,17 @@
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
 # make docs         the site of docs/ in build/site, from an environment of its own, .venv-docs
+# make test-vllm    the tests of the vLLM plugin with vLLM on the CPU, in .venv-vllm
 #
 # Each makes its environment first and needs Python and git alone. All before test-newest install the
-# versions in constraints/, one file per minor release of Python. Variables:
+# versions in constraints/, one file per minor release of Python; test-vllm takes
+# constraints/vllm.txt. Variables:
 #   PYTHON       the Python that makes the environment
 #   TORCH        the torch that is installed first, e.g. make test TORCH=torch==2.13.0
 #   EXTRAS       extras of pyproject.toml; with an NVIDIA driver they include cute
 #   CONSTRAINTS  another constraints file, or empty for the newest versions
 #   VENV         folder of the environment
+#   VLLM         the vLLM of make test-vllm
 #   ARCHS        GPU architectures of make kernels, e.g. ARCHS="sm_90a sm_100a"
 
 PYTHON ?= python3
@@ -24,6 +27,7 @@ comma := ,
 EXTRAS ?= hf,bench,test,lint$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cute)
 VENV ?= .venv
 ARCHS ?= sm_90a
+VLLM ?= vllm==0.33.0
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -38,7 +42,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs test-vllm clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -91,6 +95,27 @@ DOCS_REQUIREMENTS := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS_REQUIREMENTS)
 	touch $@
 
+# vLLM without its dependencies: most are for GPUs, and those that a CPU needs are in the list.
+VLLM_READY := .venv-vllm/.ready
+VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_FOR := $(MINOR) $(TORCH) $(VLLM)
+ifneq ($(shell cat $(VLLM_READY) 2>/dev/null),$(VLLM_FOR))
+.PHONY: $(VLLM_READY)
+endif
+
+test-vllm: $(VLLM_READY)
+	VLLM_TARGET_DEVICE=cpu OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q \
+	  tests/integrations/vllm
+
+$(VLLM_READY): pyproject.toml constraints/vllm.txt
+	rm -f $(VLLM_READY)
+	$(PYTHON) -m venv --clear .venv-vllm
+	$(VLLM_PIP) "$(TORCH)"
+	$(VLLM_PIP) -c constraints/vllm.txt -e ".[hf,test]"
+	$(VLLM_PIP) --no-deps "$(VLLM)"
+	$(VLLM_PIP) -r constraints/vllm.txt
+	echo "$(VLLM_FOR)" >$(VLLM_READY)
+
 $(READY): pyproject.toml tools/constraints.py $(CONSTRAINTS)
 	rm -f $(READY)
 	$(PYTHON) -m venv $(if $(filter $(MINOR),$(MADE_FOR)),,--clear) $(VENV)
@@ -105,4 +130,4 @@ constraints/%.txt:
 	@exit 1
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .venv-docs .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
