@@ -11,6 +11,9 @@ module is the origin of a NaN if none of its inputs has a NaN, even if one of th
 Every check waits for the device: this is for looking, not for production. Hooks see only modules
 that are called as ``module(...)``, and nothing inside a compiled region.
 
+``monitor`` does not wait and works in CUDA graphs: it says which module's input or output was the
+first that was not finite, and of which token, and nothing about counts or parameters.
+
 ``count_dropped`` counts expert ids that are out of range, which a device drops in silence: on the
 device, without waiting for it, and in CUDA graphs, too.
 
@@ -19,7 +22,6 @@ device, without waiting for it, and in CUDA graphs, too.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from collections import Counter
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4.boundaries import Boundaries, Finding, tensors_in, token_rows
 from dsv4.compilation import counts as _compilations
 from dsv4.ops.moe import out_of_range
 
@@ -290,6 +293,64 @@ def watch(module: nn.Module) -> Iterator[Report]:
             handle.remove()
 
 
+# A CUDA graph writes to the marks it was captured with: they live as long as their modules.
+_MARKED: weakref.WeakKeyDictionary[nn.Module, list[Boundaries]] = weakref.WeakKeyDictionary()
+
+
+class Monitor:
+    """Marks at the inputs and outputs of a module's submodules, see ``monitor``."""
+
+    def __init__(self, boundaries: Boundaries) -> None:
+        self._boundaries = boundaries
+
+    def first(self) -> Finding | None:
+        """Return the first boundary that was not finite since ``reset``; waits for the device.
+
+        Rows are numbered as tokens ``[B, S]`` are, flat.
+        """
+        return self._boundaries.first(self._boundaries.marks.cpu())
+
+    def reset(self) -> None:
+        """Forget what was marked."""
+        self._boundaries.reset()
+
+
+@contextmanager
+def monitor(module: nn.Module) -> Iterator[Monitor]:
+    """Mark, for the length of the block, which input or output of a submodule is not finite.
+
+    No call waits for the device. A CUDA graph captured in the block goes on marking whenever it is
+    replayed, also after it. Tensors without a row per token, and FP8, are not looked at.
+
+    Args:
+        module: On one device; its first tensor argument has ids ``[B, S]`` or ``[T]``, or values
+            ``[B, S, ...]`` or ``[T, H]``.
+
+    Yields:
+        What ``first`` reads, which waits for the device: not while a graph is captured.
+    """
+    device = next(module.parameters()).device
+    boundaries = Boundaries(device)
+    _MARKED.setdefault(module, []).append(boundaries)
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        inputs = [tensor for _, tensor in tensors_in("", (args, kwargs))]
+        boundaries.begin(token_rows(inputs))
+
+    def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        boundaries.end()
+
+    handles = [module.register_forward_pre_hook(begin, with_kwargs=True)]
+    handles += [h for name, m in module.named_modules() for h in boundaries.hook(m, name)]
+    handles.append(module.register_forward_hook(end, with_kwargs=True))
+    boundaries.reset()
+    try:
+        yield Monitor(boundaries)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 @dataclass
 class _Open:
     """A call that has begun: what was bad in its inputs, and who was given bad tensors within."""
@@ -306,7 +367,7 @@ class _Watcher:
 
     def hooks(self, name: str, module: nn.Module) -> Iterator[Any]:
         def before(m: nn.Module, args: Any, kwargs: Any) -> None:
-            self.enter(name, m, [*_tensors("input", args), *_tensors("input", kwargs)])
+            self.enter(name, m, [*tensors_in("input", args), *tensors_in("input", kwargs)])
 
         def after(m: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self.leave(name, m, output)
@@ -329,7 +390,7 @@ class _Watcher:
         call = self._close(module)
         number = self.report.calls
         self.report.calls += 1
-        bad = [b for n, t in _tensors("output", output) if (b := _inspect(n, t)) is not None]
+        bad = [b for n, t in tensors_in("output", output) if (b := _inspect(n, t)) is not None]
         for kind in _kinds(bad) - call.kinds:
             slot = "first_nan" if kind == "NaN" else "first_infinite"
             if getattr(self.report, slot) is None:
@@ -351,21 +412,6 @@ class _Watcher:
 def _kinds(bad: list[BadTensor]) -> frozenset[str]:
     nan = {"NaN"} if any(b.nan for b in bad) else set()
     return frozenset(nan | ({"Inf"} if any(b.infinite for b in bad) else set()))
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor in nested sequences, mappings and dataclasses, with its path."""
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _tensors(f"{name}[{key!r}]", item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _tensors(f"{name}[{i}]", item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from _tensors(f"{name}.{f.name}", getattr(value, f.name, None))
 
 
 def _inspect(name: str, tensor: torch.Tensor) -> BadTensor | None:

@@ -244,6 +244,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_cute("cute", "attention", "sparse_attention", "sparse_attention"),
     *_triton("attention", "sparse_attention", "sparse_attention"),
     *_reference("attention", "sparse_attention"),
+    *_triton("nonfinite", "any_call", "mark_nonfinite_"),
+    *_reference("nonfinite", "mark_nonfinite_"),
     *_triton("slots", "any_call", *_SLOTS),
     *_reference("slots", *_SLOTS),
     *_triton("kv_cache", "write_kv", "write_kv"),

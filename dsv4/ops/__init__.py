@@ -32,6 +32,7 @@ from dsv4.ops.indexer import (
 )
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute, moe_sort
+from dsv4.ops.nonfinite import mark_nonfinite_
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize, rope_tables
@@ -62,6 +63,7 @@ __all__ = [
     "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",
+    "mark_nonfinite_",
     "moe_combine",
     "moe_gather",
     "moe_gather_quantize",

@@ -56,6 +56,7 @@ MAKERS: dict[str, Maker] = {
     "grouped_gemm": moe.grouped_gemm,
     "grouped_gemm_swiglu": moe.grouped_gemm_swiglu,
     "grouped_gemm_swiglu_quantize": moe.grouped_gemm_swiglu_quantize,
+    "mark_nonfinite_": elementwise.mark_nonfinite_,
     "rms_norm": elementwise.rms_norm,
     "rms_norm_pair": fused.rms_norm_pair,
     "head_norm_rope_": fused.head_norm_rope_,

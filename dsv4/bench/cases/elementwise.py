@@ -8,9 +8,10 @@ import torch
 
 from dsv4 import ops
 from dsv4.bench.checks import budgets
-from dsv4.bench.checks.judge import within
+from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.ops.nonfinite import NO_ROW
 
 
 def rms_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -28,6 +29,23 @@ def rms_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("rms_norm", "hidden", {"D": c.hidden_size}, tokens, build)
     heads = {"h": c.num_attention_heads, "D": c.head_dim}
     yield Case("rms_norm", "q heads", heads, tokens, build_heads)
+
+
+def mark_nonfinite_(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Residual streams, one of a token not finite, with padding."""
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(tokens, c.hc_mult, c.hidden_size)
+        x[draw.permutation(tokens)[:1], -1, -1] = float("nan")
+        mark = torch.full((1,), NO_ROW, dtype=torch.int32, device=draw.device)
+        padding = torch.arange(tokens, device=draw.device) % 64 == 63
+        args = (mark, x, padding)
+        return Problem(
+            ops.mark_nonfinite_, args, {}, bitwise("mark"), nbytes(*args), writes=4, mutates=(0,)
+        )
+
+    sizes = {"n": c.hc_mult, "H": c.hidden_size}
+    yield Case("mark_nonfinite_", "streams", sizes, tokens, build)
 
 
 def rope(c: ModelConfig, tokens: int) -> Iterator[Case]:

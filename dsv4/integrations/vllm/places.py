@@ -83,7 +83,71 @@ LINEAR: tuple[Place, ...] = (
     ),
 )
 ATTENTION: tuple[Place, ...] = ()
-HYPER_CONNECTION: tuple[Place, ...] = ()
+_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+_MHC_PRE = (
+    "residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, "
+    "sinkhorn_repeat, n_splits, norm_weight, norm_eps"
+)
+HYPER_CONNECTION: tuple[Place, ...] = (
+    Place(
+        _MODEL,
+        "DeepseekV4DecoderLayer.forward",
+        "self, x, positions, input_ids, post_mix, res_mix, residual, mega_gate_metadata",
+    ),
+    Place(
+        _MODEL,
+        "DeepseekV4Model.forward",
+        "self, input_ids, positions, intermediate_tensors, inputs_embeds",
+    ),
+    # Not called: what the operators stand for. With other arguments they would mean another thing.
+    Place(_MODEL, "mhc_pre_tilelang", _MHC_PRE),
+    Place(_MODEL, "mhc_pre_broadcast_tilelang", f"{_MHC_PRE}, fn_broadcast"),
+    Place(
+        _MODEL,
+        "mhc_fused_post_pre_tilelang",
+        "x, residual, post_layer_mix, comb_res_mix, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, "
+        "hc_sinkhorn_eps, hc_post_mult_value, sinkhorn_repeat, n_splits, tile_n, norm_weight, "
+        "norm_eps",
+    ),
+    Place(_MODEL, "mhc_post_tilelang", "x, residual, post_layer_mix, comb_res_mix"),
+    Place(
+        _MODEL,
+        "hc_head_fused_kernel_tilelang",
+        "hs_flat, fn, hc_scale, hc_base, rms_eps, hc_eps",
+    ),
+    Place(
+        _MODEL,
+        "prepare_mega_gate_routing_metadata",
+        "input_ids, has_hash_routing, image_sentinel_base_id",
+    ),
+    Place(
+        "vllm.models.deepseek_v4.attention",
+        "DeepseekV4Attention._split_qkv_and_norm",
+        "self, qr_kv",
+    ),
+    Place(_MODEL, "RMSNorm.forward_native", "self, x, residual"),
+    Place(_MODEL, "SiluAndMulWithClamp.forward_native", "self, x"),
+    Place("vllm.models.common.ops.sequence_parallel", "sp_all_gather", "x"),
+    Place("vllm.models.common.ops.sequence_parallel", "sp_reduce_scatter", "x"),
+    Place("vllm.models.common.ops.sequence_parallel", "sp_shard", "x"),
+    Place(
+        "vllm.models.common.ops.sequence_parallel", "sp_padding_mask", "is_padding, hidden_states"
+    ),
+)
+_STATE = "vllm.v1.worker.gpu.model_states"
+_PREPROCESS = "self, input_batch, block_tables, kv_cache_config, num_computed_tokens"
+CHECK: tuple[Place, ...] = (
+    Place(_STATE, "resolve_model_state_cls", "vllm_config, model"),
+    Place(f"{_STATE}.default", "DefaultModelState.preprocess_state", _PREPROCESS),
+    Place(f"{_STATE}.default", "DefaultModelState.remove_request", "self, req_id"),
+    Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits", "self, hidden_states"),
+    Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits_local", "self, hidden_states"),
+    Place(
+        _MODEL,
+        "DeepseekV4ForCausalLM.forward",
+        "self, input_ids, positions, intermediate_tensors, inputs_embeds",
+    ),
+)
 MODEL: tuple[Place, ...] = ()
 
 
