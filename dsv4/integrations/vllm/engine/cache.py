@@ -25,9 +25,10 @@ from dsv4.integrations.vllm.engine.specs import (
     Formats,
     PageLayout,
     page_layouts,
+    window_groups,
 )
 from dsv4.kv_cache.batch import Batch
-from dsv4.kv_cache.layer_cache import BLOCK, WINDOW_PAGE, LayerCache, state_shape
+from dsv4.kv_cache.layer_cache import LayerCache, state_shape
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.kv_cache.pages import Pages
 
@@ -70,8 +71,8 @@ class EngineCache:
         size: How much it holds.
         layouts: Pages of every layer.
         modules: What vLLM binds its memory to, by name.
-        window_table: ``[rows, columns]`` int32.
-        compressed_table: ``[rows, columns]`` int32.
+        tables: Page tables, ``[rows, columns]`` int64, by name of a module of the group.
+        groups: Name of that module by layer and kind.
         states: Compressor state by layer and kind, ``"compressed"`` or ``"index"``.
     """
 
@@ -79,8 +80,8 @@ class EngineCache:
     size: EngineSize
     layouts: list[PageLayout]
     modules: dict[str, BlockPages]
-    window_table: torch.Tensor
-    compressed_table: torch.Tensor
+    tables: dict[str, torch.Tensor]
+    groups: dict[tuple[int, str], str]
     states: dict[tuple[int, str], torch.Tensor]
     _bound: dict[str, torch.Tensor] = field(default_factory=dict)
     _paged: PagedCache | None = None
@@ -101,15 +102,15 @@ class EngineCache:
                 f"{config.max_position_embeddings} (max_position_embeddings)"
             )
         layouts = page_layouts(config, formats)
-        cache = cls(
-            config,
-            size,
-            layouts,
-            {},
-            _table(size, WINDOW_PAGE, device),
-            _table(size, BLOCK, device),
-            {key: _state(config, size, *key, device) for key in map(_key, layouts) if _has(key)},
-        )
+        groups = _groups(layouts)
+        tables = {
+            layout.name: _table(size, layout.block_tokens, device)
+            for layout in layouts
+            if layout.name in groups.values()
+        }
+        keys = [layout.key for layout in layouts if layout.kind != WINDOW]
+        states = {key: _state(config, size, *key, device) for key in keys}
+        cache = cls(config, size, layouts, {}, tables, groups, states)
         specs = {layout.name: layout.spec(config.sliding_window) for layout in layouts}
         specs[_ROWS_NAME] = RowSpec.of(size.max_requests, size.max_tokens)
         for name, spec in specs.items():
@@ -119,8 +120,7 @@ class EngineCache:
     @property
     def nbytes(self) -> int:
         """Bytes that are not in vLLM's blocks."""
-        tensors = [self.window_table, self.compressed_table, *self.states.values()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in (*self.tables.values(), *self.states.values()))
 
     @property
     def paged(self) -> PagedCache:
@@ -142,9 +142,7 @@ class EngineCache:
         self._bound[name] = blocks
         if len(self._bound) < len(self.modules):
             return
-        pages = {
-            _key(layout): layout.of_blocks(self._bound[layout.name]) for layout in self.layouts
-        }
+        pages = {layout.key: layout.of_blocks(self._bound[layout.name]) for layout in self.layouts}
         self._bound.clear()
         layers = [self._layer(index, pages) for index in range(self.config.num_hidden_layers)]
         self._paged = PagedCache.of_layers(
@@ -152,17 +150,17 @@ class EngineCache:
         )
 
     def _layer(self, index: int, pages: Mapping[tuple[int, str], Pages]) -> LayerCache:
-        window = pages[index, WINDOW]
         ratio = self.config.compress_rate(index)
+        window, table = pages[index, WINDOW], self.tables[self.groups[index, WINDOW]]
         if not ratio:
-            return LayerCache(window, self.window_table, self.config.sliding_window)
+            return LayerCache(window, table, self.config.sliding_window)
         return LayerCache(
             window,
-            self.window_table,
+            table,
             self.config.sliding_window,
             ratio=ratio,
             compressed=pages[index, COMPRESSED],
-            compressed_table=self.compressed_table,
+            compressed_table=self.tables[self.groups[index, COMPRESSED]],
             state=self.states[index, COMPRESSED],
             indexer_pages=pages.get((index, INDEX)),
             indexer_state=self.states.get((index, INDEX)),
@@ -175,34 +173,25 @@ class EngineCache:
             steps: Metadata by name of the module.
             tokens: Tokens of the step, with those that pad it.
         """
-        rows = steps[_ROWS_NAME]
-        batch = _batch(rows, self.size.rows, tokens)
-        # Lines that pad the batch go to row 0.
-        target = batch.sequences.clamp(min=0)
-        _fill(self.window_table, target, steps[self._first(WINDOW)])
-        first_compressed = self._first(COMPRESSED)
-        if first_compressed:
-            _fill(self.compressed_table, target, steps[first_compressed])
+        batch = _batch(steps[_ROWS_NAME], self.size.rows, tokens)
+        rows = batch.sequences.clamp(min=0)  # lines that pad the batch go to row 0
+        for name, table in self.tables.items():
+            _fill(table, rows, steps[name])
         return batch
 
-    def _first(self, kind: str) -> str:
-        """Name of the first module of a kind; its group shares a block table. Empty: none."""
-        names = (layout.name for layout in self.layouts if layout.kind == kind)
-        return next(names, "")
 
-
-def _key(layout: PageLayout) -> tuple[int, str]:
-    return layout.layer, layout.kind
-
-
-def _has(key: tuple[int, str]) -> bool:
-    """Whether entries of a kind are pooled from many tokens, so that there is state."""
-    return key[1] != WINDOW
+def _groups(layouts: list[PageLayout]) -> dict[tuple[int, str], str]:
+    """The first module of the group of each page, by layer and kind."""
+    windows = window_groups({layout.name: layout.block_bytes for layout in layouts})
+    first = {name: names[0] for names in windows for name in names}
+    entries = [layout.name for layout in layouts if layout.kind != WINDOW]
+    first.update(dict.fromkeys(entries, entries[0] if entries else ""))
+    return {layout.key: first[layout.name] for layout in layouts}
 
 
 def _table(size: EngineSize, block_tokens: int, device: torch.device) -> torch.Tensor:
     columns = -(-size.max_tokens // block_tokens)
-    return torch.zeros(size.rows, columns, dtype=torch.int32, device=device)
+    return torch.zeros(size.rows, columns, dtype=torch.int64, device=device)
 
 
 def _state(

@@ -35,6 +35,7 @@ class Dsv4ForCausalLM(nn.Module):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
         refusals.check(vllm_config)
+        self._loaded = False
         rows.register()
         self.config = vllm_config.model_config.hf_config
         options = Options.of(vllm_config.additional_config)
@@ -156,8 +157,14 @@ class Dsv4ForCausalLM(nn.Module):
 
         Returns:
             Names of all parameters, which vLLM compares with its own list.
+
+        Raises:
+            RuntimeError: if it is called again, for other weights.
         """
         del weights
+        if self._loaded:
+            raise RuntimeError("load_weights was called again: packed weights are not replaced")
+        self._loaded = True
         return {name for name, _ in self.named_parameters()}
 
 

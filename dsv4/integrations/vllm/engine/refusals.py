@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dsv4.integrations.vllm import places
 from dsv4.kv_cache.layer_cache import BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -22,11 +23,15 @@ _INSTEAD = "DSV4_VLLM=all runs vLLM's model on this package's kernels instead"
 
 
 def check(vllm_config: Any) -> None:
-    """Raise if the model cannot serve this configuration.
+    """Raise if the model cannot serve this configuration, or does not know this vLLM.
 
     Raises:
+        RuntimeError: if something that is called or overridden has other parameters.
         ValueError: one sentence, naming the setting, its value and what it may be.
     """
+    unknown = places.mismatches(places.MODEL)
+    if unknown:
+        raise RuntimeError(f"DSV4_VLLM=model: this vLLM is not known: {'; '.join(unknown)}")
     for sentence in refusals(vllm_config):
         raise ValueError(f"DSV4_VLLM=model: {sentence}")
 
@@ -58,8 +63,11 @@ def _features(config: Any) -> Iterator[str]:
         yield "speculative decoding is on, expected off: a rejected token cannot be taken back"
     if config.kv_transfer_config is not None:
         yield "a KV connector is set, expected none: compressor state is not in vLLM's blocks"
-    if getattr(config, "ec_transfer_config", None) is not None:
+    if config.ec_transfer_config is not None:
         yield "an encoder connector is set, expected none: the model reads tokens alone"
+    offload = config.offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        yield "weights are offloaded to the CPU, expected not: kernels read packed weights in place"
 
 
 def _model(config: Any) -> Iterator[str]:
@@ -69,6 +77,10 @@ def _model(config: Any) -> Iterator[str]:
         yield f"dtype is {str(model.dtype).removeprefix('torch.')}, expected {names}"
     if model.enable_prompt_embeds:
         yield "enable_prompt_embeds is True, expected False: hash routers need token ids"
+    if model.hf_overrides:
+        yield "hf_overrides are set, expected none: dsv4.load reads config.json itself"
+    if model.enable_sleep_mode:
+        yield "enable_sleep_mode is True, expected False: weights are not read again"
     if model.runner_type != "generate":
         yield f"the runner is {model.runner_type}, expected generate: the model has no pooler"
     if load.load_format == "dummy":

@@ -1,19 +1,23 @@
 """Pages of a model as vLLM's KV cache specs, and the groups of layers that share a block table.
 
-| kind | vLLM's spec | a block | in a group with |
+| kind | vLLM's spec | a block stands for | and holds |
 |---|---|---|---|
-| window | sliding window, ``config.sliding_window`` | 64 tokens, 64 raw KV entries | windows of all layers |
-| compressed | MLA, ``tokens_per_state`` 4 or 128 | 256 tokens, 64 or 2 entries | all of them and the index |
-| index | MLA, ``tokens_per_state`` 4 | 256 tokens, 64 index keys | |
-| rows | ``rows.RowSpec`` | a request | |
+| window | sliding window, ``config.sliding_window`` | 64 tokens | 64 raw KV entries |
+| compressed | MLA, ``tokens_per_state`` 4 or 128 | 256 tokens | 64 or 2 entries |
+| index | MLA, ``tokens_per_state`` 4 | 256 tokens | 64 index keys |
+| rows | ``rows.RowSpec`` | a request | nothing |
 
-Layouts are those of ``dsv4.kv_cache.pages``. A block of vLLM holds the pages of all layers of a
-group side by side (layout BLHNC), and blocks of all groups are as large as the largest.
+Layouts are those of ``dsv4.kv_cache.pages``. Compressed entries and index keys of all layers share
+a block table. A block holds the pages of all layers of its group side by side (layout BLHNC), and
+blocks of all groups are as large as the largest: in Flash 1.6 MB if windows were one group, while
+compressed entries take 0.9. So windows are split into groups about as large as that of the
+compressed entries, of which a long request has the most blocks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +58,11 @@ class PageLayout:
     def name(self) -> str:
         """Name of the module, from which vLLM reads the number of the layer."""
         return f"model.layers.{self.layer}.{self.kind}"
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Layer and kind."""
+        return self.layer, self.kind
 
     @property
     def block_bytes(self) -> int:
@@ -154,19 +163,40 @@ def _pages(
     return Pages.allocate(0, size, dim, config.qk_rope_head_dim, entry_format, dtype, "cpu")
 
 
-def groups(specs: dict[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
+def window_groups(page_bytes: Mapping[str, int]) -> list[list[str]]:
+    """Names of the window modules that share a block table.
+
+    Args:
+        page_bytes: Bytes of a page by name of the module, of every kind but the rows.
+    """
+    windows = [name for name in page_bytes if kind_of(name) == WINDOW]
+    total = sum(page_bytes[name] for name in windows)
+    others = sum(page_bytes.values()) - total
+    count = -(-total // others) if others else 1
+    size = -(-len(windows) // min(count, len(windows)))
+    return [windows[begin : begin + size] for begin in range(0, len(windows), size)]
+
+
+def groups(specs: Mapping[str, KVCacheSpec]) -> list[KVCacheGroupSpec]:
     """Split specs by what is in the blocks: windows, compressed entries with index keys, rows.
 
     Args:
-        specs: By name of the module; the last part of a name is the kind.
+        specs: By name of the module.
     """
-    kinds = {WINDOW: WINDOW, COMPRESSED: COMPRESSED, INDEX: COMPRESSED, ROWS: ROWS}
-    members: dict[str, dict[str, KVCacheSpec]] = {WINDOW: {}, COMPRESSED: {}, ROWS: {}}
-    for name, spec in specs.items():
-        members[kinds[name.rpartition(".")[2]]][name] = spec
+    rows = [name for name in specs if kind_of(name) == ROWS]
+    entries = [name for name in specs if kind_of(name) in (COMPRESSED, INDEX)]
+    sizes = {name: spec.page_size_bytes for name, spec in specs.items() if name not in rows}
+    members = [*window_groups(sizes), entries, rows]
     return [
-        KVCacheGroupSpec(list(group), _group_spec(group)) for group in members.values() if group
+        KVCacheGroupSpec(names, _group_spec({name: specs[name] for name in names}))
+        for names in members
+        if names
     ]
+
+
+def kind_of(name: str) -> str:
+    """Kind of a module, the last part of its name."""
+    return name.rpartition(".")[2]
 
 
 def _group_spec(group: dict[str, KVCacheSpec]) -> KVCacheSpec:
