@@ -24,6 +24,19 @@ CLASS = "dsv4.integrations.vllm.engine.model:Dsv4ForCausalLM"
 FLOAT32 = {"dsv4": {"dtype": "float32"}}  # so that tokens do not depend on the shape of a step
 
 
+def provide_cpu() -> None:
+    """Let vLLM serve on this CPU as it does on a GPU.
+
+    Where a CPU has no AMX, vLLM turns off chunked prefill for models whose own kernels need it.
+    """
+    import torch
+
+    from dsv4.integrations.vllm import cpu_ops
+
+    cpu_ops.provide()
+    torch.cpu._is_amx_tile_supported = lambda: True
+
+
 def environment(runner: str) -> dict[str, str]:
     """Environment of a process with Model Runner V1 or V2.
 
@@ -41,9 +54,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run batches of prompts, and tell tokens, preemptions and what is free afterwards."""
     import vllm
 
-    from dsv4.integrations.vllm import cpu_ops
-
-    cpu_ops.provide()
+    provide_cpu()
     vllm.ModelRegistry.register_model("DeepseekV4ForCausalLM", CLASS)
     llm = vllm.LLM(
         model=request["model"],
@@ -73,6 +84,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         "steps": len(checks),
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "prefix_caching": core.vllm_config.cache_config.enable_prefix_caching,
+        "chunk": core.vllm_config.scheduler_config.max_num_batched_tokens,
     }
 
 

@@ -89,7 +89,7 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
         runner,
         checkpoint,
         {
-            "options": {**options, "num_gpu_blocks_override": 12},
+            "options": {**options, "num_gpu_blocks_override": 26},
             "batches": [{"prompts": prompts, "new": new} for prompts, new in batches],
         },
     )
@@ -98,19 +98,20 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
     assert len({token for text in expected[1] for token in text}) > 16  # no text that says nothing
     assert result["finite"]
     assert result["preemptions"] > 0
-    assert result["free_after"] == result["free"] == [11, 6]
+    assert result["free_after"] == result["free"] == [25, 6]
     assert ("worker.gpu" in result["runner"] or "worker.cpu." in result["runner"]) == (
         runner == "V2"
     )
+    assert result["chunk"] == 48
     assert not result["prefix_caching"]
 
 
 _PLUGIN = f'''
 def register():
-    from dsv4.integrations.vllm import cpu_ops
+    from tests.integrations.vllm.engine_process import provide_cpu
     from vllm import ModelRegistry
 
-    cpu_ops.provide()
+    provide_cpu()
     ModelRegistry.register_model("DeepseekV4ForCausalLM", "{engine_process.CLASS}")
 '''
 
@@ -185,7 +186,7 @@ def server(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Server]:
         "--max-model-len": 384,
         "--max-num-seqs": 6,
         "--max-num-batched-tokens": 48,
-        "--num-gpu-blocks-override": 14,
+        "--num-gpu-blocks-override": 30,
         "--additional-config": json.dumps(engine_process.FLOAT32),
     }
     flags = ["--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager"]

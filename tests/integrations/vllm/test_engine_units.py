@@ -54,6 +54,7 @@ def _settings(folder: str, **changes: Any) -> SimpleNamespace:
             "block_size": 16,
             "cache_dtype": "auto",
         },
+        "aux_output_config": {"enable_return_routed_experts": False},
         "scheduler_config": {"disable_hybrid_kv_cache_manager": False},
         "offload_config": {
             "uva": SimpleNamespace(cpu_offload_gb=0),
@@ -92,6 +93,7 @@ def test_settings_that_are_supported_pass(tmp_path: Any) -> None:
         ({"dtype": torch.float16}, "dtype is float16, expected bfloat16 or float32"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds is True"),
         ({"enable_sleep_mode": True}, "enable_sleep_mode is True"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts is True"),
         ({"hf_overrides": {"index_topk": 1}}, "hf_overrides are set"),
         ({"runner_type": "pooling"}, "the runner is pooling"),
         ({"load_format": "dummy"}, "load_format is dummy, expected auto"),

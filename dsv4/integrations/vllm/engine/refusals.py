@@ -65,6 +65,8 @@ def _features(config: Any) -> Iterator[str]:
         yield "a KV connector is set, expected none: compressor state is not in vLLM's blocks"
     if config.ec_transfer_config is not None:
         yield "an encoder connector is set, expected none: the model reads tokens alone"
+    if config.aux_output_config.enable_return_routed_experts:
+        yield "enable_return_routed_experts is True, expected False: the model returns logits alone"
     offload = config.offload_config
     if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
         yield "weights are offloaded to the CPU, expected not: kernels read packed weights in place"
