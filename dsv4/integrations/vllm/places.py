@@ -148,7 +148,58 @@ CHECK: tuple[Place, ...] = (
         "self, input_ids, positions, intermediate_tensors, inputs_embeds",
     ),
 )
-MODEL: tuple[Place, ...] = ()
+_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+_LAYER = "vllm.model_executor.layers.attention_layer_base"
+_BACKEND = "vllm.v1.attention.backend"
+MODEL: tuple[Place, ...] = (
+    Place(
+        _MANAGERS,
+        "CircularBufferManager.get_num_blocks_to_allocate",
+        "self, request_id, num_tokens, new_computed_blocks, total_computed_tokens, "
+        "num_local_computed_tokens, num_tokens_main_model, apply_admission_cap, prefill_end",
+    ),
+    Place(
+        _MANAGERS,
+        "CircularBufferManager.allocate_new_blocks",
+        "self, request_id, num_tokens, num_tokens_main_model",
+    ),
+    Place(
+        _MANAGERS,
+        "CircularBufferManager.allocate_external_computed_blocks",
+        "self, request_id, num_local_computed_tokens, num_external_computed_tokens, "
+        "record_for_zeroing",
+    ),
+    Place(_MANAGERS, "CircularBufferManager.pop_blocks_for_free", "self, request_id"),
+    Place(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry.register",
+        "kvcache_spec_cls, manager_class, uniform_type_base_spec",
+    ),
+    Place(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry.get_manager_class",
+        "kvcache_spec, role",
+    ),
+    Place(
+        "vllm.model_executor.models.interfaces",
+        "SupportsKVCacheGrouping.get_kv_cache_groups",
+        "vllm_config, kv_cache_spec",
+    ),
+    Place(_LAYER, "AttentionLayerBase.bind_kv_cache", "self, kv_cache"),
+    Place(_LAYER, "AttentionLayerBase.get_kv_cache_spec", "self, vllm_config"),
+    Place(
+        _BACKEND,
+        "AttentionMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(
+        _BACKEND,
+        "AttentionMetadataBuilder.get_cudagraph_support",
+        "vllm_config, kv_cache_spec",
+    ),
+    Place(_BACKEND, "AttentionBackend.get_supported_kernel_block_sizes", "kv_cache_spec"),
+    Place(_BACKEND, "AttentionBackend.supported_kv_cache_layouts", ""),
+)
 
 
 def is_supported(version: str) -> bool:

@@ -1,0 +1,127 @@
+"""An engine of vLLM in a process of its own: ``python -m tests.integrations.vllm.engine_process``.
+
+Reads a request as JSON from its standard input and writes the answer as the last line of its
+standard output. vLLM reads its environment when it is imported, so every engine has a process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+CLASS = "dsv4.integrations.vllm.engine.model:Dsv4ForCausalLM"
+FLOAT32 = {"dsv4": {"dtype": "float32"}}  # so that tokens do not depend on the shape of a step
+
+
+def provide_cpu() -> None:
+    """Let vLLM serve on this CPU as it does on a GPU.
+
+    Where a CPU has no AMX, vLLM turns off chunked prefill for models whose own kernels need it.
+    """
+    import torch
+
+    from dsv4.integrations.vllm import cpu_ops
+
+    cpu_ops.provide()
+    torch.cpu._is_amx_tile_supported = lambda: True
+
+
+def environment(runner: str) -> dict[str, str]:
+    """Environment of a process with Model Runner V1 or V2.
+
+    V2 is written in Triton. Without a driver vLLM takes Triton for absent, unless no GPU is
+    visible; Triton's interpreter then runs its kernels.
+    """
+    values = dict(os.environ) | ENVIRONMENT | {"VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2"))}
+    values.pop("TRITON_INTERPRET", None)
+    if runner == "V2":
+        values |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return values
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Run batches of prompts, and tell tokens, preemptions and what is free afterwards."""
+    import vllm
+
+    provide_cpu()
+    vllm.ModelRegistry.register_model("DeepseekV4ForCausalLM", CLASS)
+    llm = vllm.LLM(
+        model=request["model"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        disable_log_stats=False,
+        additional_config=FLOAT32,
+        **request["options"],
+    )
+    core = llm.llm_engine.engine_core.engine_core
+    model = core.model_executor.driver_worker.get_model()
+    checks: list[bool] = []
+    _watch(model, checks)
+    free = _free(core)
+    tokens = []
+    for batch in request["batches"]:
+        # What a page, a state row or a table holds before a request must not matter.
+        _poison(model)
+        tokens.append(_generate(vllm, llm, batch))
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    return {
+        "tokens": tokens,
+        "preemptions": metrics["vllm:num_preemptions"].value,
+        "free": free,
+        "free_after": _free(core),
+        "finite": all(checks),
+        "steps": len(checks),
+        "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
+        "prefix_caching": core.vllm_config.cache_config.enable_prefix_caching,
+        "chunk": core.vllm_config.scheduler_config.max_num_batched_tokens,
+    }
+
+
+def _generate(vllm: Any, llm: Any, batch: dict[str, Any]) -> list[list[int]]:
+    options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    parameters = [vllm.SamplingParams(max_tokens=n, **options) for n in batch["new"]]
+    prompts = [{"prompt_token_ids": ids} for ids in batch["prompts"]]
+    outputs = llm.generate(prompts, parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def _watch(model: Any, checks: list[bool]) -> None:
+    logits_of = model.compute_logits
+
+    def compute_logits(hidden: Any) -> Any:
+        logits = logits_of(hidden)
+        checks.append(bool(logits.isfinite().all()))
+        return logits
+
+    model.compute_logits = compute_logits
+
+
+def _poison(model: Any) -> None:
+    for module in model.cache.modules.values():
+        module.kv_cache.fill_(0xFF)
+    for state in model.cache.states.values():
+        state.fill_(float("nan"))
+    for table in model.cache.tables.values():
+        table.fill_(-1)
+
+
+def _free(core: Any) -> list[int]:
+    """Free blocks of vLLM's pool, and free rows."""
+    manager = core.scheduler.kv_cache_manager
+    rows = manager.coordinator.single_type_managers[-1]
+    return [manager.block_pool.get_num_free_blocks(), len(rows._free_rows)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(json.load(sys.stdin))))

@@ -1,0 +1,243 @@
+"""This package's model under vLLM's engine on a CPU gives the tokens of ``model.generate``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dsv4
+from dsv4.checkpoint import save
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.testing.models import random_model
+from tests.integrations.vllm import engine_process
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+_ROOT = Path(__file__).resolve().parents[3]
+_PATIENCE = 900  # seconds; an engine starts in 40 on an idle machine
+# Around what a page, a window of a compressor and a chunk end at, and one of several chunks.
+_LENGTHS = (1, 3, 4, 5, 7, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint, and what its model says to prompts."""
+
+    folder: Path
+    model: DeepseekV4ForCausalLM
+
+    def texts(self, prompts: list[list[int]], new: list[int]) -> list[list[int]]:
+        """Greedy tokens."""
+        texts = self.model.generate(prompts, max(new), stop_ids=())
+        return [text[:count] for text, count in zip(texts, new, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    # transformers 5.20 knows the compression ratios 0, 4 and 128 alone.
+    rates, types = {CSA: 4, HCA: 128}, (SLIDING, CSA, HCA)
+    config = ModelConfig.tiny(layer_types=types, compress_rates=rates, sliding_window=128)
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save(random_model(config, 3), folder, layout="nvidia")
+    return Checkpoint(folder, dsv4.load(folder, dtype=torch.float32, mtp=False, progress=False))
+
+
+def _prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 128, (n,), generator=generator).tolist() for n in lengths]
+
+
+def _run(runner: str, checkpoint: Checkpoint, request: dict[str, Any]) -> dict[str, Any]:
+    process = subprocess.run(
+        [sys.executable, "-m", engine_process.__name__],
+        input=json.dumps({"model": str(checkpoint.folder), **request}),
+        env=engine_process.environment(runner) | {"PYTHONPATH": str(_ROOT)},
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-8000:] + process.stdout[-2000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runner", ["V1", "V2"])
+def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
+    checkpoint: Checkpoint, runner: str
+) -> None:
+    """Six requests at a time, chunks of 48 tokens, and blocks for about three of them."""
+    first, second = _prompts(_LENGTHS, 1), _prompts((60, 61, 62, 200, 30, 250), 2)
+    # Long answers cross blocks, so that requests are preempted while they decode.
+    batches = [(first, [8] * len(first)), (second, [70, 70, 70, 10, 40, 12])]
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 384}
+    result = _run(
+        runner,
+        checkpoint,
+        {
+            "options": {**options, "num_gpu_blocks_override": 26},
+            "batches": [{"prompts": prompts, "new": new} for prompts, new in batches],
+        },
+    )
+    expected = [checkpoint.texts(*batch) for batch in batches]
+    assert result["tokens"] == expected
+    assert len({token for text in expected[1] for token in text}) > 16  # no text that says nothing
+    assert result["finite"]
+    assert result["preemptions"] > 0
+    assert result["free_after"] == result["free"] == [25, 6]
+    assert ("worker.gpu" in result["runner"] or "worker.cpu." in result["runner"]) == (
+        runner == "V2"
+    )
+    assert result["chunk"] == 48
+    assert not result["prefix_caching"]
+
+
+_PLUGIN = f'''
+def register():
+    from tests.integrations.vllm.engine_process import provide_cpu
+    from vllm import ModelRegistry
+
+    provide_cpu()
+    ModelRegistry.register_model("DeepseekV4ForCausalLM", "{engine_process.CLASS}")
+'''
+
+
+@dataclass(frozen=True)
+class Server:
+    """``vllm serve`` on this machine."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self) -> None:
+        """Until it answers."""
+        import requests
+
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-8000:]
+            try:
+                if requests.get(f"{self.address}/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                time.sleep(1)
+        raise TimeoutError(self.log.read_text()[-8000:])
+
+    def metric(self, name: str) -> float:
+        """Sum of a metric over its labels."""
+        import requests
+
+        lines = requests.get(f"{self.address}/metrics", timeout=60).text.splitlines()
+        values = [line.rpartition(" ")[2] for line in lines if line.startswith(f"{name}{{")]
+        assert values, name
+        return sum(map(float, values))
+
+    async def generate(self, prompt: list[int], new: int, patience: float | None) -> list[int]:
+        """Greedy tokens of a prompt; disconnects when patience ends, and then returns nothing."""
+        import httpx
+
+        parameters = {"temperature": 0.0, "max_tokens": new, "ignore_eos": True}
+        body = {"token_ids": prompt, "sampling_params": parameters}
+        async with httpx.AsyncClient(timeout=_PATIENCE if patience is None else patience) as client:
+            try:
+                reply = await client.post(f"{self.address}/inference/v1/generate", json=body)
+            except httpx.TimeoutException:
+                return []
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["token_ids"]
+
+
+@pytest.fixture
+def server(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Server]:
+    site = tmp_path / "site"
+    info = site / "dsv4_engine_test-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsv4-engine-test\nVersion: 0.1\n")
+    entry = "[vllm.general_plugins]\ndsv4_engine_test = dsv4_engine_test:register\n"
+    (info / "entry_points.txt").write_text(entry)
+    (site / "dsv4_engine_test.py").write_text(_PLUGIN)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = engine_process.environment("V1") | {
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(site)]),
+        "VLLM_PLUGINS": "dsv4_engine_test",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint.folder)]
+    options = {
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--max-model-len": 384,
+        "--max-num-seqs": 6,
+        "--max-num-batched-tokens": 48,
+        "--num-gpu-blocks-override": 30,
+        "--additional-config": json.dumps(engine_process.FLOAT32),
+    }
+    flags = ["--skip-tokenizer-init", "--enable-scale-out", "--enforce-eager"]
+    arguments = [str(part) for pair in options.items() for part in pair]
+    log = tmp_path / "server.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, *arguments, *flags], env=environment, cwd=_ROOT, stdout=file, stderr=file
+        )
+    try:
+        running = Server(f"http://127.0.0.1:{port}", process, log)
+        running.wait()
+        yield running
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.slow
+def test_concurrent_requests_over_http_with_cancellations(
+    checkpoint: Checkpoint, server: Server
+) -> None:
+    """Every third client hangs up while it waits, prefills or decodes; the others get it all."""
+    prompts = _prompts((_LENGTHS * 2)[:20], 4)
+    new = [8 + i for i in range(20)]
+    patience = [0.2 + 0.6 * i if i % 3 == 0 else None for i in range(20)]
+    cancelled_new = [200 if p is not None else n for n, p in zip(new, patience, strict=True)]
+
+    async def all_at_once() -> list[list[int]]:
+        calls = map(server.generate, prompts, cancelled_new, patience)
+        return list(await asyncio.gather(*calls))
+
+    texts = asyncio.run(all_at_once())
+    staying = [i for i in range(20) if patience[i] is None]
+    assert [texts[i] for i in staying] == checkpoint.texts(
+        [prompts[i] for i in staying], [new[i] for i in staying]
+    )
+    assert [] in texts  # somebody did hang up
+    deadline = time.monotonic() + 120
+    while server.metric("vllm:num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+    # Rows came back: more requests than rows end, with the same tokens.
+    again = [i for i in staying if len(prompts[i]) < 130][:7]
+
+    async def once_more() -> list[list[int]]:
+        return list(await asyncio.gather(*(server.generate(prompts[i], 4, None) for i in again)))
+
+    assert asyncio.run(once_more()) == [texts[i][:4] for i in again]
