@@ -229,6 +229,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("compressor", "compressor_update", "compressor_update"),
     *_triton("compressor", "compress_write", "compress_write"),
     *_reference("compressor", "pool_windows", "compressor_update", "compress_write"),
+    *_triton("compressor_paged", "compress_write_paged", "compress_write_paged"),
+    *_reference("compressor_paged", "compress_write_paged"),
     *_triton("indexer", "any_call", "indexer_rotate_quantize", "indexer_queries"),
     *_triton("indexer", "quantize_index_queries", "quantize_index_queries"),
     *_cute(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
+from dsv4.ops.compressor_paged import compress_write_paged
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import (
@@ -43,6 +44,7 @@ from dsv4.ops.swiglu import swiglu, swiglu_quantize
 __all__ = [
     "Pages",
     "compress_write",
+    "compress_write_paged",
     "compressor_update",
     "dequantize",
     "entry_slots",

@@ -11,6 +11,7 @@ from dsv4.device import is_interpreting, no_triton
 from dsv4.dispatch import Call
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
+from dsv4.ops.compressor_paged import CompressWritePagedArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
@@ -203,6 +204,21 @@ def compress_write(call: Call) -> str | None:
     if args.entry_format == "index_fp8" and args.data.data_ptr() % 4:
         return "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
     return _wide_state(args.state)
+
+
+def compress_write_paged(call: Call) -> str | None:
+    """For ``compress_write_paged``."""
+    args: CompressWritePagedArgs = call.args
+    if args.dtype == torch.float64:
+        return "entries are float64, which only the reference computes in"
+    reason = any_call(call) or gapped_pages(args.data) or odd_dims(args.head_dim)
+    if reason is None and args.entry_format != "plain":
+        reason = no_e4m3(call.device)
+    if reason is None and args.entry_format == "index_fp8" and args.data.data_ptr() % 4:
+        reason = "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
+    if reason is None and args.state.stride(2) != 1:
+        reason = "the state has gaps between its columns"
+    return reason
 
 
 def quantize_index_queries(call: Call) -> str | None:

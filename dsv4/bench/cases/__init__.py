@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsv4.bench.cases import elementwise, fused, gemm, moe, sequence
+from dsv4.bench.cases import elementwise, fused, gemm, moe, paged, sequence
 from dsv4.bench.problem import Case, UsageError
 from dsv4.config import ModelConfig
 
@@ -83,6 +83,7 @@ MAKERS: dict[str, Maker] = {
     "pool_windows": sequence.pool_windows,
     "compressor_update": sequence.compressor_update,
     "compress_write": sequence.compress_write,
+    "compress_write_paged": paged.compress_write_paged,
     "indexer_rotate_quantize": sequence.indexer_rotate_quantize,
     "indexer_select": sequence.indexer_select,
     "sparse_attention": sequence.sparse_attention,

@@ -197,7 +197,33 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
 
 
 def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """State as ``compressor``; entries as the pooled ones, normed, rotated and stored.
+    """State as ``compressor``; entries as the pooled ones, normed, rotated and stored."""
+    return combine(
+        _stored_entries(problem, actual[1]),
+        same(actual[0][:, :, 0], truth[0][:, :, 0], "state kv"),
+    )
+
+
+def paged_entries(
+    same_tokens: Problem, problem: Problem, actual: Outputs, truth: Outputs
+) -> Verdict:
+    """Those of ``compress_write_paged``, of the tokens that ``compress_write`` would take.
+
+    Args:
+        same_tokens: The problem of ``compress_write``, which says what the entries are.
+        problem: That of ``compress_write_paged``.
+        actual: State and pages.
+        truth: As ``actual``.
+    """
+    width = problem.args[0].shape[1]
+    return combine(
+        _stored_entries(same_tokens, actual[1]),
+        same(actual[0][..., :width], truth[0][..., :width], "state kv"),
+    )
+
+
+def _stored_entries(problem: Problem, data: torch.Tensor) -> Verdict:
+    """Entries of ``compress_write`` in pages.
 
     The error e of a pooled row c passes its norm as in ``hyper_norm``.
     """
@@ -232,12 +258,9 @@ def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Ver
     slots = ops.entry_slots(table, pages.page_size, sequence, number, backend="reference")
     live, budget = slots >= 0, error + _rounding(pages, exact, error)
     entries = ops.read_kv(
-        dataclasses.replace(pages, data=actual[1]), slots, torch.float64, backend="reference"
+        dataclasses.replace(pages, data=data), slots, torch.float64, backend="reference"
     )
-    return combine(
-        compare(entries[live], exact[live], budget[live], "entries"),
-        same(actual[0][:, :, 0], truth[0][:, :, 0], "state kv"),
-    )
+    return compare(entries[live], exact[live], budget[live], "entries")
 
 
 def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.Tensor:

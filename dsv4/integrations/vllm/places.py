@@ -82,7 +82,82 @@ LINEAR: tuple[Place, ...] = (
         "self, layer",
     ),
 )
-ATTENTION: tuple[Place, ...] = ()
+EXPERTS: tuple[Place, ...] = ()
+LINEAR: tuple[Place, ...] = ()
+_INPUTS = (
+    "self, hidden_states, qr, kv, qr_scale, kv_score, indexer_kv_score, indexer_weights, "
+    "positions, o_padded"
+)
+ATTENTION: tuple[Place, ...] = (
+    Place(
+        f"{_V4}.attention",
+        "DeepseekV4Attention.forward",
+        "self, positions, hidden_states, llama_4_scaling",
+    ),
+    Place(
+        f"{_V4}.attention",
+        "DeepseekV4Attention._alloc_attn_out",
+        "self, num_tokens, hidden_states",
+    ),
+    Place(f"{_V4}.attention", "DeepseekV4Attention._split_qkv_and_norm", "self, qr_kv"),
+    Place(f"{_V4}.attention", "DeepseekV4Attention._prepare_and_attn", _INPUTS),
+    Place(f"{_V4}.attention", "DeepseekV4Attention._prepare_and_attn_eager", _INPUTS),
+    Place(
+        f"{_V4}.attention",
+        "DeepseekV4Attention._fused_qnorm_rope_kv_insert",
+        "self, q, kv, positions, attn_metadata",
+    ),
+    Place(
+        f"{_V4}.attention",
+        "DeepseekV4Attention._sparse_indexer_and_attn",
+        "self, hidden_states, index_q, index_q_scale, index_weights, q, kv, positions, out",
+    ),
+    Place(
+        f"{_V4}.nvidia.flashmla",
+        "DeepseekV4FlashMLAAttention.forward_mqa",
+        "self, q, kv, positions, output",
+    ),
+    Place(f"{_V4}.nvidia.flashmla", "DeepseekV4FlashMLAAttention._o_proj", "self, o, positions"),
+    Place(
+        f"{_V4}.attention",
+        "DeepseekV4Indexer.forward",
+        "self, hidden_states, qr, compressed_kv_score, indexer_weights, positions, rotary_emb, "
+        "qr_scale, skip_compressor",
+    ),
+    Place(f"{_V4}.attention", "DeepseekV4Indexer._wq_b_proj", "self, qr, qr_scale"),
+    Place(
+        f"{_V4}.compressor",
+        "DeepseekCompressor.forward",
+        "self, kv_score, positions, rotary_emb",
+    ),
+    Place(
+        f"{_V4}.compressor",
+        "CompressorMetadata",
+        "block_table, slot_mapping, block_size, token_to_req_indices, num_decode_tokens, "
+        "c128_boundary",
+    ),
+    Place(
+        f"{_V4}.sparse_mla",
+        "DeepseekV4FlashMLAMetadata",
+        "num_reqs, max_query_len, max_seq_len, num_actual_tokens, query_start_loc, slot_mapping, "
+        "block_table, req_id_per_token, block_size, topk_tokens, "
+        "c128a_global_decode_topk_indices, c128a_decode_topk_lens, c128a_prefill_topk_indices",
+    ),
+    Place(
+        "vllm.v1.attention.backends.mla.indexer",
+        "DeepseekV32IndexerMetadata",
+        "seq_lens, max_seq_len, slot_mapping, num_decodes, num_decode_tokens, num_prefills, "
+        "num_prefill_tokens, decode, prefill, positions, block_table",
+    ),
+    Place(
+        "vllm.utils.multi_stream_utils",
+        "maybe_execute_in_parallel",
+        "fn0, fn1, event0, event1, aux_stream",
+    ),
+    Place("vllm.compilation.breakable_cudagraph", "eager_break_during_capture", "fn"),
+    Place("vllm.compilation.breakable_cudagraph", "BreakableCUDAGraphCapture.is_active", ""),
+    Place("vllm.forward_context", "get_forward_context", ""),
+)
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _MHC_PRE = (
     "residual, fn, hc_scale, hc_base, rms_eps, hc_pre_eps, hc_sinkhorn_eps, hc_post_mult_value, "
