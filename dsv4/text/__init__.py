@@ -10,18 +10,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _LAZY = {
+    "EffortTable": "effort",
+    "Prompt": "chat",
     "TextStream": "stream",
     "Tokenizer": "tokenizer",
+    "TokenizerError": "tokenizer",
+    "ToolCall": "tool_calls",
+    "chat_prompt": "chat",
+    "completion_prompt": "chat",
 }
 
 __all__ = [
+    "EffortTable",
+    "Prompt",
     "TextStream",
     "Tokenizer",
+    "TokenizerError",
+    "ToolCall",
+    "chat_prompt",
+    "completion_prompt",
 ]
 
 if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
+    from dsv4.text.chat import Prompt as Prompt
+    from dsv4.text.chat import chat_prompt as chat_prompt
+    from dsv4.text.chat import completion_prompt as completion_prompt
+    from dsv4.text.effort import EffortTable as EffortTable
     from dsv4.text.stream import TextStream as TextStream
     from dsv4.text.tokenizer import Tokenizer as Tokenizer
+    from dsv4.text.tokenizer import TokenizerError as TokenizerError
+    from dsv4.text.tool_calls import ToolCall as ToolCall
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from dsv4.text.markers import REQUIRED, Segment, joined
 from dsv4.text.stream import TextStream
 
 FILE = "tokenizer.json"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TokenizerError(ValueError):
@@ -106,6 +108,9 @@ class Tokenizer:
         """Ids of text; spellings of markers in it stay text, and nothing is added."""
         if not isinstance(text, str):
             raise TypeError(f"text is {type(text).__name__}, wanted a string")
+        half = _SURROGATE.search(text)
+        if half is not None:
+            raise ValueError(f"text holds {half[0]!r}, which is half of a character")
         return self._text.encode(text, add_special_tokens=False).ids
 
     def encode_segments(self, segments: Iterable[Segment]) -> list[int]:
