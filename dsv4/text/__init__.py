@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _LAZY = {
+    "Answer": "parsing",
+    "AnswerParser": "parsing",
     "EffortTable": "effort",
     "Prompt": "chat",
     "TextStream": "stream",
@@ -18,9 +20,12 @@ _LAZY = {
     "ToolCall": "tool_calls",
     "chat_prompt": "chat",
     "completion_prompt": "chat",
+    "parse_answer": "parsing",
 }
 
 __all__ = [
+    "Answer",
+    "AnswerParser",
     "EffortTable",
     "Prompt",
     "TextStream",
@@ -29,6 +34,7 @@ __all__ = [
     "ToolCall",
     "chat_prompt",
     "completion_prompt",
+    "parse_answer",
 ]
 
 if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
@@ -36,6 +42,9 @@ if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
     from dsv4.text.chat import chat_prompt as chat_prompt
     from dsv4.text.chat import completion_prompt as completion_prompt
     from dsv4.text.effort import EffortTable as EffortTable
+    from dsv4.text.parsing import Answer as Answer
+    from dsv4.text.parsing import AnswerParser as AnswerParser
+    from dsv4.text.parsing import parse_answer as parse_answer
     from dsv4.text.stream import TextStream as TextStream
     from dsv4.text.tokenizer import Tokenizer as Tokenizer
     from dsv4.text.tokenizer import TokenizerError as TokenizerError

@@ -260,12 +260,11 @@ def _check_order(what: str, turn: Turn, previous: Turn | None) -> None:
         )
     if isinstance(turn, ReminderTurn) and isinstance(previous, UserTurn):
         raise ValueError(f"{what} is a latest_reminder, wanted before messages of users and tools")
-    if isinstance(turn, AssistantTurn):
-        if previous is None or isinstance(previous, (AssistantTurn, ReminderTurn)):
-            raise ValueError(
-                f"{what} is an answer of the assistant, wanted a message of a user, a tool or the "
-                "system before it"
-            )
+    if isinstance(turn, AssistantTurn) and not isinstance(previous, (UserTurn, SystemTurn)):
+        raise ValueError(
+            f"{what} is an answer of the assistant, wanted a message of a user, a tool or the "
+            "system before it"
+        )
 
 
 def _check_end(what: str, turn: Turn, task: str | None) -> None:

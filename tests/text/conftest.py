@@ -33,6 +33,14 @@ def whole(deepseek_file):
     return tokenizers.Tokenizer.from_file(str(deepseek_file))
 
 
+@pytest.fixture(scope="session")
+def encoder(deepseek_file):
+    """DeepSeek's package, and its encoder and tokenizer."""
+    recipe = pytest.importorskip("deepseek_recipe", reason="DeepSeek's own encoder")
+    tokenizer = recipe.Tokenizer.from_file(str(deepseek_file))
+    return recipe, recipe.DeepseekV4Encoding().with_tokenizer(tokenizer), tokenizer
+
+
 def small_table() -> dict:
     """A tokenizer of 256 bytes, a few merges and all markers."""
     from dsv4.text.tokenizer import _BYTES

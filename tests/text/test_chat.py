@@ -138,19 +138,11 @@ TOOLS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def encoder(deepseek_file):
-    """DeepSeek's package, and its encoder with the tokenizer."""
-    recipe = pytest.importorskip("deepseek_recipe", reason="DeepSeek's own encoder")
-    tokenizer = recipe.Tokenizer.from_file(str(deepseek_file))
-    return recipe, recipe.DeepseekV4Encoding().with_tokenizer(tokenizer)
-
-
 @given(conversations(), TOOLS, st.sampled_from([None, "low", "high", "max"]), st.booleans())
 def test_random_conversations_have_the_text_and_ids_of_deepseeks_encoder(
     deepseek, encoder, messages, tools, effort, with_schema
 ):
-    recipe, oracle = encoder
+    recipe, oracle, _ = encoder
     request = {"model": "DeepSeek-V4-Pro", "messages": messages}
     options = {"thinking": effort is not None, "effort": effort}
     request |= {"reasoning_effort": effort} if effort else {"thinking": {"type": "disabled"}}
@@ -277,8 +269,8 @@ class TestEffort:
             self.write(tmp_path, source)
             assert EffortTable.from_path(tmp_path) is table
         self.write(tmp_path, "REASONING_EFFORT_PROMPTS = {'high': 'x', 'other': ''}")
-        found = EffortTable.from_path(tmp_path)
-        assert (found.text(DEFAULT), found.text("other")) == ("x", "")
+        table = EffortTable.from_path(tmp_path)
+        assert (table.text(DEFAULT), table.text("other")) == ("x", "")
 
     @pytest.mark.parametrize(
         "source",
