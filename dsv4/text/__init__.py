@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Any
 _LAZY = {
     "Answer": "parsing",
     "AnswerParser": "parsing",
+    "ChatRequest": "generate",
     "EffortTable": "effort",
     "Prompt": "chat",
+    "TextGenerator": "generate",
+    "TextRequest": "generate",
     "TextStream": "stream",
     "Tokenizer": "tokenizer",
     "TokenizerError": "tokenizer",
     "ToolCall": "tool_calls",
+    "Usage": "generate",
     "chat_prompt": "chat",
     "completion_prompt": "chat",
     "parse_answer": "parsing",
@@ -26,12 +30,16 @@ _LAZY = {
 __all__ = [
     "Answer",
     "AnswerParser",
+    "ChatRequest",
     "EffortTable",
     "Prompt",
+    "TextGenerator",
+    "TextRequest",
     "TextStream",
     "Tokenizer",
     "TokenizerError",
     "ToolCall",
+    "Usage",
     "chat_prompt",
     "completion_prompt",
     "parse_answer",
@@ -42,6 +50,10 @@ if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
     from dsv4.text.chat import chat_prompt as chat_prompt
     from dsv4.text.chat import completion_prompt as completion_prompt
     from dsv4.text.effort import EffortTable as EffortTable
+    from dsv4.text.generate import ChatRequest as ChatRequest
+    from dsv4.text.generate import TextGenerator as TextGenerator
+    from dsv4.text.generate import TextRequest as TextRequest
+    from dsv4.text.generate import Usage as Usage
     from dsv4.text.parsing import Answer as Answer
     from dsv4.text.parsing import AnswerParser as AnswerParser
     from dsv4.text.parsing import parse_answer as parse_answer
