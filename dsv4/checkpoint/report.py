@@ -42,6 +42,7 @@ class LoadReport:
         left_out: Number of tensors that were not loaded, by the reason.
         packing: Layers that are packed, and why others are not; None with ``pack=False``.
         conversion: Conversions of MXFP4 matrices.
+        path: The checkpoint's folder, from which ``save`` copies the tokenizer; None: unknown.
     """
 
     mtp_layers: int
@@ -49,6 +50,7 @@ class LoadReport:
     left_out: Mapping[str, int]
     packing: Packing | None = None
     conversion: Conversion = field(default_factory=Conversion)
+    path: Path | None = None
 
 
 def left_out(path: Path, number: int, reason: str) -> None:
@@ -117,4 +119,5 @@ def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Fille
     draft = "dspark" if dspark else "mtp" if checkpoint.has_mtp else "none"
     _logger.info("%s: %d MTP layers loaded, draft: %s", checkpoint.path, mtp, draft)
     counts = {**unused, **others}
-    return LoadReport(mtp, draft, counts, filled.packing, filled.conversion)
+    path = checkpoint.path.absolute()
+    return LoadReport(mtp, draft, counts, filled.packing, filled.conversion, path)

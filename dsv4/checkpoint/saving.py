@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4.checkpoint import companions as companion_files
 from dsv4.checkpoint import layouts, transaction
 from dsv4.checkpoint.arguments import as_dtype, name_matcher
 from dsv4.checkpoint.expert_slots import ExpertsSlot
@@ -45,8 +46,12 @@ def save(
     overwrite: bool = False,
     plain: Sequence[str] = (),
     plain_dtype: torch.dtype | None = torch.bfloat16,
+    companions: str | Path | bool | None = None,
 ) -> None:
     """Write a model as a checkpoint folder: shards, index and config.json.
+
+    The tokenizer, the generation defaults and the folder ``encoding`` are copied from the folder
+    that the model was loaded from (``companions``).
 
     Plain weights are quantised as the layout requires; quantised ones are stored as they are (see
     ``dsv4.checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
@@ -71,10 +76,15 @@ def save(
         overwrite: Whether to replace an existing checkpoint.
         plain: Shell patterns of canonical names that stay plain in any layout.
         plain_dtype: Dtype of plain weights; None keeps each one's own.
+        companions: Folder whose tokenizer.json, tokenizer_config.json, special_tokens_map.json,
+            generation_config.json, chat_template.jinja and files of ``encoding`` are copied, if it
+            has them, after the checkpoint is complete. None: the folder that ``load`` read the
+            model from. False: nothing is copied.
 
     Raises:
         FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or a file that
-            is not the checkpoint's is in the way.
+            is not the checkpoint's is in the way, or a file to be copied is there with another
+            content and ``overwrite`` is false.
         BlockingIOError: if another save into the folder is under way.
         ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
     """
@@ -84,11 +94,16 @@ def save(
     target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source
     pairing = Pairing(target)
+    report = getattr(source, "load_report", None)
+    origin = companion_files.source_of(companions, getattr(report, "path", None))
+    contents = companion_files.read(origin, Path(path))
+    companion_files.check(Path(path), contents, overwrite)
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in pairing.convert(stream):
             for stored, tensor in target.encode(name, value, input_scale):
                 writer.add(stored, tensor)
         writer.finish(layouts.documents(target, configuration))
+        companion_files.write(writer.folder, contents)
     pairing.report(path)
 
 

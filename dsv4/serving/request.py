@@ -86,6 +86,10 @@ class Request:
         """The answer so far."""
         return [emitted.token for emitted in self._emitted]
 
+    def tokens_from(self, start: int) -> list[int]:
+        """Tokens of the answer so far from number ``start`` on."""
+        return [emitted.token for emitted in self._emitted[start:]]
+
     @property
     def logprobs(self) -> list[TokenLogprobs]:
         """The log-probabilities, one per token, if the options ask for them."""

@@ -82,8 +82,6 @@ LINEAR: tuple[Place, ...] = (
         "self, layer",
     ),
 )
-EXPERTS: tuple[Place, ...] = ()
-LINEAR: tuple[Place, ...] = ()
 _INPUTS = (
     "self, hidden_states, qr, kv, qr_scale, kv_score, indexer_kv_score, indexer_weights, "
     "positions, o_padded"
