@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +12,12 @@ from hypothesis import strategies as st
 from dsv4.config import CSA, HCA, SLIDING, CompressRates, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.attention import DeepseekV4Attention as Layer
-from dsv4.ops.indexer import indexer_select
-from dsv4.testing.assertions import assert_bitwise, assert_within_budget
+from dsv4.testing.assertions import assert_within_budget
 from dsv4.testing.strategies import generator, normal, seeds
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from dsv4.integrations.vllm import attention, compressor, indexer
-from dsv4.integrations.vllm.adoption import Adoption
-from dsv4.integrations.vllm.switches import Switches
 from tests.integrations.vllm import attention_modules as modules
 from tests.integrations.vllm.attention_modules import Sizes, Step, Tables
 
