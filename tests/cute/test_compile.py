@@ -39,6 +39,8 @@ from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, machin
 MOST_SHARED = 227 * 1024
 TOP_K = 6
 _BATCH = 8
+# ``make quick`` runs none of the slow tests, and need not wait for what they are given.
+_TOKENS = (64,) if os.environ.get("HYPOTHESIS_PROFILE") == "quick" else token_counts(8192)
 # Those for few tokens, which Blackwell has, too.
 SMALL_M = (SmallMPlan, SmallMRingPlan, GroupedSmallMPlan)
 
@@ -55,7 +57,7 @@ def plans():
         choose(GemmProblem(*matrix, *kind), tokens)
         for matrix in MATRICES
         for kind in itertools.product((False, True), repeat=2)
-        for tokens in token_counts(8192)
+        for tokens in _TOKENS
     }
 
 
@@ -66,7 +68,7 @@ def plans_of_fp8():
         fp8_plan(GemmProblem(*matrix, float32_out, False), tokens, folded)
         for matrix in MATRICES
         for float32_out in (False, True)
-        for tokens in token_counts(8192)
+        for tokens in _TOKENS
         for folded in (False, True)
     }
 
@@ -378,6 +380,7 @@ def test_swiglu(batch, tmp_path, snapshots):
     snapshots.check("SwiGLU", check_each(batch, tmp_path, check))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "batches"),
     [
