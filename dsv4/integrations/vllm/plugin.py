@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from dsv4.integrations.vllm import places
+from dsv4.integrations.vllm import cpu_ops, places
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.switches import Switches
 
@@ -36,6 +36,8 @@ def register_models(switches: Switches | None = None) -> None:
         return
     from vllm import ModelRegistry
 
+    if switches.model:
+        cpu_ops.provide()
     registered_class = MODEL_CLASS if switches.model else PARTS_CLASS
     ModelRegistry.register_model(ARCHITECTURE, registered_class)
 

@@ -17,24 +17,25 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_PLUGINS": "",
+    "DSV4_VLLM": "model",
+    "DSV4_VLLM_STRICT": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-CLASS = "dsv4.integrations.vllm.engine.model:Dsv4ForCausalLM"
 FLOAT32 = {"dsv4": {"dtype": "float32"}}  # so that tokens do not depend on the shape of a step
 
 
-def provide_cpu() -> None:
-    """Let vLLM serve on this CPU as it does on a GPU.
+def register() -> None:
+    """Register the model as the plugin does, and let vLLM serve on this CPU as on a GPU.
 
-    Where a CPU has no AMX, vLLM turns off chunked prefill for models whose own kernels need it.
+    Where a CPU has no AMX, vLLM turns off chunked prefill, because its own model's kernels need it.
     """
     import torch
 
-    from dsv4.integrations.vllm import cpu_ops
+    from dsv4.integrations import vllm as plugin
 
-    cpu_ops.provide()
     torch.cpu._is_amx_tile_supported = lambda: True
+    plugin.register()
 
 
 def environment(runner: str) -> dict[str, str]:
@@ -54,8 +55,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Run batches of prompts, and tell tokens, preemptions and what is free afterwards."""
     import vllm
 
-    provide_cpu()
-    vllm.ModelRegistry.register_model("DeepseekV4ForCausalLM", CLASS)
+    register()
     llm = vllm.LLM(
         model=request["model"],
         skip_tokenizer_init=True,

@@ -106,16 +106,6 @@ def test_tokens_are_those_of_generate_with_chunks_preemption_and_reused_pages(
     assert not result["prefix_caching"]
 
 
-_PLUGIN = f'''
-def register():
-    from tests.integrations.vllm.engine_process import provide_cpu
-    from vllm import ModelRegistry
-
-    provide_cpu()
-    ModelRegistry.register_model("DeepseekV4ForCausalLM", "{engine_process.CLASS}")
-'''
-
-
 @dataclass(frozen=True)
 class Server:
     """``vllm serve`` on this machine."""
@@ -164,18 +154,17 @@ class Server:
 
 @pytest.fixture
 def server(checkpoint: Checkpoint, tmp_path: Path) -> Iterator[Server]:
-    site = tmp_path / "site"
-    info = site / "dsv4_engine_test-0.1.dist-info"
-    info.mkdir(parents=True)
+    # A plugin of its own, because this package need not be installed with its entry points.
+    info = tmp_path / "dsv4_engine_test-0.1.dist-info"
+    info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dsv4-engine-test\nVersion: 0.1\n")
-    entry = "[vllm.general_plugins]\ndsv4_engine_test = dsv4_engine_test:register\n"
-    (info / "entry_points.txt").write_text(entry)
-    (site / "dsv4_engine_test.py").write_text(_PLUGIN)
+    entry = f"dsv4_engine_test = {engine_process.__name__}:register"
+    (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{entry}\n")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = engine_process.environment("V1") | {
-        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(site)]),
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), str(tmp_path)]),
         "VLLM_PLUGINS": "dsv4_engine_test",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }

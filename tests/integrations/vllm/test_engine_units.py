@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -20,11 +22,12 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.integrations.vllm import places
-from dsv4.integrations.vllm.engine import refusals, rows, specs
+from dsv4.integrations.vllm.engine import model, refusals, rows, specs
 from dsv4.integrations.vllm.engine.cache import EngineCache, EngineSize, _batch
 from dsv4.integrations.vllm.engine.options import Options
 from dsv4.integrations.vllm.engine.pages import GroupStep
 from dsv4.kv_cache.batch import Batch
+from dsv4.testing.models import random_model
 
 _TINY = ModelConfig.tiny(
     layer_types=(SLIDING, CSA, HCA, CSA), compress_rates={CSA: 4, HCA: 128}, sliding_window=128
@@ -130,6 +133,71 @@ def test_options_are_read_and_unknown_ones_refused() -> None:
         Options.of({"dsv4": 7})
 
 
+def test_watching_vllms_model_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSV4_VLLM_CHECK", "1")
+    with pytest.raises(ValueError, match="DSV4_VLLM_CHECK is 1, expected 0"):
+        refusals.check(_settings(str(tmp_path)))
+
+
+# The class that vLLM builds
+
+
+class _Stub(nn.Module):
+    """A ``Dsv4ForCausalLM`` without vLLM's configuration."""
+
+    def __init__(self, size: EngineSize) -> None:
+        super().__init__()
+        self.model = random_model(_TINY, 1)
+        self.size = size
+        self._loaded = False
+
+
+def test_models_are_built_outside_vllms_default_dtype_and_device() -> None:
+    """Global scales made under vLLM's bfloat16 would lose 16 bits."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            with model._own_defaults():
+                assert torch.empty(1).dtype == torch.float32
+                assert torch.empty(1).device.type == "cpu"
+            assert torch.empty(1).dtype == torch.bfloat16
+            assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_profile_run_computes_as_many_tokens_as_a_step_has() -> None:
+    """40 tokens where a request has at most 16: three requests, each as the model computes it."""
+    stub = _Stub(EngineSize(4, 16, 16))
+    ids = torch.randint(0, _TINY.vocab_size, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        hidden = model.Dsv4ForCausalLM._profile(stub, ids)
+        alone = [stub.model.model(piece[None])[0][0] for piece in ids.split(16)]
+    torch.testing.assert_close(hidden, torch.cat(alone), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_loaded_once_and_vllms_iterator_is_left_alone() -> None:
+    stub = _Stub(EngineSize(1, 16, 16))
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        raise AssertionError("a tensor was read")
+        yield "", torch.empty(0)
+
+    names = model.Dsv4ForCausalLM.load_weights(stub, weights())
+    assert names == {name for name, _ in stub.named_parameters()}
+    with pytest.raises(RuntimeError, match="load_weights was called again"):
+        model.Dsv4ForCausalLM.load_weights(stub, weights())
+
+
+def test_inputs_that_the_model_does_not_read_are_refused() -> None:
+    stub = _Stub(EngineSize(1, 16, 16))
+    ids = torch.zeros(1, dtype=torch.int64)
+    for extra in ({"inputs_embeds": torch.zeros(1, 4)}, {"mask": 1}, {"intermediate_tensors": 1}):
+        with pytest.raises(ValueError, match="expected token ids alone"):
+            model.Dsv4ForCausalLM.forward(stub, ids, ids, **extra)
+
+
 # Rows
 
 
@@ -227,9 +295,9 @@ def test_pages_of_a_group_lie_side_by_side_and_pages_of_all_groups_are_whole(
             specs.COMPRESSED: layer.compressed,
             specs.INDEX: layer.indexer_pages,
         }
-        for kind, some in pages.items():
-            if some is not None:
-                pools.setdefault(cache.groups[index, kind], []).append(some.data)
+        for kind, pool in pages.items():
+            if pool is not None:
+                pools.setdefault(cache.groups[index, kind], []).append(pool.data)
     assert len(pools) > 2
     for members in pools.values():
         # Groups share memory: only what one group wrote is looked at, before the next writes.
@@ -263,10 +331,10 @@ def test_blocks_of_windows_are_no_larger_than_those_of_compressed_entries(
 ) -> None:
     """Flash's blocks were 1.6 MB, and compressed entries filled 0.9 of them."""
     layouts = specs.page_layouts(config, _FORMATS[0])
-    found = {layout.name: layout.spec(config.sliding_window) for layout in layouts}
-    found["model.layers.0.rows"] = rows.RowSpec.of(8, 4096)
+    layer_specs = {layout.name: layout.spec(config.sliding_window) for layout in layouts}
+    layer_specs["model.layers.0.rows"] = rows.RowSpec.of(8, 4096)
     windows, compressed = [], []
-    for group in specs.groups(found):
+    for group in specs.groups(layer_specs):
         spec = group.kv_cache_spec
         if isinstance(spec, UniformTypeKVCacheSpecs):
             kind = specs.kind_of(group.layer_names[0])
@@ -274,7 +342,7 @@ def test_blocks_of_windows_are_no_larger_than_those_of_compressed_entries(
     assert len(compressed) == 1
     assert max(windows) <= compressed[0]
     for layout in layouts:
-        spec = found[layout.name]
+        spec = layer_specs[layout.name]
         assert spec.page_size_bytes == layout.block_bytes >= layout.pages.page_bytes()
         assert spec.page_size_bytes % specs.ALIGNMENT == 0
         assert spec.page_size_bytes < layout.pages.page_bytes() + 64 * specs.ALIGNMENT

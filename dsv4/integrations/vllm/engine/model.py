@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 import dsv4
+from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.engine import refusals, rows, specs
 from dsv4.integrations.vllm.engine.cache import EngineCache, EngineSize
 from dsv4.integrations.vllm.engine.options import Options
@@ -21,8 +21,6 @@ from dsv4.kv_cache.batch import Batch, CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._capture import obstacle
 from dsv4.serving._setup import default_index_format
-
-_logger = logging.getLogger(__name__)
 
 
 class Dsv4ForCausalLM(nn.Module):
@@ -54,7 +52,7 @@ class Dsv4ForCausalLM(nn.Module):
             self.model.dtype,
         )
         cache = EngineCache.allocate(config, self.size, formats, device)
-        _logger.info(
+        logger().info(
             "compressor state and page tables of %d requests (max_num_seqs) take %.2f GB",
             self.size.max_requests,
             cache.nbytes / 1e9,
@@ -78,7 +76,7 @@ class Dsv4ForCausalLM(nn.Module):
         tokens = (1, self.size.max_requests)
         reason = obstacle(self.model, tokens, self.model.device)
         if reason:
-            _logger.warning("decode steps run without CUDA graphs: %s", reason)
+            logger().warning("decode steps run without CUDA graphs: %s", reason)
         return reason or ""
 
     @classmethod
@@ -93,7 +91,7 @@ class Dsv4ForCausalLM(nn.Module):
         """
         rows.register()
         if vllm_config.cache_config.enable_prefix_caching:
-            _logger.warning("prefix caching is off: compressor state is kept per request")
+            logger().warning("prefix caching is off: compressor state is kept per request")
             vllm_config.cache_config.enable_prefix_caching = False
         return specs.groups(kv_cache_spec)
 

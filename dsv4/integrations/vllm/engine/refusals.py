@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.integrations.vllm import places
+from dsv4.integrations.vllm.switches import Switches
 from dsv4.kv_cache.layer_cache import BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -32,6 +33,11 @@ def check(vllm_config: Any) -> None:
     unknown = places.mismatches(places.MODEL)
     if unknown:
         raise RuntimeError(f"DSV4_VLLM=model: this vLLM is not known: {'; '.join(unknown)}")
+    if Switches.of().check:
+        raise ValueError(
+            "DSV4_VLLM_CHECK is 1, expected 0 with DSV4_VLLM=model: it watches the modules of "
+            "vLLM's model"
+        )
     for sentence in refusals(vllm_config):
         raise ValueError(f"DSV4_VLLM=model: {sentence}")
 
