@@ -111,9 +111,8 @@ $(VLLM_READY): pyproject.toml constraints/vllm.txt
 	rm -f $(VLLM_READY)
 	$(PYTHON) -m venv --clear .venv-vllm
 	$(VLLM_PIP) "$(TORCH)"
+	$(VLLM_PIP) --no-deps -r constraints/vllm.txt "$(VLLM)"
 	$(VLLM_PIP) -c constraints/vllm.txt -e ".[hf,test]"
-	$(VLLM_PIP) --no-deps "$(VLLM)"
-	$(VLLM_PIP) -r constraints/vllm.txt
 	echo "$(VLLM_FOR)" >$(VLLM_READY)
 
 $(READY): pyproject.toml tools/constraints.py $(CONSTRAINTS)
