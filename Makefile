@@ -6,14 +6,17 @@
 # make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
+# make test-vllm    the tests of the vLLM plugin with vLLM on the CPU, in .venv-vllm
 #
-# Each makes its environment first and needs Python and git alone. All but the last two install the
-# versions in constraints/, one file per minor release of Python. Variables:
+# Each makes its environment first and needs Python and git alone. All but test-newest and
+# constraints install the versions in constraints/, one file per minor release of Python; test-vllm
+# takes constraints/vllm.txt. Variables:
 #   PYTHON       the Python that makes the environment
 #   TORCH        the torch that is installed first, e.g. make test TORCH=torch==2.13.0
 #   EXTRAS       extras of pyproject.toml; with an NVIDIA driver they include cute
 #   CONSTRAINTS  another constraints file, or empty for the newest versions
 #   VENV         folder of the environment
+#   VLLM         the vLLM of make test-vllm
 #   ARCHS        GPU architectures of make kernels, e.g. ARCHS="sm_90a sm_100a"
 
 PYTHON ?= python3
@@ -23,6 +26,7 @@ comma := ,
 EXTRAS ?= hf,bench,test,lint$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cute)
 VENV ?= .venv
 ARCHS ?= sm_90a
+VLLM ?= vllm==0.33.0
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -37,7 +41,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test quick check kernels mutants traps format test-newest constraints clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints test-vllm clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -78,6 +82,26 @@ constraints: test-newest
 	mkdir -p constraints
 	.venv-newest/bin/python tools/constraints.py write constraints/$(MINOR).txt
 
+# vLLM without its dependencies: most are for GPUs, and those that a CPU needs are in the list.
+VLLM_READY := .venv-vllm/.ready
+VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_FOR := $(MINOR) $(TORCH) $(VLLM)
+ifneq ($(shell cat $(VLLM_READY) 2>/dev/null),$(VLLM_FOR))
+.PHONY: $(VLLM_READY)
+endif
+
+test-vllm: $(VLLM_READY)
+	VLLM_TARGET_DEVICE=cpu OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -q \
+	  tests/integrations/vllm
+
+$(VLLM_READY): pyproject.toml constraints/vllm.txt
+	rm -f $(VLLM_READY)
+	$(PYTHON) -m venv --clear .venv-vllm
+	$(VLLM_PIP) "$(TORCH)"
+	$(VLLM_PIP) --no-deps -r constraints/vllm.txt "$(VLLM)"
+	$(VLLM_PIP) -c constraints/vllm.txt -e ".[hf,test]"
+	echo "$(VLLM_FOR)" >$(VLLM_READY)
+
 $(READY): pyproject.toml tools/constraints.py $(CONSTRAINTS)
 	rm -f $(READY)
 	$(PYTHON) -m venv $(if $(filter $(MINOR),$(MADE_FOR)),,--clear) $(VENV)
@@ -92,4 +116,4 @@ constraints/%.txt:
 	@exit 1
 
 clean:
-	rm -rf .venv .venv-newest .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build

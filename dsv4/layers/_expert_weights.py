@@ -398,6 +398,52 @@ class ExpertWeights(FixedDtypeModule):
             for name, scale in zip(_PROJECTIONS, input_scales, strict=True):
                 getattr(self, name + "_input_scale")[expert] = scale.reshape(())
 
+    def set_stacks(self, gate_up: QuantizedTensor, down: QuantizedTensor) -> None:
+        """Replace the weights of all experts, without a copy, and with them the format.
+
+        Args:
+            gate_up: ``[E, 2I, H]``, gate rows first, in the linear layout; global scales, if the
+                format has them, are ``[E, 2]``, of gate and up.
+            down: ``[E, H, I]``, likewise, with global scales ``[E, 1]``.
+
+        Raises:
+            ValueError: if a shape, a format or a layout is none this layer can have; nothing is
+                changed then.
+        """
+        inner, hidden = self.intermediate_dim, self.hidden_dim
+        shapes = ((2 * inner, hidden), (hidden, inner))
+        stacks = dict(zip(_PROJECTIONS, (gate_up, down), strict=True))
+        for (name, stack), shape in zip(stacks.items(), shapes, strict=True):
+            self._check_stack(name, stack, (self.num_local_experts, *shape))
+        if gate_up.format != down.format:
+            words = f"{gate_up.format.name} and {down.format.name}"
+            raise ValueError(f"Experts: the formats are {words}, wanted the same")
+        self.forget_value()
+        self.format, self.layout, self.gate_up_row_scale = gate_up.format, LINEAR, None
+        self.stored = ExpertWeights.stored | set(_PROJECTIONS)
+        for name, stack in stacks.items():
+            tensors = (stack.codes, stack.scales, stack.global_scale, None)
+            for suffix, tensor in zip(_SUFFIXES, tensors, strict=True):
+                setattr(self, name + suffix, None if tensor is None else frozen(tensor))
+
+    def _check_stack(self, name: str, stack: QuantizedTensor, shape: tuple[int, ...]) -> None:
+        if tuple(stack.shape) != shape:
+            raise ValueError(f"Experts: {name} has shape {list(stack.shape)}, wanted {list(shape)}")
+        if stack.layout != LINEAR:
+            raise ValueError(f"Experts: {name} has layout {stack.layout!r}, wanted {LINEAR!r}")
+        halves = (self.intermediate_dim, self.intermediate_dim) if name == "gate_up_proj" else ()
+        if stack.format.has_global_scale and stack.segments != halves:
+            raise ValueError(
+                f"Experts: {name} has segments {stack.segments} of global scales, wanted {halves}"
+            )
+        if self.intermediate_dim % stack.format.block[0]:
+            raise ValueError(
+                f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
+                f"{stack.format.block[0]}: the {stack.format.name} blocks of gate and up would "
+                "overlap"
+            )
+        stack.validate()
+
     def _check_matrix(
         self, name: str, matrix: torch.Tensor | QuantizedTensor, shape: tuple[int, int]
     ) -> None:

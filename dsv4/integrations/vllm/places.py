@@ -35,9 +35,53 @@ _V4 = "vllm.models.deepseek_v4"
 CORE: tuple[Place, ...] = (
     Place(f"{_V4}.nvidia.model", "DeepseekV4ForCausalLM.__init__", "self, vllm_config, prefix"),
     Place(f"{_V4}.nvidia.model", "DeepseekV4ForCausalLM.load_weights", "self, weights"),
+    Place(f"{_V4}.nvidia.model", "DeepseekV4ForCausalLM.process_weights_after_loading", "self"),
+    Place(
+        "vllm.model_executor.model_loader.utils",
+        "process_weights_after_loading",
+        "model, model_config, target_device",
+    ),
 )
-EXPERTS: tuple[Place, ...] = ()
-LINEAR: tuple[Place, ...] = ()
+_MOE = "vllm.model_executor.layers.fused_moe"
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_APPLY = "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
+EXPERTS: tuple[Place, ...] = (
+    Place(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts.forward_modular",
+        "self, x, topk_weights, topk_ids, shared_experts, shared_experts_input",
+    ),
+    Place(
+        f"{_MOE}.routed_experts",
+        "RoutedExperts.weight_loader",
+        "self, param, loaded_weight, weight_name, shard_id, expert_id, return_success",
+    ),
+    Place(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.apply", _APPLY),
+    Place(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.__init__", "self, moe"),
+    Place(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner._apply_quant_method",
+        "self, hidden_states, router_logits, shared_experts_input, input_ids, "
+        "shared_experts_overlapping",
+    ),
+    Place(
+        f"{_QUANTIZATION}.modelopt",
+        "ModelOptNvFp4FusedMoE.process_weights_after_loading",
+        "self, layer",
+    ),
+    Place(f"{_QUANTIZATION}.mxfp4", "Mxfp4MoEMethod.process_weights_after_loading", "self, layer"),
+)
+LINEAR: tuple[Place, ...] = (
+    Place("vllm.model_executor.layers.linear", "LinearMethodBase.apply", "self, layer, x, bias"),
+    Place(f"{_QUANTIZATION}.fp8", "Fp8LinearMethod.apply", "self, layer, x, bias"),
+    Place(f"{_QUANTIZATION}.fp8", "Fp8LinearMethod.process_weights_after_loading", "self, layer"),
+    Place(f"{_QUANTIZATION}.modelopt", "ModelOptLinearMethod.apply", "self, layer, x, bias"),
+    Place(
+        f"{_QUANTIZATION}.modelopt",
+        "ModelOptLinearMethod.process_weights_after_loading",
+        "self, layer",
+    ),
+)
 ATTENTION: tuple[Place, ...] = ()
 _MODEL = "vllm.models.deepseek_v4.nvidia.model"
 _MHC_PRE = (
@@ -142,13 +186,23 @@ def mismatches(places: Iterable[Place]) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
+def require(places: Iterable[Place]) -> None:
+    """Raise RuntimeError, with one sentence per place, unless this vLLM has them as expected."""
+    sentences = mismatches(places)
+    if sentences:
+        raise RuntimeError(
+            "this vLLM is not as dsv4's plugin knows it; DSV4_VLLM=off leaves it untouched: "
+            + "; ".join(sentences)
+        )
+
+
 def _mismatch(place: Place) -> str:
     where = f"{place.module}.{place.name}"
     try:
         target: object = importlib.import_module(place.module)
         for name in place.name.split("."):
             target = getattr(target, name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing vLLM's modules may raise anything
         return f"{where} is missing ({error})"
     actual = signature_of(target)
     if actual != place.signature:

@@ -1,0 +1,135 @@
+"""vLLM's own model for NVIDIA's GPUs, built and loaded on a CPU from checkpoints of each layout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from unittest import mock
+
+import pytest
+import torch
+
+import dsv4
+from dsv4.testing.assertions import assert_bitwise
+
+pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
+
+from vllm.forward_context import set_forward_context
+
+from dsv4.integrations.vllm import deepseek, places
+from dsv4.integrations.vllm.report import Report, path_of_stage
+from tests.integrations.vllm import build
+
+pytestmark = pytest.mark.usefixtures("vllm_world")
+# Names in vLLM's layers, and this package's, whose matrices they are.
+LINEARS = {
+    "attn.fused_wqa_wkv": ("self_attn.q_a_proj", "self_attn.kv_proj"),
+    "attn.wq_b": ("self_attn.q_b_proj",),
+    "attn.wo_b": ("self_attn.o_b_proj",),
+    "attn.indexer.wq_b": ("self_attn.compressor.indexer.q_b_proj",),
+    "ffn.shared_experts.gate_up_proj": (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+    ),
+    "ffn.shared_experts.down_proj": ("mlp.shared_experts.down_proj",),
+}
+
+
+class Loaded:
+    """vLLM's model with this package's modules, and this package's model, of one checkpoint."""
+
+    def __init__(self, folder, layout):
+        self.sizes = build.checkpoint(folder, layout)
+        self.config = build.engine_config(folder)
+        with build.hopper(self.config):
+            self.model = deepseek.DeepseekV4ForCausalLM(vllm_config=self.config)
+            build.load_model(self.model, self.config)
+        self.own = dsv4.load(
+            folder, device="cpu", dtype=torch.bfloat16, progress=False, mxfp4="lossless", mtp=False
+        )
+
+    @property
+    def layers(self):
+        return zip(self.model.model.layers, self.own.model.layers, strict=True)
+
+
+@pytest.fixture(scope="module", params=["nvidia", "deepseek"])
+def loaded(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    environment = {"DSV4_VLLM": "experts,linear", "DSV4_CACHE_DIR": str(folder / "cache")}
+    with mock.patch.dict("os.environ", environment):
+        yield Loaded(folder / "model", request.param)
+
+
+def test_every_linear_has_the_checkpoint_s_values(loaded):
+    count = 0
+    for theirs, ours in loaded.layers:
+        for name, parts in LINEARS.items():
+            if name == "attn.indexer.wq_b" and theirs.attn.indexer is None:
+                continue
+            matrices = [ours.get_submodule(part).dense_weight() for part in parts]
+            assert_bitwise(
+                theirs.get_submodule(name).dsv4_linear.dense_weight(), torch.cat(matrices)
+            )
+            count += 1
+    assert count == len(LINEARS) * 4 - 2
+
+
+def test_experts_shared_experts_and_scaling_factor_count_once(loaded):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(5, loaded.sizes.hidden_size, generator=generator).to(torch.bfloat16)
+    ids = torch.rand(5, 8, generator=generator).argsort(-1)[:, :2]
+    routing = torch.rand(5, 2, generator=generator)
+    for theirs, ours in loaded.layers:
+        runner = theirs.ffn.experts
+        assert runner.routed_scaling_factor == 1.0
+        assert runner.router.routed_scaling_factor == loaded.sizes.routed_scaling_factor
+        # A CPU lacks vLLM's operators for routing.
+        answer = (routing, ids.int())
+        routed = mock.patch.object(runner.router, "_compute_routing", return_value=answer)
+        with set_forward_context(None, loaded.config), routed:
+            result = theirs.ffn(x, torch.arange(5))
+        expected = theirs.ffn.shared_experts(x) + ours.mlp.experts(x, ids, routing)
+        assert_bitwise(result, expected)
+
+
+def test_the_report_names_every_place_and_is_saved(loaded):
+    report = loaded.model.dsv4.report
+    replaced = [row.place for row in report.rows if row.replaced]
+    assert len(replaced) == 4 + len(LINEARS) * 4 - 2
+    assert len(set(replaced)) == len(replaced)
+    others = [row for row in report.rows if not row.replaced]
+    assert {row.place.rpartition(".")[2] for row in others} == {"wo_a"}
+    path = path_of_stage(0, 1)
+    assert path.name == "report-0-of-1.json"
+    assert Report.read(path) == report
+    assert len(json.loads(path.read_text())) == len(report.rows)
+
+
+def test_strict_refuses_what_is_left(tmp_path):
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    environment = {"DSV4_VLLM": "experts,linear", "DSV4_VLLM_STRICT": "1"}
+    with mock.patch.dict("os.environ", environment), build.hopper(config):
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        with pytest.raises(RuntimeError, match=r"(?s)did not replace everything.*multiplies it"):
+            build.load_model(model, config)
+
+
+def test_a_changed_place_of_vllm_leaves_its_part(tmp_path, caplog, monkeypatch):
+    changed = places.Place("vllm.model_executor.layers.linear", "LinearBase.forward", "self, y")
+    monkeypatch.setattr(places, "LINEAR", (changed,))
+    monkeypatch.setenv("DSV4_VLLM", "experts,linear")
+    build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
+    config = build.engine_config(tmp_path)
+    with build.hopper(config):
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+    rows = model.dsv4.report.rows
+    assert [(row.part, row.place) for row in rows] == [("linear", "*")]
+    assert "LinearBase.forward" in rows[0].reason
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path / "config.json"))  # no folder
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level("WARNING", "vllm"), build.hopper(config):
+        build.load_model(model, config)
+    assert "report was not saved" in caplog.text
