@@ -275,7 +275,7 @@ def token_rows(inputs: Sequence[torch.Tensor]) -> dict[int, Rows]:
 
 
 def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested sequences, mappings and dataclasses, with its path."""
+    """Yield every tensor in nested sequences, mappings and dataclasses, with its path."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
