@@ -162,9 +162,11 @@ def test_index_queries_have_vllm_codes_and_weights(seed, tokens):
 
 def test_a_cache_that_is_not_of_such_pages_is_refused():
     plain = torch.zeros(2, 64, 584, dtype=torch.uint8)
-    with pytest.raises(TypeError, match="KV cache is torch.bfloat16, expected uint8"):
+    with pytest.raises(TypeError, match=r"KV cache is torch\.bfloat16, expected uint8"):
         kv_pages(plain.to(torch.bfloat16), HEAD, ROPE)
-    with pytest.raises(ValueError, match=r"shape \[2, 64, 584\], expected \[blocks, entries, 132\]"):
+    with pytest.raises(
+        ValueError, match=r"shape \[2, 64, 584\], expected \[blocks, entries, 132\]"
+    ):
         index_pages(plain, KEY, "index_fp8")
     with pytest.raises(ValueError, match=r"strides \[37376, 584, 1\], expected \[37440 or more"):
         kv_pages(plain, HEAD, ROPE)
