@@ -22,6 +22,7 @@ KERNEL_OPS = {row.op for row in dispatch.IMPLEMENTATIONS if row.name == "triton"
 # Operators whose launchers write NVFP4 codes, which Blackwell converts by an instruction.
 E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rotate_quantize"}
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}
+E2M1_OPS |= {"compress_write_paged"}
 
 
 def compiled(arch, *arguments):
@@ -44,7 +45,7 @@ def test_a_wait_is_looked_for_along_every_way():
     assert not _waits(way.format("@%p2 bra $L2;\ngriddepcontrol.wait;"))
 
 
-@pytest.mark.parametrize("op", ["compressor_update", "compress_write"])
+@pytest.mark.parametrize("op", ["compressor_update", "compress_write", "compress_write_paged"])
 def test_pitfall_18_state_is_read_and_written_behind_the_wait(op):
     """The preceding kernel writes what this one pools, and may still read what this one writes."""
     kernels = compiled(90, op)

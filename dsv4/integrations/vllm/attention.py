@@ -142,10 +142,13 @@ class Attention(DeepseekV4FlashMLAAttention):
     ) -> None:
         """Choose compressed entries and attend to them, without vLLM's buffer in between."""
         metadata = get_forward_context().attn_metadata
-        if not isinstance(metadata, dict) or not isinstance(self.indexer, indexer.Indexer):
+        if not isinstance(self.indexer, indexer.Indexer):
             super()._sparse_indexer_and_attn(
                 hidden_states, index_q, index_q_scale, index_weights, q, kv, positions, out
             )
+            return
+        if not isinstance(metadata, dict):  # a profile run, which chooses nothing
+            self.forward_mqa(q, kv, positions, out)
             return
         chosen = None
         tokens = self._tokens(metadata, positions)

@@ -20,7 +20,7 @@ from dsv4.config import CSA, SLIDING
 from dsv4.layers.attention import DeepseekV4Attention as Layer
 from dsv4.ops.rope import rope_tables
 
-BLOCK, WINDOW_BLOCK, RATIO = 256, 64, {"sliding_attention": 1}
+BLOCK, WINDOW_BLOCK = 256, 64
 PREFIX = "model.layers.0.attn"
 
 
@@ -60,12 +60,15 @@ class Sizes:
         max_len: Longest sequence, a multiple of 256.
         sequences: Rows of its batches.
         top_k: Entries that the indexer chooses.
+        max_tokens: Most tokens of a step.
+        fp4_keys: Whether index keys are MXFP4.
     """
 
     max_len: int = 256
     sequences: int = 3
     top_k: int = 512
-    max_tokens: int = 128
+    max_tokens: int = 256
+    fp4_keys: bool = False
 
 
 def cache_of(blocks: int, entries: int, entry_bytes: int) -> torch.Tensor:
@@ -83,7 +86,10 @@ def _compressor(
     ratio, width = source.compress_rate, source.head_dim
     module.compress_ratio, module.head_dim, module.overlap = ratio, width, source.overlap
     module.coff, module.rope_head_dim = 1 + source.overlap, source.rope_dim
-    module.rms_norm_eps, module.use_fp4_cache = source.kv_norm.variance_epsilon, False
+    module.rms_norm_eps, module.use_fp4_cache = (
+        source.kv_norm.variance_epsilon,
+        sizes.fp4_keys and width == 128,
+    )
     module.prefix, module.k_cache_prefix = prefix, key_prefix
     module._quant_block = 64 if width == 512 else 128
     module.ape = nn.Parameter(source.position_bias.detach().clone(), requires_grad=False)
@@ -148,12 +154,13 @@ def _indexer(source: Any, layers: dict[str, Any], blocks: int, sizes: Sizes) -> 
     module: Any = bare(DeepseekV4Indexer)
     prefix = f"{PREFIX}.indexer"
     module.n_head, module.head_dim, module.compress_ratio = source.num_heads, source.head_dim, 4
-    module.topk_tokens, module.use_fp4_kv = sizes.top_k, False
+    module.topk_tokens, module.use_fp4_kv = sizes.top_k, sizes.fp4_keys
     module.softmax_scale = source.head_dim**-0.5
     module.wq_b = Projection(source.q_b_proj.weight.detach(), True)
     module.weights_proj = Projection(source.scorer.weights_proj.weight.detach(), True)
     module.k_cache = SimpleNamespace(
-        prefix=f"{prefix}.k_cache", kv_cache=cache_of(blocks, BLOCK // 4, 132)
+        prefix=f"{prefix}.k_cache",
+        kv_cache=cache_of(blocks, BLOCK // 4, 68 if sizes.fp4_keys else 132),
     )
     layers[module.k_cache.prefix] = module.k_cache
     module.compressor = _compressor(
