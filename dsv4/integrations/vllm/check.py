@@ -26,6 +26,7 @@ from vllm.models.common.ops import sequence_parallel
 from vllm.models.deepseek_v4.nvidia import model as vllm_model
 
 from dsv4.boundaries import INPUT, OUTPUT, Boundaries, Boundary, Finding, Rows, Steps
+from dsv4.integrations.vllm import places
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.batch import Batch, Token
@@ -39,11 +40,13 @@ def adopt(model: nn.Module, context: Adoption) -> None:
     """Watch a model, if ``DSV4_VLLM_CHECK=1``. To be called after all parts have adopted theirs.
 
     Raises:
+        RuntimeError: if this vLLM has not the places that are hooked.
         ValueError: with microbatches (``--enable-dbo``) or prefill context parallelism, where rows
             are not those of the batch.
     """
     if not context.switches.check:
         return
+    places.require(places.CHECK)
     parallel = context.vllm_config.parallel_config
     if parallel.use_ubatching or parallel.prefill_context_parallel_size > 1:
         raise ValueError(

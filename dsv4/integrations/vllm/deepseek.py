@@ -16,7 +16,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.models.deepseek_v4.nvidia import model as vllm_model
 
-from dsv4.integrations.vllm import places, switches
+from dsv4.integrations.vllm import check, places, switches
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.report import path_of_stage
@@ -26,6 +26,8 @@ from dsv4.integrations.vllm.warm import warm_replaced
 ADOPTERS: tuple[tuple[str, str], ...] = (
     (switches.EXPERTS, "experts"),
     (switches.LINEAR, "linear"),
+    (switches.HYPER_CONNECTION, "hyper_connection"),
+    (switches.HYPER_CONNECTION, "norm"),
 )
 
 
@@ -42,6 +44,7 @@ class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):
         self._dsv4_loading = False
         for module in known_adopters(self.dsv4):
             module.adopt(self, self.dsv4)
+        check.adopt(self, self.dsv4)
         check_strict(self.dsv4)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
