@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
@@ -33,11 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    try:
-        return _warmup(options)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"python -m dsv4 {options.command}: {error}", file=sys.stderr)
-        return 1
+    if options.command in command_modules.NAMES:
+        return command_modules.run(options)
+    return command_modules.guarded(options.command, lambda: _warmup(options))
 
 
 def version() -> str:
@@ -85,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
     add("--quiet", action="store_true", help="print neither progress nor what was done")
+    command_modules.add(commands)
     return parser
 
 
