@@ -1,4 +1,4 @@
-"""Where did the first NaN come from, and which experts were chosen that do not exist.
+"""Find where the first NaN came from, and which expert ids were chosen that do not exist.
 
 ``first_nonfinite(model, input_ids)`` runs one forward pass with a hook on every submodule and names
 the first one, in execution order, that was given good tensors and returned bad ones, together with
@@ -117,7 +117,7 @@ class Origin:
 
 @dataclass
 class Report:
-    """What ``watch`` has seen so far.
+    """The observations of ``watch`` so far.
 
     Attributes:
         first_nan: First module whose outputs have a NaN and whose inputs have none, or None.
@@ -354,7 +354,7 @@ def _kinds(bad: list[BadTensor]) -> frozenset[str]:
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in nested sequences, mappings and dataclasses, with its path."""
+    """Yield every tensor in nested sequences, mappings and dataclasses, with its path."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):

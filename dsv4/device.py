@@ -90,7 +90,7 @@ def sms(device: torch.device) -> int:
 
 @cached
 def has(package: str) -> bool:
-    """Whether a package is installed; it is not imported."""
+    """Return whether a package is installed; it is not imported."""
     pretended = MACHINE.pretended.packages
     return importlib.util.find_spec(package) is not None if pretended is None else pretended
 
@@ -120,7 +120,7 @@ is_interpreting = _interpreting.get
 
 @contextmanager
 def interpret_triton() -> Iterator[None]:
-    """Let Triton kernels run on the CPU, in Triton's interpreter: for tests, very slow.
+    """Run Triton kernels on the CPU, in Triton's interpreter: for tests, very slow.
 
     The environment variable ``TRITON_INTERPRET=1`` has to be set before the first kernel is
     imported; without it the calls inside the block fail.
@@ -133,7 +133,7 @@ def interpret_triton() -> Iterator[None]:
 
 
 def no_triton(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on a device, or None."""
+    """Return why Triton kernels cannot run on a device, or None."""
     if _interpreting.get() and device.type == "cpu" and has("triton"):
         return None
     return _no_triton(device)

@@ -1,12 +1,12 @@
-"""Which implementation of an operator runs, and why.
+"""Choose which implementation of an operator runs, and explain why.
 
 An implementation is data: a row of ``IMPLEMENTATIONS``. ``"auto"`` takes the first row of the
-operator, in table order, whose ``supports`` finds no reason against it and that no later one is
-faster than. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment
-variable ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the
-reason. What a row names is imported when it is first needed, so this module imports no backend.
-Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"`` takes it
-after a check on that GPU (``dsv4.self_check``); asked for by name it runs, with a warning.
+operator, in table order, for which ``supports`` returns no reason against it and no later row is
+faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
+``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the reason.
+The functions that a row names are imported when they are first needed, so this module imports no
+backend. Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
+takes it after a check on that GPU (``dsv4.self_check``); requested by name it runs, with a warning.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -34,7 +34,7 @@ ENVIRONMENT_VARIABLE = "DSV4_BACKEND"
 
 
 class Call(NamedTuple):
-    """One operator call as the dispatcher sees it.
+    """An operator call as the dispatcher sees it.
 
     Attributes:
         op: Name of the operator.
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run one operator.
+    """A way to run an operator: one row of the table.
 
     Attributes:
         op: Name of the operator.
@@ -82,19 +82,19 @@ class Implementation:
     reserves_sms: bool = False
 
     def is_proven(self, call: Call) -> bool:
-        """Whether it was seen right on the GPU of a call."""
+        """Return whether it was seen right on the GPU of a call."""
         return self.proven is None or call.capability is None or call.capability in self.proven
 
     def unsupported_reason(self, call: Call, requested: str | None = None) -> str | None:
-        """Why it cannot run a call, or None.
+        """Return why it cannot run a call, or None.
 
-        With ``requested`` ``"auto"`` also why it is not taken though it can: a later row is faster.
+        With ``requested`` ``"auto"``, a reason is also that a later row is faster.
         """
         reason = None if self.supports is None else _reason(self.supports)(call)
         return self.slower_reason(call, requested) if reason is None else reason
 
     def slower_reason(self, call: Call, requested: str | None) -> str | None:
-        """Why ``"auto"`` does not take it though it can run a call: a later row is faster."""
+        """Return why ``"auto"`` passes over it although it can run a call, or None."""
         if requested != AUTO or self.slower_than_later is None:
             return None
         return _reason(self.slower_than_later)(call)
@@ -102,7 +102,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What ``explain`` found: every candidate in order, why it is not taken, and the choice."""
+    """The result of ``explain``: every candidate in order, why it is not taken, and the choice."""
 
     op: str
     requested: str
@@ -111,7 +111,7 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Why ``chosen`` was taken, in one sentence."""
+        """Return why ``chosen`` was taken, in one sentence."""
         if self.chosen is None:
             return f"nothing can run it: {dict(self.candidates)}"
         if self.requested != AUTO:
@@ -139,7 +139,7 @@ def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementat
 
 
 def _triton(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
-    """Rows of operators of one module of kernels, with one function of ``triton.supports``."""
+    """Make rows for the operators of one module of Triton kernels."""
     assert ops, f"{module}: name its operators"
     check = f"dsv4.triton.supports:{supports}"
     return tuple(Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check) for op in ops)
@@ -154,7 +154,7 @@ def _cute(
     proven: frozenset[tuple[int, int]] | None = None,
     reserves_sms: bool = False,
 ) -> tuple[Implementation, ...]:
-    """The same of ``cute.supports``."""
+    """Make rows for operators of one module of CuTeDSL launchers."""
     slower = slower_than_later and f"dsv4.cute.supports:{slower_than_later}"
     check = f"dsv4.cute.supports:{supports}"
     return tuple(
@@ -253,7 +253,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv"),
 )
 
-# What ``os.environ`` keeps its variables in, where there is such a thing, and the name there.
+# The dictionary inside ``os.environ``, where Python has it, and the variable's name in it.
 _ENVIRONMENT: Any = getattr(os.environ, "_data", os.environ)
 _VARIABLE: Any = ENVIRONMENT_VARIABLE
 if _ENVIRONMENT is not os.environ:
@@ -312,13 +312,13 @@ def requested_backend(backend: str = AUTO) -> str:
     override = _override.get()
     if override != AUTO:
         return override
-    # Whether it is there is asked first: os.environ itself would raise and catch a KeyError.
+    # A test for membership comes first: os.environ itself would raise and catch a KeyError.
     return os.environ[ENVIRONMENT_VARIABLE] if _VARIABLE in _ENVIRONMENT else AUTO
 
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Ask for an implementation by name for every operator called inside the block.
+    """Request an implementation by name for every operator called inside the block.
 
     An operator that has no such implementation, or whose implementation cannot run it, raises.
     """
@@ -341,7 +341,7 @@ def choose(call: Call, backend: str = AUTO) -> Implementation:
 
 
 def _first(call: Call, requested: str) -> Implementation:
-    """The first row that runs a call, of those with the name ``requested``; see ``choose``."""
+    """Return the first row named ``requested`` that runs a call; see ``choose``."""
     reasons = []
     for row in implementations(call.op):
         if requested not in (AUTO, row.name):
@@ -361,7 +361,7 @@ def _first(call: Call, requested: str) -> Implementation:
 
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
-    """Why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
+    """Return why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
     if row.is_proven(call):
         return None
     if requested != AUTO:
@@ -374,7 +374,7 @@ def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
 
 
 def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
-    """What an earlier check found wrong; None where there was none, which calls will make up."""
+    """Return what an earlier check found wrong, or None; a check that is due is left to calls."""
     if row.is_proven(call) or requested != AUTO:
         return None
     return self_check.known(row.op, row.name, call.args)
@@ -401,11 +401,11 @@ def run(
     """Run an operator.
 
     Args:
-        op: Its name.
-        args: Its arguments, see ``Call.args``.
+        op: Name of the operator.
+        args: The operator's arguments, see ``Call.args``.
         backend: Name of an implementation, or ``"auto"``.
         out: Takes the first result, for operators with ``_library.define_out``.
-        reserve_sms: SMs to leave to work on other streams; for implementations that can.
+        reserve_sms: SMs to leave to work on other streams, if the implementation can.
     """
     call, requested = Call(op, args, args[0].device), backend
     if backend == AUTO and (_override.get() != AUTO or _VARIABLE in _ENVIRONMENT):
@@ -420,25 +420,25 @@ def run(
 
 
 def is_free(backend: str) -> bool:
-    """Whether ``"auto"`` decides, and the call is made to run."""
+    """Return whether ``"auto"`` decides, and the call is to run, not to be explained."""
     chosen = backend != AUTO or _override.get() != AUTO or _VARIABLE in _ENVIRONMENT
     return not (chosen or _explaining.get())
 
 
 def implementation(op: str, args: Any) -> Callable[..., Any]:
-    """What ``"auto"`` gives a call to; ``args`` as in ``Call``."""
+    """Return the implementation that ``"auto"`` gives a call to; ``args`` as in ``Call``."""
     return _load(choose(Call(op, args, args[0].device)).target)
 
 
 def wait_of(call: Call) -> str | None:
-    """Why the implementation that ``"auto"`` takes waits for the host, or None if it does not."""
+    """Return why the implementation that ``"auto"`` takes waits for the host, or None."""
     explanation = _explanation(call, AUTO)
     row = next(row for row in implementations(call.op) if row.name == explanation.chosen)
     return f"{call.op} runs as {row.name!r} ({explanation.reason})" if row.waits else None
 
 
 def first(op: str, args: Any) -> Any:
-    """Run the implementation that ``"auto"`` takes, whatever was asked for by name.
+    """Run the implementation that ``"auto"`` takes, whatever was requested by name.
 
     For implementations that are made of other operators; ``args`` as in ``Call``.
     """
@@ -446,7 +446,7 @@ def first(op: str, args: Any) -> Any:
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Say which implementation a call would run and why every other one would not; runs nothing.
+    """Say which implementation a call would run, and why not the others; run nothing.
 
     Args:
         op: A public function of ``dsv4.ops``, e.g. ``dsv4.ops.gemm``.
@@ -461,7 +461,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def arguments(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Call:
-    """The operator call that a public function would make; runs nothing.
+    """Return the operator call that a public function would make; run nothing.
 
     Its ``args`` is what every implementation of the operator takes.
 

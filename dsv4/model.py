@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """An embedding; on the meta device without random numbers, which import torch's compiler."""
+    """An embedding that draws nothing on the meta device: that would import torch's compiler."""
     if torch.get_default_device().type != "meta":
         return nn.Embedding(rows, columns)
     return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
@@ -118,7 +118,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         mtp: Whether to hold the multi-token-prediction layers.
 
     Attributes:
-        load_report: What ``dsv4.load`` found and left out; None for a model that it did not make.
+        load_report: Findings of ``dsv4.load``; None for a model that it did not make.
     """
 
     load_report: LoadReport | None = None
@@ -136,7 +136,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the embedding is."""
+        """Return where the embedding is."""
         return self.model.embed_tokens.weight.device
 
     @property
@@ -150,12 +150,12 @@ class DeepseekV4ForCausalLM(nn.Module):
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
     ) -> torch.Tensor:
-        """Logits ``[B, S, vocab]`` for all positions; see ``DeepseekV4Model.forward``."""
+        """Return logits ``[B, S, vocab]`` for all positions; see ``DeepseekV4Model.forward``."""
         hidden, _ = self.model(input_ids, position_ids, past_key_values)
         return self.logits(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to ``[..., vocab]``, float32 in DeepSeek's numerics.
+        """Map ``[..., H]`` to logits ``[..., vocab]``, float32 in DeepSeek's numerics.
 
         Specification, section 2, step 5.
         """
@@ -195,13 +195,13 @@ class DeepseekV4ForCausalLM(nn.Module):
         pool_tokens: int | None = None,
         window_pages: int | None = None,
     ) -> PagedCache:
-        """An empty cache for this model, on its device.
+        """Make an empty cache for this model, on its device.
 
         Args:
             max_sequences: Sequences held at once.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one step.
-            index_format: Of the indexer's keys, see ``PagedCache``.
+            index_format: Format of the indexer's keys, see ``PagedCache``.
             pool_tokens: Room for compressed entries in shared pools, see ``PagedCache``.
             window_pages: Raw entries that these hold.
 
@@ -237,14 +237,14 @@ class DeepseekV4ForCausalLM(nn.Module):
     ) -> torch.Tensor:
         """Process prompts, of any lengths, in chunks; continues sequences that hold tokens.
 
-        All chunks happen, or none: whatever raises, the cache is as it was and the call can be
-        repeated.
+        Either all chunks are processed or none: if anything raises, the cache is as before, and the
+        call can be repeated.
 
         Args:
             prompts: Token ids per sequence, at least one each.
-            cache: From ``new_cache``.
+            cache: A cache that ``new_cache`` made.
             sequences: The cache row of each prompt, from ``cache.allocate()``.
-            chunk: Most tokens of a sequence per step; default the cache's ``max_chunk``.
+            chunk: Most tokens of a sequence per step; the default is the cache's ``max_chunk``.
 
         Returns:
             Logits ``[B, vocab]`` after each prompt's last token.
@@ -292,20 +292,20 @@ class DeepseekV4ForCausalLM(nn.Module):
     def decode(
         self, tokens: torch.Tensor, cache: PagedCache, sequences: torch.Tensor | Sequence[int]
     ) -> torch.Tensor:
-        """One token per sequence.
+        """Process one token per sequence.
 
         With rows on the host, a list or a tensor on the CPU, everything is checked here, the step
-        is prepared unless ``cache.prepare`` was called for it, and it happens or does not: whatever
-        raises, the cache is as it was and the call can be repeated.
+        is prepared unless ``cache.prepare`` was called for it, and if anything raises, the cache is
+        as before, and the call can be repeated.
 
-        With rows on another device, as in a graph, nothing is read from there, because that would
-        wait for it: ``cache.prepare`` is the caller's, which checks, and after an error
-        ``cache.undo``. A token without room is not stored, without an error.
+        Rows on another device, as in a graph, are not read, because that would wait for the device:
+        the caller calls ``cache.prepare``, which checks, and ``cache.undo`` after an error. A token
+        for which the cache has no room is dropped, without an error.
 
         Args:
             tokens: ``[B]`` int64, on the model's device. Ids out of the vocabulary are refused on
                 the CPU and undefined elsewhere.
-            cache: From ``new_cache``.
+            cache: A cache that ``new_cache`` made.
             sequences: ``[B]`` cache rows, -1 for padding: ints, or an int64 tensor.
 
         Returns:
@@ -343,11 +343,11 @@ class DeepseekV4ForCausalLM(nn.Module):
     def _step(
         self, pieces: Sequence[Sequence[int]], cache: PagedCache, sequences: Sequence[int]
     ) -> torch.Tensor:
-        """One forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
+        """Run one forward over a ragged batch; logits ``[B, vocab]`` of each last token."""
         lengths = [len(piece) for piece in pieces]
         rows = to_device(list(sequences), self.device)
         starts = cache.lengths[rows]
-        # Without pools steps need not have been announced: only the device knows the lengths.
+        # Without pools ``prepare`` need not have been called: only the device knows the lengths.
         cache.prepare(sequences, lengths, None if cache.pooled else starts.tolist())
         batch = Batch.from_lengths(lengths, starts, rows)
         flat = [token for piece in pieces for token in piece]
@@ -378,17 +378,17 @@ class DeepseekV4ForCausalLM(nn.Module):
         Args:
             prompts: Token ids per sequence, at least one each.
             max_new_tokens: Most tokens to add, 0 and up.
-            sampler: How to choose; greedy if None. Its generator draws a seed for each prompt.
-            stop_ids: Tokens that end a sequence, kept in the output; default the configuration's
-                ``eos_token_id``.
-            chunk: Most prompt tokens per step; default 4096.
+            sampler: Sampler, whose generator draws a seed for each prompt; None is greedy.
+            stop_ids: Tokens that end a sequence, kept in the output; the default is the
+                configuration's ``eos_token_id``.
+            chunk: Most prompt tokens per step; the default is 4096.
 
         Returns:
             The new tokens of each prompt.
 
         Raises:
             RuntimeError: if logits hold NaN or infinity, naming the prompt.
-            TypeError: if a prompt is no list of ints, or another argument is none of these.
+            TypeError: if a prompt is no list of ints, or another argument has the wrong type.
             ValueError: if a prompt is empty, an id is not of the vocabulary, a number is too small,
                 or prompt and new tokens are more than ``max_position_embeddings``.
         """

@@ -33,16 +33,16 @@ class Streams:
         """Launch the work ``name`` inside the block.
 
         Args:
-            name: Of the work, for ``join``.
+            name: Name of the work, for ``join``.
             behind: Name of earlier work, whose stream this work continues; None: its own stream.
         """
         return nullcontext()
 
     def join(self, name: str, *results: torch.Tensor) -> None:
-        """Let the current stream wait for the work ``name``.
+        """Make the current stream wait for the work ``name``.
 
         Args:
-            name: Of the work.
+            name: Name of the work.
             *results: Tensors that this work made and the current stream reads.
         """
 
@@ -86,7 +86,7 @@ class SideStreams(Streams):
         return _side_stream(self._current.device_index, self._current.cuda_stream, self._count)
 
     def join(self, name: str, *results: torch.Tensor) -> None:
-        """Let the current stream wait for the work ``name``; see ``Streams.join``.
+        """Make the current stream wait for the work ``name``; see ``Streams.join``.
 
         Raises:
             KeyError: if no such work was launched.
@@ -116,7 +116,7 @@ def side_streams(x: torch.Tensor) -> Streams:
 
 
 def uses_side_streams(x: torch.Tensor) -> bool:
-    """Whether a forward of ``x`` uses side streams.
+    """Return whether a forward of ``x`` uses side streams.
 
     Not on the CPU, under ``torch.compile`` or for subclasses of ``Tensor``, as fake tensors. Nor
     for few tokens unless a graph is being captured: the host then takes longer to launch kernels
@@ -129,7 +129,7 @@ def uses_side_streams(x: torch.Tensor) -> bool:
 
 
 def is_launch_bound(tokens: int) -> bool:
-    """Whether the host launches a step of ``tokens`` more slowly than the GPU runs it."""
+    """Return whether the host launches a step of ``tokens`` more slowly than the GPU runs it."""
     return tokens <= _LAUNCH_BOUND_TOKENS
 
 

@@ -49,7 +49,7 @@ Implement = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a verdict is about.
+    """The configuration that a verdict is about.
 
     Attributes:
         op: The operator.
@@ -71,7 +71,7 @@ class Configuration:
 
     @property
     def file_name(self) -> str:
-        """Where the verdict is kept, in the folder of compiled kernels."""
+        """Return where the verdict is kept, in the folder of compiled kernels."""
         return f"{self.key.hex()[:32]}.verdict"
 
 
@@ -110,7 +110,7 @@ class Verdicts:
 
 @functools.cache
 def verdicts() -> Verdicts:
-    """Those of this process."""
+    """Return the verdicts of this process."""
     return Verdicts()
 
 
@@ -130,13 +130,13 @@ def _keep(configuration: Configuration, reason: str | None) -> None:
 def unsupported(
     op: str, name: str, args: Any, implement: Implement, reference: Implement
 ) -> str | None:
-    """Why an implementation that was never seen right on a GPU is not used there, or None.
+    """Return why an implementation that was never seen right on a GPU is not used there, or None.
 
     The first call of a configuration checks it, which takes about as long as the reference.
 
     Args:
         op: The operator, a GEMM; its activations are ``x``.
-        name: Of the implementation.
+        name: Name of the implementation.
         args: See ``dispatch.Call``.
         implement: Runs the implementation.
         reference: Runs the reference implementation.
@@ -153,7 +153,7 @@ def known(op: str, name: str, args: Any) -> str | None:
 
     Args:
         op: The operator.
-        name: Of the implementation.
+        name: Name of the implementation.
         args: See ``dispatch.Call``.
     """
     if args.x.is_meta:
@@ -172,7 +172,7 @@ def gpu(device: torch.device) -> str:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, so that no result can be read."""
+    """Return whether a CUDA graph is being captured, so that no result can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -227,7 +227,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str | None:
-    """What differs by more than rounding, or None."""
+    """Return what differs by more than rounding, or None."""
     for left, right in zip(actual, expected, strict=True):
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return (

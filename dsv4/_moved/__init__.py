@@ -11,7 +11,7 @@ import warnings
 
 
 def moved(old: str, new: str) -> None:
-    """Let the module that is being imported be another one, with a ``DeprecationWarning``.
+    """Replace the module that is being imported by another, with a ``DeprecationWarning``.
 
     Args:
         old: Its name.

@@ -74,7 +74,7 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
 
 
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
-    """Each case at all token counts before the next: they share weights, which are kept."""
+    """List cases, each at all token counts before the next: they share weights, which are kept."""
     candidates = []
     for op in ops:
         for preset in options.shapes.split(","):
@@ -210,7 +210,7 @@ def _validate(options: argparse.Namespace) -> int:
 
 
 def _names(arguments: Sequence[str], option: str) -> bool:
-    """Whether an option was given."""
+    """Return whether an option was given."""
     return any(a == option or a.startswith(f"{option}=") for a in arguments)
 
 
@@ -231,8 +231,8 @@ def _finish(
     """Print and write the rows, and say the verdict.
 
     Args:
-        options: Of the command.
-        header: Of the files.
+        options: Options of the command.
+        header: Header of the files.
         rows: All that were measured.
         lines: A table of one's own in place of the usual one.
         stopped: Why the command ended early.

@@ -78,7 +78,7 @@ class Comparison:
         return [*differences, *([""] if differences else []), *table, "", self.summary(pairs)]
 
     def failed(self) -> bool:
-        """Whether a check failed in the second file, or nothing could be compared."""
+        """Return whether a check failed in the second file, or nothing could be compared."""
         return any(row.match is False for row in self.b.rows) or not self.pairs()
 
     def summary(self, pairs: Sequence[tuple[Row, Row]]) -> str:
@@ -113,7 +113,7 @@ def _by_key(rows: Sequence[Row]) -> dict[Key, Row]:
 
 
 def _difference(a: object, b: object) -> str:
-    """In words; of versions, those that differ."""
+    """Say how two values differ; of versions, those that do."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
         return ", ".join(f"{name} {a.get(name)} -> {b.get(name)}" for name in names)

@@ -27,7 +27,7 @@ _IN = 10 * " "  # before the second line of an entry
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine reaches.
+    """The rates that this machine reaches.
 
     Attributes:
         copy_tbs: Terabytes per second of a large copy, read and written bytes together.

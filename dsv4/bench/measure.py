@@ -27,14 +27,14 @@ SUSTAINED, COOLED = "sustained", "cooled"
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure.
+    """Options of a measurement.
 
     Attributes:
         device: Where.
         backend: Implementation by name, or ``"auto"``.
         check: Whether to check before timing.
         repeat: Timed runs.
-        seed: Of the inputs.
+        seed: Seed of the inputs.
         baselines: Names of the baselines to time; None for all that are quick to prepare.
         rest: Seconds of rest before each timed run, of baselines too; 0: they follow one another.
     """
@@ -176,7 +176,7 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
 
 
 def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
-    """More inputs of the same kind, so that a GPU's timed calls do not find theirs in the cache."""
+    """Return more inputs of the same kind, so that timed calls find nothing in a GPU's cache."""
     if options.device.type != "cuda":
         return []
     held = max(1, problem.held)

@@ -36,14 +36,16 @@ class Machine:
     """A GPU's rates.
 
     Attributes:
-        name: Of the GPU.
+        name: Name of the GPU.
         processors: SMs.
         ghz: Clock under load.
         read_tbs: Terabytes per second read from memory.
-        tflops: Of the tensor cores, by element: ``"bf16"`` and, where there is one, ``"nvfp4"``.
+        tflops: TFLOP/s of the tensor cores, by element: ``"bf16"`` and, where there is one,
+            ``"nvfp4"``.
         launch_us: A launch in a graph and the first bytes of memory.
         small_m_launch_us: The same of the kernel for small M, whose weights need no barriers.
-        tile_cycles: Of a tile, outside its steps: filling the pipeline, storing the results.
+        tile_cycles: Cycles of a tile, outside its steps: filling the pipeline, storing the
+            results.
         shared_cycles: More of a tile whose K is shared by blocks.
         expanded: FP4 weights that an SM dequantizes to bfloat16 in a cycle, counted in SASS.
         l2_bytes: Bytes that the L2 gives an SM in a cycle.
@@ -67,13 +69,13 @@ class Machine:
 
 
 class Tile(NamedTuple):
-    """How a kernel tiles a GEMM.
+    """The tiling of a GEMM by a kernel.
 
     Attributes:
-        rows: Of the weight.
-        tokens: Of X, as many as the tensor cores multiply.
-        blocks: That share K.
-        resident: Of them on an SM at a time.
+        rows: Rows of the weight.
+        tokens: Tokens of X, as many as the tensor cores multiply.
+        blocks: CTAs that share K.
+        resident: Number of such CTAs on an SM at a time.
         depth: Stages, or blocks of K, that are under way.
         element: What the tensor cores multiply.
         pair: Whether two blocks multiply together, each of which fetches half of the tokens.
@@ -205,7 +207,7 @@ def small_m_on_blackwell(machine: Machine, shape: Shape) -> Prediction | None:
 
 
 def block_scaled(machine: Machine, shape: Shape) -> Prediction:
-    """By block-scaled tensor cores, quantised activations at hand.
+    """Predict the GEMM by block-scaled tensor cores, given quantised activations.
 
     With the best of their tiles; K is shared for 64 tokens alone.
     """

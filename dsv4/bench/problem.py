@@ -84,7 +84,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a result compares with the float64 oracle.
+    """The comparison of a result with the float64 oracle.
 
     Attributes:
         match: Whether it is inside its budget.

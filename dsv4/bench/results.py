@@ -55,7 +55,7 @@ _FORMER_CASE, _CASE = "between the products", "between the GEMMs"
 
 @dataclass(frozen=True)
 class Row:
-    """One case measured.
+    """A measured case.
 
     Attributes:
         op: Operator.
@@ -189,11 +189,11 @@ def _typed(where: str, value: Any, kinds: Any) -> None:
 
 @dataclass(frozen=True)
 class Results:
-    """What a file holds.
+    """The content of a results file.
 
     Attributes:
         header: Where the numbers come from.
-        rows: In the order of the file.
+        rows: Rows in the order of the file.
     """
 
     header: dict[str, Any]

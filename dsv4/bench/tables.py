@@ -21,7 +21,7 @@ Body = Sequence[Sequence[str]]
 
 
 def is_right(heading: str) -> bool:
-    """Whether a column is aligned to the right."""
+    """Return whether a column is aligned to the right."""
     return heading in _RIGHT
 
 
@@ -43,7 +43,7 @@ def plain(headings: Sequence[str], body: Body, keys: int = 0) -> list[str]:
     """Lines with aligned columns.
 
     Args:
-        headings: Of the columns.
+        headings: Headings of the columns.
         body: The texts of each row.
         keys: If the table is too wide, how many first columns are repeated in each of several
             tables that follow one another; 0: the last column is wrapped instead.
@@ -67,9 +67,9 @@ def labelled(
     """A table whose first column takes what the others leave of the width.
 
     Args:
-        headings: Of all columns.
-        body: Of each row the parts of its label, which take several lines if they have to, and the
-            texts of the other columns, which stand in the label's last line.
+        headings: Headings of all columns.
+        body: Rows: the parts of the label, which take several lines if they have to, and the texts
+            of the other columns, which stand in the label's last line.
     """
     others = [texts for _, texts in body]
     width = max(_LEAST, WIDTH - _total(_widths(headings[1:], others)) - len(_GAP))
@@ -111,7 +111,7 @@ def _blocks(widths: Sequence[int], keys: int) -> list[list[int]]:
 
 
 def _wrapped(headings: Sequence[str], body: Body) -> list[str]:
-    """With the last column in several lines where the table would be too wide."""
+    """Lay out a table; its last column takes several lines where it would be too wide."""
     width = max(_LEAST, WIDTH - _total(_widths(headings[:-1], [row[:-1] for row in body])) - 2)
     table: list[list[str]] = []
     for *first, last in body:

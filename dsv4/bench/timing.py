@@ -1,4 +1,4 @@
-"""How long a call takes, in microseconds; always a median.
+"""Time a call, in microseconds; always a median.
 
 Timed runs follow one another (sustained), or each begins after a rest (cooled down). A GPU at its
 power limit lowers its clock within milliseconds, so calls of milliseconds take longer sustained

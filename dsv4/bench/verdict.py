@@ -15,7 +15,7 @@ _MOST = 60  # characters of what was found
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was checked.
+    """A check that was made.
 
     Attributes:
         kind: What is counted: ``"operator check"``, ``"generation"``.

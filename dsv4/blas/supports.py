@@ -1,4 +1,4 @@
-"""Why GEMMs of torch's BLAS libraries cannot run a call; None where they can.
+"""Reasons why GEMMs of torch's BLAS libraries cannot run a call; None where they can.
 
 Named in ``dispatch.IMPLEMENTATIONS``.
 """
@@ -16,7 +16,7 @@ from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 
 def scaled_mm(call: Call) -> str | None:
-    """For ``gemm`` by torch's block-scaled GEMM."""
+    """Return why torch's block-scaled GEMM cannot run ``gemm``, or None."""
     args: GemmArgs = call.args
     reason = _operands(args) or _not_blackwell(call.device)
     if reason:

@@ -10,14 +10,14 @@ import torch
 
 
 def as_dtype(value: Any, what: str = "dtype") -> torch.dtype | None:
-    """A floating dtype given as such or by name, such as ``"bfloat16"``; None stays None.
+    """Return a floating dtype given as such or by name, e.g. ``"bfloat16"``; None stays None.
 
     Args:
         value: The argument.
-        what: Its name, for messages.
+        what: Name of the argument, for messages.
 
     Raises:
-        ValueError: if it is no floating dtype of plain weights.
+        ValueError: if plain weights cannot have it.
     """
     if value is None:
         return None
@@ -48,12 +48,12 @@ def check_prepare(value: Any) -> None:
     """Check the argument ``prepare``.
 
     Raises:
-        ValueError: if it is none of its values.
+        ValueError: if it has an unknown value.
     """
     if not isinstance(value, bool) and value != "kernels":
         raise ValueError(f"prepare is {value!r}, wanted True, 'kernels' or False")
 
 
 def name_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
-    """A function that says whether a name fits one of some shell patterns."""
+    """Return a function that says whether a name matches one of some shell patterns."""
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)

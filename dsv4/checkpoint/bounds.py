@@ -1,7 +1,7 @@
 """Check a configuration against the size of a checkpoint's tensors before a model is built.
 
-A config.json of 1 kB may ask for 10^9 layers. What it asks for must be in the headers, so that the
-work of building a model is bounded by the size of the files.
+A config.json of 1 kB may specify 10^9 layers. The headers must have them, so that the work of
+building a model is bounded by the size of the files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNTS = frozenset(
 
 
 def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str]) -> None:
-    """Refuse a configuration that asks for more than the headers hold.
+    """Raise if a configuration specifies more than the headers hold.
 
     Args:
         config: The configuration.
@@ -36,7 +36,7 @@ def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str
         stray: Names of the headers that are no tensor of the model.
 
     Numbers of layers and of routed experts are compared with those of the names, any other
-    dimension with the largest of a tensor that has values. What passes is compared in full later,
+    dimension with the largest dimension of a tensor that has values. Later everything is compared
     tensor by tensor.
 
     Raises:
@@ -51,7 +51,7 @@ def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str
         )
     _at_most(config, "num_hidden_layers", layer_count, "layers")
     drafts = sum(name.startswith("mtp.") for name in layers)
-    # A checkpoint without any is judged by the caller, who may do without them.
+    # A checkpoint without any is left to the caller, who may not need them.
     _at_most(config, "num_nextn_predict_layers", drafts or config.num_nextn_predict_layers, "MTP")
     experts = _experts(entries)
     if experts:
@@ -76,7 +76,7 @@ def _at_most(config: ModelConfig, name: str, most: int, what: str) -> None:
 
 
 def _experts(entries: Mapping[str, Entry]) -> int:
-    """How many routed experts the names of single experts, or the stacks, speak of."""
+    """Return the number of routed experts in the names of single experts, or in the stacks."""
     numbers = {match.group(1) for match in map(_EXPERT.search, entries) if match}
     stacks = (
         e.shape[0] for name, e in entries.items() if names.is_routed(name) and len(e.shape) == 3

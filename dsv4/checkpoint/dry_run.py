@@ -13,17 +13,17 @@ from dsv4.checkpoint.problems import Problem, nearest
 from dsv4.checkpoint.slots import Entries, Slot
 
 _MISSING, _EXTRA, _SHAPE = "missing", "not part of the model", "wrong shape"
-# Names whose neighbours in the file are looked for.
+# Missing names for which similar names in the file are looked for.
 _SOUGHT = 20
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What filling would do, from the headers alone.
+    """The effects that filling would have, from the headers alone.
 
     Attributes:
-        problems: Everything that is wrong.
-        notes: A line to add to the problems of a kind.
+        problems: All problems.
+        notes: For each kind of problem, a line to add to it.
         nbytes: Bytes that would be read.
     """
 
@@ -39,7 +39,7 @@ def dry_run(
     options: Options,
     ignored: Callable[[str], bool],
 ) -> DryRun:
-    """Compare what slots expect with what a checkpoint holds, by the headers."""
+    """Compare the entries that slots expect with the headers of a checkpoint."""
     problems: list[Problem] = []
     taken: set[str] = set()
     missing: list[str] = []
@@ -54,7 +54,7 @@ def dry_run(
             elif entries[name].shape != expected.shape:
                 bad.append(_wrong_shape(entries[name], expected.shape))
         problems += bad or slot.problems(entries, options)
-    # A name that is ignored is still shown where another is missing.
+    # An ignored name is still shown as similar to a missing one.
     unclaimed = [entries[n].weight.name for n in entries if n not in taken]
     extra = [entries[n].weight.name for n in entries if n not in taken and not ignored(n)]
     extra += [name for name in stray if not ignored(name)]

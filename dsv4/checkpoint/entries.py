@@ -1,7 +1,7 @@
 """Group the tensors of a checkpoint that belong together, and recognise their formats.
 
-Decided for every matrix on its own by dtype and companions (specification, section 11.5): the
-producers disagree about which matrices are quantised, and config.json does not say.
+The format of each matrix is decided by its dtype and companions (specification, section 11.5),
+because the producers disagree about which matrices are quantised, and config.json does not say.
 
 =====================  ====================================================  ==================
 weight                 companions                                            format
@@ -39,7 +39,7 @@ _BLOCK_SCALES = ("weight_scale", "scale", "weight_scale_inv")
 _INPUT_SCALES = ("input_scale", "input_scale_2", "input_global_scale")
 _COMPANIONS = (*_BLOCK_SCALES, "weight_scale_2", "weight_global_scale", *_INPUT_SCALES)
 _WEIGHTS = ("weight", "weight_packed")
-# Block scales of FP8 that are held in float32, which has all their values.
+# Dtypes of FP8 block scales that are widened to float32, which has all their values.
 _WIDENED = (torch.bfloat16, torch.float16)
 MTP_COPY = "copies of the embedding or head under mtp, which share the main model's"
 CACHE_SCALE = "scales of a quantised KV cache, whose formats here need none"
@@ -56,8 +56,8 @@ class Entry:
         scales: Block scales.
         global_scale: Scalar global scale of the weight, as stored.
         input_scale: Scalar global scale of the activation, as stored.
-        reciprocal: Whether the global scales are stored as what divides (compressed-tensors).
-        shards: Where to read from.
+        reciprocal: Whether the stored global scales divide (compressed-tensors).
+        shards: Files to read from.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Entry:
 
     @property
     def input_scale_name(self) -> str:
-        """Name of the activation's global scale in the file, whether it is there or not."""
+        """The name of the activation's global scale in the file, whether it exists or not."""
         if self.input_scale is not None:
             return self.input_scale.name
         last = "input_global_scale" if self.reciprocal else "input_scale"
@@ -99,11 +99,11 @@ class Entry:
 
     @property
     def kind(self) -> str:
-        """Format name, or the dtype of a plain tensor: for messages."""
+        """The format's name, or the dtype of a plain tensor, for messages."""
         return DTYPE_NAMES[self.weight.dtype] if self.format is None else self.format.name
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
-        """The values on ``device``, copied out of the file.
+        """Read the values to ``device``, as a copy.
 
         Raises:
             CheckpointError: if a scale or a plain value is NaN or infinite, or a global scale is
@@ -114,7 +114,7 @@ class Entry:
             self._check_plain(weight)
             return weight
         assert self.scales is not None
-        # By view: a cast destroys E8M0 bytes and 4-bit codes (pitfalls 33 and 35).
+        # A view, because a cast destroys E8M0 bytes and 4-bit codes (pitfalls 33 and 35).
         weight = weight.view(self.format.codes_dtype)
         self._check_codes(weight)
         scales = self.shards.read(self.scales, device)
@@ -125,7 +125,7 @@ class Entry:
         return QuantizedTensor(weight, scales, scale, self.format)
 
     def matrices(self, device: torch.device | str = "cpu") -> Iterator[torch.Tensor]:
-        """Those of a plain stack ``[E, N, K]``, one after another, as ``read`` gives the stack.
+        """Yield the matrices of a plain stack ``[E, N, K]``, as ``read`` gives the stack.
 
         A stack of experts has up to 34 GB; one matrix at a time is held.
 
@@ -139,9 +139,9 @@ class Entry:
             yield matrix
 
     def read_input_scale(self, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """The activation's global scale, float32 ``[1]``, multiplying; None if unknown.
+        """Read the activation's global scale, float32 ``[1]``, which multiplies; None if unknown.
 
-        compressed-tensors writes exactly 1.0 for a matrix that saw no calibration data: that is
+        compressed-tensors writes exactly 1.0 for a matrix that saw no calibration data: this means
         unknown, not an amax of 2688.
 
         Raises:
@@ -165,14 +165,14 @@ class Entry:
         value = self.shards.read(info, "cpu").reshape(1)
         if not (bool(torch.isfinite(value)) and bool(value > 0)):
             raise CheckpointError(f"{info} is {value.item()}, wanted a finite value above 0")
-        # 1/x of a denormal or of a huge x is not a usable scale either.
+        # 1/x of a denormal or of a huge x is no usable scale.
         out = value.reciprocal() if self.reciprocal else value
         if not (bool(torch.isfinite(out)) and bool(out > 0)):
             raise CheckpointError(f"{info} is {value.item()}, whose reciprocal is {out.item()}")
         return out.to(device)
 
-    # Each check is one pass without a temporary of the tensor's size where it can be: embedding and
-    # head of a published model are 1 to 2 GB. Only a tensor that fails is searched.
+    # Each check is one pass, if possible without a temporary of the tensor's size: embedding and
+    # head of a published model have 1 to 2 GB. Only a tensor that fails is searched.
 
     def _check_scales(self, scales: torch.Tensor) -> None:
         assert self.scales is not None
@@ -199,7 +199,7 @@ class Entry:
         if not values.is_floating_point():
             return
         low, high = _range(values)
-        # A sink of -inf is a head without one; of NaN or +inf it would drown every token.
+        # A sink of -inf means a head without sink; NaN or +inf would destroy every token.
         lowest = low >= -float("inf") if self.name.endswith(".sinks") else low > -float("inf")
         if not (lowest and high < float("inf")):
             bad = ~torch.isfinite(values)
@@ -219,7 +219,7 @@ class Entry:
 
 
 def _range(values: torch.Tensor) -> tuple[float, float]:
-    """Smallest and largest value; NaN if there is one; zeros if there are no values."""
+    """Return the smallest and largest value; NaN if there is one; zeros without values."""
     if values.numel() == 0:
         return 0.0, 0.0
     low, high = torch.aminmax(values)
@@ -228,7 +228,7 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
 
 @dataclass
 class Grouped:
-    """What the tensors of a checkpoint are.
+    """The tensors of a checkpoint, grouped to entries.
 
     Attributes:
         entries: Logical tensors by canonical name.
@@ -242,11 +242,11 @@ class Grouped:
 
 
 def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
-    """Sort the tensors of a checkpoint by what they are.
+    """Group the tensors of a checkpoint to entries.
 
     Raises:
-        CheckpointError: listing every tensor that is there in two spellings, and every matrix whose
-            tensors do not fit together.
+        CheckpointError: listing every tensor with two spellings, and every matrix whose tensors do
+            not fit together.
     """
     out = Grouped()
     parts: dict[str, dict[str, TensorInfo]] = {}
@@ -281,16 +281,16 @@ def group(tensors: Mapping[str, TensorInfo], shards: Shards) -> Grouped:
 
 
 def _unused(name: str) -> str | None:
-    """Why a known tensor has no effect here; None if it has one, or is unknown."""
+    """Return why a known tensor has no effect here; None if it has one, or is unknown."""
     if name.endswith("_scale") and names.is_cache_scale(name):
         return CACHE_SCALE
     return MTP_COPY if names.is_mtp_copy(name) else None
 
 
 def _part_of(name: str, matrices: dict[str, str | None]) -> tuple[str | None, str]:
-    """Canonical name of the entry a tensor belongs to, or None; and which part of it it is.
+    """Return the canonical name of a tensor's entry, or None, and which part of it it is.
 
-    ``matrices`` keeps what was found for a stem: up to four tensors have the same one.
+    ``matrices`` caches the result for a stem, because up to four tensors share one.
     """
     stem, _, last = name.rpartition(".")
     if last in _WEIGHTS or last in _COMPANIONS:
@@ -315,7 +315,7 @@ def _entry(
     packed = info.name.endswith(".weight_packed")
     scale_names = [last for last in _BLOCK_SCALES if last in parts]
     if not packed and not scale_names and info.dtype in _PLAIN:
-        # Quantisers that leave a matrix alone may still note its input scale.
+        # Quantisers that do not quantise a matrix may still store its input scale.
         stray = [str(p) for last, p in parts.items() if last not in _INPUT_SCALES]
         if stray:
             raise CheckpointError(f"{info} is plain, but has {', '.join(stray)}")
@@ -368,7 +368,7 @@ def _part(
 
 
 def _input_scale(parts: dict[str, TensorInfo], packed: bool, info: TensorInfo) -> TensorInfo | None:
-    """The activation's global scale: a reciprocal with packed weights, else a factor."""
+    """Return the activation's global scale: a reciprocal with packed weights, else a factor."""
     names_of = ("input_global_scale",) if packed else ("input_scale", "input_scale_2")
     input_scales = [parts[last] for last in _INPUT_SCALES if last in parts]
     if len(input_scales) > 1:

@@ -42,15 +42,15 @@ class InputScales:
     """Calibrated scales of the activations, one per expert of a layer.
 
     Attributes:
-        gate_up: Of the input of gate and up.
-        down: Of the input of down.
+        gate_up: Scales of the input of gate and up.
+        down: Scales of the input of down.
     """
 
     gate_up: Sequence[torch.Tensor]
     down: Sequence[torch.Tensor]
 
     def of(self, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both scales of an expert, as ``set_expert`` takes them."""
+        """Return both scales of an expert, as ``set_expert`` takes them."""
         return self.gate_up[expert], self.down[expert]
 
 
@@ -70,7 +70,7 @@ class ExpertsSlot(Slot):
         return int(self.module.gate_up_proj.shape[0])
 
     def names_of(self, expert: int) -> tuple[str, str, str]:
-        """Canonical names of gate, up and down of an expert of the stack."""
+        """Return the canonical names of gate, up and down of an expert of the stack."""
         prefix = f"{self.name}.{getattr(self.module, 'first_expert', 0) + expert}"
         gate, up, down = (f"{prefix}.{p}.weight" for p in PROJECTIONS)
         return gate, up, down
@@ -100,7 +100,7 @@ class ExpertsSlot(Slot):
         return [entries[entry.name] for entry in self.expected(entries)]
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         if is_packed(self.module):
             yield packed_layer(self.name)
         own = self._entries(entries)
@@ -116,7 +116,7 @@ class ExpertsSlot(Slot):
             yield from _missing_input_scales(own)
 
     def _several_formats(self, own: Sequence[Entry], options: Options) -> Problem | None:
-        """The problem of a layer whose experts have more than one format; None if they have one."""
+        """Return the problem of a layer whose experts have several formats, or None."""
         formats = [options.format_of(entry) for entry in own]
         if len(set(formats)) <= 1 and not any(e.format and len(e.shape) == 3 for e in own):
             return None
@@ -149,7 +149,7 @@ class ExpertsSlot(Slot):
 
     @property
     def _holds_quantised(self) -> bool:
-        """Whether the module can hold quantised weights."""
+        """Return whether the module can hold quantised weights."""
         return hasattr(self.module, "set_expert")
 
     def check_values(self, entries: Entries, options: Options) -> None:
@@ -182,7 +182,7 @@ class ExpertsSlot(Slot):
         device: torch.device,
         scales: InputScales | None,
     ) -> bool:
-        """Set every expert; False if one has to stay MXFP4 where others became NVFP4."""
+        """Set every expert; return False if one must stay MXFP4 while others became NVFP4."""
         experts = [[entries[name] for name in self.names_of(e)] for e in range(self.count)]
         count = sum(options.converts(entry) for three in experts for entry in three)
         before = len(options.conversion.inexact)
@@ -247,10 +247,10 @@ class ExpertsSlot(Slot):
             self.module.down_proj[expert] = down
 
     def _input_scales(self, entries: Entries, options: Options) -> InputScales | None:
-        """Activation scales of gate/up and of down for every expert, or None if not all known.
+        """Return activation scales of gate/up and of down for every expert, or None if unknown.
 
-        Gate and up read the same activation: the larger of their scales is used, because with the
-        smaller one the other's range would clip (pitfall 27). An expert without calibration data
+        Gate and up read the same activation: the larger of their scales is used, because the
+        smaller one would clip the other's range (pitfall 27). An expert without calibration data
         gets the largest scale of its projection, as NVIDIA's exporter does (specification, section
         11.5.2).
         """
@@ -270,7 +270,7 @@ class ExpertsSlot(Slot):
         return None
 
     def _largest(self, entries: Entries, members: Sequence[str]) -> list[torch.Tensor] | None:
-        """Per expert the largest scale of some projections, or of all experts; None if unknown."""
+        """Return per expert the largest scale of some projections, or of all experts, or None."""
         best: list[torch.Tensor | None] = []
         for expert in range(self.count):
             named = zip(PROJECTIONS, self.names_of(expert), strict=True)
@@ -295,9 +295,9 @@ def _missing_input_scales(own: Sequence[Entry]) -> Iterator[Problem]:
 def _converted(
     three: Sequence[Entry], stored: Sequence[Matrix], options: Options
 ) -> list[Matrix] | None:
-    """Gate, up and down of an expert in their memory formats; None if one has to stay MXFP4.
+    """Return gate, up and down of an expert in memory formats; None if one must stay MXFP4.
 
-    What becomes NVFP4 has one global scale for gate and up where that changes no value.
+    Gate and up that become NVFP4 get one global scale if that changes no value.
     """
     out: list[Matrix | None] = list(stored)
     waiting = [i for i, entry in enumerate(three) if options.converts(entry)]
@@ -312,11 +312,11 @@ def _converted(
 
 
 def _calibrated(options: Options) -> bool:
-    """Whether NVFP4 experts need an input scale from the checkpoint."""
+    """Return whether NVFP4 experts need an input scale from the checkpoint."""
     return options.activation == "nvfp4" and options.input_scales == "stored"
 
 
 def _rarest(items: Sequence[_T], keys: Sequence[object]) -> _T:
-    """The first item of the key that the fewest have."""
+    """Return the first item whose key is the rarest."""
     counts = Counter(keys)
     return min(zip(items, keys, strict=True), key=lambda pair: counts[pair[1]])[0]

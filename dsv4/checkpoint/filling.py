@@ -41,8 +41,8 @@ def fill(
     """Fill a module tree that has transformers' names.
 
     Everything is checked before anything is written: names, shapes and dtypes from the headers,
-    then (``check_values``) the values. Modules with ``set_weight`` and ``set_expert`` take
-    quantised weights as they are; into all others quantised weights are dequantised.
+    then, with ``check_values``, the values. Modules with ``set_weight`` and ``set_expert`` get
+    quantised weights as they are; for all others quantised weights are dequantised.
 
     Args:
         model: Any module; parameters on meta are created, others replaced.
@@ -53,8 +53,8 @@ def fill(
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
         activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
-        mxfp4: As for ``load``.
-        pack: As for ``load``. Each layer is packed as soon as it has its weight.
+        mxfp4: See ``load``.
+        pack: See ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
             ``"token"`` leaves them out, so that NVFP4 layers make one per token.
         float32: Canonical names of other plain tensors that are never narrower than float32.
@@ -64,7 +64,7 @@ def fill(
         progress: Whether to show a progress bar on stderr.
 
     Returns:
-        What was packed and converted.
+        The layers that were packed and converted.
 
     Raises:
         CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
@@ -72,23 +72,68 @@ def fill(
         TypeError: if ``dtype`` is not a floating torch.dtype.
         ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
     """
-    dtype = as_dtype(dtype)
-    choice = PackChoice.of(pack, dtype or checkpoint.dtype)
-    target = None if device is None else torch.device(device)
-    mode = mxfp4_mode(mxfp4, choice, torch.device("cpu") if target is None else target)
-    if input_scales not in ("stored", "token"):
-        raise ValueError(f"input_scales is {input_scales!r}, wanted 'stored' or 'token'")
-    options = Options(target, dtype, activation, mode, input_scales, frozenset(float32))
+    request = FillRequest(device, dtype, activation, mxfp4, pack, input_scales, float32)
+    options, choice = request.resolved(checkpoint)
     filling = _Filling(slots_of(model, prefix), checkpoint, options, progress)
     nbytes = filling.check_headers(ignore)
     if check_values:
         filling.check_values(nbytes)
-    packer = choice.packer(model)
-    filling.run(nbytes, packer)
-    options.conversion.report(checkpoint.path)
-    if packer is not None:
-        report_packing(checkpoint.path, model, packer.report)
-    return Filled(None if packer is None else packer.report, options.conversion)
+    return filling.finished(model, choice, nbytes)
+
+
+@dataclass(frozen=True)
+class FillRequest:
+    """Arguments of ``fill`` that say how values become those of the model, not checked yet."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | str | None
+    activation: str
+    mxfp4: str | None
+    pack: bool | str
+    input_scales: str
+    float32: Collection[str] = ()
+
+    def resolved(self, checkpoint: Checkpoint) -> tuple[Options, PackChoice]:
+        """Check the arguments and resolve their defaults for a checkpoint.
+
+        Raises:
+            TypeError: if ``dtype`` is not a floating torch.dtype.
+            ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
+        """
+        dtype = as_dtype(self.dtype)
+        choice = PackChoice.of(self.pack, dtype or checkpoint.dtype)
+        device = None if self.device is None else torch.device(self.device)
+        mode = mxfp4_mode(self.mxfp4, choice, torch.device("cpu") if device is None else device)
+        scales = self.input_scales
+        if scales not in ("stored", "token"):
+            raise ValueError(f"input_scales is {scales!r}, wanted 'stored' or 'token'")
+        options = Options(device, dtype, self.activation, mode, scales, frozenset(self.float32))
+        return options, choice
+
+
+def fill_new(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    request: FillRequest,
+    *,
+    ignore: Sequence[str],
+    progress: bool,
+) -> Filled:
+    """Fill a model that is dropped on an error, so that values need not be read in advance.
+
+    Args:
+        model: The model, on meta.
+        checkpoint: See ``fill``, also for what the other arguments raise.
+        request: How values become those of the model.
+        ignore: See ``fill``.
+        progress: See ``fill``.
+
+    Returns:
+        The layers that were packed and converted.
+    """
+    options, choice = request.resolved(checkpoint)
+    filling = _Filling(slots_of(model, ""), checkpoint, options, progress)
+    return filling.finished(model, choice, filling.check_headers(ignore))
 
 
 @dataclass(frozen=True)
@@ -111,7 +156,7 @@ class _Filling:
         """Compare names, shapes and dtypes, and log tensors without effect.
 
         Returns:
-            The bytes to read.
+            The number of bytes to read.
 
         Raises:
             CheckpointError: listing what does not fit.
@@ -139,6 +184,16 @@ class _Filling:
                 packer.pack(slot.module)
 
         self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
+
+    def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
+        """Fill and pack the model, and log what was converted and packed."""
+        packer = choice.packer(model)
+        self.run(nbytes, packer)
+        self.options.conversion.report(self.checkpoint.path)
+        if packer is None:
+            return Filled(None, self.options.conversion)
+        report_packing(self.checkpoint.path, model, packer.report)
+        return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:
         """Pass every slot to ``action``, and unmap the files after each layer."""

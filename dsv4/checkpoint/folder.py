@@ -1,4 +1,4 @@
-"""Opening a checkpoint's folder: config.json, the index and all headers, no tensor data."""
+"""Open a checkpoint's folder: read config.json, the index and all headers, no tensor data."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Folder:
-    """What the files of a checkpoint say about it.
+    """The facts that the files of a checkpoint state about it.
 
     Attributes:
         path: The folder.
         values: config.json as it is.
         tensors: All tensors by their names in the files.
-        paths: Where each file is, by name, if a save was interrupted; None if all are in ``path``.
+        paths: Path of each file, by name, if a save was interrupted; None if all are in ``path``.
     """
 
     path: Path
@@ -63,7 +63,7 @@ def open_folder(path: str | Path) -> Folder:
 
 
 def existing(path: str | Path) -> Path:
-    """A folder that exists.
+    """Return a folder that exists.
 
     Raises:
         MissingCheckpointError: if it does not.
@@ -94,7 +94,7 @@ def _hint(path: str | Path) -> str:
 
 
 def _path_of(folder: Path, paths: Mapping[str, Path] | None, name: str) -> Path | None:
-    """Where a file of a checkpoint is; None if the checkpoint has none of that name."""
+    """Return where a file of a checkpoint is; None if the checkpoint has none of that name."""
     if paths is not None:
         return paths.get(name)
     return folder / name if os.path.lexists(folder / name) else None
@@ -110,12 +110,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _indexed(
     folder: Path, paths: Mapping[str, Path] | None, index: Mapping[str, Any]
 ) -> dict[str, TensorInfo]:
-    """Headers of the shards an index names, checked against it."""
+    """Read the headers of the shards that an index names, and check them against it."""
     table = index.get("weight_map")
     if not isinstance(table, dict):
         raise CheckpointError(f"{folder / INDEX} has no weight_map, wanted a table of file names")
     for name, shard in table.items():
-        # Names only: a path could leave the folder.
+        # Only names are allowed, because a path could leave the folder.
         if not is_plain_name(shard):
             raise CheckpointError(
                 f"{INDEX} points to {show(shard)} for {show(name)}, wanted the name of a file in "

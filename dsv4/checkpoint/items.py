@@ -1,4 +1,4 @@
-"""The tensors of a model one after another, as ``dsv4.save`` writes them."""
+"""Yield the tensors of a model one after another, as ``dsv4.save`` writes them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Item = tuple[str, torch.Tensor | QuantizedTensor, torch.Tensor | None]
 
 
 def items_of(model: nn.Module, format_of: Callable[[str], Format | None]) -> Iterator[Item]:
-    """The stream of a model's tensors, in the order of its modules.
+    """Yield a model's tensors, in the order of its modules.
 
     Args:
-        model: Of this package or of transformers.
-        format_of: The format of a layout for the matrix of a canonical name. Where that is MXFP4,
-            NVFP4 experts are given as MXFP4 if no value of their layer changes: so those come back
-            that were converted on loading.
+        model: A model of this package or of transformers.
+        format_of: Function that returns a layout's format for the matrix of a canonical name. If
+            that is MXFP4, NVFP4 experts are converted to MXFP4 unless a value of their layer would
+            change: this restores experts that were converted on loading.
     """
     for slot in slots_of(model):
         if isinstance(slot, ExpertsSlot):
@@ -52,7 +52,7 @@ def _experts_items(slot: ExpertsSlot, format_of: Callable[[str], Format | None])
 
 
 def _returns(slot: ExpertsSlot, format_of: Callable[[str], Format | None]) -> bool:
-    """Whether a layer's NVFP4 experts are given as MXFP4."""
+    """Return whether a layer's NVFP4 experts are converted to MXFP4."""
     module = slot.module
     formats = {format_of(name) for name in slot.names_of(0)}
     if getattr(module, "format", None) != NVFP4 or formats != {MXFP4}:
@@ -67,7 +67,7 @@ def _returns(slot: ExpertsSlot, format_of: Callable[[str], Format | None]) -> bo
 
 
 def _expert_parts(module: Any, expert: int, quantised: bool) -> tuple[Any, ...]:
-    """Gate, up and down of one expert."""
+    """Yield gate, up and down of one expert."""
     inner = module.intermediate_dim
     if not quantised:
         both = module.gate_up_proj[expert].detach()

@@ -1,4 +1,4 @@
-"""How each producer stores a tensor: names, formats, companions, quantization_config.
+"""Layouts: how each producer stores tensors, with names, formats and quantization_config.
 
 =====================  ============  =============================================================
 layout                 names         what a plain model becomes
@@ -15,7 +15,7 @@ layout                 names         what a plain model becomes
 
 Each is described in specification, sections 11.5.1 to 11.5.4.
 
-What is quantised already is stored as it is, bitwise, in the layout's naming, with exceptions:
+Quantised weights are stored bitwise as they are, under the layout's names, with exceptions:
 ``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, a model's NVFP4
 experts become MXFP4 again where that is the layout's format for them and no value of their layer
 changes (``dsv4.checkpoint.items``), and gate and up of an MLP in NVFP4 get one global scale
@@ -76,15 +76,15 @@ class Layout:
 
     @property
     def original_names(self) -> bool:
-        """Whether tensors have DeepSeek's names."""
+        """Return whether tensors have DeepSeek's names."""
         return self.name in ("nvidia", "deepseek", "bf16")
 
     def format_of(self, name: str) -> Format | None:
-        """The format this layout gives to a plain matrix, None for plain."""
+        """Return the format this layout gives to a plain matrix, None for plain."""
         return None if self.plain(name) else self.own_format(name)
 
     def own_format(self, name: str) -> Format | None:
-        """The same without exceptions for names."""
+        """Return the same without exceptions for names."""
         if self.name == "bf16" or (self.name == "compressed-tensors" and names.is_mtp(name)):
             return None
         if names.is_routed(name):
@@ -95,7 +95,7 @@ class Layout:
         return FP8_BLOCK if _FP8.search(name) else None
 
     def convert(self, name: str, value: Matrix) -> Matrix:
-        """The value in the format this layout stores it in.
+        """Convert a value to the format this layout stores it in.
 
         Raises:
             ValueError: if the layout cannot express the value's format.
@@ -128,7 +128,7 @@ class Layout:
     def encode(
         self, name: str, value: Matrix, input_scale: torch.Tensor | None
     ) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors as they go into the file, of a value that ``convert`` returned.
+        """Return names and tensors of the file for a value that ``convert`` returned.
 
         Raises:
             ValueError: if the name has no counterpart in this layout.
@@ -254,7 +254,7 @@ def _compressed_tensors_quantisation() -> dict[str, Any]:
 
 
 def documents(layout: Layout, config: ModelConfig) -> dict[str, Any]:
-    """The JSON files of a layout besides the index: name to value, config.json last."""
+    """Return the JSON files of a layout besides the index: name to value, config.json last."""
     body = config.to_dict() if layout.original_names else config.to_transformers_dict()
     if layout.name == "bf16":
         return {"config.json": body}

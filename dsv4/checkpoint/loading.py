@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
-from dsv4.checkpoint.filling import fill
+from dsv4.checkpoint.filling import FillRequest, fill_new
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import mtp_layers, report_of
 from dsv4.config import ModelConfig
@@ -33,7 +33,7 @@ def load(
     prepare: bool | str = True,
     progress: bool = True,
 ) -> DeepseekV4ForCausalLM:
-    """A model from a checkpoint folder, ready to run on its device.
+    """Load a model from a checkpoint folder, ready to run on its device.
 
     Each weight has the format it is stored in, but for MXFP4 (``mxfp4``). NVFP4 weights are packed
     for the device's tensor cores (``pack``), each layer as soon as it is read; no value changes.
@@ -102,45 +102,23 @@ def load(
         ValueError: if an option is unknown, or config.json is not a configuration this package
             implements.
     """
-    from dsv4.compilation.warmup import warm_loaded
-    from dsv4.model import DeepseekV4ForCausalLM
-
-    dtype = as_dtype(dtype)
+    request = FillRequest(device, as_dtype(dtype), activation, mxfp4, pack, input_scales)
     check_reserve(reserve_tokens)
     check_prepare(prepare)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint, numerics, activation, mtp)
-        drafts = config.num_nextn_predict_layers
-        with torch.device("meta"):
-            model = DeepseekV4ForCausalLM(config)
-        filled = fill(
-            model,
-            checkpoint,
-            device=device,
-            dtype=dtype,
-            activation=activation,
-            mxfp4=mxfp4,
-            pack=pack,
-            input_scales=input_scales,
-            ignore=() if drafts else ("mtp.*", "model.mtp.*"),
-            check_values=False,  # nothing to protect: on an error the model is dropped
-            progress=progress,
-        )
-        model.load_report = report_of(checkpoint, drafts, input_scales, filled)
+        model = _filled(checkpoint, config, request, progress)
     warm_allocator(model, reserve_tokens, model.dtype)
     model.eval()
     if prepare:
-        warmed = warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
-        # Without its kernels a step could raise, which is for the step's caller.
-        if prepare is True and warmed is not None and not warmed.failed:
-            _prepare_generation(model)
+        _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
     return model
 
 
 def _configuration(
     checkpoint: Checkpoint, numerics: str, activation: str, mtp: bool | None
 ) -> ModelConfig:
-    """The configuration of the model to build, no larger than the checkpoint's tensors.
+    """Return the configuration of the model to build, no larger than the checkpoint's tensors.
 
     Raises:
         CheckpointError: if the tensors are fewer, or the MTP layers that ``mtp`` demands missing.
@@ -152,7 +130,27 @@ def _configuration(
     return config
 
 
-def _prepare_generation(model: DeepseekV4ForCausalLM) -> None:
-    from dsv4 import serving
+def _filled(
+    checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, progress: bool
+) -> DeepseekV4ForCausalLM:
+    """Build the model and fill it; its ``load_report`` says what was left out."""
+    from dsv4.model import DeepseekV4ForCausalLM
 
-    serving.prepare(model)
+    drafts = config.num_nextn_predict_layers
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(config)
+    ignore = () if drafts else ("mtp.*", "model.mtp.*")
+    filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress)
+    model.load_report = report_of(checkpoint, drafts, request.input_scales, filled)
+    return model
+
+
+def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
+    """Load or compile the kernels of steps, and make the runner of ``generate`` if requested."""
+    from dsv4 import serving
+    from dsv4.compilation.warmup import warm_loaded
+
+    warmed = warm_loaded(model, tokens, progress)
+    # Without its kernels a step could raise, which is for the step's caller.
+    if generation and warmed is not None and not warmed.failed:
+        serving.prepare(model)

@@ -12,7 +12,7 @@ from dsv4.checkpoint.slots import LinearSlot, PlainSlot, Slot
 
 
 def slots_of(root: nn.Module, prefix: str = "") -> list[Slot]:
-    """The slots of a module tree, in its order; parameters shared by two modules come once."""
+    """Return the slots of a module tree, in its order; shared parameters come once."""
     slots: list[Slot] = []
     done: set[int] = set()
     for path, module in root.named_modules(prefix=prefix.rstrip(".")):
@@ -35,7 +35,7 @@ def _is_experts(module: nn.Module) -> bool:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers of a module without those of its children."""
+    """Return parameters and persistent buffers of a module without those of its children."""
     skipped = module._non_persistent_buffers_set
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and name not in skipped:

@@ -1,4 +1,4 @@
-"""MXFP4 weights as NVFP4 and back, without a change of a value.
+"""Convert MXFP4 weights to NVFP4 and back without changing a value.
 
 MXFP4 has a power of two per 32 codes, NVFP4 an E4M3 number per 16 codes and a float32 number per
 matrix. E4M3 holds the powers of two from 2^-9 to 2^8, so the codes stay as they are if the
@@ -26,10 +26,10 @@ class Conversion:
     """Counts of the MXFP4 matrices of a checkpoint that were converted, and of those that were not.
 
     Attributes:
-        converted: How many are NVFP4 now.
+        converted: Number of those that are NVFP4 now.
         inexact: Names of those with values that NVFP4 does not have. They were rounded if that was
-            asked for; otherwise they stay MXFP4, and with an expert all experts of its layer do.
-        unconverted: How many stay MXFP4 for that reason.
+            requested; otherwise they stay MXFP4, for an expert with all experts of its layer.
+        unconverted: Number of those that stay MXFP4 for that reason.
     """
 
     converted: int = 0
@@ -71,7 +71,7 @@ class Conversion:
 
 
 def to_nvfp4(value: QuantizedTensor, *, rounds: bool = False) -> QuantizedTensor | None:
-    """An MXFP4 matrix in NVFP4; None if values would change and ``rounds`` is false."""
+    """Convert an MXFP4 matrix to NVFP4; None if values would change and ``rounds`` is false."""
     converted, report = mxfp4_to_nvfp4(value)
     return converted if rounds or report.exact else None
 
@@ -79,7 +79,7 @@ def to_nvfp4(value: QuantizedTensor, *, rounds: bool = False) -> QuantizedTensor
 def pair_to_nvfp4(
     gate: QuantizedTensor, up: QuantizedTensor
 ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
-    """Two MXFP4 matrices in NVFP4 with one global scale; None if values would change."""
+    """Convert two MXFP4 matrices to NVFP4 with one global scale; None if values would change."""
     both = to_nvfp4(cat_rows([gate, up]))
     return None if both is None else (_rows(both, 0, gate.rows), _rows(both, gate.rows, both.rows))
 
@@ -89,10 +89,10 @@ def _rows(value: QuantizedTensor, start: int, stop: int) -> QuantizedTensor:
 
 
 def to_mxfp4(value: QuantizedTensor) -> QuantizedTensor | None:
-    """An NVFP4 matrix in MXFP4; None if values would change.
+    """Convert an NVFP4 matrix to MXFP4; None if values would change.
 
-    That needs scales that are powers of two, the same for both halves of 32 columns. Every matrix
-    that ``to_nvfp4`` gave without rounding comes back with the same values.
+    Its scales must be powers of two, the same for both halves of 32 columns. Every matrix that
+    ``to_nvfp4`` returned without rounding is converted back to the same values.
     """
     scale = value.global_scale
     if value.format != NVFP4 or scale is None or scale.numel() != 1 or value.columns % 32:

@@ -1,13 +1,13 @@
-"""One name for every tensor: DeepSeek's original names, transformers' names, and mixtures of both.
+"""Canonical names for tensors with DeepSeek's names, transformers' names, or mixtures.
 
 The canonical name is transformers' (specification, section 10, with the prefix ``model.`` and one
 entry per expert: ``model.layers.3.mlp.experts.7.gate_proj.weight``). transformers has no MTP; its
 block is ``mtp.<i>.layer.*`` here, next to ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
 ``mtp.<i>.hc_head.*``.
 
-Files mix the two: what transformers and the tools on top of it save has original names below
-transformers' prefix, ``model.layers.3.attn.wq_a.weight``, and module names that its reverse mapping
-misses. So every part of a name is recognised on its own, with or without ``model.``.
+Files mix the two: transformers and the tools on top of it save original names below transformers'
+prefix, ``model.layers.3.attn.wq_a.weight``, and module names that its reverse mapping misses. So
+every part of a name is recognised on its own, with or without ``model.``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _reversed(table: dict[str, str]) -> dict[str, str]:
 
 _BLOCK_BACK, _ROOT_BACK, _MTP_BACK, _EXPERT_BACK = map(_reversed, (_BLOCK, _ROOT, _MTP, _EXPERT))
 
-# Spellings of a part of a block's names, by where it stands. Order matters: the first that fits.
+# Spellings of parts of a block's names, by their position. The first that fits is used.
 _ATTENTION = {
     "attn_sink": "sinks",
     "wq_a": "q_a_proj",
@@ -77,8 +77,8 @@ _ATTENTION = {
 }
 _COMPRESSOR = {"wkv": "kv_proj", "wgate": "gate_proj", "ape": "position_bias", "norm": "kv_norm"}
 _INDEXER = {**_COMPRESSOR, "wq_b": "q_b_proj", "weights_proj": "scorer.weights_proj"}
-# ``wgate``: transformers' reverse mapping turns the ``gate_proj`` of experts that a tool has made
-# modules of into the compressor's original name.
+# ``wgate``: if a tool has turned experts into modules, transformers' reverse mapping gives their
+# ``gate_proj`` the compressor's original name.
 _MLP = {**_EXPERT, "wgate": "gate_proj"}
 _SPELLINGS: tuple[tuple[re.Pattern[str], str, dict[str, str]], ...] = (
     (
@@ -109,11 +109,11 @@ _OURS_LAYER = re.compile(r"(model\.layers\.\d+|mtp\.\d+)\.(.+)")
 _OURS_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _ROUTED = re.compile(r"\.mlp\.experts\.(?:\d+\.)?\w+_proj(?:\.weight)?$")
 _PAIRED = re.compile(r"(.*\.mlp\.(?:experts\.\d+|shared_experts)\.)(gate_proj|up_proj)\.weight")
-# Scales of quantised KV caches, which formats this package's cache does not have.
+# Scales of quantised KV caches, whose formats this package's cache does not have.
 _CACHE_SCALE = re.compile(
     r"(?:model\.)?(?:layers|mtp)\.\d+\.(?:self_attn|attn)\.(?:\w+\.)*(?:q|k|v|kv|prob|p)_scale"
 )
-# Float32 whatever the checkpoint (specification, section 14).
+# Float32 in every model, whatever the checkpoint has (specification, section 14).
 _FLOAT32 = re.compile(
     r"\.(attn_hc|ffn_hc)\.\w+$|(^|\.)hc_head\.hc_\w+$"
     r"|\.(sinks|position_bias|e_score_correction_bias)$"
@@ -121,44 +121,44 @@ _FLOAT32 = re.compile(
 
 
 def is_mtp_copy(name: str) -> bool:
-    """Whether a tensor is a second copy of the embedding or head, kept under ``mtp.``."""
+    """Return whether a tensor is a second copy of the embedding or head, kept under ``mtp.``."""
     return _MTP_COPY.match(name) is not None
 
 
 def is_dspark(name: str) -> bool:
-    """Whether a tensor of a file is one that only a DSpark draft head has."""
+    """Return whether a tensor of a file is one that only a DSpark draft head has."""
     return _DSPARK.match(name) is not None
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of a file is the scale of a quantised KV cache."""
+    """Return whether a tensor of a file is the scale of a quantised KV cache."""
     return _CACHE_SCALE.fullmatch(name) is not None
 
 
 def is_mtp(name: str) -> bool:
-    """Whether a canonical name belongs to an MTP layer."""
+    """Return whether a canonical name belongs to an MTP layer."""
     return name.startswith("mtp.")
 
 
 def is_routed(name: str) -> bool:
-    """Whether a canonical name is a routed expert's matrix."""
+    """Return whether a canonical name is a routed expert's matrix."""
     return _ROUTED.search(name) is not None
 
 
 def is_float32(name: str) -> bool:
-    """Whether a canonical name is one of the tensors kept in float32."""
+    """Return whether a canonical name is one of the tensors kept in float32."""
     return _FLOAT32.search(name) is not None
 
 
 def is_norm(name: str) -> bool:
-    """Whether a canonical name is the weight of a norm, which a cast must not round."""
+    """Return whether a canonical name is the weight of a norm, which a cast must not round."""
     return name.endswith("norm.weight")
 
 
 def pair_of(name: str) -> str | None:
     """Return the canonical name of a gate projection's up projection, or the reverse.
 
-    None for all other names. Engines multiply both at once, with one global scale.
+    It is None for all other names. Engines multiply both at once, with one global scale.
     """
     match = _PAIRED.fullmatch(name)
     if match is None:
@@ -168,13 +168,13 @@ def pair_of(name: str) -> str | None:
 
 
 def layer_of(name: str) -> str:
-    """The decoder or MTP layer of a canonical name, as a prefix; ``""`` outside the layers."""
+    """Return the prefix of a canonical name's decoder or MTP layer, or ``""``."""
     match = _OURS_LAYER.match(name)
     return match.group(1) if match else ""
 
 
 def canonical(name: str) -> str | None:
-    """Canonical name of a tensor of a file in whatever spelling; None if it is unknown."""
+    """Return the canonical name of a file's tensor in any spelling; None if it is unknown."""
     match = _PREFIX.fullmatch(name)
     if match is None:
         return None
@@ -191,7 +191,7 @@ def canonical(name: str) -> str | None:
 
 
 def _block(rest: str) -> str | None:
-    """Canonical name inside a decoder layer."""
+    """Return the canonical name inside a decoder layer."""
     if rest in _BLOCK_NAMES:
         return _BLOCK_NAMES[rest]
     expert = _EXPERT_SPELLING.fullmatch(rest)
@@ -212,7 +212,7 @@ def _block(rest: str) -> str | None:
 
 
 def to_original(name: str) -> str | None:
-    """Original name of a canonical one, or None if there is none."""
+    """Return the original name of a canonical one, or None if there is none."""
     if name in _ROOT_BACK:
         return _ROOT_BACK[name]
     match = _OURS_LAYER.fullmatch(name)

@@ -1,4 +1,4 @@
-"""How the values of a checkpoint become those of a model."""
+"""Options that say how the values of a checkpoint become those of a model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Matrix = torch.Tensor | QuantizedTensor
 
 @dataclass(frozen=True)
 class Options:
-    """How to fill: see ``dsv4.checkpoint.fill``.
+    """Options of filling: see ``dsv4.checkpoint.fill``.
 
     Attributes:
-        conversion: Counts what ``mxfp4`` did.
+        conversion: Counts of the conversions by ``mxfp4``.
     """
 
     device: torch.device | None = None
@@ -33,7 +33,7 @@ class Options:
     conversion: Conversion = field(default_factory=Conversion)
 
     def plain_dtype(self, name: str, stored: torch.dtype) -> torch.dtype:
-        """Dtype of a plain tensor in memory."""
+        """Return the dtype of a plain tensor in memory."""
         if not stored.is_floating_point:
             return torch.int64
         dtype = self.dtype or stored
@@ -42,28 +42,28 @@ class Options:
         return torch.promote_types(dtype, stored) if names.is_norm(name) else dtype
 
     def format_of(self, entry: Entry) -> str | None:
-        """Name of the format an entry has in memory, None if plain."""
+        """Return the name of the format an entry has in memory, None if plain."""
         if entry.format is None:
             return None
         return NVFP4.name if self.converts(entry) else entry.format.name
 
     def scale_dtype(self, entry: Entry) -> torch.dtype | None:
-        """Dtype of the block scales that an entry has in memory, None if plain."""
+        """Return the dtype of the block scales that an entry has in memory, None if plain."""
         return NVFP4.scale_dtypes[0] if self.converts(entry) else entry.scale_dtype
 
     def converts(self, entry: Entry) -> bool:
-        """Whether an entry is to become NVFP4, where that is possible."""
+        """Return whether an entry is to become NVFP4 if that is possible."""
         return self.mxfp4 != "keep" and entry.format == MXFP4
 
     def read(self, entry: Entry, device: torch.device) -> Matrix:
-        """Read an entry in the dtype it is to have in memory, or the format it is stored in."""
+        """Read an entry in the dtype it has in memory, or in the format it is stored in."""
         value = entry.read(device)
         if isinstance(value, torch.Tensor):
             return narrowed(value, self.plain_dtype(entry.name, value.dtype), str(entry.weight))
         return value
 
     def converted(self, entry: Entry, value: QuantizedTensor) -> QuantizedTensor | None:
-        """An MXFP4 value as NVFP4, rounded if that was asked for; None where that is needed."""
+        """Convert an MXFP4 value to NVFP4, rounded if requested; None if rounding is needed."""
         exact = to_nvfp4(value)
         if exact is None:
             self.conversion.inexact.append(entry.weight.name)
@@ -72,7 +72,7 @@ class Options:
 
 
 def narrowed(value: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
-    """A tensor in another dtype.
+    """Cast a tensor to another dtype.
 
     Raises:
         CheckpointError: if a finite value is beyond the range of a narrower dtype.

@@ -17,7 +17,7 @@ from dsv4.layers.pack import Packer, Packing
 from dsv4.quant.formats import FP8_BLOCK
 
 _logger = logging.getLogger("dsv4.checkpoint")
-# Of the weights of linear layers, those for which other kernels take the layout of the checkpoint.
+# Formats of linear weights for which other kernels take the layout of the checkpoint.
 _UNPACKED = (None, FP8_BLOCK)
 
 
@@ -28,7 +28,7 @@ class PackChoice:
     Attributes:
         enabled: Whether layers are packed.
         layout: The layout of all packed layers; None for the one that the device's kernels take.
-        dtype: Of the inputs of the layers.
+        dtype: Dtype of the inputs of the layers.
     """
 
     enabled: bool
@@ -37,10 +37,10 @@ class PackChoice:
 
     @classmethod
     def of(cls, pack: bool | str, dtype: torch.dtype) -> PackChoice:
-        """The checked argument.
+        """Check the argument and return it.
 
         Raises:
-            ValueError: if it is none of True, False and the layouts.
+            ValueError: if it is neither True, False nor a layout.
         """
         if isinstance(pack, bool):
             return cls(pack, None, dtype)
@@ -50,17 +50,17 @@ class PackChoice:
         return cls(True, pack, dtype)
 
     def experts_packed(self, device: torch.device) -> bool:
-        """Whether NVFP4 experts on a device are packed."""
+        """Return whether NVFP4 experts on a device are packed."""
         if not self.enabled or self.layout is not None:
             return self.enabled
         return supports.no_packed_weights(device, self.dtype, experts=True) is None
 
     def packer(self, model: nn.Module) -> Packer | None:
-        """What packs the layers of a model; None if none is to be."""
+        """Return the packer of a model's layers; None if none is to be packed."""
         return Packer(model, self._layout_for) if self.enabled else None
 
     def _layout_for(self, layer: Linear | DeepseekV4Experts) -> str:
-        """The layout of a layer; ValueError if no kernel takes it packed."""
+        """Return the layout of a layer; raise ValueError if no kernel takes it packed."""
         if self.layout is not None:
             return self.layout
         experts = isinstance(layer, DeepseekV4Experts)
@@ -72,7 +72,7 @@ class PackChoice:
 
 
 def mxfp4_mode(mxfp4: str | None, choice: PackChoice, device: torch.device) -> str:
-    """The checked argument ``mxfp4``; None converts where the result is packed.
+    """Check the argument ``mxfp4``; None means to convert if the result is packed.
 
     Raises:
         ValueError: if it is unknown.
@@ -85,9 +85,9 @@ def mxfp4_mode(mxfp4: str | None, choice: PackChoice, device: torch.device) -> s
 
 
 def report_packing(path: Path, model: nn.Module, packing: Packing) -> None:
-    """Log how many layers are packed, and once for each reason which are not.
+    """Log the number of packed layers, and for each reason the layers that are not packed.
 
-    It is a warning where a GPU runs a layer without a kernel for that.
+    It is a warning if a GPU runs a layer without a kernel for it.
     """
     layers = dict(model.named_modules())
     _logger.info("%s: %d layers are packed", path, len(packing.packed))

@@ -1,9 +1,9 @@
 """Gate and up projections with one NVFP4 global scale.
 
-Engines multiply gate and up of an MLP as one matrix and take one ``weight_scale_2`` for both: with
-vLLM's rule, that of ``w1``. NVIDIA's exporter writes the same value for both. So a stream of
-tensors is written in pairs: plain matrices are quantised together, and quantised ones get a common
-global scale wherever the block scales can be re-encoded without changing a value.
+Engines multiply gate and up of an MLP as one matrix and take one ``weight_scale_2`` for both: vLLM
+takes that of ``w1``. NVIDIA's exporter writes the same value for both. So a stream of tensors is
+written in pairs: plain matrices are quantised together, and quantised ones get a common global
+scale wherever the block scales can be re-encoded without changing a value.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ Item = tuple[str, Matrix, torch.Tensor | None]
 def tie(
     gate: QuantizedTensor, up: QuantizedTensor
 ) -> tuple[QuantizedTensor, QuantizedTensor] | None:
-    """The same two NVFP4 matrices with one global scale, or None if their values would change.
+    """Give two NVFP4 matrices one global scale; None if their values would change.
 
-    The scales need a ratio that is a power of two (or, rarely, another that E4M3 can take up), and
-    block scales that stay inside E4M3's range. Blocks whose codes are all zero may have any scale.
+    The ratio of the scales must be a power of two (or, rarely, another ratio that E4M3 can
+    represent), and block scales must stay inside E4M3's range. Blocks whose codes are all zero may
+    have any scale.
     """
     first, second = _scalar(gate), _scalar(up)
     if first == second:
@@ -58,7 +59,7 @@ def _scalar(q: QuantizedTensor) -> float:
 
 
 def _encoded(q: QuantizedTensor, own: float, common: float) -> torch.Tensor | None:
-    """Block scales for another global scale, None if a value would change."""
+    """Return block scales for another global scale, None if a value would change."""
     if own == common:
         return q.scales
     # An 8-bit float times a 32-bit one is exact in float64.
@@ -76,10 +77,10 @@ def _encoded(q: QuantizedTensor, own: float, common: float) -> torch.Tensor | No
 class Pairing:
     """Converts the items of a stream for a layout, gate and up of an MLP together.
 
-    A gate or up projection waits for its counterpart; all others pass at once.
+    A gate or up projection is held until its counterpart comes; all others pass at once.
 
     Attributes:
-        layout: Where the items go.
+        layout: Layout that stores the items.
         pairs: Number of pairs in NVFP4 so far.
         untied: Names of the gates of those whose global scales remain different.
     """
@@ -90,7 +91,7 @@ class Pairing:
     _waiting: dict[str, Item] = field(default_factory=dict)
 
     def convert(self, stream: Iterable[Item]) -> Iterator[Item]:
-        """The items as the layout stores them.
+        """Yield the items as the layout stores them.
 
         Raises:
             ValueError: if the layout cannot express the format of a value.
@@ -149,7 +150,7 @@ class Pairing:
 
 
 def _is_nvfp4(value: Matrix) -> bool:
-    """Whether a matrix is NVFP4 with one global scale."""
+    """Return whether a matrix is NVFP4 with one global scale."""
     if isinstance(value, torch.Tensor) or value.format != NVFP4 or value.global_scale is None:
         return False
     return value.global_scale.numel() == 1

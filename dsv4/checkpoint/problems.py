@@ -1,4 +1,4 @@
-"""One error for everything that is wrong with a checkpoint, grouped by kind."""
+"""An error for everything that is wrong with a checkpoint, grouped by kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPARED = 2000
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """A problem that was found.
 
     Attributes:
         kind: Heading under which problems of the same kind are counted.
@@ -31,9 +31,9 @@ def raise_all(what: str, problems: Iterable[Problem], notes: dict[str, str] | No
     """Raise one CheckpointError: per kind the number of problems and the first examples.
 
     Args:
-        what: What is wrong as a whole.
+        what: Summary of all problems.
         problems: All problems; nothing is raised if there is none.
-        notes: A line to add below the examples of a kind.
+        notes: For each kind, a line to add below its examples.
     """
     kinds: dict[str, list[str]] = {}
     for problem in problems:
@@ -54,7 +54,7 @@ def raise_all(what: str, problems: Iterable[Problem], notes: dict[str, str] | No
 
 
 def nearest(missing: Sequence[str], unused: Sequence[str]) -> str:
-    """A note with the names of the file that are most like those that are missing.
+    """Return a note with the names of the file that are most similar to the missing ones.
 
     Args:
         missing: Names that were looked for, in every spelling known.

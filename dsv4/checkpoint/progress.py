@@ -35,7 +35,7 @@ class Progress:
             self._print("\r" if self._terminal else "", "" if self._terminal else "\n")
 
     def finish(self) -> None:
-        """Print the last state, if anything was printed or there is a terminal."""
+        """Print the final state, if anything was printed or there is a terminal."""
         if self.shown and self._terminal:
             self._print("\r", "\n")
 

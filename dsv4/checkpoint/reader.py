@@ -1,4 +1,4 @@
-"""An open checkpoint: which tensors a folder has, each read when it is asked for."""
+"""An open checkpoint: the tensors of a folder, each read on request."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Read config.json, the index and all headers of a folder; no tensor data.
 
-        Where a save was killed while it moved its files into the folder, the new checkpoint is
-        read, wherever its files are.
+        If a save was killed while it moved its files into the folder, the new checkpoint is read,
+        wherever its files are.
 
         Raises:
             MissingCheckpointError: if there is no such folder or no config.json in it; it is a
                 CheckpointError and a FileNotFoundError.
-            CheckpointError: if a shard is missing or truncated, a file is no regular one or changes
-                meanwhile, the index leaves the folder or disagrees with the shards, a tensor is
-                there in two spellings, or the tensors of a matrix do not fit together.
+            CheckpointError: if a shard is missing or truncated, a file is not regular or changes
+                meanwhile, the index leaves the folder or disagrees with the shards, a tensor has
+                two spellings, or the tensors of a matrix do not fit together.
         """
         folder = open_folder(path)
         return cls(folder.path, folder.values, folder.tensors, folder.paths)
@@ -64,9 +64,9 @@ class Checkpoint:
         return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
 
     def check_size(self, config: ModelConfig) -> None:
-        """Refuse a configuration of more layers, experts or dimensions than the tensors have.
+        """Raise if a configuration has more layers, experts or dimensions than the tensors.
 
-        To be called before a model is built of it: the work of building is bounded by nothing else.
+        Call this before a model is built from it: nothing else bounds the work of building.
 
         Raises:
             CheckpointError: naming the first such field.
@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def producer(self) -> str:
-        """Who quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
+        """The tool that quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
         ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
         what it is.
         """
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of a model that keeps the dtypes stored here: that of the embedding."""
+        """The dtype of a model that keeps the stored dtypes: that of the embedding."""
         entry = self.entries.get("model.embed_tokens.weight")
         return torch.bfloat16 if entry is None or entry.format else entry.weight.dtype
 
@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether there are tensors of a multi-token-prediction layer."""
+        """Return whether there are tensors of a multi-token-prediction layer."""
         return self.mtp_layers > 0
 
     @property
@@ -104,7 +104,7 @@ class Checkpoint:
 
     @property
     def has_dspark(self) -> bool:
-        """Whether there are tensors of a DSpark draft head, which stands in the place of MTP."""
+        """Whether there are tensors of a DSpark draft head, which takes the place of MTP."""
         return any(names.is_dspark(name) for name in self.stray)
 
     def _draft_layers(self) -> set[str]:
@@ -114,7 +114,7 @@ class Checkpoint:
         return name in self.entries
 
     def read(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
-        """One tensor by canonical name.
+        """Read one tensor by its canonical name.
 
         Raises:
             KeyError: if there is none of that name.
@@ -123,7 +123,7 @@ class Checkpoint:
         return self.entries[name].read(device)
 
     def items(self) -> Iterator[Item]:
-        """All tensors, one at a time, for ``write``."""
+        """Yield all tensors, one at a time, for ``write``."""
         for name, entry in self.entries.items():
             yield name, entry.read(), entry.read_input_scale()
 

@@ -1,4 +1,4 @@
-"""Find the draft layers of a checkpoint, and report what is loaded and what is left out."""
+"""Find the draft layers of a checkpoint, and report loaded and left-out tensors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _logger = logging.getLogger("dsv4.checkpoint")
 
 @dataclass(frozen=True)
 class Filled:
-    """What ``fill`` packed and converted.
+    """The layers that ``fill`` packed and converted.
 
     Attributes:
-        packing: Which layers are packed and which are not; None if none was to be.
+        packing: Layers that are packed and that are not; None if none was to be packed.
         conversion: Counts of converted MXFP4 matrices.
     """
 
@@ -34,14 +34,14 @@ class Filled:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load`` found in a checkpoint and what it left out.
+    """The findings of ``load`` about a checkpoint, and what it left out.
 
     Attributes:
         mtp_layers: Multi-token-prediction layers of the model.
-        draft: What the checkpoint has for speculation: ``"mtp"``, ``"dspark"`` or ``"none"``.
+        draft: The checkpoint's layers for speculation: ``"mtp"``, ``"dspark"`` or ``"none"``.
         left_out: Number of tensors that were not loaded, by the reason.
-        packing: Which layers are packed, and why others are not; None with ``pack=False``.
-        conversion: What became of MXFP4 matrices.
+        packing: Layers that are packed, and why others are not; None with ``pack=False``.
+        conversion: Conversions of MXFP4 matrices.
         path: The checkpoint's folder, from which ``save`` copies the tokenizer; None: unknown.
     """
 
@@ -59,10 +59,10 @@ def left_out(path: Path, number: int, reason: str) -> None:
 
 
 def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int:
-    """Number of MTP layers to load; see ``dsv4.checkpoint.load``.
+    """Return the number of MTP layers to load; see ``dsv4.checkpoint.load``.
 
     Raises:
-        CheckpointError: if ``mtp`` is true and the layers are not there.
+        CheckpointError: if ``mtp`` is true and the layers are missing.
         TypeError: if ``mtp`` is neither None nor a bool.
     """
     if mtp not in (None, True, False):
@@ -96,7 +96,7 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
 
 
 def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Filled) -> LoadReport:
-    """Report what was found and left out, and log it."""
+    """Make the report of loading, and log it."""
     # ``fill`` has logged these.
     unused = {reason: len(tensors) for reason, tensors in checkpoint.unused.items()}
     others: dict[str, int] = {}

@@ -53,28 +53,28 @@ def save(
     The tokenizer, the generation defaults and the folder ``encoding`` come along from the folder
     that the model was loaded from (``companions``).
 
-    Plain weights are quantised as the layout demands; quantised ones are stored as they are (see
+    Plain weights are quantised as the layout requires; quantised ones are stored as they are (see
     ``dsv4.checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
     ``load`` converted from MXFP4 are stored as NVFP4 with the same values, or as MXFP4 again where
     that is the layout's format: all in ``"deepseek"``, those of MTP layers in ``"nvidia"``.
 
     Gate and up of an MLP in NVFP4 get one global scale, because engines take one for both; where
     that would change a value they keep their own, and the logger ``dsv4.checkpoint`` warns once
-    with their number. A checkpoint that is replaced stays whole until the new one is, whatever
-    fails, and only its own files go: see ``dsv4.checkpoint.transaction``. The disk must have room
-    for both.
+    with their number. A checkpoint that is replaced stays complete until the new one is, whatever
+    fails, and only its own files are removed: see ``dsv4.checkpoint.transaction``. The disk must
+    have room for both.
 
     Args:
         source: A model of this package or of transformers, or a stream of (canonical name, tensor,
-            input scale or None); a stream is written as it comes, and of it no more is held than
-            gate projections whose up projection has not come.
+            input scale or None); a stream is written as it comes, and only gate projections whose
+            up projection has not come yet are held.
         path: Folder, made if missing.
         layout: ``"nvidia"``, ``"deepseek"``, ``"transformers"``, ``"compressed-tensors"`` or
             ``"bf16"``.
-        config: ModelConfig or transformers' config; default ``source.config``.
-        max_shard_bytes: A new shard is begun rather than exceed this.
-        overwrite: Whether to replace a checkpoint that is there.
-        plain: Shell patterns of canonical names that stay plain whatever the layout.
+        config: ModelConfig or transformers' config; the default is ``source.config``.
+        max_shard_bytes: Most bytes of a shard, unless one tensor has more.
+        overwrite: Whether to replace an existing checkpoint.
+        plain: Shell patterns of canonical names that stay plain in any layout.
         plain_dtype: Dtype of plain weights; None keeps each one's own.
         companions: Folder whose tokenizer.json, tokenizer_config.json, special_tokens_map.json,
             generation_config.json, chat_template.jinja and files of ``encoding`` are copied, if it
@@ -108,7 +108,7 @@ def save(
 
 
 def _config_of(source: Any, config: Any) -> Any:
-    """The configuration to save with, which a model of DeepSeek-V4 has."""
+    """Return the configuration to save with, which a model of DeepSeek-V4 has."""
     if isinstance(source, nn.Module):
         own = getattr(source, "config", None) if config is None else config
         if own is None or not any(isinstance(s, ExpertsSlot) for s in slots_of(source)):

@@ -1,4 +1,4 @@
-"""Writing safetensors shards as a stream.
+"""Write safetensors shards as a stream.
 
 The safetensors package reads the shards (``dsv4.checkpoint.shards``), but can only serialise a
 whole shard from memory; here a tensor is written as it comes and need not be held.
@@ -24,9 +24,9 @@ _HEADER_BYTES = 1 << 20
 class ShardWriter:
     """Writes tensors one by one into safetensors shards of a folder.
 
-    Memory holds one tensor at a time, besides those of odd length, which wait for the end of their
-    shard so that every tensor starts at a multiple of its item size. The folder stays as it is
-    until ``finish``, which replaces the checkpoint in it as one step: see
+    Memory holds one tensor at a time, and tensors of odd length, which are written at the end of
+    their shard so that every tensor starts at a multiple of its item size. The folder does not
+    change until ``finish``, which replaces the checkpoint in it as one step: see
     ``dsv4.checkpoint.transaction``. One file is ``model.safetensors``; several are
     ``model-<i>-of-<n>.safetensors`` with an index.
 
@@ -50,7 +50,7 @@ class ShardWriter:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint goes."""
+        """Return where the checkpoint goes."""
         return self._files.folder
 
     def __enter__(self) -> ShardWriter:
@@ -146,7 +146,7 @@ class _Shard:
     def _write(self, name: str, tensor: torch.Tensor) -> None:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         if flat.numel():
-            # The bytes in place: torch offers the buffer protocol through numpy only.
+            # The bytes without a copy: torch offers the buffer protocol through numpy only.
             self.file.write((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
         stop = self.data_bytes + flat.numel()
         self.rows[name] = {
@@ -157,7 +157,7 @@ class _Shard:
         self.data_bytes = stop
 
     def complete(self) -> None:
-        """Write what waits, and the header."""
+        """Write the tensors that were held back, and the header."""
         for name, tensor in sorted(self.waiting, key=lambda item: -item[1].element_size()):
             self._write(name, tensor)
         self.waiting = []

@@ -1,8 +1,8 @@
-"""Reading safetensors shards: what they hold, and single tensors as private copies.
+"""Read safetensors shards: their headers, and single tensors as private copies.
 
-The safetensors package does the reading. Added here: one error that names the file, and handles
-that are closed early, because the pages of a mapped file stay in memory until it is unmapped and
-reading a checkpoint would otherwise fill the memory with the checkpoint.
+The safetensors package does the reading. This module adds errors that name the file, and closes
+handles early: the pages of a mapped file stay in memory until it is unmapped, so that reading a
+checkpoint would fill the memory with it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-# Parts of a shard: it is unmapped after each of them, often enough that few of its pages are in
-# memory, seldom enough that parsing the header again costs little compared with reading.
+# Number of parts of a shard. It is unmapped after each part: often enough that few of its pages are
+# in memory, rarely enough that parsing the header again costs little compared with reading.
 _PARTS = 32
 
 
@@ -55,14 +55,14 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor as its file's header describes it.
+    """The description of a tensor in its file's header.
 
     Attributes:
         name: The tensor's name.
         file: The file's name.
         dtype: Its dtype.
         shape: Its shape.
-        mark: What tells the file from one that takes its name later, see ``file_mark``.
+        mark: Value that distinguishes the file from a later one of its name, see ``file_mark``.
     """
 
     name: str
@@ -73,7 +73,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """The number of bytes of data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class TensorInfo:
 
 
 def file_mark(path: Path) -> tuple[int, ...] | None:
-    """Device, number, size and time of change of a file; None if it cannot be asked."""
+    """Return device, number, size and time of change of a file; None if it has no status."""
     try:
         info = path.stat()
     except OSError:
@@ -90,11 +90,11 @@ def file_mark(path: Path) -> tuple[int, ...] | None:
 
 
 def read_header(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, whose data must fill it to the last byte.
+    """Read the header of a safetensors file, whose data must fill it to the last byte.
 
     Args:
         path: The file.
-        name: What messages call it; default the last part of ``path``.
+        name: Name in messages; the default is the last part of ``path``.
 
     Raises:
         CheckpointError: if the file is missing, no regular file, truncated, not a safetensors file,
@@ -109,7 +109,7 @@ def read_header(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
 
 
 def _check_header(path: Path, name: str) -> None:
-    """Refuse what would take long or much memory to open, before it is opened."""
+    """Raise if a header would take long or much memory to open, before it is opened."""
     try:
         kind = irregular(path.stat().st_mode)
         if kind is not None:
@@ -134,7 +134,7 @@ def _check_header(path: Path, name: str) -> None:
 
 
 def _open(path: Path, name: str) -> safe_open:
-    """A handle; the package compares header and length of the file, so damage shows here."""
+    """Open a handle; the package compares header and length of the file and finds damage."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
@@ -173,14 +173,14 @@ class Shards:
     def read(
         self, info: TensorInfo, device: torch.device | str = "cpu", part: int | None = None
     ) -> torch.Tensor:
-        """A private copy of one tensor, or of ``part`` of it, on ``device``; the file may go.
+        """Copy one tensor, or ``part`` of it, to ``device``; the file may then be removed.
 
         Raises:
-            CheckpointError: if the file is damaged or no longer what its header was.
+            CheckpointError: if the file is damaged or was replaced since its header was read.
         """
         mapped = self._mapped(info)
         copy = (mapped if part is None else mapped[part]).to(device, copy=True)
-        del mapped  # a view, which would keep the file mapped
+        del mapped  # this view would keep the file mapped
         self._left[info.file] -= copy.nbytes
         if self._left[info.file] <= 0:
             del self._handles[info.file]
@@ -204,11 +204,11 @@ class Shards:
 
     @staticmethod
     def _sound(info: TensorInfo, path: Path) -> safe_open:
-        """A handle of the file whose header was read, not of one that took its name since.
+        """Return a handle of the file whose header was read, not of a later one of its name.
 
-        Tensors of two files that had one name would make a model of neither.
+        Tensors of two files of one name would make a mixture of two models.
         """
-        # Before, because a pipe would block; after, because what is mapped stays what it is.
+        # Before, because a pipe would block; after, because a mapped file does not change any more.
         changed = info.mark is not None and file_mark(path) != info.mark
         handle = None if changed else _open(path, info.file)
         if handle is None or (info.mark is not None and file_mark(path) != info.mark):

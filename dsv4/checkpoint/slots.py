@@ -27,7 +27,7 @@ _DTYPE, _LAYOUT = "wrong dtype", "packed layers"
 
 @dataclass(frozen=True)
 class Expected:
-    """One entry that a slot takes.
+    """An entry that a slot takes.
 
     Attributes:
         name: Its canonical name.
@@ -45,11 +45,11 @@ class Slot:
     module: Any
 
     def expected(self, entries: Entries) -> Iterator[Expected]:
-        """The entries it takes; ``entries`` decides where a checkpoint may hold several forms."""
+        """Return its entries; ``entries`` decides if a checkpoint may hold several forms."""
         raise NotImplementedError
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries that exist and have the right shape."""
+        """Return what is wrong with entries that exist and have the right shape."""
         raise NotImplementedError
 
     def check_values(self, entries: Entries, options: Options) -> None:
@@ -58,19 +58,19 @@ class Slot:
             entries[entry.name].check_values()
 
     def fill(self, entries: Entries, options: Options) -> None:
-        """Take the values."""
+        """Read the values and store them in the module."""
         raise NotImplementedError
 
 
 def target_device(tensor: torch.Tensor, options: Options) -> torch.device:
-    """The device on which a tensor of a module gets its values."""
+    """Return the device on which a tensor of a module gets its values."""
     if options.device is not None:
         return options.device
     return torch.device("cpu") if tensor.is_meta else tensor.device
 
 
 def dense(value: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """A plain tensor as it is, a quantised one dequantised to ``dtype``."""
+    """Return a plain tensor as it is, a quantised one dequantised to ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value
     from dsv4.ops.quantize import dequantize
@@ -96,7 +96,7 @@ class PlainSlot(Slot):
         yield Expected(self.name, tuple(self.tensor.shape))
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         entry = entries[self.name]
         floating = entry.format is not None or entry.weight.dtype.is_floating_point
         if floating != self.tensor.is_floating_point():
@@ -119,7 +119,7 @@ class PlainSlot(Slot):
             raise CheckpointError(f"{self.name} holds {low} to {high}, wanted 0 to {count - 1}")
 
     def fill(self, entries: Entries, options: Options) -> None:
-        """Take the values."""
+        """Read the values and store them in the module."""
         value = options.read(entries[self.name], target_device(self.tensor, options))
         plain = dense(value, options.dtype or torch.bfloat16)
         self._check_table(plain)
@@ -142,7 +142,7 @@ class LinearSlot(Slot):
         yield Expected(self.name, (self.module.out_features, self.module.in_features))
 
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
-        """What is wrong with entries of the right shape."""
+        """Return what is wrong with entries of the right shape."""
         entry = entries[self.name]
         if entry.format is None and not entry.weight.dtype.is_floating_point:
             yield wrong_dtype(entry)
@@ -150,7 +150,7 @@ class LinearSlot(Slot):
             yield packed_layer(self.name)
 
     def fill(self, entries: Entries, options: Options) -> None:
-        """Take the values."""
+        """Read the values and store them in the module."""
         entry = entries[self.name]
         device = target_device(self.module.weight, options)
         value = options.read(entry, device)
@@ -168,15 +168,15 @@ class LinearSlot(Slot):
 
 
 def is_packed(module: Any) -> bool:
-    """Whether a layer's weight has the layout of a kernel, in which it cannot be filled."""
+    """Return whether a layer's weight has the layout of a kernel, in which it cannot be filled."""
     return getattr(module, "layout", LINEAR) != LINEAR
 
 
 def wrong_dtype(entry: Entry) -> Problem:
-    """The problem of an integer tensor where a weight is expected."""
+    """Return the problem of an integer tensor where a weight is expected."""
     return Problem(_DTYPE, f"{entry.weight}: wrong dtype, wanted a floating or a quantised one")
 
 
 def packed_layer(name: str) -> Problem:
-    """The problem of a layer that is packed."""
+    """Return the problem of a packed layer."""
     return Problem(_LAYOUT, f"{name}: the layer is packed, call dsv4.layers.unpack_ first")

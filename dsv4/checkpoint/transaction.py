@@ -1,24 +1,24 @@
 """Replace the files of a checkpoint in a folder as one step.
 
-A save has four phases, and at every moment the folder holds the whole old checkpoint or the whole
-new one, whatever fails, also a process that is killed:
+A save has four phases. At every moment the folder holds the whole old checkpoint or the whole new
+one, whatever fails, even if the process is killed:
 
 1. New files are written under their final names into a folder of their own inside the checkpoint's
    (``.dsv4-writing-<random>``), and reach the disk. Nothing else has changed.
 2. That folder gets a list of its files and of the old ones, and is renamed to ``.dsv4-committed``.
    This one rename is the commit: from here on dsv4 reads the new checkpoint, through the list.
-3. The old files go, config.json first, and the new ones move up, config.json last. Between the two
-   the folder has no config.json, so that every other tool refuses it instead of mixing the two.
-4. The list and its folder go.
+3. The old files are removed, config.json first, and the new ones move up, config.json last. Between
+   the two the folder has no config.json, so that no other tool can open it and mix the two.
+4. The list and its folder are removed.
 
 A save that was killed in phase 3 or 4 is completed by ``finish``, which the next save calls. A save
 that failed in phase 1 or 2 leaves at most a ``.dsv4-writing-*`` folder, which the next save
-removes. Names in the result are the usual ones, and need no tool to know about any of this. The
+removes. The final files have the usual names, so other tools need not know about this. The
 disk must have room for both checkpoints.
 
 Old files are those that the old index names, ``model.safetensors``, the index, config.json and
-hf_quant_config.json, and each is removed only while it is the file that was there at the commit. No
-other file is touched.
+hf_quant_config.json. Each is removed only if it is still the file of the commit. No other file is
+touched.
 
 One save at a time: the folder is locked (``flock``, which ends with its process). A file system
 that knows no locks still lets only one save commit at a time.
@@ -58,7 +58,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 
 
 def is_plain_name(name: Any) -> bool:
-    """Whether a value is the name of a file, not a path that could leave the folder."""
+    """Return whether a value is the name of a file, not a path that could leave the folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or len(name) > 255:
         return False
     return PurePosixPath(name).name == name and "\\" not in name and name.isprintable()
@@ -66,7 +66,7 @@ def is_plain_name(name: Any) -> bool:
 
 @dataclass(frozen=True)
 class Commit:
-    """What ``.dsv4-committed`` lists.
+    """The content of ``.dsv4-committed``.
 
     Attributes:
         files: Names of the new checkpoint's files, config.json last.
@@ -78,7 +78,7 @@ class Commit:
 
 
 def committed(folder: Path) -> dict[str, Path] | None:
-    """Where each file of a checkpoint is whose save was interrupted after the commit, by name.
+    """Locate each file of a checkpoint whose save was interrupted after the commit, by name.
 
     Returns:
         None if there is no such save: the folder's files are what they are.
@@ -104,10 +104,10 @@ def committed(folder: Path) -> dict[str, Path] | None:
 
 
 def finish(folder: Path) -> bool:
-    """Complete a save that was interrupted after its commit; may be called again at any point.
+    """Complete a save that was interrupted after its commit; can be repeated at any point.
 
     Returns:
-        Whether there was one.
+        Whether there was such a save.
 
     Raises:
         FileExistsError: if another program has written a file of the same name since.
@@ -144,7 +144,7 @@ def _remove_old(folder: Path, old: Mapping[str, Sequence[int]]) -> None:
 
 
 def _mark(path: Path) -> list[int] | None:
-    """What tells a file from another that takes its name later; None if there is none."""
+    """Return what tells a file from a later one of its name; None if there is no file."""
     try:
         info = os.lstat(path)
     except FileNotFoundError:
@@ -170,11 +170,11 @@ def _read_list(inner: Path) -> Commit | None:
 
 
 class Transaction:
-    """New files for a folder, which replace its old checkpoint at ``commit`` or not at all.
+    """New files of a folder, which replace its old checkpoint at ``commit`` or not at all.
 
     Raises:
         FileExistsError: if the folder holds a checkpoint and ``overwrite`` is false, or something
-            that stands in the way of one.
+            is in the way of one.
         BlockingIOError: if another save into the folder is under way.
     """
 
@@ -194,7 +194,7 @@ class Transaction:
         self._open: list[IO[bytes]] = []
 
     def _tidy(self) -> None:
-        """Complete or remove what earlier saves left; without a lock one of them may be alive."""
+        """Complete or remove files of earlier saves; without a lock one of them may be alive."""
         if self._lock is not None and self._lock.held:
             finish(self.folder)
             for left in self.folder.glob(_WRITING + "*"):
@@ -204,13 +204,13 @@ class Transaction:
             raise BlockingIOError(f"{self.folder / COMMITTED} exists: another save is under way")
 
     def create(self, name: str) -> IO[bytes]:
-        """A new file, to be closed with ``close_file``; a link at its name is not followed."""
+        """Create a file, to be closed with ``close_file``; a link at its name is not followed."""
         file = os.fdopen(os.open(self.staging / name, _CREATE, 0o666), "wb")
         self._open.append(file)
         return file
 
     def close_file(self, file: IO[bytes]) -> None:
-        """Close a file of ``create`` when its bytes are on the disk."""
+        """Write the bytes of a file of ``create`` to the disk and close it."""
         file.flush()
         os.fsync(file.fileno())
         file.close()
@@ -254,7 +254,7 @@ class Transaction:
             self._finish_after(error)
 
     def _finish_after(self, error: BaseException) -> None:
-        """Complete a commit that an error or an interrupt stopped: what is left may be repeated."""
+        """Complete a commit that an error or an interrupt stopped; each step can be repeated."""
         try:
             finish(self.folder)
         except OSError as second:
@@ -268,7 +268,7 @@ class Transaction:
             raise error
 
     def close(self) -> None:
-        """Remove what was not committed, and let other saves begin."""
+        """Remove files that were not committed, and release the lock."""
         try:
             for file in self._open:
                 with contextlib.suppress(OSError):
@@ -285,7 +285,7 @@ class Transaction:
 
 
 def recover(folder: Path) -> bool:
-    """``finish`` under the folder's lock.
+    """Run ``finish`` under the folder's lock.
 
     Raises:
         BlockingIOError: if a save into the folder is under way.
@@ -326,7 +326,7 @@ def _locked(folder: Path) -> _Lock | None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where the file system can."""
+    """Write the names in a folder to the disk, where the file system can."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -349,7 +349,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _old_files(folder: Path, overwrite: bool) -> dict[str, list[int]]:
-    """The files of the checkpoint that a save into a folder would replace, and their marks."""
+    """Return the files of the checkpoint that a save would replace, and their marks."""
     shards = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("."))
     present = [name for name in (*_DOCUMENTS, SINGLE) if os.path.lexists(folder / name)]
     if not overwrite:
@@ -377,7 +377,7 @@ def _old_files(folder: Path, overwrite: bool) -> dict[str, list[int]]:
 
 
 def _indexed(folder: Path) -> Iterator[str]:
-    """Names of shards in the index of a folder."""
+    """Return the names of shards in the index of a folder."""
     path = folder / INDEX
     try:
         table = parse(read_bytes(path), str(path)).get("weight_map")

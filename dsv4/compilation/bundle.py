@@ -1,4 +1,4 @@
-"""One file with the compiled kernels of models for one GPU architecture.
+"""A file with the compiled kernels of models for one GPU architecture.
 
 ``python -m dsv4 warmup --arch sm_90a --out FILE`` writes one. It is used if ``$DSV4_KERNELS``
 names it, if ``dsv4.warmup`` is given it, or if the installed package ``dsv4-kernels`` has it, and
@@ -55,9 +55,9 @@ class Entry:
 
     Attributes:
         key: What it was compiled from, hexadecimal.
-        name: Of the kernel.
-        offset: From the first image.
-        length: In bytes.
+        name: Name of the kernel.
+        offset: Bytes from the first image.
+        length: Bytes of the image.
         sha256: Hexadecimal.
     """
 
@@ -107,8 +107,8 @@ class Compiled:
 
     Attributes:
         key: What it was compiled from, 32 bytes.
-        name: Of the kernel.
-        content: As its file in the folder of compiled kernels.
+        name: Name of the kernel.
+        content: The content of its file in the folder of compiled kernels.
     """
 
     key: bytes
@@ -164,7 +164,7 @@ def read(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
     """A bundle from a file that no other ordinary user controls.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         arch: Architecture that the bundle must be compiled for; None: any.
 
     Raises:
@@ -239,7 +239,7 @@ def use(path: str | os.PathLike[str], arch: str | None = None) -> Bundle:
 
 
 def has(arch: str, key: bytes) -> bool:
-    """Whether the bundle for an architecture has a kernel's file, which is not read."""
+    """Return whether the bundle for an architecture has a kernel's file, which is not read."""
     bundle = active().of(arch)
     return key in active().fresh or (bundle is not None and key in bundle.entries)
 

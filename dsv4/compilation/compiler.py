@@ -19,7 +19,7 @@ _SHARE = 50  # steps of a list at least, which take less than the start of anoth
 
 @dataclass(eq=False)
 class Outcome:
-    """What a ``Compilation`` did.
+    """The result of a ``Compilation``.
 
     Attributes:
         jobs: All of them.
@@ -118,7 +118,7 @@ class Compilation:
                 self._compiled(finished)
 
     def steps(self) -> Steps:
-        """What ``find`` found, in the same order each time.
+        """Return what ``find`` found, in the same order each time.
 
         Raises:
             RuntimeError: if a part of the list could not be made.

@@ -13,7 +13,7 @@ class Compilations:
     """Names of kernels and how often a specialisation of each was compiled in this process.
 
     Attributes:
-        names: Of CuTeDSL kernels their class, of Triton kernels their function.
+        names: Classes of CuTeDSL kernels and functions of Triton kernels.
     """
 
     names: Counter[str] = field(default_factory=Counter)

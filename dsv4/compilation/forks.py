@@ -67,7 +67,8 @@ def start(count: int, arch: str = "") -> Forks | None:
 
     Args:
         count: How many.
-        arch: That kernels are compiled for, whose modules they then have imported; or none.
+        arch: Architecture that kernels are compiled for, whose modules the workers then have
+            imported; or none.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -108,10 +109,10 @@ class Forks:
             return None
 
     def status(self, number: int, seconds: float | None) -> int:
-        """How a process ended.
+        """Return how a process ended.
 
         Args:
-            number: Of the process.
+            number: Number of the process.
             seconds: How long to wait; None: until it ends.
 
         Raises:
@@ -155,7 +156,7 @@ class Fork:
         self._forks, self._number = forks, number
 
     def poll(self) -> int | None:
-        """Its status if somebody has waited for its end."""
+        """Return its status if somebody has waited for its end."""
         return self.returncode
 
     def kill(self) -> None:
@@ -164,6 +165,6 @@ class Fork:
             os.kill(self._number, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its status when it has ended; see ``Forks.status``."""
+        """Wait for its end and return its status; see ``Forks.status``."""
         self.returncode = self._forks.status(self._number, timeout)
         return self.returncode

@@ -1,4 +1,4 @@
-"""What worker processes are asked to do: compile one kernel, or list kernels of some steps.
+"""Jobs of worker processes: compile one kernel, or list the kernels of some steps.
 
 A job is pickled to the worker and its result back. No job needs a GPU.
 """
@@ -37,7 +37,7 @@ class CuteJob:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"CuTeDSL kernel {self.plan}"
 
     @property
@@ -47,14 +47,14 @@ class CuteJob:
 
     @functools.cached_property
     def key(self) -> bytes:
-        """Of the compiled kernel."""
+        """The key of the compiled kernel."""
         from dsv4.cute.runtime import cubin_cache
 
         return cubin_cache.key(self.plan, self.arch)
 
     @property
     def file_name(self) -> str:
-        """In the folder of compiled kernels."""
+        """The file's name in the folder of compiled kernels."""
         from dsv4.cute.runtime import cubin_cache
 
         return cubin_cache.file_name(self.key)
@@ -86,7 +86,7 @@ class TritonJob:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"Triton kernel {self.request.module}.{self.request.name}"
 
     @property
@@ -96,12 +96,12 @@ class TritonJob:
 
     @property
     def key(self) -> bytes:
-        """Of the compiled kernel."""
+        """The key of the compiled kernel."""
         return self.request.key
 
     @property
     def file_name(self) -> str:
-        """In the folder of compiled kernels."""
+        """The file's name in the folder of compiled kernels."""
         from dsv4.triton._runtime import kernel_store
 
         return kernel_store.file_name(self.key)
@@ -124,10 +124,10 @@ class FindJob:
     """Lists the Triton kernels of some steps.
 
     Attributes:
-        recipe: Of the model.
+        recipe: Recipe of the model.
         target: The ``dsv4.compilation.steps.Target``.
         max_tokens: Most tokens of a step.
-        shapes: Of the steps.
+        shapes: Shapes of the steps.
     """
 
     recipe: Recipe
@@ -137,7 +137,7 @@ class FindJob:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return f"the list of Triton kernels of {len(self.shapes)} steps"
 
     @property

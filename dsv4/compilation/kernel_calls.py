@@ -31,16 +31,16 @@ from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 @dataclass(frozen=True)
 class PackedGemm:
-    """What the kernels of a packed GEMM depend on.
+    """The facts that the kernels of a packed GEMM depend on.
 
     Attributes:
         rows: N, of all groups.
         columns: K.
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
-        out_dtype: Of the result.
+        out_dtype: Dtype of the result.
         swiglu: Whether gate and up rows are interleaved and the result is their SwiGLU.
-        layout: Of the weight.
+        layout: Layout of the weight.
     """
 
     rows: int
@@ -78,7 +78,7 @@ class PackedGemm:
 
 @dataclass(frozen=True)
 class Fp8Gemm:
-    """What the kernels of a GEMM with an FP8 weight depend on; see ``PackedGemm``."""
+    """The facts that the kernels of a GEMM with an FP8 weight depend on; see ``PackedGemm``."""
 
     rows: int
     columns: int
@@ -102,7 +102,7 @@ class GroupedGemm:
     Attributes:
         experts: Sizes and kind.
         top_k: Rows of each token.
-        layout: Of the weights.
+        layout: Layout of the weights.
     """
 
     experts: Experts
@@ -123,7 +123,7 @@ class Attention:
     """Sparse attention over FP8 entries of the kernel's size.
 
     Attributes:
-        heads: Of a token.
+        heads: Heads of a token.
     """
 
     heads: int
@@ -306,7 +306,7 @@ def _gemm_of(
 
 
 def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
-    """Whether there are kernels for ``groups`` matrices of this many rows in a layout."""
+    """Return whether there are kernels for ``groups`` matrices of this many rows in a layout."""
     if layout == SWIZZLED:
         return rows % (128 if groups > 1 else 16) == columns % 32 == 0
     return fragments.fits(rows, columns)

@@ -23,10 +23,10 @@ _MAGIC = b"dsv4lst\n"
 
 @dataclass(frozen=True)
 class Listing:
-    """Which list is asked for.
+    """The list that is requested.
 
     Attributes:
-        recipe: Of the model.
+        recipe: Recipe of the model.
         target: The GPU.
         max_tokens: Most tokens of a step.
     """
@@ -46,7 +46,7 @@ class Listing:
 
     @property
     def file_name(self) -> str:
-        """In the folder of compiled kernels."""
+        """The file's name in the folder of compiled kernels."""
         return f"{self.key.hex()[:32]}.steps"
 
     def encode(self, steps: Steps) -> bundle.Compiled:

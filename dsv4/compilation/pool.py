@@ -52,9 +52,9 @@ def run(jobs: Sequence[Job], workers: int | None = None, arch: str = "") -> Iter
     done in this one. To stop early, close the iterator: the workers are ended.
 
     Args:
-        jobs: Those that take longest are begun first, so that no worker ends with one alone.
+        jobs: The jobs. The longest are started first, so that none runs alone at the end.
         workers: Processes; None: as many as processors, at most 32.
-        arch: That kernels are compiled for, if any are.
+        arch: Architecture that kernels are compiled for, if any are.
 
     Raises:
         ValueError: if ``workers`` is below 1.
@@ -198,7 +198,7 @@ class Pool:
 
 
 def can_start() -> bool:
-    """Whether worker processes can be started."""
+    """Return whether worker processes can be started."""
     return bool(sys.executable)
 
 

@@ -18,7 +18,7 @@ class Count(Protocol):
         """Add ``more`` kernels to come."""
 
     def advance(self) -> None:
-        """One more is ready."""
+        """Count one more as ready."""
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from dsv4.quant.formats import FP8_BLOCK, NVFP4
 
 @dataclass(frozen=True)
 class Weight:
-    """How a layer's weights are stored.
+    """The storage of a layer's weights.
 
     Attributes:
         format: Name of the format; None: plain.
-        scale_dtype: Of FP8 weights; None: the format's own.
+        scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
     """
 
     format: str | None
@@ -56,9 +56,9 @@ class Recipe:
     """A model with one layer of each kind.
 
     Attributes:
-        config: Of these layers alone.
-        dtype: Of what is not quantised.
-        weights: Of each linear layer and of routed experts, by name.
+        config: Configuration of these layers alone.
+        dtype: Dtype of what is not quantised.
+        weights: Weights of each linear layer and of routed experts, by name.
     """
 
     config: ModelConfig
@@ -67,7 +67,7 @@ class Recipe:
 
     @classmethod
     def of(cls, model: Any) -> Recipe:
-        """That of a model; of a configuration, a bfloat16 model in NVFP4."""
+        """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4."""
         if not isinstance(model, nn.Module):
             short = steps.of_each_kind(ModelConfig.of(model))
             with torch.device("meta"):

@@ -55,10 +55,10 @@ _GPU = torch.device("cuda", 0)
 
 @dataclass
 class Ran:
-    """What runs an operator.
+    """The implementation that runs an operator.
 
     Attributes:
-        reasons: Of the implementations before it in the table, the first of each.
+        reasons: Reasons of the implementations before it in the table, the first of each.
         kernels: Names of the Triton kernels that it launches.
     """
 
@@ -68,7 +68,7 @@ class Ran:
 
 @dataclass(eq=False)
 class Steps:
-    """What was found.
+    """The operators and kernels that were found.
 
     Attributes:
         ran: By operator and implementation.
@@ -108,12 +108,12 @@ class Target:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Its compute capability."""
+        """The compute capability."""
         return next(number for number, name in ARCHITECTURES.items() if name == self.arch)
 
     @property
     def sms(self) -> int:
-        """Its SMs, by default those of the architecture's GPU that was measured."""
+        """The number of SMs, by default that of the architecture's GPU that was measured."""
         return self.processors or _PROCESSORS[self.arch]
 
 
@@ -122,10 +122,10 @@ class StepShape:
     """Sizes of a step.
 
     Attributes:
-        tokens: Of all sequences.
-        sequences: Of them; as many as tokens in a decode step, and more where a step is padded.
+        tokens: Tokens of all sequences.
+        sequences: Their number; in a decode step that of tokens, and more where a step is padded.
         context: Tokens that a sequence has room for.
-        index_format: Of the indexer's keys; None: that of a runner.
+        index_format: Format of the indexer's keys; None: a runner's default.
     """
 
     tokens: int
@@ -135,7 +135,7 @@ class StepShape:
 
 
 def impossible() -> str | None:
-    """Why Triton kernels cannot be compiled in this process, or None."""
+    """Return why Triton kernels cannot be compiled in this process, or None."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
@@ -197,7 +197,7 @@ def find_steps(
         model: On the meta device, packed for the GPU where it can be.
         target: The GPU.
         max_tokens: Most tokens of a step.
-        shapes: Of the steps; None: ``step_shapes``.
+        shapes: Shapes of the steps; None: ``step_shapes``.
     """
     config = model.config
     if shapes is None:
@@ -374,7 +374,7 @@ class _Recorder(TorchDispatchMode):
         ran.kernels.update(self.names)
 
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
-        """What GEMMs do to their input: quantise it, with a scale per row and a calibrated one.
+        """Note how a GEMM quantises its input, with a scale per row and with a calibrated one.
 
         Hopper's dequantize it again, and what comes quantised.
         """
@@ -456,7 +456,7 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches.
+    """The answers of a driver that Triton asks for before it launches.
 
     Compiled kernels are kept by device, so it is one that no GPU is.
     """

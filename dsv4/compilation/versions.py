@@ -17,7 +17,7 @@ _PACKAGE = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Versions:
-    """What a set of compiled kernels depends on.
+    """The versions that a set of compiled kernels depends on.
 
     Attributes:
         dsv4: Version of this package.

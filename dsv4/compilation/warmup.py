@@ -32,10 +32,10 @@ from dsv4.model import DeepseekV4ForCausalLM
 
 @dataclass(frozen=True)
 class Operator:
-    """What runs an operator of a step.
+    """The implementation that runs an operator of a step.
 
     Attributes:
-        name: Of the operator; ``"fragments"`` for the packing of weights.
+        name: Name of the operator; ``"fragments"`` for the packing of weights.
         implementation: Which one dispatch chooses there.
         kernels: Names of its Triton kernels, which are compiled now.
         refused: Implementations that come first elsewhere, and why they do not run there.
@@ -54,7 +54,7 @@ class Operator:
 
 @dataclass(frozen=True)
 class Warmup:
-    """What ``warmup`` did; ``print`` shows all of it.
+    """The result of ``warmup``; ``print`` shows all of it.
 
     Attributes:
         kernels: How many CuTeDSL kernels the GEMMs and attention need.
@@ -188,7 +188,7 @@ def compile_model(
     use_list: bool = True,
     ready: Callable[[KernelJob], None] | None = None,
 ) -> tuple[Warmup, Outcome]:
-    """What ``warmup`` does without loading the kernels; see there.
+    """Do what ``warmup`` does without loading the kernels; see there.
 
     Args:
         model: See there, as for what follows.
@@ -263,7 +263,7 @@ def _load(gpu: torch.device, job: KernelJob) -> None:
 
 
 def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) -> Any:
-    """Where to load the kernels, with its index; None for nowhere."""
+    """Return where to load the kernels, with its index; None for nowhere."""
     if device is None:
         if arch is not None:
             return None

@@ -102,7 +102,7 @@ def main_of_forks(handles: Sequence[int], packages: Sequence[str]) -> None:
     thread, which a fork would not survive.
 
     Args:
-        handles: Of the sockets.
+        handles: Handles of the sockets.
         packages: Whose modules jobs use.
     """
     ends = os.dup(1)

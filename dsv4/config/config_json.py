@@ -22,11 +22,11 @@ HCA = "heavily_compressed_attention"
 
 
 def parse(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of ModelConfig, with ropes and rates still as plain values.
+    """Return the keyword arguments of ModelConfig, with ropes and rates still as plain values.
 
     Raises:
-        ValueError: naming every missing, unknown or contradictory field; of another model's file
-            the model alone.
+        ValueError: naming every missing, unknown or contradictory field, or, for a file of another
+            model, that model alone.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"config.json: holds {type(values).__name__}, wanted a table of fields")
@@ -287,10 +287,10 @@ _ROPE_KNOWN = frozenset(
 
 
 def _kind(what: str, table: Mapping[str, Any], problems: list[str]) -> str | None:
-    """The type a rope table names, under either of its keys; None after a problem.
+    """Return the type that a rope table names, under either of its keys; None after a problem.
 
-    A table without a type is refused: whoever wrote its numbers meant them, and the default is that
-    they have no effect.
+    A table without a type is not supported: its numbers are there for a reason, and by default they
+    would have no effect.
     """
     kinds = [table[key] for key in ("type", "rope_type") if table.get(key) is not None]
     if not kinds:
@@ -373,10 +373,10 @@ def _yarn_dict(rope: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def deepseek_style(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as DeepSeek and NVIDIA name them; see ``ModelConfig.to_dict``.
+    """Return the fields as DeepSeek and NVIDIA name them; see ``ModelConfig.to_dict``.
 
-    ``compress_ratios`` knows the rates 0, 4 and 128 and ``num_hash_layers`` only a prefix, so a
-    schedule outside these also gets transformers' fields.
+    ``compress_ratios`` can say the rates 0, 4 and 128, and ``num_hash_layers`` a prefix of the
+    layers. A schedule that these cannot express also gets transformers' fields.
 
     Args:
         config: Fields of a ModelConfig; its ropes as tables, its rates by layer type.
@@ -402,10 +402,10 @@ def deepseek_style(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def transformers_style(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields as transformers names them; see ``ModelConfig.to_transformers_dict``.
+    """Return the fields as transformers names them; see ``ModelConfig.to_transformers_dict``.
 
     Args:
-        config: As in ``deepseek_style``.
+        config: See ``deepseek_style``.
     """
     values, rope = _common(config), config["rope_compress"]
     head_dim, rotated = config["head_dim"], config["qk_rope_head_dim"]
@@ -436,7 +436,7 @@ def transformers_style(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def producer(values: Mapping[str, Any]) -> str:
-    """Who quantised the checkpoint of this config.json.
+    """The tool that quantised the checkpoint of this config.json.
 
     Returns:
         ``"nvidia"`` (``moe_quant_algo`` NVFP4: quant_method still says fp8, specification,

@@ -1,4 +1,4 @@
-"""What each field of a config.json means here: read, fixed, without effect, or refused.
+"""The fields of a config.json: which are read, fixed, without effect, or not supported.
 
 A field that this table does not know is judged by its name. It is refused if the name speaks of a
 part of the model (a head, a norm, an expert, a rank): such a field may change the mathematics, and
@@ -55,7 +55,7 @@ INTEGERS = tuple(
     name for name in (*REQUIRED, *OPTIONAL) if name not in (*NUMBERS, *TOKEN_IDS, "swiglu_limit")
 )
 MAX_INTEGER = 2**31 - 1
-# Fields whose other values are not implemented: the values accepted.
+# Fields of which only these values are implemented.
 FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("deepseek_v4",),
     "scoring_func": ("sqrtsoftplus",),
@@ -92,8 +92,8 @@ ROPE = (
     "partial_rotary_factor",
 )
 ALIASES = {"num_local_experts": "n_routed_experts"}
-# Fields about training, generation, a tool, or the file itself, whose names the rule below would
-# refuse or which are too common to warn about.
+# Fields about training, generation, a tool, or the file itself. The rule below would refuse their
+# names, or they are too common to warn about.
 IGNORED = frozenset(
     re.findall(
         r"\w+",
@@ -150,7 +150,7 @@ _V41 = (
 
 
 def another_model(values: Mapping[str, Any]) -> str | None:
-    """The one sentence that says that a file is another architecture's; None if it is not."""
+    """Return a sentence that says that a file is another architecture's; None if it is not."""
     expected = FIXED["model_type"][0]
     kind = values.get("model_type", expected)
     if isinstance(kind, str) and kind.startswith("deepseek_v41"):
@@ -169,9 +169,9 @@ def another_model(values: Mapping[str, Any]) -> str | None:
 
 
 def unknown(values: Mapping[str, Any]) -> list[str]:
-    """Problems: fields that are not known and may change the mathematics.
+    """Return problems: fields that are not known and may change the mathematics.
 
-    The others that are not known are named in a warning, which Python shows once.
+    Other unknown fields are named in a warning, which Python shows once.
     """
     names = [
         str(name)
@@ -198,7 +198,7 @@ def _speaks_of_the_model(name: str) -> bool:
 
 
 def fixed(values: Mapping[str, Any]) -> list[str]:
-    """Problems: fields whose value is not implemented."""
+    """Return problems: fields whose value is not implemented."""
     return [
         f"{name} is {show(values[name])}, wanted {' or '.join(map(repr, accepted))}"
         for name, accepted in FIXED.items()
@@ -207,24 +207,24 @@ def fixed(values: Mapping[str, Any]) -> list[str]:
 
 
 def _same(value: Any, expected: Any) -> bool:
-    """Equality that distinguishes True from 1."""
+    """Compare values, and distinguish True from 1."""
     return isinstance(value, bool) == isinstance(expected, bool) and bool(value == expected)
 
 
 def is_integer(value: Any, least: int = 0) -> bool:
-    """Whether a value is an integer of 32 bits, and no truth value."""
+    """Return whether a value is an integer of 32 bits and not a bool."""
     kind = isinstance(value, int) and not isinstance(value, bool)
     return kind and least <= value <= MAX_INTEGER
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number above 0, and no truth value."""
+    """Return whether a value is a finite number above 0 and not a bool."""
     kind = isinstance(value, (int, float)) and not isinstance(value, bool)
     return kind and 0 < value < 1e308
 
 
 def wrong_types(values: Mapping[str, Any]) -> list[str]:
-    """Problems: fields of numbers that hold something else."""
+    """Return problems: numeric fields that hold something else."""
     problems = []
     for name in INTEGERS:
         least = 0 if name in MAY_BE_ZERO else 1
@@ -250,7 +250,7 @@ def _wrong_ids(values: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong_limit(values: Mapping[str, Any]) -> list[str]:
-    """Null is no clamp. Zero is no clamp to DeepSeek's code and a clamp at 0 to transformers."""
+    """Check SwiGLU's limit: 0 is no clamp to DeepSeek's code, and a clamp at 0 to transformers."""
     value = values.get("swiglu_limit")
     if value is None or is_number(value):
         return []

@@ -34,14 +34,14 @@ class JsonError(ValueError):
 
 
 def irregular(mode: int) -> str | None:
-    """Name the kind of a file that is no regular file; None for a regular file."""
+    """Return the kind of a file that is not a regular one; None for a regular file."""
     if stat.S_ISREG(mode):
         return None
     return next((words for test, words in _KINDS if test(mode)), "no regular file")
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a regular file of at most ``MAX_BYTES``.
+    """Read a regular file of at most ``MAX_BYTES``.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -51,7 +51,7 @@ def read_bytes(path: Path) -> bytes:
         kind = irregular(path.stat().st_mode)
         if kind is not None:
             raise JsonError(f"{path} is {kind}, wanted a regular file")
-        # A pipe that takes the file's place meanwhile must not block.
+        # A pipe that replaced the file meanwhile must not block.
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         with os.fdopen(fd, "rb") as file:
             size = os.fstat(fd).st_size
@@ -65,15 +65,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse(text: bytes | str, what: str) -> dict[str, Any]:
-    """The table of a JSON text.
+    """Parse a JSON text that holds a table.
 
     Args:
         text: UTF-8.
         what: Name of the file, for messages.
 
     Raises:
-        JsonError: if it is not strict JSON, holds no table, a key twice, an integer of more than
-            18 digits, or more values or levels than any published file.
+        JsonError: if it is not strict JSON or holds no table, or if it has a key twice, an integer
+            of more than 18 digits, or more values or levels than any published file.
     """
     try:
         plain = text if isinstance(text, str) else text.decode("utf-8-sig")
@@ -135,7 +135,7 @@ _SHORT.maxlevel = 3
 
 
 def show(value: Any) -> str:
-    """``repr`` of a value found in a file, of bounded length."""
+    """Return the ``repr`` of a value found in a file, shortened to a bounded length."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return _SHORT.repr(value)

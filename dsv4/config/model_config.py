@@ -30,7 +30,7 @@ ACTIVATIONS = ("bf16", "nvfp4")
 
 @dataclass(frozen=True)
 class RopeParameters:
-    """One rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
+    """A rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
 
     Attributes:
         theta: Base of the geometric sequence of frequencies.
@@ -65,7 +65,7 @@ class RopeParameters:
             )
 
     def correction_range(self) -> tuple[int, int]:
-        """First and last index of YaRN's ramp: 15 and 25 for the published models."""
+        """Return the first and last index of YaRN's ramp: 15 and 25 for the published models."""
 
         def index(rotations: float) -> float:
             turns = self.original_max_position / (rotations * 2 * math.pi)
@@ -76,7 +76,7 @@ class RopeParameters:
         return low, high
 
     def frequencies(self) -> list[float]:
-        """The R/2 angular frequencies in radians per position, in double precision."""
+        """Return the R/2 angular frequencies in radians per position, in double precision."""
         plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
         if self.factor is None:
             return plain
@@ -86,7 +86,7 @@ class RopeParameters:
         return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
 
     def inv_freq(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """The frequencies as a float32 table, ``[R/2]``, without an amplitude (pitfall 2).
+        """Return the frequencies as a float32 table ``[R/2]``, without an amplitude (pitfall 2).
 
         Computed in float32 on the CPU, step by step as the published code does: the models were
         trained with that table, whose last bit is worth hundredths of a radian at position 2^20.
@@ -120,7 +120,7 @@ class CompressRates(Mapping[str, int]):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything that fixes the shapes and the mathematics of one DeepSeek-V4.
+    """The configuration of one DeepSeek-V4: everything that fixes its shapes and mathematics.
 
     Field names are those of transformers' ``DeepseekV4Config``; ``rope_main`` and
     ``rope_compress`` stand for its nested ``rope_parameters``. ``numerics`` is ``"deepseek"`` (the
@@ -128,8 +128,8 @@ class ModelConfig:
     ``"transformers"``; ``activation`` is what quantised linears multiply: ``"bf16"`` or
     ``"nvfp4"``.
 
-    ``layer_types`` and ``mlp_layer_types`` have no default, because a wrong schedule runs and
-    talks nonsense (pitfall 42). ``swiglu_limit`` None means no clamp.
+    ``layer_types`` and ``mlp_layer_types`` have no default, because a model with a wrong schedule
+    runs and writes nonsense (pitfall 42). ``swiglu_limit`` None means no clamp.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -260,7 +260,7 @@ class ModelConfig:
     def from_dict(
         cls, values: Mapping[str, Any], *, numerics: str = "deepseek", activation: str = "bf16"
     ) -> ModelConfig:
-        """The configuration a parsed config.json describes, whichever tool wrote it.
+        """Make the configuration that a parsed config.json describes, whichever tool wrote it.
 
         Reads the fields of DeepSeek's, NVIDIA's, compressed-tensors' and transformers' files
         (specification, sections 1, 10 and 11.5).
@@ -284,10 +284,10 @@ class ModelConfig:
     def from_json(
         cls, text: str | bytes, *, numerics: str = "deepseek", activation: str = "bf16"
     ) -> ModelConfig:
-        """``from_dict`` of a JSON text.
+        """Call ``from_dict`` with the content of a JSON text.
 
         Raises:
-            ValueError: also if it is no strict JSON, or longer or deeper than any published file.
+            ValueError: also if it is not strict JSON, or longer or deeper than any published file.
         """
         values = parse(text, "config.json")
         return cls.from_dict(values, numerics=numerics, activation=activation)
@@ -296,7 +296,7 @@ class ModelConfig:
     def from_path(
         cls, path: str | Path, *, numerics: str = "deepseek", activation: str = "bf16"
     ) -> ModelConfig:
-        """``from_json`` of a file, or of the config.json in a folder."""
+        """Call ``from_json`` with a file, or with the config.json in a folder."""
         path = Path(path)
         file = path / "config.json" if path.is_dir() else path
         values = parse(read_bytes(file), str(file))
@@ -304,11 +304,11 @@ class ModelConfig:
 
     @classmethod
     def of(cls, config: Any, *, numerics: str | None = None) -> ModelConfig:
-        """``config`` itself if it is a ModelConfig, or the conversion of a transformers config.
+        """Return ``config`` if it is a ModelConfig, else convert a transformers config.
 
         Args:
             config: ModelConfig, dict, or an object with ``to_dict()``.
-            numerics: Wanted numerics; None keeps a ModelConfig's own and means
+            numerics: Requested numerics; None keeps a ModelConfig's own and means
                 ``"transformers"`` for a transformers config.
         """
         if isinstance(config, ModelConfig):
@@ -334,21 +334,22 @@ class ModelConfig:
 
     @classmethod
     def tiny(cls, **changes: Any) -> ModelConfig:
-        """A model of a few hundred thousand parameters with every layer type and both routers.
+        """Make a model of a few hundred thousand parameters with every layer type and router.
 
-        Given ``layer_types`` or ``num_hidden_layers`` alone, the other fields of the schedule
-        follow: layers cycle through sliding, CSA, HCA, CSA, and the first half routes by hash.
+        If only ``layer_types`` or ``num_hidden_layers`` is given, the other fields of the schedule
+        follow from it: layers cycle through sliding, CSA, HCA, CSA, and the first half routes by
+        hash.
         """
         cycle = (SLIDING, CSA, HCA, CSA)
         count = changes.get("num_hidden_layers", len(changes.get("layer_types", cycle)))
         types = tuple(changes.pop("layer_types", (cycle * count)[:count]))
         base = _published(cls, types, hash_layers=(count + 1) // 2)
-        # A short original context makes YaRN matter at the positions a test reaches.
+        # A short original context makes YaRN matter at positions that tests reach.
         yarn = RopeParameters(160000.0, 64, 16.0, original_max_position=64)
         return base.replace(rope_compress=yarn).replace(**{**_TINY, **changes})
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with some fields changed; the rope tables follow ``qk_rope_head_dim``."""
+        """Return a copy with some fields changed; the rope tables follow ``qk_rope_head_dim``."""
         dim = changes.get("qk_rope_head_dim", self.qk_rope_head_dim)
         for name in ("rope_main", "rope_compress"):
             if name not in changes and getattr(self, name).dim != dim:
@@ -356,19 +357,19 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config.json that DeepSeek or NVIDIA would write, without quantization_config."""
+        """Return the config.json of DeepSeek or NVIDIA, without quantization_config."""
         return config_json.deepseek_style(self._plain())
 
     def to_transformers_dict(self) -> dict[str, Any]:
-        """The config.json that transformers would write; ``DeepseekV4Config(**it)`` accepts it.
+        """Return the config.json of transformers; ``DeepseekV4Config(**it)`` accepts it.
 
-        Except where ``swiglu_limit`` is None: transformers writes no clamp as infinity, which JSON
-        does not have.
+        It does not if ``swiglu_limit`` is None: for no clamp transformers writes infinity, which
+        JSON does not have.
         """
         return config_json.transformers_style(self._plain())
 
     def _plain(self) -> dict[str, Any]:
-        """Fields as plain values: ropes as tables, rates by layer type."""
+        """Return the fields as plain values: ropes as tables, rates by layer type."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("rope_main", "rope_compress"):
             values[name] = dataclasses.asdict(values[name])
@@ -390,25 +391,25 @@ class ModelConfig:
         return self.num_attention_heads // self.o_groups
 
     def layer_type(self, layer_idx: int) -> str:
-        """Attention type of a layer; MTP layers are ``"sliding_attention"``."""
+        """Return the attention type of a layer; MTP layers are ``"sliding_attention"``."""
         self._check_layer(layer_idx)
         return self.layer_types[layer_idx] if layer_idx < self.num_hidden_layers else SLIDING
 
     def mlp_layer_type(self, layer_idx: int) -> str:
-        """``"hash_moe"`` or ``"moe"``; MTP layers are ``"moe"``."""
+        """Return ``"hash_moe"`` or ``"moe"``; MTP layers are ``"moe"``."""
         self._check_layer(layer_idx)
         return self.mlp_layer_types[layer_idx] if layer_idx < self.num_hidden_layers else "moe"
 
     def compress_rate(self, layer_idx: int) -> int:
-        """Tokens per compressed entry of a layer, 0 for a sliding-window layer."""
+        """Return the tokens per compressed entry of a layer, 0 for a sliding-window layer."""
         return self.compress_rates.get(self.layer_type(layer_idx), 0)
 
     def rope(self, layer_idx: int) -> RopeParameters:
-        """The layer's rotary table: plain for sliding layers and MTP, else YaRN (pitfall 1)."""
+        """Return the layer's rotary table: plain for sliding and MTP layers, else YaRN's."""
         return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main
 
     def is_hash(self, layer_idx: int) -> bool:
-        """Whether the layer routes by token id."""
+        """Return whether the layer routes by token id."""
         return self.mlp_layer_type(layer_idx) == "hash_moe"
 
     def _check_layer(self, layer_idx: int) -> None:
@@ -450,7 +451,7 @@ _TINY: dict[str, Any] = {
 def _published(
     cls: type[ModelConfig], layer_types: tuple[str, ...], hash_layers: int = 3
 ) -> ModelConfig:
-    """Flash's sizes with a schedule; Pro and tiny change what differs."""
+    """Return Flash's sizes with a schedule; Pro and tiny change what differs."""
     count = len(layer_types)
     return cls(
         vocab_size=129280,

@@ -137,7 +137,7 @@ def _launch_attention(key: tuple[Any, ...], stream: int, addresses: Sequence[int
     Args:
         key: What ``_attention_launch`` takes, but for the thread.
         stream: The driver's handle.
-        addresses: Of the pointers of ``AttentionArgs``, in their order; 0 for None.
+        addresses: Addresses of the pointers of ``AttentionArgs``, in their order; 0 for None.
     """
     (
         q,
@@ -196,14 +196,14 @@ def _launch_merge(key: tuple[int, ...], stream: int, addresses: Sequence[int]) -
 def _attention_launch(
     plan: AttentionPlan, splits: int, problem: _Problem, count: int, thread: int
 ) -> Launch:
-    """Made once in every thread, because a ``Launch`` has buffers and making it takes long.
+    """Make a launch, once in every thread, because it has buffers and making it takes long.
 
     Args:
-        plan: Of the kernel.
+        plan: Plan of the kernel.
         splits: KV splits of a token.
         problem: Sizes and strides.
         count: SMs of the GPU.
-        thread: Of the caller.
+        thread: Number of the caller's thread.
     """
     tiles = head_tiles(problem.heads)
     items = problem.tokens * splits * tiles

@@ -126,8 +126,8 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
     Args:
         kind: First arguments of ``_prepared``.
         stream: The driver's handle.
-        addresses: Of X, codes, block scales, global scales, scales of the rows of X or 0, and the
-            result.
+        addresses: Addresses of X, codes, block scales, global scales, scales of the rows of X or 0,
+            and the result.
     """
     x, codes, scales, global_scale, row_scale, out = addresses
     for launch, is_small_m, of_x, of_scale, of_out in _prepared(*kind, get_ident()):

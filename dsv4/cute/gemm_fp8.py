@@ -63,7 +63,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
     Args:
         kind: First arguments of ``_prepared``.
         stream: The driver's handle.
-        addresses: Of X, codes, scales, scales of the rows of X or 0, and the result.
+        addresses: Addresses of X, codes, scales, scales of the rows of X or 0, and the result.
     """
     x, codes, scales, row_scale, out = addresses
     launch = _prepared(*kind, get_ident())
@@ -138,7 +138,7 @@ def plans(
         groups: Groups of rows with an input each.
         activation: ``"bf16"`` or ``"nvfp4"``.
         out_dtype: bfloat16 or float32.
-        scale_dtype: Of the weight: float8_e8m0fnu or float32.
+        scale_dtype: Dtype of the weight: float8_e8m0fnu or float32.
         max_tokens: At least 1.
     """
     kind = (out_dtype == torch.float32, activation == "nvfp4")

@@ -33,7 +33,7 @@ _pointers = TCGEN05_ABI.pointers
 
 
 class _Call(NamedTuple):
-    """What determines every scalar of a launch.
+    """The values that determine every scalar of a launch.
 
     Attributes:
         problem: The GEMM.
@@ -118,8 +118,8 @@ def _launch(call: _Call, stream: int, addresses: Sequence[int]) -> None:
     Args:
         call: Its scalars.
         stream: The driver's handle.
-        addresses: Of codes and block scales of the weight, then of the tokens, global scales of
-            the weight and of the tokens, and the result.
+        addresses: Addresses of codes and block scales of the weight, then of the tokens, global
+            scales of the weight and of the tokens, and the result.
     """
     *described, global_scale, token_scale, out = addresses
     pointers = _pointers(global_scale=global_scale, token_scale=token_scale, out=out)

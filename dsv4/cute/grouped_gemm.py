@@ -125,7 +125,7 @@ def _multiply(
 
     Args:
         problem: Fields of an ``Experts``.
-        args: Of the operator.
+        args: Arguments of the operator.
         x: Its rows of X.
         row_weight: float32 weights of these rows.
         limit: Clamp of SwiGLU.
@@ -173,7 +173,7 @@ def _launch_all(
     Args:
         kind: First arguments of ``_prepared``.
         stream: The driver's handle.
-        addresses: Of ``operands`` in ``_multiply``; 0 for those that there are not.
+        addresses: Addresses of ``operands`` in ``_multiply``; 0 for those that there are not.
         counters: Address of an int32 0 for each launch, which counts its tiles, or 0.
     """
     x, codes, scales, global_scale, token_scale, row_weight, *others = addresses
@@ -212,7 +212,7 @@ def _launch_all(
 
 
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Each expert's value for its rows, ``[rows]``, without reading the offsets on the host.
+    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
 
     Rows of no expert get the last one's, which is as good as any.
     """

@@ -52,7 +52,7 @@ class _Results(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What determines every scalar of a launch.
+    """The values that determine every scalar of a launch.
 
     Attributes:
         experts: The grouped GEMM.
@@ -190,8 +190,8 @@ def _launch(call: _Call, stream: int, addresses: Sequence[int]) -> None:
     Args:
         call: Its scalars.
         stream: The driver's handle.
-        addresses: Of codes and block scales of the weights and of X, global scales of both,
-            weights of rows, offsets, and ``_Results``; 0 for None.
+        addresses: Addresses of codes and block scales of the weights and of X, global scales of
+            both, weights of rows, offsets, and ``_Results``; 0 for None.
     """
     codes, scales, x_codes, x_scales, global_scale, token_scale, row_weight, *rest = addresses
     offsets, out, block_scales, row_scale, result_scale = rest

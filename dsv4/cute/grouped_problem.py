@@ -10,7 +10,7 @@ MOST_EXPERTS = 512
 
 
 class Experts(NamedTuple):
-    """What a kernel depends on, except the number of rows of X.
+    """The facts that a kernel depends on, except the number of rows of X.
 
     Attributes:
         rows: N of an expert, a multiple of 16.
@@ -37,7 +37,7 @@ class Experts(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def expected_tiles(mean: float, block: int) -> float:
-    """Expected tiles of ``block`` tokens for a number of them that is Poisson distributed."""
+    """Return the expected tiles of ``block`` tokens for a Poisson distributed number of them."""
     return sum(_more_than(mean, k * block) for k in range(int(mean + 8 * mean**0.5) // block + 2))
 
 

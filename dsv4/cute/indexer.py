@@ -142,7 +142,7 @@ def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -
     Args:
         problem: Sizes and strides.
         stream: The driver's handle.
-        addresses: Of the pointers of ``TopkArgs``, in their order.
+        addresses: Addresses of the pointers of ``TopkArgs``, in their order.
     """
     keys, maxima, visible, out = addresses
     pointers = _topk_pointers(keys=keys, maxima=maxima, visible=visible, out=out)
@@ -151,7 +151,7 @@ def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -
 
 @functools.lru_cache(maxsize=4096)
 def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
-    """Made once in every thread, because a ``Launch`` has buffers and making it takes long."""
+    """Make a launch, once in every thread, because it has buffers and making it takes long."""
     plan = topk_plan(problem.tokens, problem.group)
     kernel = loaded(plan, HOPPER)
     kernel.prepare(problem.device)
@@ -180,7 +180,7 @@ def indexer_logits(
     k: int,
     group: int,
 ) -> None:
-    """As ``dsv4.triton.indexer.launch_scores``, of arguments that ``supports_int8`` supports."""
+    """Do what ``dsv4.triton.indexer.launch_scores`` does, if ``supports_int8`` supports it."""
     assert query_scales is not None
     query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()
     tokens, heads, _ = q.shape
@@ -216,7 +216,7 @@ def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int
     Args:
         problem: Sizes and strides.
         stream: The driver's handle.
-        addresses: Of the pointers of ``IndexerLogitsArgs``, in their order.
+        addresses: Addresses of the pointers of ``IndexerLogitsArgs``, in their order.
     """
     q, q_scales, weights, cache, table, sequences, visible, scores, maxima = addresses
     pointers = _logits_pointers(
@@ -235,7 +235,7 @@ def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int
 
 @functools.lru_cache(maxsize=4096)
 def _logits_launch(problem: _LogitsProblem, thread: int) -> Launch:
-    """Made once in every thread, as ``_topk_launch``."""
+    """Make a launch, once in every thread, as ``_topk_launch`` does."""
     plan, splits = _logits_plan(problem)
     kernel = loaded(plan, HOPPER)
     kernel.prepare(problem.device)

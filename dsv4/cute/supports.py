@@ -1,4 +1,4 @@
-"""Why CuTeDSL kernels cannot run a call of an operator; each function returns None where they can.
+"""Reasons why CuTeDSL kernels cannot run a call of an operator; None where they can.
 
 Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
 """
@@ -47,7 +47,7 @@ MOST_FEW_TOKENS = 64  # tokens that the kernel for small M multiplies, 16 at a t
 
 
 def gemm(call: Call) -> str | None:
-    """For ``gemm``: weights in fragments, and on Hopper FP8 ones."""
+    """Return why ``gemm`` is unsupported: weights in fragments, and on Hopper FP8 ones."""
     args: GemmArgs = call.args
     if args.format == FP8_BLOCK.name:
         return _fp8_gemm(args, call.device)
@@ -55,7 +55,7 @@ def gemm(call: Call) -> str | None:
 
 
 def gemm_swiglu(call: Call) -> str | None:
-    """For ``gemm_swiglu``: weights in fragments."""
+    """Return why ``gemm_swiglu`` is unsupported: weights in fragments."""
     return _packed_gemm(call.args, call.device, 1)
 
 
@@ -105,7 +105,7 @@ def _packed_sizes(
 
 
 def _many_tokens(arch: str, tokens: int, rows: int, columns: int) -> str:
-    """What keeps the kernel for large M from a weight."""
+    """Return why the kernel for large M does not take a weight."""
     if arch != HOPPER:
         return (
             f"there are {tokens} tokens, and the kernel multiplies {TOKENS} at a time, wanted "
@@ -135,7 +135,7 @@ def _fp8_gemm(args: GemmArgs, device: torch.device) -> str | None:
 
 
 def grouped_gemm(call: Call) -> str | None:
-    """For ``grouped_gemm`` and what is made with it: weights in fragments."""
+    """Return why ``grouped_gemm`` and its fused forms are unsupported: weights in fragments."""
     args: GroupedArgs = call.args
     weight, scales, global_scale = args.weight, args.scales, args.global_scale
     reason = _grouped_sizes(
@@ -182,24 +182,24 @@ def _grouped_sizes(
 
 
 def _rows_dtype(args: GroupedArgs) -> torch.dtype:
-    """Of sorted rows; codes are dequantized to bfloat16."""
+    """Return the dtype of sorted rows; codes are dequantized to bfloat16."""
     return args.x.dtype if args.x_scales is None else torch.bfloat16
 
 
 def _out_dtype(args: GroupedArgs) -> torch.dtype:
-    """Of the result; of one that is quantised, before that."""
+    """Return the dtype of the result, before it is quantised where it is."""
     if isinstance(args, GroupedGemmSwigluQuantizeArgs):
         return _rows_dtype(args)
     return args.out_dtype
 
 
 def tcgen05_gemm(call: Call) -> str | None:
-    """For ``gemm`` with both operands in NVFP4, on Blackwell."""
+    """Return why ``gemm`` with both operands in NVFP4 is unsupported, on Blackwell."""
     return _tcgen05(call.args, call.device, call.args.groups)
 
 
 def tcgen05_gemm_swiglu(call: Call) -> str | None:
-    """For ``gemm_swiglu`` with both operands in NVFP4, on Blackwell."""
+    """Return why ``gemm_swiglu`` with both operands in NVFP4 is unsupported, on Blackwell."""
     return _tcgen05(call.args, call.device, 1)
 
 
@@ -220,7 +220,7 @@ def _tcgen05(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: int)
 
 
 def tcgen05_grouped_gemm(call: Call) -> str | None:
-    """For ``grouped_gemm`` and what is made with it, both operands in NVFP4, on Blackwell."""
+    """Return why ``grouped_gemm`` and its fused forms, all in NVFP4, are unsupported."""
     args: GroupedArgs = call.args
     # Rows that come as codes are NVFP4, and their activation is called "bf16".
     activation = args.activation if args.x_scales is None else NVFP4.name
@@ -245,7 +245,7 @@ def tcgen05_grouped_gemm(call: Call) -> str | None:
 def _stored(
     codes: torch.Tensor, scales: torch.Tensor | None, global_scale: torch.Tensor | None
 ) -> str | None:
-    """How an NVFP4 weight lies in memory."""
+    """Return how an NVFP4 weight lies in memory."""
     assert scales is not None
     assert global_scale is not None
     whole = gapped("codes, scales or global scales", codes, scales, global_scale)
@@ -253,12 +253,12 @@ def _stored(
 
 
 def indexer_select(call: Call) -> str | None:
-    """For ``indexer_select``, on Hopper."""
+    """Return why ``indexer_select`` is unsupported, on Hopper."""
     return triton.indexer_select(call) or not_hopper(call.device)
 
 
 def indexer_select_is_slower(call: Call) -> str | None:
-    """Why Triton's kernels of ``indexer_select`` are as fast or faster, or None."""
+    """Return why Triton's kernels of ``indexer_select`` are as fast or faster, or None."""
     args: IndexerSelectArgs = call.args
     capacity = args.page_table.shape[1] * args.page_size
     integers = supports_int8(
@@ -279,7 +279,7 @@ def indexer_select_is_slower(call: Call) -> str | None:
 
 
 def sparse_attention(call: Call) -> str | None:
-    """For ``sparse_attention``, on Hopper."""
+    """Return why ``sparse_attention`` is unsupported, on Hopper."""
     args: SparseAttentionArgs = call.args
     elsewhere = triton.attention_sizes(call) or not_hopper(call.device)
     if elsewhere:
@@ -312,7 +312,7 @@ def _not_on_gpu(device: torch.device) -> str | None:
 
 @cached
 def no_cute(device: torch.device) -> str | None:
-    """Why CuTeDSL kernels that several architectures share cannot run on a device, or None."""
+    """Return why CuTeDSL kernels for several architectures cannot run on a device, or None."""
     elsewhere = _not_on_gpu(device)
     if elsewhere is None and capability(device) not in ARCHITECTURES:
         supported = ", ".join(f"{major}.{minor}" for major, minor in ARCHITECTURES)
@@ -322,7 +322,7 @@ def no_cute(device: torch.device) -> str | None:
 
 @cached
 def not_hopper(device: torch.device) -> str | None:
-    """Why Hopper's CuTeDSL kernels cannot run on a device, or None."""
+    """Return why Hopper's CuTeDSL kernels cannot run on a device, or None."""
     elsewhere = no_cute(device)
     if elsewhere is None and capability(device) != (9, 0):
         return f"the kernel is Hopper's, compute capability 9.0, the GPU has {dotted(device)}"
@@ -331,7 +331,7 @@ def not_hopper(device: torch.device) -> str | None:
 
 @cached
 def not_blackwell(device: torch.device) -> str | None:
-    """Why tcgen05 with NVFP4 operands is not asked of a device, or None."""
+    """Return why tcgen05 with NVFP4 operands is not asked of a device, or None."""
     elsewhere = _not_on_gpu(device)
     if elsewhere or capability(device) in BLACKWELL:
         return elsewhere
@@ -345,11 +345,11 @@ def not_blackwell(device: torch.device) -> str | None:
 
 
 def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:
-    """Why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
+    """Return why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
 
     Args:
-        device: Of the weights.
-        dtype: Of the inputs.
+        device: Device of the weights.
+        dtype: Dtype of the inputs.
         experts: Whether they are routed experts, for which only CuTeDSL kernels are.
     """
     if device.type != "cuda":

@@ -1,1 +1,1 @@
-"""Other libraries' models on this package's layers. Nothing here is imported by ``import dsv4``."""
+"""Models of other libraries on this package's layers. ``import dsv4`` imports nothing of this."""

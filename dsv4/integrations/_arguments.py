@@ -56,7 +56,7 @@ class _Parameters:
     """Parameters of a forward without ``self``.
 
     Attributes:
-        names: Those with a name, in order, each under the name that is ours.
+        names: Arguments with a name, in order, each under this package's name.
         rest: Whether it takes other keyword arguments.
     """
 

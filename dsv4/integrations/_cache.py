@@ -53,7 +53,7 @@ class _Layer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, *args: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing, because nothing is left to do."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: only this package's attention writes to a paged cache."""
@@ -189,7 +189,7 @@ class PagedTransformersCache(Cache):
     def _real(
         rows: int, tokens: int, mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor:
-        """Which new tokens are no padding, ``[B, S]``."""
+        """Return which new tokens are no padding, ``[B, S]``."""
         if mask is None:
             return torch.ones(rows, tokens, dtype=torch.bool, device=device)
         check_shape(mask, rows, tokens, tokens)

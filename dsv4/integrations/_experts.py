@@ -29,7 +29,7 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """What ``experts_implementation="dsv4"`` runs: sum of the chosen experts' outputs.
+    """Return the sum of the chosen experts' outputs: ``experts_implementation="dsv4"``.
 
     As transformers does, the routing weight multiplies after the down projection; the sum is in
     float32, in the order of the choices, and rounded once.
@@ -59,7 +59,7 @@ def experts_forward(
 
 
 def _unsupported_reason(experts: Any) -> str | None:
-    """Why the operators cannot run a module, or None."""
+    """Return why the operators cannot run a module, or None."""
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 
     for name, expected in _LAYOUT.items():

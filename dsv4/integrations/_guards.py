@@ -72,7 +72,7 @@ class SavePretrained:
         self.model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' ``save_pretrained``.
+        """Save like transformers' ``save_pretrained``.
 
         Raises:
             ValueError: if a weight is quantised; nothing is written then.

@@ -32,7 +32,7 @@ class NotReplaced:
 
 @dataclass
 class Report:
-    """What ``apply`` or ``from_pretrained`` did to a model.
+    """The changes that ``apply`` or ``from_pretrained`` made to a model.
 
     Holds the replaced modules for ``undo``. They share their tensors with the new ones and cost no
     memory, until a tensor is replaced (by quantising in place, for instance): then the old one

@@ -19,7 +19,7 @@ _FREE = frozenset({"training", "layer_idx", "layout", "activation", "numerics", 
 
 
 def settings_differ(old: nn.Module, new: nn.Module, *, container: bool = False) -> str | None:
-    """How the numbers that two modules compute with differ, in words; None if they do not.
+    """Return how the numbers that two modules compute with differ, in words; None if they do not.
 
     A module of transformers may have been changed after it was made; the configuration, from which
     the new one is made, does not say so. A container's children are judged by themselves.

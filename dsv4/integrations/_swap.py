@@ -31,7 +31,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 @dataclass(frozen=True)
 class Rule:
-    """How one class of transformers is replaced.
+    """The rule by which one class of transformers is replaced.
 
     Attributes:
         part: The part it belongs to.
@@ -108,7 +108,7 @@ def _moe_block(config: ModelConfig, old: Any) -> nn.Module:
 
 @dataclass
 class Swap:
-    """One replacement."""
+    """A replacement of one module."""
 
     parent: nn.Module
     attribute: str
@@ -132,7 +132,7 @@ class Swap:
         setattr(self.parent, self.attribute, self.new)
 
     def undoable(self) -> str | None:
-        """Why this cannot be undone, or None."""
+        """Return why this cannot be undone, or None."""
         if self.parent._modules.get(self.attribute) is not self.new:
             return "was replaced again since; undo that first"
         if self.container:
@@ -193,7 +193,7 @@ def share_tensors(source: nn.Module, target: nn.Module) -> None:
 
 
 def _follow(module: nn.Module, like: nn.Module) -> None:
-    """Bring tables that only ``module`` has (rotary frequencies) to where ``like`` went."""
+    """Move tables that only ``module`` has (rotary frequencies) to where ``like`` went."""
     tensor = next(iter(_own(like).values()), None)
     for sub in module.modules():
         for name in sub._non_persistent_buffers_set:
@@ -203,7 +203,7 @@ def _follow(module: nn.Module, like: nn.Module) -> None:
 
 
 def _obstacle(module: nn.Module, container: bool) -> str | None:
-    """Why a module must stay, judged by what others did to it; None if nothing."""
+    """Return why a module must stay, judged by what others did to it; None if nothing."""
     for path, sub in module.named_modules() if not container else [("", module)]:
         where = f"{path}: " if path else ""
         if "forward" in vars(sub):
@@ -218,7 +218,7 @@ def _obstacle(module: nn.Module, container: bool) -> str | None:
 
 
 def _kind(module: nn.Module, attribute: str) -> str:
-    """Which rule a module falls under, by its class or by its place; "" if none."""
+    """Return which rule a module falls under, by its class or by its place; "" if none."""
     for base in type(module).__mro__:
         if base.__name__ in RULES and base.__name__ != "Linear":
             return base.__name__
@@ -227,7 +227,7 @@ def _kind(module: nn.Module, attribute: str) -> str:
 
 @dataclass
 class Plan:
-    """What will be swapped; nothing is changed while it is made.
+    """The modules that will be swapped; nothing is changed while it is made.
 
     Attributes:
         config: Configuration of the new modules.

@@ -1,4 +1,4 @@
-"""This package's layers inside transformers' DeepSeek-V4.
+"""Use this package's layers inside transformers' DeepSeek-V4.
 
 ``apply`` swaps the modules of a loaded model, ``from_pretrained`` loads an NVFP4 checkpoint, which
 transformers alone cannot. Both change one model instance; no class is patched, and importing this
@@ -38,7 +38,7 @@ import math
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -52,6 +52,10 @@ from dsv4.integrations._report import NotReplaced, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
+
+if TYPE_CHECKING:
+    from dsv4.checkpoint import Checkpoint
+    from dsv4.checkpoint.filling import FillRequest
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -187,7 +191,7 @@ def from_pretrained(
     compile_kernels: bool = True,
     progress: bool = True,
 ) -> Any:
-    """A transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout, ready to run.
+    """Load a transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout.
 
     Quantised weights stay quantised in the parts that are swapped, and are dequantised in the
     others. NVFP4 weights are packed as ``dsv4.load`` packs them. transformers has no
@@ -201,13 +205,13 @@ def from_pretrained(
             transformers keeps in float32 (norms, sinks, hyper-connections, biases) is never
             narrower, except for norms that are left to transformers up to 5.17, which cannot run
             them so.
-        numerics: As for ``apply``.
-        activation: As for ``apply``.
-        parts: As for ``apply``.
-        mxfp4: As for ``dsv4.load``.
-        pack: As for ``dsv4.load``.
-        reserve_tokens: As for ``dsv4.load``.
-        input_scales: As for ``dsv4.load``.
+        numerics: See ``apply``.
+        activation: See ``apply``.
+        parts: See ``apply``.
+        mxfp4: See ``dsv4.load``.
+        pack: See ``dsv4.load``.
+        reserve_tokens: See ``dsv4.load``.
+        input_scales: See ``dsv4.load``.
         compile_kernels: On a GPU, whether CuTeDSL's kernels are compiled now, or loaded if they
             were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
             their first launch.
@@ -226,35 +230,22 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4.checkpoint import Checkpoint, fill
+    from dsv4.checkpoint import Checkpoint
     from dsv4.checkpoint.arguments import as_dtype, check_reserve
+    from dsv4.checkpoint.filling import FillRequest
     from dsv4.compilation.warmup import warm_loaded
 
     modeling = _modeling()
     chosen, dtype = _chosen(parts), as_dtype(dtype)
     check_reserve(reserve_tokens)
+    request = FillRequest(device, dtype, activation, mxfp4, pack, input_scales)
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
         report = _apply(model, modeling, config, chosen)
-        filled = fill(
-            model,
-            checkpoint,
-            device=device,
-            dtype=dtype,
-            activation=activation,
-            float32=_float32_names(model),
-            mxfp4=mxfp4,
-            pack=pack,
-            input_scales=input_scales,
-            ignore=("mtp.*",),
-            check_values=False,  # nothing to protect: on an error the model is dropped
-            progress=progress,
-        )
-        report.packing, report.conversion = filled.packing, filled.conversion
-        report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
+        _fill(model, checkpoint, request, report, progress)
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
@@ -264,13 +255,29 @@ def from_pretrained(
     warm_allocator(model, reserve_tokens, model.get_input_embeddings().weight.dtype)
     if compile_kernels:
         warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
+    _warn_of_left_out(path, report)
+    return model.eval().requires_grad_(False)
+
+
+def _fill(
+    model: nn.Module, checkpoint: Checkpoint, request: FillRequest, report: Report, progress: bool
+) -> None:
+    """Fill a swapped model on meta, and complete its report."""
+    from dsv4.checkpoint.filling import fill_new
+
+    request = dataclasses.replace(request, float32=_float32_names(model))
+    filled = fill_new(model, checkpoint, request, ignore=("mtp.*",), progress=progress)
+    report.packing, report.conversion = filled.packing, filled.conversion
+    report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
+
+
+def _warn_of_left_out(path: str | Path, report: Report) -> None:
     if report.left_out:
         _logger.warning(
             "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",
             path,
             len(report.left_out),
         )
-    return model.eval().requires_grad_(False)
 
 
 def paged_cache(
@@ -283,7 +290,7 @@ def paged_cache(
     pool_tokens: int | None = None,
     window_pages: int | None = None,
 ) -> Any:
-    """A cache for ``model.generate(..., past_key_values=cache)`` that lives in pages.
+    """Make a paged cache for ``model.generate(..., past_key_values=cache)``.
 
     The model's attention has to be this package's, see ``apply``. Each row of the batch is a
     sequence; its padding is left out, so that left-padded prompts give what they give alone, and
@@ -295,9 +302,9 @@ def paged_cache(
         max_sequences: Most rows.
         max_chunk: Most tokens of a row in one forward; a longer prompt needs ``prefill_chunk_size``
             of generate. None: ``max_tokens``.
-        index_format: As for ``dsv4.PagedCache``.
-        pool_tokens: As for ``dsv4.PagedCache``.
-        window_pages: As for ``dsv4.PagedCache``.
+        index_format: See ``dsv4.PagedCache``.
+        pool_tokens: See ``dsv4.PagedCache``.
+        window_pages: See ``dsv4.PagedCache``.
 
     Returns:
         A transformers ``Cache``; its ``paged`` is the ``dsv4.PagedCache``.

@@ -15,7 +15,7 @@ from dsv4.kv_cache.step_record import StepRecord, save
 
 
 class AtomicSteps:
-    """What a cache needs to take back its latest steps.
+    """The records by which a cache takes back its latest steps.
 
     Counts and page tables are undone on the host from what ``StepRecord`` says. Of what layers
     write, a step of one token overwrites nothing that the same step reads once more; steps of

@@ -76,7 +76,7 @@ class Batch:
 
     @classmethod
     def decode(cls, starts: torch.Tensor, sequences: torch.Tensor) -> Batch:
-        """One new token per sequence; ``starts`` and ``sequences`` are ``[B]`` int.
+        """Make a batch of one new token per sequence; ``starts`` and ``sequences`` are ``[B]`` int.
 
         An entry with ``sequences`` -1 is padding: its slots are all -1.
         """
@@ -99,7 +99,7 @@ class CacheStep:
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned for ``key`` in this step: layers share tables and slots.
+        """Return what ``make`` returned for ``key`` in this step: layers share tables and slots.
 
         A step lives for one forward, so nothing outlives the numbers it came from.
         """

@@ -1,4 +1,4 @@
-"""What one layer remembers: its pages, their tables, and the compressors' open windows."""
+"""Cache of one layer: its pages, their tables, and the compressors' open windows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 256  # tokens that one page of compressed entries stands for
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """What one layer remembers of every sequence.
+    """The cached entries and open windows of every sequence in one layer.
 
     Attributes:
         window: Raw KV entries; a sequence owns a ring of ``window_capacity`` entries.
@@ -103,7 +103,7 @@ class LayerCache:
         return prefix_slots(table, pages.page_size, sequences, visible)
 
     def tensors(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Every tensor of the layer with the table that says which rows a sequence owns.
+        """Yield every tensor of the layer with the table that says which rows a sequence owns.
 
         None stands for one row per sequence.
         """
@@ -160,12 +160,12 @@ class State:
 
     @classmethod
     def of_layer(cls, layer: LayerCache) -> list[State]:
-        """Those of a layer."""
+        """Return the states of a layer."""
         states = (layer.state, layer.indexer_state)
         return [cls(layer.ratio, state.unsqueeze(0)) for state in states if state is not None]
 
     def loses(self, start: int, end: int) -> bool:
-        """Whether tokens from ``start`` up to ``end`` take slots of earlier ones still pooled.
+        """Return whether tokens ``start`` up to ``end`` take slots of earlier ones still pooled.
 
         They do not if a single token is all.
         """
@@ -176,7 +176,7 @@ class State:
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How much a cache has room for.
+    """The capacity of a cache.
 
     Attributes:
         sequences: Rows.
@@ -220,7 +220,7 @@ class LayerBuilder:
     _made: dict[str, int] = field(default_factory=dict)
 
     def layers(self) -> list[LayerCache]:
-        """One ``LayerCache`` per main layer, then one per MTP layer."""
+        """Make one ``LayerCache`` per main layer, then one per MTP layer."""
         layers = []
         for index in range(self.config.total_layers):
             ratio = self.config.compress_rate(index)
@@ -299,7 +299,7 @@ class LayerBuilder:
 
 
 def state_shape(sequences: int, ratio: int, overlap: bool, dim: int) -> tuple[int, int, int, int]:
-    """Of the open windows of a compressor: ``[S, slots, 2, channels]``, values and scores.
+    """Return the shape ``[S, slots, 2, channels]`` of a compressor's windows: values and scores.
 
     The token at position p has slot ``p % slots``.
     """

@@ -1,4 +1,4 @@
-"""Who holds which page: pools with reference counts, and the tables on the device that follow them.
+"""Bookkeeping of pages: pools with reference counts, and the tables on the device.
 
 All of it runs on the host, between steps. A table is changed in place, so a captured graph finds
 the new pages in it.
@@ -22,7 +22,7 @@ class PagePool:
     """Pages ``0 .. size - 1``, each free or held by one or more users.
 
     Attributes:
-        name: For messages.
+        name: Name in messages.
         size: Pages in all.
     """
 
@@ -53,7 +53,7 @@ class PagePool:
             self._users[page] = users
 
     def users(self, page: int) -> int:
-        """How many hold a page."""
+        """Return how many hold a page."""
         return self._users[page]
 
     def take(self) -> int:
@@ -68,7 +68,7 @@ class PagePool:
         return page
 
     def give_back(self, page: int) -> None:
-        """One user less."""
+        """Count one user of a page less."""
         self._users[page] -= 1
         if not self._users[page]:
             self._free.append(page)
@@ -76,7 +76,7 @@ class PagePool:
 
 @dataclass(frozen=True)
 class Growth:
-    """What a sequence needs before a step.
+    """The pages that a sequence needs before a step.
 
     Attributes:
         row: The sequence.
@@ -103,7 +103,7 @@ class HeldRecord:
         first: Number of its first page.
         end: One past that of its last.
         twin: Number of the page in the place of the first, or None.
-        pages: Those that are about to go or to move, by number.
+        pages: Pages that are about to be released or to move, by number.
     """
 
     first: int
@@ -114,11 +114,11 @@ class HeldRecord:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """What a change of a table needs to be undone; see ``PageTable.restore``.
+    """The state that is needed to undo a change of a table; see ``PageTable.restore``.
 
     Attributes:
         free_before: Free pages of the pool that the change does not take.
-        taken: Those that it takes.
+        taken: Pages that the change takes.
         users: How many hold a page, of each page whose number changes.
         held: Pages of the sequences that change, by row.
     """
@@ -181,19 +181,19 @@ class PageTable:
         return {q: held.pages[q] for q in range(held.first, end)} if held.first < end else {}
 
     def freed_by(self, stale: Sequence[dict[int, int]]) -> int:
-        """How many pages become free if sequences let go of these."""
+        """Return how many pages become free if sequences let go of these."""
         counts = Counter(page for pages in stale for page in pages.values())
         return sum(self.pool.users(page) == count for page, count in counts.items())
 
     def before_trim(self, stale: Mapping[int, dict[int, int]]) -> TableRecord:
-        """What undoes ``trim`` of rows, given their stale pages."""
+        """Return the record that undoes ``trim`` of rows, given their stale pages."""
         pages = {page for numbers in stale.values() for page in numbers.values()}
         users = {page: self.pool.users(page) for page in pages}
         held = {row: self._record(row, pages) for row, pages in stale.items()}
         return TableRecord(self.pool.free, (), users, held)
 
     def before_growth(self, growths: Sequence[Growth]) -> TableRecord:
-        """What undoes ``grow`` of these."""
+        """Return the record that undoes ``grow`` of these."""
         count = sum(growth.pages for growth in growths)
         taken = self.pool.last_free(count)
         users, held = dict.fromkeys(taken, 0), {}
@@ -234,7 +234,7 @@ class PageTable:
         return held.pages[held.twin]
 
     def trim(self, row: int, low: int) -> None:
-        """Let go of the pages that only hold entries before ``low``."""
+        """Release the pages that only hold entries before ``low``."""
         held = self._held[row]
         while held.first < min(held.end, low // self.page_size):
             self.pool.give_back(held.pages.pop(held.first))
@@ -244,7 +244,7 @@ class PageTable:
             held.twin = None
 
     def growth(self, row: int, low: int, end: int) -> Growth | None:
-        """What is missing for a step that reads entries from ``low`` and writes up to ``end``.
+        """Return what a step needs that reads entries from ``low`` and writes up to ``end``.
 
         A sequence that holds pages holds that of ``low``; ``trim`` has seen the same ``low``. None:
         nothing, as in most steps of one token.
@@ -286,12 +286,12 @@ class PageTable:
         return copies
 
     def own_pages(self, row: int) -> int:
-        """How many pages become free if the sequence gives back all of its own."""
+        """Return how many pages become free if the sequence gives back all of its own."""
         counts = Counter(self._held[row].pages.values())
         return sum(self.pool.users(page) == count for page, count in counts.items())
 
     def fork_pages(self, source: int, sealed: int) -> int:
-        """How many pages ``fork`` takes from the pool."""
+        """Return how many pages ``fork`` takes from the pool."""
         return len({page for q, page in self._held[source].pages.items() if q >= sealed})
 
     def fork(self, source: int, target: int, sealed: int) -> list[tuple[int, int]]:
@@ -331,7 +331,7 @@ class PageTable:
         self.table.fill_(-1)
 
     def flush(self) -> None:
-        """Bring the table on the device up to date, in stream order and without waiting."""
+        """Write changes to the table on the device, in stream order and without waiting."""
         if not self._changes:
             return
         changes = [[row, column, page] for (row, column), page in self._changes.items()]

@@ -64,12 +64,12 @@ class PagedCache(AtomicSteps):
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
             device: Where.
-            dtype: Of plain pages; float64 also makes the compressor state float64.
+            dtype: Dtype of plain pages; float64 also makes the compressor state float64.
             entry_format: ``"fp8"`` or ``"plain"``; None: what ``config.numerics`` calls for.
-            index_format: Of the indexer's keys: ``"plain"``, which holds what ``config.numerics``
-                calls for; ``"index_mxfp4"``, the same values in a quarter of bfloat16's bytes with
-                ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either of these, queries are
-                rounded to the same format.
+            index_format: Format of the indexer's keys: ``"plain"``, which holds what
+                ``config.numerics`` calls for; ``"index_mxfp4"``, the same values in a quarter of
+                bfloat16's bytes with ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either
+                of these, queries are rounded to the same format.
             pool_tokens: Tokens of all sequences together whose compressed entries have room, in
                 pools that the sequences share; each sequence rounds up to whole pages. None: no
                 pools.
@@ -168,12 +168,12 @@ class PagedCache(AtomicSteps):
 
     @property
     def max_chunk(self) -> int:
-        """Most new tokens of one sequence in one step."""
+        """The most new tokens of one sequence in one step."""
         return self.size.max_chunk
 
     @property
     def pooled(self) -> bool:
-        """Whether sequences share pools, so that ``prepare`` comes before every step."""
+        """Return whether sequences share pools, so that ``prepare`` comes before every step."""
         return bool(self._tables)
 
     @property
@@ -463,7 +463,7 @@ class PagedCache(AtomicSteps):
         return [held[row] if row >= 0 else 0 for row in sequences]
 
     def is_prepared(self, sequences: Sequence[int]) -> bool:
-        """Whether the latest ``prepare`` was for one more token of these rows, on the CPU."""
+        """Return whether the latest ``prepare`` was for one more token of these rows, on a CPU."""
         rows = [row for row in sequences if row >= 0]
         if self.lengths.device.type != "cpu" or not rows:
             return False
@@ -650,7 +650,7 @@ def _size(
 
 
 def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
-    """What gives a cache its shape and what it holds, by name, of each configuration."""
+    """Return, by name and for each configuration, what gives a cache its shape and its content."""
     dims = ("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window")
     names = ("num_hidden_layers", *dims, "numerics")
     rows = [(name, *(getattr(c, name) for c in configs)) for name in names]

@@ -12,6 +12,7 @@ A slot is a global entry number, ``page * page_size + entry``; -1 stands for no 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,7 @@ DIMS_MULTIPLES = {"index_fp8": 4, "index_mxfp4": FP4_GROUP}
 
 @dataclass(frozen=True)
 class EntryLayout:
-    """Where the bytes of an ``"fp8"`` entry lie (specification, section 7, for any dimensions).
+    """The layout of an ``"fp8"`` entry in bytes (specification, section 7, for any dimensions).
 
     A page holds first the data of all its entries, then the scales of all its entries, then
     padding up to a multiple of ``data_bytes``.
@@ -77,7 +78,7 @@ class EntryLayout:
 
 @dataclass(frozen=True)
 class IndexLayout:
-    """Where the bytes of a compact index key lie (specification, section 6).
+    """The layout of a compact index key in bytes (specification, section 6).
 
     A page holds first the codes of all its entries, then the scales of all its entries.
 
@@ -152,7 +153,7 @@ class Pages:
             head_dim: Dims per entry.
             rope_dim: Trailing dims that carry the rotary embedding, ``0 <= rope_dim <= head_dim``.
             entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
-            dtype: Of ``"plain"`` entries; pages of other formats are bytes whatever it is.
+            dtype: Dtype of ``"plain"`` entries; pages of other formats are bytes whatever it is.
             device: Where.
 
         Raises:
@@ -162,7 +163,7 @@ class Pages:
         if entry_format == "plain":
             data = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
         else:
-            page_bytes = entry_layout(entry_format, head_dim, rope_dim).page_bytes(page_size)
+            page_bytes = bytes_per_page(entry_format, head_dim, rope_dim, page_size)
             data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
         return cls(data, page_size, entry_format, head_dim, rope_dim)
 
@@ -190,12 +191,11 @@ class Pages:
         """Bytes of one page."""
         if self.entry_format == "plain":
             return self.page_size * self.head_dim * self.data.element_size()
-        layout = entry_layout(self.entry_format, self.head_dim, self.rope_dim)
-        return layout.page_bytes(self.page_size)
+        return bytes_per_page(self.entry_format, self.head_dim, self.rope_dim, self.page_size)
 
 
 def dims_multiple(entry_format: str) -> int:
-    """What the dims of an entry have to be a multiple of: whole scales, at their own alignment."""
+    """Return the number that an entry's dims are a multiple of: whole scales, aligned."""
     return DIMS_MULTIPLES.get(entry_format, 1)
 
 
@@ -204,6 +204,12 @@ def entry_layout(entry_format: str, head_dim: int, rope_dim: int) -> EntryLayout
     if entry_format == "fp8":
         return EntryLayout(head_dim, rope_dim)
     return IndexLayout(head_dim, entry_format)
+
+
+@functools.cache
+def bytes_per_page(entry_format: str, head_dim: int, rope_dim: int, page_size: int) -> int:
+    """Bytes of a page of any format but ``"plain"``; every operator on pages asks for them."""
+    return entry_layout(entry_format, head_dim, rope_dim).page_bytes(page_size)
 
 
 def _check_sizes(

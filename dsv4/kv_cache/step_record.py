@@ -42,7 +42,7 @@ class SavedRows:
 
 @dataclass(eq=False)
 class StepRecord:
-    """What one ``PagedCache.prepare`` and the step after it change.
+    """The changes that one ``PagedCache.prepare`` and the step after it make.
 
     Attributes:
         tables: Page tables and what they were, in the order of the changes.

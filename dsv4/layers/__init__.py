@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Former names, for one release."""
+    """Return functions by their former names, for one release."""
     if name != "joint_linear":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     message = "dsv4.layers.joint_linear is now dsv4.layers.concatenated_linear"

@@ -41,7 +41,7 @@ _TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
 
 class ExpertWeights(FixedDtypeModule):
-    """What ``DeepseekV4Experts`` says of its parameters, formats and layouts.
+    """Formats, layouts and views of the parameters of ``DeepseekV4Experts``.
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
@@ -67,6 +67,7 @@ class ExpertWeights(FixedDtypeModule):
         self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_rows = (self.intermediate_dim, self.intermediate_dim)
         self.format: Format | None = None
         self.layout = LINEAR
         self.gate_up_proj = empty_weight(
@@ -77,14 +78,14 @@ class ExpertWeights(FixedDtypeModule):
         )
         for name in sorted(self.stored - {"gate_up_row_scale"}):
             self.register_parameter(name, None)
-        # Of a packed layer [E, 2 I]: gate_up_proj_scale_2 of every row, which products ask for.
+        # In a packed layer [E, 2 I]: gate_up_proj_scale_2 for every row, which GEMMs need.
         self.register_buffer("gate_up_row_scale", None, persistent=False)
 
     def quantized_weight(self, name: str) -> QuantizedTensor:
         """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
 
-        Gate rows come first. Of a packed layer the value is packed, and gate rows are the even
-        ones, up rows the odd ones.
+        Gate rows come first. In a packed layer the value is packed, and even rows are gate rows,
+        odd rows up rows.
 
         Raises:
             ValueError: if the weights are plain, or were left half packed.
@@ -97,14 +98,12 @@ class ExpertWeights(FixedDtypeModule):
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:
             if self.layout == LINEAR:
-                segments = (self.intermediate_dim, self.intermediate_dim)
+                segments = self.gate_up_rows
             else:
                 global_scale = self._buffers["gate_up_row_scale"]
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        # Of a layer that is not packed nothing is kept: its tensors are about to be replaced.
-        packed = self.layout != LINEAR
-        return self.value_of(*parts, name=name) if packed else QuantizedTensor(*parts)
+        return self.value_of(*parts, name=name)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -114,13 +113,13 @@ class ExpertWeights(FixedDtypeModule):
         return deinterleaved(dense) if self._is_interleaved(name) else dense
 
     def _is_interleaved(self, name: str) -> bool:
-        """Whether gate and up rows are interleaved."""
+        """Return whether gate and up rows are interleaved."""
         return name == "gate_up_proj" and self.layout != LINEAR
 
     def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-        """Gate, up and down of one expert as ``set_expert`` takes them, never packed.
+        """Return gate, up and down of one expert as ``set_expert`` takes them, never packed.
 
-        Views of the stack, or of a packed one copies.
+        They are views of the stack, or copies if it is packed.
 
         Raises:
             ValueError: if the weights are plain.
@@ -129,7 +128,7 @@ class ExpertWeights(FixedDtypeModule):
         return self._part(both, 0), self._part(both, 1), down
 
     def _linear(self, name: str, expert: int) -> QuantizedTensor:
-        """One expert's matrix as an unpacked layer has it."""
+        """Return one expert's matrix as an unpacked layer has it."""
         matrix = self.quantized_weight(name)[expert]
         if not self._is_interleaved(name):
             return matrix.with_layout(LINEAR)
@@ -140,11 +139,11 @@ class ExpertWeights(FixedDtypeModule):
             codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
-        segments = (self.intermediate_dim, self.intermediate_dim)
+        segments = self.gate_up_rows
         return QuantizedTensor(codes, scales, global_scale, matrix.format, segments=segments)
 
     def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
-        """Gate (0) or up (1), a view."""
+        """Return gate (0) or up (1), a view."""
         rows = slice(part * self.intermediate_dim, (part + 1) * self.intermediate_dim)
         step = both.format.block[0]
         blocks = slice(rows.start // step, rows.stop // step)
@@ -155,10 +154,10 @@ class ExpertWeights(FixedDtypeModule):
     def pack(self, layout: str = FRAGMENTS) -> None:
         """Re-lay NVFP4 weights for tensor cores, gate and up rows interleaved, losing nothing.
 
-        In place, expert by expert: codes and scales stay where they are, and beside them memory
-        holds one expert's gate and up at most and what ``dsv4.quant.fragments`` needs. Whoever else
-        holds the tensors, a state dict for instance, holds packed bytes then. CUDA graphs captured
-        before must be captured again. A layer that is packed so stays as it is.
+        This is done in place, expert by expert: codes and scales keep their memory, and at most one
+        expert's gate and up and the buffers of ``dsv4.quant.fragments`` are needed in addition.
+        Other owners of the tensors, a state dict for instance, then hold packed bytes. CUDA graphs
+        captured before must be captured again. A layer that has this layout already stays as it is.
 
         Args:
             layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
@@ -231,10 +230,11 @@ class ExpertWeights(FixedDtypeModule):
             )
 
     def _own(self, name: str) -> None:
-        """See to it that a parameter can be written in place."""
+        """Make a parameter writable in place."""
         tensor = getattr(self, name)
         if not tensor.is_contiguous() or tensor.is_inference():
             new = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self.forget_value()
             setattr(self, name, frozen(new))
 
     def _rewrite(self, how: Callable[..., Writes]) -> None:
@@ -246,7 +246,7 @@ class ExpertWeights(FixedDtypeModule):
                     target.copy_(source)
 
     def _finish(self, layout: str) -> None:
-        """Say what the bytes are now."""
+        """Record the layout that the bytes have now."""
         self.forget_value()
         for name in _PROJECTIONS:
             dtype = torch.uint8 if layout == FRAGMENTS else torch.float8_e4m3fn
@@ -314,7 +314,7 @@ class ExpertWeights(FixedDtypeModule):
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
 
         Args:
-            layout: As of ``pack``.
+            layout: See ``pack``.
 
         Raises:
             ValueError: if a matrix is not a whole number of tiles.
@@ -372,13 +372,13 @@ class ExpertWeights(FixedDtypeModule):
             gate: ``[I, H]``, plain or of this layer's format, in the linear layout.
             up: ``[I, H]``, likewise.
             down: ``[H, I]``, likewise.
-            input_scales: Activation scales of gate/up and of down, scalars; wanted if, and only
+            input_scales: Activation scales of gate/up and of down, scalars; required if, and only
                 if, the layer declares them.
 
         Raises:
             ValueError: if an index, a shape, a format, a layout or a dtype of scales differs, a
-                scalar scale is missing, one too many or (looked at on a CPU) not finite and above
-                0, or the layer is packed; nothing is changed then.
+                scalar scale is missing, superfluous or (checked on a CPU) not finite and above 0,
+                or the layer is packed; nothing is changed then.
         """
         inner, hidden = self.intermediate_dim, self.hidden_dim
         if self.layout != LINEAR:
@@ -413,7 +413,7 @@ class ExpertWeights(FixedDtypeModule):
             self._check_scales(name, matrix)
 
     def _check_scales(self, name: str, matrix: QuantizedTensor) -> None:
-        """What would be stored as other numbers than it means."""
+        """Raise if storing a matrix would change the numbers that it means."""
         if matrix.layout != LINEAR:
             raise ValueError(f"Experts: {name} has layout {matrix.layout!r}, wanted {LINEAR!r}")
         projection = "down_proj" if name == "down" else "gate_up_proj"
@@ -450,7 +450,7 @@ class ExpertWeights(FixedDtypeModule):
         scales = getattr(self, name + "_scale")
         step = source.format.block[0]
         block_rows = slice(rows.start // step, -(-rows.stop // step))
-        # Copy bytes: a copy by value between 8-bit float types is not one of them (pitfall 33).
+        # Copy bytes, because a copy by value converts between 8-bit float types (pitfall 33).
         _bytes(scales)[expert, block_rows] = _bytes(source.scales).to(scales.device)
         if source.global_scale is not None:
             getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())
@@ -458,9 +458,9 @@ class ExpertWeights(FixedDtypeModule):
     def quantize(self, format: str = "nvfp4") -> None:
         """Quantise plain weights in place; gate and up of an expert share one global scale.
 
-        Expert by expert: beside the plain stacks, which nothing can free in part and which go at
-        the end, and the quantised ones memory holds what one matrix needs. To hold less, fill an
-        empty layer by ``set_expert`` and drop each source, as loading a checkpoint does.
+        This is done expert by expert: memory holds the plain stacks, which cannot be freed in part
+        and are freed at the end, the quantised ones, and the buffers of one matrix. To hold less,
+        fill an empty layer by ``set_expert`` and drop each source, as loading a checkpoint does.
 
         Raises:
             ValueError: if they are quantised already.
@@ -475,7 +475,7 @@ class ExpertWeights(FixedDtypeModule):
             self.set_expert(e, gate, up, quantize_weight(down[e], format))
 
     def _range(self) -> str:
-        """Which of how many."""
+        """Return which experts of how many it holds."""
         if self.num_local_experts == self.num_experts:
             return str(self.num_experts)
         last = self.first_expert + self.num_local_experts - 1

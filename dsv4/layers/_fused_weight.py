@@ -1,4 +1,4 @@
-"""One matrix that several layers hold the rows of."""
+"""A matrix whose rows belong to several layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class FusedWeight(FixedDtypeModule):
     layer writes its own rows.
 
     Args:
-        weight: With one segment, and so one global scale, per layer; or ``interleaved_rows``.
+        weight: A matrix with one segment, and so one global scale, per layer; or a result of
+            ``interleaved_rows``.
         rows: Rows of each of the n layers.
         interleaved: Whether row ``r`` is one of layer ``r % n``.
     """
@@ -40,19 +41,20 @@ class FusedWeight(FixedDtypeModule):
         self.register_buffer("global_scale", weight.global_scale, persistent=False)
 
     def whole(self) -> QuantizedTensor:
-        """All rows: a segment per layer, or interleaved, each with its global scale."""
+        """All rows: a segment per layer, or interleaved; each layer's have its global scale."""
         segments, tensors = () if self.interleaved else self.rows, self._buffers
         codes, scales, global_scale = tensors["codes"], tensors["scales"], tensors["global_scale"]
         return self.value_of(codes, scales, global_scale, self.format, self.layout, segments)
 
     def part(self, index: int) -> QuantizedTensor:
-        """The rows of one layer: a packed view; of interleaved rows, which share tiles, a copy.
+        """Return the rows of one layer: a packed view, or, if they are interleaved, a copy.
 
-        The copy is not packed. Whole tiles of rows stay in one piece in every layout.
+        The copy is not packed, because interleaved layers share tiles. Every layout keeps whole
+        tiles of rows in one piece.
         """
         scale = self.global_scale[
             index : index + 1
-        ]  # of interleaved rows these are the first rows'
+        ]  # interleaved, these are the scales of the first rows
         if self.interleaved:
             linear, rows = self.whole().with_layout(LINEAR), slice(index, None, len(self.rows))
             return QuantizedTensor(linear.codes[rows], linear.scales[rows], scale, self.format)
@@ -72,10 +74,10 @@ class FusedWeight(FixedDtypeModule):
 
 
 def interleaved_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Row ``r`` is row ``r // n`` of part ``r % n``, with the global scale of that part.
+    """Interleave n parts: row ``r`` is row ``r // n`` of part ``r % n``, with its global scale.
 
-    Beside the result, memory holds one part unpacked and what ``dsv4.quant.fragments`` needs, or
-    for swizzled scales those of the result once more.
+    In addition to the result, memory holds one part unpacked and the buffers of
+    ``dsv4.quant.fragments``, or a second copy of the result's swizzled scales.
 
     Args:
         parts: n packed NVFP4 matrices of one shape and layout with one global scale each.

@@ -1,4 +1,4 @@
-"""One expert's NVFP4 bytes to a packed layout and back, where they are."""
+"""Rewrite one expert's NVFP4 bytes to a packed layout and back, in their own memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dsv4.quant.scales import swizzle_scales, unswizzle_scales
 from dsv4.reference.fragments import deinterleaved, interleaved
 
 Writes = Iterator[tuple[torch.Tensor, torch.Tensor]]
-_CODES = 1 << 22  # that are moved at once
+_CODES = 1 << 22  # codes that are moved at once
 
 
 def packing(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
-    """What to copy where, one after another, so that the bytes are packed in the end.
+    """Yield the copies that, made one after another, leave the bytes packed.
 
     Args:
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
         scales: uint8 ``[N, K/16]``.
-        pairs: Whether the first half of the rows are gate rows, the others up rows, which are to
-            are interleaved.
+        pairs: Whether the first half of the rows are gate rows and the others up rows, which are to
+            be interleaved.
 
     Yields:
         A view of the codes or scales, and its new bytes.
@@ -51,12 +51,12 @@ def unpacking(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writ
 
 
 def swizzling(codes: torch.Tensor, scales: torch.Tensor, *, pairs: bool) -> Writes:
-    """As ``packing``, to scales in blocks of 128 rows and 4 columns, of which there are only whole.
+    """Like ``packing``, with scales in whole blocks of 128 rows and 4 columns.
 
     Args:
         codes: uint8 ``[N, K/2]``, contiguous, as are the scales.
         scales: uint8 ``[N, K/16]``.
-        pairs: As of ``packing``.
+        pairs: See ``packing``.
     """
     if pairs:
         yield codes, interleaved(codes)
@@ -79,7 +79,7 @@ def _pieces(
     scales: torch.Tensor,
     scale_dtype: torch.dtype,
 ) -> Writes:
-    """A few whole rows of tiles at a time: they stay in their place, whatever the layout."""
+    """Yield a few whole rows of tiles at a time, which every layout keeps in their place."""
     columns = 2 * codes.shape[1]
     height = max(1, _CODES // (fragments.ROWS * columns)) * fragments.ROWS
     for code_rows, scale_rows in zip(codes.split(height), scales.split(height), strict=True):

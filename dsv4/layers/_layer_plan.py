@@ -2,15 +2,16 @@
 
 A layer of a decode step launches about 29 kernels. With a plan per operator (``dsv4.ops._plans``)
 each launch costs the host 24 us on an H100's machine, 6 of which are the launch: the rest is the
-operator's key and guards, and the layers' Python around it. A step of Flash took 46 ms. So what is
-checked before a repetition is checked once per layer: the first call with some metadata runs as it
-is, the second is recorded, later ones replay one tape.
+operator's key and guards, and the layers' Python around it. A step of Flash took 46 ms. So a
+layer's plan checks everything once per layer: the first call with some metadata runs normally, the
+second is recorded, later ones replay one tape.
 
 A layer's result follows from tensors and from Python values. Tensors are arguments of the tape:
 hidden states, token ids, the batch, what layers share in a step, the layer's cache, its weights.
 Their metadata and alignment are compared as those of an operator's arguments are. Python values
 are what modules hold, which ``Structure`` compares, and formats of the cache, which are part of a
-plan's key. What a step memoises is made before the call: the tape neither makes nor keeps any.
+plan's key. Values that a step memoises are made before the call: the tape neither makes nor keeps
+them.
 
 No plan is used where somebody watches or changes calls: hooks, tracers, modes, subclasses of the
 layers, an implementation asked for by name, a capture (which uses more streams).
@@ -47,15 +48,15 @@ _MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans o
 _PATIENCE, _LONGEST = (
     4,
     256,
-)  # failures in a row before calls go without a look, and at most how many
-_ATTEMPTS = 4  # recordings of a call that compiled something
+)  # failures in a row before calls are not looked at, and the most such calls
+_ATTEMPTS = 4  # recordings of a call in which something was compiled
 _OPTIONS = frozenset({"position_embeddings", "position_ids", "attention_mask", "past_key_values"})
 
-# Tables of a module, whose content counts, and hooks, of which there are to be none.
+# Dictionaries of a module: those whose content is compared, and hooks, which must be empty.
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = (*_TABLES, *_HOOKS, "training")
-# What else every module has, and values that are kept with an object for the next call.
+# Other attributes of every module, and values that an object keeps for the next call.
 _IGNORED = frozenset((*nn.Module().__dict__, "_kept", _ATTRIBUTE))
 _GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in _HOOKS]
 _forward = attrgetter("forward")
@@ -68,14 +69,14 @@ _CHANGED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Structure:
-    """What the modules of a layer were at one time: their classes, tree, attributes and tensors.
+    """A snapshot of a layer's modules: their classes, tree, attributes and tensors.
 
     It keeps dictionaries of the modules below the layer, to compare what is in them, until one of
     these modules is gone. So it keeps no module and no tensor alive.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        """Look at it.
+        """Take the snapshot of a layer.
 
         Raises:
             TypeError: if a module is not of this package, or has an attribute that may change in
@@ -84,7 +85,7 @@ class Structure:
         modules = list(layer.modules())
         for module in modules:
             _check(module)
-        # Not the layer's own, which has this object.
+        # The layer's own dictionary is left out, because it holds this object.
         self._dicts = [module.__dict__ for module in modules[1:]]
         dicts = [layer.__dict__, *self._dicts]
         self._types = list(map(type, modules))
@@ -112,7 +113,7 @@ class Structure:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def tensors(self, layer: nn.Module) -> Sequence[torch.Tensor] | None:
-        """The layer's tensors; None if anything is not as it was, or there are hooks."""
+        """Return the layer's tensors; None if anything has changed, or there are hooks."""
         modules = [ref() for ref in self._refs]
         if modules[0] is not layer:
             return None
@@ -134,13 +135,13 @@ class Structure:
 
 
 def _forget(lists: Sequence[list[Any]], gone: Any) -> None:
-    """Empty lists, because a module is gone."""
+    """Empty the lists, because a module is gone."""
     for values in lists:
         values.clear()
 
 
 def _getter(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that takes the items at these indices out of a sequence."""
+    """Return a function that takes the items at these indices out of a sequence."""
     if len(indices) < 2:
         return lambda values: tuple([values[i] for i in indices])
     return itemgetter(*indices)
@@ -166,7 +167,7 @@ def _is_constant(value: Any) -> bool:
 
 @dataclass
 class _Plan:
-    """How to repeat a call with certain tensors; see ``dsv4.ops._plans.Plan``."""
+    """A way to repeat a call with certain tensors; see ``dsv4.ops._plans.Plan``."""
 
     is_like: Guards
     remainders: Any
@@ -193,10 +194,11 @@ class LayerPlans:
 
     Attributes:
         owner: The layer.
-        structure: What its modules were when the plans were made; None if there can be none.
-        plans: By what ``_arguments`` gives; calls of one key differ in metadata of tensors.
-        failures: How often the modules were looked at since a plan was used.
-        left_out: How many calls from now on are not looked at.
+        structure: Snapshot of its modules when the plans were made; None if there can be none.
+        plans: Plans by the key that ``_arguments`` gives; calls of one key differ in metadata of
+            tensors.
+        failures: How often the modules were compared since a plan was used.
+        left_out: Number of the next calls for which no plan is tried.
     """
 
     owner: weakref.ref[nn.Module] | None = None
@@ -212,7 +214,7 @@ class LayerPlans:
         return LayerPlans, ()
 
     def run(self, layer: nn.Module, call: _Call, step: CacheStep) -> torch.Tensor:
-        """Run a layer, by a plan if there is one, which is made otherwise."""
+        """Run a layer, by its plan; without one, run it and make the plan."""
         if self.left_out:
             self.left_out -= 1
             return call()
@@ -240,7 +242,7 @@ class LayerPlans:
         return self._first(key, tensors, call)
 
     def _begin(self, layer: nn.Module) -> None:
-        """Look at the modules again, after a call, which may have made some of their values."""
+        """Take the snapshot again after a call, which may have made some of the modules' values."""
         self.failures += 1
         if self.failures > _PATIENCE:
             self.left_out = min(2 ** (self.failures - _PATIENCE), _LONGEST)
@@ -269,12 +271,12 @@ def run(
     input_ids: torch.Tensor | None,
     options: Mapping[str, Any],
 ) -> torch.Tensor:
-    """``function(streams, input_ids, options)``, by a plan where there may be one.
+    """Call ``function(streams, input_ids, options)``, by a plan where there may be one.
 
     Args:
         layer: A ``DeepseekV4DecoderLayer``.
         function: Its ``run`` without plans.
-        streams: See there, as all that follow.
+        streams: See there.
         input_ids: See there.
         options: See there.
     """
@@ -283,7 +285,7 @@ def run(
         return function(streams, input_ids, options)
     call = _Call(function, streams, input_ids, options)
     if not _is_plain(call):
-        return call()
+        return function(streams, input_ids, options)
     plans = layer.__dict__.get(_ATTRIBUTE)
     if plans is None or plans.owner is None or plans.owner() is not layer:
         plans = layer.__dict__[_ATTRIBUTE] = LayerPlans(weakref.ref(layer))
@@ -291,15 +293,15 @@ def run(
 
 
 def _is_plain(call: _Call) -> bool:
-    """Whether nothing but the layer's result is wanted, of few tokens on a GPU."""
+    """Return whether only the layer's result is needed, for few tokens on a GPU."""
     streams, options = call.streams, call.options
     return (
         type(streams) is torch.Tensor
         and streams.dim() == 4
         and streams.shape[0] == 1
         and streams.numel() > 0
-        and is_launch_bound(streams.shape[1])
         and streams.device.type in _plans.PLANNED_DEVICES
+        and is_launch_bound(streams.shape[1])
         and _plans.is_plain_call("auto")
         and _OPTIONS.issuperset(options)
         and options.get("position_ids") is None
@@ -312,7 +314,7 @@ def _is_plain(call: _Call) -> bool:
 def _arguments(
     layer: Any, call: _Call, step: CacheStep, weights: Sequence[torch.Tensor]
 ) -> tuple[Any, list[torch.Tensor]]:
-    """What else a call depends on, hashable, and all tensors that it depends on.
+    """Return all tensors that a call depends on, and, hashable, everything else.
 
     Batches of one token per sequence have some tensors in two places.
     """
@@ -345,7 +347,7 @@ def _arguments(
 
 
 def _add_cache(tensors: list[torch.Tensor], cache: LayerCache) -> list[Any]:
-    """Add the tensors of a layer's cache; gives how they are to be read."""
+    """Add the tensors of a layer's cache; return how they are to be read."""
     formats: list[Any] = [cache.sliding_window, cache.ratio]
     for pages in (cache.window, cache.compressed, cache.indexer_pages):
         if pages is not None:
@@ -368,7 +370,7 @@ def _recorded(
     shared = len(step._shared)
     with recorder.watching():
         result = call()
-    if len(step._shared) != shared:  # a replay would not make what other layers ask for
+    if len(step._shared) != shared:  # a replay would not make values that other layers read
         plan.attempts = _ATTEMPTS
     elif recorder.is_repeatable or plan.attempts == _ATTEMPTS:
         plan.attempts = _ATTEMPTS
@@ -380,7 +382,7 @@ def _recorded(
 
 
 def _operator_again(recorded: WholeOperator) -> Again:
-    """What calls an operator again by the implementation that it chose."""
+    """Return a function that repeats an operator by the implementation that it chose."""
     operation = _library.OPERATIONS[recorded.name]
     implementation = operation.implementation(recorded.args)
     return lambda args: operation.run_with(implementation, args)

@@ -1,4 +1,4 @@
-"""Attention masks over raw keys, as choices of keys: what they show, and what cannot be obeyed."""
+"""Attention masks over raw keys, as choices of keys; masks with other entries are not supported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HIDDEN = -1e4
 
 
 def check_shape(mask: torch.Tensor, batch: int, queries: int, keys: int) -> None:
-    """Refuse a mask that is not ``[B or 1, 1, S, L]``.
+    """Raise unless a mask is ``[B or 1, 1, S, L]``.
 
     Raises:
         ValueError: if it has another shape.
@@ -23,19 +23,19 @@ def check_shape(mask: torch.Tensor, batch: int, queries: int, keys: int) -> None
 
 
 def shown_by(mask: torch.Tensor) -> torch.Tensor:
-    """Which keys a mask shows, bool."""
+    """Return which keys a mask shows, bool."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def is_bias(mask: torch.Tensor) -> torch.Tensor:
-    """Whether a mask has an entry that neither shows nor hides its key, a bool scalar."""
+    """Return whether a mask has an entry that neither shows nor hides its key, a bool scalar."""
     if mask.dtype == torch.bool:
         return torch.zeros((), dtype=torch.bool, device=mask.device)
     return ((mask != 0) & ~(mask <= HIDDEN)).any()
 
 
 def refuse_bias() -> None:
-    """Say why a mask with such an entry is refused.
+    """Raise with the reason why a mask with such an entry is not supported.
 
     Raises:
         ValueError: always.
@@ -47,7 +47,7 @@ def refuse_bias() -> None:
 
 
 def window_band(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """Keys within the window of each query, ``[S, L]``; the last S keys are the queries' own."""
+    """Return which keys each query's window shows, ``[S, L]``; the last S keys are their own."""
     own = torch.arange(queries, device=device).unsqueeze(1) + (keys - queries)
     back = own - torch.arange(keys, device=device)
     return (back >= 0) & (back < window)
@@ -56,7 +56,7 @@ def window_band(queries: int, keys: int, window: int, device: torch.device) -> t
 def window_slots(
     batch: int, queries: int, keys: int, window: int, device: torch.device
 ) -> torch.Tensor:
-    """Key numbers ``[B, S, window]`` each query may see; the last S keys are the queries' own."""
+    """Return the key numbers ``[B, S, window]`` that queries see; the last S are their own."""
     own = torch.arange(queries, device=device) + (keys - queries)
     numbers = own.unsqueeze(1) + torch.arange(1 - window, 1, device=device)
     return torch.where(numbers < 0, -1, numbers).expand(batch, queries, window)
@@ -65,7 +65,7 @@ def window_slots(
 def masked_slots(
     mask: torch.Tensor, batch: int, queries: int, keys: int, window: int
 ) -> torch.Tensor:
-    """Key numbers that a mask shows, -1 for none.
+    """Return the key numbers that a mask shows, -1 for none.
 
     Args:
         mask: ``[B or 1, 1, S, L]``.
@@ -79,7 +79,7 @@ def masked_slots(
 
     Raises:
         ValueError: if the shape is wrong or an entry neither shows nor hides its key. One token on
-            a GPU is taken at its word: to read its mask would wait for the GPU in every layer.
+            a GPU is not checked, because reading its mask would wait for the GPU in every layer.
     """
     check_shape(mask, batch, queries, keys)
     shown = shown_by(mask[:, 0])

@@ -1,4 +1,4 @@
-"""What every layer with tensors of fixed dtype shares."""
+"""Base of every layer with tensors of fixed dtype."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 class FixedDtypeModule(nn.Module):
-    """A module some of whose tensors keep their dtype through ``.to(dtype)`` and its like.
+    """A module some of whose tensors keep their dtype in ``.to(dtype)`` and similar calls.
 
     Casting FP8 block scales or 4-bit codes would destroy the weight without an error, and the
     hyper-connection, router-bias and sink parameters are float32 by specification, section 14.
 
-    Where a decode step passes several times per layer, tensors are looked up in ``_parameters`` and
-    ``_buffers`` and parts in ``_modules``: as attributes each costs a call of
-    ``Module.__getattr__``. There were 100 of them per layer, a tenth of the layers' host time.
+    Code that a decode step runs several times per layer looks tensors up in ``_parameters`` and
+    ``_buffers`` and submodules in ``_modules``, because each attribute costs a call of
+    ``Module.__getattr__``. There were 100 of these calls per layer, a tenth of the layers' host
+    time.
 
     Attributes:
         stored: Names of tensors whose dtype is part of their meaning: never cast.
@@ -53,14 +54,14 @@ class FixedDtypeModule(nn.Module):
         return super()._apply(guarded, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: 8-bit floats as bytes, because torch cannot read their storage back."""
+        """Return what is pickled: 8-bit floats as bytes, because torch cannot read theirs back."""
         state = {name: value for name, value in self.__dict__.items() if name != "_kept"}
         for group in ("_parameters", "_buffers"):
             state[group] = {name: _as_bytes(tensor) for name, tensor in state[group].items()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take what ``__getstate__`` gave."""
+        """Restore the state that ``__getstate__`` returned."""
         for group in ("_parameters", "_buffers"):
             tensors = state[group].items()
             state[group] = {
@@ -70,20 +71,20 @@ class FixedDtypeModule(nn.Module):
         super().__setstate__(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy in which tensors that are shared stay so."""
+        """Return a copy in which shared tensors stay shared."""
         made = memo[id(self)] = type(self).__new__(type(self))
         own = {name: value for name, value in self.__dict__.items() if name != "_kept"}
         nn.Module.__setstate__(made, copy.deepcopy(own, memo))
         return made
 
     def value_of(self, *parts: Any, name: str = "weight") -> QuantizedTensor:
-        """``QuantizedTensor(*parts)``, and for the same parts the same one as before.
+        """Return ``QuantizedTensor(*parts)``, and for the same parts the same object as before.
 
         Making one takes the host longer than looking whether the parts are the same.
 
         Args:
-            *parts: As many for each name.
-            name: Of the value, in a module that has several.
+            *parts: The parts, as many in each call with a name.
+            name: Name of the value, in a module that has several.
         """
         if torch.compiler.is_compiling():
             return QuantizedTensor(*parts)
@@ -97,7 +98,7 @@ class FixedDtypeModule(nn.Module):
 
     def forget_value(self) -> None:
         """Let go of the tensors of every ``value_of``, before they are replaced."""
-        self.__dict__.pop("_kept", None)
+        self.__dict__.get("_kept", {}).clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ class _Bytes:
 
     Attributes:
         values: Its bytes, uint8.
-        dtype: What they are.
+        dtype: The dtype that these bytes stand for.
         parameter: Whether it is a parameter.
     """
 
@@ -115,7 +116,7 @@ class _Bytes:
     parameter: bool
 
     def tensor(self) -> torch.Tensor:
-        """It, as it was."""
+        """Return the tensor as it was."""
         values = self.values.view(self.dtype)
         return frozen(values) if self.parameter else values
 
@@ -132,7 +133,7 @@ def frozen(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def wider(x: torch.dtype, y: torch.dtype) -> torch.dtype:
-    """``torch.promote_types``, which the host waits for several times per layer of a step."""
+    """Memoise ``torch.promote_types``, which a step calls several times per layer."""
     if x is y or x is torch.float64:
         return x
     if y is torch.float64 or (y is torch.float32 and x in _NARROW):
@@ -141,7 +142,7 @@ def wider(x: torch.dtype, y: torch.dtype) -> torch.dtype:
 
 
 def wide_dtype() -> torch.dtype:
-    """Of new tensors that are never narrower than float32, whatever the default dtype is."""
+    """The dtype of new tensors that are never narrower than float32, whatever the default is."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
@@ -154,7 +155,7 @@ def empty_weight(*shape: int, std: float = 0.02, dtype: torch.dtype | None = Non
 def empty_quantized(
     shape: Sequence[int], format: Format, scale_dtype: torch.dtype | None, device: torch.device
 ) -> QuantizedTensor:
-    """An uninitialised quantised matrix ``[*batch, N, K]``, one global scale each.
+    """Make an uninitialised quantised matrix ``[*batch, N, K]``, one global scale each.
 
     Raises:
         ValueError: if the format does not allow ``scale_dtype`` or the shape.
@@ -203,11 +204,12 @@ def quantize_pair(
 
 
 def refused_while_packed(tensor: str) -> str:
-    """What loading says of a layer's ``tensor`` that is in another layout than files are."""
+    """Return the message about a layer's ``tensor`` that is not in the layout of files."""
     remedy = "wanted an unpacked one: call dsv4.layers.unpack_ first"
     return f"{tensor}: the layer is packed, {remedy}"
 
 
-def hooked(*modules: nn.Module) -> bool:
+def hooked(module: nn.Module, other: nn.Module) -> bool:
     """Whether someone watches a module, whose parts then must not be run without it."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return any((before, after, other._forward_pre_hooks, other._forward_hooks))

@@ -1,4 +1,4 @@
-"""Pooling of many tokens into one entry: what the compressors and the indexer share.
+"""Pooling of many tokens into one entry, shared by the compressors and the indexer.
 
 Each module runs in two ways. Dense: hidden states ``[B, S, H]`` with no cache or with one of
 transformers' cache objects, whose protocol it speaks. Paged: a flat ragged batch whose state and
@@ -28,7 +28,7 @@ class PoolingModule(FixedDtypeModule):
     """Projection, pooling, norm and rotation shared by the three compressors.
 
     Attributes:
-        cache_name: Under which name transformers' cache objects keep this compressor's state.
+        cache_name: Name under which transformers' cache objects keep this compressor's state.
         compress_rate: Tokens per entry.
         overlap: Whether a window also pools the first half of the window before it.
     """
@@ -57,7 +57,10 @@ class PoolingModule(FixedDtypeModule):
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys-values and scores, float32 in DeepSeek's numerics (specification, section 5.1)."""
+        """Project to the KV cache's values and scores.
+
+        Both are float32 in DeepSeek's numerics (specification, section 5.1).
+        """
         dtype = None
         if self.numerics == "deepseek":
             dtype = wider(hidden_states.dtype, torch.float32)
@@ -67,19 +70,19 @@ class PoolingModule(FixedDtypeModule):
     def _finish(
         self, pooled: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Norm, then rotation at the position of the window's first token (pitfall 3)."""
+        """Apply the norm, then rotate at the position of the window's first token (pitfall 3)."""
         entries = self.kv_norm(pooled.to(dtype))
         cos, sin = self.rotary_emb(entries, positions, self.rope_layer_type)
         return rope(entries, cos, sin)
 
     def _stored(self, entries: torch.Tensor) -> torch.Tensor:
-        """What reading an entry back from the cache would give."""
+        """Return what reading an entry back from the cache would give."""
         return fake_quantize_kv(entries, self.rope_dim) if self.numerics == "deepseek" else entries
 
     def dense_entries(
         self, hidden_states: torch.Tensor, past_key_values: Any, layer_idx: int
     ) -> torch.Tensor:
-        """All entries so far, ``[B, entries, head_dim]``."""
+        """Return all entries so far, ``[B, entries, head_dim]``."""
         if past_key_values is not None and layer_idx < 0:
             raise TypeError(f"{type(self).__name__}: a cache without layer_idx, wanted both")
         kv, score = self._project(hidden_states)
@@ -151,23 +154,23 @@ class PoolingModule(FixedDtypeModule):
         )
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """How many entries a token at each position may see, itself included in the last."""
+        """Return how many entries a token at each position may see, itself included in the last."""
         return (position_ids + 1).div(self.compress_rate, rounding_mode="floor")
 
     def visible_in(self, step: CacheStep) -> torch.Tensor:
-        """The same for each token of a step, ``[T]``; layers share it."""
+        """Return the same for each token of a step, ``[T]``; layers share it."""
         return step.once(
             ("visible", self.compress_rate), lambda: self.visible(step.batch.positions)
         )
 
 
 def plain_pages(entries: torch.Tensor) -> Pages:
-    """Entries ``[B, n, d]``, n > 0, as pages: entry i of sequence b has slot ``b * n + i``."""
+    """Return entries ``[B, n, d]``, n > 0, as pages: slot ``b * n + i`` has entry i of row b."""
     return Pages(entries, entries.shape[1], "plain", entries.shape[2], 0)
 
 
 def one_cache(module: nn.Module, past_key_values: Any, cache: Any) -> Any:
-    """The cache of a forward, which transformers calls ``cache`` from 5.24 on.
+    """Return the cache of a forward, which transformers calls ``cache`` from 5.24 on.
 
     Raises:
         TypeError: if both names have a value, and not the same one.

@@ -1,4 +1,4 @@
-"""Memory for the sorted rows of routed experts, made once."""
+"""Memory for the sorted rows of routed experts, allocated once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 
 
 class Buffers(NamedTuple):
-    """Where the steps of one forward put their results; None to allocate them.
+    """Buffers for the results of the steps of one forward; None to allocate them.
 
     Attributes:
-        rows: ``[R, H]``: the gathered rows, and after the first GEMM has read them the results
-            of the second.
+        rows: ``[R, H]``: the gathered rows, and later, when the first GEMM has read them, the
+            results of the second.
         inner: ``[R, I]``: SwiGLU of the first GEMM.
     """
 
@@ -32,8 +32,8 @@ class Workspace(nn.Module):
         top_k: Experts of each.
         hidden: H.
         inner: I.
-        dtype: Of the hidden states.
-        device: Of the experts.
+        dtype: Dtype of the hidden states.
+        device: Device of the experts.
     """
 
     rows: torch.Tensor
@@ -50,13 +50,13 @@ class Workspace(nn.Module):
     ) -> None:
         super().__init__()
         self.max_tokens = max_tokens
-        with torch.inference_mode(False):  # it is written to in and out of that mode
+        with torch.inference_mode(False):  # it is written to in inference mode and outside of it
             for name, columns in (("rows", hidden), ("inner", inner)):
                 rows = torch.empty((max_tokens * top_k, columns), dtype=dtype, device=device)
                 self.register_buffer(name, rows, persistent=False)
 
     def buffers_for(self, x: torch.Tensor, top_k: int) -> Buffers:
-        """For the tokens ``x`` with ``top_k`` experts each.
+        """Return buffers for the tokens ``x`` with ``top_k`` experts each.
 
         Raises:
             ValueError: if there are too many, or they are on another device or of another dtype.

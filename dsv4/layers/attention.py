@@ -24,8 +24,8 @@ from dsv4.ops.rope import rope
 from dsv4.overlap import IN_ORDER, side_streams
 
 Tables = tuple[torch.Tensor, torch.Tensor]
-# Tokens of a step up to which queries are projected beside the choice of entries. GEMMs of more
-# tokens fill the GPU by themselves.
+# Up to this many tokens of a step queries are projected on a side stream during the top-k
+# selection. GEMMs of more tokens fill the GPU by themselves.
 _OVERLAPPED_QUERIES = 64
 
 
@@ -33,7 +33,7 @@ class DeepseekV4Attention(FixedDtypeModule):
     """Attention of one layer, of any of the three types (specification, section 4).
 
     ``past_key_values`` decides where earlier tokens come from: None (there are none), one of
-    transformers' cache objects, a ``CacheStep`` of a ``PagedCache``, or what
+    transformers' cache objects, a ``CacheStep`` of a ``PagedCache``, or a cache that
     ``dsv4.integrations.transformers.paged_cache`` makes of both.
     """
 
@@ -92,11 +92,11 @@ class DeepseekV4Attention(FixedDtypeModule):
         Args:
             hidden_states: ``[B, S, H]``; with a ``CacheStep``, ``[1, T, H]``: all its tokens.
             position_embeddings: cos and sin by ``"main"`` and ``"compress"``; made here if None.
-            position_ids: ``[B, S]`` or ``[1, S]``; by default those that follow the tokens of a
+            position_ids: ``[B, S]`` or ``[1, S]``; by default the positions after the tokens of a
                 cache. A step has its own.
-            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive; it
-                decides alone which of them a query sees. An entry of 0 shows its key, one of -1e4
-                or less hides it. None: the window that ends with the query.
+            attention_mask: ``[B or 1, 1, S, L]`` over the L raw keys, bool or additive; it alone
+                decides which of them a query sees. An entry of 0 shows its key, an entry of -1e4 or
+                less hides it. None: the window that ends with the query.
             past_key_values: See the class.
             cache: transformers' name of ``past_key_values`` from 5.24 on.
 
@@ -132,7 +132,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         mask: torch.Tensor | None,
         past: Any,
     ) -> torch.Tensor:
-        """A ``[B, S]`` batch as the flat batch of a paged cache, at the cache's own positions."""
+        """Attend for ``[B, S]`` as the flat batch of a paged cache, at the cache's positions."""
         rows = past.packed_rows(self.layer_idx, hidden_states, mask, position_ids)
         packed = rows.pack(hidden_states)
         out, _ = DeepseekV4Attention.forward(self, packed, past_key_values=rows.step)
@@ -152,37 +152,37 @@ class DeepseekV4Attention(FixedDtypeModule):
             )
 
     def _up(self, out: torch.Tensor) -> torch.Tensor:
-        """``[..., heads, D]`` to ``[..., H]``."""
+        """Project ``[..., heads, D]`` to ``[..., H]``."""
         o_a_proj = self.o_a_proj
         grouped = out.reshape(*out.shape[:-2], o_a_proj.n_groups, o_a_proj.in_features)
         return self.o_b_proj(o_a_proj(grouped).flatten(-2))
 
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q_residual ``[..., q_lora]`` and kv ``[..., D]`` as is."""
+        """Return q_residual ``[..., q_lora]``, normed, and kv ``[..., D]``, as projected."""
         q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
         return self.q_a_norm(q_a), kv
 
     def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """q ``[T, heads, D]`` rotated, of ``q_residual [..., q_lora]``; tables have T rows."""
+        """Return rotated q ``[T, heads, D]`` from ``q_residual [..., q_lora]``, by T-row tables."""
         q = self.q_b_proj(q_residual).reshape(-1, self.num_heads, self.head_dim)
         head_norm_rope_(q, *tables, self.q_b_norm.eps)
         return q
 
     @staticmethod
     def _flat(tables: Tables, q: torch.Tensor) -> Tables:
-        """A row of either table for each token of ``q [B, S, ...]``."""
+        """Return a row of both tables for each token of ``q [B, S, ...]``."""
         cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in tables)
         return cos, sin
 
     def shared_in(
         self, step: CacheStep, x: torch.Tensor, position_embeddings: dict[str, Tables] | None
     ) -> tuple[torch.Tensor, ...]:
-        """All that a forward asks the step for, made if it is not there: slots, tables, counts.
+        """Make everything that a forward reads from the step: slots, tables, counts.
 
         Args:
-            step: As in ``forward``.
+            step: See ``forward``.
             x: A tensor with the dtype and on the device of the hidden states.
-            position_embeddings: As in ``forward``.
+            position_embeddings: See ``forward``.
         """
         label, layer = self.rope_layer_type, step.cache.layers[self.layer_idx]
         tables = None if position_embeddings is None else position_embeddings[label]
@@ -195,11 +195,11 @@ class DeepseekV4Attention(FixedDtypeModule):
     def _attend_paged(
         self, hidden_states: torch.Tensor, tables: Tables | None, step: CacheStep
     ) -> torch.Tensor:
-        """Write a batch ``[T, H]`` to the cache, then read every key from there: ``[T, heads, D]``.
+        """Write a batch ``[T, H]`` to the cache, then attend to keys from there: ``[T, heads, D]``.
 
-        The current stream makes what layers share. With few tokens of a CSA layer the GEMM of the
-        index queries comes first, and attention's queries are made on a side stream during the
-        choice of entries: that takes as long and leaves most of the GPU idle.
+        Values that layers share are made on the current stream. For few tokens of a CSA layer the
+        GEMM of the index queries comes first, and attention's queries are made on a side stream
+        during the top-k selection, which takes as long and leaves most of the GPU idle.
         """
         if not torch.compiler.is_compiling():
             step.cache.check_model(self.config, hidden_states.dtype)
@@ -252,7 +252,7 @@ class DeepseekV4Attention(FixedDtypeModule):
             return q.unflatten(0, (batch, queries))
         if self.numerics == "deepseek":
             kv = fake_quantize_kv(kv, self.rope_dim)
-        if attention_mask is not None:  # refused, if it has to be, before the cache changes
+        if attention_mask is not None:  # raises, if it is not supported, before the cache changes
             keys = queries if past is None else past.get_mask_sizes(queries, self.layer_idx)[0]
             shown = masked_slots(attention_mask, batch, queries, keys, self.sliding_window)
         if past is not None:
@@ -284,7 +284,7 @@ class DeepseekV4Attention(FixedDtypeModule):
 
 
 def following_positions(x: torch.Tensor, past: Any, layer_idx: int = 0) -> torch.Tensor:
-    """Positions ``[1, S]`` of the tokens ``x [B, S, ...]`` behind those of a transformers cache."""
+    """Return positions ``[1, S]`` of the tokens ``x [B, S, ...]``, after a transformers cache's."""
     seen = 0 if past is None else past.get_seq_length(layer_idx)
     return (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
 
@@ -299,7 +299,7 @@ def _refuse_with_step(position_ids: torch.Tensor | None, mask: torch.Tensor | No
 
 
 def _flat_slots(numbers: torch.Tensor, per_sequence: int) -> torch.Tensor:
-    """``[B, S, k]`` numbers within a sequence to slots ``[B * S, k]`` over all sequences."""
+    """Map ``[B, S, k]`` numbers within a sequence to slots ``[B * S, k]`` over all sequences."""
     batch = numbers.shape[0]
     base = per_sequence * torch.arange(batch, device=numbers.device).view(batch, 1, 1)
     return torch.where(numbers < 0, -1, numbers + base).flatten(0, 1)

@@ -20,11 +20,11 @@ _EXPERT_INPUTS = ("gate_up_proj", "down_proj")
 
 @dataclass
 class Calibration:
-    """What a calibration did; filled when its ``with`` block ends.
+    """The result of a calibration; filled when its ``with`` block ends.
 
     Attributes:
         calibrated: Names of the modules whose scales were set.
-        unseen: Names of the modules no activation reached; their scales are as before.
+        unseen: Names of the modules that no activation reached; their scales are as before.
     """
 
     calibrated: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ def _forget(layer: nn.Module) -> None:
 
 
 def _freeze(layer: nn.Module) -> bool:
-    """Set the scales of one layer; False if it saw nothing."""
+    """Set the scales of one layer; return False if it saw nothing."""
     if isinstance(layer, Linear):
         assert layer.observer is not None
         if not _seen(layer.observer):

@@ -1,4 +1,4 @@
-"""Compressors: many tokens to one cache entry, and which entries a query attends to."""
+"""Compressors: pool many tokens to one cache entry, and select a query's entries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4.overlap import Streams
 
 
 def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Tensor:
-    """Entry numbers ``[B, S, k]``, -1 for none, to an additive mask ``[B, 1, S, entries]``."""
+    """Convert entry numbers ``[B, S, k]``, -1 for none, to an additive ``[B, 1, S, entries]``."""
     batch, queries = slots.shape[:2]
     shape = (batch, queries, entries + 1)
     bias = torch.full(shape, float("-inf"), dtype=dtype, device=slots.device)
@@ -23,7 +23,7 @@ def _bias_of(slots: torch.Tensor, entries: int, dtype: torch.dtype) -> torch.Ten
 
 
 class _AttentionCompressor(PoolingModule):
-    """A compressor whose entries the attention reads; its kinds differ in which it reads."""
+    """A compressor whose entries the attention reads; subclasses differ in the entries chosen."""
 
     def select(
         self,
@@ -34,7 +34,7 @@ class _AttentionCompressor(PoolingModule):
         past_key_values: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
+        """Return the entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
         raise NotImplementedError
 
     def begin_paged(
@@ -43,12 +43,12 @@ class _AttentionCompressor(PoolingModule):
         """Launch all work that needs no query on side streams; ``hidden_states`` are ``[T, H]``.
 
         Returns:
-            The tensor that ``paged_slots`` takes as ``begun``.
+            A tensor, the argument ``begun`` of ``paged_slots``.
         """
         raise NotImplementedError
 
     def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor | None:
-        """Queries of the choice of entries, of ``q_residual [T, q_lora_rank]``; None without."""
+        """Return index queries of ``q_residual [T, q_lora_rank]``; None without an indexer."""
         return None
 
     def paged_slots(
@@ -59,16 +59,16 @@ class _AttentionCompressor(PoolingModule):
         layer_idx: int,
         streams: Streams,
     ) -> torch.Tensor:
-        """Cache slots that each token attends to, ``[T, k]``, -1 for none.
+        """Return the cache slots that each token attends to, ``[T, k]``, -1 for none.
 
-        It joins the work of ``begin_paged``: the entries that closed are stored.
+        This joins the work of ``begin_paged``, after which closed entries are stored.
 
         Args:
             begun: Result of ``begin_paged``.
             queries: Result of ``index_queries``.
-            step: As in ``begin_paged``.
-            layer_idx: As in ``begin_paged``.
-            streams: As in ``begin_paged``.
+            step: See ``begin_paged``.
+            layer_idx: See ``begin_paged``.
+            streams: See ``begin_paged``.
         """
         raise NotImplementedError
 
@@ -86,11 +86,11 @@ class _AttentionCompressor(PoolingModule):
         *,
         cache: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """transformers' contract: all entries and the additive mask over them.
+        """Return all entries and the additive mask over them, as transformers' module does.
 
         Args:
             hidden_states: ``[B, S, H]``.
-            q_residual: ``[B, S, q_lora_rank]``, what the indexer reads.
+            q_residual: ``[B, S, q_lora_rank]``, the input of the indexer.
             position_ids: ``[B, S]`` or ``[1, S]``.
             past_key_values: None or a transformers cache.
             layer_idx: The layer's place in that cache.
@@ -123,7 +123,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         past_key_values: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Entry numbers each query attends to, ``[B, S, entries]``, -1 for none."""
+        """Return the entry numbers each query attends to, ``[B, S, entries]``, -1 for none."""
         numbers = torch.arange(entries.shape[1], device=entries.device)
         visible = self.visible(position_ids).unsqueeze(-1)
         chosen = torch.where(numbers < visible, numbers, -1)
@@ -132,7 +132,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int, streams: Streams
     ) -> torch.Tensor:
-        """Store the entries that closed; gives the slots of all closed entries, -1 beyond them."""
+        """Store the entries that closed; return the slots of all closed entries, then -1."""
         with streams.on("entries"):
             self.write_pages(hidden_states, step, layer_idx)
             return self._prefix_in(step, layer_idx)
@@ -145,7 +145,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         layer_idx: int,
         streams: Streams,
     ) -> torch.Tensor:
-        """Slots of all closed entries, which ``begin_paged`` made."""
+        """Return the slots of all closed entries, which ``begin_paged`` made."""
         streams.join("entries", begun)
         return begun
 
@@ -154,7 +154,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         return (self._prefix_in(step, layer_idx),)
 
     def _prefix_in(self, step: CacheStep, layer_idx: int) -> torch.Tensor:
-        """Slots of all closed entries of each token of a step; layers share them."""
+        """Return the slots of all closed entries of each token of a step; layers share them."""
         layer = step.cache.layers[layer_idx]
         return step.once(
             ("prefix", id(layer.compressed_table), self.compress_rate),
@@ -181,16 +181,16 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         past_key_values: Any,
         layer_idx: int,
     ) -> torch.Tensor:
-        """Entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
+        """Return the entry numbers each query attends to, ``[B, S, k]``, -1 for none."""
         return self.indexer(hidden_states, q_residual, position_ids, past_key_values, layer_idx)
 
     def begin_paged(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int, streams: Streams
     ) -> torch.Tensor:
-        """Store index keys and the entries that closed; gives the weights of the index heads.
+        """Store index keys and the entries that closed; return the weights of the index heads.
 
-        Index keys have a stream of their own. The weights come before the entries on the other
-        stream, because the choice needs them and not the entries.
+        Index keys have a stream of their own. On the other stream the weights come before the
+        entries, because the top-k selection needs the weights and not the entries.
         """
         with streams.on("index keys"):
             self.indexer.store_keys(hidden_states, step, layer_idx)
@@ -201,7 +201,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         return weights
 
     def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
-        """Index queries ``[T, heads, d]`` before rotation."""
+        """Return the index queries ``[T, heads, d]`` before rotation."""
         return self.indexer.project_queries(q_residual)
 
     def paged_slots(
@@ -212,7 +212,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         layer_idx: int,
         streams: Streams,
     ) -> torch.Tensor:
-        """Slots of the entries that the indexer chooses."""
+        """Return the slots of the entries that the indexer chooses."""
         assert queries is not None
         streams.join("index keys")
         streams.join("head weights", begun)

@@ -1,4 +1,4 @@
-"""One transformer block, and the multi-token-prediction block."""
+"""The transformer block, and the multi-token-prediction block."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class DeepseekV4DecoderLayer(nn.Module):
         *,
         cache: Any = None,
     ) -> torch.Tensor:
-        """``[B, S, n, H]`` streams to the same.
+        """Run the block on streams ``[B, S, n, H]``; return the new ones.
 
         Args:
             hidden_states: The residual streams.
             input_ids: ``[B, S]``; needed where the layer routes by hash.
-            position_embeddings: For ``DeepseekV4Attention.forward``, as all that follow.
+            position_embeddings: See ``DeepseekV4Attention.forward``.
             position_ids: See there.
             attention_mask: See there.
             past_key_values: See there.
@@ -70,9 +70,9 @@ class DeepseekV4DecoderLayer(nn.Module):
         input_ids: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        """``forward`` with the keyword arguments of the attention as they are.
+        """Do what ``forward`` does, with the attention's keyword arguments in one record.
 
-        In steps of few tokens on a GPU it is repeated by plan, see ``dsv4.layers._layer_plan``.
+        Plans repeat it in steps of few tokens on a GPU, see ``dsv4.layers._layer_plan``.
         """
         return _layer_plan.run(self, self._run, hidden_states, input_ids, options)
 
@@ -95,7 +95,7 @@ class DeepseekV4DecoderLayer(nn.Module):
 class DeepseekV4MTP(nn.Module):
     """Multi-token prediction, a block that drafts a second token (specification, section 9).
 
-    Shares the embedding and the output head of the main model, which pass through the arguments.
+    It shares the embedding and the output head of the main model, which the caller applies.
     """
 
     def __init__(self, config: Any, layer_idx: int) -> None:
@@ -120,12 +120,12 @@ class DeepseekV4MTP(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draft.
+        """Draft one token per position.
 
         Args:
             streams: ``[B, S, n, H]``, the main model's residual streams before its head collapse.
             next_embeddings: ``[B, S, H]``, embeddings of the tokens that follow each position.
-            input_ids: For ``DeepseekV4DecoderLayer.forward``, as all that follow.
+            input_ids: See ``DeepseekV4DecoderLayer.forward``.
             position_embeddings: See there.
             position_ids: See there.
             attention_mask: See there.

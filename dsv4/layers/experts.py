@@ -26,8 +26,8 @@ from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 class DeepseekV4Experts(ExpertWeights):
     """The routed experts of a layer, or a range of them for expert parallelism, stacked.
 
-    With a range, ``forward`` gives the sum of those experts alone, rounded like the whole: adding
-    up the ranges' results, in any way, is the caller's, and so is giving ``shared`` to one of them.
+    With a range, ``forward`` returns the sum of those experts alone, rounded like the whole: the
+    caller adds up the ranges' results, and passes ``shared`` to one range alone.
 
     Parameters of plain experts: ``gate_up_proj [E, 2I, H]`` (gate rows first) and
     ``down_proj [E, H, I]``. Of quantised ones: the same names for the codes, and with the suffixes
@@ -38,25 +38,25 @@ class DeepseekV4Experts(ExpertWeights):
     transformers' after it: equal in exact arithmetic, not after rounding (specification, section
     8.2).
 
-    ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows interleaved; for Hopper's
-    ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 then, for Blackwell's they are
-    ``[E, bytes]``. Packed layers round nothing
-    between the first GEMM and SwiGLU, where others round its result to the dtype of
-    ``hidden_states``. State dicts do not know the layout: a packed layer writes what an unpacked
-    one writes, and refuses to load.
+    ``pack`` re-lays NVFP4 weights for tensor cores, gate and up rows interleaved; then
+    ``gate_up_proj_scale`` and ``down_proj_scale`` are uint8 for Hopper's, and ``[E, bytes]`` for
+    Blackwell's. Packed layers round nothing between the first GEMM and SwiGLU, where others round
+    its result to the dtype of ``hidden_states``. State dicts do not depend on the layout: a packed
+    layer writes what an unpacked one writes, and raises on loading.
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
         first_expert: The first expert held here.
-        num_local_experts: E, how many are; None for all from ``first_expert`` on.
+        num_local_experts: E, the number of experts held here; None for all from ``first_expert``
+            on.
 
     Raises:
         ValueError: if there are no such experts.
 
     Attributes:
         format: None for plain weights, else their ``Format``.
-        layout: Of the weights: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
-            packed.
+        layout: Layout of the weights: ``"linear"``, or ``"fragments_16x64"`` or
+            ``"swizzled_128x4"`` when packed.
         activation: ``"bf16"`` leaves the inputs of both GEMMs as they are; ``"nvfp4"`` quantises
             them, with the scales of their expert or, without those, with a scale per row.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
@@ -82,7 +82,7 @@ class DeepseekV4Experts(ExpertWeights):
         shared: torch.Tensor | None = None,
         streams: Streams = IN_ORDER,
     ) -> torch.Tensor:
-        """Sum of the chosen experts' outputs, of those held here, each times its weight.
+        """Return the sum of the chosen experts' outputs, of those held here, times their weights.
 
         Args:
             hidden_states: ``[T, H]``.
@@ -91,14 +91,14 @@ class DeepseekV4Experts(ExpertWeights):
                 ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
             shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
-            streams: Where ``shared`` is made, by the work ``"shared"``, which is joined when
+            streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
 
         Raises:
-            ValueError: if memory is reserved (``dsv4.layers.reserve_experts``), but for fewer
+            ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
@@ -121,11 +121,11 @@ class DeepseekV4Experts(ExpertWeights):
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
-        """Operator calls of both GEMMs, for dispatch to choose from; runs nothing.
+        """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.
 
         Args:
             tokens: T.
-            dtype: Of ``hidden_states``.
+            dtype: Dtype of ``hidden_states``.
         """
         device, count = self.gate_up_proj.device, tokens * self.num_experts_per_tok
         offsets = torch.empty(self.num_local_experts + 1, dtype=torch.int32, device=device)
@@ -137,7 +137,7 @@ class DeepseekV4Experts(ExpertWeights):
         return first, dispatch.arguments(self._project, "down_proj", inner, offsets)
 
     def reserve(self, workspace: Workspace | None) -> None:
-        """Use this memory from now on, or with None what the allocator gives."""
+        """Use this memory from now on; with None, memory of the allocator."""
         if self.workspace is not None:
             del self.workspace  # out of the submodules, which would keep and print a None
         self.workspace = workspace
@@ -154,9 +154,9 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """``moe_sort``; rows quantised where Blackwell's first GEMM would do so; or in ``out``.
+        """Sort rows (``moe_sort``) to ``out``, quantised if Blackwell's first GEMM would do so.
 
-        It takes codes as they are, so the rows are not written, read and written again.
+        That GEMM takes codes, so the rows are not written, read and written again.
         """
         held: Any = {
             "first_expert": self.first_expert,
@@ -172,7 +172,7 @@ class DeepseekV4Experts(ExpertWeights):
 
     @property
     def _quantises(self) -> bool:
-        """Whether GEMMs quantise their rows; not while an observer wants to see them."""
+        """Return whether GEMMs quantise their rows; not while an observer looks at them."""
         return self.activation == "nvfp4" and self.observers is None
 
     def _activated(
@@ -182,9 +182,9 @@ class DeepseekV4Experts(ExpertWeights):
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor | QuantizedTensor:
-        """SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
+        """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
-        Quantised if the layer is packed and the second GEMM would do so with given scales.
+        It is quantised if the layer is packed and the second GEMM would do so with given scales.
         """
         name = "gate_up_proj"
         options: Any = {"row_weight": row_weight}
@@ -223,7 +223,7 @@ class DeepseekV4Experts(ExpertWeights):
     def _quantising(
         self, name: str, rows: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[str, torch.Tensor | None]:
-        """How a GEMM takes its rows, and with which scales; an observer sees them first."""
+        """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
         if not self._quantises:

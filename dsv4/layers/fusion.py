@@ -1,4 +1,4 @@
-"""Several projections of one input as one GEMM, of weights that share one matrix or are copied."""
+"""Several projections of one input as one GEMM; their weights share a matrix or are copied."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dsv4.quant.formats import LINEAR, NVFP4, SWIZZLED, QuantizedTensor, cat_row
 def fused_linear(
     layers: Sequence[Linear], x: torch.Tensor, out_dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """The parts of ``concatenated_linear``: one ``[..., out_features]`` per layer.
+    """Return the parts of ``concatenated_linear``: one ``[..., out_features]`` per layer.
 
-    They are columns of one tensor where one GEMM computes all layers.
+    They are columns of one tensor if one GEMM computes all layers.
 
     Args:
         layers: Layers of equal ``in_features``.
         x: ``[..., in_features]``.
-        out_dtype: As of ``Linear.forward``.
+        out_dtype: See ``Linear.forward``.
     """
-    if not _is_one_gemm(layers):
+    whole = _one_gemm(layers, x, out_dtype)
+    if whole is None:
         return [layer(x, out_dtype) for layer in layers]
-    whole = _gemm(layers, x, out_dtype)
     # ``Tensor.split`` comes to the same after six more calls of Python.
     return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
@@ -37,12 +37,12 @@ def fused_linear(
 def concatenated_linear(
     layers: Sequence[Linear], x: torch.Tensor, *, reserve_sms: int = 0
 ) -> torch.Tensor:
-    """Several projections of one input side by side, one GEMM where their weights allow it.
+    """Compute several projections of one input, by one GEMM where their weights allow it.
 
-    NVFP4 weights are concatenated by rows, at no cost if ``join_weights`` has done it. Every row
-    segment keeps its own global scale, because one shared maximum would scale the other segments
-    wrongly by the ratio (pitfall 28); the input is quantised once, with the largest of the input
-    scales, because a smaller one would clip.
+    NVFP4 weights are concatenated by rows, without a copy if they share a matrix
+    (``join_weights``). Every row segment keeps its own global scale, because one shared maximum
+    would scale the other segments wrongly by the ratio (pitfall 28); the input is quantised once,
+    with the largest of the input scales, because a smaller one would clip.
 
     Args:
         layers: Layers of equal ``in_features``.
@@ -52,37 +52,33 @@ def concatenated_linear(
     Returns:
         ``[..., sum of out_features]``.
     """
-    if not _is_one_gemm(layers):
+    whole = _one_gemm(layers, x, reserve_sms=reserve_sms)
+    if whole is None:
         return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
-    return _gemm(layers, x, reserve_sms=reserve_sms)
+    return whole
 
 
-def _is_one_gemm(layers: Sequence[Linear]) -> bool:
-    """Whether one GEMM takes the weights and the input of all."""
-    activation = layers[0].activation
-    for layer in layers:
-        if layer.format is not NVFP4 and layer.format != NVFP4:
-            return False
-        if layer.activation != activation:
-            return False
-        if layer.observer is not None:  # calibrating
-            return False
-    return True
-
-
-def _gemm(
+def _one_gemm(
     layers: Sequence[Linear],
     x: torch.Tensor,
     out_dtype: torch.dtype | None = None,
     reserve_sms: int = 0,
-) -> torch.Tensor:
-    activation, common = _quantising(layers)
+) -> torch.Tensor | None:
+    """All projections side by side; None where one GEMM cannot take all weights and the input."""
+    activation = layers[0].activation
+    for layer in layers:
+        if layer.format is not NVFP4 and layer.format != NVFP4:
+            return None
+        if layer.activation != activation:
+            return None
+        if layer.observer is not None:  # calibrating
+            return None
     weight = _joined(layers)
     return gemm(
         x,
         weight,
         activation=activation,
-        input_scale=common,
+        input_scale=_common_input_scale(layers) if activation == "nvfp4" else None,
         out_dtype=out_dtype,
         reserve_sms=reserve_sms,
     )
@@ -91,7 +87,7 @@ def _gemm(
 def fused_swiglu(
     gate: Linear, up: Linear, x: torch.Tensor, limit: float | None, *, reserve_sms: int = 0
 ) -> torch.Tensor | None:
-    """SwiGLU of both projections of one input, without a rounding between, in one operator.
+    """Compute SwiGLU of two projections in one operator, without a rounding in between.
 
     The input is quantised as in ``concatenated_linear``.
 
@@ -106,12 +102,13 @@ def fused_swiglu(
         ``[..., I]``; None where the rows are not interleaved (``join_weights``) or the layers
         differ in what they do to ``x``.
     """
-    layers, fused = (gate, up), _fused_of(gate)
+    layers, activation = (gate, up), gate.activation
+    fused: Any = gate._modules.get("fused")  # see ``FixedDtypeModule``
     if fused is None or not fused.interleaved or not _share(layers, fused):
         return None
-    if gate.activation != up.activation:
+    if up.activation != activation:
         return None
-    activation, scale = _quantising(layers)
+    scale = _common_input_scale(layers) if activation == "nvfp4" else None
     for layer in layers:
         if layer.observer is not None:
             layer.observer.see(x)
@@ -122,28 +119,16 @@ def fused_swiglu(
     )
 
 
-def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
-    """How a GEMM of layers that agree on it takes its input, and with which scale."""
-    activation = layers[0].activation
-    return activation, _common_input_scale(layers) if activation == "nvfp4" else None
-
-
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
     """The rows of all layers: their fused weight, or a copy."""
-    fused = _fused_of(layers[0])
+    fused: Any = layers[0]._modules.get("fused")  # see ``FixedDtypeModule``
     if fused is not None and not fused.interleaved and _share(layers, fused):
         return fused.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
 
 
-def _fused_of(layer: Linear) -> FusedWeight | None:
-    """``layer.fused``, at the cost of a dictionary; see ``FixedDtypeModule``."""
-    modules: Any = layer._modules
-    return modules.get("fused")
-
-
 def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:
-    """Whether the layers are the parts of ``fused``, all of them and in this order."""
+    """Return whether the layers are the parts of ``fused``, all of them and in this order."""
     if len(layers) != len(fused.rows):
         return False
     for i, layer in enumerate(layers):
@@ -155,16 +140,16 @@ def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:
 def join_weights(
     layers: Sequence[Linear], *, interleaved: bool = False, in_turn: bool | None = None
 ) -> bool:
-    """Let packed layers share one matrix, so that a GEMM of all of them copies nothing.
+    """Make packed layers share one matrix, so that a GEMM of all of them copies nothing.
 
-    Needs memory for one copy of the matrix, and for interleaved rows for one layer's more. Layers
-    that share it already stay as they are.
+    This needs memory for one copy of the matrix and, for interleaved rows, of one layer's rows.
+    Layers that share it already stay as they are.
 
     Args:
         layers: Layers of one input, in the order in which ``concatenated_linear`` gets them.
         interleaved: Whether their rows are interleaved, for the SwiGLU of gate and up in one
-            operator; a layer alone is multiplied from a copy then. By default layer comes after
-            layer.
+            operator; a GEMM of one layer then needs a copy. By default the layers' rows follow each
+            other.
         in_turn: Former name of ``interleaved``.
 
     Returns:
@@ -192,7 +177,7 @@ def join_weights(
     if interleaved and len(set(rows)) > 1:
         return False
     if layout == SWIZZLED and not interleaved and any(n % 128 for n in rows[:-1]):
-        return False  # scales of two layers would share a block
+        return False  # a block would hold scales of two layers
     whole = interleaved_rows(parts) if interleaved else cat_rows(parts)
     shared = FusedWeight(whole, rows, interleaved=interleaved)
     for i, layer in enumerate(layers):
@@ -201,7 +186,7 @@ def join_weights(
 
 
 def _common_input_scale(layers: Sequence[Linear]) -> torch.Tensor | None:
-    """The largest input scale, or None (a scale per token) where a layer has none."""
+    """Return the largest input scale, or None (a scale per token) if a layer has none."""
     scales: list[torch.Tensor | None] = [layer.input_scale for layer in layers]
     present = [scale for scale in scales if scale is not None]
     return torch.cat(present).amax(0, keepdim=True) if len(present) == len(scales) else None

@@ -16,9 +16,9 @@ PreResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DeepseekV4HyperConnection(FixedDtypeModule):
-    """Collapses the residual streams before a sublayer and spreads its output after it.
+    """A hyper-connection: collapses the residual streams before a sublayer, writes back after it.
 
-    All arithmetic in float32 (specification, section 3).
+    All arithmetic is in float32 (specification, section 3).
     """
 
     wide = frozenset({"fn", "base", "scale"})
@@ -39,7 +39,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
     def forward(
         self, hidden_streams: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What comes before the sublayer.
+        """Collapse the streams to the sublayer's input, and compute the coefficients for ``post``.
 
         Args:
             hidden_streams: ``[B, S, n, H]``.
@@ -58,7 +58,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         return post, comb, pre
 
     def pre(self, streams: torch.Tensor, norm: DeepseekV4RMSNorm) -> PreResult:
-        """``forward``, with the norm that follows: post, comb and ``norm(collapsed)``."""
+        """Run ``forward`` and the norm that follows: post, comb and ``norm(collapsed)``."""
         if norm.variance_epsilon != self.norm_eps or hooked(self, norm):
             post, comb, sublayer_input = self(streams)
             return post, comb, norm(sublayer_input)
@@ -76,7 +76,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         following: DeepseekV4HyperConnection,
         norm: DeepseekV4RMSNorm,
     ) -> tuple[torch.Tensor, PreResult]:
-        """``post`` here, then ``following.pre``: the new streams, and what that returns."""
+        """Run ``post``, then ``following.pre``; return the new streams and its results."""
         if norm.variance_epsilon != following.norm_eps or hooked(following, norm):
             streams = self.post(output, streams, post, comb)
             return streams, following.pre(streams, norm)
@@ -104,7 +104,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
     def post(
         self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
-        """What comes after the sublayer: ``X'_k = post_k y + sum_j comb_jk X_j``.
+        """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb_jk X_j``.
 
         transformers' numerics round post and comb to the dtype of the streams first.
         """
@@ -128,7 +128,7 @@ class DeepseekV4HyperHead(FixedDtypeModule):
         self.hc_scale = nn.Parameter(torch.ones(1, dtype=wide_dtype()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[B, S, n, H] -> [B, S, H]`` in the same dtype."""
+        """Collapse ``[B, S, n, H]`` to ``[B, S, H]`` in the same dtype."""
         return hc_head(
             x,
             self.hc_fn,

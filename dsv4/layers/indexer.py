@@ -35,7 +35,7 @@ class DeepseekV4IndexerScorer(nn.Module):
         self.weights_proj = Linear(config.hidden_size, config.index_n_heads)
 
     def weights(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[..., H]`` to ``[..., heads]`` float32, both scales included."""
+        """Map ``[..., H]`` to weights ``[..., heads]`` in float32, both scales included."""
         weights = self.weights_proj(hidden_states)
         wide = weights.to(wider(weights.dtype, torch.float32))
         return wide * self.scale
@@ -48,7 +48,7 @@ class DeepseekV4IndexerScorer(nn.Module):
     def forward(
         self, q: torch.Tensor, compressed_kv: torch.Tensor, hidden_states: torch.Tensor
     ) -> torch.Tensor:
-        """Scores ``[B, S, n]`` of entries ``[B, n, d]`` for queries ``[B, S, heads, d]``."""
+        """Return scores ``[B, S, n]`` of entries ``[B, n, d]`` for queries ``[B, S, heads, d]``."""
         weights = self.weights(hidden_states)
         dots = torch.einsum("bshd,bnd->bshn", q.to(weights.dtype), compressed_kv.to(weights.dtype))
         return (dots.relu() * weights.unsqueeze(-1)).sum(2)
@@ -74,17 +74,17 @@ class DeepseekV4Indexer(PoolingModule):
         return indexer_rotate_quantize(entries) if self.numerics == "deepseek" else entries
 
     def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Index queries ``[..., heads, d]``: projected, rotated, quantised; no norm per head."""
+        """Project, rotate and quantise index queries ``[..., heads, d]``; no norm per head."""
         tables = self.rotary_emb(q_residual, position_ids, self.rope_layer_type)
         q = self.project_queries(q_residual)
         return self._rotated(q, *(t.expand(*q.shape[:-2], -1).flatten(0, -2) for t in tables))
 
     def project_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
-        """Queries ``[..., heads, d]`` before rotation."""
+        """Return queries ``[..., heads, d]`` before rotation."""
         return self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _rotated(self, q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotated and quantised, by a row of tables for each token."""
+        """Rotate and quantise queries, by a row of tables for each token."""
         rotate_quantize = self.numerics == "deepseek"
         rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
         return rotated.view(q.shape)
@@ -107,10 +107,11 @@ class DeepseekV4Indexer(PoolingModule):
     def head_weights(
         self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
-        """Weights of the heads of a flat batch.
+        """Return the weights of the heads for a flat batch.
 
-        They have both scales where keys are not in codes; else ``quantize_index_queries`` wants
-        them without. What ``select_paged`` asks the step for is made first.
+        They include both scales if keys are plain; for keys in codes they do not, as
+        ``quantize_index_queries`` expects. Values that ``select_paged`` reads from the step are
+        made first.
         """
         self.visible_in(step)
         pages = step.cache.layers[layer_idx].indexer_pages
@@ -122,7 +123,7 @@ class DeepseekV4Indexer(PoolingModule):
     def _weighted_queries(
         self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, entry_format: str
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
-        """Queries and weights of a flat batch, in codes if keys are."""
+        """Return queries and weights of a flat batch, in codes if keys are."""
         cos, sin = self.rotary_emb.of_step(q, step, self.rope_layer_type)
         if entry_format not in COMPACT_FORMATS:
             return self._rotated(q, cos, sin), weights
@@ -139,12 +140,12 @@ class DeepseekV4Indexer(PoolingModule):
     def select_paged(
         self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
-        """Entry numbers for each token of a flat batch, ``[T, k]``, -1 for none.
+        """Return the selected entry numbers of each token of a flat batch, ``[T, k]``, -1 for none.
 
         Args:
-            weights: Of ``head_weights``.
-            q: Of ``project_queries``, ``[T, heads, d]``.
-            step: Whose keys are stored.
+            weights: The result of ``head_weights``.
+            q: The result of ``project_queries``, ``[T, heads, d]``.
+            step: The step, whose keys are stored.
             layer_idx: The layer's place in its cache.
         """
         layer, batch = step.cache.layers[layer_idx], step.batch
@@ -170,7 +171,7 @@ class DeepseekV4Indexer(PoolingModule):
         *,
         cache: Any = None,
     ) -> torch.Tensor:
-        """Entry numbers ``[B, S, min(index_topk, n)]`` int64, -1 where fewer are visible.
+        """Return entry numbers ``[B, S, min(index_topk, n)]`` int64, -1 where fewer are visible.
 
         Args:
             hidden_states: ``[B, S, H]``.

@@ -48,17 +48,17 @@ class Linear(FixedDtypeModule):
     ``weight_scale_2 [1]`` (global scale, multiplies) and, where known, ``input_scale [1]``
     (activation global scale, multiplies).
 
-    ``pack`` re-lays an NVFP4 weight for Hopper's tensor cores, with ``weight_scale`` as uint8 then,
-    or its scales alone for Blackwell's. Several packed layers of one input can share one matrix
-    (``join_weights``); their first three parameters are None then. State dicts hold neither: a
-    packed layer writes what an unpacked one writes, and refuses to load.
+    ``pack`` re-lays an NVFP4 weight for Hopper's tensor cores, where ``weight_scale`` becomes
+    uint8, or its scales alone for Blackwell's. Several packed layers of one input can share one
+    matrix (``join_weights``); their first three parameters are None then. State dicts do not depend
+    on this: a packed layer writes what an unpacked one writes, and raises on loading.
 
     Attributes:
         format: None for a plain weight, else its ``Format``.
-        layout: Of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"`` when
-            packed.
-        fused: The matrix of several layers whose part number ``fused_part`` is this layer's weight,
-            or None.
+        layout: Layout of the weight: ``"linear"``, or ``"fragments_16x64"`` or ``"swizzled_128x4"``
+            when packed.
+        fused: A matrix of several layers, whose part ``fused_part`` is this layer's weight, or
+            None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
             without one, with a scale per token. Plain weights never quantise x.
     """
@@ -94,7 +94,7 @@ class Linear(FixedDtypeModule):
         *,
         reserve_sms: int = 0,
     ) -> torch.Tensor:
-        """Multiply.
+        """Multiply ``x`` by the weight.
 
         Args:
             x: ``[..., in_features]``, or ``[..., groups, in_features]`` when grouped.
@@ -102,7 +102,7 @@ class Linear(FixedDtypeModule):
             reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
 
         Raises:
-            ValueError: if the last axes of ``x`` are not those.
+            ValueError: if the last axes of ``x`` differ from these.
             TypeError: if ``x`` is not floating, or not of a plain weight's dtype.
         """
         is_plain = self.format is None
@@ -130,7 +130,7 @@ class Linear(FixedDtypeModule):
         )
 
     def _refuse(self, x: torch.Tensor) -> NoReturn:
-        """Say why ``x`` does not fit."""
+        """Raise with the reason why ``x`` does not fit."""
         name = type(self).__name__
         if x.shape[-1] != self.in_features:
             raise ValueError(
@@ -144,7 +144,7 @@ class Linear(FixedDtypeModule):
         assert out_dtype is not None
         wide, weight = wider(x.dtype, out_dtype), self.weight
         if x.is_cuda and wide == torch.float32 and x.dtype == weight.dtype != wide:
-            # Sums of float32 either way, and the weight is not copied.
+            # Sums are float32 in both cases, and the weight is not copied.
             if x.dim() == 2 and out_dtype == wide:
                 return torch.mm(x, weight.t(), out_dtype=wide)
             rows = x.reshape(-1, self.in_features)
@@ -154,7 +154,7 @@ class Linear(FixedDtypeModule):
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """Return where the weight is."""
         return self.weight.device if self.fused is None else self.fused.codes.device
 
     @property
@@ -188,15 +188,14 @@ class Linear(FixedDtypeModule):
     def set_weight(
         self, weight: torch.Tensor | QuantizedTensor, input_scale: torch.Tensor | None = None
     ) -> None:
-        """Replace the weight, without a copy, and with it the format.
+        """Replace the weight and its format, without a copy.
 
         Args:
             weight: ``[out_features, in_features]``, plain or quantised, in any layout.
             input_scale: Activation global scale, ``[]`` or ``[1]`` float32, or None.
 
         Raises:
-            ValueError: if the shape or the layout is none this layer can have; nothing is changed
-                then.
+            ValueError: if this layer cannot have the shape or the layout; nothing is changed then.
         """
         if tuple(weight.shape) != (self.out_features, self.in_features):
             raise ValueError(
@@ -228,14 +227,14 @@ class Linear(FixedDtypeModule):
         self.weight_scale, self.weight_scale_2 = (None if t is None else frozen(t) for t in parts)
 
     def _leave(self) -> None:
-        """Have no part in a fused weight; the other layers keep theirs."""
+        """Give up the part of a fused weight; the other layers keep theirs."""
         self.forget_value()
         if self.fused is not None:
             del self.fused  # out of the submodules, which would keep and print a None
             self.fused, self.fused_part = None, 0
 
     def _enter(self, fused: FusedWeight, part: int) -> None:
-        """Have no weight but a part of a fused one."""
+        """Replace the weight by a part of a fused one."""
         self._leave()
         for name in _OWN:
             self.register_parameter(name, None)
@@ -259,7 +258,7 @@ class Linear(FixedDtypeModule):
         """Re-lay an NVFP4 weight for tensor cores, in place; nothing is lost.
 
         The old parameters are freed: graphs captured with them must be captured again. A layer that
-        is packed so stays as it is; one that is packed otherwise leaves a fused weight.
+        has this layout already stays as it is; a layer in another layout leaves its fused weight.
 
         Args:
             layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
@@ -292,7 +291,7 @@ class Linear(FixedDtypeModule):
         self._hold(self._unpacked())
 
     def _unpacked(self) -> QuantizedTensor:
-        """The weight of a packed layer as an unpacked one has it, in tensors of its own."""
+        """Return the weight of a packed layer as an unpacked one has it, in tensors of its own."""
         fused = self.fused
         weight = self.quantized_weight() if fused is None else fused.part(self.fused_part)
         weight = weight.with_layout(LINEAR)
@@ -332,8 +331,8 @@ class Linear(FixedDtypeModule):
         """Declare the parameters of a format, uninitialised, on the device of the present weight.
 
         Args:
-            format: Name or descriptor, or None for a plain weight, whose dtype is that of the
-                present one if it is plain, or else torch's default.
+            format: Name or descriptor, or None for a plain weight. Its dtype is that of the present
+                weight if that is plain, else torch's default.
             scale_dtype: Dtype of the block scales, where the format allows several.
             input_scale: Whether to declare ``input_scale``.
         """
@@ -398,7 +397,7 @@ class DeepseekV4GroupedLinear(Linear):
         *,
         reserve_sms: int = 0,
     ) -> torch.Tensor:
-        """``[..., n_groups, in] -> [..., n_groups, out_features / n_groups]``."""
+        """Map ``[..., n_groups, in]`` to ``[..., n_groups, out_features / n_groups]``."""
         if x.dim() < 2 or x.shape[-2] != self.n_groups:
             raise ValueError(
                 f"GroupedLinear: x has shape {list(x.shape)}, "
@@ -424,7 +423,7 @@ _MOVED = {
 
 
 def __getattr__(name: str) -> Any:
-    """Functions that were here before they moved to ``dsv4.layers.fusion``."""
+    """Return functions that moved to ``dsv4.layers.fusion``."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     message = f"{__name__}.{name} is now dsv4.layers.fusion.{_MOVED[name]}"

@@ -16,9 +16,9 @@ from dsv4.ops.swiglu import swiglu
 class DeepseekV4MLP(nn.Module):
     """``down(silu(min(gate, limit)) * clamp(up, -limit, limit))`` (specification, section 8.2).
 
-    Packed (``dsv4.layers.pack_``), gate and up rows are interleaved in one matrix, and nothing is
-    rounded between the first GEMM and SwiGLU, where otherwise its result is rounded to the
-    dtype of ``x``.
+    In a packed layer (``dsv4.layers.pack_``), gate and up rows are interleaved in one matrix, and
+    nothing is rounded between the first GEMM and SwiGLU. In others the GEMM's result is rounded to
+    the dtype of ``x``.
     """
 
     joined_interleaved = (("gate_proj", "up_proj"),)
@@ -39,7 +39,7 @@ class DeepseekV4MLP(nn.Module):
         self.down_proj = Linear(inner, hidden, activation=activation)
 
     def forward(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
-        """``[..., H]`` to the same.
+        """Apply it to ``[..., H]``; the result has the same shape.
 
         Args:
             x: The input.
@@ -51,7 +51,7 @@ class DeepseekV4MLP(nn.Module):
         return down(inner)
 
     def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
-        """``[..., H]`` to ``[..., I]``, what the down projection takes."""
+        """Map ``[..., H]`` to ``[..., I]``, the input of the down projection."""
         gate, up = self.gate_proj, self.up_proj
         inner = fused_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
         if inner is None:

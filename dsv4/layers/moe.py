@@ -13,28 +13,28 @@ from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from dsv4.overlap import side_streams
 
-# Tokens from which the shared expert would fill the GPU for several times as long as sorting and
-# gathering rows take. It is launched behind the router then, and reserves SMs for these, which
-# memory bounds; the CTAs of the routed experts begin there and count the tiles they take.
+# From this many tokens on the shared expert would fill the GPU for several times as long as sorting
+# and gathering rows takes. It is then launched after the router and leaves SMs for these, which
+# memory bounds; the CTAs of the routed experts start there and count the tiles they take.
 _RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
     """``sum over the chosen experts + shared expert`` (specification, section 8).
 
-    On CUDA the shared expert runs on a stream of its own beside the routed experts and, of fewer
-    than 4096 tokens, the router, in a captured graph, too.
+    On CUDA the shared expert runs on a side stream during the routed experts and, for fewer than
+    4096 tokens, during the router; also in a captured graph.
 
-    For expert parallelism a block holds a range of the experts. Each routes all tokens and gives
-    the part of the sum that is its own; the shared expert is part of the block that holds expert 0
-    alone, and None in the others. So the sum over blocks whose ranges make up all experts, by an
+    For expert parallelism a block holds a range of the experts. Each block routes all tokens and
+    returns its experts' part of the sum; only the block that holds expert 0 has the shared expert,
+    which is None in the others. So the sum over blocks whose ranges make up all experts, by an
     all-reduce for instance, is the layer's output, each part rounded to the dtype of its input.
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
-        layer_idx: Of the layer, which decides how it routes.
+        layer_idx: Index of the layer, which decides how it routes.
         first_expert: The first expert held here.
-        num_local_experts: How many are; None for all from ``first_expert`` on.
+        num_local_experts: Number of experts held here; None for all from ``first_expert`` on.
 
     Raises:
         ValueError: if there are no such experts.
@@ -60,7 +60,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``[B, S, H]`` to the same; ``input_ids [B, S]`` are needed in hash layers.
+        """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.

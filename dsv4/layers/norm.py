@@ -17,11 +17,11 @@ class DeepseekV4RMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``[..., hidden_size]`` to the same, in the same dtype."""
+        """Normalise ``[..., hidden_size]``; the result has the same dtype."""
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
-        """Size and eps."""
+        """Return size and eps."""
         return f"{self.weight.shape[0]}, eps={self.variance_epsilon}"
 
 
@@ -33,9 +33,9 @@ class DeepseekV4UnweightedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[..., D]`` to the same, in the same dtype."""
+        """Normalise ``[..., D]``; the result has the same dtype."""
         return rms_norm(x, None, self.eps)
 
     def extra_repr(self) -> str:
-        """Eps."""
+        """Return eps."""
         return f"eps={self.eps}"

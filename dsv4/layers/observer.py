@@ -13,14 +13,14 @@ class AmaxObserver:
     """Largest absolute finite value seen, per slot.
 
     Args:
-        slots: How many values to keep: 1 for a linear layer, the number of experts for experts.
+        slots: Number of values to keep: 1 for a linear layer, the number of experts for experts.
     """
 
     def __init__(self, slots: int = 1) -> None:
         self.amax = torch.zeros(slots, dtype=torch.float32, device="cpu")
 
     def see(self, x: torch.Tensor, slot: int = 0) -> None:
-        """Take in ``x`` of any shape; non-finite values are left out."""
+        """Observe ``x`` of any shape; non-finite values are left out."""
         if x.numel() == 0:
             return
         finite = torch.where(x.isfinite(), x, torch.zeros_like(x))
@@ -28,7 +28,8 @@ class AmaxObserver:
         self.amax[slot] = torch.maximum(self.amax[slot], amax)
 
     def scale(self) -> torch.Tensor:
-        """Global scales ``[slots]``, float32; a slot that saw nothing takes the largest other.
+        """Return global scales ``[slots]``, float32; a slot that saw nothing takes the largest
+        other.
 
         Raises:
             ValueError: if no slot saw a non-zero finite value.

@@ -18,12 +18,12 @@ _Layer = Linear | DeepseekV4Experts
 
 @dataclass
 class Packing:
-    """What ``pack_`` did.
+    """The result of ``pack_``.
 
     Attributes:
         packed: Names of the linear layers and routed experts that are packed now.
         joined: Names of the linear layers that share one matrix, per matrix.
-        kept: Names of the others, and why each is as it was.
+        kept: Names of the other layers, and why each is unchanged.
     """
 
     packed: list[str] = field(default_factory=list)
@@ -32,10 +32,10 @@ class Packing:
 
 
 def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
-    """Pack every ``Linear`` and ``DeepseekV4Experts`` that can be, and join what goes together.
+    """Pack every ``Linear`` and ``DeepseekV4Experts`` that can be packed, and join weights.
 
-    The values stay bit for bit. Memory holds the model and at most one more copy of one matrix (of
-    a joined one the rows of all its layers, of gate and up half as much more); routed experts
+    Values keep their bits. Memory holds the model and at most one more copy of one matrix (for a
+    joined matrix the rows of all its layers, and for gate and up half as much more); routed experts
     change in place, one after another. Packed experts, routed and shared, round one step less
     (``DeepseekV4Experts``, ``DeepseekV4MLP``). Pack after loading, quantising and moving; CUDA
     graphs that were captured before must be captured again.
@@ -61,15 +61,15 @@ def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
 class Packer:
     """Packs the layers of a model one after another, as they get their weights.
 
-    In the end the model is as ``pack_`` leaves it. Memory holds at most one more copy of one matrix
-    at any time, as for ``pack_``.
+    The final model is the same as after ``pack_``. Memory holds at most one more copy of one matrix
+    at any time, as in ``pack_``.
 
     Args:
         model: Any module.
         layout_for: The layout of a layer that has its weight.
 
     Attributes:
-        report: What was done so far.
+        report: The layers that were packed so far.
     """
 
     def __init__(self, model: nn.Module, layout_for: Callable[[_Layer], str]) -> None:
@@ -82,9 +82,9 @@ class Packer:
                 self._groups.setdefault(part, []).append(group)
 
     def pack(self, layer: nn.Module) -> None:
-        """Pack a layer that can be, and join it when the last of its group is packed.
+        """Pack a layer if it can be packed, and join it when the last of its group is packed.
 
-        ``layout_for`` raises ValueError with the reason for a layer that is to stay as it is.
+        For a layer that is to stay unchanged ``layout_for`` raises ValueError with the reason.
         """
         if not isinstance(layer, _KINDS):
             return
@@ -109,7 +109,7 @@ def _pack(report: Packing, name: str, layer: _Layer, layout: str) -> None:
 
 
 def join_packed_(model: nn.Module) -> list[tuple[str, ...]]:
-    """Let packed layers that go together share one matrix; their names, per matrix."""
+    """Make packed layers that go together share one matrix, and return their names, per matrix."""
     return [names for group in _groups(model) for names in group.join()]
 
 
@@ -122,7 +122,7 @@ class _Group:
     interleaved: bool
 
     def join(self) -> list[tuple[str, ...]]:
-        """Let them share it; their names, if they do."""
+        """Share the matrix and return the names, or nothing if the layers cannot share it."""
         layers = [part for part in self.parts if isinstance(part, Linear)]
         if len(layers) < len(self.parts):
             return []

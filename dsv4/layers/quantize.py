@@ -28,8 +28,8 @@ def quantize_(
         The names of the layers that were quantised.
 
     Raises:
-        TypeError: if ``names`` is one string, whose letters would be patterns, or holds another
-            thing than strings.
+        TypeError: if ``names`` is one string, whose letters would be patterns, or has items that
+            are not strings.
         ValueError: if no layer matches, or a matching one cannot have the format.
     """
     if isinstance(names, str | bytes):
@@ -60,7 +60,7 @@ def quantize_(
 
 
 def _pairs(chosen: Mapping[str, nn.Module]) -> Iterator[tuple[Linear, Linear]]:
-    """Gate and up of each MLP, where both are chosen."""
+    """Return gate and up of each MLP of which both are chosen."""
     for name, gate in chosen.items():
         stem, is_gate, _ = name.rpartition("gate_proj")
         up = chosen.get(f"{stem}up_proj") if is_gate else None

@@ -12,29 +12,29 @@ from dsv4.layers.experts import DeepseekV4Experts
 def reserve_experts(
     model: nn.Module, max_tokens: int | None, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Let all routed experts of a model share memory for the rows of that many tokens.
+    """Make all routed experts of a model share memory for the rows of that many tokens.
 
     Every forward of a ``DeepseekV4Experts`` then writes its gathered rows, their SwiGLU and the
     results of its experts there, at the same addresses each time, and raises ValueError for more
     tokens. Without it these three, the largest, come from PyTorch's allocator, which grows.
 
-    What still comes from the allocator: the sums of the tokens, the tables of the sort, what a
-    product needs to quantise its rows (``activation="nvfp4"``), and the first GEMM and its
-    SwiGLU of layers that are not packed. Compiled code does not use it: ``torch.compile`` plans
-    memory itself.
+    The rest still comes from the allocator: the sums of the tokens, the tables of the sort, the
+    codes of a GEMM that quantises its rows (``activation="nvfp4"``), and in unpacked layers the
+    results of the first GEMM and of its SwiGLU. Compiled code does not use it: ``torch.compile``
+    plans memory itself.
 
-    The layers must run one after another: not two of them, nor one twice, at the same time on
-    different streams; a copy of the model has memory of its own. CUDA graphs that were captured
-    before must be captured again. Reserve after moving and casting the model; both take the memory
-    along.
+    The layers must run one after another: no two of them, and none twice, may run at the same time
+    on different streams. A copy of the model has memory of its own. CUDA graphs that were captured
+    before must be captured again. Reserve after moving and casting the model, because both also
+    move or cast the memory.
 
     Args:
         model: Any module; changed in place.
         max_tokens: Most tokens of a forward, at least 1; None to go back to the allocator.
-        dtype: Of the hidden states.
+        dtype: Dtype of the hidden states.
 
     Returns:
-        Bytes reserved, on all devices: one memory for the layers of equal sizes of each.
+        The bytes reserved on all devices; layers of equal sizes on one device share memory.
 
     Raises:
         ValueError: if ``max_tokens`` is below 1 or the model has no routed experts.
@@ -45,7 +45,7 @@ def reserve_experts(
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"reserve_experts: max_tokens is {max_tokens}, wanted at least 1 or None")
     for layer in layers:
-        layer.reserve(None)  # before more is reserved
+        layer.reserve(None)  # freed before more is reserved
     if max_tokens is None:
         return 0
     shared: dict[object, Workspace] = {}
@@ -58,26 +58,26 @@ def reserve_experts(
     return sum(buffer.nbytes for workspace in shared.values() for buffer in workspace.buffers())
 
 
-# Of a prefill step of ``dsv4.serving.Runner`` by default. On an H100 one step of 4096 tokens takes
-# 43 to 49 ms and two of 2048 take 48 to 81 ms (Flash, 64 experts, 8 layers, 2026-11-24).
+# Tokens of a prefill step of ``dsv4.serving.Runner`` by default. On an H100 one step of 4096 tokens
+# takes 43 to 49 ms and two of 2048 take 48 to 81 ms (Flash, 64 experts, 8 layers, 2026-11-24).
 STEP_TOKENS = 4096
 
 
 def warm_allocator(
     model: nn.Module, max_tokens: int = STEP_TOKENS, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Let PyTorch's allocator get the memory that routed experts need in a step on a GPU.
+    """Make PyTorch's allocator get the memory that routed experts need in a step on a GPU.
 
     It keeps that memory in its cache, so that the first step of that many tokens does not wait for
-    the driver and does not run out of memory there. A larger step gets more. Nothing is fixed:
-    layers may run at the same time on different streams, and ``torch.cuda.empty_cache`` gives the
-    memory back. These are the gathered rows, their SwiGLU and the results of the experts, the
+    the driver and does not run out of memory there. A larger step gets more. Addresses are not
+    fixed: layers may run at the same time on different streams, and ``torch.cuda.empty_cache``
+    frees the memory. These are the gathered rows, their SwiGLU and the results of the experts, the
     largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro.
 
     Args:
         model: Any module.
         max_tokens: Most tokens of a step; 0 for nothing.
-        dtype: Of the hidden states.
+        dtype: Dtype of the hidden states.
 
     Returns:
         Bytes on all GPUs; 0 for a model on a CPU.
@@ -93,12 +93,12 @@ def warm_allocator(
         if device.type == "cuda" and max_tokens:
             buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
             total += sum(buffer.nbytes for buffer in buffers)
-            del buffers  # to the cache of the allocator
+            del buffers  # back to the cache of the allocator
     return total
 
 
 def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple[int, int]]]:
-    """Shapes of the largest buffers of routed experts that are alive at one time, per device."""
+    """Return the shapes of the largest expert buffers that are alive together, per device."""
     largest: dict[torch.device, list[tuple[int, int]]] = {}
     for layer in model.modules():
         if isinstance(layer, DeepseekV4Experts):

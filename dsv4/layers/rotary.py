@@ -17,10 +17,10 @@ LABELS = ("main", "compress")
 class DeepseekV4RotaryEmbedding(nn.Module):
     """Cosines and sines for ``"main"`` (sliding layers) and ``"compress"`` (compressed layers).
 
-    The two differ in base and in YaRN (specification, section 4.3; pitfall 1). Has no parameters
-    and no buffers: the frequencies follow from the configuration, so building on the meta device
-    loses nothing. A copy of them stays on each device that asked, because nothing can be copied
-    from the host while a CUDA graph is captured.
+    The two differ in base and in YaRN (specification, section 4.3; pitfall 1). The module has no
+    parameters and no buffers: the frequencies follow from the configuration, so building on the
+    meta device loses nothing. Each device on which they were used keeps a copy, because nothing can
+    be copied from the host while a CUDA graph is captured.
     """
 
     def __init__(self, config: Any, device: torch.device | None = None) -> None:
@@ -32,7 +32,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         self._frequencies: dict[tuple[torch.device, str], torch.Tensor] = {}
 
     def set_inv_freq(self, layer_type: str, values: torch.Tensor) -> None:
-        """Rotate by these inverse frequencies instead of the configuration's.
+        """Use these inverse frequencies instead of the configuration's.
 
         Args:
             layer_type: ``"main"`` or ``"compress"``.
@@ -51,7 +51,7 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         self._frequencies.clear()
 
     def inv_freq(self, device: torch.device, layer_type: str) -> torch.Tensor:
-        """Inverse frequencies ``[rope_dim / 2]`` float32 on ``device``.
+        """Return the inverse frequencies ``[rope_dim / 2]`` in float32 on ``device``.
 
         Raises:
             ValueError: if ``layer_type`` is neither ``"main"`` nor ``"compress"``.
@@ -70,13 +70,13 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         return made
 
     def table_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of cosines and sines in a model of ``dtype``: its own, or float32 always."""
+        """The dtype of cosines and sines in a model of ``dtype``: its own, or float32 always."""
         return dtype if self.numerics == "transformers" else torch.float32
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str = "main"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables at given positions.
+        """Return the tables at given positions.
 
         Args:
             x: Any tensor; gives the device and, with ``numerics="transformers"``, the dtype.
@@ -102,13 +102,13 @@ class DeepseekV4RotaryEmbedding(nn.Module):
         layer_type: str,
         tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables ``[T, rope_dim / 2]`` of a step's tokens, which its layers share.
+        """Return the tables ``[T, rope_dim / 2]`` of a step's tokens, which its layers share.
 
         Args:
-            x: As in ``forward``.
-            step: Gives the positions.
-            layer_type: As in ``forward``.
-            tables: These tables as ``[1, T, rope_dim / 2]``, if they are there already.
+            x: See ``forward``.
+            step: The step, which has the positions.
+            layer_type: See ``forward``.
+            tables: The same tables as ``[1, T, rope_dim / 2]``, if they are made already.
         """
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:

@@ -31,7 +31,7 @@ class _Router(FixedDtypeModule):
         return hidden_states.reshape(-1, self.hidden_dim)
 
     def _logits_dtype(self, x: torch.Tensor) -> torch.dtype:
-        """DeepSeek multiplies in float32, transformers in the model's dtype."""
+        """Return float32 or wider for DeepSeek's numerics, the model's dtype for transformers'."""
         if self.numerics == "transformers":
             return x.dtype
         return wider(x.dtype, torch.float32)
@@ -51,7 +51,7 @@ class DeepseekV4TopKRouter(_Router):
     def forward(
         self, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[..., H]`` to logits ``[T, E]``, weights ``[T, k]``, expert ids ``[T, k]`` int64."""
+        """Return logits ``[T, E]``, weights ``[T, k]`` and int64 expert ids ``[T, k]``."""
         flat = self._flat(hidden_states)
         return route_topk(
             flat,
@@ -76,7 +76,7 @@ class DeepseekV4HashRouter(_Router):
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As the top-k router, with ``input_ids [...]`` of as many tokens.
+        """Route like the top-k router, with ``input_ids [...]`` of as many tokens.
 
         Raises:
             ValueError: if ``input_ids`` is None or of another length.

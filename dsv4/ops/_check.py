@@ -71,7 +71,7 @@ def tensors(op: str, *expected: Expected) -> None:
 def _wrong_shape(
     op: str, name: str, tensor: torch.Tensor, dims: Dims, sizes: dict[str, Any]
 ) -> str:
-    """Message for dimensions that differ; ``sizes`` are those of the tensors before."""
+    """Return the message for dimensions that differ; ``sizes`` are those of earlier tensors."""
     words: list[str] = []
     for dim in dims:
         if dim == "...":
@@ -98,7 +98,7 @@ def shape(op: str, name: str, tensor: torch.Tensor, dims: Sequence[int | None]) 
 
 
 def rows(op: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError if ``tensor`` is a single number, without an axis to call its last."""
+    """Raise ValueError if ``tensor`` is a single number, which has no last axis."""
     if tensor.dim() == 0:
         raise ValueError(f"{op}: {name} has shape [], wanted [..., D]")
 
@@ -145,9 +145,9 @@ def same_device(op: str, **tensors: torch.Tensor | None) -> None:
 def no_overlap(op: str, name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the elements of ``tensor``, which is written, share no memory.
 
-    Each stride has to pass what the dimensions of smaller strides span, as in every view of a
-    contiguous tensor but expanded ones and windows that slide. Interleaved dimensions are refused
-    even where no two elements meet.
+    Each stride has to be larger than the span of the dimensions with smaller strides, as in every
+    view of a contiguous tensor but expanded ones and sliding windows. Interleaved dimensions are
+    not supported, even if no two elements share memory.
     """
     if tensor.is_contiguous() or torch.compiler.is_compiling():
         return
@@ -165,7 +165,7 @@ def no_overlap(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def below(op: str, name: str, values: torch.Tensor, bound: int) -> None:
-    """Raise IndexError unless all integers are below ``bound``; negative ones name nothing."""
+    """Raise IndexError unless all integers are below ``bound``; negative ones stand for nothing."""
     bad = values.to(torch.int64) >= bound
     if bool(bad.any()):
         none_bad(op, name, values, bad, f"below {bound}")
@@ -181,7 +181,7 @@ def within(op: str, name: str, values: torch.Tensor, bound: int) -> None:
 def none_bad(op: str, name: str, values: torch.Tensor, bad: torch.Tensor, rule: str) -> None:
     """Raise IndexError if any is ``bad``.
 
-    Reads values, as the two above do: for what ``define`` calls on the CPU alone.
+    It reads values, as the two functions above do, so only checks that run on the CPU call it.
     """
     if bool(bad.any()):
         index = bad.nonzero()[0].tolist()

@@ -1,4 +1,4 @@
-"""Compare the metadata of tensors with that of others, in well under a microsecond.
+"""Compare the metadata of tensors with that of others in well under a microsecond.
 
 ``torch.compile`` has a compiled function for this, under a private name. A torch without it gets
 the same answer from Python, which takes some microseconds more.
@@ -18,11 +18,11 @@ Guards = Callable[..., bool]  # takes the tensors one by one
 
 
 def guards_of(tensors: Sequence[torch.Tensor]) -> Guards:
-    """A function that says whether tensors are like these, which it does not keep.
+    """Return a function that says whether tensors are like these, which it does not keep alive.
 
-    Like: of the same classes, dtypes, shapes, strides and devices, equal in whether they want a
-    gradient, are inference tensors or negated views, and in the modes that a call would run under.
-    If these are all different objects, so are those.
+    Tensors are alike if their classes, dtypes, shapes, strides and devices are equal, whether they
+    require a gradient, are inference tensors or negated views, and the modes that a call would run
+    under. If these tensors are all different objects, those must be, too.
     """
     made = _compiled(tensors)
     return _interpreted(tensors) if made is None else made

@@ -6,10 +6,10 @@ check of values and every implementation take the record, and so does ``dispatch
 
 A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
 convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
-might want to see the call or would change its arguments (``_observer``), the registered operator is
-called, which ends in the same body. A kernel that somebody else registers for one of
-these operators is therefore not seen in plain eager mode: another way to run an operator is a row
-of ``dispatch.IMPLEMENTATIONS``.
+might want to see the call (``unobserved``) or would change its arguments, the registered operator
+is called, which ends in the same body. A kernel that somebody else registers for one of these
+operators is therefore not seen in plain eager mode: another way to run an operator is a row of
+``dispatch.IMPLEMENTATIONS``.
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
@@ -31,7 +31,7 @@ from dsv4 import dispatch
 
 _LIBRARY = torch.library.Library("dsv4", "DEF")
 
-# What a schema's types are in Python, where the dispatcher has nothing to convert.
+# Python types of a schema's types, which the dispatcher need not convert.
 _TYPES: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor, torch.nn.Parameter),
     "List[int]": (list,),
@@ -43,7 +43,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-# Annotations of a record's fields that say more than their type.
+# Annotations of a record's fields that say more than a type.
 Written = Annotated[torch.Tensor, "written in place"]
 Symbolic = Annotated[int, "may be symbolic while torch.compile traces"]
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -63,7 +63,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Call(Protocol[A_contra, R_co]):
-    """What calls an operator."""
+    """A callable of an operator."""
 
     def __call__(
         self,
@@ -72,53 +72,67 @@ class Call(Protocol[A_contra, R_co]):
         out: torch.Tensor | None = None,
         reserve_sms: int = 0,
     ) -> R_co:
-        """Call it.
+        """Call the operator.
 
         Args:
-            args: Its record.
+            args: The operator's record.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where the operator has that argument.
-            reserve_sms: See ``dispatch.run``; calls that torch sees lose it.
+            out: Tensor for the first result, if the operator has this argument.
+            reserve_sms: See ``dispatch.run``; calls through torch's dispatcher ignore it.
         """
         ...
 
 
-def _watcher() -> Callable[[], bool]:
-    """What says whether a function mode or torch's profiler sees calls in this thread."""
-    try:
-        function_modes = torch._C._len_torch_function_stack
-        profiler_enabled = torch.autograd._profiler_enabled
-    except AttributeError:
-        return lambda: True
-    return lambda: bool(function_modes() or profiler_enabled())
+@dataclass(frozen=True)
+class _Observers:
+    """How to ask torch, by private names, what in this thread wants to see operators.
 
-
-def _observer() -> Callable[[], bool]:
-    """What says that nothing in this thread wants to see operators: no mode, transform or trace.
-
-    It asks torch by private names; to a torch that has others, every call is one to be seen.
+    Attributes:
+        function_modes: Counts them.
+        is_profiling: Whether torch's profiler runs.
+        keys: The dispatch keys that are added to those of tensors.
+        plain_keys: What the dispatcher itself adds, in and out of inference mode, as ``raw_repr``.
+            Modes, functorch's transforms and tracers add theirs.
     """
+
+    function_modes: Callable[[], int]
+    is_profiling: Callable[[], bool]
+    keys: Callable[[], Any]
+    plain_keys: frozenset[int]
+
+
+def _observers() -> _Observers:
+    """Those of this torch; with one that has other names, every call is one to be seen."""
     try:
         key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-        # What the dispatcher adds to the keys of tensors, in and out of inference mode. Modes,
-        # functorch's transforms and tracers add theirs.
         least: Any = keys(key.BackendSelect)
         most: Any = least | keys(key.ADInplaceOrView)
-        plain = frozenset((least.raw_repr(), most.raw_repr()))
-        include_set: Any = torch._C._dispatch_tls_local_include_set
-        function_modes = torch._C._len_torch_function_stack
-        profiling = torch.autograd._profiler_enabled
+        return _Observers(
+            torch._C._len_torch_function_stack,
+            torch.autograd._profiler_enabled,
+            torch._C._dispatch_tls_local_include_set,
+            frozenset((least.raw_repr(), most.raw_repr())),
+        )
     except AttributeError:
-        return lambda: False
-
-    def unobserved() -> bool:
-        return include_set().raw_repr() in plain and not function_modes() and not profiling()
-
-    return unobserved
+        return _Observers(lambda: 1, lambda: True, lambda: None, frozenset())
 
 
-is_watched = _watcher()
-unobserved = _observer()
+# Names of this module, because a call asks all three and each function between would take longer.
+_OBSERVERS = _observers()
+_function_modes, _is_profiling = _OBSERVERS.function_modes, _OBSERVERS.is_profiling
+_keys, _PLAIN_KEYS = _OBSERVERS.keys, _OBSERVERS.plain_keys
+
+
+def is_watched() -> bool:
+    """Whether a function mode or torch's profiler sees calls in this thread."""
+    return bool(_function_modes() or _is_profiling())
+
+
+def unobserved() -> bool:
+    """Whether nothing in this thread wants to see operators: no mode, transform or trace."""
+    return not (_function_modes() or _is_profiling() or _keys().raw_repr() not in _PLAIN_KEYS)
+
+
 _new_tuple: Any = tuple.__new__  # makes a record of its fields; ``_make`` takes twice as long
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
@@ -136,12 +150,12 @@ def define(
         record: ``NamedTuple`` of its arguments; their annotations make the schema.
         fake: Takes the record, returns results without contents; its return annotation makes the
             schema's.
-        check: Raises where values of arguments are out of range. It is given the operator's name
-            and the record when a call runs whose first tensor is on the CPU: elsewhere it would
-            wait for the device, and while torch traces there are no values.
+        check: Raises if values of arguments are out of range. It takes the operator's name and the
+            record, and is called only if the first tensor is on the CPU: elsewhere it would wait
+            for the device, and while torch traces there are no values.
 
     Returns:
-        What calls it.
+        A function that calls the operator.
     """
     _LIBRARY.define(f"{op}({_declared(record)}, str backend) -> {_results(fake)}")
 
@@ -165,7 +179,7 @@ def define_out(
 
     Args:
         op: Name of the operator.
-        record: As ``define`` got it, as the rest.
+        record: An argument of ``define``, like the rest.
         fake: Its shape function.
         check: Its check of values.
     """
@@ -180,11 +194,11 @@ def define_out(
 
 
 def as_record(record: type[A], args: Any, **changed: Any) -> A:
-    """Another operator's record, of the fields of the same name.
+    """Make another operator's record from the fields of the same name.
 
     Args:
         record: ``NamedTuple`` to make.
-        args: ``NamedTuple`` that has its fields, but for those that are given.
+        args: ``NamedTuple`` that has these fields, except those in ``changed``.
         **changed: Fields with other values.
     """
     names: tuple[str, ...] = record._fields  # type: ignore[attr-defined]
@@ -192,14 +206,14 @@ def as_record(record: type[A], args: Any, **changed: Any) -> A:
 
 
 def _declared(record: type[Any]) -> str:
-    """Arguments of a schema, as the fields of a record declare them."""
+    """Return the arguments of a schema, from the fields of a record."""
     letters = iter(string.ascii_lowercase)
     hints = get_type_hints(record, include_extras=True)
     return ", ".join(f"{_in_schema(kind, letters)} {name}" for name, kind in hints.items())
 
 
 def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
-    """The schema's type for an annotation; written tensors take the next letter."""
+    """Return the schema's type for an annotation; written tensors take the next letter."""
     if annotation == Written:
         return f"Tensor({next(letters)}!)"
     if annotation == Symbolic:
@@ -212,7 +226,7 @@ def _in_schema(annotation: Any, letters: Iterator[str]) -> str:
 
 
 def _results(fake: Callable[..., Any]) -> str:
-    """Results of a schema, as a shape function's return annotation declares them."""
+    """Return the results of a schema, from a shape function's return annotation."""
     returned = get_type_hints(fake)["return"]
     if returned is type(None):
         return "()"
@@ -223,14 +237,14 @@ def _results(fake: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Operation:
-    """How a registered operator runs.
+    """A registered operator: how it runs.
 
     Attributes:
-        name: As registered.
-        op: Whose implementations run it.
+        name: The registered name.
+        op: Operator whose implementations run it.
         record: ``NamedTuple`` of its arguments, without ``out`` and ``backend``.
-        check: Raises where values of arguments are out of range, on the CPU; or None.
-        has_out: Whether the last argument before ``backend`` takes the first result.
+        check: Raises if values of arguments are out of range, on the CPU; or None.
+        has_out: Whether the last argument before ``backend`` is the tensor for the first result.
         has_others: Whether there are results besides that one.
     """
 
@@ -261,7 +275,7 @@ class Operation:
         Args:
             args: A ``record``.
             backend: Name of an implementation, or ``"auto"``.
-            out: Takes the first result, where ``has_out``.
+            out: Tensor for the first result, if ``has_out``.
         """
         if self.check is not None:
             self.check_values(args)
@@ -281,15 +295,15 @@ class Operation:
         return implementation(args)
 
     def implementation(self, flat: Sequence[Any]) -> Callable[..., Any]:
-        """What ``"auto"`` chooses; ``flat`` as in ``run``."""
+        """Return the implementation that ``"auto"`` chooses; ``flat`` as in ``run``."""
         return dispatch.implementation(self.op, self.arguments(flat))
 
     def arguments(self, flat: Sequence[Any]) -> Any:
-        """The record; ``flat`` as in ``run``."""
+        """Return the record; ``flat`` as in ``run``."""
         return _new_tuple(self.record, flat[:-2] if self.has_out else flat[:-1])
 
     def check_values(self, args: Any) -> None:
-        """Raise where values on the CPU are out of range; ``args`` is a ``record``."""
+        """Raise if values on the CPU are out of range; ``args`` is a ``record``."""
         if self.check is not None and args[0].is_cpu:
             self.check(self.op, args)
 
@@ -301,14 +315,14 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
-    """What runs at once where the registered operator would do no more, else that operator."""
+    """Register an operator; the result runs it at once where torch would do nothing else."""
     name, op, check, has_out = operation.name, operation.op, operation.check, operation.has_out
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
         if not _is_grad_enabled():
             return operation.run(flat)
-        # Without this the reference would build autograd's graph of its own intermediate tensors.
+        # Without this, autograd would record the reference's intermediate tensors.
         with torch.no_grad():
             return operation.run(flat)
 
@@ -321,8 +335,10 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     as_declared: set[tuple[type, ...]] = set()
 
     def call(args: Any, backend: str, out: torch.Tensor | None = None, reserve_sms: int = 0) -> Any:
-        if torch.compiler.is_compiling() or not unobserved():
+        if torch.compiler.is_compiling():
             return through_torch(args, backend, out)
+        if _function_modes() or _is_profiling() or _keys().raw_repr() not in _PLAIN_KEYS:
+            return through_torch(args, backend, out)  # ``unobserved``, in this frame
         kinds = tuple(map(type, args))
         if kinds not in as_declared:
             if any(map(_missing, kinds, declared)):
@@ -341,8 +357,8 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
             return through_torch(args, backend, out)
         if has_out:
             return operation.run_record(args, backend, out)
-        if check is not None:
-            operation.check_values(args)
+        if check is not None and args[0].is_cpu:
+            check(op, args)
         return dispatch.run(op, args, backend, None, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:
@@ -354,7 +370,7 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
 
 
 def _in_python(declared: str) -> tuple[type, ...]:
-    """Types of an argument that the dispatcher passes on as they are."""
+    """Return the types of an argument that the dispatcher passes on unchanged."""
     inner = declared.removeprefix("Optional[")
     if inner == declared:
         return _TYPES[declared]

@@ -1,19 +1,19 @@
-"""Plan cache: what a public operator did for the metadata of its arguments, so it is not redone.
+"""Plan cache: repeats a public operator for metadata of arguments that it has seen before.
 
 Checks of arguments, the choice of an implementation and what a launcher computes depend on
-metadata alone: dtypes, shapes, strides, devices, alignment, and plain values. ``@planned`` keeps,
-for the metadata of a call that went through, how to do it again:
+metadata alone: dtypes, shapes, strides, devices, alignment, and plain values. For the metadata of a
+call that succeeded, ``@planned`` keeps one of these:
 
 * a ``Tape``: the kernel launches and allocations of an implementation, replayed;
 * a ``Direct`` call of the implementation with the arguments that it got;
-* nothing, where the function did anything else with its tensors. It runs as if not planned.
+* nothing, if the function did anything else with its tensors. It then runs as without plans.
 
 The first call with some metadata runs the function. The second runs it under a ``Recorder``, which
 sees every torch operation; one that is neither an allocation nor a view rules a plan out. So
 checks that read values are never skipped.
 
-Only plain calls on a GPU are planned: tensors of torch's own classes that want no gradient,
-nothing that traces or observes operators, and no implementation asked for by name.
+Only plain calls on a GPU are planned: tensors of torch's own classes that require no gradient,
+nothing that traces or observes operators, and no implementation requested by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST = 4096  # keys of the cache
 _MOST_OF_KEY = 16  # plans of a key, whose calls differ in shapes, strides or alignment
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _VALUES = frozenset((int, bool, str, torch.dtype, type(None)))
-_RUN = dispatch.run  # who replaces it wants to see calls
+_RUN = dispatch.run  # a test that replaces it sees every call
 
 _data_ptr = torch.Tensor.data_ptr
 _is_grad_enabled = torch.is_grad_enabled
@@ -52,11 +52,11 @@ _interpreting = device.is_interpreting
 
 @dataclass
 class Plan:
-    """How to repeat calls with certain tensors.
+    """A way to repeat calls with certain tensors.
 
     Attributes:
-        is_like: Says whether other tensors have the same metadata.
-        remainders: Of their addresses, see ``remainders``.
+        is_like: Returns whether other tensors have the same metadata.
+        remainders: Remainders of their addresses, see ``remainders``.
         again: Repeats the call, given tensors and addresses; None before the call was recorded.
         is_final: Whether it was recorded.
     """
@@ -105,13 +105,13 @@ class Interpreted:
 
 
 class Arguments:
-    """Where tensors, other values and structures of both stand among a call's arguments."""
+    """Positions of tensors, other values and structures of both among a call's arguments."""
 
     def __init__(self, function: Any, values: Sequence[Any]) -> None:
-        """Look at them.
+        """Sort the arguments.
 
         Raises:
-            TypeError: if one is of a type that is not known here.
+            TypeError: if an argument has a type that is not known here.
         """
         self.function = function
         kinds = [_kind(value) for value in values]
@@ -125,7 +125,7 @@ class Arguments:
         ]
 
     def tensors(self, values: Sequence[Any]) -> list[torch.Tensor]:
-        """All tensors, those of structures last."""
+        """Return all tensors, those of structures last."""
         tensors = []
         for i in self._tensors:
             tensors.append(values[i])
@@ -138,7 +138,7 @@ class Arguments:
         return tensors
 
     def constants(self, values: Sequence[Any]) -> list[Any]:
-        """What else the call depends on, hashable."""
+        """Everything else that the call depends on, hashable."""
         constants = []
         for i in self._values:
             constants.append(values[i])
@@ -149,7 +149,7 @@ class Arguments:
         return constants
 
     def with_tensors(self, values: Sequence[Any], tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """The same arguments with other tensors, in the order of ``tensors``."""
+        """Return the same arguments with other tensors, in the order of ``tensors``."""
         replaced, left = list(values), list(tensors)
         for i in self._tensors:
             replaced[i] = left.pop(0)
@@ -172,10 +172,10 @@ def _format_name(format: Format) -> Any:
 
 
 _CONSTANTS: dict[type, Callable[[Any], Any]] = {
-    float: float.hex,  # tells -0.0 from 0.0
+    float: float.hex,  # distinguishes -0.0 from 0.0
     Format: _format_name,
 }
-# Structures of tensors: the names of their tensors, and what else they hold.
+# Structures of tensors: the names of their tensors and of their other fields.
 _STRUCTURES = {QuantizedTensor: ("codes", "scales", "global_scale"), Pages: ("data",)}
 _FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     QuantizedTensor: lambda q: (
@@ -195,19 +195,19 @@ _KINDS = {
 
 
 class PlanCache:
-    """Plans of all operators of a process, bounded in number; full, the cache is emptied."""
+    """Plans of all operators of a process; a full cache is emptied."""
 
     def __init__(self) -> None:
         self._arguments: dict[tuple[Any, ...], Arguments | None] = {}
         self._plans: dict[Any, list[Plan]] = {}
 
     def forget(self) -> None:
-        """Check, choose and record everything again."""
+        """Forget all plans: check, choose and record everything again."""
         self._arguments.clear()
         self._plans.clear()
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``, by a plan if there is one, which is made otherwise."""
+        """Call ``function(*args, **kwargs)`` by its plan; without one, make it."""
         values = (*args, *kwargs.values())
         types = (function, len(args), *map(type, values), *kwargs)
         arguments = self._arguments.get(types, _NEW)
@@ -261,14 +261,15 @@ class PlanCache:
         self._plans[key] = [plan, *self._plans.get(key, ())][:_MOST_OF_KEY]
 
 
-_NEW: Any = object()  # in place of what a cache has: nothing was looked up yet
+_NEW: Any = object()  # marks a key that was not looked up yet
 PLANS = PlanCache()
 
 
 def planned(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a public operator be repeated by plan; see the module.
+    """Decorate a public operator so that plans repeat it; see the module.
 
-    It must depend on nothing but its arguments, and return tensors, tuples or dataclasses of them.
+    The function must depend on its arguments alone, and return tensors, tuples or dataclasses of
+    them.
     """
 
     @functools.wraps(function)
@@ -280,7 +281,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if not is_plain_call(kwargs.get("backend", "auto")):
             return function(*args, **kwargs)
-        if kwargs.get("reserve_sms"):  # a recorder sees registered operators, which have none
+        if kwargs.get("reserve_sms"):  # recorders see registered operators, which do not have it
             return function(*args, **kwargs)
         return PLANS.call(function, args, kwargs)
 
@@ -288,7 +289,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_plain_call(backend: Any) -> bool:
-    """Whether ``"auto"`` chooses, and nobody watches calls otherwise than by a mode of tensors.
+    """Return whether ``"auto"`` chooses, and nobody but a mode of tensors watches calls.
 
     Such modes are part of what ``guards_of`` compares.
     """
@@ -296,7 +297,7 @@ def is_plain_call(backend: Any) -> bool:
 
 
 def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether plans may be made of calls with these tensors, in the present mode."""
+    """Return whether plans may be made of calls with these tensors, in the present mode."""
     grad = _is_grad_enabled()
     return _library.unobserved() and not any(
         type(t) not in _TENSORS or t.is_neg() or t.is_meta or (grad and t.requires_grad)
@@ -305,9 +306,9 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def remainders(addresses: Sequence[int]) -> Any:
-    """Bytes by which each address passes a multiple of 16; 0 if none does.
+    """Return each address modulo 16; 0 if all are aligned.
 
-    Launchers and Triton's specialisations look at no more of an address.
+    Launchers and Triton's specialisations depend on nothing else of an address.
     """
     if functools.reduce(or_, addresses) % ALIGNMENT:
         return [address % ALIGNMENT for address in addresses]
@@ -321,7 +322,7 @@ def _recorded(
     values = (*args, *kwargs.values())
     tensors: list[torch.Tensor] = []
     for tensor in arguments.tensors(values):
-        # One that is given twice becomes two objects, which other calls may give apart.
+        # A tensor that is passed twice becomes two objects, as other calls may pass two.
         is_there = any(tensor is other for other in tensors)
         tensors.append(tensor.detach() if is_there else tensor)
     own = arguments.with_tensors(values, tensors)
@@ -334,7 +335,7 @@ def _recorded(
 
 
 def _again(recorder: Recorder, result: Any) -> Any:
-    """How to repeat what was recorded; None if there is no way."""
+    """Return how to repeat what was recorded; None if there is no way."""
     tape = tape_of(recorder, result)
     if tape is not None and not tape.is_native:
         return Interpreted(tape)
@@ -371,7 +372,7 @@ def _again(recorder: Recorder, result: Any) -> Any:
 
 
 def _results(result: Any) -> Sequence[torch.Tensor]:
-    """All tensors that an operator returned."""
+    """Return all tensors that an operator returned."""
     if result is None:
         return ()
     return (result,) if isinstance(result, torch.Tensor) else result

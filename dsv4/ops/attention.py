@@ -18,19 +18,19 @@ class SparseAttentionArgs(NamedTuple):
 
     Attributes:
         q: ``[T, h, D]`` floating.
-        window: Pages' storage of raw entries.
+        window: Storage of the pages of raw entries.
         window_page_size: Entries of such a page.
-        window_format: Their format.
+        window_format: Format of raw entries.
         window_slots: ``[T, Kw]`` int, ``page * page_size + entry``; negative: none.
-        compressed: Pages' storage of compressed entries, or None.
+        compressed: Storage of the pages of compressed entries, or None.
         compressed_page_size: Entries of such a page.
-        compressed_format: Their format.
+        compressed_format: Format of compressed entries.
         compressed_slots: ``[T, Kc]`` int likewise; None exactly if ``compressed`` is.
         sink: ``[h]`` floating; -inf: no sink.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         scale: Factor on ``q . k``.
-        cos: ``[T, R/2]`` floating, turns the result back; None: no rotation.
-        sin: As ``cos``.
+        cos: ``[T, R/2]`` floating, rotates the result back; None: no rotation.
+        sin: Like ``cos``.
     """
 
     q: torch.Tensor
@@ -79,17 +79,18 @@ def sparse_attention(
     sin: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One softmax over the given entries of both caches (specification, section 4.2, steps 6 to 8).
+    """Compute one softmax over entries of both caches (specification, section 4.2, steps 6 to 8).
 
     ``o_h = sum_j exp(s_hj) k_j / (sum_j exp(s_hj) + exp(sink_h))`` with ``s_hj = scale * q_h.k_j``;
-    an entry is key and value at once. The sink is a raw logit: ``scale`` does not touch it, and it
-    has no value. float32 throughout (float64 for float64 q), one rounding at the end; but for
-    bfloat16 q an implementation may round the weights ``exp(s_hj)`` to bfloat16, in both sums
-    alike, and sums of a part of a token's entries, before it adds them, by 2^-11.6 of each: a sixth
-    of the last rounding, and what bfloat16 holds stays as it is. An entry whose slot occurs twice
-    counts twice. If every slot is negative and the sink is -inf, the result is 0. An entry that no
-    slot of a token names has no effect on the token, NaN included. A NaN in q makes its token and
-    head NaN if the token has an entry at all; an Inf too, unless every logit it makes is -inf.
+    an entry is key and value at once. The sink is a raw logit: ``scale`` does not multiply it, and
+    it has no value. Computed in float32 (float64 for float64 q), with one rounding at the end. For
+    bfloat16 q an implementation may also round the weights ``exp(s_hj)`` to bfloat16, equally in
+    both sums, and may round sums of a part of a token's entries, before it adds them, by 2^-11.6 of
+    each: a sixth of the last rounding; values that bfloat16 holds do not change. An entry whose
+    slot occurs twice counts twice. If every slot is negative and the sink is -inf, the result is 0.
+    An entry that is in no slot of a token has no effect on the token, even if it is NaN. A NaN in q
+    makes its token and head NaN if the token has an entry; so does an Inf, unless all its logits
+    are -inf.
 
     With ``cos`` and ``sin`` the last R dims of the result are then rotated by the opposite angle,
     as ``rope(inverse=True)`` rotates them, in the same float32 (or float64): the one rounding is
@@ -105,7 +106,7 @@ def sparse_attention(
         sink: ``[h]``; -inf: no sink.
         scale: Factor on the products, ``D^-0.5``.
         cos: ``[T, R/2]``, see ``rope_tables``; R is taken from this argument. None: no rotation.
-        sin: As ``cos``; None exactly if ``cos`` is.
+        sin: Like ``cos``; None exactly if ``cos`` is.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -162,7 +163,7 @@ def sparse_attention(
 
 
 def _check_like(compressed: Pages, window: Pages) -> None:
-    """Raise ValueError unless entries of both pools have the same dims."""
+    """Raise ValueError unless the entries of both pools have the same dims."""
     for field in ("head_dim", "rope_dim"):
         value, expected = getattr(compressed, field), getattr(window, field)
         if value != expected:

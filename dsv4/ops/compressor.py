@@ -1,4 +1,4 @@
-"""Compression of windows of tokens to one entry each, over whole sequences or piece by piece."""
+"""Compression of each window of tokens to one entry, over whole sequences or in pieces."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PoolWindowsArgs(NamedTuple):
 
     Attributes:
         kv: ``[R, W, m, c*d]`` floating; c is 2 with overlap, else 1.
-        score: As ``kv``, ape added.
+        score: Like ``kv``, ape added.
         previous_kv: ``[R, m, d]``, of the window before the first; None: there is none.
-        previous_score: As ``previous_kv``.
+        previous_score: Like ``previous_kv``.
         overlap: Whether windows overlap.
     """
 
@@ -73,15 +73,15 @@ class CompressWriteArgs(NamedTuple):
         inv_freq: float32 ``[R/2]``.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
         overlap: Whether windows overlap.
-        eps: Added to mean squares.
+        eps: Epsilon of the norm, added to mean squares.
         rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
-        dtype: Of the entries before they are stored.
-        table_dtype: What cosines and sines are rounded to.
+        dtype: Dtype of the entries before they are stored.
+        table_dtype: Dtype that cosines and sines are rounded to.
     """
 
     kv: torch.Tensor
@@ -126,18 +126,14 @@ def _write_fake(args: CompressWriteArgs) -> None:
     return None
 
 
-def _check_batch(op: str, args: CompressorUpdateArgs | CompressWriteArgs) -> None:
-    _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
-    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
-    _check_sequences(op, has_tokens, args.sequences, args.state.shape[0])
-    _check.none_bad(op, "starts", args.starts, has_tokens & (args.starts < 0), "from 0 on")
+def _check_batch(op: str, args: CompressorUpdateArgs) -> None:
+    _entries_with_tokens(op, args, args.state.shape[0])
 
 
 def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     data = args.data
-    _check_batch(op, args)
-    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
-    _check_sequences(op, has_tokens, args.sequences, args.page_table.shape[0])
+    rows = min(args.state.shape[0], args.page_table.shape[0])
+    has_tokens = _entries_with_tokens(op, args, rows)
     # Windows that close are entries ``first`` to ``last - 1`` of a sequence.
     first = args.starts // args.ape.shape[0]
     last = (args.starts + args.cu_seqlens.diff()) // args.ape.shape[0]
@@ -148,18 +144,28 @@ def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     holds = (entry + args.page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
     pages = args.page_table[args.sequences.where(writes, 0)]
     past = writes.unsqueeze(1) & holds & (pages >= data.shape[0])
-    _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
-
-
-def _check_sequences(op: str, has_tokens: torch.Tensor, sequences: torch.Tensor, rows: int) -> None:
-    past = has_tokens & (sequences >= rows)
     if bool(past.any()):
-        _check.none_bad(op, "sequences", sequences, past, f"below {rows}")
+        _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
 
 
-def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Which entries of the batch are not ignored."""
-    return (cu_seqlens.diff() > 0) & (sequences >= 0)
+def _entries_with_tokens(
+    op: str, args: CompressorUpdateArgs | CompressWriteArgs, rows: int
+) -> torch.Tensor:
+    """Which entries of the batch are not ignored, their values checked.
+
+    Args:
+        op: Name of the operator.
+        args: Its arguments.
+        rows: What ``sequences`` has to be below.
+    """
+    starts, sequences = args.starts, args.sequences
+    _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
+    has_tokens = (args.cu_seqlens.diff() > 0) & (sequences >= 0)
+    bad = has_tokens & ((sequences >= rows) | (starts < 0))
+    if bool(bad.any()):
+        _check.none_bad(op, "sequences", sequences, bad & (sequences >= rows), f"below {rows}")
+        _check.none_bad(op, "starts", starts, bad & (starts < 0), "from 0 on")
+    return has_tokens
 
 
 _pool_windows = define("pool_windows", PoolWindowsArgs, _pool_fake)
@@ -177,7 +183,7 @@ def pool_windows(
     overlap: bool,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """One entry per window of m tokens (specification, section 5.2).
+    """Pool each window of m tokens into one entry (specification, section 5.2).
 
     Each channel is averaged with a softmax over the scores of that channel. Without overlap the
     slots are the window's m tokens. With overlap there are 2m: the window before, columns
@@ -189,7 +195,7 @@ def pool_windows(
         score: ``[R, W, m, c*d]``, ape already added.
         previous_kv: With overlap, ``[R, m, d]``: columns ``0 .. d-1`` of the window before the
             first; None: there is none.
-        previous_score: The same for the scores (-inf: absent).
+        previous_score: Scores of the same window (-inf: absent).
         overlap: Whether windows overlap.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -235,18 +241,17 @@ def compressor_update(
     overlap: bool,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Take the next tokens of some sequences, emit an entry for every window that closes.
+    """Pool the next tokens of some sequences; return an entry for every window that closes.
 
-    Specification, sections 5.2 and 5.3. Any way of cutting a sequence into calls gives the same
-    entries. Mutates ``state`` in the rows ``sequences``: it writes the new tokens that a later
-    window pools, and nothing else. A call whose tokens have other slots than those that it reads,
-    as one token has, can therefore be repeated.
+    Specification, sections 5.2 and 5.3. The entries do not depend on how a sequence is cut into
+    calls. Mutates ``state`` in the rows ``sequences``: it writes the new tokens that a later window
+    pools, and nothing else. A call that writes none of the slots that it reads, such as one of a
+    single token, can therefore be repeated.
 
     Entry b of the batch has the tokens ``cu_seqlens[b] : cu_seqlens[b+1]`` at the positions
-    ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, its ``starts`` and
-    ``sequences`` may be anything; so is one with a negative ``sequences`` (padding), and so are
-    tokens past ``cu_seqlens[B]``. ``starts[b] == 0`` begins a new sequence whatever the state
-    holds.
+    ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, whatever its ``starts``
+    and ``sequences`` are; so are entries with a negative ``sequences`` (padding) and tokens past
+    ``cu_seqlens[B]``. ``starts[b] == 0`` begins a new sequence, whatever the state holds.
 
     Args:
         kv: ``[T, c*d]``; c is 2 with overlap, else 1.
@@ -272,7 +277,7 @@ def compressor_update(
         TypeError: if a dtype is none of these.
         ValueError: if a shape differs, the width is odd with overlap, the tensors are on different
             devices, or ``state`` overlaps itself.
-        IndexError: if a value of ``cu_seqlens`` is no number of tokens, or an entry with tokens has
+        IndexError: if a value of ``cu_seqlens`` is not from 0 to T, or an entry with tokens has
             a negative start or a sequence past the state's (on the CPU; undefined on a GPU).
     """
     op = "compressor_update"
@@ -308,20 +313,21 @@ def compress_write(
     table_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> None:
-    """From a compressor's projections to cached entries (specification, sections 5.2 and 5.3).
+    """Write a compressor's projections as cached entries (specification, sections 5.2 and 5.3).
 
     ``pooled, positions, sequence = compressor_update(...)``, then for every entry that closed
     ``rope(rms_norm(pooled.to(dtype), norm_weight, eps), *rope_tables(positions, inv_freq))``, then
     ``indexer_rotate_quantize`` if asked, then ``write_kv``, with the roundings to ``dtype`` that
-    the parts make. The entry at ``positions`` is number ``positions / m`` of its sequence and lies
-    where ``entry_slots`` finds it; one whose page is negative or that lies past the table is
-    skipped. Mutates ``state`` in the rows ``sequences``, and the pages.
+    the parts make. The entry at ``positions`` is number ``positions / m`` of its sequence and is
+    stored in the slot of ``entry_slots``; an entry whose page is negative or that lies past the
+    table is skipped. Mutates ``state`` in the rows ``sequences``, and the pages.
 
-    Before ``"index_fp8"`` and ``"index_mxfp4"`` pages ``rotate_quantize`` asks for the Hadamard
-    transform alone, rounded to ``dtype``: they round by themselves, the latter to the same values.
+    For ``"index_fp8"`` and ``"index_mxfp4"`` pages ``rotate_quantize`` means the Hadamard transform
+    alone, rounded to ``dtype``: these pages round entries when they are stored, the latter to the
+    same values.
 
     Args:
-        kv: ``[T, c*d]``; see ``compressor_update``, as for the six that follow.
+        kv: ``[T, c*d]``; see ``compressor_update``, also for the next six.
         score: ``[T, c*d]``, WITHOUT ape.
         ape: ``[m, c*d]``.
         state: ``[S, slots, 2, c*d]`` float32 or float64.
@@ -330,14 +336,14 @@ def compress_write(
         sequences: ``[B]`` int, rows of ``state`` and of ``page_table``; negative: padding.
         norm_weight: ``[d]``.
         inv_freq: ``[R/2]`` float32, of the rotation of the last R dims, ``R <= d``.
-        pages: Where to; ``pages.head_dim`` is d.
+        pages: Pages to write to; ``pages.head_dim`` is d.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on of a sequence.
         overlap: Whether windows overlap.
-        eps: Of the norm.
-        rotate_quantize: Whether the Hadamard transform and the rounding to FP4 follow; the latter
-            not in compact index pages.
-        dtype: Of the entries before they are stored: bfloat16, float32 or float64.
-        table_dtype: What cosines and sines are rounded to; transformers takes the model's dtype.
+        eps: Epsilon of the norm.
+        rotate_quantize: Whether the Hadamard transform and, except for compact index pages, the
+            rounding to FP4 follow.
+        dtype: Dtype of the entries before they are stored: bfloat16, float32 or float64.
+        table_dtype: Dtype that cosines and sines are rounded to; transformers takes the model's.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Raises:
@@ -345,8 +351,8 @@ def compress_write(
         ValueError: if a shape differs, the width is odd with overlap, R is more than d, d is not a
             power of two of at least 32 with ``rotate_quantize``, the tensors are on different
             devices, or ``state`` or the pages' data overlaps itself.
-        IndexError: as ``compressor_update``, and if such a sequence lies past the table's, or the
-            page of an entry that closes past the last (on the CPU; undefined on a GPU).
+        IndexError: as ``compressor_update``, and if such a sequence is no row of the table, or the
+            page of an entry that closes does not exist (on the CPU; undefined on a GPU).
     """
     op = "compress_write"
     width = kv.shape[-1] // (2 if overlap else 1) if kv.dim() else 0
@@ -405,7 +411,7 @@ def _expected_tokens(
     sequences: torch.Tensor,
     overlap: bool,
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the tokens and the state."""
+    """Return what ``_check.tensors`` is to check of the tokens and the state."""
     ratio = ape.shape[0] if ape.dim() else 0
     batch = starts.shape[0] if starts.dim() else 0
     if ape.dim() and not torch.compiler.is_compiling() and ratio < 1:

@@ -27,11 +27,11 @@ class GemmArgs(NamedTuple):
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         groups: G; the weight's rows are the groups' one after another.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor
@@ -68,30 +68,31 @@ def gemm(
     reserve_sms: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``x @ weight.T``, or one such product per group (specification, sections 4.4 and 11).
+    """Compute ``x @ weight.T``, or one such GEMM per group (specification, sections 4.4 and 11).
 
     The operands are ``code * block scale``, accumulated in float32 (float64 for float64 ``x``).
     Global scales multiply the sum: with ``activation="nvfp4"`` as ``alpha = input_scale *
-    global_scale``, per row of the weight, so the parts of a fused matrix keep their own. One
-    rounding to ``out_dtype`` ends it. A row of ``x`` that holds a non-finite value comes out as
-    NaN, and only that row.
+    global_scale``, per row of the weight, so the parts of a fused matrix keep their own. The last
+    step is one rounding to ``out_dtype``. A row of ``x`` that holds a non-finite value gives NaN,
+    and only that row does.
 
-    On a GPU with TF32 switched on in torch, float32 activations are rounded by torch's product;
-    bfloat16 and quantised operands fit TF32 exactly.
+    On a GPU with TF32 enabled in torch, torch's GEMM rounds float32 activations; bfloat16 and
+    quantised operands fit TF32 exactly.
 
     Args:
         x: ``[..., K]``, or ``[..., G, K]`` with ``groups`` = G > 1. bfloat16, float16, float32 or
             float64.
         weight: ``[N, K]``, or ``[G * N, K]`` with the groups' rows one after another.
-        activation: ``"bf16"``: ``x`` as it is. ``"nvfp4"``: ``x`` quantised first, with
-            ``input_scale`` (static) or, without, with one dynamic global scale per row.
+        activation: ``"bf16"`` takes ``x`` as it is. ``"nvfp4"`` quantises ``x`` first, with
+            ``input_scale`` (static) or, without it, with one dynamic global scale per row.
         input_scale: float32 ``[]`` or ``[1]``, finite and above 0; only with ``"nvfp4"``. Values on
-            other devices than the CPU are not checked; there a bad one gives NaN.
+            other devices than the CPU are not checked; an invalid one gives NaN.
         groups: G.
         out_dtype: Floating; ``x.dtype`` if None.
         reserve_sms: SMs to leave to work on other streams. A hint for implementations with
-            persistent CTAs (``Implementation.reserves_sms``); no result depends on it. Calls that
-            torch sees (traced, profiled) have none: it is no argument of the registered operator.
+            persistent CTAs (``Implementation.reserves_sms``); no result depends on it. It has no
+            effect in calls that torch sees (traced, profiled), because the registered operator does
+            not have this argument.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -132,7 +133,7 @@ def check_gemm(
     *,
     groups: int = 1,
 ) -> torch.Tensor | None:
-    """Raise what ``gemm`` says; returns the scale as operators take it."""
+    """Check the arguments of ``gemm``; return the scale as operators take it."""
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if input_scale is not None:
@@ -146,8 +147,7 @@ def check_gemm(
     if activation not in ACTIVATIONS or (out_dtype is not None and out_dtype not in _check.FLOATS):
         check_options(op, activation, out_dtype)
     if not torch.compiler.is_compiling():
-        weight.validate()
-        shape = weight.shape
+        shape = weight.valid_shape
         if len(shape) != 2 or groups < 1 or shape[0] % groups or not x.dim():
             _refuse_shapes(op, x, shape, groups)
         if groups > 1 and tuple(x.shape[-2:-1]) != (groups,):
@@ -167,7 +167,7 @@ def check_options(op: str, activation: str, out_dtype: torch.dtype | None) -> No
 
 
 def check_columns(op: str, columns: int, weight_columns: int, activation: str) -> None:
-    """Raise ValueError unless x fits the weight, and NVFP4 blocks if it is to be quantised."""
+    """Raise ValueError unless x fits the weight and, if it is to be quantised, NVFP4 blocks."""
     if columns != weight_columns:
         raise ValueError(f"{op}: x has {columns} columns, wanted {weight_columns} as in the weight")
     if activation == "nvfp4" and columns % 16:
@@ -175,7 +175,7 @@ def check_columns(op: str, columns: int, weight_columns: int, activation: str) -
 
 
 def check_input_scale(op: str, activation: str, input_scale: torch.Tensor) -> torch.Tensor:
-    """Check the static scale of quantised activations; returns it with shape ``[1]``."""
+    """Check the static scale of quantised activations; return it with shape ``[1]``."""
     if activation != "nvfp4":
         raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
     _check.dtype(op, "input_scale", input_scale, torch.float32)

@@ -1,4 +1,4 @@
-"""GEMM with a quantised gate and up projection, and the SwiGLU of it."""
+"""GEMM with a quantised gate and up projection, followed by SwiGLU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class GemmSwigluArgs(NamedTuple):
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         limit: Clamp bound above 0, or None for no clamp.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor
@@ -63,19 +63,19 @@ def gemm_swiglu(
     reserve_sms: int = 0,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``swiglu(x @ weight.T)``, gate in the even rows of the weight, up in the odd ones.
+    """Compute ``swiglu(x @ weight.T)``, gate in the weight's even rows, up in the odd ones.
 
-    What ``gemm`` and ``swiglu`` mean (specification, sections 4.4, 8.2 and 11), without a rounding
-    between them: the product stays float32 (float64 for float64 ``x``).
+    The result is that of ``gemm`` and ``swiglu`` (specification, sections 4.4, 8.2 and 11) without
+    a rounding between them: the intermediate result stays float32 (float64 for float64 ``x``).
 
     Args:
         x: ``[..., K]``. bfloat16, float16, float32 or float64.
         weight: ``[2 I, K]``.
         limit: Clamp bound, greater than 0, or None for no clamp.
-        activation: As in ``gemm``.
-        input_scale: As in ``gemm``.
+        activation: See ``gemm``.
+        input_scale: See ``gemm``.
         out_dtype: Floating; ``x.dtype`` if None.
-        reserve_sms: As in ``gemm``.
+        reserve_sms: See ``gemm``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

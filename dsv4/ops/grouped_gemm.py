@@ -1,4 +1,4 @@
-"""GEMM of sorted rows with the weights of their experts, and the SwiGLU of it."""
+"""GEMM of sorted rows with the weights of their experts, and its fused forms with SwiGLU."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class GroupedGemmArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
         row_scale: float32 ``[R]``, global scale of each row of codes, else None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
         settled: Whether another GEMM already waited for the offsets.
     """
 
@@ -64,14 +64,14 @@ class GroupedGemmSwigluArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
         row_scale: float32 ``[R]``, global scale of each row of codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     x: torch.Tensor
@@ -102,7 +102,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
-        layout: Of the weight's codes and block scales.
+        layout: Layout of the weight's codes and block scales.
         activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
@@ -110,7 +110,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         result_scale: float32 ``[E]``, static global scale of each expert's results.
-        scale_layout: Of the result's block scales.
+        scale_layout: Layout of the result's block scales.
     """
 
     x: torch.Tensor
@@ -148,12 +148,12 @@ def _fake_swiglu_quantize(
 def empty_codes(
     x: torch.Tensor, weight: torch.Tensor, scale_layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for codes, block scales and rows' scales of ``grouped_gemm_swiglu_quantize``.
+    """Allocate codes, block scales and rows' scales for ``grouped_gemm_swiglu_quantize``.
 
     Args:
         x: Sorted rows, ``[R, any]``.
-        weight: Of the experts, ``[E, 2 I, any]``.
-        scale_layout: Of the block scales.
+        weight: Weight of the experts, ``[E, 2 I, any]``.
+        scale_layout: Layout of the block scales.
     """
     (experts, high, _), rows = weight.shape, x.shape[0]
     columns = high // 2
@@ -193,26 +193,26 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
+    """Compute ``out[r] = x[r] @ weight[e].T`` for ``offsets[e] <= r < offsets[e + 1]``.
 
-    Numerics of each product as in ``gemm``. Rows past ``offsets[E]`` come out zero, whatever they
-    hold. An expert without rows costs nothing (specification, section 8.2).
+    Each expert's GEMM has the numerics of ``gemm``. Rows past ``offsets[E]`` give zeros, whatever
+    they hold. An expert without rows costs nothing (specification, section 8.2).
 
     Args:
-        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are what the product
-            would make of rows that it quantises itself; ``activation`` is ``"bf16"`` then.
+        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are equal to rows that
+            the GEMM quantises itself; ``activation`` is ``"bf16"`` then.
         weight: ``[E, N, K]``, quantised or a plain floating tensor.
         offsets: int32 ``[E + 1]`` on the device of ``x``: 0, then non-decreasing, at most R. Its
             values are data: the reference checks them, a kernel need not.
         activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
-        settled: Promises that another product with these offsets came after what wrote them and
-            before this: a kernel may then read them, and their experts' weights, while that one
-            still runs. The second GEMM of the experts passes True.
+        settled: Promises that another GEMM with these offsets was launched between the kernel that
+            wrote them and this one: a kernel may then read them, and their experts' weights, while
+            that GEMM still runs. The second GEMM of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
-        out: Where the result goes, of ``out_dtype``, contiguous, at a multiple of 16 bytes and
-            apart from the other tensors; None to allocate it.
+        out: Tensor for the result, of ``out_dtype``, contiguous, at a multiple of 16 bytes, sharing
+            no memory with the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -262,19 +262,19 @@ def grouped_gemm_swiglu(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``swiglu(x[r] @ weight[e].T)``, gate in the even rows of a weight, up in the odd ones.
+    """Compute ``swiglu(x[r] @ weight[e].T)``, gate in a weight's even rows, up in odd ones.
 
-    What ``grouped_gemm`` and ``swiglu`` mean (specification, section 8.2), without a rounding
-    between them: the products stay float32 (float64 for float64 ``x``).
+    The result is that of ``grouped_gemm`` and ``swiglu`` (specification, section 8.2) without a
+    rounding between them: the intermediate result stays float32 (float64 for float64 ``x``).
 
     Args:
-        x: As in ``grouped_gemm``.
+        x: See ``grouped_gemm``.
         weight: ``[E, 2 I, K]``, likewise.
         offsets: Likewise.
         limit: Clamp bound, greater than 0, or None for no clamp.
         row_weight: ``[R]``, floating: multiplies its row before the rounding, as DeepSeek's routing
             weight does. None for no weight.
-        activation: As in ``grouped_gemm``.
+        activation: See ``grouped_gemm``.
         input_scale: Likewise.
         out_dtype: Likewise.
         out: Likewise.
@@ -333,29 +333,30 @@ def grouped_gemm_swiglu_quantize(
     scale_layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """``grouped_gemm_swiglu`` in its default dtype, then ``quantize`` to NVFP4, as one operator.
+    """Compute ``grouped_gemm_swiglu`` in its default dtype and ``quantize`` the result to NVFP4.
 
-    What a second GEMM with ``activation="nvfp4"`` and these input scales would make of the
-    rows. The bits are those of the two operators of the same implementation, one after the other.
+    A second GEMM with ``activation="nvfp4"`` and these input scales would quantise its rows to the
+    same codes. The bits are those of the two operators of the same implementation, one after the
+    other.
 
-    ``grouped_gemm`` takes linear block scales. With ``"swizzled_128x4_experts"`` they lie as other
-    grouped GEMMs take them: those of each expert as ``swizzle_scales`` has them, from tile
-    ``sum(ceil(n / 128) for the n rows of each expert before)`` on, zeros as padding, as many tiles
-    as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``;
-    ``unswizzle_expert_scales`` takes them apart).
+    ``grouped_gemm`` takes linear block scales. ``"swizzled_128x4_experts"`` is the layout that
+    other grouped GEMMs take: each expert's scales are in the layout of ``swizzle_scales`` from tile
+    ``sum(ceil(n / 128) for the n rows of each expert before)`` on, padding is zeros, and there are
+    as many tiles as any offsets can need (``dsv4.quant.formats.swizzle_expert_scales``; the inverse
+    is ``unswizzle_expert_scales``).
 
     Args:
-        x: As in ``grouped_gemm``.
+        x: See ``grouped_gemm``.
         weight: ``[E, 2 I, K]``, as in ``grouped_gemm_swiglu``; I is a multiple of 16, of 64 for
             ``"swizzled_128x4_experts"``.
-        offsets: As in ``grouped_gemm``.
-        limit: As in ``grouped_gemm_swiglu``.
+        offsets: See ``grouped_gemm``.
+        limit: See ``grouped_gemm_swiglu``.
         result_scale: float32 ``[E]``, the static global scale of each expert's results, finite and
             above 0.
-        row_weight: As in ``grouped_gemm_swiglu``.
-        activation: Of ``x``, as in ``grouped_gemm``.
+        row_weight: See ``grouped_gemm_swiglu``.
+        activation: Activation of ``x``, as in ``grouped_gemm``.
         input_scale: Likewise.
-        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
+        scale_layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -406,7 +407,7 @@ def grouped_gemm_swiglu_quantize(
 
 
 class _Weight(NamedTuple):
-    """A weight as operators take it; see ``GroupedGemmArgs``."""
+    """A weight in the form that operators take; see ``GroupedGemmArgs``."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None
@@ -417,7 +418,7 @@ class _Weight(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Sorted rows as operators take them.
+    """Sorted rows in the form that operators take.
 
     Attributes:
         x: ``[R, K]``, or NVFP4 codes ``[R, K/2]``.
@@ -429,16 +430,11 @@ class _Rows(NamedTuple):
     scales: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
 
-    @property
-    def columns(self) -> int:
-        """K."""
-        return self.x.shape[-1] if self.scales is None else 2 * self.x.shape[-1]
-
 
 def _rows(
     op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[_Rows, torch.dtype]:
-    """The rows, checked apart from the other operands, and the dtype of the result."""
+    """Check the rows and return them with the dtype of the result."""
     if isinstance(x, torch.Tensor):
         check_options(op, activation, out_dtype)
         return _Rows(x), x.dtype if out_dtype is None else out_dtype
@@ -463,16 +459,26 @@ def _checked(
     input_scale: torch.Tensor | None,
 ) -> _Weight:
     """Raise unless the operands fit; the weight in parts."""
-    x, shape = rows.x, weight.shape
+    x, compiling = rows.x, torch.compiler.is_compiling()
+    if isinstance(weight, torch.Tensor) or compiling:
+        shape: Sequence[int] = weight.shape
+    else:
+        shape = weight.valid_shape
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
     if isinstance(weight, torch.Tensor):
         parts = _Weight(weight, None, None, [], PLAIN, LINEAR)
         dtypes: Sequence[torch.dtype] = _check.FLOATS
     else:
-        if not torch.compiler.is_compiling():
-            weight.validate()
-        parts, dtypes = _flatten(weight), (weight.codes.dtype,)
+        parts = _Weight(
+            weight.codes,
+            weight.scales,
+            weight.global_scale,
+            list(weight.segments),
+            weight.format.name,
+            weight.layout,
+        )
+        dtypes = (weight.codes.dtype,)
     x_dtypes = _check.FLOATS if rows.scales is None else (x.dtype,)
     if input_scale is not None and activation != "nvfp4":
         raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
@@ -483,22 +489,12 @@ def _checked(
         ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
         ("input_scale", input_scale, (torch.float32,), (shape[0],)),
     )
-    if not torch.compiler.is_compiling():
-        check_columns(op, rows.columns, shape[2], activation)
+    columns = x.shape[-1] if rows.scales is None else 2 * x.shape[-1]
+    if not compiling and (columns != shape[2] or (activation == "nvfp4" and columns % 16)):
+        check_columns(op, columns, shape[2], activation)
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
-
-
-def _flatten(weight: QuantizedTensor) -> _Weight:
-    return _Weight(
-        weight.codes,
-        weight.scales,
-        weight.global_scale,
-        list(weight.segments),
-        weight.format.name,
-        weight.layout,
-    )
 
 
 def _check_swiglu(

@@ -29,7 +29,7 @@ class HcPreArgs(NamedTuple):
         fn: ``[(2 + n) n, n H]`` floating.
         scale: ``[3]`` floating.
         base: ``[(2 + n) n]`` floating.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations, at least 1.
     """
@@ -68,7 +68,7 @@ class HcPreNormArgs(NamedTuple):
         scale: ``[3]`` floating.
         base: ``[(2 + n) n]`` floating.
         norm_weight: ``[H]`` floating.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations, at least 1.
     """
@@ -95,7 +95,7 @@ class HcPostPreNormArgs(NamedTuple):
         scale: ``[3]`` floating.
         base: ``[(2 + n) n]`` floating.
         norm_weight: ``[H]`` floating.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations, at least 1.
     """
@@ -123,7 +123,7 @@ class HcPreNormQuantizeArgs(NamedTuple):
         base: ``[(2 + n) n]`` floating.
         norm_weight: ``[H]`` floating.
         global_scale: float32, static global scale of the codes; None: one per row.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations, at least 1.
         scaling: ``"token"`` or ``"static"``.
@@ -154,7 +154,7 @@ class HcPostPreNormQuantizeArgs(NamedTuple):
         base: ``[(2 + n) n]`` floating.
         norm_weight: ``[H]`` floating.
         global_scale: float32, static global scale of the codes; None: one per row.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations, at least 1.
         scaling: ``"token"`` or ``"static"``.
@@ -183,7 +183,7 @@ class HcHeadArgs(NamedTuple):
         fn: ``[n, n H]`` floating.
         scale: ``[1]`` floating.
         base: ``[n]`` floating.
-        norm_eps: Added to mean squares.
+        norm_eps: Epsilon of the norm, added to mean squares.
         hc_eps: Added to the weights.
     """
 
@@ -269,7 +269,7 @@ def hc_pre(
     of ``fn``, n collapse weights ``sigmoid(.) + hc_eps``, n write-back weights ``2 sigmoid(.)`` and
     the n x n mixing matrix, made doubly stochastic by Sinkhorn: a row softmax, ``+ hc_eps``, the
     columns divided by their sum ``+ hc_eps``, then ``iterations - 1`` times rows and columns.
-    Columns are normalised last. All in float32 (float64 for float64 streams).
+    Columns are normalised last. Everything is computed in float32 (float64 for float64 streams).
 
     Args:
         streams: ``[..., n, H]``, bfloat16, float16, float32 or float64.
@@ -283,7 +283,7 @@ def hc_pre(
 
     Returns:
         ``(collapsed [..., H] in streams.dtype, post [..., n], comb [..., n, n])``; post and comb in
-        float32 (float64 for float64 streams). ``comb[j, k]`` is what stream j gives to stream k.
+        float32 (float64 for float64 streams). ``comb[j, k]`` is the weight of stream j in stream k.
 
     Raises:
         TypeError: if a dtype is not a floating type of at least 16 bits.
@@ -342,10 +342,10 @@ def hc_pre_norm(
     iterations: int,
     backend: str = "auto",
 ) -> Pre:
-    """``hc_pre``, and the RMS norm of the sublayer that follows: specification, sections 3.2 and 2.
+    """Run ``hc_pre`` and the next sublayer's RMS norm (specification, sections 3.2 and 2).
 
     Args:
-        streams: As in ``hc_pre``; so are ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
+        streams: See ``hc_pre``, also for ``fn``, ``scale``, ``base``, ``hc_eps``, ``iterations``.
         fn: ``[(2 + n) n, n H]``.
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
@@ -386,7 +386,7 @@ def hc_pre_norm_quantize(
     scaling: str = "token",
     backend: str = "auto",
 ) -> tuple[torch.Tensor, QuantizedTensor, torch.Tensor, torch.Tensor]:
-    """``hc_pre_norm``, and the norm in NVFP4 for the sublayer's projections.
+    """Run ``hc_pre_norm``, and quantise the norm to NVFP4 for the sublayer's projections.
 
     ``quantize(normed, "nvfp4", ...)`` with linear scales, bit for bit of the norm that is returned,
     which the router and the compressors read.
@@ -397,10 +397,10 @@ def hc_pre_norm_quantize(
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -450,25 +450,25 @@ def hc_post_pre_norm(
     iterations: int,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Between two sublayers: ``hc_post`` of the one, ``hc_pre_norm`` of the next.
+    """Run what is between two sublayers: ``hc_post`` of the one, ``hc_pre_norm`` of the next.
 
     Args:
         y: ``[..., H]``, the output of the sublayer before.
         streams: ``[..., n, H]`` that its ``hc_pre`` saw.
         post: ``[..., n]`` from there.
         comb: ``[..., n, n]`` from there.
-        fn: ``[(2 + n) n, n H]`` of the next sublayer; so are the others.
+        fn: ``[(2 + n) n, n H]`` of the next sublayer, like the following arguments.
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``(streams [..., n, H], normed [..., H], post [..., n], comb [..., n, n])``, all new; the
-        product with ``fn`` is that of the streams as they are returned, rounded.
+        ``(streams [..., n, H], normed [..., H], post [..., n], comb [..., n, n])``, all new; ``fn``
+        multiplies the streams as they are returned, after rounding.
 
     Raises:
         TypeError: if a dtype is not a floating type of at least 16 bits.
@@ -504,7 +504,7 @@ def hc_post_pre_norm_quantize(
     scaling: str = "token",
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor, torch.Tensor, torch.Tensor]:
-    """``hc_post_pre_norm``, and the norm in NVFP4 for the sublayer's projections.
+    """Run ``hc_post_pre_norm``, and quantise the norm to NVFP4 for the sublayer's projections.
 
     ``quantize(normed, "nvfp4", ...)`` with linear scales, bit for bit of the norm that is returned,
     which the router and the compressors read.
@@ -514,14 +514,14 @@ def hc_post_pre_norm_quantize(
         streams: ``[T, n, H]`` that its ``hc_pre`` saw.
         post: ``[T, n]`` from there.
         comb: ``[T, n, n]`` from there.
-        fn: ``[(2 + n) n, n H]`` of the next sublayer; so are the others.
+        fn: ``[(2 + n) n, n H]`` of the next sublayer, like the following arguments.
         scale: ``[3]``.
         base: ``[(2 + n) n]``.
         norm_weight: ``[H]``.
-        norm_eps: As in ``hc_pre_norm``.
+        norm_eps: See ``hc_pre_norm``.
         hc_eps: The Sinkhorn epsilon.
         iterations: Column normalisations in total.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -573,7 +573,7 @@ def hc_head(
 ) -> torch.Tensor:
     """Collapse the streams after the last layer (specification, section 3.4).
 
-    The collapse of ``hc_pre`` alone: weights ``sigmoid(.) + hc_eps``, which do not sum to 1.
+    This is the collapse of ``hc_pre`` alone: its weights ``sigmoid(.) + hc_eps`` do not sum to 1.
 
     Args:
         streams: ``[..., n, H]``, bfloat16, float16, float32 or float64.
@@ -611,7 +611,7 @@ def _expected_pre(
     iterations: int,
     norm_weight: torch.Tensor | None = None,
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the arguments that collapse streams."""
+    """Return what ``_check.tensors`` is to check of the arguments that collapse streams."""
     n = _check_rank(op, streams)
     if iterations < 1:
         raise ValueError(f"{op}: iterations is {iterations}, wanted at least 1")
@@ -628,7 +628,7 @@ def _expected_pre(
 def _expected_post(
     y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of the arguments that write back."""
+    """Return what ``_check.tensors`` is to check of the arguments that write back."""
     return (
         ("streams", streams, _check.FLOATS, ("...", "n", "H")),
         ("y", y, _check.FLOATS, ("...", "H")),
@@ -640,7 +640,7 @@ def _expected_post(
 def _check_quantize(
     op: str, streams: torch.Tensor, global_scale: torch.Tensor | float | None, scaling: str
 ) -> torch.Tensor | None:
-    """Check what is asked of the codes; returns the given global scales."""
+    """Check the options of the codes; return the given global scales."""
     _check.one_of(op, "scaling", scaling, ("token", "static"))
     hidden = streams.shape[-1]
     if not torch.compiler.is_compiling() and (hidden == 0 or hidden % 16):
@@ -649,7 +649,7 @@ def _check_quantize(
 
 
 def _check_rank(op: str, streams: torch.Tensor) -> int:
-    """Check that streams have two axes; returns n."""
+    """Check that streams have two axes or more; return n."""
     if streams.ndim < 2:
         raise ValueError(f"{op}: streams has shape {list(streams.shape)}, wanted [..., n, H]")
     return streams.shape[-2]

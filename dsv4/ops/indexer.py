@@ -14,7 +14,7 @@ from dsv4.ops.kv_cache import expected_pages
 from dsv4.quant.formats import LINEAR, MXFP4, QuantizedTensor
 
 QUERY_FORMATS = ("fp8", "mxfp4")
-_ROTATED = (torch.bfloat16, torch.float32, torch.float64)  # what is transformed and rounded
+_ROTATED = (torch.bfloat16, torch.float32, torch.float64)  # dtypes of Hadamard transform and FP4
 
 
 class IndexerRotateQuantizeArgs(NamedTuple):
@@ -33,7 +33,7 @@ class IndexerQueriesArgs(NamedTuple):
     Attributes:
         q: ``[T, h, d]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         rotate_quantize: Whether Hadamard transform and rounding to FP4 follow.
     """
 
@@ -49,9 +49,9 @@ class QuantizeIndexQueriesArgs(NamedTuple):
     Attributes:
         q: ``[T, h, d]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
-        weights: ``[T, h]`` floating, of the heads.
-        rotate: Whether the Hadamard transform is made.
+        sin: Like ``cos``.
+        weights: ``[T, h]`` floating, weights of the heads.
+        rotate: Whether the Hadamard transform is applied.
         query_format: ``"fp8"`` or ``"mxfp4"``.
         weight_scale: Multiplied into the weights.
     """
@@ -73,7 +73,7 @@ class IndexerSelectArgs(NamedTuple):
         weights: ``[T, h]`` floating.
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on.
         sequence_of_token: ``[T]`` int, rows of the table.
@@ -137,7 +137,7 @@ _indexer_select = define("indexer_select", IndexerSelectArgs, _select_fake, _che
 
 @planned
 def indexer_rotate_quantize(x: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Hadamard transform, then rounding to FP4 (specification, section 6, step 3).
+    """Apply the Hadamard transform, then round to FP4 (specification, section 6, step 3).
 
     The transform is Sylvester's matrix times ``d^-0.5``, so it is orthonormal and its own inverse:
     applied to queries and keys alike it leaves their products unchanged, and only spreads
@@ -171,15 +171,16 @@ def indexer_queries(
     rotate_quantize: bool,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Index queries after their projection (specification, section 6, steps 1 and 3).
+    """Rotate and round index queries (specification, section 6, steps 1 and 3).
 
-    ``rope`` on the last R dims, rounded to ``q.dtype``, and if asked ``indexer_rotate_quantize``
-    after it. The result has the bits of the two operators called one after the other.
+    This is ``rope`` on the last R dims, rounded to ``q.dtype``, followed by
+    ``indexer_rotate_quantize`` if ``rotate_quantize`` is set. The result has the bits of the two
+    operators called one after the other.
 
     Args:
         q: ``[T, h, d]``, d even; float16 only without ``rotate_quantize``.
         cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         rotate_quantize: Whether the Hadamard transform and FP4 rounding follow.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -209,24 +210,25 @@ def quantize_index_queries(
     weight_scale: float = 1.0,
     backend: str = "auto",
 ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor]:
-    """Index queries in 8 or 4 bits, and the weights to go with them (specification, section 6).
+    """Quantise index queries to 8 or 4 bits, and scale their weights (specification, section 6).
 
-    ``rope`` on the last R dims, then if asked the Hadamard transform, each rounded to ``q.dtype``,
-    then rounding to codes. ``"fp8"``: E4M3 with one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``
-    per token and head, which is multiplied into the weight, because ``w * relu(s q . k) = w s *
-    relu(q . k)``. ``"mxfp4"``: MXFP4 as ``quantize`` makes it; its scales stay with the codes. The
-    values are then those of ``indexer_queries`` with ``rotate_quantize``.
+    The steps are ``rope`` on the last R dims, then, with ``rotate``, the Hadamard transform, each
+    rounded to ``q.dtype``, then rounding to codes. ``"fp8"``: E4M3 with one scale ``2 ^
+    ceil(log2(max(amax, 1e-4) / 448))`` per token and head, which is multiplied into the weight,
+    because ``w * relu(s q . k) = w s * relu(q . k)``. ``"mxfp4"``: MXFP4 as ``quantize`` makes it;
+    its scales stay with the codes. The values are then those of ``indexer_queries`` with
+    ``rotate_quantize``.
 
     A head with a NaN or an Inf has NaN codes and a NaN weight, or NaN scales.
 
     Args:
         q: ``[T, h, d]``, d even; float16 only without ``rotate``.
         cos: ``[T, R/2]`` with ``R <= d``, one row for all heads of a token.
-        sin: As ``cos``.
-        weights: ``[T, h]``, of the heads.
-        rotate: Whether the Hadamard transform is made; keys must agree.
-        query_format: ``"fp8"`` or ``"mxfp4"``; any goes with keys of any format.
-        weight_scale: Multiplied into the weights: ``d^-0.5 * h^-0.5`` unless they have it.
+        sin: Like ``cos``.
+        weights: ``[T, h]``, weights of the heads.
+        rotate: Whether the Hadamard transform is applied; it must be the same for the keys.
+        query_format: ``"fp8"`` or ``"mxfp4"``, whatever the format of the keys.
+        weight_scale: Factor on the weights: ``d^-0.5 * h^-0.5`` unless they include it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -261,7 +263,7 @@ def quantize_index_queries(
 def _expected_queries(
     q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotate: bool
 ) -> tuple[_check.Expected, ...]:
-    """What ``_check.tensors`` is to check of queries and tables."""
+    """Return what ``_check.tensors`` is to check of queries and tables."""
     return (
         ("q", q, _ROTATED if rotate else _check.FLOATS, ("T", "h", "d")),
         ("cos", cos, _check.FLOATS, ("T", "R/2")),
@@ -297,24 +299,25 @@ def indexer_select(
     top_k: int,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """The ``top_k`` visible entries with the highest scores (specification, section 6, step 5).
+    """Select the ``top_k`` visible entries with the highest scores.
 
-    ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
-    Which entries those are is exact for the scores as computed: of equal scores the lower entry
-    goes first. A NaN score counts as the highest, so that a NaN goes on to the attention of its own
-    token; ids are in range whatever the input holds. Whether a token can take every entry it sees
-    depends on ``visible``, which is read on the device: a captured graph may later run with more.
-    Queries and keys in 8 or 4 bits count as the values they stand for, which products hold exactly.
+    ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32, float64 for float64 input
+    (specification, section 6, step 5).
+    The selection is exact for the computed scores: of equal scores the lower entry comes first. A
+    NaN score counts as the highest, so that a NaN reaches the attention of its own token; ids are
+    in range whatever the input holds. ``visible`` is read on the device, so a captured graph may
+    later run with more visible entries. Queries and keys in 8 or 4 bits stand for their values,
+    whose products are exact.
 
     Args:
-        q: ``[T, h, d]``, floating, or what ``quantize_index_queries`` returned.
-        weights: ``[T, h]``, already scaled by ``d^-0.5 * h^-0.5``; of FP8 queries, by theirs too.
+        q: ``[T, h, d]``, floating, or the result of ``quantize_index_queries``.
+        weights: ``[T, h]``, already scaled by ``d^-0.5 * h^-0.5`` and by the scales of FP8 queries.
         keys: Pages of key entries of d dims, of any format.
         page_table: ``[S, P]`` int: page ``c // page_size`` of a sequence holds its entry c. Pages
-            that hold no visible entry may have any number that is a page, or -1.
-        sequence_of_token: ``[T]`` int, row of the table; a negative one is as 0.
+            without a visible entry may have the number of any page, or -1.
+        sequence_of_token: ``[T]`` int, row of the table; negative ones mean row 0.
         visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
-        top_k: Wanted number.
+        top_k: Number of entries to select.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -368,7 +371,7 @@ def indexer_select(
 def _parts(
     op: str, q: torch.Tensor | QuantizedTensor, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[_check.Expected, ...]]:
-    """Queries, or their codes, the scales of those, and what to check of both."""
+    """Return the queries or their codes, the codes' scales, and what to check of both."""
     if isinstance(q, torch.Tensor):
         dtypes = (*_check.FLOATS, torch.float8_e4m3fn)
         return q, None, (("q", q, dtypes, ("T", "h", head_dim)),)

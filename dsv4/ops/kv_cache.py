@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.kv_cache.pages import DIMS_MULTIPLES, ENTRY_FORMATS, PAGE_FORMATS, EntryLayout, Pages
+from dsv4.kv_cache.pages import (
+    DIMS_MULTIPLES,
+    ENTRY_FORMATS,
+    PAGE_FORMATS,
+    EntryLayout,
+    Pages,
+    bytes_per_page,
+)
 from dsv4.ops import _check
 from dsv4.ops._library import Written, define
 from dsv4.ops._plans import planned
@@ -24,7 +31,7 @@ class WriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         entries: ``[M, D]``, bfloat16, float32 or float64.
@@ -46,11 +53,11 @@ class ReadKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         slots: ``[...]`` int, ``page * page_size + entry``; negative: zeros.
-        dtype: Of the result: bfloat16, float32 or float64.
+        dtype: Dtype of the result: bfloat16, float32 or float64.
     """
 
     data: torch.Tensor
@@ -80,13 +87,13 @@ class NormRopeWriteKvArgs(NamedTuple):
     Attributes:
         data: ``[pages, ...]``, the pages' storage.
         page_size: Entries of a page.
-        entry_format: Of the pages, see ``dsv4.kv_cache.pages``.
+        entry_format: Format of the pages, see ``dsv4.kv_cache.pages``.
         head_dim: D, dims of an entry.
         rope_dim: Trailing dims that ``"fp8"`` entries keep in bfloat16.
         kv: ``[T, D]``, bfloat16, float32 or float64.
-        weight: ``[D]`` floating, of the norm.
+        weight: ``[D]`` floating, weight of the norm.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         slots: ``[T]`` int; negative: skip.
         eps: Added to the mean square.
     """
@@ -137,13 +144,13 @@ _norm_rope_write_kv = define(
 def expected_pages(
     op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS
 ) -> _check.Expected:
-    """What the fields of ``pages`` call for of ``pages.data``, as ``_check.tensors`` takes it.
+    """Return what the fields of ``pages`` require of ``pages.data``, for ``_check.tensors``.
 
     Args:
         op: Name of the operator.
-        name: Of the argument.
-        pages: Its value.
-        formats: Those that the operator takes.
+        name: Name of the argument.
+        pages: Value of the argument.
+        formats: Formats that the operator supports.
 
     Raises:
         ValueError: if the format is not one of these, or does not fit ``head_dim``.
@@ -159,11 +166,14 @@ def expected_pages(
             f"{op}: {name}.head_dim is {head_dim}, wanted a multiple of {multiple} for "
             f"{entry_format!r}"
         )
-    return f"{name}.data", pages.data, _BYTES, (None, pages.page_bytes())
+    if torch.compiler.is_compiling():
+        return f"{name}.data", pages.data, _BYTES, None
+    page_bytes = bytes_per_page(entry_format, head_dim, pages.rope_dim, pages.page_size)
+    return f"{name}.data", pages.data, _BYTES, (None, page_bytes)
 
 
 def check_pages(op: str, name: str, pages: Pages, formats: Sequence[str] = ENTRY_FORMATS) -> None:
-    """Raise unless ``pages.data`` is what the fields of ``pages`` call for: ``expected_pages``."""
+    """Raise unless ``pages.data`` has what the fields of ``pages`` require (``expected_pages``)."""
     _check.tensors(op, expected_pages(op, name, pages, formats))
 
 
@@ -174,11 +184,11 @@ def write_kv(
     """Store entries in their slots (specification, sections 4.2 and 7). Mutates the pages.
 
     ``"fp8"``: the first ``D - R`` dims are stored as E4M3 in groups of 64 with the E8M0 scale byte
-    ``ceil(log2(max(amax, 1e-4) / 448)) + 127``, the last R dims as bfloat16. A value rounds to
-    float32 first. The scale is the smallest power of two under which the group fits, so nothing
-    saturates. A group with a NaN or an Inf gets scale byte 255 and code 0x7F, both NaN, and so
-    reads back as NaN; other groups and entries are unaffected. A NaN in the RoPE dims is
-    stored as 0x7FC0. ``"plain"``: cast to the pages' dtype.
+    ``ceil(log2(max(amax, 1e-4) / 448)) + 127``, the last R dims as bfloat16. Values are first
+    rounded to float32. The scale is the smallest power of two under which the group fits, so
+    nothing saturates. A group with a NaN or an Inf gets scale byte 255 and code 0x7F, both NaN, and
+    so reads back as NaN; other groups and entries are unaffected. A NaN in the RoPE dims is stored
+    as 0x7FC0. ``"plain"``: cast to the pages' dtype.
 
     Index keys (specification, section 6), rounded to float32 first: ``"index_fp8"`` is E4M3 with
     one scale ``2 ^ ceil(log2(max(amax, 1e-4) / 448))``; an entry with a NaN or an Inf is code 0x7F
@@ -186,10 +196,11 @@ def write_kv(
     NaN or an Inf have codes 0 and scale byte 255. All of them read back as NaN.
 
     Args:
-        pages: Where to.
+        pages: Pages to write to.
         entries: ``[M, D]``, bfloat16, float32 or float64, after RMS norm and RoPE.
         slots: ``[M]`` int64 or int32, ``page * page_size + entry``; negative: skip that entry.
-            Distinct where not negative, else it is undefined which of the equal ones stays.
+            Slots that are not negative should be distinct: of equal ones it is undefined which
+            entry stays.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Raises:
@@ -235,9 +246,9 @@ def read_kv(
     underflow; scale byte 255 gives NaN.
 
     Args:
-        pages: Where from.
+        pages: Pages to read from.
         slots: ``[...]`` int64 or int32; a negative slot reads as zeros.
-        dtype: Of the result: bfloat16, float32 or float64.
+        dtype: Dtype of the result: bfloat16, float32 or float64.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -271,7 +282,7 @@ def read_kv(
 
 @planned
 def fake_quantize_kv(x: torch.Tensor, rope_dim: int, *, backend: str = "auto") -> torch.Tensor:
-    """What ``x`` reads back as after a round trip through ``"fp8"`` pages, bit for bit.
+    """Return what ``x`` reads back as after ``"fp8"`` pages, bit for bit.
 
     Specification, section 4.2, step 5. The first ``D - rope_dim`` dims are quantised to E4M3 in
     groups of 64 with power-of-two scales; the last ``rope_dim`` are rounded to bfloat16, whatever
@@ -309,17 +320,17 @@ def norm_rope_write_kv(
     eps: float = 1e-6,
     backend: str = "auto",
 ) -> None:
-    """From the projection to the cache in one step (specification, section 4.2, steps 4 and 5).
+    """Write projections to the cache in one step (specification, section 4.2, steps 4 and 5).
 
-    ``write_kv(pages, rope(rms_norm(kv, weight, eps), cos, sin), slots)``, with the roundings to
-    ``kv.dtype`` that the parts make after the norm and after the rotation. Mutates the pages.
+    This is ``write_kv(pages, rope(rms_norm(kv, weight, eps), cos, sin), slots)``, with roundings to
+    ``kv.dtype`` after the norm and after the rotation. Mutates the pages.
 
     Args:
-        pages: Where to.
+        pages: Pages to write to.
         kv: ``[T, D]``, bfloat16, float32 or float64; rows may lie further apart than D.
-        weight: ``[D]``, of the norm.
+        weight: ``[D]``, weight of the norm.
         cos: ``[T, R/2]``, see ``dsv4.ops.rope.rope_tables``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         slots: ``[T]`` int64 or int32, as for ``write_kv``; negative: skip that token.
         eps: Added to the mean square.
         backend: Implementation name, see ``dsv4.dispatch``.

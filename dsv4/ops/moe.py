@@ -1,9 +1,9 @@
 """Rows of the routed experts: sort by expert, gather, and combine back per token.
 
-They agree on one order. Slot ``t * k + j`` is the j-th choice of token t; ``order[r]`` is the slot
-of sorted row r, and ``rows[t, j]`` the sorted row of a slot. ``moe_gather`` makes the sorted rows,
-the grouped GEMM works on ``offsets[e]:offsets[e + 1]``, ``moe_combine`` brings them back.
-``moe_sort`` is the sort and the gather in one.
+All operators here use the same order. Slot ``t * k + j`` is the j-th choice of token t;
+``order[r]`` is the slot of sorted row r, and ``rows[t, j]`` the sorted row of a slot.
+``moe_gather`` makes the sorted rows, the grouped GEMM works on ``offsets[e]:offsets[e + 1]``,
+``moe_combine`` brings them back. ``moe_sort`` is the sort and the gather in one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class MoePermuteArgs(NamedTuple):
 
     Attributes:
         ids: ``[T, k]`` int32 or int64.
-        num_experts: Of the whole layer.
-        first_expert: First one held here.
-        num_local_experts: How many are held here.
+        num_experts: Number of experts of the whole layer.
+        first_expert: First expert held here.
+        num_local_experts: Number of experts held here.
     """
 
     ids: torch.Tensor
@@ -66,9 +66,9 @@ class MoeSortArgs(NamedTuple):
         x: ``[T, H]`` floating.
         ids: ``[T, k]`` int32 or int64.
         weights: ``[T, k]`` floating.
-        num_experts: Of the whole layer.
-        first_expert: First one held here.
-        num_local_experts: How many are held here.
+        num_experts: Number of experts of the whole layer.
+        first_expert: First expert held here.
+        num_local_experts: Number of experts held here.
     """
 
     x: torch.Tensor
@@ -87,7 +87,7 @@ class MoeGatherQuantizeArgs(NamedTuple):
         rows: int32 ``[T, k]``, sorted row of each slot.
         offsets: int32 ``[E_local + 1]``, first row of each expert.
         input_scale: float32 ``[E_local]``, static global scales; None: one per row.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -106,7 +106,7 @@ class MoeCombineArgs(NamedTuple):
         offsets: int32 ``[E_local + 1]``, first row of each expert.
         weights: ``[T, k]`` floating; None: the rows are weighted already.
         shared: ``[T, H]`` floating, the shared expert's result, or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     y: torch.Tensor
@@ -185,14 +185,15 @@ def moe_permute(
     num_local_experts: int | None = None,
     backend: str = "auto",
 ) -> Sorted:
-    """Counting sort of the chosen experts.
+    """Sort the chosen experts by counting.
 
-    Stable: rows of one expert keep the order of their slots. Slots whose id is no local expert
-    (another rank's, or -1 or ``num_experts``, which choose none) go last, behind every expert, in
-    slot order. One token may choose an expert twice.
+    The sort is stable: rows of one expert keep the order of their slots. Slots whose id is no local
+    expert (another rank's, or -1 or ``num_experts``, which choose none) come last, after every
+    expert, in slot order. A token may choose an expert twice.
 
-    Any other id is an error, which raises on the CPU. On another device a check would have to wait
-    for the device, so such a slot chooses no expert; ``dsv4.debug.count_dropped`` counts them.
+    Any other id is an error, which raises on the CPU. Other devices are not checked, because that
+    would wait for the device: such a slot chooses no expert, and ``dsv4.debug.count_dropped``
+    counts it.
 
     Args:
         ids: ``[T, k]``, int32 or int64.
@@ -219,7 +220,7 @@ def moe_permute(
 def _local_experts(
     op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
 ) -> int:
-    """How many experts are held here; raises unless they and the number of ids fit."""
+    """Return the number of experts held here; raise unless they and the number of ids fit."""
     local = num_experts - first if num_local_experts is None else num_local_experts
     if first < 0 or local < 1 or first + local > num_experts:
         raise ValueError(
@@ -232,14 +233,15 @@ def _local_experts(
 
 
 def out_of_range(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Which ids are neither an expert's nor -1 or ``num_experts``, bool of their shape."""
+    """Return which ids are neither an expert's nor -1 or ``num_experts``, bool of their shape."""
     return (ids < -1) | (ids > num_experts)
 
 
 def check_ids(ids: torch.Tensor, num_experts: int) -> None:
-    """What ``moe_permute`` checks on the CPU: for its implementations, which know the values.
+    """Check ids for ``moe_permute``'s CPU implementations, which know the values.
 
-    Does nothing on another device, nor where values are not known because ``torch.compile`` traces.
+    On another device, and while ``torch.compile`` traces, it does nothing: values are not known
+    there.
 
     Raises:
         ValueError: if an id is neither an expert's nor -1 or ``num_experts``.
@@ -268,8 +270,8 @@ def moe_gather(
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
         rows: ``[T, k]`` int32 from ``moe_permute``: a permutation of the T k rows.
-        out: Where the result goes, contiguous, at a multiple of 16 bytes and apart from the other
-            tensors; None to allocate it.
+        out: Tensor for the result, contiguous, at a multiple of 16 bytes, sharing no memory with
+            the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -306,7 +308,7 @@ def moe_sort(
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Rows:
-    """``moe_permute``, ``moe_gather`` and the slots' weights in sorted order, as one operator.
+    """Run ``moe_permute`` and ``moe_gather``, and sort the slots' weights, as one operator.
 
     The bits are those of the operators one after the other.
 
@@ -314,10 +316,10 @@ def moe_sort(
         x: ``[T, H]``, as in ``moe_gather``.
         ids: ``[T, k]``, as in ``moe_permute``.
         weights: ``[T, k]``, bfloat16, float16, float32 or float64.
-        num_experts: As in ``moe_permute``.
+        num_experts: See ``moe_permute``.
         first_expert: Likewise.
         num_local_experts: Likewise.
-        out: Where the sorted rows go, as in ``moe_gather``.
+        out: Tensor for the sorted rows, as in ``moe_gather``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -355,7 +357,7 @@ def moe_gather_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """The sorted rows in NVFP4, one global scale per row, for the first GEMM of the experts.
+    """Gather the sorted rows in NVFP4, one global scale per row, for the experts' first GEMM.
 
     ``quantize(moe_gather(x, rows), "nvfp4", ...)``: with ``scaling="token"``, or with ``"static"``
     and the scale of the expert that owns the row. Rows from ``offsets[-1]`` on, which no local
@@ -365,9 +367,9 @@ def moe_gather_quantize(
         x: ``[T, H]``, bfloat16, float16, float32 or float64; H is a multiple of 16.
         rows: ``[T, k]`` int32 from ``moe_permute``.
         offsets: ``[E_local + 1]`` int32 from ``moe_permute``.
-        input_scale: float32 ``[E_local]``, finite and above 0, or None for scales from the data. A
-            bad scale on another device than the CPU makes the block scales of its rows NaN.
-        layout: Of the block scales, see ``quantize``; or ``"swizzled_128x4_experts"``, as in
+        input_scale: float32 ``[E_local]``, finite and above 0, or None for scales from the data. An
+            invalid scale on another device than the CPU makes the block scales of its rows NaN.
+        layout: Layout of the block scales, see ``quantize``; or ``"swizzled_128x4_experts"``, as in
             ``grouped_gemm_swiglu_quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -418,9 +420,10 @@ def moe_combine(
     """Sum each token's expert rows, then add the shared expert (specification, section 8.2).
 
     ``out[t] = sum_j weights[t, j] * y[rows[t, j]] + shared[t]``, in float32 (float64 for float64
-    ``y``), in slot order j = 0 .. k-1 and the shared expert last: the same bits from run to run,
-    whatever other tokens are in the batch. Sorted rows from ``offsets[-1]`` on belong to no local
-    expert and are skipped whatever they hold, so the results of the ranks add up to the whole.
+    ``y``), in slot order j = 0 .. k-1 and the shared expert last: the bits are the same in every
+    run, whatever other tokens are in the batch. Sorted rows from ``offsets[-1]`` on belong to no
+    local expert and are skipped, whatever they hold, so the results of the ranks add up to the
+    whole.
 
     Args:
         y: ``[T k, H]``, floating, in sorted order.
@@ -458,7 +461,7 @@ def moe_combine(
 
 
 def _check_slots(op: str, name: str, slots: torch.Tensor) -> None:
-    """Raise ValueError unless tokens have a slot at least in ``slots [T, k]``."""
+    """Raise ValueError unless each token has at least one slot in ``slots [T, k]``."""
     if not torch.compiler.is_compiling() and slots.shape[1] < 1:
         raise ValueError(f"{op}: {name} has shape {list(slots.shape)}, wanted a slot at least")
 

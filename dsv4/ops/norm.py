@@ -1,4 +1,4 @@
-"""RMS normalisation, weighted or not, alone and with what follows it."""
+"""RMS normalisation with or without a weight, alone and fused with the next step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HeadNormRopeArgs(NamedTuple):
     Attributes:
         q: ``[T, h, D]`` floating, unit stride along D.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         eps: Added to the mean square.
     """
 
@@ -68,7 +68,7 @@ class RmsNormQuantizeArgs(NamedTuple):
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         eps: Added to the mean square.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -115,11 +115,12 @@ def rms_norm(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (specification, section 2).
+    """Compute ``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis.
 
-    Statistics and product in float32 (float64 for float64 input), one rounding to ``x.dtype`` at
-    the end. Without a weight this is the per-head norm of q (specification, section 4.2,
-    step 2). A row that holds a non-finite value, or whose mean square overflows, is NaN throughout.
+    Computed in float32 (float64 for float64 input), with one rounding to ``x.dtype`` at the end
+    (specification, section 2).
+    Without a weight this is the per-head norm of q (specification, section 4.2, step 2). A row that
+    holds a non-finite value, or whose mean square overflows, is NaN throughout.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
@@ -151,7 +152,7 @@ def rms_norm_pair(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norms of both parts of a row, q_a and kv (specification, section 4.4).
+    """Norm both parts of a row, q_a and kv (specification, section 4.4).
 
     Args:
         x: ``[..., D1 + D2]``, bfloat16, float16, float32 or float64.
@@ -191,12 +192,12 @@ def head_norm_rope_(
 ) -> None:
     """Norm each head without weight, then rotate (specification, section 4.2, steps 2 and 3).
 
-    ``rope(rms_norm(q, None, eps), cos, sin)``, the norm rounded to ``q.dtype`` in between.
+    This is ``rope(rms_norm(q, None, eps), cos, sin)``, with the norm rounded to ``q.dtype``.
 
     Args:
         q: ``[T, h, D]``, bfloat16, float16, float32 or float64; changed.
         cos: ``[T, R/2]``, R at most D.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         eps: Added to the mean square.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -235,7 +236,7 @@ def rms_norm_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, QuantizedTensor]:
-    """The norm of a sublayer's input, and the same in NVFP4 for its projections.
+    """Norm a sublayer's input, and quantise the result to NVFP4 for its projections.
 
     ``y = rms_norm(x, weight, eps)`` and ``quantize(y, "nvfp4", ...)``; y is returned as well
     because the router and the compressors read it.
@@ -244,9 +245,9 @@ def rms_norm_quantize(
         x: ``[T, D]``, bfloat16, float16, float32 or float64; D is a multiple of 16.
         weight: ``[D]``.
         eps: Added to the mean square.
-        global_scale: As in ``quantize``, for ``scaling="static"``.
+        global_scale: See ``quantize``, for ``scaling="static"``.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales, see ``quantize``.
+        layout: Layout of the block scales, see ``quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

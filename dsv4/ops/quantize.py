@@ -1,4 +1,4 @@
-"""Quantise and dequantise: NVFP4, MXFP4, FP8 in 128x128 blocks."""
+"""Quantise and dequantise NVFP4, MXFP4 and FP8 in 128x128 blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class QuantizeNvfp4Args(NamedTuple):
         x: ``[*batch, N, K]`` floating, K a multiple of 16.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: One of ``SCALINGS``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -50,7 +50,7 @@ class QuantizeMxfp4Args(NamedTuple):
 
     Attributes:
         x: ``[*batch, N, K]`` floating, K a multiple of 32.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -78,8 +78,8 @@ class DequantizeArgs(NamedTuple):
         global_scale: float32 ``[*batch, G]``, or None where the format has none.
         segments: Rows of each part of a fused matrix; empty: one part.
         format: Name of the format.
-        layout: Of codes and block scales.
-        dtype: Of the result, floating.
+        layout: Layout of codes and block scales.
+        dtype: Dtype of the result, floating.
     """
 
     codes: torch.Tensor
@@ -109,7 +109,7 @@ def _fake_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor, to
 def empty_nvfp4(
     x: torch.Tensor, global_scale: torch.Tensor | None, scaling: str, layout: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, block scales and global scale of ``x`` in NVFP4, without contents."""
+    """Allocate codes, block scales and global scale of ``x`` in NVFP4, uninitialised."""
     scales = _fake_scales(x, 16, layout, torch.float8_e4m3fn)
     if global_scale is not None:
         return _fake_codes(x), scales, torch.empty_like(global_scale)
@@ -188,7 +188,7 @@ def quantize(
         global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
             ``[*batch, N]``.
         scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
-        layout: Of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
         scale_dtype: FP8 only: float8_e8m0fnu (the default) or float32.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -245,12 +245,12 @@ def _check_matrix(x: torch.Tensor, fmt: Format) -> None:
 def given_scale(
     op: str, x: torch.Tensor, scale: torch.Tensor | float | None, scaling: str
 ) -> torch.Tensor | None:
-    """The given global scale as float32 ``[*batch, 1]`` or ``[*batch, N]``, checked.
+    """Check the given global scale; return it as float32 ``[*batch, 1]`` or ``[*batch, N]``.
 
     Args:
         op: Name of the operator, for messages.
         x: ``[*batch, N, any]``.
-        scale: What the user gave.
+        scale: The user's argument.
         scaling: One of ``SCALINGS``.
 
     Raises:
@@ -282,9 +282,10 @@ def given_scale(
 
 
 def positive(name: str, scale: torch.Tensor) -> None:
-    """On the CPU, raise ValueError unless all values are finite and above 0.
+    """Raise ValueError unless all values are finite and above 0, on the CPU alone.
 
-    Values on other devices are not read: that would synchronise. There a bad scale gives NaN.
+    Values on other devices are not read, because that would synchronise; an invalid scale gives
+    NaN.
     """
     if scale.device.type == "cpu" and not torch.compiler.is_compiling():
         check_positive(name, scale)
@@ -293,7 +294,7 @@ def positive(name: str, scale: torch.Tensor) -> None:
 def bfloat16_operand(
     x: torch.Tensor, input_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """NVFP4 activations as a bfloat16 product takes them (specification, section 11.2).
+    """Quantise to NVFP4 as the operands of a bfloat16 GEMM (specification, section 11.2).
 
     Args:
         x: ``[..., K]``.
@@ -312,12 +313,12 @@ def bfloat16_operand(
 
 
 def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``code * block scale`` of NVFP4 codes and linear scales, exact in every floating dtype."""
+    """Return ``code * block scale`` of NVFP4 with linear scales, exact in floating dtypes."""
     return without_global_scale(QuantizedTensor(codes, scales, None, NVFP4), dtype)
 
 
 def without_global_scale(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """``code * block scale`` of NVFP4, ``[*batch, N, K]``, exact in every floating dtype."""
+    """Return ``code * block scale`` of NVFP4, ``[*batch, N, K]``, exact in floating dtypes."""
     ones = torch.ones((*q.shape[:-2], 1), dtype=torch.float32, device=q.device)
     return dequantize(replace(q, global_scale=ones, segments=()), dtype)
 
@@ -326,7 +327,7 @@ def without_global_scale(q: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor
 def dequantize(
     q: QuantizedTensor, dtype: torch.dtype = torch.float32, *, backend: str = "auto"
 ) -> torch.Tensor:
-    """``(code * block scale) * global scale``, in that order.
+    """Return ``(code * block scale) * global scale``, multiplied in that order.
 
     The first multiplication is exact for the 4-bit formats and for E8M0 scales; so in float32 there
     is one rounding, of the multiplication by the global scale, in float64 none, and in narrower

@@ -34,7 +34,7 @@ class RopeArgs(NamedTuple):
     Attributes:
         x: ``[..., D]`` floating.
         cos: ``[..., R/2]`` floating, broadcast against ``x``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Whether to rotate by the opposite angle.
     """
 
@@ -50,12 +50,12 @@ class RopeQuantizeArgs(NamedTuple):
     Attributes:
         x: ``[T, h, D]`` floating.
         cos: ``[T, R/2]``, floating, see ``rope_tables``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Whether to rotate by the opposite angle.
         groups: Rows per token.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: ``"token"`` or ``"static"``.
-        layout: Of the block scales.
+        layout: Layout of the block scales.
     """
 
     x: torch.Tensor
@@ -95,7 +95,7 @@ def rope_tables(
     *,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of ``position * inv_freq`` (specification, section 4.3).
+    """Compute cos and sin of ``position * inv_freq`` (specification, section 4.3).
 
     Always float32, and without an amplitude factor: cos^2 + sin^2 = 1 with and without YaRN.
     Position, inverse frequency and angle are each rounded to float32, which is part of the
@@ -142,15 +142,15 @@ def rope(
     """Rotate the last R dimensions in interleaved pairs (specification, section 4.3).
 
     With ``(a, b) = (x[D-R+2i], x[D-R+2i+1])`` the result is ``(a cos_i - b sin_i,
-    b cos_i + a sin_i)``; ``inverse`` turns the other way (``-sin``), as the attention output needs
-    (specification, section 4.2, step 8). In float32 (float64 for float64 input), one rounding at
-    the end. The first D-R dimensions are copied bit for bit.
+    b cos_i + a sin_i)``; ``inverse`` rotates by the opposite angle (``-sin``), as the attention
+    output needs (specification, section 4.2, step 8). In float32 (float64 for float64 input), one
+    rounding at the end. The first D-R dimensions are copied bit for bit.
 
     Args:
         x: ``[..., D]``, bfloat16, float16, float32 or float64.
         cos: ``[..., R/2]``, broadcast against the leading dimensions of ``x``: with heads in
             ``x [T, h, D]`` give ``cos [T, 1, R/2]``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Rotate by the opposite angle.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -186,7 +186,7 @@ def rope_quantize(
     layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """From attention to the grouped projection (specification, section 4.2, steps 8 and 9).
+    """Rotate and quantise attention's result for the grouped projection (steps 8 and 9).
 
     ``rope(x, cos, sin, inverse=inverse)`` with the same angles for all heads of a token, rounded to
     ``x.dtype``; then the heads are joined, cut into ``groups`` rows per token and quantised to
@@ -196,12 +196,12 @@ def rope_quantize(
         x: ``[T, h, D]``, bfloat16, float16, float32 or float64. ``h D / groups`` is a multiple of
             16.
         cos: ``[T, R/2]``, see ``rope_tables``. R is taken from this argument.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         inverse: Rotate by the opposite angle, as the attention output needs.
         groups: Rows per token, ``o_groups``.
-        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        global_scale: See ``quantize``; required for ``"static"``, an error for ``"token"``.
         scaling: ``"static"``, or ``"token"`` for one dynamic scale per token and group.
-        layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

@@ -22,7 +22,7 @@ class RouteTopkArgs(NamedTuple):
         bias: ``[E]`` floating, for the selection only; or None.
         top_k: Experts per token.
         scaling_factor: Multiplied into the weights.
-        logits_dtype: Of the logits, floating.
+        logits_dtype: Dtype of the logits, floating.
     """
 
     x: torch.Tensor
@@ -42,7 +42,7 @@ class RouteHashArgs(NamedTuple):
         tid2eid: ``[V, k]`` int, experts of each token id.
         input_ids: ``[T]`` int, token ids.
         scaling_factor: Multiplied into the weights.
-        logits_dtype: Of the logits, floating.
+        logits_dtype: Dtype of the logits, floating.
     """
 
     x: torch.Tensor
@@ -88,11 +88,11 @@ def route_topk(
     logits_dtype: torch.dtype = torch.float32,
     backend: str = "auto",
 ) -> Routing:
-    """Choose each token's experts by learned score (specification, section 8.1).
+    """Choose each token's experts by their learned scores (specification, section 8.1).
 
     ``score = sqrt(softplus(x W^T))``; the ``top_k`` experts of largest ``score + bias`` are chosen,
     and weighted by their score without the bias: ``score / (sum + 1e-20) * scaling_factor``.
-    Equal biased scores go to the lowest expert number. Everything after the product is in float32
+    Equal biased scores go to the lowest expert number. Everything after the GEMM is in float32
     (float64 for float64 ``x``).
 
     A token with a NaN or infinite logit gets NaN weights; its experts are still distinct and valid.
@@ -146,9 +146,9 @@ def route_hash(
     The experts are ``tid2eid[input_ids]``, in the table's order; their weights still come from the
     learned scores, as in ``route_topk``.
 
-    A token id outside the table, or a table entry that is no expert, raises on the CPU. On another
-    device a check would have to wait for the device, so such a token gets NaN weights and valid
-    expert numbers instead.
+    A token id outside the table, or a table entry that is no expert, raises on the CPU. Other
+    devices are not checked, because that would wait for the device: such a token gets NaN weights
+    and valid expert numbers.
 
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
@@ -156,7 +156,7 @@ def route_hash(
         tid2eid: ``[V, k]``, int32 or int64, expert numbers 0 to E-1.
         input_ids: ``[T]``, int32 or int64, token ids 0 to V-1, also for padding tokens.
         scaling_factor: ``routed_scaling_factor`` of the configuration.
-        logits_dtype: As in ``route_topk``.
+        logits_dtype: See ``route_topk``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -183,14 +183,14 @@ def route_hash(
 
 
 def _logits_dtype(op: str, x: torch.Tensor, logits_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the logits, checked."""
+    """Check the dtype of the logits and return it."""
     if logits_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: logits_dtype is {logits_dtype}, wanted a floating type")
     return torch.float64 if x.dtype == torch.float64 else logits_dtype
 
 
 def check_ids(tid2eid: torch.Tensor, input_ids: torch.Tensor, num_experts: int) -> None:
-    """What ``route_hash`` checks on the CPU: for its implementations, which know the values.
+    """Check ids for ``route_hash``'s CPU implementations, which know the values.
 
     Does nothing on another device.
 

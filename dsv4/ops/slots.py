@@ -1,4 +1,4 @@
-"""Where in the pages an entry of a sequence lies: page tables give slots."""
+"""Slots: the places of a sequence's entries in pages, given by page tables."""
 
 from __future__ import annotations
 
@@ -94,9 +94,11 @@ def entry_slots(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Slot ``page * page_size + entry % page_size`` with ``page = page_table[sequence, entry //
-    page_size]``; -1 for a negative sequence or entry, or an entry past the table; negative where
-    there is no page.
+    """Return the slots of given entries.
+
+    The slot is ``page * page_size + entry % page_size`` with ``page = page_table[sequence, entry //
+    page_size]``. It is -1 for a negative sequence or entry, or an entry past the table, and
+    negative if there is no page.
 
     Args:
         page_table: ``[S, P]`` int: page of the entries ``p * page_size`` and on; -1: none.
@@ -130,7 +132,7 @@ def prefix_slots(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Slots of the entries ``0 .. counts - 1`` of each token's sequence, then -1.
+    """Return slots of the entries ``0 .. counts - 1`` of each token's sequence, then -1.
 
     Args:
         page_table: ``[S, P]`` int.
@@ -161,10 +163,10 @@ def window_slots(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Slots of the last ``window`` positions up to and with each token's own, in ascending order.
+    """Return slots of the last ``window`` positions up to each token's own, ascending.
 
     A sequence's pages are a ring: position p is entry ``p % (P * page_size)``. The last column is
-    where the token itself is written.
+    the slot of the token itself.
 
     Args:
         page_table: ``[S, P]`` int.
@@ -202,7 +204,7 @@ def _check_table(
     numbers: torch.Tensor,
     dims: _check.Dims | None = None,
 ) -> None:
-    """Check what all operators here take, and the numbers that one has for each token."""
+    """Check the arguments that all operators here share, and one's numbers for each token."""
     _check.tensors(
         op,
         ("page_table", page_table, _check.INTEGERS, ("S", "P")),

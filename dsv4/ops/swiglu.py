@@ -24,7 +24,7 @@ class SwigluArgs(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         layout: ``"concatenated"`` or ``"interleaved"``.
         row_weight: ``[...]`` floating, or None.
-        out_dtype: Of the result, floating.
+        out_dtype: Dtype of the result, floating.
     """
 
     gate_up: torch.Tensor
@@ -44,7 +44,7 @@ class SwigluQuantizeArgs(NamedTuple):
         row_weight: ``[*batch, N]`` floating, or None.
         global_scale: float32 global scale, ``[*batch, 1]`` or ``[*batch, N]``; None: computed.
         scaling: ``"token"`` or ``"static"``.
-        scale_layout: Of the block scales.
+        scale_layout: Layout of the block scales.
     """
 
     gate_up: torch.Tensor
@@ -81,11 +81,11 @@ def swiglu(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification, section 8.2).
+    """Compute ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification, section 8.2).
 
-    The gate has an upper clamp only, and both clamps come before the product. In float32 (float64
-    for float64 input), one rounding to ``out_dtype`` at the end. A NaN or an infinity in gate or up
-    comes out as NaN in its own element: the clamp never turns an infinity into a number.
+    The gate has an upper clamp only, and both clamps come before the multiplication. Computed in
+    float32 (float64 for float64 input), with one rounding to ``out_dtype`` at the end. A NaN or an
+    infinity in gate or up gives NaN in its own element: no clamp turns an infinity into a number.
 
     Args:
         gate_up: ``[..., 2 I]``, bfloat16, float16, float32 or float64.
@@ -124,18 +124,18 @@ def swiglu_quantize(
     scale_layout: str = LINEAR,
     backend: str = "auto",
 ) -> QuantizedTensor:
-    """``swiglu`` in the dtype of ``gate_up``, then ``quantize`` to NVFP4, as one operator.
+    """Compute ``swiglu`` in the dtype of ``gate_up``, and ``quantize`` the result to NVFP4.
 
     The bits are those of the two operators of the same implementation, one after the other.
 
     Args:
         gate_up: ``[*batch, N, 2 I]``, bfloat16, float16, float32 or float64; I is a multiple of 16.
-        limit: As for ``swiglu``.
-        layout: As for ``swiglu``.
+        limit: See ``swiglu``.
+        layout: See ``swiglu``.
         row_weight: ``[*batch, N]``, as for ``swiglu``.
-        global_scale: As for ``quantize``; needed for ``"static"`` and refused for ``"token"``.
+        global_scale: See ``quantize``; required for ``"static"``, an error for ``"token"``.
         scaling: ``"static"``, or ``"token"`` for one dynamic scale per row.
-        scale_layout: Of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
+        scale_layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4"``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:

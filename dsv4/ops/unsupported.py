@@ -1,4 +1,4 @@
-"""Unsupported reasons that several implementations share; each function returns None for none."""
+"""Reasons why calls are unsupported, shared by implementations; None where there is none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONLY_REFERENCE = "which only the reference computes in"
 
 
 def float64_tensor(values: Iterable[object]) -> str | None:
-    """The reason if any argument is a float64 tensor."""
+    """Return a reason if any argument is a float64 tensor."""
     for value in values:
         if isinstance(value, torch.Tensor) and value.dtype == torch.float64:
             return f"a tensor is float64, {ONLY_REFERENCE}"
@@ -24,45 +24,45 @@ def float64_tensor(values: Iterable[object]) -> str | None:
 
 
 def float64_result(dtype: torch.dtype) -> str | None:
-    """The reason if a result shall be float64."""
+    """Return a reason if a result shall be float64."""
     return f"the result is float64, {ONLY_REFERENCE}" if dtype == torch.float64 else None
 
 
 def no_e4m3(device: torch.device) -> str | None:
-    """The reason if the GPU has no instructions that convert to E4M3 or E2M1."""
+    """Return a reason if the GPU has no instructions that convert to E4M3 or E2M1."""
     if device.type == "cuda" and capability(device) < (8, 9):
         return "the GPU has no E4M3 conversions, which need compute capability 8.9"
     return None
 
 
 def wide_row(columns: int) -> str | None:
-    """The reason if one program cannot hold a row."""
+    """Return a reason if one program cannot hold a row."""
     if columns > LARGEST_ROW:
         return f"a row has {columns} columns, and a kernel holds at most {LARGEST_ROW}"
     return None
 
 
 def too_many(count: int, what: str) -> str | None:
-    """The reason if an axis of a launch's grid is too long."""
+    """Return a reason if an axis of a launch's grid is too long."""
     if count > LARGEST_GRID:
         return f"there are {count} {what}, wanted at most {LARGEST_GRID}"
     return None
 
 
 def gapped_pages(pages: torch.Tensor) -> str | None:
-    """The reason if pages are not contiguous."""
+    """Return a reason if pages are not contiguous."""
     if not pages.is_contiguous():
         return f"the pages have strides {pages.stride()}, wanted contiguous ones"
     return None
 
 
 def odd_dims(dims: int) -> str | None:
-    """The reason if entries, whose dims are rotated in pairs, have an odd number."""
+    """Return a reason if entries, whose dims are rotated in pairs, have an odd number."""
     return f"entries have {dims} dims, wanted an even number" if dims % 2 else None
 
 
 def gemm_dtypes(x: torch.dtype, result: torch.dtype) -> str | None:
-    """The reason if ``x`` is not bfloat16, or the result neither bfloat16 nor float32."""
+    """Return a reason if ``x`` is not bfloat16, or the result neither bfloat16 nor float32."""
     if x != torch.bfloat16:
         return f"x is {x}, wanted bfloat16"
     if result not in (torch.bfloat16, torch.float32):
@@ -71,7 +71,7 @@ def gemm_dtypes(x: torch.dtype, result: torch.dtype) -> str | None:
 
 
 def not_in_fragments(layout: str) -> str | None:
-    """The reason if a weight is not packed."""
+    """Return a reason if a weight is not packed."""
     if layout == FRAGMENTS:
         return None
     return (
@@ -81,14 +81,14 @@ def not_in_fragments(layout: str) -> str | None:
 
 
 def not_swizzled(layout: str) -> str | None:
-    """The reason if block scales do not have the layout of Blackwell's tensor cores."""
+    """Return a reason if block scales do not have the layout of Blackwell's tensor cores."""
     if layout == SWIZZLED:
         return None
     return f"the weight has layout {layout!r}, wanted {SWIZZLED!r}: QuantizedTensor.with_layout"
 
 
 def not_both_nvfp4(weight: str, activation: str) -> str | None:
-    """The reason if weight and activations are not both NVFP4."""
+    """Return a reason if weight and activations are not both NVFP4."""
     if weight == activation == NVFP4.name:
         return None
     formats = f"the weight is {weight!r} and activations are {activation!r}"
@@ -96,28 +96,28 @@ def not_both_nvfp4(weight: str, activation: str) -> str | None:
 
 
 def many_segments(count: int) -> str | None:
-    """The reason if a fused weight has too many segments."""
+    """Return a reason if a fused weight has too many segments."""
     if count > MOST_SEGMENTS:
         return f"the weight has {count} segments, wanted at most {MOST_SEGMENTS}"
     return None
 
 
 def ragged_groups(rows: int, columns: int) -> str | None:
-    """The reason if a group of rows is not a whole number of tiles."""
+    """Return a reason if a group of rows is not a whole number of tiles."""
     if rows % 16 or columns % 32:
         return f"a group is {rows} x {columns}, wanted multiples of 16 x 32"
     return None
 
 
 def gapped(names: str, *tensors: torch.Tensor) -> str | None:
-    """The reason if a tensor is not contiguous; ``names`` such as ``"codes or scales"``."""
+    """Return a reason if a tensor is not contiguous; ``names`` such as ``"codes or scales"``."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return None
     return f"the {names} are not contiguous"
 
 
 def misaligned(codes: torch.Tensor, scales: torch.Tensor) -> str | None:
-    """The reason if codes or scales, loaded 16 bytes at a time, are not aligned to 16 bytes."""
+    """Return a reason if codes or scales do not begin at multiples of 16 bytes, as loads need."""
     if codes.data_ptr() % 16 or scales.data_ptr() % 16:
         return "the codes or scales do not begin at multiples of 16 bytes"
     return None

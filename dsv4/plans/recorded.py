@@ -1,4 +1,4 @@
-"""What a recording consists of: where tensors lie, and the steps that a tape repeats."""
+"""Parts of a recording: where tensors lie, and the steps that a tape repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Location:
-    """Where a recorded tensor lies.
+    """The place of a recorded tensor.
 
     Attributes:
         slot: Number of the argument or, after the arguments, of the allocation.
@@ -74,7 +74,7 @@ class DriverLaunch:
 
     Attributes:
         run: Launches, given a stream and the addresses of all locations.
-        locations: Of its tensors; None where it takes 0 in place of an address.
+        locations: Locations of its tensors; None where it takes 0 in place of an address.
     """
 
     run: Callable[[int, Sequence[int]], None]
@@ -89,7 +89,7 @@ class TorchCall:
         run: Repeats it.
         args: With ``View`` in place of tensors, also inside of tuples and lists.
         options: Arguments by name.
-        slot: Of its result.
+        slot: Slot of its result.
     """
 
     run: Callable[..., torch.Tensor]
@@ -103,10 +103,10 @@ class WholeOperator:
     """A registered operator that is called again, as its parts could not be recorded.
 
     Attributes:
-        name: As registered.
-        args: Of the recorded call; tensors are alive no longer than the recorder.
+        name: The registered name.
+        args: Arguments of the recorded call; tensors are alive no longer than the recorder.
         views: The same with ``View`` in place of tensors.
-        slots: Of its results.
+        slots: Slots of its results.
     """
 
     name: str

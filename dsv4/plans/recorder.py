@@ -80,7 +80,7 @@ class OperatorCall:
 
 @dataclass(frozen=True)
 class _Mark:
-    """How much was recorded before an operator."""
+    """The lengths of the recording before an operator."""
 
     steps: int
     slots: int
@@ -108,7 +108,7 @@ class Recorder(TorchDispatchMode):
         """Prepare it.
 
         Args:
-            tensors: Of the call.
+            tensors: Tensors of the call.
             run: Runs a registered operator of this package, given its name and its arguments.
             composite: See the module.
         """
@@ -185,7 +185,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _is_ruled_out(self) -> bool:
-        """Whether nothing can repeat what runs now.
+        """Return whether nothing can repeat what runs now.
 
         Its tensors are not kept then: all temporary tensors of a reference implementation, alive
         at the same time, would take many times its memory.
@@ -241,7 +241,7 @@ class Recorder(TorchDispatchMode):
         return slot
 
     def _is_view(self, base: Any, result: Any) -> bool:
-        """Whether all results lie in the memory of a known tensor.
+        """Return whether all results lie in the memory of a known tensor.
 
         ``contiguous``, ``reshape`` and ``to`` count as views for torch, but copy where they must.
         """
@@ -324,11 +324,11 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether another recording would find the same: nothing was compiled in between."""
+        """Return whether another recording would find the same: nothing was compiled in between."""
         return not self._is_new
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Where a tensor lies.
+        """Return where a tensor lies.
 
         Raises:
             KeyError: if it is neither an argument nor allocated by the call, or inside of one.

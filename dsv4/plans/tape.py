@@ -69,7 +69,7 @@ def builder(value: Any, find: Callable[[torch.Tensor], Build]) -> Build:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value has no tensors, and nobody would change it."""
+    """Return whether a value has no tensors, and nobody would change it."""
     if type(value) in (tuple, list):
         return all(map(_is_constant, value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -78,7 +78,7 @@ def _is_constant(value: Any) -> bool:
 
 
 class _Allocation:
-    """How memory of a recorded allocation is allocated again."""
+    """A recorded allocation, to be made again."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -138,7 +138,7 @@ class Tape:
         """Prepare it.
 
         Args:
-            recorder: Of the call.
+            recorder: Recorder of the call.
             result: What it returned.
             again: Gives what calls an operator again; for the tape of a composite recorder.
 
@@ -177,9 +177,9 @@ class Tape:
         ``NotImplemented`` if memory is allocated at other alignment than when it was recorded.
 
         Args:
-            tensors: As the recorded call's.
-            addresses: Of their first elements.
-            stream: Of the current GPU, where the tensors are.
+            tensors: Tensors of the call, in the order of the recorded call's.
+            addresses: Addresses of their first elements.
+            stream: Stream of the current GPU, where the tensors are.
         """
         slots: list[Any] = [*tensors, *self._offsets]
         if self._arena is None:
@@ -225,7 +225,7 @@ def tape_of(
 def _result_of(
     recorder: Recorder, result: Any, made: dict[int, _Allocation]
 ) -> tuple[Build, set[int]]:
-    """What makes the result, and the slots that it is made of."""
+    """Return a function that makes the result, and the slots that it is made of."""
     slots = {id(t): i for i, t in enumerate([*recorder.tensors, *recorder.allocated])}
     seen = set()
 
@@ -270,7 +270,7 @@ def _seen(step: Step, is_native: bool) -> list[int]:
 def _arena(
     recorder: Recorder, hidden: Sequence[int]
 ) -> tuple[list[int], Callable[[], torch.Tensor] | None]:
-    """Where each slot after the arguments begins in common memory, and what allocates that."""
+    """Return the offset of each slot after the arguments in common memory, and its allocation."""
     count, total = len(recorder.tensors), 0
     offsets = [0] * len(recorder.allocated)
     for slot in hidden:
@@ -289,7 +289,7 @@ _Step = Callable[[int, list[int], list[Any]], None]
 def _step(
     recorded: Step, layouts: Sequence[View], again: Callable[[WholeOperator], Again] | None
 ) -> _Step:
-    """What repeats a step."""
+    """Return a function that repeats a step."""
     if isinstance(recorded, DriverLaunch):
         run, of_run = recorded.run, _addresses(recorded.locations)
         return lambda stream, begins, slots: run(stream, of_run(begins))
@@ -331,7 +331,7 @@ def _torch_step(recorded: TorchCall, layouts: Sequence[View]) -> _Step:
 
 
 def _hold(tensor: torch.Tensor, slot: int, begins: list[int], slots: list[Any]) -> None:
-    """Let a slot have a tensor that a step made."""
+    """Store a tensor that a step made in a slot."""
     slots[slot], begins[slot] = tensor, _data_ptr(tensor)
     if begins[slot] % ALIGNMENT:
         raise RuntimeError(
@@ -341,7 +341,7 @@ def _hold(tensor: torch.Tensor, slot: int, begins: list[int], slots: list[Any]) 
 
 
 def _rebuild(value: Any, layouts: Sequence[View]) -> Build:
-    """What makes arguments again, in which a ``View`` stands for each tensor."""
+    """Return a function that makes arguments again; a ``View`` stands for each tensor."""
     if isinstance(value, View):
         return _tensor(value, layouts[value.location.slot])
     if not _has_views(value):
@@ -367,7 +367,7 @@ def _has_views(value: Any) -> bool:
 
 
 def _tensor(view: View, whole: View) -> Build:
-    """What makes a view of a slot whose tensor is ``whole``, in one call if there is one."""
+    """Return a function that makes a view of a slot's tensor, ``whole``, in one call if it can."""
     slot = view.location.slot
     if view == whole:
         return Pick(slot)
@@ -381,7 +381,7 @@ def _tensor(view: View, whole: View) -> Build:
 
 
 def _contiguous(*views: View) -> bool:
-    """Whether all are whole and contiguous, and of as many elements."""
+    """Return whether all are whole and contiguous, and of as many elements."""
     made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
     same = all(tensor.stride() == view.strides for tensor, view in zip(made, views, strict=True))
     return same and len({tensor.numel() for tensor in made}) == 1

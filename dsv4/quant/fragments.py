@@ -40,12 +40,12 @@ ZERO, NAN = 0xA0, 0x9C
 
 
 def fits(rows: int, columns: int) -> bool:
-    """Whether a matrix is a whole number of tiles."""
+    """Return whether a matrix is a whole number of tiles."""
     return rows % ROWS == 0 and columns % COLUMNS == 0
 
 
 def by_kernel(tensor: torch.Tensor) -> bool:
-    """Whether Triton moves the bytes of such a tensor.
+    """Return whether Triton moves the bytes of such a tensor.
 
     So it is wherever Triton runs, unless the reference was asked for by name.
     """
@@ -88,7 +88,7 @@ def unpack(
     Args:
         codes: uint8 ``[*batch, N, K/2]``.
         scales: uint8 ``[*batch, N, K/16]``.
-        pairs: As they were packed.
+        pairs: The ``pairs`` that they were packed with.
 
     Returns:
         Linear codes, and scales as float8_e4m3fn.

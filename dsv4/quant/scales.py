@@ -105,7 +105,7 @@ def expert_tiles(rows: int, experts: int) -> int:
 
 
 def expert_rows(offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Where each sorted row is when every expert's rows begin at a multiple of 128.
+    """Return where each sorted row is when every expert's rows begin at a multiple of 128.
 
     Nothing is read by the host.
 

@@ -1,4 +1,4 @@
-"""In which precision the reference computes."""
+"""The precision in which the reference computes."""
 
 from __future__ import annotations
 

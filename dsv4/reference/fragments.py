@@ -1,4 +1,4 @@
-"""Moving NVFP4 codes and scales to fragments and back (layout: ``dsv4.quant.fragments``)."""
+"""Move NVFP4 codes and scales to fragments and back (layout: ``dsv4.quant.fragments``)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _chunks(
 
 
 def _bits(index: tuple[int, int, int, int], odd: int) -> list[int]:
-    """Where the bits of a column's code stand in a word, the sign first."""
+    """Return where the bits of a column's code stand in a word, the sign first."""
     return [(bit + 16 * odd) % 32 for bit in index]
 
 

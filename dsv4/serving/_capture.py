@@ -1,4 +1,4 @@
-"""Whether a model can be captured in CUDA graphs; captures that clean up when they fail."""
+"""Check that a model can be captured in CUDA graphs; clean up captures that fail."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class CaptureError(RuntimeError):
 def obstacle(
     model: DeepseekV4ForCausalLM, tokens: Sequence[int], device: torch.device
 ) -> str | None:
-    """Why decode steps of a model cannot be captured, or None.
+    """Return why decode steps of a model cannot be captured, or None.
 
     Args:
-        model: Uncompiled.
+        model: An uncompiled model.
         tokens: Batch sizes of the steps.
         device: GPU on which they would run.
     """
@@ -59,17 +59,17 @@ def _wait(
 
 
 def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGraph, _Output]:
-    """A graph of ``work``, and its outputs in the memory of the graph.
+    """Capture a graph of ``work``; return it and its outputs in the memory of the graph.
 
     Args:
-        work: Has run before, so that kernels are compiled and workspaces made.
-        pool: Memory of the graph. Not to be used again after a failure.
+        work: A function that has run before, so that kernels are compiled and workspaces made.
+        pool: Memory of the graph. It must not be used again after a failure.
 
     Raises:
         CaptureError: if the capture failed; PyTorch and the current stream are as before.
     """
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
-    first: list[BaseException] = []  # which the end of the capture may replace by another error
+    first: list[BaseException] = []  # the end of the capture may raise another error
     try:
         with torch.cuda.graph(graph, pool=pool):
             try:
@@ -94,7 +94,7 @@ def _failure(cause: BaseException) -> BaseException:
 
 
 def _clean_up(current: torch.cuda.Stream, pool: Any) -> None:
-    """Undo what a capture leaves behind if its end raises.
+    """Reset the state that a capture leaves if its end raises.
 
     ``torch.cuda.graph`` then stays on its own stream, the allocator still counts a capture and
     defers reuse of memory, and the default generator expects to be captured.

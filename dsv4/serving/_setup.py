@@ -22,13 +22,13 @@ from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import token_ids
 from dsv4.serving.prefix_cache import BLOCK
 
-_EAGER = "_said_eager"  # attribute of a model: why steps of each kind run eagerly, as logged
+_EAGER = "_said_eager"  # attribute of a model: logged reasons why steps run eagerly
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a runner has room for.
+    """The limits of a runner: sequences, tokens and chunks.
 
     Attributes:
         max_sequences: Requests that run at one time.
@@ -51,7 +51,7 @@ class Limits:
         max_chunk: int | None,
         prefix_sequences: int,
     ) -> Limits:
-        """Checked limits."""
+        """Check the arguments and return limits."""
         if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
             raise TypeError(f"Runner: model is {type(model).__name__}, wanted what dsv4.load gives")
         _at_least("max_sequences", max_sequences, 1)
@@ -69,11 +69,11 @@ class Limits:
 
     @property
     def rows(self) -> int:
-        """Rows of the cache."""
+        """The number of rows of the cache."""
         return self.max_sequences + self.prefix_sequences
 
     def pool_tokens(self) -> int:
-        """Room for every running sequence at its longest."""
+        """The tokens of all running sequences at their longest."""
         return self.max_sequences * -(-self.max_tokens // BLOCK) * BLOCK
 
     def check_request(self, prompt: int, new: int) -> None:
@@ -93,7 +93,7 @@ def _at_least(name: str, value: Any, low: int) -> None:
 
 
 def default_window_pages(config: ModelConfig, limits: Limits) -> int:
-    """Pages of raw KV entries for every step.
+    """Return the number of pages of raw KV entries that suffices for every step.
 
     Each row holds a window that begins within a page; each sequence of a step adds the pages of its
     new tokens, of which the first and the last may be partly used.
@@ -104,16 +104,16 @@ def default_window_pages(config: ModelConfig, limits: Limits) -> int:
 
 
 def default_index_format(config: ModelConfig) -> str:
-    """The smallest format of index keys that holds the same values as ``"plain"``."""
+    """Return the smallest format of index keys that holds the same values as ``"plain"``."""
     same = config.numerics == "deepseek" and config.index_head_dim % 32 == 0
     return "index_mxfp4" if same else "plain"
 
 
 def check_window(cache: PagedCache, chunk: int) -> None:
-    """Raise if a sequence alone could not process ``chunk`` tokens in a step.
+    """Raise if a single sequence could not process ``chunk`` tokens in a step.
 
     Raises:
-        ValueError: naming the pages there are and those it needs.
+        ValueError: naming the number of pages and the number needed.
     """
     entries = min(cache.config.sliding_window - 1 + chunk, cache.max_tokens)
     need = -(-entries // WINDOW_PAGE)
@@ -125,10 +125,10 @@ def check_window(cache: PagedCache, chunk: int) -> None:
 
 
 def check_fits(cache: PagedCache, tokens: int) -> None:
-    """Raise if a sequence alone could not grow to ``tokens`` tokens.
+    """Raise if a single sequence could not grow to ``tokens`` tokens.
 
     Raises:
-        ValueError: naming the pages there are and those it needs.
+        ValueError: naming the number of pages and the number needed.
     """
     for layer in cache.layers:
         if layer.compressed is None:
@@ -145,11 +145,11 @@ def check_fits(cache: PagedCache, tokens: int) -> None:
 def check_buckets(
     buckets: Sequence[int] | None, max_sequences: int, captured: bool, deterministic: bool
 ) -> tuple[int, ...]:
-    """Batch sizes, ascending.
+    """Return the batch sizes, ascending.
 
     Raises:
-        ValueError: if one is not within 1 and ``max_sequences``, none holds every batch, or they
-            are given for a deterministic runner.
+        ValueError: if one is not within 1 and ``max_sequences``, the largest is too small for a
+            batch, or they are given for a deterministic runner.
     """
     if deterministic:
         if buckets is not None:
@@ -176,7 +176,7 @@ def check_prompt_buckets(
     captured: bool,
     deterministic: bool,
 ) -> tuple[int, ...]:
-    """Numbers of tokens that steps of prompts are padded to, ascending.
+    """Return the numbers of tokens that steps of prompts are padded to, ascending.
 
     Bits depend on the padding, so a deterministic runner pads whether it captures or not.
 
@@ -203,13 +203,13 @@ def check_prompt_buckets(
 
 
 def _reserved_tokens(model: nn.Module) -> list[int]:
-    """Tokens for which memory is reserved; with more, a step raises."""
+    """Return the tokens for which memory is reserved; with more, a step raises."""
     workspaces = (module for module in model.modules() if isinstance(module, Workspace))
     return [workspace.max_tokens for workspace in workspaces]
 
 
 def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
-    """Whether decode steps are captured. Logs why not where the model's weights are the reason.
+    """Decide whether decode steps are captured; log why not if the model's weights prevent it.
 
     Raises:
         ValueError: if ``capture`` is true and they cannot be.
@@ -227,7 +227,7 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequ
 
 
 def why_eager(model: DeepseekV4ForCausalLM, max_sequences: int) -> str | None:
-    """Why steps of a model cannot be captured, or None."""
+    """Return why steps of a model cannot be captured, or None."""
     if model.device.type != "cuda":
         return f"the model is on {model.device.type}"
     if is_compiled(model):
@@ -244,7 +244,7 @@ def warn_eager(model: DeepseekV4ForCausalLM, reason: str, steps: str = "decode")
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``torch.compile`` made the model, or compiled a module of it in place."""
+    """Return whether ``torch.compile`` made the model, or compiled a module of it in place."""
     return any(
         hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
         for module in model.modules()
@@ -252,7 +252,7 @@ def is_compiled(model: nn.Module) -> bool:
 
 
 def stop_tokens(config: ModelConfig, stop_ids: Sequence[int] | None) -> frozenset[int]:
-    """Tokens that end a request.
+    """Return the tokens that end a request.
 
     Raises:
         ValueError: if one is outside the vocabulary.

@@ -1,4 +1,4 @@
-"""Whether a model's tensors are the ones that CUDA graphs were captured with."""
+"""Check that a model's tensors are the ones that CUDA graphs were captured with."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _version = attrgetter("_version")
 
 
 class Weights:
-    """Where a model's tensors lie, and how often they were written to, at one time.
+    """Addresses of a model's tensors and how often they were written to, at one time.
 
-    Every call of ``generate`` compares twice. Before it launches anything, ``are_in_place``: graphs
-    hold addresses, so what lies there must still be the model's. While the GPU works, the rest:
-    ``are_those_of``. For 2078 tensors of 1477 modules (43 layers) the first takes 0.20 ms and the
-    second 0.70 ms on a CPU on which a walk over the modules takes 2.1 ms. Changes of inference
-    tensors cannot be seen.
+    Every call of ``generate`` compares twice. Before it launches anything, it calls
+    ``are_in_place``: graphs hold addresses, so the memory there must still be the model's. While
+    the GPU works, it calls ``are_those_of`` for the rest. For 2078 tensors of 1477 modules (43
+    layers) the first takes 0.20 ms and the second 0.70 ms on a CPU on which a walk over the modules
+    takes 2.1 ms. Changes of inference tensors cannot be seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +30,7 @@ class Weights:
         tables = [d for module in modules for d in (module._parameters, module._buffers)]
         children: list[Any] = [module._modules for module in modules]
         self._model = id(model)
-        # Held, and with them what replaced modules had: their memory is not given to others.
+        # Held, including tensors of replaced modules, so that their memory is not used otherwise.
         self._full = [d for d in tables if any(value is not None for value in d.values())]
         self._rest = [d for d in tables if d and all(value is None for value in d.values())]
         self._rest += filter(None, children)
@@ -44,11 +44,11 @@ class Weights:
         self._others = list(map(id, _values(self._rest)))
 
     def are_in_place(self, model: nn.Module) -> bool:
-        """Whether memory that graphs read is still that of the model, or of modules it had."""
+        """Return whether memory that graphs read is still the model's, or of modules it had."""
         return self._model == id(model) and self._lie_there(self._tensors())
 
     def are_those_of(self, model: nn.Module) -> bool:
-        """Whether the model has the same modules, with the same tensors, unchanged."""
+        """Return whether the model has the same modules, with the same tensors, unchanged."""
         if self._model != id(model) or any(self._empty):
             return False
         if list(map(id, _values(self._rest))) != self._others:
@@ -61,7 +61,7 @@ class Weights:
     def _lie_there(self, tensors: Iterable[Any]) -> bool:
         try:
             return list(map(_data_ptr, tensors)) == self._addresses
-        except TypeError:  # there is none where one was
+        except TypeError:  # a tensor is None now
             return False
 
     def _tensors(self) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""Checks of what callers of a model hand over, made before anything happens."""
+"""Checks of the arguments of a model's calls, made before anything is changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def checked_prompts(op: str, prompts: Any, vocabulary: int) -> list[list[int]]:
-    """The prompts as lists of ints.
+    """Check prompts and return them as lists of ints.
 
     Raises:
         TypeError: if they are no sequence of sequences of ints.
@@ -55,7 +55,7 @@ def _integers(op: str, name: str, values: Iterable[Any]) -> list[int]:
 
 
 def checked_count(op: str, name: str, value: Any, least: int) -> int:
-    """An int of at least ``least``.
+    """Check an int of at least ``least`` and return it.
 
     Raises:
         TypeError: if it is no int.
@@ -69,7 +69,7 @@ def checked_count(op: str, name: str, value: Any, least: int) -> int:
 
 
 def checked_stops(op: str, stop_ids: Any, vocabulary: int) -> frozenset[int]:
-    """Stop tokens, also of a tensor.
+    """Check stop tokens, also in a tensor, and return them.
 
     Raises:
         TypeError: if they are no collection of ints.
@@ -93,7 +93,7 @@ def checked_stops(op: str, stop_ids: Any, vocabulary: int) -> frozenset[int]:
 
 
 def checked_rows(op: str, sequences: Any) -> list[int]:
-    """Rows of a cache, given on the host, as ints.
+    """Check rows of a cache, given on the host, and return them as ints.
 
     Raises:
         TypeError: if they are none.
@@ -131,7 +131,7 @@ def check_tokens(op: str, tokens: Any, rows: int, vocabulary: int, device: torch
 
 
 def check_vocabulary(name: str, ids: torch.Tensor, vocabulary: int) -> None:
-    """Raise unless ids are of the vocabulary; those on a GPU, or of no memory, are not read.
+    """Raise unless ids are of the vocabulary; ids on a GPU or on meta are not read.
 
     Raises:
         ValueError: naming the first that is not, and its place.
@@ -174,7 +174,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: short, with its type."""
+    """Return a value as text for a message: short, with its type."""
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:37] + '...'} ({type(value).__name__})"
 

@@ -1,4 +1,4 @@
-"""``generate``: requests of one call over a runner, which a model on a GPU keeps."""
+"""Run the requests of one call of ``generate`` by a runner, which a model on a GPU keeps."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def generate(
     """Continue prompts; see ``DeepseekV4ForCausalLM.generate``.
 
     Args:
-        model: On its device.
+        model: The model, on its device.
         prompts: Token ids per sequence, at least one each.
         max_new_tokens: Most tokens to add, at least 1.
-        sampler: Its generator draws one seed for each prompt; greedy if None.
+        sampler: Sampler, whose generator draws one seed for each prompt; greedy if None.
         stop_ids: Tokens that end a sequence; None: ``eos_token_id`` of the configuration.
         chunk: Most prompt tokens per step; None: the runner's own.
 
     Raises:
         RuntimeError: if logits are not finite, naming the prompt.
-        TypeError: if ``sampler`` is none.
+        TypeError: if ``sampler`` is no sampler.
     """
     if not prompts:
         return []
@@ -68,19 +68,19 @@ def generate(
 def _answers(
     held: Lease, prompts: Sequence[Sequence[int]], options: Sequence[SamplingOptions]
 ) -> list[list[int]] | None:
-    """All answers; None if the runner was made for other weights."""
+    """Return all answers; None if the runner was made for other weights."""
     requests: list[Request] = []
     try:
         for prompt, chosen in zip(prompts, options, strict=True):
             requests.append(held.runner.add(prompt, chosen))
         held.runner.step()
-        # A GPU works on that step: the comparison costs no time.
+        # The GPU works on that step meanwhile, so the comparison costs no time.
         if not held.is_current():
             return None
         return [_result(i, request) for i, request in enumerate(requests)]
     finally:
         for request in requests:
-            request.cancel()  # what an error has left
+            request.cancel()  # requests that an error has left open
 
 
 def _result(prompt: int, request: Request) -> list[int]:

@@ -1,9 +1,9 @@
-"""Decode steps of a batch bucket and the sampler behind each step: captured on a GPU, else eager.
+"""Decode steps and the sampler after each step: captured on a GPU per batch bucket, else eager.
 
 A CUDA graph per bucket computes the logits; a smaller graph per bucket and sampler variant chooses
-the tokens. They read which cache rows the batch has from one buffer, so a sequence that joins or
-leaves is a write to that buffer. Rows of -1 are padding: they read no entry and write none. Steps
-of prompts (``dsv4.serving.prompts``) put their logits into the same buffer and share the sampler.
+the tokens. Both read the batch's cache rows from one buffer, so that adding or removing a sequence
+is one write to that buffer. Rows of -1 are padding: they read no entry and write none. Steps of
+prompts (``dsv4.serving.prompts``) put their logits into the same buffer and share the sampler.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Chosen:
     logprobs: Logprobs | None
 
     def copied(self, count: int) -> Chosen:
-        """The first ``count`` rows, in memory that no later step overwrites."""
+        """Copy the first ``count`` rows to memory that no later step overwrites."""
         logprobs = self.logprobs
         if logprobs is not None:
             logprobs = type(logprobs)(*(tensor[:count].clone() for tensor in logprobs))
@@ -40,7 +40,7 @@ class Chosen:
 
     @classmethod
     def joined(cls, parts: Sequence[Chosen]) -> Chosen:
-        """Rows of several steps, all of them with log-probabilities or none."""
+        """Join the rows of several steps, which all have log-probabilities or all have none."""
         reports = [part.logprobs for part in parts if part.logprobs is not None]
         assert len(reports) in (0, len(parts))
         tokens = torch.cat([part.tokens for part in parts])
@@ -49,7 +49,7 @@ class Chosen:
 
 
 def default_buckets(max_sequences: int) -> tuple[int, ...]:
-    """Batch sizes that are captured: 1, 2, 4, multiples of 8, and ``max_sequences``."""
+    """Return the batch sizes to capture: 1, 2, 4, multiples of 8, and ``max_sequences``."""
     sizes = {1, 2, 4, *range(8, max_sequences, 8)}
     return tuple(sorted({size for size in sizes if size < max_sequences} | {max_sequences}))
 
@@ -61,7 +61,7 @@ class Graphs:
         self._pool: Any = None
 
     def captured(self, work: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
-        """A graph of ``work``, which runs once before; its inputs have to be padding alone.
+        """Run ``work`` once, then capture its graph; its inputs must be padding alone.
 
         Raises:
             CaptureError: if the capture failed; no sequence has changed.
@@ -69,16 +69,16 @@ class Graphs:
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            work()  # compiles kernels and makes workspaces, which a capture must not
+            work()  # compiles kernels and makes workspaces: a capture must not
         current.wait_stream(side)
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        self._pool = None  # not to be used again if the capture fails
+        self._pool = None  # must not be used again if the capture fails
         graph, out = capture_work(work, pool)
         self._pool = pool
         return graph, out
 
     def release(self) -> None:
-        """Let go of the memory: the graphs are gone."""
+        """Drop the memory: the graphs are gone."""
         self._pool = None
 
 
@@ -106,20 +106,20 @@ class SamplerStep:
         wide = torch.promote_types(model.dtype, torch.float32)
         shape = (most, model.config.vocab_size)
         self.logits = torch.zeros(shape, dtype=wide, device=device)
-        self._written: list[int] | None = None  # what the device's rows are
+        self._written: list[int] | None = None  # the values of the rows on the device
         self._captured: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
 
     @property
     def captures(self) -> int:
-        """Graphs captured so far."""
+        """The number of graphs captured so far."""
         return len(self._captured)
 
     def bucket(self, count: int) -> int:
-        """Smallest bucket that holds ``count`` sequences."""
+        """Return the smallest bucket that holds ``count`` sequences."""
         return next(size for size in self.buckets if size >= count)
 
     def write(self, rows: Sequence[int]) -> None:
-        """Let ``rows`` be these, distinct ones, and then padding."""
+        """Set ``rows`` to these, distinct ones, and then to padding."""
         padded = [*rows, *[-1] * (self.buckets[-1] - len(rows))]
         if padded == self._written:
             return
@@ -142,7 +142,7 @@ class SamplerStep:
             )
 
     def run(self, size: int, variant: Variant, captured: bool) -> Chosen:
-        """A token for each of the first ``size`` rows; replays what ``capture`` captured."""
+        """Sample a token for each of the first ``size`` rows; replay the graph of ``capture``."""
         if not captured:
             return self._choose(size, variant)
         graph, chosen = self._captured[size, variant]
@@ -174,15 +174,15 @@ class DecodeStep:
 
     @property
     def captures(self) -> int:
-        """Graphs captured so far, without the sampler's."""
+        """The number of graphs captured so far, without the sampler's."""
         return len(self._captured)
 
     def run(self, rows: Sequence[int], variant: Variant, captured: bool) -> Chosen:
-        """One token more for each of the cache rows, which the cache is prepared for.
+        """Decode one token more for each of the cache rows, which the cache is prepared for.
 
         Args:
             rows: Distinct cache rows.
-            variant: Covers what each of them needs.
+            variant: Variant that covers the needs of every row.
             captured: Whether to replay graphs, captured at their first use.
 
         Returns:
@@ -224,7 +224,7 @@ class DecodeStep:
 
     def _forward(self, size: int) -> None:
         rows, cache = self._sampler.rows[:size], self._cache
-        # Of padding: the length of any sequence, which nothing reads, and token 0.
+        # Values of padding: the length of any sequence, which nothing reads, and token 0.
         batch = Batch.decode(cache.lengths[rows], rows)
         ids = self._state.tokens[self._state.entries(rows)].unsqueeze(0)
         hidden, _ = self._model.model(ids, None, CacheStep(cache, batch))
@@ -239,14 +239,14 @@ def choose(
     rows: torch.Tensor,
     variant: Variant,
 ) -> Chosen:
-    """Sample a token for each row and make it the one that its sequence processes next.
+    """Sample a token for each row; its sequence processes it next.
 
     Args:
-        cache: Its lengths are the positions of the new tokens.
-        state: Of the cache's rows.
+        cache: The cache, whose lengths are the positions of the new tokens.
+        state: State of the cache's rows.
         logits: ``[B, vocab]``.
         rows: ``[B]`` cache rows, -1 for padding.
-        variant: Covers what each row needs.
+        variant: Variant that covers the needs of every row.
     """
     entries = state.entries(rows)
     tokens = state.next_tokens(logits, entries, lambda: cache.lengths[rows], variant)

@@ -1,7 +1,7 @@
 """The runner that a model on a GPU keeps for ``generate``, and ``prepare``, which makes it ahead.
 
-What is kept are the graphs of steps, whose capture takes longer than most answers, and the cache
-that they read.
+It keeps the graphs of steps, whose capture takes longer than most answers, and the cache that they
+read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dsv4.serving.runner import Runner
 _ATTRIBUTE = "_kept_runner"
 _STEP = 1024  # tokens that the longest sequence is rounded up to
 _PREPARED_TOKENS = 8192
-# What ``generate`` asks of the sampler: greedy, a temperature, top_p.
+# Options of the sampler that ``generate`` can need: greedy, a temperature, top_p.
 _VARIANTS = (
     SamplingOptions(),
     SamplingOptions(temperature=1.0),
@@ -40,11 +40,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a call of ``generate`` needs, or a kept runner has.
+    """The capacity that a call of ``generate`` needs, or that a kept runner has.
 
     Attributes:
-        sequences: At one time.
-        tokens: Of the longest.
+        sequences: Sequences at one time.
+        tokens: Tokens of the longest sequence.
         pool: Tokens of all together, in whole blocks.
     """
 
@@ -54,17 +54,17 @@ class Capacity:
 
     @classmethod
     def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Capacity:
-        """For prompts and ``new`` tokens behind each."""
+        """Return the capacity for prompts and ``new`` tokens after each."""
         totals = [len(prompt) + new for prompt in prompts]
         return cls(len(prompts), max(totals), sum(map(_in_blocks, totals)))
 
     @classmethod
     def of_equal(cls, sequences: int, tokens: int) -> Capacity:
-        """For sequences of one length."""
+        """Return the capacity for sequences of one length."""
         return cls(sequences, tokens, sequences * _in_blocks(tokens))
 
     def holds(self, other: Capacity) -> bool:
-        """Whether there is room for another."""
+        """Return whether another capacity fits in this one."""
         return (
             self.sequences >= other.sequences
             and self.tokens >= other.tokens
@@ -72,12 +72,12 @@ class Capacity:
         )
 
     def rounded(self, most: int) -> Capacity:
-        """For calls that need a little more, too; ``most``: tokens of any sequence."""
+        """Return more, for calls that need a little more; ``most`` is the limit of any sequence."""
         tokens = max(self.tokens, min(_rounded(self.tokens, _STEP), most))
         return Capacity.of_equal(self.sequences, tokens)
 
     def grown(self, need: Capacity, most: int) -> Capacity:
-        """For what this has and ``need``: what is too small at least doubles."""
+        """Return a capacity for this and for ``need``; what is too small at least doubles."""
         sequences, tokens, pool = self.sequences, self.tokens, self.pool
         if need.sequences > sequences:
             more = max(need.sequences, 2 * sequences)
@@ -86,7 +86,7 @@ class Capacity:
             tokens = min(_rounded(max(need.tokens, 2 * tokens), _STEP), most)
         if need.pool > pool:
             pool = max(need.pool, 2 * pool)
-        # More sequences have room for what this call's have, not for the longest.
+        # More sequences get as many tokens as this call's, not as the longest.
         pool = max(pool, sequences * need.rounded(most).pool // need.sequences, _in_blocks(tokens))
         return Capacity(sequences, tokens, min(pool, Capacity.of_equal(sequences, tokens).pool))
 
@@ -98,14 +98,14 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What ``prepare`` did; ``print`` shows it.
+    """The result of ``prepare``; ``print`` shows it.
 
     Attributes:
-        capacity: What the kept runner has room for; None if there is none.
-        graphs: How many CUDA graphs it captured.
-        seconds: How long that took.
-        bytes: By how much the memory grew that PyTorch's allocator holds: cache, graphs, and the
-            buffers of a step, which other work may use between steps.
+        capacity: Capacity of the kept runner; None if there is none.
+        graphs: Number of CUDA graphs that it captured.
+        seconds: Time that this took.
+        bytes: Growth of the memory that PyTorch's allocator holds: cache, graphs, and the buffers
+            of a step, which other work may use between steps.
         skipped: Why there is no runner; empty if there is one.
     """
 
@@ -126,14 +126,14 @@ class Prepared:
 
 @dataclass(eq=False)
 class KeptRunner:
-    """A model's runner, with what it was made for; a copy of the model does not get it.
+    """A model's runner, with its capacity and weights; a copy of the model does not get it.
 
     Attributes:
-        runner: None if there is none.
-        capacity: What it has room for.
-        weights: Whose addresses its graphs hold.
-        chunk: Most prompt tokens of a step, as they were asked for.
-        lock: Held by who uses or replaces the runner.
+        runner: The runner, or None.
+        capacity: Its capacity.
+        weights: The weights whose addresses its graphs hold.
+        chunk: Requested most prompt tokens of a step.
+        lock: Lock held while the runner is used or replaced.
     """
 
     runner: Runner | None = None
@@ -144,7 +144,7 @@ class KeptRunner:
 
     @classmethod
     def of(cls, model: DeepseekV4ForCausalLM) -> KeptRunner:
-        """That of a model, made at its first use."""
+        """Return the kept runner of a model, made at its first use."""
         held: KeptRunner = model.__dict__.setdefault(_ATTRIBUTE, cls())
         return held
 
@@ -157,10 +157,11 @@ class KeptRunner:
     def fit(
         self, model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None
     ) -> tuple[Runner, bool]:
-        """A runner with room for ``need`` whose graphs read memory of the model.
+        """Return a runner with room for ``need`` whose graphs read memory of the model.
 
         Returns:
-            The runner, and whether it is new. Of another the weights may have been written to.
+            The runner, and whether it is new. If it is not, the weights may have been changed
+            since.
         """
         runner, capacity, most = self.runner, self.capacity, model.config.max_position_embeddings
         if runner is None or capacity is None or self.weights is None:
@@ -179,7 +180,7 @@ class KeptRunner:
                 *(need, capacity, grown),
             )
         runner = None
-        self.drop()  # its memory first
+        self.drop()  # frees its memory before more is allocated
         return self.make(model, grown, chunk, least=need), True
 
     def make(
@@ -189,10 +190,11 @@ class KeptRunner:
         chunk: int | None = None,
         least: Capacity | None = None,
     ) -> Runner:
-        """Keep a new runner; there is none.
+        """Make and keep a runner; there must be none.
 
         Raises:
-            torch.OutOfMemoryError: if the GPU has no memory for ``least``; None: for ``capacity``.
+            torch.OutOfMemoryError: if the GPU has no memory for ``least``, or, if that is None, for
+                ``capacity``.
         """
         try:
             runner = new_runner(model, capacity, chunk)
@@ -200,7 +202,7 @@ class KeptRunner:
             if least is None or least == capacity:
                 raise
             runner = None
-        if runner is None and least is not None:  # here nothing holds what was allocated
+        if runner is None and least is not None:  # nothing holds the failed allocations here
             capacity = least
             runner = new_runner(model, capacity, chunk)
         self.runner, self.capacity, self.chunk = runner, capacity, chunk
@@ -217,7 +219,7 @@ class KeptRunner:
 
 
 def new_runner(model: DeepseekV4ForCausalLM, capacity: Capacity, chunk: int | None) -> Runner:
-    """A runner as ``generate`` uses it."""
+    """Make a runner with the options that ``generate`` uses."""
     return Runner(
         model,
         max_sequences=capacity.sequences,
@@ -233,7 +235,7 @@ class Lease:
     """The use of a runner for one call.
 
     Attributes:
-        runner: Whose.
+        runner: The runner.
     """
 
     runner: Runner
@@ -242,7 +244,7 @@ class Lease:
     _is_new: bool = True
 
     def is_current(self) -> bool:
-        """Whether the runner was made for the weights as they are now."""
+        """Return whether the runner was made for the weights as they are now."""
         if self._owner is None or self._is_new:
             return True
         return self._owner.weights is not None and self._owner.weights.are_those_of(self._model)
@@ -252,13 +254,13 @@ class Lease:
         assert self._owner is not None
         _logger.info("the model's weights changed: generate captures graphs again")
         self._owner.drop()
-        del self.runner  # its memory first
+        del self.runner  # frees its memory before more is allocated
         self.runner, self._is_new = self._owner.fit(self._model, need, chunk)
 
 
 @contextmanager
 def lease(model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None) -> Iterator[Lease]:
-    """The kept runner, on a GPU where nobody uses it, or another one."""
+    """Use the kept runner, on a GPU and if nobody else uses it, or another one."""
     owner = KeptRunner.of(model)
     if not _keeps(model) or not owner.lock.acquire(blocking=False):
         rounded = need.rounded(model.config.max_position_embeddings)
@@ -284,33 +286,33 @@ def release(model: DeepseekV4ForCausalLM) -> None:
 def prepare(
     model: DeepseekV4ForCausalLM, sequences: int = 1, tokens: int = _PREPARED_TOKENS
 ) -> Prepared:
-    """Make what the first call of ``generate`` would: the kept runner, its graphs, first launches.
+    """Make the kept runner and its graphs and launch each once, before ``generate`` needs them.
 
-    After it ``generate`` captures no graph and waits for no memory, for as many prompts and tokens,
-    greedy or with a temperature and ``top_p``. ``dsv4.load`` calls it; ``dsv4.warmup`` should have
-    compiled the kernels. A runner that is kept already is replaced.
+    Afterwards ``generate`` captures no graph and waits for no memory, for up to as many prompts and
+    tokens, greedy or with a temperature and ``top_p``. ``dsv4.load`` calls it; ``dsv4.warmup``
+    should have compiled the kernels. A runner that is kept already is replaced.
 
     It captures decode steps and steps of up to 1536 prompt tokens, and runs one of 4096 tokens. No
     sequence stays in the cache.
 
     The GPU holds, until ``release``, the cache (for one sequence of 8192 tokens 0.16 GB in Flash
     and 0.22 GB in Pro), the buffers of the graphs and those of a step of 4096 tokens;
-    ``Prepared.bytes`` has the sum. Of Flash's 43 layers the cache and the graphs took 0.5 GB, with
-    the buffers of a step, which other work may use in between, 2.8 GB (H100).
+    ``Prepared.bytes`` has the sum. For Flash's 43 layers the cache and the graphs took 0.5 GB, and
+    with the buffers of a step, which other work may use in between, 2.8 GB (H100).
 
     Args:
-        model: From ``dsv4.load``, or packed.
+        model: A model of ``dsv4.load``, or a packed one.
         sequences: Prompts of a call.
         tokens: Most tokens of a sequence, prompt and answer; at most
             ``max_position_embeddings`` are taken.
 
     Returns:
-        What was done. Nothing where steps are no CUDA graphs, on a CPU for instance, and where
-        memory does not suffice or a capture fails, which a warning says: ``generate`` works there,
-        too.
+        A report. Nothing is prepared where steps are not captured, for instance on a CPU, or, with
+        a warning, where memory does not suffice or a capture fails; ``generate`` works in all
+        cases.
 
     Raises:
-        TypeError: if ``model`` is none, or a number is no int.
+        TypeError: if ``model`` is no model, or a number is no int.
         ValueError: if ``sequences`` is below 1 or ``tokens`` below 2.
     """
     if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
@@ -331,14 +333,14 @@ def prepare(
 
 
 def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity) -> Prepared:
-    """Make the kept runner; a warning says why if there is none then."""
+    """Make the kept runner; warn with the reason if that fails."""
     device = model.device
     start, before, reason = time.perf_counter(), torch.cuda.memory_reserved(device), ""
     try:
         runner = held.make(model, capacity)
         graphs = runner.warm_up(_VARIANTS)
-        # Python's and the host's first calls: 4 ms of the first answer on a host of an H100.
-        # Logits that are not finite fail the request alone; the call of ``generate`` says so.
+        # The first calls in Python and on the host took 4 ms of the first answer (H100). Logits
+        # that are not finite make this request fail, and later ``generate`` reports them.
         runner.add([0], max_new_tokens=1, stop_ids=(), seed=0)
         runner.run()
         torch.cuda.synchronize(device)
@@ -363,7 +365,7 @@ def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity
 
 
 def _keeps(model: DeepseekV4ForCausalLM) -> bool:
-    """Whether a model keeps a runner."""
+    """Return whether a model keeps a runner."""
     return model.device.type == "cuda"
 
 

@@ -15,7 +15,7 @@ _SEEDS = 1 << 63
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the tokens of a request are chosen.
+    """Options by which the tokens of a request are chosen.
 
     The distribution is made in this order. ``repetition_penalty`` changes the logits of tokens that
     the prompt or the answer contains. The logits are divided by ``temperature``. ``top_k`` keeps
@@ -31,8 +31,8 @@ class SamplingOptions:
         min_p: Smallest probability to keep, as a share of the largest, in [0, 1].
         repetition_penalty: A positive logit of a repeated token is divided by it, a negative one
             multiplied; 1: none.
-        seed: Of the random numbers, 0 to 2**63 - 1. They depend on the seed and on the position of
-            the token alone. None: the runner draws one; ``Request.seed`` says which.
+        seed: Seed of the random numbers, 0 to 2**63 - 1. They depend on the seed and on the
+            position of the token alone. None: the runner draws one; ``Request.seed`` says which.
         stop_ids: Tokens that end the answer and belong to it; None: ``eos_token_id`` of the
             model's configuration.
         logprobs: None, or how many most probable tokens to report besides the chosen one, 0 to 20.
@@ -72,7 +72,7 @@ class SamplingOptions:
 
     @classmethod
     def of(cls, options: SamplingOptions | None, changes: dict[str, Any]) -> SamplingOptions:
-        """``options``, or the defaults, with some fields changed.
+        """Return ``options``, or the defaults, with some fields changed.
 
         Raises:
             TypeError: if a name is none of the fields, or a value is of the wrong kind.
@@ -123,7 +123,7 @@ def _token_ids(name: str, values: Any) -> tuple[int, ...]:
 
 
 def token_ids(name: str, values: Any, vocab_size: int) -> tuple[int, ...]:
-    """Token ids as a tuple of integers.
+    """Check token ids and return them as a tuple of integers.
 
     Raises:
         TypeError: if ``values`` is no sequence of integers.

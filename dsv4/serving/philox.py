@@ -25,7 +25,7 @@ class Words(NamedTuple):
 
 
 def philox(counter: Words, key: torch.Tensor) -> Words:
-    """Four random words for each counter.
+    """Return four random words for each counter.
 
     Args:
         counter: Words of one broadcastable shape.
@@ -51,7 +51,7 @@ def _high(product: torch.Tensor) -> torch.Tensor:
 
 
 def token_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """One random word per row and token: word ``token % 4`` of counter ``(token // 4, position)``.
+    """Return a random word per row and token: word ``token % 4`` of ``(token // 4, position)``.
 
     Args:
         seeds: ``[B]`` int64, the key of each row.

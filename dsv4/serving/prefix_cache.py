@@ -2,7 +2,7 @@
 
 A row can be forked only where it ends, because its window and its compressor state are those of its
 last token. So rows are kept at two points: where a sequence ended, and at block boundaries up to
-which at least two prompts agree, which prefill stops at for that purpose.
+which at least two prompts agree. Prefill stops at such a boundary to keep the row.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PrefixCache:
     Attributes:
         capacity: Most rows to keep; 0 turns the prefix cache off.
         block: Fewest tokens worth keeping, and the grid of the boundaries.
-        grid: Rows are kept at multiples of it alone, and none where a sequence ended, since answers
-            are not computed as prompts are; None: no such limit.
+        grid: Rows are kept at multiples of it alone, and not where a sequence ended, because
+            answers are computed differently from prompts; None: no such limit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PrefixCache:
         return len(self._rows)
 
     def find(self, tokens: Sequence[int]) -> CachedRow | None:
-        """The longest kept row that ``tokens`` begin with and go beyond."""
+        """Return the longest kept row whose tokens are a proper prefix of ``tokens``."""
         longest: CachedRow | None = None
         for cached in self._rows:
             length = len(cached.tokens)
@@ -61,7 +61,7 @@ class PrefixCache:
         return longest
 
     def fork(self, cached: CachedRow) -> int:
-        """A new row that goes on where ``cached`` ends.
+        """Fork a new row that continues ``cached``.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
@@ -80,7 +80,7 @@ class PrefixCache:
         self._seen.update(self._chain(prompt))
 
     def boundary(self, prompt: Sequence[int]) -> int:
-        """Tokens of ``prompt`` up to the last block boundary that another prompt agrees to.
+        """Return the tokens of ``prompt`` up to the last block boundary shared with another prompt.
 
         At least one token of the prompt comes after it. 0: there is none. Blocks are compared by
         hash: a collision would only keep a row that nobody uses.
@@ -95,14 +95,14 @@ class PrefixCache:
         return agreed if self.grid is None else agreed // self.grid * self.grid
 
     def _chain(self, prompt: Sequence[int]) -> Iterator[int]:
-        """A hash of the prompt up to each block boundary."""
+        """Return a hash of the prompt up to each block boundary."""
         name = 0
         for end in range(self.block, len(prompt) + 1, self.block):
             name = hash((name, tuple(prompt[end - self.block : end])))
             yield name
 
     def snapshot(self, row: int, tokens: Sequence[int]) -> None:
-        """Keep a copy of a row that holds ``tokens`` and goes on, if there is room."""
+        """Keep a copy of a row that holds ``tokens`` and is still used, if there is room."""
         if not self.capacity or self._holds(tokens):
             return
         self._shrink(self.capacity - 1)
@@ -122,7 +122,7 @@ class PrefixCache:
         self._rows.append(CachedRow(row, tuple(tokens)))
 
     def evict(self, keep: CachedRow | None = None) -> bool:
-        """Free the least recently used row but ``keep``; whether there was one."""
+        """Free the least recently used row but ``keep``; return whether there was one."""
         for cached in self._rows:
             if cached is not keep:
                 self._rows.remove(cached)

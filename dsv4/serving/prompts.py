@@ -1,10 +1,10 @@
-"""Steps that process tokens of prompts: those of few tokens are captured on a GPU.
+"""Steps that process tokens of prompts; on a GPU steps of few tokens are captured.
 
 The host takes as long for the layers of 20 tokens as for those of one, and longer than a GPU
-computes on a thousand. So steps of up to 1536 tokens are padded to buckets, in a CUDA graph for
-each. All that differs between two steps of a bucket is data on the device: tokens, their
-positions and cache rows, where each sequence begins and ends. Tokens of padding have row -1 and
-stand behind all others: they read no entry and write none.
+computes on a thousand. So steps of up to 1536 tokens are padded to buckets, each with a CUDA graph.
+Two steps of a bucket differ only in data on the device: tokens, their positions and cache rows, and
+the bounds of each sequence. Padding tokens have row -1 and follow all others: they read no entry
+and write none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
 from dsv4.serving.sampler import Variant
 
-# Beyond the largest a GPU takes longer than the host: of Flash's 43 layers an eager step of 600
-# tokens takes 100 ms on a host of an H100, which computes 512 tokens in 39 ms. A step of fewer
-# tokens than the smallest costs as much: it reads the same weights.
+# Beyond the largest bucket a GPU takes longer than the host: for Flash's 43 layers the host of an
+# H100 takes 100 ms for an eager step of 600 tokens, and the GPU computes 512 tokens in 39 ms. A
+# step of fewer tokens than the smallest bucket costs as much, because it reads the same weights.
 BUCKETS = (32, 64, 128, 256, 512, 768, 1024, 1536)
-_SEQUENCES = (1, 8, 64)  # of a captured step; more prompts rarely have so few tokens together
+_SEQUENCES = (1, 8, 64)  # sequences of a captured step; more prompts rarely have so few tokens
 _ALIGNED = 2  # int64 numbers; kernels are compiled for inputs at multiples of 16 bytes
 
 
@@ -35,9 +35,9 @@ class Part:
     """New tokens of one sequence in a step.
 
     Attributes:
-        row: Of the cache.
+        row: Row of the cache.
         start: Tokens that the row holds.
-        tokens: At least one.
+        tokens: Token ids, at least one.
         is_last: Whether a token is to be chosen after them.
     """
 
@@ -59,8 +59,8 @@ class Inputs:
     """Device memory for the inputs of steps of one size; one copy fills all of it.
 
     Attributes:
-        memory: int64; the tensors that follow are parts of it.
-        spans: Where these are: tokens, positions and rows of tokens, then bounds, starts, rows and
+        memory: int64; the following tensors are parts of it.
+        spans: Their places: tokens, positions and rows of tokens, then bounds, starts, rows and
             ends of sequences.
         ids: ``[1, T]`` tokens.
         ends: ``[B]`` index of each sequence's last token.
@@ -75,7 +75,7 @@ class Inputs:
 
     @classmethod
     def of_size(cls, size: Size, device: torch.device) -> Inputs:
-        """Memory, uninitialised."""
+        """Allocate the memory, uninitialised."""
         tokens, sequences = size
         spans, begin = list[slice](), 0
         for count in (*[tokens] * 3, sequences + 1, *[sequences] * 3):
@@ -89,7 +89,7 @@ class Inputs:
         return cls(memory, tuple(spans), ids.unsqueeze(0), ends, batch)
 
     def write(self, parts: Sequence[Part]) -> None:
-        """Fill it with sequences, then padding, in stream order; a GPU is not waited for."""
+        """Write sequences, then padding, in stream order, without waiting for a GPU."""
         end, cu_seqlens = 0, [0]
         ids, positions, rows_of_tokens = list[int](), list[int](), list[int]()
         for part in parts:
@@ -118,17 +118,17 @@ class Inputs:
 
 
 class PromptStep:
-    """Steps of prompts, over static buffers in a graph per size where there is one.
+    """Steps of prompts, over static buffers, in a graph per captured size.
 
     Args:
         model: The model.
-        cache: Its cache, with pools.
-        sampler: Takes the logits.
-        graphs: Captures the steps.
+        cache: The model's cache, with pools.
+        sampler: Sampler that reads the logits.
+        graphs: Makes the graphs of the steps.
         buckets: Numbers of tokens that steps are padded to, ascending.
 
     Attributes:
-        sizes: What steps are padded to, ascending; larger ones are not.
+        sizes: Sizes that steps are padded to, ascending; larger steps are not padded.
     """
 
     def __init__(
@@ -156,14 +156,14 @@ class PromptStep:
         """Process tokens for which the cache is prepared.
 
         Args:
-            parts: Of distinct rows; those that are their prompts' last come first.
-            variant: Covers what each of these needs.
+            parts: Parts of distinct rows; parts that end their prompts come first.
+            variant: Variant that covers the needs of every such part.
             captured: Whether to replay graphs: those of ``capture``, if there is one, and the
                 sampler's, captured at their first use.
 
         Returns:
-            Tokens, of which the first belong to the parts that are their prompts' last; on the
-            device, until the next step. None if there is no such part.
+            Tokens of the parts that end their prompts, followed by padding; on the device, until
+            the next step. None if there is no such part.
 
         Raises:
             CaptureError: if a capture of the sampler failed; nothing has changed then.
@@ -221,7 +221,7 @@ class PromptStep:
         return self._inputs[size]
 
     def _forward(self, inputs: Inputs, logits: bool) -> None:
-        """Run all layers; logits of each sequence's last token if asked for."""
+        """Run all layers; return logits of each sequence's last token if requested."""
         cache, batch = self._cache, inputs.batch
         hidden, _ = self._model.model(inputs.ids, None, CacheStep(cache, batch))
         cache.advance(batch)

@@ -1,4 +1,4 @@
-"""Tokens on their way from the device to the host, which does not wait for the newest step."""
+"""Copies of tokens from the device to the host, which does not wait for the newest step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4.serving.sampler import Logprobs
 
 @dataclass(eq=False)
 class _Slot:
-    """Host memory for one step's results; pinned for a GPU, and always copied to as a whole."""
+    """Host memory for one step's results; pinned for a GPU, always filled as a whole."""
 
     tokens: torch.Tensor
     chosen: torch.Tensor
@@ -37,10 +37,10 @@ class Results:
 
 
 class Readback:
-    """A ring of host buffers; a buffer serves another step only after it was read.
+    """A ring of host buffers; a buffer is used by another step only after it was read.
 
     Attributes:
-        depth: Steps that may be under way.
+        depth: Most steps that may be in flight.
     """
 
     def __init__(self, rows: int, depth: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Readback:
         slot, count = self._free.pop(), tokens.shape[0]
         slot.tokens[:count].copy_(tokens, non_blocking=True)
         if logprobs is not None:
-            # Both sides contiguous: a strided copy to the host would wait, or not be there in time.
+            # Both sides are contiguous: a strided copy to the host would wait, or come too late.
             number = logprobs.ids.numel()
             slot.chosen[:count].copy_(logprobs.chosen, non_blocking=True)
             slot.values[:number].copy_(logprobs.values.flatten(), non_blocking=True)
@@ -76,13 +76,13 @@ class Readback:
         return Pending(self, slot, count, width)
 
     def give_back(self, slot: _Slot) -> None:
-        """Let another step use a buffer."""
+        """Give a buffer back, for another step to use."""
         self._free.append(slot)
 
 
 @dataclass(frozen=True, eq=False)
 class Pending:
-    """Results of one step that may not be there yet."""
+    """Results of one step that may not have arrived yet."""
 
     owner: Readback
     slot: _Slot
@@ -90,7 +90,7 @@ class Pending:
     width: int | None  # alternatives per row
 
     def wait(self, requested: Sequence[int | None]) -> Results:
-        """Wait for the step; ``requested`` says how many alternatives each row reports, or None."""
+        """Wait for the step; ``requested`` is the number of alternatives of each row, or None."""
         if self.slot.ready is not None:
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()

@@ -1,4 +1,4 @@
-"""A request and what becomes of it."""
+"""A request and its result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsv4.serving.options import SamplingOptions
 
 
 class RequestError(RuntimeError):
-    """A request failed; others go on."""
+    """A request failed; others continue."""
 
 
 class LogitsError(RequestError):
@@ -23,7 +23,7 @@ class TokenLogprobs:
     Attributes:
         token: The chosen token.
         logprob: Its log-probability.
-        top: The most probable tokens with theirs, the most probable first.
+        top: The most probable tokens with their log-probabilities, in descending order.
     """
 
     token: int
@@ -41,7 +41,7 @@ class Emitted:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a request ended."""
+    """The way a request ended."""
 
     reason: str
     error: RequestError | None = None
@@ -50,15 +50,15 @@ class Outcome:
 class Request:
     """A prompt, its options and the tokens so far; ``Runner.add`` makes it.
 
-    Iterating gives the tokens from the first on, and runs the runner's steps until the request has
-    ended. What ends a request is one assignment, and a token arrives in one append, so that an
-    interrupted step leaves no half of either.
+    Iterating yields the tokens from the first on, and runs the runner's steps until the request has
+    ended. A request ends by one assignment, and a token is added by one append, so that an
+    interrupted step leaves neither half done.
 
     Attributes:
         number: Order of arrival.
         prompt: Token ids.
-        options: As validated.
-        seed: Of the random numbers.
+        options: The validated options.
+        seed: Seed of the random numbers.
         stop_ids: Tokens that end the answer.
     """
 
@@ -92,12 +92,12 @@ class Request:
 
     @property
     def logprobs(self) -> list[TokenLogprobs]:
-        """One per token, if the options ask for them."""
+        """The log-probabilities, one per token, if the options ask for them."""
         return [e.logprobs for e in self._emitted if e.logprobs is not None]
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Return whether it has ended."""
         return self._outcome is not None
 
     @property
@@ -107,11 +107,11 @@ class Request:
 
     @property
     def error(self) -> RequestError | None:
-        """Why it failed, if it did."""
+        """Return why it failed, if it did."""
         return None if self._outcome is None else self._outcome.error
 
     def result(self) -> list[int]:
-        """Run steps until the request has ended; its tokens.
+        """Run steps until the request has ended; return its tokens.
 
         Raises:
             RequestError: if the request failed.

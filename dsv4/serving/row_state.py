@@ -1,7 +1,7 @@
-"""What the device knows of each sequence besides its cache: last token and sampling parameters.
+"""State of each sequence on the device besides its cache: last token, sampling parameters.
 
-One entry per cache row, and one more that padding reads and writes. A sequence that joins writes
-its entry in stream order; captured graphs find it by row.
+There is one entry per cache row, and one more that padding reads and writes. A new sequence's entry
+is written in stream order; captured graphs find it by row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RowState:
     """Device arrays with an entry per cache row and one for padding.
 
     Attributes:
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
         tokens: ``[rows + 1]`` int64: the token that each sequence processes next; 0 for padding.
         numbers: ``[rows + 1, 4]`` float64: temperature, top_p, log_min_p, penalty.
         integers: ``[rows + 1, 2]`` int64: top_k, seed.
@@ -44,7 +44,7 @@ class RowState:
         self.present: torch.Tensor | None = None
 
     def join(self, row: int, options: SamplingOptions, seed: int, tokens: Sequence[int]) -> None:
-        """Write the entry of a sequence that holds ``tokens``; the device is not waited for."""
+        """Write the entry of a sequence that holds ``tokens``, without waiting for the device."""
         device = self.tokens.device
         min_p = options.min_p
         values = (
@@ -65,20 +65,20 @@ class RowState:
             present.index_fill_(0, to_device(sorted(set(tokens)), device), True)
 
     def with_present(self) -> torch.Tensor:
-        """``present``, made at its first use."""
+        """Return ``present``, made at its first use."""
         if self.present is None:
             shape = (self.padding + 1, self.vocab_size)
             self.present = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
         return self.present
 
     def entries(self, rows: torch.Tensor) -> torch.Tensor:
-        """Index of each cache row's entry; of padding, -1, the last."""
+        """Return the index of each cache row's entry; for padding, -1, the last."""
         return torch.where(rows < 0, self.padding, rows)
 
     def parameters(
         self, entries: torch.Tensor, positions: torch.Tensor, penalty: bool
     ) -> Parameters:
-        """Parameters of some entries, whose next tokens have these positions."""
+        """Return the parameters of some entries, whose next tokens have these positions."""
         numbers, integers = self.numbers[entries], self.integers[entries]
         present = self.with_present()[entries] if penalty else None
         return Parameters(
@@ -101,7 +101,8 @@ class RowState:
     ) -> torch.Tensor:
         """Sample a token for each row of logits; see ``dsv4.serving.sampler.sample``.
 
-        Where Triton runs, its kernels draw in three launches. Positions are made where needed.
+        Where Triton runs, its kernels sample in three launches. Positions are computed only if
+        needed.
         """
         if variant.plain:
             return greedy(logits)
@@ -121,10 +122,11 @@ class RowState:
         )
 
     def chosen(self, entries: torch.Tensor, tokens: torch.Tensor, penalty: bool) -> None:
-        """Take the tokens that were chosen as those to process next."""
-        tokens = tokens.clamp(min=0)  # a failed row ends; until then it needs a token
+        """Store the chosen tokens as those to process next."""
+        tokens = tokens.clamp(min=0)  # a failed row ends later; until then it needs a token
         self.tokens[entries] = tokens
-        # Experts multiply rows of padding together with others: these must not differ by chance.
+        # Experts multiply rows of padding together with others, so their token must always be the
+        # same.
         self.tokens[self.padding :].zero_()
         if penalty:
             ones = torch.ones_like(tokens, dtype=torch.bool)
@@ -132,6 +134,6 @@ class RowState:
 
 
 def _kernels_run(logits: torch.Tensor) -> bool:
-    """Whether Triton samples: as for an operator that has a kernel and a reference."""
+    """Return whether Triton samples: the choice is that of an operator with a kernel."""
     allowed = dispatch.requested_backend() in (dispatch.AUTO, "triton")
     return allowed and (no_triton(logits.device) or float64_tensor([logits])) is None

@@ -1,4 +1,4 @@
-"""The runner: requests come and go, their sequences are decoded together."""
+"""The runner: decodes the sequences of many requests, which come and go, together."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
 
 _PREFIX_SEQUENCES = 4
 _RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
-_DEPTH = 4  # host buffers: three launches may be under way before the oldest is read
+_DEPTH = 4  # host buffers: three launches may be in flight before the oldest is read
 
 
 @dataclass(frozen=True, eq=False)
 class _Launched:
-    """A step whose tokens are on their way: entry i belongs to sequence i."""
+    """A launched step whose tokens have not been read: entry i belongs to sequence i."""
 
     sequences: tuple[RunningSequence, ...]
     results: Pending
@@ -55,7 +55,7 @@ class Runner:
 
     A step processes at most ``max_chunk`` prompt tokens, then decodes one token of every running
     sequence. The tokens of a step reach the host during the next one. The text of a request does
-    not depend on other requests, up to rounding: kernels may add in another order in another batch.
+    not depend on other requests, up to rounding: kernels may sum in another order in another batch.
     With ``deterministic`` it does not depend on them at all.
 
     If a step is interrupted or fails, the next step processes the open requests again from the
@@ -64,8 +64,8 @@ class Runner:
 
     Attributes:
         model: The model.
-        cache: Its paged cache, with pools.
-        limits: What there is room for.
+        cache: The model's paged cache, with pools.
+        limits: Most requests, tokens and chunks.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Runner:
         """Allocate the cache.
 
         Args:
-            model: On its device, in evaluation mode.
+            model: The model, on its device, in evaluation mode.
             max_sequences: Requests that run at one time; more wait.
             max_tokens: Most tokens of a request, prompt and answer.
             max_chunk: Most prompt tokens per step, of all requests; None: 4096 or ``max_tokens``.
-            pool_tokens: Tokens of all requests together that have room in the cache; None: as
-                many as all sequences can have. With fewer, requests wait or are preempted.
+            pool_tokens: Tokens of all requests together that fit in the cache; None: as many as all
+                sequences can have. With fewer, requests wait or are preempted.
             window_pages: Pages of raw KV entries; None: enough for every step.
-            index_format: Of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"`` where
-                it holds the same values as ``"plain"``.
+            index_format: Format of the indexer's keys, see ``PagedCache``; None: ``"index_mxfp4"``
+                where it holds the same values as ``"plain"``.
             buckets: Batch sizes of decode steps, which smaller batches are padded to; None: 1, 2,
                 4 and multiples of 8 in captured steps, no padding in eager ones.
             prompt_buckets: Numbers of prompt tokens per step, which fewer are padded to; a step
@@ -104,8 +104,8 @@ class Runner:
                 are processed eagerly.
             capture: Whether steps are CUDA graphs; None: on a CUDA device, unless the model
                 is compiled by ``torch.compile`` or has routed experts for which there is no kernel,
-                those that are not packed for instance, which is logged. Steps are eager whatever
-                this is while a backend is asked for by name and after a capture that failed.
+                those that are not packed for instance, which is logged. Whatever this is, steps are
+                eager while a backend is requested by name and after a failed capture.
             prefix_sequences: Cache rows kept for prompts that begin like earlier ones; 0: none.
             deterministic: Whether the text and the log-probabilities of a request depend, bit for
                 bit, on its prompt, its options, the model, ``max_tokens`` and ``max_chunk`` alone:
@@ -115,7 +115,7 @@ class Runner:
                 take eight times as long as one.
 
         Raises:
-            TypeError: if ``model`` is none.
+            TypeError: if ``model`` is no model of this package.
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured, or
                 buckets are given with ``deterministic``.
         """
@@ -154,7 +154,7 @@ class Runner:
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []
         self._count = 0  # requests so far
-        self._unfinished = False  # a step began and did not end
+        self._unfinished = False  # whether a step began and did not end
         self._closed = False
 
     def add(
@@ -164,7 +164,7 @@ class Runner:
 
         Args:
             prompt: Token ids, at least one.
-            options: How tokens are chosen; None: the defaults of ``SamplingOptions``.
+            options: Options of sampling; None: the defaults of ``SamplingOptions``.
             **changes: Fields of ``options`` to change, e.g. ``temperature=0.7``.
 
         Returns:
@@ -193,10 +193,10 @@ class Runner:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request; its row and pages are free after the next step.
+        """Cancel a request; its row and pages are free after the next step.
 
         Raises:
-            TypeError: if ``request`` is none.
+            TypeError: if ``request`` is no request.
         """
         if not isinstance(request, Request):
             raise TypeError(f"request is {type(request).__name__}, wanted what Runner.add returned")
@@ -204,12 +204,12 @@ class Runner:
 
     @property
     def captures(self) -> int:
-        """CUDA graphs captured so far."""
+        """The number of CUDA graphs captured so far."""
         return self._decode.captures + self._sampler.captures + self._prompts.captures
 
     @property
     def has_work(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether a step has something to do."""
         scheduler = self._scheduler
         queues = (self._arrivals, scheduler.waiting, scheduler.running, self._launched)
         return self._unfinished or any(queues)
@@ -236,7 +236,7 @@ class Runner:
         self._scheduler.admit()
         prefilled = self._prefill_step()
         decoded = self._decode_step()
-        # The host waits for what came before, while the device works on what was launched last.
+        # The host waits for earlier steps while the device works on the latest one.
         self._read(1 if prefilled or decoded else 0)
         self._scheduler.sweep()
         self._unfinished = False
@@ -244,19 +244,18 @@ class Runner:
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[SamplingOptions] = (SamplingOptions(),)) -> int:
-        """Capture and replay the graphs of every bucket and run an eager chunk: no step has to.
+        """Capture and replay the graphs of every bucket and run an eager chunk, before any step.
 
-        The chunk has as many tokens as a step may, and runs twice where graphs do not hold it, so
-        that the allocator has its memory and its calls are planned. It is left out while all rows
-        or pages have sequences. No sequence stays in the cache, and running ones do not change.
+        The chunk has as many tokens as a step may have, and runs twice if no graph holds it, so
+        that the allocator has its memory and its calls are planned. It is skipped while all rows or
+        pages are in use. No sequence stays in the cache, and running ones do not change.
 
         Args:
-            variants: Options as later requests will have them; which sampler a batch needs depends
-                on whether its requests have a temperature, filters, a repetition penalty and
-                log-probabilities.
+            variants: Options of later requests; the sampler of a batch depends on whether its
+                requests have a temperature, filters, a repetition penalty and log-probabilities.
 
         Returns:
-            Graphs captured so far; 0 where steps are eager: nothing is done there.
+            The number of graphs captured so far; 0 if steps are eager, where nothing is done.
 
         Raises:
             torch.OutOfMemoryError: if the GPU has no memory for a step.
@@ -272,7 +271,7 @@ class Runner:
 
     def _capture_all(self, variants: Sequence[Variant]) -> None:
         """Capture each graph and replay it with padding: its first replay takes longer."""
-        # The largest come first; the others use their memory.
+        # The largest are captured first; the others use their memory.
         for size in reversed(self._prompts.sizes):
             self._capture_prompt(size)
             self._prompts.replay_padding(size)
@@ -292,7 +291,7 @@ class Runner:
             for _ in range(_RECORDED if is_eager else 1):
                 self._rehearse_sequence(tokens, variants)
         except CacheFullError:
-            return  # running sequences have warmed up what they needed
+            return  # running sequences have warmed up the buckets that they need
 
     def _rehearse_sequence(self, tokens: Sequence[int], variants: Sequence[Variant]) -> None:
         row = self.cache.allocate()
@@ -308,7 +307,7 @@ class Runner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Cancel the open requests and give back all rows and pages."""
+        """Cancel the open requests and release all rows and pages."""
         for request in (*self._open, *self._arrivals):
             request.cancel()
         self._arrivals.clear()
@@ -340,7 +339,7 @@ class Runner:
             self._scheduler.waiting.append(request)
 
     def _recover(self) -> None:
-        """Make all state again from the open requests: a step did not end."""
+        """Rebuild all state from the open requests, because a step did not end."""
         self._unfinished = True
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
@@ -356,12 +355,12 @@ class Runner:
         self._unfinished = False
 
     def _prefill_step(self) -> bool:
-        """Process prompt tokens; whether there were any."""
+        """Process prompt tokens; return whether there were any."""
         pieces = self._scheduler.prefill_pieces(self.limits.max_chunk)
         pieces = self._scheduler.reserve(pieces)
         if not pieces:
             return False
-        pieces.sort(key=lambda piece: not piece.is_last)  # as the sampler takes them
+        pieces.sort(key=lambda piece: not piece.is_last)  # the order of the sampler
         ending = [piece.sequence for piece in pieces if piece.is_last]
         for sequence in ending:
             self._join(sequence)
@@ -376,7 +375,7 @@ class Runner:
         return True
 
     def _prompted(self, parts: Sequence[Part], variant: Variant) -> Chosen | None:
-        """Tokens behind the prompts that end, captured if possible."""
+        """Return the tokens after the prompts that end, captured if possible."""
         if self._replays:
             self._capture_prompt(self._prompts.size(parts))
             try:
@@ -386,7 +385,7 @@ class Runner:
         return self._prompts.run(parts, variant, captured=False)
 
     def _capture_prompt(self, size: Size) -> None:
-        """Capture steps of prompts; if that fails, decode steps stay as they are."""
+        """Capture steps of prompts; if that fails, decode steps do not change."""
         if not self._capture_prompts:
             return
         try:
@@ -401,7 +400,7 @@ class Runner:
         self._state.join(sequence.row, request.options, request.seed, sequence.fill)
 
     def _decode_step(self) -> bool:
-        """Decode one token of every sequence that is past its prompt; whether there were any."""
+        """Decode one token of every sequence past its prompt; return whether there were any."""
         pieces = self._scheduler.reserve(self._scheduler.decode_pieces())
         if not pieces:
             return False
@@ -417,12 +416,12 @@ class Runner:
         return True
 
     def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
-        """One token more for a sequence, and log-probabilities where ``variant`` has them."""
+        """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
         own = replace(sequence.variant, logprobs=variant.logprobs)
         return self._decoded([sequence.row], own).copied(1)
 
     def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
-        """One token more for each row, captured if possible."""
+        """Decode one token more for each row, captured if possible."""
         if self._replays:
             try:
                 return self._decode.run(rows, variant, captured=True)
@@ -432,7 +431,7 @@ class Runner:
 
     @property
     def _replays(self) -> bool:
-        """Whether steps replay graphs now."""
+        """Return whether steps replay graphs now."""
         return self._capture and dispatch.is_free(dispatch.AUTO)
 
     def _go_on_eagerly(self, error: CaptureError) -> None:

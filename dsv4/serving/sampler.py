@@ -1,7 +1,7 @@
-"""Choose the next token of each row: the definition, in plain PyTorch.
+"""Choose the next token of each row: the reference, in plain PyTorch.
 
-Sums of probabilities are sums of integers and random numbers are hashes of (seed, position, token),
-so a row's token depends on nothing but the row: not on the batch, its order or its padding.
+Sums of probabilities are sums of integers, and random numbers are hashes of (seed, position,
+token), so a row's token depends on the row alone: not on the batch, its order or its padding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from dsv4.serving.options import MAX_LOGPROBS, SamplingOptions
 from dsv4.serving.philox import token_words
 
-FAILED = -1  # in place of a token: the logits of the row are not finite
+FAILED = -1  # stands for a token if the logits of the row are not finite
 # Probabilities relative to the largest one, as integers: the sum over 2**22 tokens fits 63 bits.
 WEIGHT_BITS = 40
 _SMALL = 2.0**-8  # below it, -log(1 - v) is computed by its series
@@ -23,7 +23,7 @@ _SMALL = 2.0**-8  # below it, -log(1 - v) is computed by its series
 
 @dataclass(frozen=True)
 class Variant:
-    """What a batch of rows needs; the sampler skips the rest.
+    """The features that a batch of rows needs; the sampler skips the rest.
 
     Attributes:
         draw: Whether a row has a temperature above 0.
@@ -44,7 +44,7 @@ class Variant:
         chosen = options.top_k is not None or options.top_p < 1 or options.min_p > 0
         return cls(
             draw=draw,
-            filters=draw and chosen,  # the most probable token always stays
+            filters=draw and chosen,  # the most probable token is always kept
             penalty=options.repetition_penalty != 1,
             logprobs=options.logprobs is not None,
         )
@@ -59,12 +59,12 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Whether the token is the argmax of the logits."""
+        """Return whether the token is the argmax of the logits."""
         return not (self.draw or self.penalty)
 
 
 class Parameters(NamedTuple):
-    """What the sampler knows of each of B rows; see ``RowState`` for the neutral values.
+    """Sampling parameters of each of B rows; see ``RowState`` for the neutral values.
 
     Attributes:
         temperature: ``[B]`` float64, 0 for greedy.
@@ -93,7 +93,7 @@ class Logprobs(NamedTuple):
     Attributes:
         chosen: ``[B]``.
         ids: ``[B, n]`` int64, the most probable tokens in descending order.
-        values: ``[B, n]``, theirs.
+        values: ``[B, n]``, their log-probabilities.
     """
 
     chosen: torch.Tensor
@@ -102,15 +102,15 @@ class Logprobs(NamedTuple):
 
 
 def sample(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
-    """The next token of each row; see ``SamplingOptions`` for what the parameters mean.
+    """Choose the next token of each row; ``SamplingOptions`` explains the parameters.
 
     A token is drawn as the argmax of ``logit / temperature - log(E)``, where the E are independent
-    exponential variates of (seed, position, token): that is a draw from the softmax.
+    exponential variates of (seed, position, token), which is a draw from the softmax.
 
     Args:
         logits: ``[B, vocab]``; computed in float32, or in float64 if they are.
-        parameters: Of each row.
-        variant: Covers what every row needs.
+        parameters: Parameters of each row.
+        variant: Variant that covers the needs of every row.
 
     Returns:
         ``[B]`` int64; ``FAILED`` for a row with NaN, +inf or nothing but -inf.
@@ -123,7 +123,7 @@ def sample(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> to
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The token with the largest logit, the lowest of equal ones; ``FAILED`` as in ``sample``."""
+    """Return the token with the largest logit, the lowest of equal ones, or ``FAILED``."""
     largest = logits.max(-1)
     return torch.where(largest.values.isfinite(), largest.indices, FAILED)
 
@@ -150,9 +150,9 @@ def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> t
 
 
 def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``log(E)`` with ``E = -log(1 - v)``, ``v = (word + 1/2) / 2**32``: E is exponential.
+    """Return ``log(E)``, ``E = -log(1 - v)`` with ``v = (word + 1/2) / 2**32``, exponential.
 
-    The smallest E decide a draw. Near 0 they are as fine as the words, in float32 too.
+    The smallest E decide a draw. Near 0 they are as fine as the words, also in float32.
     """
     v = (words.to(dtype) + 0.5) * 2.0**-32
     v = v.clamp(max=1 - 2.0**-24)  # float32 rounds the last words up to 1
@@ -161,11 +161,11 @@ def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_mask(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-    """Which tokens top-k, top-p and min-p leave: ``[B, vocab]`` bool.
+    """Return which tokens top-k, top-p and min-p keep: ``[B, vocab]`` bool.
 
     Args:
         relative: Logits less the largest of their row, over the temperature: 0 and below.
-        parameters: Of each row.
+        parameters: Parameters of each row.
     """
     ordered = relative.sort(dim=-1, descending=True).values
     last = parameters.top_k.clamp(max=relative.shape[1]) - 1
@@ -173,31 +173,31 @@ def keep_mask(relative: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     weights = weight(ordered).masked_fill(ordered < floor, 0)
     total = weights.sum(-1, keepdim=True)
     more_probable = weights.cumsum(-1) - weights
-    # Of equal values the first has the least before it, and decides for all.
+    # Of equal values the first has the smallest sum before it, and decides for all.
     within = (more_probable < needed(total, parameters.top_p.unsqueeze(1))) & (ordered >= floor)
     count = within.sum(-1, keepdim=True)
-    floor = ordered.gather(1, (count - 1).clamp(min=0))  # a row of NaN has none
+    floor = ordered.gather(1, (count - 1).clamp(min=0))  # a row of NaN keeps none
     lowest = parameters.log_min_p.to(relative.dtype).unsqueeze(1)
     return (relative >= floor) & (relative >= lowest)
 
 
 def weight(relative: torch.Tensor) -> torch.Tensor:
-    """Probability relative to the largest, of a logit relative to the largest, as an integer."""
+    """Return probabilities relative to the largest as integers, given logits relative to it."""
     return (relative.exp() * 2.0**WEIGHT_BITS).to(torch.int64)
 
 
 def needed(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Tokens stay while those before them hold less than this, out of ``total``; int64."""
+    """Return the bound: tokens are kept while those before hold less of ``total``; int64."""
     part = (total.to(torch.float64) * top_p).ceil().to(torch.int64)
-    # Everything for top_p 1, also tokens whose weight is 0.
+    # top_p 1 keeps everything, also tokens whose weight is 0.
     return torch.where(top_p < 1, part.clamp(min=1), total + 1)
 
 
 def logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> Logprobs:
-    """Log-probabilities of the chosen tokens and of the most probable ones.
+    """Return log-probabilities of the chosen tokens and of the most probable ones.
 
     Args:
-        logits: ``[B, vocab]``, as the model gave them.
+        logits: ``[B, vocab]``, the model's, unmodified.
         tokens: ``[B]``, ``FAILED`` included.
     """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class Sampler:
-    """Greedy, or from the smallest set of tokens that holds ``top_p`` of the probability.
+    """Sampler: greedy, or from the smallest set of tokens with ``top_p`` of the probability.
 
     Attributes:
         temperature: Divides the logits; 0 is greedy.
@@ -31,24 +31,25 @@ class Sampler:
             raise ValueError(f"Sampler: top_p is {self.top_p}, wanted more than 0 and at most 1")
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """``[B, vocab]`` to token ids ``[B]``; ties of a greedy choice go to the lowest id.
+        """Map ``[B, vocab]`` to token ids ``[B]``; ties of a greedy choice go to the lowest id.
 
-        -1 for a row whose logits have no finite maximum: NaN, or infinity, also after the division
-        by ``temperature``.
+        The id is -1 for a row whose logits have no finite maximum: NaN, or infinity, also after the
+        division by ``temperature``.
         """
         if self.temperature == 0:
             top, chosen = logits.max(-1)
-            return torch.where(top - top == 0, chosen, -1)  # NaN of what is not finite
+            return torch.where(top - top == 0, chosen, -1)  # NaN unless top is finite
         scaled = logits.float() / self.temperature
         finite = scaled.amax(-1).isfinite()
-        # A row without probabilities must not reach the draw, which would stop a GPU for good.
+        # A row without probabilities must not reach the draw, which would make the GPU's context
+        # unusable.
         scaled = torch.where(finite.unsqueeze(-1), scaled, 0.0)
         return torch.where(finite, self._drawn(scaled), -1)
 
     def _drawn(self, scaled: torch.Tensor) -> torch.Tensor:
         probabilities = torch.softmax(scaled, dim=-1)
         ordered, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-        # A token stays if the tokens before it do not already hold top_p.
+        # A token is kept if the tokens before it hold less than top_p.
         eligible = ordered.cumsum(-1) - ordered < self.top_p
         drawn = torch.multinomial(ordered * eligible, 1, generator=self.generator)
         return ids.gather(-1, drawn).squeeze(-1)

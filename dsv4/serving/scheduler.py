@@ -1,12 +1,12 @@
-"""Which requests have a cache row, and what the next step processes; host only.
+"""Choose which requests have a cache row, and what the next step processes; host only.
 
 Requests are admitted in their order of arrival. The youngest sequence is preempted when pages run
 out: its row is freed, and its prompt and answer so far are processed again later. All state here
-follows from the open requests, so after a failed step ``reset`` makes it again.
+follows from the open requests, so ``reset`` rebuilds it after a failed step.
 
-With a grid, what a step computes for a sequence follows from its own tokens: prompts are processed
-one at a time in chunks that end at multiples of the grid, and after a preemption the answer so far
-is decoded again, not processed like a prompt.
+With a grid, the computation for a sequence follows from its own tokens: prompts are processed one
+at a time in chunks that end at multiples of the grid, and after a preemption the answer so far is
+decoded again, not processed like a prompt.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class RunningSequence:
     """A request that has a cache row.
 
     Attributes:
-        request: Whose tokens it makes.
-        row: Of the cache.
+        request: Request whose tokens it makes.
+        row: Row of the cache.
         fill: Tokens to process before the first new one: the prompt, and after a preemption the
             answer so far, unless there is a grid.
         repeats: Tokens of the answer so far that are still to be decoded again.
         fed: Tokens that the cache row holds, or will hold after the steps that were launched.
-        cut: Where prefill stops to keep a prefix for other prompts; 0: nowhere.
+        cut: Token at which prefill stops to keep a prefix for other prompts; 0: it does not stop.
         joined: Whether its sampling parameters are on the device.
         closed: Whether it lost its row; it has no part in later steps.
     """
@@ -52,21 +52,21 @@ class RunningSequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether tokens of ``fill`` are left."""
+        """Return whether tokens of ``fill`` are left."""
         return self.fed < len(self.fill)
 
     @property
     def decoding(self) -> bool:
-        """Whether another token is to be sampled by a decode step."""
+        """Return whether another token is to be sampled by a decode step."""
         limit = len(self.request.prompt) + self.request.options.max_new_tokens
-        # The token after the last one fed was sampled; it is fed unless it is the last.
+        # The token after the last fed one was sampled; it is fed unless it is the answer's last.
         return not self.prefilling and self.fed + 1 < limit and not self.request.done
 
     def held(self) -> tuple[int, ...]:
         """The tokens that the row holds.
 
-        They have all arrived on the host: a step feeds what the step before sampled, and that is
-        read before the next step is launched.
+        They have all arrived on the host: a step feeds the tokens that the step before sampled, and
+        those are read before the next step is launched.
         """
         tokens = self.request.sequence()
         assert self.fed <= len(tokens)
@@ -82,7 +82,7 @@ class Piece:
 
     @property
     def is_last(self) -> bool:
-        """Whether no token to process is left behind them, so that a new one is sampled."""
+        """Return whether no token to process is left behind them, so that a new one is sampled."""
         return self.sequence.fed + self.count >= len(self.sequence.fill)
 
 
@@ -102,13 +102,13 @@ class Scheduler:
         drain: Callable[[], None],
         grid: int | None = None,
     ) -> None:
-        """Begin without requests.
+        """Make a scheduler without requests.
 
         Args:
-            cache: Gives the rows.
-            prefixes: Keeps rows of the cache; of the same grid.
+            cache: Cache with the rows.
+            prefixes: Prefix cache of the same grid, which keeps rows of the cache.
             max_sequences: Most running sequences.
-            drain: Reads the results of every step that was launched.
+            drain: Function that reads the results of every launched step.
             grid: See the module; None: no grid.
         """
         self.waiting: deque[Request] = deque()
@@ -119,7 +119,7 @@ class Scheduler:
         self._grid = grid
 
     def reset(self, requests: Iterable[Request]) -> None:
-        """Start again with these requests waiting: the cache was cleared."""
+        """Restart with these requests waiting, because the cache was cleared."""
         for sequence in self.running:
             sequence.closed = True
         self.running.clear()
@@ -163,7 +163,7 @@ class Scheduler:
         return RunningSequence(request, row, fill, fed=fed, cut=cut, repeats=repeats)
 
     def _row(self, cached: CachedRow | None) -> tuple[int, int]:
-        """A row and how many tokens it holds."""
+        """Return a row and the number of tokens that it holds."""
         if cached is not None:
             try:
                 return self._prefixes.fork(cached), len(cached.tokens)
@@ -172,17 +172,17 @@ class Scheduler:
         return self._cache.allocate(), 0
 
     def _will_share(self, fill: Sequence[int], known: int) -> bool:
-        """Whether a sequence is about to make a longer prefix of ``fill`` available."""
+        """Return whether a sequence is about to make a longer prefix of ``fill`` available."""
         return any(
             known < s.cut < len(fill) and s.fed < s.cut and s.fill[: s.cut] == fill[: s.cut]
             for s in self.running
         )
 
     def _fits(self, tokens: int, known: int, cached: CachedRow | None) -> bool:
-        """Whether the pages of a new sequence are free, and one more for each that runs.
+        """Return whether the pages of a new sequence are free, and one more for each that runs.
 
-        An estimate: a step that lacks pages preempts. A sequence alone always has room, since
-        ``Runner.add`` refused what can never fit.
+        This is an estimate: a step that lacks pages preempts. A single sequence always fits,
+        because ``Runner.add`` raises for a request that can never fit.
         """
         if not self.running:
             return True
@@ -198,7 +198,7 @@ class Scheduler:
         return [count for name, count in free.items() if name != "window"]
 
     def prefill_pieces(self, budget: int) -> list[Piece]:
-        """Prompt tokens of the next step, at most ``budget``, the oldest sequences first."""
+        """Return prompt tokens of the next step, at most ``budget``, the oldest sequences first."""
         pieces = []
         for sequence in self.running:
             if budget and sequence.prefilling and not sequence.request.done:
@@ -214,7 +214,7 @@ class Scheduler:
         return pieces
 
     def decode_pieces(self) -> list[Piece]:
-        """One token of every sequence that decodes."""
+        """Return one token of every sequence that decodes."""
         return [Piece(sequence, 1) for sequence in self.running if sequence.decoding]
 
     def reserve(self, pieces: list[Piece]) -> list[Piece]:
@@ -237,7 +237,7 @@ class Scheduler:
         if self._prefixes.evict():
             return
         before = len(self.running)
-        self._drain()  # a sequence that has ended gives its pages back; and no result is lost
+        self._drain()  # ended sequences release their pages, and no result is lost
         self.sweep()
         if len(self.running) < before or self._prefixes.evict():
             return

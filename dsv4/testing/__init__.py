@@ -1,1 +1,1 @@
-"""What tests need: assertions without pytest, and Hypothesis strategies."""
+"""Helpers for tests: assertions without pytest, and Hypothesis strategies."""

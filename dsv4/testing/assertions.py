@@ -50,7 +50,7 @@ def _report(what: str, bad: torch.Tensor, actual: torch.Tensor, expected: torch.
 
 
 def assert_bitwise(actual: torch.Tensor, expected: torch.Tensor, what: str = "tensor") -> None:
-    """Same dtype, shape, device and bits; NaNs equal when both are NaN, whatever their payload.
+    """Require the same dtype, shape, device and bits; NaNs equal when both are, with any payload.
 
     Negative zero differs from zero.
 
@@ -97,7 +97,7 @@ def _ordered(tensor: torch.Tensor) -> torch.Tensor:
 def assert_ulp(
     actual: torch.Tensor, expected: torch.Tensor, max_ulps: int, what: str = "tensor"
 ) -> None:
-    """At most ``max_ulps`` representable values between them, everywhere.
+    """Require at most ``max_ulps`` representable values between them, everywhere.
 
     Raises:
         AssertionError: with the worst distance and the first offending coordinate.
@@ -173,7 +173,7 @@ def gemm_budget(
 
 
 def assert_pure(function: Callable[..., Any], *args: Any) -> None:
-    """Calling leaves every tensor argument as it was and returns memory of none of them.
+    """Require that a call changes no tensor argument and returns memory of none of them.
 
     What ``torch.library.opcheck``'s ``test_schema`` asks, for arguments of float8 dtypes, on which
     that check itself fails.

@@ -25,7 +25,7 @@ def randomize_(model: nn.Module, seed: int = 0, scale: float = 1.0) -> nn.Module
 
     Args:
         model: Plain (unquantised) modules, changed in place.
-        seed: Of the generator; the same seed and shapes give the same values.
+        seed: Seed of the generator; the same seed and shapes give the same values.
         scale: Multiplies all matrices.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def random_values(
 
     Args:
         name: The tensor's; norm weights lie around 1, vectors away from 0.
-        shape: Of the tensor.
+        shape: Shape of the tensor.
         generator: Source of randomness.
         scale: Multiplies matrices, whose entries otherwise have variance 1 / columns.
     """
@@ -77,7 +77,7 @@ def dense_state_dict(model: nn.Module, dtype: torch.dtype = torch.float32) -> di
 
     Args:
         model: Holds ``Linear`` and ``DeepseekV4Experts`` layers, plain or quantised.
-        dtype: Of the dequantised matrices; other tensors keep theirs.
+        dtype: Dtype of the dequantised matrices; other tensors keep theirs.
     """
     state = dict(model.state_dict())
     for name, module in model.named_modules():

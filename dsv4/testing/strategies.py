@@ -19,7 +19,7 @@ FINITE_SPECIALS = ("none", "zero", "denormal", "tiny", "saturating", "huge")
 
 @dataclass(frozen=True)
 class Draw:
-    """What Hypothesis drew for one tensor; ``build`` makes it, always the same.
+    """The values that Hypothesis drew for one tensor; ``build`` makes it, always the same.
 
     Attributes:
         seed: Seed of the generator.

@@ -78,7 +78,7 @@ def _dot(a, b, c):
 
 @triton.jit
 def _last(slots, width, CHUNK: tl.constexpr):
-    """One more than the index of the last slot that is not negative."""
+    """Return one more than the index of the last slot that is not negative."""
     index = tl.arange(0, CHUNK)
     last = tl.zeros([CHUNK], tl.int32)
     for begin in range(0, width, CHUNK):
@@ -375,7 +375,7 @@ def _merge_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One head of one token: add the sums of all its KV splits in their order."""
+    """Add the sums of all KV splits of one head of one token, in their order."""
     wait_for_inputs(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logit = widen(tl.load(sink + head))
@@ -529,7 +529,7 @@ def plan(
 def _most_splits(
     shape: Shape, tokens: int, heads: int, widths: tuple[int, int], sm_count: int
 ) -> int:
-    """No more than there are blocks, nor more sums than a few programs for each SM."""
+    """The most splits: no more than blocks, nor more sums than a few programs for each SM."""
     programs = tokens * triton.cdiv(heads, shape.heads)
     most = _MOST_PROGRAMS * sm_count * shape.resident // programs
     return max(1, min(_MOST_SPLITS, most, _blocks(shape, widths)))

@@ -62,7 +62,7 @@ def _channels(piece, WIDTH: tl.constexpr):
 
 @triton.jit
 def _pool(kv, score, earlier_kv, earlier_score, RATIO: tl.constexpr, OVERLAP: tl.constexpr):
-    """Means ``[WIDTH]`` of the slots of a tile, and of an earlier one with overlap, by channel.
+    """Return means ``[WIDTH]`` of the slots of a tile, and with overlap of an earlier one.
 
     Weights are divided by more than the slots, so that a sum of finite products is finite. A
     channel without a finite score has weights of 0, and 0 / 0 makes it NaN. A maximum passes NaN
@@ -196,9 +196,7 @@ def _before(
 
 @triton.jit
 def _entry(batch, b):
-    """First token, start, end, state row of entry b; without tokens or as padding it ends at once,
-    in row 0.
-    """
+    """Return first token, start, end, state row of entry b; padding is empty, in row 0."""
     cu, starts, sequences = batch
     first = tl.load(cu + b).to(tl.int64)
     length = tl.load(cu + b + 1).to(tl.int64) - first

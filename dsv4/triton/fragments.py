@@ -14,7 +14,7 @@ _TILES = 8  # tiles of a program, side by side: 256 bytes of codes of each of 16
 
 @triton.jit
 def _linear_row(row_tile, row, rows, PAIRS: tl.constexpr):
-    """Where row ``row`` of a row of tiles stands in linear matrices of ``rows`` rows, int64."""
+    """Return where row ``row`` of a row of tiles is in linear matrices of ``rows`` rows, int64."""
     below = row_tile % (rows // 16) * 16 + row
     first = (row_tile // (rows // 16)).to(tl.int64) * rows
     if PAIRS:
@@ -37,7 +37,7 @@ def _first(byte):
 
 @triton.jit
 def _last(byte):
-    """At its last place."""
+    """Return the code bits at their last place."""
     both = _both_halves(byte)
     return ((both & 0x30003) << 3) | ((both & 0xC000C) >> 2)
 

@@ -279,7 +279,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
 
 
 def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Of ``[T, G, K]``, along T and G; of an axis of one entry that of a contiguous tensor."""
+    """Return strides of ``[T, G, K]`` along T and G; for an axis of one entry, contiguous ones."""
     tokens, groups, columns = x.shape
     return x.stride(0) if tokens > 1 else groups * columns, x.stride(1) if groups > 1 else columns
 

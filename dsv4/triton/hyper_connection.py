@@ -398,7 +398,7 @@ def hc_pre_norm_quantize(args: HcPreNormQuantizeArgs) -> tuple[torch.Tensor, ...
 def _together(
     streams: torch.Tensor, global_scale: torch.Tensor | None, scaling: str
 ) -> Output | None:
-    """What the launch that makes the norm fills with its codes; None: another launch makes them."""
+    """Return buffers for codes that the norm's launch fills; None: another launch makes them."""
     if streams.shape[0] > _FEW_QUANTIZED or streams.shape[-1] > _WIDEST_QUANTIZED:
         return None
     # In the dtype of the streams, which is that of the norm; what is written back may have another.

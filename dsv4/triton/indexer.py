@@ -454,11 +454,11 @@ def scored(
     """Score some tokens at a time, where more than k entries are visible.
 
     Args:
-        q: See ``dsv4.ops.indexer.indexer_select``, as what is not named here.
+        q: See ``dsv4.ops.indexer.indexer_select``.
         query_scales: See there.
         weights: See there.
-        keys: Those of the sequences.
-        sequences: Of each token.
+        keys: Keys of the sequences.
+        sequences: The sequence of each token.
         visible: See there.
         k: How many are to be chosen.
         width: Numbers in a row of scores.
@@ -561,7 +561,7 @@ _EXACT: dict[Any, tuple[torch.dtype, ...]] = {
 
 
 def _operand(queries: Any, keys: Any) -> torch.dtype:
-    """In which type queries and keys are multiplied; each is a dtype or a format."""
+    """Return the type in which queries and keys are multiplied; each is a dtype or a format."""
     return next((x for x in _EXACT[queries] if x in _EXACT[keys]), torch.float32)
 
 
@@ -650,7 +650,7 @@ def launch_scores(
 
 
 def _within_pages(data: torch.Tensor, page_size: int, entry_format: str, d: int) -> bool:
-    """Whether ``score_pages_kernel`` reads such pages."""
+    """Return whether ``score_pages_kernel`` reads such pages."""
     if page_size % _SHAPES[entry_format][0]:
         return False
     if entry_format == "plain":

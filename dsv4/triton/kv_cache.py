@@ -355,7 +355,7 @@ def _norm_rope_write_few_kernel(
 
 @triton.jit
 def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """One copy ``[ROWS, BLOCK]`` per row: held once, it would lie in other threads."""
+    """Load a copy ``[ROWS, BLOCK]`` per row: a shared one would lie in other threads."""
     column = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], [ROWS, BLOCK])
     return widen(tl.load(weight + column, mask=column < columns, other=0.0))
 

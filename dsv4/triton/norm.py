@@ -49,7 +49,7 @@ _WIDE = 64
 
 @triton.jit
 def _inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
-    """Of rows ``[ROWS, BLOCK]`` that were loaded as DTYPE, as ``[ROWS, 1]`` or ``[1, BLOCK]``."""
+    """Return it for rows ``[ROWS, BLOCK]`` loaded as DTYPE: ``[ROWS, 1]`` or ``[1, BLOCK]``."""
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
     SPAN: tl.constexpr = 32 * 128 // DTYPE.primitive_bitwidth  # 16 bytes to a thread
@@ -303,7 +303,7 @@ def head_norm_rope_(args: HeadNormRopeArgs) -> None:
 
 @triton.jit
 def _halves(row, chunk, BLOCKS: tl.constexpr):
-    """Where in a row the first 8 columns of a chunk's blocks of 16 are, ``[BLOCKS, 8]``.
+    """Return where in a row the first 8 columns of a chunk's blocks of 16 are, ``[BLOCKS, 8]``.
 
     So a thread has whole blocks, in two loads of 16 bytes each.
     """
@@ -576,7 +576,7 @@ def _norm_quantize_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row per program. Padding rows of the layout of the scales get scales 0."""
+    """Norm and quantise one row per program. Padding rows of the scales' layout get scales 0."""
     row = tl.program_id(0).to(tl.int64)
     if row == 0:
         prefetch_row(weight, COLUMNS, 16 * BLOCKS)

@@ -234,7 +234,7 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
 
 
 def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
-    """Up to 1024 partial maxima of each of ``count`` matrices: float32 ``[count, partials]``."""
+    """Return up to 1024 partial maxima per matrix, of ``count``: float32 ``[count, partials]``."""
     rows, blocks = matrix.shape[0] // count, matrix.shape[1] // 16
     tall, across = tile_shape(blocks, False)
     chunks = triton.cdiv(blocks, across)
@@ -432,7 +432,7 @@ def _fp8_block_kernel(
     WHOLE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of 128 rows by 128 columns; what is not finite is looked for once.
+    """Quantise a tile of 128 rows by 128 columns; non-finite values are looked for once.
 
     ROWS: fewer where the matrix has no more. A tile of 128 is read twice, because between the two
     it is as well kept by the cache as by registers, and then more programs share an SM.

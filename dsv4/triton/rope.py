@@ -188,7 +188,7 @@ def _load_rotating(
 
 @triton.jit
 def _rotated(values, c, s, column, DIM: tl.constexpr, UNROTATED: tl.constexpr):
-    """What ``_load_rotating`` returned, rotated, in its dtype: ``[N, 8]``."""
+    """Rotate what ``_load_rotating`` returned, in its dtype: ``[N, 8]``."""
     rotated = narrowed(rotate(widen(values), c, s), values.dtype)
     in_head = (column % DIM).to(tl.int32)[:, None]
     # Rotation by 0 could change the sign of a zero.
@@ -206,7 +206,7 @@ def _load_rotated(
     UNROTATED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Those columns, rotated: both of the above."""
+    """Load columns and rotate them: both of the above."""
     values, c, s = _load_rotating(x, cos, sin, column, inside, DIM, UNROTATED, INVERSE)
     return _rotated(values, c, s, column, DIM, UNROTATED)
 
@@ -398,7 +398,7 @@ def _rope_quantize_row_kernel(
     CONVERT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One group (row) of one token (matrix)."""
+    """Rotate and quantise one group (row) of one token (matrix)."""
     wait_for_inputs(PDL)
     row, token = tl.program_id(0), tl.program_id(2).to(tl.int64)
     if row >= rows:

@@ -157,7 +157,7 @@ def _large_m_logits_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As ``_logits_kernel``, with tensor descriptors: what lies outside the matrices is zero.
+    """Like ``_logits_kernel``, with tensor descriptors: what lies outside the matrices is zero.
 
     ``rest`` describes the weight in blocks of REST rows: a program may take COLUMNS + REST experts,
     128 and 64 for one, where a single power of two would leave SMs without work.
@@ -305,7 +305,7 @@ def _topk_kernel(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: its logits, experts and weights. Scores and keys stay in registers.
+    """Compute one token's logits, experts and weights. Scores and keys stay in registers.
 
     A round takes the highest key and of those that have it the lowest expert, and removes it.
     """
@@ -358,7 +358,7 @@ def _hash_kernel(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: its logits, and the scores of the experts that the table has for its word."""
+    """Compute one token's logits, and the scores of the experts that the table has for its word."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     word = tl.load(input_ids + token).to(tl.int64)
@@ -533,7 +533,7 @@ def _sums(x: torch.Tensor, logits: torch.Tensor, splits: int) -> torch.Tensor:
 
 
 def _topk_warps(block: int) -> int:
-    """One warp needs no exchange through shared memory, but must not hold too many logits."""
+    """Return the warps: one needs no exchange through shared memory, but few logits a thread."""
     return min(16, max(1, block // 1024))
 
 

@@ -137,7 +137,7 @@ def _weight(relative):
 
 @triton.jit
 def _above(relatives, bound, vocab, BLOCK: tl.constexpr):
-    """How many tokens lie above ``bound``, and the sum of their weights."""
+    """Return how many tokens lie above ``bound``, and the sum of their weights."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.int64)
     for first in range(0, vocab, BLOCK):
@@ -164,7 +164,7 @@ def _best_above(relatives, scores, bound, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _reach(relatives, key, vocab, BLOCK: tl.constexpr):
-    """How many tokens have a key up to ``key``, and the sum of their weights.
+    """Return how many tokens have a key up to ``key``, and the sum of their weights.
 
     The key of a token is the bits of its negated relative logit: the more probable, the lower.
     """

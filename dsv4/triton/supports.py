@@ -1,4 +1,4 @@
-"""Why Triton kernels cannot run a call of an operator; each function returns None where they can.
+"""Reasons why Triton kernels cannot run a call of an operator; None where they can.
 
 Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports Triton.
 """
@@ -40,12 +40,12 @@ def any_call(call: Call) -> str | None:
 
 
 def quantize_nvfp4(call: Call) -> str | None:
-    """For ``quantize_nvfp4``."""
+    """Return why ``quantize_nvfp4`` is unsupported, or None."""
     return any_call(call) or _quantized(call, call.args.x)
 
 
 def _quantized(call: Call, x: torch.Tensor) -> str | None:
-    """For codes of NVFP4, made of rows that have as many columns as ``x`` or fewer."""
+    """Return why codes of NVFP4 are unsupported for rows of as many columns as ``x`` or fewer."""
     reason = no_e4m3(call.device)
     if reason is None and call.args.scaling == "token":
         reason = wide_row(x.shape[-1])
@@ -57,12 +57,12 @@ def _many_matrices(x: torch.Tensor) -> str | None:
 
 
 def quantize_blocks(call: Call) -> str | None:
-    """For ``quantize_mxfp4`` and ``quantize_fp8_block``."""
+    """Return why ``quantize_mxfp4`` and ``quantize_fp8_block`` are unsupported, or None."""
     return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
 
 
 def dequantize(call: Call) -> str | None:
-    """For ``dequantize``."""
+    """Return why ``dequantize`` is unsupported, or None."""
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
     if reason is None and args.layout == FRAGMENTS:
@@ -71,14 +71,14 @@ def dequantize(call: Call) -> str | None:
 
 
 def packed_gemm(call: Call) -> str | None:
-    """For ``gemm`` with an NVFP4 weight that is dequantized first."""
+    """Return why ``gemm`` with an NVFP4 weight, dequantized first, is unsupported, or None."""
     args: GemmArgs = call.args
     wrong = not_in_fragments(args.layout) or gemm_dtypes(args.x.dtype, args.out_dtype)
     return wrong or any_call(call)
 
 
 def fp8_gemm(call: Call) -> str | None:
-    """For ``gemm`` with an FP8 weight."""
+    """Return why ``gemm`` with an FP8 weight is unsupported, or None."""
     args: GemmArgs = call.args
     reason = any_call(call)
     if reason is None and args.format != FP8_BLOCK.name:
@@ -92,29 +92,29 @@ def fp8_gemm(call: Call) -> str | None:
 
 
 def parts(call: Call) -> str | None:
-    """For an operator that is composed of other operators."""
+    """Return why an operator composed of other operators is unsupported, or None."""
     if call.device.type == "cpu" and not is_interpreting():
         return "on the CPU the reference does the same"
     return None
 
 
 def rms_norm(call: Call) -> str | None:
-    """For ``rms_norm`` and ``rms_norm_pair``."""
+    """Return why ``rms_norm`` and ``rms_norm_pair`` are unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[-1])
 
 
 def head_norm_rope(call: Call) -> str | None:
-    """For ``head_norm_rope_``."""
+    """Return why ``head_norm_rope_`` is unsupported, or None."""
     return any_call(call) or wide_row(call.args.q.shape[-1])
 
 
 def rms_norm_quantize(call: Call) -> str | None:
-    """For ``rms_norm_quantize``."""
+    """Return why ``rms_norm_quantize`` is unsupported, or None."""
     return rms_norm(call) or _quantized(call, call.args.x)
 
 
 def rope_quantize(call: Call) -> str | None:
-    """For ``rope_quantize``."""
+    """Return why ``rope_quantize`` is unsupported, or None."""
     args: RopeQuantizeArgs = call.args
     tokens, heads, dims = args.x.shape
     columns = heads * dims // args.groups
@@ -127,17 +127,17 @@ def rope_quantize(call: Call) -> str | None:
 
 
 def swiglu_quantize(call: Call) -> str | None:
-    """For ``swiglu_quantize``."""
+    """Return why ``swiglu_quantize`` is unsupported, or None."""
     return any_call(call) or _quantized(call, call.args.gate_up)
 
 
 def router(call: Call) -> str | None:
-    """For ``route_topk`` and ``route_hash``."""
+    """Return why ``route_topk`` and ``route_hash`` are unsupported, or None."""
     return any_call(call) or float64_result(call.args.logits_dtype)
 
 
 def moe_sorting(call: Call) -> str | None:
-    """For ``moe_permute`` and ``moe_sort``."""
+    """Return why ``moe_permute`` and ``moe_sort`` are unsupported, or None."""
     experts = call.args.num_local_experts
     reason = any_call(call)
     if reason is None and experts > MOST_EXPERTS:
@@ -146,17 +146,17 @@ def moe_sorting(call: Call) -> str | None:
 
 
 def moe_gather_quantize(call: Call) -> str | None:
-    """For ``moe_gather_quantize``."""
+    """Return why ``moe_gather_quantize`` is unsupported, or None."""
     return any_call(call) or no_e4m3(call.device) or wide_row(call.args.x.shape[1])
 
 
 def moe_combine(call: Call) -> str | None:
-    """For ``moe_combine``."""
+    """Return why ``moe_combine`` is unsupported, or None."""
     return any_call(call) or float64_result(call.args.out_dtype)
 
 
 def hyper_connection(call: Call) -> str | None:
-    """For hyper-connections without codes."""
+    """Return why hyper-connections without codes are unsupported, or None."""
     return any_call(call) or _not_four_streams(call.args.streams)
 
 
@@ -167,14 +167,14 @@ def _not_four_streams(streams: torch.Tensor) -> str | None:
 
 
 def hyper_connection_quantize(call: Call) -> str | None:
-    """For hyper-connections that quantise."""
+    """Return why hyper-connections that quantise are unsupported, or None."""
     streams = call.args.streams
     wide = any_call(call) or wide_row(streams.shape[-1])
     return wide or _not_four_streams(streams) or no_e4m3(call.device)
 
 
 def compressor_update(call: Call) -> str | None:
-    """For ``compressor_update``."""
+    """Return why ``compressor_update`` is unsupported, or None."""
     return any_call(call) or _wide_state(call.args.state)
 
 
@@ -186,7 +186,7 @@ def _wide_state(state: torch.Tensor) -> str | None:
 
 
 def compress_write(call: Call) -> str | None:
-    """For ``compress_write``."""
+    """Return why ``compress_write`` is unsupported, or None."""
     args: CompressWriteArgs = call.args
     elsewhere = any_call(call)
     if elsewhere:
@@ -206,12 +206,12 @@ def compress_write(call: Call) -> str | None:
 
 
 def quantize_index_queries(call: Call) -> str | None:
-    """For ``quantize_index_queries``, whatever the format."""
+    """Return why ``quantize_index_queries`` is unsupported in any format, or None."""
     return any_call(call) or no_e4m3(call.device)
 
 
 def indexer_select(call: Call) -> str | None:
-    """For ``indexer_select``."""
+    """Return why ``indexer_select`` is unsupported, or None."""
     args: IndexerSelectArgs = call.args
     data, entry_format = args.data, args.entry_format
     elsewhere = any_call(call)
@@ -239,12 +239,12 @@ def pools_of(args: SparseAttentionArgs) -> list[tuple[torch.Tensor, int]]:
 
 
 def sparse_attention(call: Call) -> str | None:
-    """For ``sparse_attention``."""
+    """Return why ``sparse_attention`` is unsupported, or None."""
     return any_call(call) or attention_sizes(call)
 
 
 def attention_sizes(call: Call) -> str | None:
-    """For ``sparse_attention``, by Triton or CuTeDSL."""
+    """Return why ``sparse_attention`` has unsupported sizes for Triton or CuTeDSL, or None."""
     args: SparseAttentionArgs = call.args
     q, window, dims = args.q, args.window, args.q.shape[-1]
     reason = too_many(q.shape[0], "tokens")
@@ -270,7 +270,7 @@ def attention_sizes(call: Call) -> str | None:
 
 
 def _fp8_entries(call: Call) -> str | None:
-    """For attention over ``"fp8"`` entries."""
+    """Return why attention over ``"fp8"`` entries is unsupported, or None."""
     args: SparseAttentionArgs = call.args
     dims, rope_dim = args.q.shape[-1], args.rope_dim
     misplaced = any(pool.data_ptr() % 8 for pool, _ in pools_of(args))
@@ -280,22 +280,22 @@ def _fp8_entries(call: Call) -> str | None:
 
 
 def write_kv(call: Call) -> str | None:
-    """For ``write_kv``."""
+    """Return why ``write_kv`` is unsupported, or None."""
     return any_call(call) or _pages(call)
 
 
 def read_kv(call: Call) -> str | None:
-    """For ``read_kv``."""
+    """Return why ``read_kv`` is unsupported, or None."""
     return any_call(call) or float64_result(call.args.dtype) or _pages(call)
 
 
 def fake_quantize_kv(call: Call) -> str | None:
-    """For ``fake_quantize_kv``."""
+    """Return why ``fake_quantize_kv`` is unsupported, or None."""
     return any_call(call) or no_e4m3(call.device)
 
 
 def norm_rope_write_kv(call: Call) -> str | None:
-    """For ``norm_rope_write_kv``."""
+    """Return why ``norm_rope_write_kv`` is unsupported, or None."""
     args: NormRopeWriteKvArgs = call.args
     reason = any_call(call) or _pages(call) or odd_dims(args.head_dim)
     rotated = 2 * args.cos.shape[1]
@@ -305,7 +305,7 @@ def norm_rope_write_kv(call: Call) -> str | None:
 
 
 def _pages(call: Call) -> str | None:
-    """For pages that are read or written entry by entry."""
+    """Return why pages cannot be read or written entry by entry, or None."""
     args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs = call.args
     if args.entry_format.startswith("index_"):
         return "compact index keys are written by 'compress_write' and read by 'indexer_select'"

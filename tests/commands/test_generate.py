@@ -19,8 +19,8 @@ from dsv4.config import ModelConfig
 from dsv4.testing.models import random_model
 from dsv4.text import Tokenizer, markers
 from dsv4.text.effort import ORIGINAL
-from tests.text.conftest import small_table
 from tests.text.test_generate import scripted
+from tests.text.tokenizers import small_table
 
 PROMPT = ["--prompt", "Hello", "--max-new-tokens", "6"]
 CHAT = ["--chat", "Hello", "--max-new-tokens", "6"]

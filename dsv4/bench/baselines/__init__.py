@@ -1,4 +1,4 @@
-"""Other implementations of an operator, timed for comparison. More can be registered.
+"""Implementations of operators elsewhere, timed for comparison. More can be registered.
 
 A baseline takes the operator's ``Problem`` and returns a call without arguments that gives what the
 operator gives; what it prepares before (a dequantised weight, a transposed matrix, a compiled
@@ -98,6 +98,6 @@ def check_names(names: Iterable[str] | None, known: Iterable[str]) -> None:
 
 
 def is_among(name: str, names: tuple[str, ...]) -> bool:
-    """Whether a baseline was asked for: its name with its note or without, in any case."""
+    """Return whether a baseline was asked for: its name with its note or without, in any case."""
     name = name.casefold()
     return any(asked.casefold() in (name, name.partition(" (")[0]) for asked in names)

@@ -1,4 +1,4 @@
-"""Others that multiply sorted rows with their experts' weights, for ``dsv4.bench.suites.moe``.
+"""Baselines of grouped GEMMs over sorted rows, for ``dsv4.bench.suites.moe``.
 
 No library's GEMM has the SwiGLU of these experts fused, so this package's SwiGLU kernel follows it,
 and both are timed together.

@@ -35,7 +35,7 @@ def compiled(
     Args:
         function: In PyTorch. Given twice, it is compiled once for equal sizes.
         args: Tensors and plain values.
-        backend: Of ``torch.compile``.
+        backend: Backend of ``torch.compile``.
 
     Raises:
         RuntimeError: if it cannot be compiled.

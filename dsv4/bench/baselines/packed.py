@@ -46,7 +46,7 @@ def _once(codes: torch.Tensor, what: str, make: Callable[[], _T]) -> _T:
 
 
 def _linear(weight: QuantizedTensor) -> QuantizedTensor:
-    """In rows, and with the global scale of the first segment alone."""
+    """Return the weight in linear layout with the global scale of the first segment alone."""
     assert weight.global_scale is not None
     scale = weight.global_scale[:1].contiguous()
     return dataclasses.replace(weight.with_layout(LINEAR), global_scale=scale, segments=())

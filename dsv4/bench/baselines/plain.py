@@ -14,7 +14,7 @@ from dsv4.bench.problem import Problem
 
 
 def _bf16_gemm(problem: Problem) -> Callable[[], Any] | None:
-    """On a CPU; on a GPU it is the GEMM by cuBLAS in ``packed``."""
+    """Multiply in bfloat16 on a CPU; on a GPU this is cuBLAS's GEMM in ``packed``."""
     x, quantized = problem.args
     if x.device.type == "cuda":
         return None

@@ -29,7 +29,7 @@ _MODULE = "torchao.prototype.mx_formats"
 
 
 def _nvfp4(library: Any, args: QuantizeNvfp4Args) -> Call:
-    """One matrix, its global scale given or of all of it or of each row."""
+    """Quantise one matrix; its global scale is given, or made for the matrix or for each row."""
     x, scaling = args.x, args.scaling
     if x.ndim != 2 or scaling == "weight":
         raise ValueError(f"x has {x.ndim} axes, scaling is {scaling!r}")

@@ -32,7 +32,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class Step:
-    """What is timed.
+    """The step that is timed.
 
     Attributes:
         config: Sizes of the layer.
@@ -50,8 +50,11 @@ class Step:
 def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
     """Microseconds of a step by name, and what could not be timed.
 
-    Eager on a GPU, or wherever baselines are asked for; compiled where Inductor is.
+    Eager on a GPU, or wherever baselines are asked for; compiled where Inductor is; nothing if no
+    baseline is wanted (``options.baselines`` is empty).
     """
+    if options.baselines == ():
+        return {}, ""
     asked = {name.lower() for name in options.baselines or ()}
     backends: dict[str, str | None] = {}
     if options.device.type == "cuda" or options.baselines is not None:
@@ -69,12 +72,12 @@ def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
 
 
 def step_us(step: Step, options: Options, backend: str | None = None) -> float:
-    """Of a step by the host's clock, the median of several.
+    """Return the median duration of a step by the host's clock.
 
     Args:
         step: What is timed.
         options: How often, and where.
-        backend: Of ``torch.compile``; None: eager mode.
+        backend: Backend of ``torch.compile``; None: eager mode.
     """
     run, renew = _prepared(step, options.device)
     if backend is not None:

@@ -67,7 +67,7 @@ def _streams(c: ModelConfig, tokens: int, rows: int, scales: int, draw: Draw) ->
 
 
 def hc_pre(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Before a sublayer."""
+    """Cases of what runs before a sublayer."""
     n = c.hc_mult
     rows = (2 + n) * n
 
@@ -81,7 +81,7 @@ def hc_pre(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def hc_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """After a sublayer."""
+    """Cases of what runs after a sublayer."""
     n, hidden = c.hc_mult, c.hidden_size
 
     def build(draw: Draw) -> Problem:
@@ -94,7 +94,7 @@ def hc_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def hc_head(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """After the last layer."""
+    """Cases of what runs after the last layer."""
     n = c.hc_mult
 
     def build(draw: Draw) -> Problem:

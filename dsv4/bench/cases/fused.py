@@ -184,7 +184,7 @@ def _hyper_kwargs(c: ModelConfig) -> dict[str, float]:
 
 
 def hc_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Before a sublayer, with its norm."""
+    """Cases of what runs before a sublayer, with its norm."""
     flops = 2 * tokens * (2 + c.hc_mult) * c.hc_mult**2 * c.hidden_size
 
     def build(draw: Draw) -> Problem:
@@ -196,7 +196,7 @@ def hc_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Between two sublayers."""
+    """Cases of what runs between two sublayers."""
     n, hidden = c.hc_mult, c.hidden_size
     flops = 2 * tokens * (2 + n) * n * n * hidden
 
@@ -212,14 +212,14 @@ def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def hc_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Before a sublayer, with its norm, quantised."""
+    """Cases of what runs before a sublayer, with its norm, quantised."""
     [case] = hc_pre_norm(c, tokens)
     judge = fused_judges.hyper_norm_quantized
     return _quantized(case, ops.hc_pre_norm_quantize, judge)
 
 
 def hc_post_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Between two sublayers, with the quantised input of the second."""
+    """Cases of what runs between two sublayers, with the quantised input of the second."""
     [case] = hc_post_pre_norm(c, tokens)
     judge = fused_judges.hyper_post_norm_quantized
     return _quantized(case, ops.hc_post_pre_norm_quantize, judge)

@@ -109,7 +109,7 @@ def matrices(c: ModelConfig) -> dict[str, Matrix]:
 
 
 def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Every projection in NVFP4, with activations left as they are and quantised; some in FP8."""
+    """Cases of every projection in NVFP4, activations plain and quantised; some in FP8."""
     brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
     for name, matrix in matrices(c).items():
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):

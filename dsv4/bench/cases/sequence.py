@@ -30,7 +30,7 @@ def _compression(c: ModelConfig) -> tuple[tuple[str, int, bool], ...]:
 
 
 def pool_windows(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Whole windows of a prefill."""
+    """Cases of the whole windows of a prefill."""
     for name, ratio, overlap in _compression(c):
         yield _pool(c.head_dim, tokens, name, ratio, overlap)
 
@@ -147,7 +147,7 @@ def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None
 
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:
-    """Every slot filled but that of the next token, the last one of the third window."""
+    """Fill every slot but that of the next token, the last one of the third window."""
     slots = 2 * ratio if overlap else ratio
     state = draw.normal(rows, slots, 2, width, dtype=torch.float32)
     state[:, (3 * ratio - 1) % slots, 0], state[:, (3 * ratio - 1) % slots, 1] = 0, -torch.inf
@@ -344,7 +344,7 @@ def write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def read_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Each token's window; the last slot is empty."""
+    """Cases that read each token's window; the last slot is empty."""
     reach = c.sliding_window
 
     def build(draw: Draw) -> Problem:

@@ -1,1 +1,1 @@
-"""Whether a result is right: float64 oracles, tolerances, and a judge per operator."""
+"""Checks of results: float64 oracles, tolerances, and a judge per operator."""

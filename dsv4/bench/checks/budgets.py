@@ -55,12 +55,12 @@ def _magnitude(weight: Any) -> Any:
 
 
 def norm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
-    """Half the error of a sum of D squares under the root, the root itself, three roundings."""
+    """Budget: half the error of a sum of D squares under the root, the root, three roundings."""
     return (sum_error(truth.shape[-1]) / 2 + FUNCTION + 3 * U) * truth.abs()
 
 
 def dequantized(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
-    """One float32 rounding, by the global scale."""
+    """Budget: one float32 rounding, by the global scale."""
     return 1.01 * U * truth.abs()
 
 
@@ -169,7 +169,7 @@ def _routed_ids(
 
 
 def _mix_error(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each mix of the flattened streams before scale and base, and how far off it may be.
+    """Return the mixes of the flattened streams before scale and base, with their budgets.
 
     A GEMM of length n H, times the inverse root mean square, whose relative error is as in
     ``norm``.
@@ -269,7 +269,7 @@ def write_back(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
 
 
 def rotated_fp4(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Each value is a nearest FP4 value of the exact transform, up to its rounding errors.
+    """Check that each value is a nearest FP4 value of the exact transform, up to its roundings.
 
     The exact transform v is known to d = the error of a sum and of the rounding to the input's
     dtype, so the result lies within half the spacing of E2M1 at ``|v| + d`` plus d; where the

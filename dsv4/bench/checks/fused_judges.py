@@ -23,7 +23,7 @@ from dsv4.testing.assertions import unit_roundoff
 
 
 def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
-    """Every output equals, bit for bit, what ``parts`` of the problem returns."""
+    """Check that every output has the bits that ``parts`` of the problem returns."""
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
         quantized = parts(problem)
@@ -34,7 +34,7 @@ def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
 
 
 def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Every output equals, bit for bit, what the reference gives for the same inputs."""
+    """Check that every output has the bits that the reference gives for the same inputs."""
     expected = problem.run("reference")
     return combine(
         *(same(a, w, f"output {i}") for i, (a, w) in enumerate(zip(actual, expected, strict=True)))
@@ -42,7 +42,7 @@ def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
 
 
 def rope_tables(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Within 2^-23 of the float32 angle's cosine and sine."""
+    """Compare with the float32 angle's cosine and sine, up to 2^-23."""
     (positions,), inv_freq = problem.args, problem.kwargs["parameters"]
     angles = (positions.float().unsqueeze(-1) * inv_freq).double()
     return combine(
@@ -105,7 +105,7 @@ def _norm_error(x: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor
 
 
 def norm_pair(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Each part as ``rms_norm``."""
+    """Judge each part like ``rms_norm``."""
     return combine(
         *(
             compare(a, t, budgets.norm(problem, t) + storing(t, a.dtype), name)
@@ -261,7 +261,7 @@ def _rounding(pages: Pages, exact: torch.Tensor, error: torch.Tensor) -> torch.T
 
 
 def hyper_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """As ``hyper_pre``; the norm of the collapsed row carries its error along.
+    """Judge like ``hyper_pre``; the norm of the collapsed row carries its error along.
 
     With c the collapsed row, e its error and r its root mean square, ``w c / r`` is off by
     ``|w| (e + |c| mean(|c| e) / r^2) / r`` to first order, and by the norm's own roundings.
@@ -296,14 +296,14 @@ def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
 
 
 def hyper_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """As ``hyper_norm``; the codes are those of the norm returned."""
+    """Judge like ``hyper_norm``; the codes are those of the norm returned."""
     plain = _unquantized(problem, ops.hc_pre_norm)
     rest, truth = ((normed, *others[3:]) for normed, *others in (actual, truth))
     return combine(hyper_norm(plain, rest, truth), *_codes_of(problem, actual[0], actual[1:4]))
 
 
 def hyper_post_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """As ``hyper_post_norm``; the codes are those of the norm returned."""
+    """Judge like ``hyper_post_norm``; the codes are those of the norm returned."""
     plain = _unquantized(problem, ops.hc_post_pre_norm)
     rest, truth = ((*part[:2], *part[5:]) for part in (actual, truth))
     return combine(hyper_post_norm(plain, rest, truth), *_codes_of(problem, actual[1], actual[2:5]))
@@ -316,7 +316,7 @@ def _unquantized(problem: Problem, function: Callable[..., Any]) -> Problem:
 
 
 def _codes_of(problem: Problem, normed: torch.Tensor, actual: Outputs) -> Iterator[Verdict]:
-    """Whether codes, scales and global scale are those of ``normed``, bit for bit."""
+    """Return whether codes, scales and global scale are those of ``normed``, bit for bit."""
     expected = ops.quantize(normed, "nvfp4", backend="reference", **_scaling(problem))
     assert expected.global_scale is not None
     parts = (expected.codes, expected.scales, expected.global_scale)

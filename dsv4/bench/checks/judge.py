@@ -1,4 +1,4 @@
-"""Is a result right: against the float64 oracle, with a budget derived from the computation.
+"""Judges that compare a result with the float64 oracle, within a derived budget.
 
 The oracle is the reference on float64 inputs of the same values, on the same device. A budget is
 what a correct implementation can be off by, whatever order it sums in; each function here states
@@ -58,7 +58,7 @@ def row_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
 def compare(
     actual: torch.Tensor, truth: torch.Tensor, budget: torch.Tensor | float, what: str
 ) -> Verdict:
-    """One output inside its budget; see ``testing.assertions.assert_within_budget``."""
+    """Compare an output with its budget; see ``testing.assertions.assert_within_budget``."""
     if actual.shape != truth.shape:
         shapes = f"{list(actual.shape)}, wanted {list(truth.shape)}"
         return Verdict(False, None, f"{what} has shape {shapes}")
@@ -120,7 +120,7 @@ def combine(*verdicts: Verdict) -> Verdict:
 
 
 def bitwise(*names: str) -> Judge:
-    """Every output equals the oracle's: for operators that round as their definition says."""
+    """Require the oracle's bits: for operators whose definition says every rounding."""
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
         return combine(*(same(a, t, n) for a, t, n in zip(actual, truth, names, strict=True)))

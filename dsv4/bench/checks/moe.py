@@ -21,7 +21,7 @@ _ROWS_CHECKED, _TOKENS_CHECKED = 8, 64
 
 
 def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
-    """Each of ``PARTS`` against the float64 oracle, in rows of a few experts and a few tokens.
+    """Compare each of ``PARTS`` with the float64 oracle, in rows of a few experts and a few tokens.
 
     Every other value has to be finite. A GEMM is checked on the actual output of the one before,
     the block as the sum of the pair's actual output.
@@ -49,7 +49,7 @@ def verify(layer: Layer, inputs: Inputs) -> dict[str, Verdict]:
 
 
 def verify_layer(layer: Layer, whole: DeepseekV4SparseMoeBlock, x: torch.Tensor) -> Verdict:
-    """As ``verify``: router and shared expert in a few tokens, the block on what they really gave.
+    """Like ``verify``: router and shared expert in a few tokens, the block on their real results.
 
     The layer's output is held to the sum of what the pair and the shared expert gave.
     """
@@ -82,7 +82,7 @@ def _sampled(offsets: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _expert(weight: QuantizedTensor, expert: int) -> QuantizedTensor:
-    """One expert, still ``[1, N, K]``."""
+    """Return one expert's matrix, still ``[1, N, K]``."""
     part = slice(expert, expert + 1)
     assert weight.global_scale is not None
     scale = weight.global_scale[part]

@@ -198,7 +198,7 @@ def _config(preset: str) -> ModelConfig:
 
 
 def _bounded(context: int, c: ModelConfig) -> int:
-    """Of a tiny model a part of what it takes."""
+    """Return the context, for a tiny model at most a part of what it takes."""
     return min(context, c.max_position_embeddings // 8 if c.hidden_size < 1024 else context)
 
 
@@ -223,7 +223,7 @@ def run(
     Args:
         group: One of ``GROUPS``.
         presets: Names of configurations.
-        tokens: Of a step.
+        tokens: Tokens of a step.
         patterns: Shell patterns over the names of cases.
         options: How to measure.
         rates: The machine's.

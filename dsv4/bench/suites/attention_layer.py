@@ -50,7 +50,7 @@ class Sublayer(nn.Module):
     """A norm and attention over a paged cache.
 
     Attributes:
-        config: Of a model that has this layer alone.
+        config: Configuration of a model that has this layer alone.
     """
 
     def __init__(self, config: ModelConfig) -> None:

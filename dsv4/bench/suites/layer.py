@@ -46,7 +46,7 @@ class _Buffers:
 
     @contextmanager
     def replacing_gemms(self) -> Iterator[None]:
-        """Inside, the layers' GEMMs and attention return buffers and launch nothing."""
+        """Make the layers' GEMMs and attention return buffers and launch nothing, within it."""
 
         def linear(
             layer: Any, x: torch.Tensor, out_dtype: torch.dtype | None = None, **_: Any
@@ -240,7 +240,7 @@ def transformers_layer(
 
 
 def multiplies(kernel: str) -> bool:
-    """Whether a kernel of that name multiplies matrices."""
+    """Return whether a kernel of that name multiplies matrices."""
     return any(word in kernel.lower() for word in _GEMM_NAMES)
 
 

@@ -128,7 +128,7 @@ def _row(
 
 
 def _explained(layer: Layer, inputs: Inputs, inner: torch.Tensor, part: str) -> dict[str, Any]:
-    """Which implementation an operator has, and why; nothing for what has several."""
+    """Return an operator's implementation and why it runs; nothing for a part of several."""
     c, offsets = layer.config, inputs.offsets
     first: tuple[Any, ...] = (inputs.rows, layer.gate_up, offsets, c.swiglu_limit)
     calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {

@@ -217,7 +217,7 @@ def around(layer: Layer, inputs: Inputs) -> torch.Tensor:
 
 
 def block(layer: Layer, inputs: Inputs) -> torch.Tensor:
-    """From the router's choice to the output, ``[T, H]``: what the layer runs."""
+    """Run what the layer runs, from the router's choice to the output, ``[T, H]``."""
     own = _own(layer, inputs)
     return combine(layer, dataclasses.replace(own, rows=pair(layer, own)))
 

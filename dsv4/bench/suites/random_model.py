@@ -28,7 +28,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Weights:
-    """How the matrices of a random model are stored.
+    """The storage of the matrices of a random model.
 
     Attributes:
         values: ``"random"``: block scales of any value. ``"mxfp4-cast"``: powers of two, as in
@@ -36,7 +36,7 @@ class Weights:
         recipe: ``"nvfp4"``: NVFP4 in all linear layers and routed experts. ``"nvidia"``: NVFP4 in
             the routed experts, FP8 128 x 128 in attention and shared experts, as NVIDIA publishes.
             Either way the output head and the compressors' and indexers' inputs stay bfloat16.
-        seed: Of the generator.
+        seed: Seed of the generator.
 
     Raises:
         ValueError: if ``values`` or ``recipe`` is unknown.
@@ -109,7 +109,7 @@ def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format |
     """Format that a module of a random model gets; None where its weights stay bfloat16.
 
     Args:
-        name: Of the module in the model.
+        name: Name of the module in the model.
         module: Any of its modules.
         weights: How the model is stored.
     """
@@ -121,7 +121,7 @@ def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format |
 
 
 def _is_quantised(path: str) -> bool:
-    """Whether published checkpoints quantise a linear layer."""
+    """Return whether published checkpoints quantise a linear layer."""
     if path == "lm_head":
         return False
     return "compressor" not in path or path.endswith("q_b_proj")

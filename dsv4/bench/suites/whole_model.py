@@ -106,7 +106,7 @@ def _nbytes(module: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Reads:
-    """What one token reads of a layer's KV cache.
+    """The bytes that one token reads of a layer's KV cache.
 
     Attributes:
         entries: Entries that it attends to.
@@ -156,7 +156,7 @@ def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
 
     Args:
         model: With its weights.
-        tokens: Of the prompt.
+        tokens: Tokens of the prompt.
     """
     config = model.config
     head = _linear_flops(model.lm_head)
@@ -172,13 +172,14 @@ def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Fill:
-    """How a cache is filled up to a context.
+    """The way to fill a cache up to a context.
 
     Attributes:
-        sequences: Of the step.
+        sequences: Sequences of the step.
         context: Tokens of each sequence.
         prompts: Distinct prompts that are processed; other sequences get copies of their pages.
-        prompt_tokens: Of each. Fewer than the context: their pages are repeated up to it.
+        prompt_tokens: Tokens of each prompt. Fewer than the context: their pages are repeated up to
+            it.
     """
 
     sequences: int
@@ -211,12 +212,12 @@ class DecodeStep:
         model: Packed, on its device.
         sequences: How many.
         context: Tokens of each before the step, at least 1.
-        seed: Of the prompts.
+        seed: Seed of the prompts.
         fill: How the cache is filled; None: ``Fill.plan``.
 
     Attributes:
         fill: How the cache was filled.
-        logits: Of a captured step, after a replay.
+        logits: Logits of a captured step, after a replay.
     """
 
     logits: torch.Tensor

@@ -33,7 +33,7 @@ class Validation:
     """A whole run.
 
     Attributes:
-        kernels: In the order in which they ran.
+        kernels: Kernels in the order in which they ran.
         absent: By backend that ran nowhere, why not, for the several kinds of operands.
     """
 

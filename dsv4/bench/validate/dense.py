@@ -33,7 +33,7 @@ _CHUNK = 8192  # rows of a weight that are widened at a time
 
 
 def validated(preset: str, request: Request, refused: Refused) -> Iterator[Kernel]:
-    """Every implementation of every matrix that is wanted; refusals are added to ``refused``."""
+    """Validate each implementation of each requested matrix; add refusals to ``refused``."""
     for name, sizes in matrices(PRESETS[preset]()).items():
         if not request.includes(name):
             continue
@@ -100,7 +100,7 @@ class _Point:
 def _of_matrix(
     matrix: _Matrix, activation: str, request: Request, refused: Refused
 ) -> list[Kernel]:
-    """Every implementation at every point; the truth of each is computed once."""
+    """Validate every implementation at every point; the truth of each is computed once."""
     kernels: dict[tuple[str, str], Kernel] = {}
     for point in _points(matrix, activation, request.tokens):
         for layout in matrix.layouts():
@@ -138,7 +138,7 @@ def _point(
     weight: QuantizedTensor,
     scale: torch.Tensor | None = None,
 ) -> _Point:
-    """With the float64 GEMM of sampled tokens, the first and the last among them."""
+    """Make a point with the float64 GEMM of sampled tokens, the first and the last among them."""
     step = max(1, -(-x.shape[0] // _SAMPLE))
     sampled_rows = [*range(0, x.shape[0], step), x.shape[0] - 1]
     sampled = torch.tensor(sorted(set(sampled_rows)), device=x.device)

@@ -45,7 +45,7 @@ class _Point:
 
 
 def validated(preset: str, request: Request, refused: Refused) -> Iterator[Kernel]:
-    """Every implementation of every requested GEMM; refusals are added to ``refused``."""
+    """Validate each implementation of each requested GEMM; add refusals to ``refused``."""
     config = PRESETS[preset]()
     config = dataclasses.replace(config, n_routed_experts=min(_EXPERTS, config.n_routed_experts))
     for name, (op, case_name) in CASES.items():
@@ -80,7 +80,7 @@ class _Projection:
         return _with(built, 1, built.args[1].with_layout(LINEAR))
 
     def kernels(self, request: Request, refused: Refused) -> list[Kernel]:
-        """Every implementation at every point; the truth of each is computed once."""
+        """Validate every implementation at every point; the truth of each is computed once."""
         by_key: dict[tuple[str, str], Kernel] = {}
         shape = self.case(1).shape
         for point in self._points(request):

@@ -23,16 +23,16 @@ HEADINGS = (
 
 @dataclass
 class Kernel:
-    """What was found of one implementation, matrix and kind of operands.
+    """Findings about one implementation, matrix and kind of operands.
 
     Attributes:
         matrix: Which, with its model.
         shape: Names and sizes.
-        layout: Of the weight.
+        layout: Layout of the weight.
         activation: ``"bf16"`` or ``"nvfp4"``.
         backend: The implementation.
         points: GEMMs compared.
-        failed: Those outside their budget, or that raised.
+        failed: Cases outside their budget, or that raised.
         worst: Largest error in units of the budget, by dtype of the result (uint8: codes, whose
             error is 0 or infinite); infinite for a NaN where there is none, and the other way
             round.
@@ -93,14 +93,14 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Request:
-    """What to validate.
+    """The request: what to validate.
 
     Attributes:
         tokens: Token counts.
         includes: Says which matrices, by name.
         device: Where.
         repeat: Timed runs.
-        seed: Of the inputs.
+        seed: Seed of the inputs.
         backends: Names of implementations, or ``"auto"`` for all.
     """
 
@@ -120,7 +120,7 @@ class Request:
             function: Public function of ``dsv4.ops``.
             args: Its positional arguments.
             kwargs: Its keyword arguments, without ``backend``.
-            layout: Of the weight.
+            layout: Layout of the weight.
             refused: Reasons against others are added to it.
         """
         call = dispatch.arguments(function, *args, **kwargs)

@@ -48,7 +48,7 @@ def dequantized_fragment(word: Uint32, scales: Uint32) -> list[Uint32]:
 
     Args:
         word: The lane's codes of the step.
-        scales: Of ``scales_to_bfloat16``.
+        scales: A result of ``scales_to_bfloat16``.
     """
     codes = codes_to_bfloat16(word)
     return [mul_bfloat16x2_by_half(code, scales, i % 2) for i, code in enumerate(codes)]

@@ -22,12 +22,12 @@ from dsv4.cute.device import ptx
 
 
 class Vector(NamedTuple):
-    """Where eight results of a token, which are 16 bytes of bfloat16, belong.
+    """The place of eight results of a token, which are 16 bytes of bfloat16.
 
     Attributes:
-        token: Of the result.
+        token: Token of the result.
         row: First of the eight rows of the result.
-        rows: Of the whole result.
+        rows: Rows of the whole result.
     """
 
     token: Int32
@@ -45,7 +45,7 @@ def swiglu_outputs(values: Sequence[Float32], limit: Float32, lane: Int32) -> li
     Args:
         values: The four accumulators of a fragment.
         limit: The clamp's bound, or infinity.
-        lane: Of the warp.
+        lane: Lane of the warp.
     """
     odd = lane // 4 % 2 == 1
     outputs = []
@@ -58,7 +58,7 @@ def swiglu_outputs(values: Sequence[Float32], limit: Float32, lane: Int32) -> li
 
 
 def swiglu_output_row(lane: Int32) -> Int32:
-    """Which of a fragment's 8 outputs a lane has."""
+    """Return which of a fragment's 8 outputs a lane has."""
     return lane // 4 % 2 * 4 + lane // 8
 
 
@@ -74,7 +74,7 @@ def transpose(
         line_bytes: From a token's line to the next: an odd multiple of 16, so that eight lines lie
             in different banks.
         part: Which 16 rows of a line these are.
-        lane: Of the warp.
+        lane: Lane of the warp.
     """
     if cutlass.const_expr(len(values) == 2):
         for i in cutlass.range_constexpr(2):
@@ -99,9 +99,9 @@ def transpose_outputs(
     Args:
         tiles: ``swiglu_outputs`` of each tile.
         lines: Shared-memory address of the first token's line.
-        line_bytes: As in ``transpose``.
+        line_bytes: See ``transpose``.
         part: Which 8 outputs of a line these are.
-        lane: Of the warp.
+        lane: Lane of the warp.
     """
     words = [ptx.pack_bfloat16x2(*pair) for pair in tiles]
     at = lines + Uint32(lane * line_bytes + part * 16)

@@ -41,7 +41,7 @@ class ExpertTable(NamedTuple):
 
 
 class RowCounts(NamedTuple):
-    """Which experts have tiles in this launch: those with more than ``above`` rows, up to ``most``.
+    """The experts of this launch: those with more than ``above`` rows, up to ``most``.
 
     Attributes:
         above: Excluded.
@@ -143,7 +143,7 @@ def count_tiles(
         offsets: Address of int32 ``[experts + 1]`` in global memory.
         table: Where to.
         tile_rows: Rows of X of a tile.
-        lane: Of the warp.
+        lane: Lane of the warp.
         selected: Experts that have tiles; None for all.
     """
     first = lane * _LANE_EXPERTS
@@ -286,12 +286,12 @@ def clear_padding(
     clears 512 bytes at a time, 4 scales of 128 rows.
 
     Args:
-        scales: Their address.
-        table: As ``count_tiles`` filled it.
+        scales: Address of the scales.
+        table: The table that ``count_tiles`` filled.
         cta: Which CTA this is.
         ctas: How many there are.
         tokens: Rows of X; 0 for nothing to clear.
-        columns: Of a row, a multiple of 64.
+        columns: Columns of a row, a multiple of 64.
         thread: Which of the threads that call this.
         threads: How many call this, whole warps.
     """
@@ -330,7 +330,7 @@ def clear_quantized_lines(
     Args:
         out: The result.
         lines: Which rows.
-        columns: Of a row, a multiple of 16.
+        columns: Columns of a row, a multiple of 16.
         thread: Which of the threads that call this.
         threads: How many call this.
     """
@@ -357,7 +357,7 @@ def clear_lines(
     Args:
         out: Address of the result.
         lines: Which rows.
-        vectors: Of 16 bytes in a row.
+        vectors: Vectors of 16 bytes in a row.
         thread: Which of the threads that call this.
         threads: How many call this.
     """

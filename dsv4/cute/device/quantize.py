@@ -26,11 +26,11 @@ _MAGNITUDES = 0x7FFF7FFF
 
 
 class BlockScales(NamedTuple):
-    """Where the block scales of results go, one byte for 16 results.
+    """The addresses of the block scales of results, one byte for 16 results.
 
     Attributes:
-        address: Of the first token's scales, row after row; where they are swizzled, of the scales
-            of all experts.
+        address: Address of the first token's scales, row after row; where they are swizzled, of the
+            scales of all experts.
         first_row: Row of the first token among the swizzled rows; None where they are linear.
     """
 
@@ -39,7 +39,7 @@ class BlockScales(NamedTuple):
 
 
 class QuantizedOutput(NamedTuple):
-    """Where NVFP4 results go, and what they are quantized by.
+    """The addresses of NVFP4 results, and the scales that they are quantized by.
 
     Attributes:
         codes: Address of the first token's codes, two to a byte.
@@ -53,7 +53,7 @@ class QuantizedOutput(NamedTuple):
 
 
 class Divisor(NamedTuple):
-    """What the quotients of a block have in common.
+    """Factors that the quotients of a block have in common.
 
     Reciprocal and quotient are times 2^-14, because E5M2 has its subnormal numbers where E2M1 has
     them.
@@ -104,9 +104,9 @@ def swizzled_offset(row: Int32, block: Int32, blocks: Int32) -> Int64:
     """Offset of a scale byte in the 128x4-swizzled layout, as ``dsv4.quant.scales.scale_offset``.
 
     Args:
-        row: Among all experts' rows, each expert's padded to a multiple of 128.
-        block: Of 16 results of the row.
-        blocks: Of a row, a multiple of 4.
+        row: Number among all experts' rows, each expert's padded to a multiple of 128.
+        block: Number of the block of 16 results in the row.
+        blocks: Blocks of a row, a multiple of 4.
     """
     tile = (row & 31) * 16 + (row >> 5 & 3) * 4 + (block >> 2) * 512 + (block & 3)
     return Int64(row & -128) * blocks + tile
@@ -189,7 +189,7 @@ def _block_scale(peak: Uint32, global_scale: Float32) -> tuple[Uint32, Divisor]:
 
 
 def _rounded(word: Uint32, half: int, divisor: Divisor) -> Float32:
-    """One of two bfloat16 over the divisor, as a number of E2M1 times 2^-14 with its sign.
+    """Divide one of two bfloat16, as a number of E2M1 times 2^-14 with its sign.
 
     Adding 2^22 times the power of two at or below the quotient, 2^-14 at least, rounds to a
     multiple of half that power; ties go to the even code.
@@ -197,7 +197,7 @@ def _rounded(word: Uint32, half: int, divisor: Divisor) -> Float32:
     Args:
         word: Two bfloat16.
         half: Which of them, 0 or 1.
-        divisor: Of their block.
+        divisor: Divisor of their block.
     """
     code = """
         { .reg .f32 x, l, q, p; .reg .b32 w, b;

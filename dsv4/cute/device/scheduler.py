@@ -17,7 +17,7 @@ def tile_position(
     Python's numbers as well as a kernel's, hence no types.
 
     Args:
-        tile: From 0.
+        tile: Number of the tile, from 0.
         order: Tiles of tokens; of these, how many make a span; and blocks of rows.
         least: Minimum of two numbers: Python's, or ``cutlass.min``.
     """

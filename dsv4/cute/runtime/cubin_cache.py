@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 def folder() -> Path | None:
-    """Where compiled kernels are kept; None if that depends on a folder that there is not."""
+    """Return the folder of compiled kernels; None if the folder it would be in does not exist."""
     chosen = os.environ.get(CACHE_VARIABLE)
     try:
         if chosen:
@@ -59,7 +59,7 @@ def _sources() -> str:
 
 
 def target(plan: Any, arch: str) -> str:
-    """What a configuration is compiled for: ``arch``, or its family if the kernel is for that."""
+    """Return the target of a configuration: ``arch``, or its family if the kernel is for that."""
     return FAMILIES.get(arch, arch) if getattr(plan, "for_family", False) else arch
 
 
@@ -100,12 +100,12 @@ def stored(plan: Any, arch: str) -> Image | None:
 
 
 def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) -> _Decoded | None:
-    """What ``decode`` makes of a kernel's file, from a bundle or from disk; None if there is none.
+    """Return what ``decode`` makes of a kernel's file, from a bundle or from disk, or None.
 
     Args:
         arch: What the kernel is compiled for.
-        key: Of the kernel.
-        name: Of its file in ``folder()``.
+        key: Key of the kernel.
+        name: Name of its file in ``folder()``.
         decode: Verifies and decodes the contents of a file; raises ``DamagedError``.
     """
     content = bundle.image(arch, key)
@@ -132,7 +132,7 @@ def find(arch: str, key: bytes, name: str, decode: Callable[[bytes], _Decoded]) 
 
 
 def is_kept(arch: str, key: bytes, name: str) -> bool:
-    """Whether ``find`` would find a file, if it is not damaged; see there."""
+    """Return whether ``find`` would find a file, if it is not damaged; see there."""
     path = folder()
     return bundle.has(arch, key) or (path is not None and (path / name).is_file())
 

@@ -64,12 +64,12 @@ def launcher() -> Any:
 
 
 def config(*, threads: int, shared_bytes: int, attributes: ctypes.Array[_Attribute]) -> _Config:
-    """What a launch tells the driver, but for its grid and its stream.
+    """Make the description of a launch for the driver, without its grid and its stream.
 
     Args:
-        threads: Of a block.
+        threads: Threads of a block.
         shared_bytes: Dynamic shared memory of a block.
-        attributes: Of the launch; the result keeps them alive.
+        attributes: Attributes of the launch; the result keeps them alive.
     """
     made = _Config()
     made.block[0:3] = (threads, 1, 1)
@@ -131,7 +131,7 @@ class Parameters:
         ]
 
     def pointers(self, buffer: ctypes.Array[ctypes.c_char]) -> ctypes.Array[ctypes.c_void_p]:
-        """Where each parameter lies in a buffer of ``size`` bytes."""
+        """Return where each parameter lies in a buffer of ``size`` bytes."""
         start = ctypes.addressof(buffer)
         return (ctypes.c_void_p * len(self.offsets))(*[start + o for o in self.offsets])
 
@@ -141,11 +141,11 @@ _MAP_BYTES = 128
 
 
 class Matrix(NamedTuple):
-    """What TMA copies read, but for its address.
+    """The matrix that TMA copies read, without its address.
 
     Attributes:
-        rows: Of the matrix. Those beyond are read as zeros.
-        columns: Of the matrix.
+        rows: Rows of the matrix. Those beyond are read as zeros.
+        columns: Columns of the matrix.
         stride: Elements between rows, 16 bytes or a multiple.
         box_rows: Rows of one copy.
         box_columns: Its columns, at most 256.
@@ -293,10 +293,10 @@ class Launch:
 
         Args:
             kernel: Made ready on the current GPU.
-            blocks: Of the grid.
-            kinds: Of the parameters.
+            blocks: Blocks of the grid.
+            kinds: Kinds of the parameters.
             before: Parameters before the addresses, as ``struct`` packs them.
-            addresses: Of the kernel's operands.
+            addresses: Addresses of the kernel's operands.
             after: Parameters after the addresses.
             matrices: What TMA copies read: their tensor maps are the first parameters.
             describe: Makes the tensor map of one of ``matrices`` at an address; by default
@@ -315,7 +315,7 @@ class Launch:
         self._start = functools.partial(launcher(), *arguments)
 
     def begin_late(self) -> None:
-        """Let no block begin before the preceding kernel has ended."""
+        """Make all blocks wait for the end of the preceding kernel before they begin."""
         self._config.attribute_count = 1
 
     def __call__(

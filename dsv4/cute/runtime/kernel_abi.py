@@ -1,4 +1,4 @@
-"""One typed declaration of a kernel's arguments, from which every list of them is derived.
+"""Typed declaration of a kernel's arguments, from which every list of them is derived.
 
 A kernel declares its arguments as a ``NamedTuple`` whose fields have the types below::
 
@@ -40,7 +40,7 @@ from dsv4.cute.runtime.driver import Kernel, Launch, Parameters
 
 @dataclass(frozen=True, eq=False)
 class FieldType:
-    """How an argument is passed to a kernel.
+    """The way to pass an argument to a kernel.
 
     Attributes:
         format: Its bytes in a launch, as ``struct`` writes them with native alignment.

@@ -1,4 +1,4 @@
-"""What the launches of all products share."""
+"""Helpers that the launches of all GEMMs share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cuts(segments: Sequence[int]) -> tuple[int, ...]:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """What kernels of a GPU are compiled for."""
+    """Return the architecture that kernels of a GPU are compiled for."""
     return ARCHITECTURES[torch.cuda.get_device_capability(device)]
 
 
@@ -66,7 +66,7 @@ def run_noted(
     Args:
         run: Launches, given the stream and the addresses of the tensors (0 for None). It must
             depend on nothing else but the current thread.
-        stream: Of the current GPU.
+        stream: Stream of the current GPU.
         tensors: What the kernels read and write.
     """
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -73,10 +73,10 @@ def _user(uid: int) -> User:
 
 
 def others_reason(status: os.stat_result, user: User, *, has_acl: bool = False) -> str | None:
-    """Why somebody besides root and ``user`` can change a file or a folder's entries, or None.
+    """Return why others than root and ``user`` can change a file or a folder's entries, or None.
 
     Args:
-        status: Of the file or folder.
+        status: Status of the file or folder.
         user: Who is trusted besides root.
         has_acl: Whether an access-control list gives rights that the mode does not name.
     """
@@ -142,7 +142,7 @@ def _check_entry(entry: str, status: os.stat_result, user: User) -> None:
 
 
 def _has_acl(entry: str | int, status: os.stat_result) -> bool:
-    """Whether there is an access-control list; asked only where the group can write."""
+    """Return whether there is an access-control list; asked only where the group can write."""
     if not status.st_mode & stat.S_IWGRP or not hasattr(os, "getxattr"):
         return False
     try:
@@ -173,7 +173,7 @@ def read_file(path: str, most: int | None = None) -> bytes:
     Owner and mode are those of the opened file itself, so that it cannot be exchanged in between.
 
     Args:
-        path: Of the file.
+        path: Path of the file.
         most: Bytes that it may have; None: ``MOST_BYTES``.
 
     Raises:

@@ -152,7 +152,7 @@ class Tcgen05Kernel(Tcgen05Copies, Tcgen05Mma, Tcgen05Epilogue):
             tcgen05.free(tmem, self.plan.tmem_columns, self.plan.cta_group)
 
     def _thread_and_grid(self) -> tuple[Thread, Grid]:
-        """Who this thread is, and where its CTA is."""
+        """Return the thread's role, and the CTA's place in the grid."""
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()

@@ -36,12 +36,12 @@ _ANY = 1 << 20  # a size: only the tensor map has the real one
 
 
 def fake_codes() -> cute.Tensor:
-    """Any codes ``[rows, K / 2]``, for the compiler."""
+    """Make codes ``[rows, K / 2]`` that stand for any, for the compiler."""
     return make_fake_tensor(Uint8, (_ANY, _ANY), stride=(_ANY, 1), assumed_align=16)
 
 
 def fake_scales() -> cute.Tensor:
-    """Any swizzled scales ``[rows / 128, K / 64, 256]``, words of 16 bits, for the compiler."""
+    """Make swizzled scales ``[rows / 128, K / 64, 256]``, 16-bit words, for the compiler."""
     words = SCALE_TILE_BYTES // 2
     return make_fake_tensor(
         Uint16, (_ANY, _ANY, words), stride=(_ANY * 2 * words, words, 1), assumed_align=16
@@ -53,7 +53,7 @@ class Tcgen05Copies(Tcgen05Pipeline):
 
     @property
     def _tma_group(self) -> CtaGroup:
-        """Whether copies complete bytes of the mbarrier of the first of two CTAs."""
+        """Return whether copies complete bytes of the mbarrier of the first of two CTAs."""
         return CtaGroup.TWO if self.plan.cta_group == 2 else CtaGroup.ONE
 
     def _code_operand(self, codes: cute.Tensor, rows: int) -> TmaOperand:

@@ -1,4 +1,4 @@
-"""From accumulators in TMEM to results: the epilogue warps of the ``tcgen05`` GEMMs.
+"""Epilogue warps of the ``tcgen05`` GEMMs: from accumulators in TMEM to results.
 
 Ownership. TMEM lanes are the CTA's 128 rows, columns are tokens. The hardware lets warp ``w`` read
 lanes ``32 w`` to ``32 w + 31``: its 32 rows, in two halves of 16. ``CHUNK_TOKENS`` tokens are
@@ -53,9 +53,9 @@ class ExpertOutput(NamedTuple):
 
     Attributes:
         row_weight: Weight of token 0; read where the plan is ``row_weighted``.
-        result_scale: Of ``quantized_out``: global scale of the expert's results.
-        block_scales: Of ``quantized_out``: block scales of token 0.
-        row_scale: Of ``quantized_out``: global scale of token 0, to be written.
+        result_scale: With ``quantized_out``, the global scale of the expert's results.
+        block_scales: With ``quantized_out``, the block scales of token 0.
+        row_scale: With ``quantized_out``, the global scale of token 0, to be written.
     """
 
     row_weight: Int64
@@ -73,7 +73,7 @@ class Output(NamedTuple):
         token_scale_stride: 1, or 0 where all tokens have one global scale.
         out: Results of token 0.
         lines: The transpose buffer, in shared memory.
-        experts: Of routed experts alone.
+        experts: Addresses for routed experts; None in a GEMM without.
     """
 
     global_scale: Int64
@@ -315,7 +315,7 @@ class Tcgen05Epilogue(Tcgen05Pipeline):
             tile: Where they go.
             token: First token of the chunk.
             row: First row of the CTA.
-            rows: Of the weight.
+            rows: Rows of the weight.
             me: Who this thread is.
         """
         outputs = rows // 16 * self.plan.tile_outputs

@@ -38,10 +38,10 @@ class Thread(NamedTuple):
     """A thread's place.
 
     Attributes:
-        thread: Of the CTA.
-        warp: Of the CTA; the same in all lanes, which the compiler knows.
-        lane: Of the warp.
-        rank: Of the CTA among those of an MMA; 0 is the leader, which issues it.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA; the same in all lanes, which the compiler knows.
+        lane: Lane of the warp.
+        rank: Rank of the CTA among those of an MMA; 0 is the leader, which issues it.
         split: Which part of K the CTA has.
     """
 
@@ -53,11 +53,11 @@ class Thread(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Where a CTA is.
+    """The place of a CTA in the grid.
 
     Attributes:
         cta: Its number.
-        ctas: Of the grid.
+        ctas: Number of CTAs of the grid.
     """
 
     cta: Int32
@@ -65,7 +65,7 @@ class Grid(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """What ``tile_position`` takes: the order in which clusters visit the tiles.
+    """The order in which clusters visit the tiles: arguments of ``tile_position``.
 
     Attributes:
         token_tiles: Tiles of tokens.
@@ -131,13 +131,14 @@ class Barriers(NamedTuple):
     commits to ``empty`` and ``accumulator_full`` of both.
 
     Attributes:
-        full: Of each stage: its operands have arrived. ``full_arrivals`` arrivals, one of which
-            expects the bytes of both CTAs' TMA copies.
-        empty: Of each stage: its operands have been read. One arrival, by ``tcgen05.commit``.
-        accumulator_full: Of each accumulator stage: all MMAs of a tile are done. One arrival, by
+        full: mbarrier of each stage: its operands have arrived. ``full_arrivals`` arrivals, one of
+            which expects the bytes of both CTAs' TMA copies.
+        empty: mbarrier of each stage: its operands have been read. One arrival, by
             ``tcgen05.commit``.
-        accumulator_empty: Of each accumulator stage: what the next MMAs overwrite is loaded. An
-            arrival of every epilogue warp of both CTAs.
+        accumulator_full: mbarrier of each accumulator stage: all MMAs of a tile are done. One
+            arrival, by ``tcgen05.commit``.
+        accumulator_empty: mbarrier of each accumulator stage: what the next MMAs overwrite is
+            loaded. An arrival of every epilogue warp of both CTAs.
     """
 
     full: Uint32
@@ -147,11 +148,11 @@ class Barriers(NamedTuple):
 
 
 class RingPosition(NamedTuple):
-    """Where a warp is in the ring of stages.
+    """The position of a warp in the ring of stages.
 
     Attributes:
         stage: The next one.
-        parity: That its wait takes.
+        parity: Parity of the phase that its wait waits for.
     """
 
     stage: Int32

@@ -61,7 +61,7 @@ class Tcgen05Args(NamedTuple):
         token_tiles: Tiles of ``token_block`` tokens.
         token_span: Token tiles that follow one another before the next block of rows does.
         k_stages: K / 256, rounded up.
-        rows: Of the weight, a multiple of 16.
+        rows: Rows of the weight, a multiple of 16.
         row_blocks: Rows of the weight / rows of a tile, rounded up.
         group_blocks: Blocks of rows that share an input.
         cut0: First row of the second segment, which has a global scale of its own.
@@ -158,7 +158,7 @@ class Tcgen05Plan:
 
     @property
     def multicasts_scales(self) -> bool:
-        """Whether each of two CTAs copies half of the tokens' scales into both."""
+        """Return whether each of two CTAs copies half of the tokens' scales into both."""
         return self.cta_group == 2
 
     @property
@@ -314,7 +314,7 @@ class Tcgen05Plan:
         return -(-columns // STAGE_K)
 
     def boxes(self, rows: int, columns: int, tokens: int, groups: int) -> tuple[Box, Box, Box, Box]:
-        """What the TMA copies read, in the order of ``Tcgen05Tma``."""
+        """Return what the TMA copies read, in the order of ``Tcgen05Tma``."""
         token_tiles = groups * -(-tokens // ROWS)
         return (
             code_box(rows, columns, ROWS),
@@ -330,12 +330,12 @@ class Tcgen05Plan:
         return split * stages // self.k_splits, (split + 1) * stages // self.k_splits
 
     def row_tile(self, row_block: Any, rank: Any, k: Any) -> OperandTile:
-        """Where stage ``k`` of a CTA's rows begins."""
+        """Return where stage ``k`` of a CTA's rows begins."""
         tile = row_block * self.cta_group + rank
         return OperandTile((tile * ROWS, k * (STAGE_K // 2)), (tile, k * 4))
 
     def token_tile(self, token: Any, group: Any, tokens: Any, rank: Any, k: Any) -> OperandTile:
-        """Where stage ``k`` begins of what a CTA copies of the tile that begins with ``token``.
+        """Return where stage ``k`` of the tile that begins with ``token`` begins, for a CTA.
 
         Each group's tokens have scales that begin at a multiple of 128 tokens. Where both CTAs
         share scales, each copies half: one of two tiles of 128 tokens, or half of the columns of
@@ -369,7 +369,7 @@ class Tcgen05Plan:
         return token_tile * self.token_block % ROWS // 32
 
     def chunk(self, i: Any, count: Any) -> Any:
-        """Which chunk of a cluster's ``count``-th tile is loaded as the ``i``-th.
+        """Return which chunk of a cluster's ``count``-th tile is loaded as the ``i``-th.
 
         Of overlapping accumulators, first those with the columns that both have.
         """

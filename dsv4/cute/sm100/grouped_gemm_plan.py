@@ -52,14 +52,16 @@ class GroupedTcgen05Args(NamedTuple):
         out: ``[tokens, rows]``, or half as many columns after SwiGLU; of ``quantized_out`` the
             codes, ``[tokens, rows / 4]``.
         offsets: int32 ``[experts + 1]``, the first row of X of each expert and the end.
-        result_scale: Of ``quantized_out``: global scales of each expert's results, float32.
-        block_scales: Of ``quantized_out``: block scales of the results, ``[tokens, rows / 32]``,
-            or swizzled by expert.
-        row_scale: Of ``quantized_out``: global scales of the results' rows, float32 ``[tokens]``.
+        result_scale: With ``quantized_out``, the global scales of each expert's results,
+            float32.
+        block_scales: With ``quantized_out``, the block scales of the results, ``[tokens,
+            rows / 32]``, or swizzled by expert.
+        row_scale: With ``quantized_out``, the global scales of the results' rows, float32
+            ``[tokens]``.
         tokens: Rows of X, of all experts and of none, at least 1.
         experts: At most ``MOST_EXPERTS``.
         k_stages: K / 256.
-        rows: Of an expert's weight, a multiple of 16.
+        rows: Rows of an expert's weight, a multiple of 16.
         row_blocks: Rows of an expert's weight / rows of a tile, rounded up.
         expert_scales: Global scales of an expert: one, one per segment, or one per row.
         cut0: First row of the second segment, which has a global scale of its own.
@@ -133,7 +135,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
 
     @property
     def multicasts_scales(self) -> bool:
-        """Whether CTAs copy scales for each other: never."""
+        """Return whether CTAs copy scales for each other: never."""
         return False
 
     @property
@@ -149,7 +151,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
         return self.tile_outputs * (4 if self.float32_out else 2)
 
     def operands(self, rows: int, columns: int, tokens: int, experts: int) -> tuple[Box, Box, Box]:
-        """What the TMA copies read, in the order of ``GroupedTcgen05Tma``."""
+        """Return what the TMA copies read, in the order of ``GroupedTcgen05Tma``."""
         return (
             code_box(experts * rows, columns, ROWS),
             scale_box(experts * -(-rows // ROWS), columns, (1, 4)),
@@ -161,7 +163,7 @@ class GroupedTcgen05Plan(Tcgen05Plan):
     def expert_row_tile(
         self, row_block: Any, rank: Any, k: Any, expert: Any, rows: Any
     ) -> OperandTile:
-        """Where stage ``k`` of a CTA's rows of an expert begins.
+        """Return where stage ``k`` of a CTA's rows of an expert begins.
 
         Swizzling the weights pads each expert's scales to a multiple of 128 rows.
         """
@@ -192,7 +194,7 @@ def _choose(problem: Experts, tokens: int) -> GroupedTcgen05Plan | None:
 
 
 def candidates(problem: Experts) -> list[GroupedTcgen05Plan]:
-    """Every configuration that can compute a grouped GEMM."""
+    """Return every configuration that can compute a grouped GEMM."""
     return [
         GroupedTcgen05Plan(
             token_block,

@@ -50,7 +50,7 @@ class GroupedTcgen05Scales(Tcgen05Pipeline):
             stages_at: Shared memory of the stages.
             barriers: All of them.
             walk: The cluster's tiles.
-            lane: Of the warp.
+            lane: Lane of the warp.
         """
         position, index = RingPosition(Int32(0), Int32(1)), Int32(walk.first)
         while index < walk.total:
@@ -79,10 +79,10 @@ class GroupedTcgen05Scales(Tcgen05Pipeline):
         Args:
             own: Scales of row ``lane`` of the tile.
             rows: Rows of the tile's expert from the tile's first on.
-            k: Of the first of ``PREFETCHED_STAGES`` stages.
+            k: Number of the first of ``PREFETCHED_STAGES`` stages.
             i: Which of them.
             k_stages: Stages of a tile.
-            lane: Of the warp.
+            lane: Lane of the warp.
         """
         scales = []
         for n in range(self.plan.token_block // 32):

@@ -59,7 +59,7 @@ def _choose(problem: GemmProblem, tokens: int) -> Tcgen05Plan:
 
 
 def candidates(problem: GemmProblem) -> list[Tcgen05Plan]:
-    """Every configuration that can compute a GEMM."""
+    """Return every configuration that can compute a GEMM."""
     ctas = (1, 2) if problem.rows // problem.groups % (2 * ROWS) == 0 else (1,)
     if problem.groups == 1:
         ctas = (1, 2)

@@ -57,7 +57,7 @@ def copy_scales(target: Uint32, address: Uint32, cta_group: int) -> None:
 
     Args:
         target: TMEM address.
-        address: Of 512 bytes in the layout ``swizzled_128x4``.
+        address: Address of 512 bytes in the layout ``swizzled_128x4``.
         cta_group: See the module.
     """
     source = Int64(address >> Uint32(4)) | Int64(SCALES_DESCRIPTOR)

@@ -1,4 +1,4 @@
-"""How kernels are launched in which a cluster has a token and a tile of 16 heads."""
+"""Launches of kernels in which a cluster has a token and a tile of 16 heads."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ Words = Sequence[Uint32]
 
 
 class PageTable(NamedTuple):
-    """How an entry of a KV cache is found.
+    """The table by which an entry of a KV cache is found.
 
     Attributes:
         pages: Address of the pages.
@@ -115,7 +115,7 @@ class Split(NamedTuple):
     Attributes:
         token: Whose entries they are.
         first: Number of the split's first KV block.
-        splits: Of the token.
+        splits: Splits of the token.
         scan: 1 to end at the token's last used slot.
     """
 
@@ -130,7 +130,7 @@ class Ring(NamedTuple):
 
     Attributes:
         stage: Its number.
-        parity: Of the phase of its mbarrier that is waited for.
+        parity: Parity of the phase of its mbarrier that is waited for.
     """
 
     stage: Int32
@@ -147,8 +147,8 @@ class Producer(NamedTuple):
         stages: The stages.
         codes: The lane's bytes of codes that wait in shared memory.
         group: Number of its group of warps.
-        warp: Of the group.
-        lane: Of the warp.
+        warp: Warp of the group.
+        lane: Lane of the warp.
     """
 
     info: Uint32
@@ -165,8 +165,8 @@ class EntryMask(NamedTuple):
     """A bit for each of a KV block's 64 entries, set if the entry exists.
 
     Attributes:
-        low: Of the first 32.
-        high: Of the others.
+        low: Bits of the first 32 entries.
+        high: Bits of the others.
     """
 
     low: Uint32

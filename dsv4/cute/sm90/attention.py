@@ -96,7 +96,7 @@ class SharedTiles(NamedTuple):
     """Tiles in shared memory.
 
     Attributes:
-        q: Of queries.
+        q: Address of queries.
         k: Stages of entries.
         p: Weights that one warpgroup gives to the other.
     """
@@ -117,8 +117,8 @@ class SharedMemory(NamedTuple):
         empty: mbarriers of stages that are free.
         ready: mbarriers of weights that are given.
         pair: mbarriers of a pair, ``peer_ready`` and ``pieces``.
-        q: Of ``SharedTiles.q``.
-        stages: Of ``SharedTiles.k``.
+        q: Address of ``SharedTiles.q``.
+        stages: Stages of ``SharedTiles.k``.
     """
 
     codes: Uint32
@@ -346,10 +346,10 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
         """One warpgroup: its share of every work item of the CTA.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             gemms: The three MMAs.
-            tiles: In shared memory.
-            k_layout: Of the stages.
+            tiles: Tiles in shared memory.
+            k_layout: Layout of the stages.
             shared: Addresses.
             weights: Address of ``SharedTiles.p``.
             consumer: The thread.
@@ -465,7 +465,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
 
     @cute.jit
     def _release_queries(self, pair: Uint32, last: Uint32, lane: Int32) -> None:
-        """After the last logits: the other CTA of a pair may write where the queries were."""
+        """Let the other CTA of a pair write where the queries were, after the last logits."""
         if cutlass.const_expr(self.plan.paired):  # noqa: SIM102 - one is constant
             if (lane == 0) & (last != Uint32(0)):
                 peer = 1 - cute.arch.block_idx_in_cluster()
@@ -494,7 +494,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
             softmax: Before the KV block.
             ring: The stage of the KV block.
             consumer: The thread.
-            scale: Of logits, times ``log2 e``.
+            scale: Scale of logits, times ``log2 e``.
             pending: Whether the MMAs of the other warpgroup's weights, with the stage before, are
                 still in flight.
 

@@ -16,9 +16,9 @@ class AttentionLayouts(NamedTuple):
     """Shared-memory layouts of ``AttentionKernel``, known when compiling.
 
     Attributes:
-        q_layout: Of the tile of queries.
-        k_layout: Of the stages of dequantized entries.
-        p_layout: Of the softmax weights that one warpgroup gives to the other.
+        q_layout: Layout of the tile of queries.
+        k_layout: Layout of the stages of dequantized entries.
+        p_layout: Layout of the softmax weights that one warpgroup gives to the other.
     """
 
     q_layout: Empty
@@ -42,15 +42,15 @@ class AttentionArgs(NamedTuple):
             reference of the partial sums (a power of two) and the sum of softmax weights.
         cos: float32 ``[tokens, 32]``, angles by which the last 64 dims are rotated back; 0 for
             none. Not read where the plan is ``split``.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         token_stride: Elements of q from one token to the next.
         head_stride: Elements of q from one head to the next.
         window_stride: Bytes from one page to the next.
-        compressed_stride: As ``window_stride``.
+        compressed_stride: Like ``window_stride``.
         window_width: Slots of a token in the first cache.
         compressed_width: Slots of a token in the second cache.
         window_shift: Base-2 logarithm of the entries of a page.
-        compressed_shift: As ``window_shift``.
+        compressed_shift: Like ``window_shift``.
         heads: Heads of q.
         splits: KV splits of a token.
         head_tiles: Tiles of 64 heads of a token.
@@ -99,15 +99,15 @@ class ClusterAttentionArgs(NamedTuple):
         out: bfloat16 ``[tokens, heads, 512]``.
         cos: float32 ``[tokens, 32]``, angles by which the last 64 dims are rotated back; 0 for
             none.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         token_stride: Elements of q from one token to the next.
         head_stride: Elements of q from one head to the next.
         window_stride: Bytes from one page to the next.
-        compressed_stride: As ``window_stride``.
+        compressed_stride: Like ``window_stride``.
         window_width: Slots of a token in the first cache.
         compressed_width: Slots of a token in the second cache.
         window_shift: Base-2 logarithm of the entries of a page.
-        compressed_shift: As ``window_shift``.
+        compressed_shift: Like ``window_shift``.
         heads: Heads of q.
         head_tiles: Tiles of 16 heads of a token.
         scale: Factor on the logits, above 0.
@@ -146,7 +146,7 @@ class MergeArgs(NamedTuple):
         out: bfloat16 ``[tokens, heads, 512]``.
         cos: float32 ``[tokens, 32]``, angles by which the last 64 dims are rotated back; 0 for
             none.
-        sin: As ``cos``.
+        sin: Like ``cos``.
         heads: Heads of a token.
         splits: KV splits of a token.
     """

@@ -78,9 +78,9 @@ class Layouts(NamedTuple):
     """Shared-memory layouts.
 
     Attributes:
-        q: Of queries.
-        k: Of the stages.
-        p: Of softmax weights.
+        q: Address of queries.
+        k: Address of the stages.
+        p: Address of softmax weights.
     """
 
     q: cute.ComposedLayout
@@ -108,13 +108,13 @@ class SharedMemory(NamedTuple):
     Attributes:
         codes: Codes that wait for a free stage.
         exchanged: A number of each head, of each consumer warp.
-        sinks: Of the tile; the token's angles follow.
+        sinks: Sinks of the tile; the token's angles follow.
         statistics: Reference and sum of weights of each head, of all ranks.
         info: Descriptions of the stages.
         full: mbarriers of stages that are filled.
         empty: mbarriers of stages that are free.
         arrived: mbarriers ``arrived`` and ``stages_read``.
-        stages: Of ``SharedTiles.k``.
+        stages: Stages of ``SharedTiles.k``.
     """
 
     codes: Uint32
@@ -133,7 +133,7 @@ class Tile(NamedTuple):
 
     Attributes:
         token: Number of the token.
-        first_head: Of the tile.
+        first_head: First head of the tile.
     """
 
     token: Int32
@@ -144,10 +144,10 @@ class Consumer(NamedTuple):
     """A thread that multiplies.
 
     Attributes:
-        rank: Of its CTA in the cluster.
-        thread: Of the CTA.
-        warp: Of the CTA.
-        lane: Of the warp.
+        rank: Rank of its CTA in the cluster.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA.
+        lane: Lane of the warp.
     """
 
     rank: Int32
@@ -301,13 +301,13 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
         """The consumer warpgroup: multiply the CTA's KV blocks, then merge and store.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             logits_mma: Entries times queries.
             sums_mma: Entries, transposed, times weights.
-            tiles: In shared memory.
-            k_layout: Of the stages.
+            tiles: Tiles in shared memory.
+            k_layout: Layout of the stages.
             shared: Addresses.
-            tile: Of heads.
+            tile: Tile of heads.
             consumer: The thread.
         """
         weights_at = address_of(tiles.p)
@@ -399,7 +399,7 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
         """Set logits of entries that do not exist to -inf.
 
         Args:
-            logits: Of the thread's two rows.
+            logits: Logits of the thread's two rows.
             bits: Bits 0 and 8 are set if the entries of these rows exist.
         """
         for r in cutlass.range_constexpr(2):
@@ -467,11 +467,11 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
         """All consumers: join a number of each head over the warps, in their order.
 
         Args:
-            values: Of the thread's heads, the same in all lanes with the same ``lane % 4``.
-            join: Of two numbers.
+            values: Values of the thread's heads, the same in all lanes with the same ``lane % 4``.
+            join: Function of two numbers.
             exchanged: Address of the numbers of all warps.
-            warp: Of the CTA.
-            lane: Of the warp.
+            warp: Warp of the CTA.
+            lane: Lane of the warp.
         """
         mine = exchanged + Uint32(warp * (self.plan.heads * 4) + lane * 8)
         if lane < 4:
@@ -625,7 +625,7 @@ class ColumnsKernel(ClusterLaunch, AttentionInput, EntryDequant):
 
     @cute.jit
     def _factors(self, statistics: Uint32, sinks: Uint32, lane: Int32) -> list[Fragment]:
-        """Of each of the thread's heads: factors on all CTAs' sums, then 1 / the sum of weights."""
+        """Return each own head's factors on all CTAs' sums, then 1 / the sum of weights."""
         by_head = []
         for h in cutlass.range_constexpr(_OWN):
             head = lane % 4 * 2 + h // 2 * 8 + h % 2

@@ -66,9 +66,9 @@ class Consumer(NamedTuple):
 
     Attributes:
         group: Number of its warpgroup, which has that half of the dims.
-        thread: Of the CTA.
-        warp: Of the CTA.
-        lane: Of the warp.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA.
+        lane: Lane of the warp.
         row: First of its two heads of the tile; the other is 8 on.
     """
 
@@ -102,7 +102,7 @@ class Tables(NamedTuple):
     """Shared-memory addresses of what the epilogue needs of the inputs.
 
     Attributes:
-        sinks: Of the tile, as multiples of ``log2 e``.
+        sinks: Sinks of the tile, as multiples of ``log2 e``.
         angles: 32 cosines and 32 sines of the token.
     """
 
@@ -195,13 +195,13 @@ class AttentionEpilogue(PlannedKernel):
         """Normalize, transpose through shared memory, and store one head after another.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             sums: Accumulators.
-            softmax: Of the thread's two heads.
-            sinks: Of the tile.
+            softmax: Softmax of the thread's two heads.
+            sinks: Sinks of the tile.
             buffer: The warp's part of the queries' buffer: 16 lines of 512 bytes, a head's half of
                 the dims each, whose chunks of 16 bytes are exchanged against bank conflicts.
-            tile: Of heads.
+            tile: Tile of heads.
             consumer: The thread.
         """
         first, row, lane, heads = tile.first_head, consumer.row, consumer.lane, args.heads
@@ -254,9 +254,9 @@ class AttentionEpilogue(PlannedKernel):
 
         Args:
             sums: Accumulators.
-            softmax: Of the thread's two heads.
-            buffers: Of the warp.
-            rank: Of the CTA in the cluster.
+            softmax: Softmax of the thread's two heads.
+            buffers: Buffers of the warp.
+            rank: Rank of the CTA in the cluster.
             consumer: The thread.
         """
         lane, thread, barriers = consumer.lane, consumer.thread, buffers.barriers
@@ -330,11 +330,11 @@ class AttentionEpilogue(PlannedKernel):
         """Add both CTAs' sums of this one's half of the dims and store, a piece at a time.
 
         Args:
-            args: Of the kernel.
-            buffers: Of the warp.
+            args: Arguments of the kernel.
+            buffers: Buffers of the warp.
             tables: Sinks and angles.
-            tile: Of heads.
-            rank: Of the CTA in the cluster.
+            tile: Tile of heads.
+            rank: Rank of the CTA in the cluster.
             consumer: The thread.
         """
         row, group, lane, heads = consumer.row, consumer.group, consumer.lane, args.heads
@@ -388,13 +388,13 @@ class AttentionEpilogue(PlannedKernel):
     def _pair_factors(
         self, statistics: Uint32, sinks: Uint32, row: Int32, rank: Int32
     ) -> tuple[list[list[Float32]], Sequence[Float32]]:
-        """Of each of the thread's heads: factors on this CTA's and the other's sums; 1 / weights.
+        """Return each own head's factors on this CTA's and the other's sums; 1 / weights.
 
         Args:
-            statistics: Of both CTAs.
-            sinks: Of the tile.
+            statistics: Statistics of both CTAs.
+            sinks: Sinks of the tile.
             row: First of the thread's heads.
-            rank: Of the CTA in the cluster.
+            rank: Rank of the CTA in the cluster.
         """
         factors, whole = [], []
         for r in cutlass.range_constexpr(2):

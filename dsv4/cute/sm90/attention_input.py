@@ -52,11 +52,11 @@ class AttentionInput(PlannedKernel):
         The copies are one group of ``cp.async``, which the caller waits for and fences.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             to: Where the tile begins.
             token: Whose queries.
             tile: Number of the tile.
-            thread: Of the consumers.
+            thread: Thread of the consumers.
         """
         q = args.q + (Int64(token) * args.token_stride) * 2
         for i in cutlass.range_constexpr(self.tile_heads * DIMS // 8 // self.consumers):
@@ -85,13 +85,13 @@ class AttentionInput(PlannedKernel):
         """All consumers: copy a tile's sinks and the token's angles, for the epilogue.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             sinks: Where sinks go, as multiples of ``log2 e``.
             angles: Address ``skipped`` words before the 32 cosines and 32 sines.
             skipped: Words; not part of the address, so that it folds into offsets.
             token: Whose angles.
             first: First head of the tile.
-            thread: Of the consumers.
+            thread: Thread of the consumers.
         """
         if thread < self.tile_heads:
             # Heads beyond the last are not stored; they read the last one's sink.

@@ -141,7 +141,7 @@ class MergeKernel(PlannedKernel):
         """One warp: factors on the sums of splits, two a lane, and the sum of all weights.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             statistics: Address of the statistics of the head's first split.
             sink: Logit of the sink.
         """

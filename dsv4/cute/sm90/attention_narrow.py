@@ -69,7 +69,7 @@ class Tile(NamedTuple):
 
     Attributes:
         token: Number of the token.
-        first_head: Of the tile.
+        first_head: First head of the tile.
     """
 
     token: Int32
@@ -80,10 +80,10 @@ class Worker(NamedTuple):
     """A thread.
 
     Attributes:
-        rank: Of its CTA in the cluster.
-        thread: Of the CTA.
-        warp: Of the CTA.
-        lane: Of the warp.
+        rank: Rank of its CTA in the cluster.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA.
+        lane: Lane of the warp.
     """
 
     rank: Int32
@@ -96,13 +96,13 @@ class SharedMemory(NamedTuple):
     """Shared-memory addresses, in the order in which they lie.
 
     Attributes:
-        stages: Of codes, rotary dims and scales.
+        stages: Stages of codes, rotary dims and scales.
         gathered: Packed partial sums of the CTA's owned heads, of all ranks.
         logits: Partial logits of all warps.
         weights: bfloat16 weights, ``weights_line`` bytes a head.
         factors: On sums of each head, for a new reference.
         statistics: Reference and sum of weights of owned heads, of all ranks, 16 bytes each.
-        sinks: Of the tile.
+        sinks: Sinks of the tile.
         angles: 32 cosines and 32 sines of the token.
         arrived: mbarrier.
     """
@@ -135,7 +135,7 @@ class NarrowKernel(ClusterLaunch):
 
     @property
     def scales_offset(self) -> int:
-        """Where scales are in a stage: behind codes and the last group, which is bfloat16."""
+        """The offset of scales in a stage: after codes and the last group, which is bfloat16."""
         return (_WARPS + 1) * self.code_bytes
 
     @property
@@ -318,7 +318,7 @@ class NarrowKernel(ClusterLaunch):
         ]
 
     def _any(self, exists: Words) -> cutlass.Boolean:
-        """Whether a step has an entry."""
+        """Return whether a step has an entry."""
         bits = exists[0]
         for more in exists[1:]:
             bits = bits | more
@@ -356,7 +356,7 @@ class NarrowKernel(ClusterLaunch):
             loaded: The lane's slots.
             stage: Where to.
             worker: The thread.
-            offset: Of the lane's part in an entry.
+            offset: Offset of the lane's part in an entry.
 
         Returns:
             A bit for each entry that exists.
@@ -417,7 +417,7 @@ class NarrowKernel(ClusterLaunch):
     def _load_queries(
         self, args: ClusterAttentionArgs, tile: Tile, worker: Worker
     ) -> list[list[Uint32]]:
-        """Left operands of four K steps: of each row of the lane, 16 dims of the warp's group."""
+        """Load the left operands of four K steps: of each row of the lane 16 dims of the group."""
         q = args.q + (Int64(tile.token) * args.token_stride) * 2
         rows = []
         for r in cutlass.range_constexpr(self.plan.heads // 8):
@@ -496,10 +496,10 @@ class NarrowKernel(ClusterLaunch):
         Args:
             shared: Addresses.
             exists: A bit for each entry of the step.
-            softmax: Of the warp's heads; sums of weights are the lane's own.
-            scale: Of logits.
-            warp: Of the CTA.
-            lane: Of the warp, which has entries ``lane`` and, of 64, ``lane + 32``.
+            softmax: Softmax of the warp's heads; sums of weights are the lane's own.
+            scale: Scale of logits.
+            warp: Warp of the CTA.
+            lane: Lane of the warp, which has entries ``lane`` and, of 64, ``lane + 32``.
         """
         scale = scale * Float32(LOG2E)
         new, sums, weighed = [], [], []
@@ -645,11 +645,11 @@ class NarrowKernel(ClusterLaunch):
         """Merge four dims of a head.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             shared: Addresses.
-            tile: Of heads.
-            rank: Of the CTA.
-            number: Of the four dims among those of all owned heads.
+            tile: Tile of heads.
+            rank: Rank of the CTA.
+            number: Number of the four dims among those of all owned heads.
         """
         ctas, owned_heads = range(self.plan.ctas), self.plan.owned_heads
         own, piece = number // (DIMS // 4), number % (DIMS // 4)

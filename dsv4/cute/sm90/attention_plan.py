@@ -87,7 +87,7 @@ class AttentionPlan:
 
     @property
     def rope_staged(self) -> bool:
-        """Whether rotary dims wait in shared memory beside codes.
+        """Return whether rotary dims wait in shared memory beside codes.
 
         Else they are copied straight to a stage once it is free.
         """
@@ -191,7 +191,7 @@ class NarrowPlan:
 
     @property
     def shared_bytes(self) -> int:
-        """At least more than half of an SM's, so that every CTA has an SM of its own."""
+        """The shared memory: more than half of an SM's, so that every CTA has an SM of its own."""
         sums = self.ctas * self.owned_heads * PACKED_BYTES
         weighing = self.heads * (8 * 4 + 2) * self.step
         return max(128 * 1024, self.stages * self.stage_bytes + sums + weighing + 2048)
@@ -274,7 +274,7 @@ def _columns_cycles(ctas: int, tokens: int, heads: int, widths: tuple[int, int],
 
 
 def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
-    """Whether ``NarrowKernel`` takes less time than kernels of larger tiles."""
+    """Return whether ``NarrowKernel`` takes less time than kernels of larger tiles."""
     clusters = tokens * -(-heads // NarrowPlan.heads)
     most = next((slots for count, slots in _NARROW_SLOTS.items() if clusters <= count), -1)
     return sum(widths) <= most
@@ -324,7 +324,7 @@ def _tile_cycles(heads: int) -> int:
 
 
 def scans_slots(count: int, widths: tuple[int, int]) -> bool:
-    """Whether a CTA that has one of ``count`` KV splits looks for the token's last used slot.
+    """Return whether a CTA of one of ``count`` KV splits looks for the token's last used slot.
 
     The scan takes microseconds where slots are many, and saves KV blocks without any entry.
     """

@@ -49,7 +49,7 @@ class Reference(NamedTuple):
 
 
 def empty_softmax(heads: int) -> Softmax:
-    """Of no entries."""
+    """Return the softmax of no entries."""
     return Softmax([Float32(-INFINITY)] * heads, [Float32(0.0)] * heads)
 
 

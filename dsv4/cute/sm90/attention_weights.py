@@ -60,7 +60,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         weights: The lane's row of weights for ``stmatrix``.
-        references: Of the thread's two heads, 32 bytes apart.
+        references: References of the thread's two heads, 32 bytes apart.
     """
 
     weights: Uint32
@@ -87,7 +87,7 @@ class AttentionWeights(PlannedKernel):
     def _weigh(
         self, operands: Operands, softmax: Softmax, scale: Float32
     ) -> tuple[Softmax, list[Float32]]:
-        """Turn logits into weights, the left operand in registers.
+        """Make weights of logits, the left operand in registers.
 
         Returns:
             The new softmax, and factors on sums that are relative to the old references.

@@ -57,7 +57,7 @@ class Fp8SharedMemory(NamedTuple):
     Attributes:
         x: X of all stages.
         codes: Codes of all stages, as pairs.
-        full: As ``Pipeline.full``, a pointer as TMA copies take it.
+        full: ``Pipeline.full`` as a pointer, which TMA copies take.
     """
 
     x: cute.Tensor
@@ -94,7 +94,7 @@ class ScaleTable(NamedTuple):
         scales: Address of the CTA's first column of scales.
         columns: Scales of a row of blocks.
         rows: Rows of blocks.
-        warp: Of the CTA.
+        warp: Warp of the CTA.
     """
 
     scales: Int64
@@ -109,7 +109,7 @@ class Fp8Loop(NamedTuple):
     Attributes:
         stages: How many stages it takes.
         is_last: Whether no stage follows, because this is the cluster's last tile.
-        lane: Of the warp.
+        lane: Lane of the warp.
         scales: Address of the scale of the tile's first stage.
         next_scales: The same of the cluster's next tile.
     """
@@ -122,7 +122,7 @@ class Fp8Loop(NamedTuple):
 
 
 class Fp8Output(NamedTuple):
-    """Where results go, and what else the epilogue reads; as ``Output``.
+    """Addresses of results, and what else the epilogue reads; like ``Output``.
 
     Attributes:
         buffer: Transpose buffers of all warpgroups, in shared memory.
@@ -419,7 +419,7 @@ class Fp8WgmmaKernel(WgmmaKernel):
         Args:
             weights: Where the lane's codes of the first stage are.
             words: Registers of both sets of left operands.
-            scale: Of the first stage.
+            scale: Scale of the first stage.
             full: mbarrier of the first stage.
             exists: Whether there is one.
         """
@@ -467,13 +467,13 @@ class Fp8WgmmaKernel(WgmmaKernel):
         """All MMA warps: add a tile's products to its sums.
 
         Args:
-            operands: Of the MMAs.
+            operands: Operands of the MMAs.
             weights: Where the lane's codes of the first stage are.
-            pairs: Of the second piece; the first one is converted already.
-            scale: Of the first stage.
+            pairs: Pairs of the second piece; the first one is converted already.
+            scale: Scale of the first stage.
             pipeline: mbarriers of the ring.
-            stage: Of the ring.
-            parity: Of its barriers' phase.
+            stage: Stage of the ring.
+            parity: Parity of its barriers' phase.
             loop: Stages of the tile.
             leads: Whether this is the first tile of the warpgroup that another one falls behind.
 
@@ -539,8 +539,8 @@ class Fp8WgmmaKernel(WgmmaKernel):
 
         Args:
             weights: Where the lane's codes of the first stage are.
-            piece: Of the stage, which is being multiplied.
-            stage: Of the ring.
+            piece: Piece of the stage, which is being multiplied.
+            stage: Stage of the ring.
             following: The stage after it.
             later: The parity of that one's phase.
             full: mbarriers of the ring.

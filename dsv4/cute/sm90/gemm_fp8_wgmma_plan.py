@@ -38,12 +38,12 @@ class _Costs(NamedTuple):
 
     Attributes:
         launch: Before the first tile.
-        tile: Of a tile, beside its stages and results.
-        dequantizing: Of a stage's instructions in a warpgroup.
-        multiplying: Of these, and of the tensor cores, for a token.
-        latency: Of a warp's path through a stage.
-        byte: Of a byte through L2, with all SMs at work.
-        exchanged: Of 64 results that go from one CTA to another.
+        tile: Cycles of a tile, beside its stages and results.
+        dequantizing: Cycles of a stage's instructions in a warpgroup.
+        multiplying: Cycles of these, and of the tensor cores, for a token.
+        latency: Cycles of a warp's path through a stage.
+        byte: Cycles of a byte through L2, with all SMs at work.
+        exchanged: Cycles of 64 results that go from one CTA to another.
     """
 
     launch: float
@@ -67,7 +67,7 @@ _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two CTAs of an SM
 
 
 class Fp8WgmmaTma(NamedTuple):
-    """What the compiler makes of the TMA copies, as in ``WgmmaTma``.
+    """Types of the TMA copies for the compiler, as in ``WgmmaTma``.
 
     Attributes:
         x_tma: Copies 64 columns of the X of a tile.
@@ -158,7 +158,7 @@ class Fp8WgmmaPlan(WgmmaPlan):
         return 1 if self.folded else 4
 
     def _stages_with(self, taken: int) -> int:
-        """As in ``WgmmaPlan``; of half an SM where it has two CTAs."""
+        """Return the stages that fit, as in ``WgmmaPlan``; for two CTAs half an SM is counted."""
         if self.ctas_per_sm == 1:
             return super()._stages_with(taken)
         left = _SHARED_OF_TWO - 1024 - self.epilogue_bytes - self.other_bytes - taken
@@ -184,9 +184,9 @@ def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | 
     """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
 
     Args:
-        product: Its columns a multiple of 128; no SwiGLU.
+        product: The GEMM; its columns are a multiple of 128, and it has no SwiGLU.
         tokens: At least 1.
-        folded: As in ``Fp8WgmmaPlan``.
+        folded: See ``Fp8WgmmaPlan``.
     """
     counted = counted_as(tokens)
     return min(
@@ -197,7 +197,7 @@ def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | 
 
 
 def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
-    """Every configuration that can multiply; arguments as in ``fp8_plan``."""
+    """Return every configuration that can multiply; arguments as in ``fp8_plan``."""
     group_rows, kind = problem.rows // problem.groups, (problem.float32_out, True)
     if problem.columns % BLOCK or group_rows % 16:
         return

@@ -178,7 +178,7 @@ class SmallMKernel(SmallMInput):
         return GlobalScales(args.global_scale, args.cut0, args.cut1, args.cut2, args.scale_rows)
 
     def _output(self, args: SmallMArgs, buffer: Uint32, group: Int32) -> Output:
-        """Where the results of a CTA's group go."""
+        """Return where the results of a CTA's group go."""
         return Output(
             buffer=buffer,
             out=args.out,

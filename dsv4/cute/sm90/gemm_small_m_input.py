@@ -44,7 +44,7 @@ class XRows(NamedTuple):
 
     Attributes:
         rows: Where the row begins whose address the lane gives to ``ldmatrix``.
-        full: As ``SharedMemory.x_full``.
+        full: Address of the mbarrier, like ``SharedMemory.x_full``.
     """
 
     rows: Uint32
@@ -124,7 +124,7 @@ class SmallMInput(SmallMTile):
             ptx.mbarrier_arrive_on_async_copies(shared.x_full + half * 8)
 
     def _rows(self, x: Uint32, lane: Int32) -> Uint32:
-        """Where the lane's row for ``ldmatrix`` begins: 8 rows by 16 bytes, four matrices."""
+        """Return where the lane's row for ``ldmatrix`` begins: 8 rows by 16 bytes, 4 matrices."""
         return x + Uint32(lane % 8 * self.plan.x_row_bytes + lane // 8 * 16)
 
     def _load_x(self, rows: Uint32, tile: int) -> Words:

@@ -269,14 +269,14 @@ def small_m_plan(
 def is_measured(
     row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
 ) -> bool:
-    """Whether the configuration that ``small_m_plan`` gives is one of those measured."""
+    """Return whether the configuration that ``small_m_plan`` gives is one of those measured."""
     key = (1 if tokens <= 8 else 2, row_tiles, group_tiles, columns)
     measured = _RINGS.get(key) or _MEASURED.get(key)
     return measured is not None and _fits_registers(measured[0], float32_out, row_scaled)
 
 
 def _fits_registers(ctas: int, float32_out: bool, row_scaled: bool) -> bool:
-    """Whether a configuration measured with bfloat16 results has the registers for this kind."""
+    """Return whether a plan measured with bfloat16 results has enough registers for this kind."""
     return not float32_out and not (row_scaled and ctas == 1)
 
 

@@ -38,8 +38,8 @@ class Ring(NamedTuple):
     """Shared-memory addresses of the lane's bytes of a ring's first slot.
 
     Attributes:
-        codes: Of 16 bytes; the next slot is 32 lanes' codes further.
-        scales: Of 8 bytes; likewise.
+        codes: Address of 16 bytes; the next slot is 32 lanes' codes further.
+        scales: Address of 8 bytes; likewise.
     """
 
     codes: Uint32

@@ -80,8 +80,8 @@ class LaneWeights(NamedTuple):
     """Shared-memory addresses of a lane's weights in the first stage.
 
     Attributes:
-        codes: Of the codes of the warp's first row tile.
-        scales: Of its block scales.
+        codes: Address of the codes of the warp's first row tile.
+        scales: Address of its block scales.
     """
 
     codes: Uint32
@@ -107,11 +107,11 @@ class Operands(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Where an MMA warp is in the ring.
+    """The position of an MMA warp in the ring.
 
     Attributes:
         stage: The next one.
-        parity: Of its barriers' phase.
+        parity: Parity of its barriers' phase.
         in_flight: Stage that the MMAs in flight read, -1 for none.
     """
 
@@ -126,8 +126,8 @@ class Loop(NamedTuple):
     Attributes:
         stages: How many stages it takes.
         is_last: Whether no stage follows, because this is the cluster's last tile.
-        lane: Of the warp.
-        opaque_16: As in ``WgmmaArgs``.
+        lane: Lane of the warp.
+        opaque_16: See ``WgmmaArgs``.
     """
 
     stages: Int32
@@ -443,7 +443,7 @@ class WgmmaKernel(WgmmaCopies):
 
         Args:
             weights: Where the lane's are in the first stage.
-            stage: Of the ring.
+            stage: Stage of the ring.
             u: Block of 64 columns of the stage.
             h: Row tile of the warp.
         """
@@ -468,7 +468,7 @@ class WgmmaKernel(WgmmaCopies):
         """All MMA warps: add a tile's products to its sums; the last MMAs stay in flight.
 
         Args:
-            operands: Of the MMAs.
+            operands: Operands of the MMAs.
             weights: Where the lane's weights are.
             prefetched: The lane's weights of the first columns, in registers.
             pipeline: mbarriers of the ring.

@@ -51,7 +51,7 @@ _SHAPES = (
 
 
 class WgmmaTma(NamedTuple):
-    """What the compiler makes of the TMA copies; these parameters come first.
+    """Types of the TMA copies for the compiler; these parameters come first.
 
     In device code the descriptors are copy atoms and the sizes are tensors as the copies address
     them.
@@ -227,7 +227,7 @@ class WgmmaPlan:
 
     @functools.cached_property
     def has_exchange_buffer(self) -> bool:
-        """Whether these sums have a buffer of their own: if enough stages are left beside it.
+        """Whether these sums have a buffer of their own: if enough stages fit beside it.
 
         Else they lie where stages have been, and are sent when all CTAs have read these. The buffer
         gave 2 to 11 % where K is shared; three stages with three warpgroups cost 17 % (H200).
@@ -237,7 +237,7 @@ class WgmmaPlan:
 
     @property
     def other_bytes(self) -> int:
-        """Other shared memory: mbarriers of sums that CTAs exchange."""
+        """The other shared memory: mbarriers of sums that CTAs exchange."""
         return 16
 
     @property
@@ -343,7 +343,7 @@ def candidates(
     float32_out: bool,
     row_scaled: bool,
 ) -> Iterator[WgmmaPlan]:
-    """Every configuration that can multiply; arguments as in ``wgmma_plan``."""
+    """Return every configuration that can multiply; arguments as in ``wgmma_plan``."""
     if columns % 128:
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])

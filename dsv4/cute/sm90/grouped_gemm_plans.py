@@ -1,4 +1,4 @@
-"""Which kernels a grouped GEMM launches, in which configurations; needs no compiler.
+"""Choice of the kernels of a grouped GEMM and their configurations; needs no compiler.
 
 How many rows each expert has is known on the GPU alone, so a grouped GEMM has several launches,
 each for the experts whose number of rows lies in a range (``launch_plans``). The ranges suppose
@@ -67,7 +67,7 @@ class _Shape(NamedTuple):
 
     Attributes:
         token_block: Tokens of a tile.
-        narrow_widths: As in ``GroupedWgmmaPlan``.
+        narrow_widths: See ``GroupedWgmmaPlan``.
         warpgroups: MMA warpgroups.
         warp_tiles: Row tiles of a warp.
         stage_k_blocks: Blocks of 64 columns of a stage.
@@ -222,7 +222,7 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
 
 
 def uses_tile_counters(problem: Experts, tokens: int) -> bool:
-    """Whether a CTA takes its next tile by a counter, not every tile that is a grid further.
+    """Return whether a CTA takes its next tile by a counter, not every tile that is a grid further.
 
     With many launches, the CTAs of a launch begin at times that differ by whole tiles.
     """
@@ -230,7 +230,7 @@ def uses_tile_counters(problem: Experts, tokens: int) -> bool:
 
 
 def _steps(mean: float, far: float, ladder: _Ladder) -> list[int]:
-    """Most rows of each launch but the one that takes all above."""
+    """Return the most rows of each launch but the last, which takes all experts with more."""
     steps = list(ladder.steps)
     if mean > _WHOLE_MEAN:
         return [most for most in steps if most in _FAR_BELOW]

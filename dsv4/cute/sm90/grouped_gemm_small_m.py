@@ -92,7 +92,7 @@ class SlotBarriers(NamedTuple):
     Attributes:
         written: All partial sums of the unit are there.
         read: They have been read.
-        parity: Of the unit's phase of both.
+        parity: Parity of the unit's phase of both.
     """
 
     written: Uint32
@@ -201,7 +201,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
     def _output(
         self, args: GroupedSmallMArgs, shared: SharedMemory, row: Int32, warp: Int32
     ) -> Output:
-        """Where the results of a segment go that begins at a row of X."""
+        """Return where the results of a segment go that begins at a row of X."""
         return Output(
             buffer=shared.buffers + Uint32(warp * self.plan.buffer_bytes),
             out=args.out + Int64(row) * args.units * self.tile_bytes,
@@ -256,7 +256,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         return self._joined(sums), prefetched
 
     def _rows(self, x: Uint32, lane: Int32) -> list[Uint32]:
-        """Where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.
+        """Return where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.
 
         Rows that shared memory does not hold are replaced by the last one; they give a column of
         sums that nobody stores.
@@ -292,7 +292,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         job: Int32,
         lane: Int32,
     ) -> Boolean:
-        """One warp: write a job's sums to its unit's slot; whether they are the unit's last.
+        """One warp: write a job's sums to its unit's slot; return whether they are the last.
 
         Every lane arrives for what it wrote itself. Lanes that arrive together arrive as one, and
         none of them learns that it was the last; so a warp's first lane arrives after the others.
@@ -300,9 +300,9 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         Args:
             sums: Accumulators.
             shared: Shared memory.
-            number: Of the unit, among the CTA's.
-            job: Of the unit.
-            lane: Of the warp.
+            number: Number of the unit, among the CTA's.
+            job: Job of the unit.
+            lane: Lane of the warp.
         """
         barriers = self._slot_barriers(shared, number)
         # The slot's sums before these have been read; passes at once in the slot's first phase.
@@ -325,7 +325,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
 
     @cute.jit
     def _reduce(self, shared: SharedMemory, number: Int32, lane: Int32) -> list[Fragment]:
-        """One warp: the sum of a unit's K splits; frees the slot."""
+        """One warp: add a unit's K splits and free the slot."""
         sums = self._sum_splits(shared, number, Int32(0), lane)
         self._free_slot(shared, number)
         return sums
@@ -371,15 +371,15 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         """One warp: add, transpose, quantize and store the results of a unit's two row tiles.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             shared: Shared memory.
-            unit: Of the expert.
-            number: Of the unit, among the CTA's.
+            unit: Unit of the expert.
+            number: Number of the unit, among the CTA's.
             expert: Whose it is.
             row: The segment's first row of X.
             scales: The expert's global scales.
-            output: As in ``_store``.
-            lane: Of the warp.
+            output: See ``_store``.
+            lane: Lane of the warp.
         """
         result_scale = args.result_scale + Int64(expert) * 4
         cute.arch.sync_warp()  # all lanes have read the results of the unit before

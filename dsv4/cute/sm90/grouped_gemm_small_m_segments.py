@@ -48,7 +48,7 @@ class State(NamedTuple):
     """A CTA's state in shared memory.
 
     Attributes:
-        address: Of its first word.
+        address: Address of its first word.
     """
 
     address: Uint32
@@ -112,7 +112,7 @@ class GroupedSmallMSegments(SmallMTile):
         return SharedMemory(x, sums, buffers, x_full, slot_written, State(state), table)
 
     def _has_segment(self, state: State) -> Boolean:
-        """Whether units are left in the CTA's range."""
+        """Return whether units are left in the CTA's range."""
         return state.load(NEXT_UNIT) < state.load(END_UNIT)
 
     @cute.jit
@@ -152,7 +152,7 @@ class GroupedSmallMSegments(SmallMTile):
         After the last segment nothing is loaded.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             shared: Shared memory.
             with_x: Whether to start the copies of X, too.
         """
@@ -216,7 +216,7 @@ class GroupedSmallMSegments(SmallMTile):
         return job if jobs == 1 else Int32(Uint32(job) // Uint32(jobs))
 
     def _job_of_unit(self, job: Int32) -> Int32:
-        """Which of its unit's jobs a job is."""
+        """Return which of its unit's jobs a job is."""
         jobs = self.plan.unit_jobs
         return Int32(0) if jobs == 1 else Int32(Uint32(job) % Uint32(jobs))
 

@@ -265,9 +265,9 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
             pipeline: mbarriers of the ring.
             slots: Address of the slots.
             walk: The tiles of the CTA.
-            stages: Of a tile.
-            row_tiles: Of an expert's weight.
-            lane: Of the warp.
+            stages: Stages of a tile.
+            row_tiles: Row tiles of an expert's weight.
+            lane: Lane of the warp.
         """
         full, full_at, empty = pipeline.full, shared.full, pipeline.empty
         stage, parity, slot, slot_parity = Int32(0), Int32(1), slots, Int32(1)
@@ -343,9 +343,9 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
         """Three warps: clear the rows of no expert, every ``grid``-th by each CTA.
 
         Args:
-            args: Of the kernel.
+            args: Arguments of the kernel.
             table: Tiles and rows of the experts.
-            thread: Of the CTA.
+            thread: Thread of the CTA.
             cta: Which CTA this is.
             grid: How many there are.
         """
@@ -380,14 +380,14 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
     def _lane_weights(
         self, weights: Uint32, scale_buffer: Uint32, warp: Int32, lane: Int32, opaque_16: Uint32
     ) -> Any:
-        """Where the lane's weights are in the first stage.
+        """Return where the lane's weights are in the first stage.
 
         Args:
             weights: Codes of the first stage; its scales follow them.
-            scale_buffer: As ``_scale_buffer``.
-            warp: Of the CTA.
-            lane: Of the warp.
-            opaque_16: As in ``GroupedWgmmaArgs``.
+            scale_buffer: Like ``_scale_buffer``.
+            warp: Warp of the CTA.
+            lane: Lane of the warp.
+            opaque_16: See ``GroupedWgmmaArgs``.
         """
         codes = weights + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales = weights + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
@@ -411,13 +411,13 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
         loops, and not over branches.
 
         Args:
-            operands: Of the MMAs of each width.
+            operands: Operands of the MMAs of each width.
             sums: Accumulators.
             weights: Where the lane's weights are.
             prefetched: The lane's weights of the first columns, in registers.
             pipeline: mbarriers of the ring.
             position: In the ring.
-            slot: Of the tile.
+            slot: Slot of the tile.
             loop: Stages of the tile. It is never the last one: an empty stage follows.
         """
         for h in cutlass.range_constexpr(self.plan.warp_tiles):

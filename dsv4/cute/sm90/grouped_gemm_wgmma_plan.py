@@ -111,7 +111,7 @@ class GroupedWgmmaPlan(WgmmaPlan):
 
     @property
     def shares_scales(self) -> bool:
-        """Whether the lanes of a warp share the dequantization of its block scales.
+        """Return whether the lanes of a warp share the dequantization of its block scales.
 
         They do it for four pairs of a row tile and a block of 64 columns at a time, if registers
         hold that.
@@ -153,5 +153,5 @@ class GroupedWgmmaPlan(WgmmaPlan):
 
     @property
     def other_bytes(self) -> int:
-        """Other shared memory: the table of experts, slots, shared block scales."""
+        """The other shared memory: the table of experts, slots, shared block scales."""
         return TABLE_BYTES + self.scale_buffer_bytes

@@ -23,7 +23,7 @@ from dsv4.cute.sm90.wgmma_epilogue import Fragment, Fragments
 
 
 class GroupedOutput(NamedTuple):
-    """Where the results of a tile go, as ``Output``; counted from the tile's first row of X.
+    """Addresses of the results of a tile, like ``Output``; counted from its first row of X.
 
     Attributes:
         buffer: Transpose buffers of all warpgroups, in shared memory.
@@ -112,7 +112,7 @@ class GroupedWgmmaResults(WgmmaKernel):
         buffer: Uint32,
         lane: Int32,
     ) -> GroupedOutput:
-        """Where the results of a tile go."""
+        """Return where the results of a tile go."""
         row = Int64(tile.first_row)
         if self.plan.swizzled_out:
             block_scales = BlockScales(args.out_block_scales, swizzled_row)

@@ -43,11 +43,11 @@ class SharedScaleWeights(NamedTuple):
     """Shared-memory addresses of a lane's weights.
 
     Attributes:
-        codes: Of the codes of the warp's first row tile, in the first stage.
-        scales: Of the block scales that the lane dequantizes, in the first stage.
+        codes: Address of the codes of the warp's first row tile, in the first stage.
+        scales: Address of the block scales that the lane dequantizes, in the first stage.
         written: Where the lane writes its dequantized scales.
         read: Where it reads the dequantized scales of its rows, for the first pair.
-        opaque_16: As in ``GroupedWgmmaArgs``.
+        opaque_16: See ``GroupedWgmmaArgs``.
     """
 
     codes: Uint32
@@ -68,7 +68,7 @@ class GroupedWgmmaSharedScalesKernel(GroupedWgmmaKernel):
     def _lane_weights(
         self, weights: Uint32, scale_buffer: Uint32, warp: Int32, lane: Int32, opaque_16: Uint32
     ) -> SharedScaleWeights:
-        """Where the lane's weights are in the first stage, and the scales that it shares."""
+        """Return where the lane's weights are in the first stage, and the scales that it shares."""
         codes = weights + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales = weights + Uint32(self.plan.cta_row_tiles * self.plan.code_bytes)
         # Eight lanes have a pair: rows lane % 8 and lane % 8 + 8 of it.
@@ -104,7 +104,7 @@ class GroupedWgmmaSharedScalesKernel(GroupedWgmmaKernel):
 
         Args:
             weights: Where the lane's are in the first stage.
-            stage: Of the ring.
+            stage: Stage of the ring.
             u: Block of 64 columns of the stage.
             h: Row tile of the warp.
         """
@@ -131,7 +131,7 @@ class GroupedWgmmaSharedScalesKernel(GroupedWgmmaKernel):
         left operands of the next group are dequantized.
 
         Args:
-            operands: Of the MMAs.
+            operands: Operands of the MMAs.
             weights: Where the lane's weights are.
             prefetched: The lane's weights of the first columns, in registers.
             pipeline: mbarriers of the ring.

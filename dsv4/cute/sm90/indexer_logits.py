@@ -232,7 +232,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
 
     @cute.jit
     def _prefetch_token(self, args: IndexerLogitsArgs, token: Int32, thread: Int32) -> None:
-        """Bring to L2 what is read first, one load after another. All threads."""
+        """All threads: load to L2 what is read first, one load after another."""
         if thread < args.heads:
             ptx.prefetch_l2(args.q + token * args.token_stride + thread * args.head_stride)
         if thread == 0:
@@ -242,7 +242,7 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
     def _prefetch_pages(
         self, args: IndexerLogitsArgs, token: Int32, part: Int32, step: Int32, who: Lane
     ) -> None:
-        """Bring to L2 the page numbers of a warpgroup's first 32 blocks. One warp that copies.
+        """One copying warp: load to L2 the page numbers of a warpgroup's first 32 blocks.
 
         As if the token's sequence had its number, which is often so.
         """
@@ -368,8 +368,8 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
             ring: The warpgroup's stages.
             pages: Where keys are, for those that are multiplied again.
             blocks: The warpgroup's blocks.
-            thread: Of the CTA.
-            who: Of the warpgroup.
+            thread: Thread of the CTA.
+            who: The thread's place in the warpgroup.
         """
         share = self._load_query(args, token, thread)
         weights, weight_scale = self._prepare_queries(

@@ -101,7 +101,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
         return ptx.load_global(self._page_address(pages, block))
 
     def _page_address(self, pages: SequencePages, block: Index) -> Int64:
-        """Where that number is; its low word, if it is an int64."""
+        """Return where that number is; its low word, if it is an int64."""
         number = cutlass.min(block, pages.last) >> pages.block_shift
         return ptx.element_address(pages.table, number, pages.table_bytes)
 
@@ -155,7 +155,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
                     self._store(PairScores([*sums, *sums], factors, factors, block), alone, who)
 
     def _has_distant(self, keys: KeyPair, shifts: list[Int32]) -> cutlass.Boolean:
-        """Whether one of the lane's groups has a shift below 0 and is not zero."""
+        """Return whether one of the lane's groups has a shift below 0 and is not zero."""
         first = (shifts[0] < 0) & self._is_nonzero(keys.first)
         return first | ((shifts[1] < 0) & self._is_nonzero(keys.second))
 
@@ -163,7 +163,7 @@ class IndexerLogitsCorrection(IndexerLogitsTile):
     def _sum_windows(
         self, keys: KeyPair, queries: QueryCodes, weights: Uint32, lane: Int32
     ) -> tuple[Float32, Float32]:
-        """As ``_sum_heads``, of keys or queries with groups whose scales are distant. One warp."""
+        """One warp: like ``_sum_heads``, for keys or queries with distant scales."""
         # The union over the warp, because all lanes take part in every ``mma``.
         shifts, low, high = [], Uint32(0), Uint32(0)
         for h in cutlass.range_constexpr(2):

@@ -154,7 +154,7 @@ def supports_int8(
     query_scales: torch.Tensor | None,
     capacity: int,
 ) -> bool:
-    """Whether the kernel supports these arguments, and is faster than Triton's.
+    """Return whether the kernel supports these arguments, and is faster than Triton's.
 
     ``capacity`` is a token's number of entries, at most. Other arguments do not matter.
     """

@@ -33,7 +33,7 @@ class Ring(NamedTuple):
 
 
 class SharedMemory(NamedTuple):
-    """What is in shared memory; numbers are addresses.
+    """The layout of shared memory; numbers are addresses.
 
     Attributes:
         queries: Queries as integers, ``[64 heads, 128 dims]``, swizzled for ``wgmma``.

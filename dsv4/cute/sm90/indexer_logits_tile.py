@@ -1,4 +1,4 @@
-"""What a warpgroup of the indexer-logits kernel does with a block of 64 entries and 64 heads.
+"""Work of a warpgroup of the indexer-logits kernel on a block of 64 entries and 64 heads.
 
 Codes become integers: twice their values, times the scale of their group of 32 dims over the
 largest of the key or query, as far as that is at least 2^-2 (of a key) or 2^-3 (of a query). So
@@ -52,8 +52,8 @@ class Lane(NamedTuple):
     """A thread's place in its warpgroup.
 
     Attributes:
-        warp: Of the warpgroup.
-        lane: Of the warp.
+        warp: Warp of the warpgroup.
+        lane: Lane of the warp.
     """
 
     warp: Int32
@@ -103,7 +103,7 @@ class PairScores(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a token's results go.
+    """Addresses of a token's results.
 
     Attributes:
         scores: Address of its keys.
@@ -136,7 +136,7 @@ class IndexerLogitsTile(PlannedKernel):
         Args:
             registers: 16 words: by step, half of the word, key.
             keys: Codes and scales.
-            lane: Of the warp.
+            lane: Lane of the warp.
             minus_one: -1, opaque to the compiler; see ``ptx.e2m1_to_bytes_by_table``.
             steps: Other work whose steps wait for one another; here each waits while the codes of a
                 word are expanded.
@@ -159,7 +159,7 @@ class IndexerLogitsTile(PlannedKernel):
         return largest, below
 
     def _is_distant(self, below: Uint32) -> cutlass.Boolean:
-        """Whether one of two distances that ``_dequantize`` returns is too large for integers."""
+        """Return whether a distance that ``_dequantize`` returns is too large for integers."""
         return ptx.max_of_halves(below) > Uint32(_FARTHEST)
 
     def _tables(self, factor: Uint32) -> list[Uint32]:
@@ -173,7 +173,7 @@ class IndexerLogitsTile(PlannedKernel):
         return [ptx.mad_u32(factor, Uint32(four), bias) for four in fours]
 
     def _is_nonzero(self, words: Words) -> cutlass.Boolean:
-        """Whether a code of some words is not zero."""
+        """Return whether a code of some words is not zero."""
         return (functools.reduce(operator.or_, words) & Uint32(0x77777777)) != Uint32(0)
 
     def _shift(self, scales: Uint32, group: Int32 | int) -> tuple[Int32, Uint32]:
@@ -209,7 +209,7 @@ class IndexerLogitsTile(PlannedKernel):
         return most, -total - most * _BIAS_WEIGHT
 
     def _weight_offset(self, head: Int32) -> Int32:
-        """Where a head's weight is: 16 of each lane of four, heads 2 j and 2 j + 1 of every 8."""
+        """Return the offset of a head's weight: 16 per lane of four, heads 2 j, 2 j + 1 of 8."""
         return head // 2 % 4 * WEIGHT_BYTES + (head // 8 * 2 + head % 2) * 4
 
     def _sum_heads(self, dots: cute.Tensor, weights: Uint32) -> list[Float32]:

@@ -1,4 +1,4 @@
-"""Which kernel an NVFP4 GEMM takes, in which configuration; needs no compiler.
+"""Choice of an NVFP4 GEMM's kernel and its configuration; needs no compiler.
 
 The small-M kernels run on every architecture, the large-M kernel on Hopper alone (``wgmma``).
 """
@@ -20,7 +20,7 @@ _SMALL_MATRIX = 24 << 20  # weights
 
 
 class GemmProblem(NamedTuple):
-    """What a kernel depends on, except the number of tokens.
+    """The facts that a kernel depends on, except the number of tokens.
 
     Attributes:
         rows: N, of all groups; a multiple of 16 in each.
@@ -66,13 +66,13 @@ def counted_as(tokens: int) -> int:
 
 
 def token_counts(most: int) -> list[int]:
-    """Every ``counted_as`` of 1 to ``most`` tokens, ascending."""
+    """Return every ``counted_as`` of 1 to ``most`` tokens, ascending."""
     counted = {counted_as(tokens) for tokens in range(TOKENS + 1, min(most, 8192) + 1)}
     return [*range(1, min(most, TOKENS) + 1), *sorted(counted)]
 
 
 def _takes_16_tokens(problem: GemmProblem) -> bool:
-    """Whether the small-M kernel takes up to 16 tokens: small matrices, and measured ones."""
+    """Return whether the small-M kernel takes up to 16 tokens: small and measured matrices."""
     if problem.rows * problem.columns <= _SMALL_MATRIX:
         return True
     tiles = problem.rows // 16

@@ -1,4 +1,4 @@
-"""What a warp does with one row tile in the small-M GEMMs, dense and grouped.
+"""Work of a warp on one row tile in the small-M GEMMs, dense and grouped.
 
 A row tile is 16 rows of the weight; a weight tile is 16 rows x 64 columns of it.
 
@@ -41,8 +41,8 @@ class Lane(NamedTuple):
     """A thread's place in its CTA.
 
     Attributes:
-        warp: Of the CTA.
-        lane: Of the warp.
+        warp: Warp of the CTA.
+        lane: Lane of the warp.
     """
 
     warp: Int32
@@ -53,8 +53,8 @@ class WeightAddress(NamedTuple):
     """Global addresses of a lane's bytes of a weight tile.
 
     Attributes:
-        codes: Of 16 bytes.
-        scales: Of 8 bytes.
+        codes: Address of 16 bytes.
+        scales: Address of 8 bytes.
     """
 
     codes: Int64
@@ -69,7 +69,7 @@ class GlobalScales(NamedTuple):
     """The weight's global scales: one, one per segment of rows, or one per row.
 
     Attributes:
-        address: Of the first.
+        address: Address of the first.
         cut0: First row of the second segment.
         cut1: First row of the third segment.
         cut2: First row of the fourth segment.
@@ -84,7 +84,7 @@ class GlobalScales(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where the results of a row tile go, and what scales them.
+    """Addresses of the results of a row tile, and the scales of the results.
 
     Attributes:
         buffer: The warp's shared-memory buffer for the transpose.
@@ -93,7 +93,7 @@ class Output(NamedTuple):
         token_scale: The first token's scale; read where the plan is ``row_scaled``.
         row_weight: The first token's weight; read by the grouped kernel alone.
         tokens: How many there are.
-        row_tiles: Of a token's results.
+        row_tiles: Row tiles of a token's results.
         token_stride: Elements of X from one token to the next.
         groups: Scales from one token to the next.
         limit: Clamp of SwiGLU.
@@ -158,7 +158,7 @@ class SmallMTile(PlannedKernel):
         return sums
 
     def _joined(self, sums: list[Fragment]) -> list[Fragment]:
-        """One fragment for each tile of tokens: even and odd K steps added."""
+        """Return one fragment for each tile of tokens: even and odd K steps added."""
         if self.plan.token_tiles > 1:
             return sums
         return [[sums[0][i] + sums[1][i] for i in range(4)]]
@@ -242,9 +242,9 @@ class SmallMTile(PlannedKernel):
 
         Args:
             sums: A fragment for each tile of tokens.
-            factors: Of the lane's two rows.
+            factors: Factors of the lane's two rows.
             output: Where to, and the tokens' scales.
-            lane: Of the warp.
+            lane: Lane of the warp.
             first: Where the row tile begins in a line.
             line: Results of a line.
         """

@@ -240,7 +240,7 @@ class TopkKernel(TopkRows):
         shared: SharedMemory,
         who: Lane,
     ) -> Cut:
-        """Where the k highest of ``count`` keys within the limits end."""
+        """Return where the k highest of ``count`` keys within the limits end."""
         threshold = self._search(source, limits, count, k, Int32(0), shared, who)
         bound, ties = threshold.key, k - threshold.above
         if threshold.reached <= k:
@@ -269,8 +269,8 @@ class TopkKernel(TopkRows):
             source: Keys.
             known: A threshold that at least k keys reach, and the highest key.
             reached: How many reach that threshold.
-            k: As above.
-            slack: As above.
+            k: Number of keys to select.
+            slack: Keys beyond k that the threshold may let through.
             shared: Shared memory; ``counts`` are zeros before and after.
             who: This thread.
         """

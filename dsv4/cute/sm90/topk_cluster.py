@@ -170,13 +170,13 @@ class TopkClusterKernel(TopkKernel):
         shared: SharedMemory,
         who: Lane,
     ) -> Placed:
-        """How many keys of the preceding CTAs are above the bound, and how many equal it.
+        """Return how many keys of the preceding CTAs are above the bound, and how many equal it.
 
         Args:
             source: Candidates of all CTAs.
             bound: The bound.
             peer: Rank of the CTA whose candidates this thread reads.
-            rank: Of this CTA.
+            rank: Rank of this CTA.
             shared: Shared memory.
             who: This thread.
         """

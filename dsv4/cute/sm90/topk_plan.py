@@ -151,5 +151,5 @@ def topk_plan(tokens: int, group: int) -> TopkPlan:
 
 
 def is_long(capacity: int, k: int) -> bool:
-    """Whether the kernel supports k of ``capacity`` entries, and is faster than Triton's."""
+    """Return whether the kernel supports k of ``capacity`` entries, and is faster than Triton's."""
     return capacity > _SHORT and k <= _MOST

@@ -30,12 +30,12 @@ def log2(number: int) -> int:
 
 
 class Lane(NamedTuple):
-    """Which thread this is.
+    """The thread's place.
 
     Attributes:
-        thread: Of the CTA.
-        lane: Of the warp.
-        warp: Of the CTA.
+        thread: Thread of the CTA.
+        lane: Lane of the warp.
+        warp: Warp of the CTA.
     """
 
     thread: Int32
@@ -94,7 +94,7 @@ class RowKeys(NamedTuple):
     """Keys by their generic address: all of them, or those of listed groups.
 
     Attributes:
-        address: Of the key at position 0.
+        address: Address of the key at position 0.
         groups: Shared-memory address of a list of groups; 0: all keys.
         limit: Positions from here on have no key.
         vectors: How many vectors there are.
@@ -110,7 +110,7 @@ class SharedKeys(NamedTuple):
     """Keys in shared memory where all vectors are whole, and which have no positions.
 
     Attributes:
-        address: Of the first vector.
+        address: Address of the first vector.
         vectors: How many vectors there are.
     """
 
@@ -122,7 +122,7 @@ class ClusterKeys(NamedTuple):
     """Candidates of all CTAs of a cluster; vectors of the CTAs alternate.
 
     Attributes:
-        address: Of the first vector in shared memory.
+        address: Address of the first vector in shared memory.
         limit: Candidates of the CTA whose vectors this thread reads.
         vectors: How many vectors there are, of all CTAs.
     """
@@ -150,7 +150,7 @@ class KeyRange(NamedTuple):
 
 
 class Threshold(NamedTuple):
-    """What a search finds.
+    """The result of a search.
 
     Attributes:
         key: The threshold.
@@ -164,7 +164,7 @@ class Threshold(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Which keys are selected: those above a bound, and some of those that equal it.
+    """The keys that are selected: those above a bound, and some of those that equal it.
 
     Attributes:
         bound: The bound.
@@ -188,7 +188,7 @@ class Placed(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where selected positions go, and what a key's position is.
+    """Addresses of selected positions, and the rule that gives a key's position.
 
     Attributes:
         out: Address of the row's results.

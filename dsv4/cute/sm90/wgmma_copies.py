@@ -27,7 +27,7 @@ from dsv4.cute.sm90.wgmma_epilogue import Thread, WgmmaEpilogue
 
 
 class TileOrder(NamedTuple):
-    """What ``tile_position`` takes: the order in which clusters visit the tiles.
+    """The order in which clusters visit the tiles: arguments of ``tile_position``.
 
     Attributes:
         token_tiles: Tiles of tokens.
@@ -88,7 +88,7 @@ class SharedMemory(NamedTuple):
     Attributes:
         x: X of all stages.
         weights: Codes of a stage's row tiles, then their scales; ``weight_bytes`` a stage.
-        full: As ``Pipeline.full``, a pointer as TMA copies take it.
+        full: ``Pipeline.full`` as a pointer, which TMA copies take.
     """
 
     x: cute.Tensor
@@ -112,8 +112,8 @@ class WeightCopies(NamedTuple):
     """TMA copies of the weights of a block of rows.
 
     Attributes:
-        codes: Of the codes.
-        scales: Of the block scales.
+        codes: Copies of the codes.
+        scales: Copies of the block scales.
     """
 
     codes: CopyPair
@@ -121,7 +121,7 @@ class WeightCopies(NamedTuple):
 
 
 def fake_x() -> cute.Tensor:
-    """Any X, for the compiler: rows of bfloat16 that begin at multiples of 16 bytes."""
+    """Make an X for the compiler: rows of bfloat16 that begin at multiples of 16 bytes."""
     return make_fake_tensor(
         BFloat16,
         (cute.sym_int(), cute.sym_int(divisibility=64)),
@@ -131,7 +131,7 @@ def fake_x() -> cute.Tensor:
 
 
 def fake_weights() -> cute.Tensor:
-    """Any packed codes or scales, for the compiler: rows of words of 32 bits."""
+    """Make packed codes or scales for the compiler: rows of words of 32 bits."""
     return make_fake_tensor(
         Int32,
         (cute.sym_int(), cute.sym_int(divisibility=16)),
@@ -171,7 +171,7 @@ class WgmmaCopies(WgmmaEpilogue):
         return cute.tile_to_shape(swizzle, (tokens, 64, count), (0, 1, 2))
 
     def _schedule(self, args: Any) -> tuple[Thread, Walk, KPart]:
-        """Who this thread is, its cluster's tiles, and its CTA's part of K.
+        """Return the thread's role, its cluster's tiles, and its CTA's part of K.
 
         Args:
             args: ``WgmmaArgs`` or ``Fp8WgmmaArgs``.
@@ -265,7 +265,7 @@ class WgmmaCopies(WgmmaEpilogue):
         return cute.make_tensor(shared_x.iterator, self._layout(self.plan.tma_tokens, boxes).outer)
 
     def _partition(self, atom: cute.CopyAtom, shared: cute.Tensor, tiles: cute.Tensor) -> CopyPair:
-        """Where copies go and whence, by stages or tiles."""
+        """Return where copies go and whence, by stages or tiles."""
         whole = cute.make_layout(1)
         grouped = [cute.group_modes(tensor, 0, 2) for tensor in (shared, tiles)]
         return CopyPair(*cpasync.tma_partition(atom, 0, whole, *grouped))

@@ -1,4 +1,4 @@
-"""From accumulators to results in the large-M GEMMs: split-K reduction, scales, stores.
+"""Epilogue of the large-M GEMMs: split-K reduction, scales, stores.
 
 Ownership. Accumulators are fragments of 16 rows of the weight and 8 tokens, as ``wgmma`` leaves
 them with the weight as left operand: a lane holds row ``lane // 4`` of tokens ``2 (lane % 4)`` and
@@ -61,10 +61,10 @@ class Thread(NamedTuple):
     """A thread's place.
 
     Attributes:
-        thread: Of the CTA.
-        warp: Of the CTA; the same in all lanes, which the compiler knows.
-        lane: Of the warp.
-        rank: Of the CTA in its cluster.
+        thread: Thread of the CTA.
+        warp: Warp of the CTA; the same in all lanes, which the compiler knows.
+        lane: Lane of the warp.
+        rank: Rank of the CTA in its cluster.
     """
 
     thread: Int32
@@ -74,7 +74,7 @@ class Thread(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Where the CTAs of a cluster leave sums for this one, at the same address in each.
+    """Addresses of sums that the CTAs of a cluster leave for this one, the same in each.
 
     Attributes:
         buffer: Shared memory for the sums.
@@ -100,7 +100,7 @@ class RowTile(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where results go, and what else the epilogue reads.
+    """Addresses of results, and what else the epilogue reads.
 
     Attributes:
         buffer: Transpose buffers of all warpgroups, in shared memory.
@@ -152,14 +152,14 @@ class WgmmaEpilogue(PlannedKernel):
 
     @property
     def _transposes(self) -> int:
-        """How many times a transpose buffer is filled with results of a row tile."""
+        """Return how many times a transpose buffer is filled with results of a row tile."""
         return -(-self.own_tiles // self.plan.epilogue_tiles)
 
     # Split-K: sums of the CTAs of a cluster.
 
     @cute.jit
     def _arrive_cluster(self) -> None:
-        """This thread's CTA has made its mbarriers, or has others that make them."""
+        """Arrive for this thread's CTA, whose mbarriers are made or are made by others of it."""
         if cutlass.const_expr(self.plan.ctas > 1):
             cute.arch.cluster_arrive_relaxed()
 
@@ -315,7 +315,7 @@ class WgmmaEpilogue(PlannedKernel):
 
     @cute.jit
     def _any_infinite(self, fragments: Fragments) -> Boolean:
-        """Whether one of the lane's sums is infinite.
+        """Return whether one of the lane's sums is infinite.
 
         By the largest, in four chains: that waits less than a chain of predicates.
         """
@@ -332,7 +332,7 @@ class WgmmaEpilogue(PlannedKernel):
 
         Args:
             fragments: Sums.
-            factors: Of the lane's two rows.
+            factors: Factors of the lane's two rows.
             output: Has the address of scales of tokens.
             begin: The lane's first token.
             bounds: Sizes of these scales.
@@ -359,7 +359,7 @@ class WgmmaEpilogue(PlannedKernel):
 
     @cute.jit
     def _infinite_inputs(self, x: Int64, begin: Int32, bounds: Bounds, lane: Int32) -> list[Uint32]:
-        """One warp: a bit for each token of the CTA whose input holds an infinity or a NaN.
+        """One warp: return a bit per token of the CTA whose input holds an infinity or a NaN.
 
         It reads the tokens' rows of X again, which is slow, and rare.
         """
@@ -433,7 +433,7 @@ class WgmmaEpilogue(PlannedKernel):
             row_tile: The warpgroup's first.
             turn: Number of this transpose in the tile; two buffers are used alternately.
             thread: Who this is.
-            bounds: Of the result.
+            bounds: Bounds of the result.
         """
         lane = thread.lane
         group, count = thread.warp // 4, len(values)

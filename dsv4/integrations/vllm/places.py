@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from dsv4.integrations.vllm import switches
+
 VERSIONS = ("0.33",)  # minor releases that were tried
 
 
@@ -29,12 +31,33 @@ class Place:
     signature: str
 
 
-CORE: tuple[Place, ...] = ()
+_V4 = "vllm.models.deepseek_v4"
+CORE: tuple[Place, ...] = (
+    Place(f"{_V4}.nvidia.model", "DeepseekV4ForCausalLM.__init__", "self, vllm_config, prefix"),
+    Place(f"{_V4}.nvidia.model", "DeepseekV4ForCausalLM.load_weights", "self, weights"),
+)
 EXPERTS: tuple[Place, ...] = ()
 LINEAR: tuple[Place, ...] = ()
 ATTENTION: tuple[Place, ...] = ()
 HYPER_CONNECTION: tuple[Place, ...] = ()
 MODEL: tuple[Place, ...] = ()
+
+
+def is_supported(version: str) -> bool:
+    """Whether a release of vLLM, ``0.33.1+cu130`` say, is one that was tried."""
+    return ".".join(version.split("+")[0].split(".")[:2]) in VERSIONS
+
+
+def of_part(part: str) -> tuple[Place, ...]:
+    """Places of a part of ``switches.PARTS``, or of ``"core"`` or ``"model"``."""
+    return {
+        "core": CORE,
+        switches.EXPERTS: EXPERTS,
+        switches.LINEAR: LINEAR,
+        switches.ATTENTION: ATTENTION,
+        switches.HYPER_CONNECTION: HYPER_CONNECTION,
+        "model": MODEL,
+    }[part]
 
 
 def signature_of(target: object) -> str:
@@ -51,8 +74,8 @@ def _stars(parameter: inspect.Parameter) -> str:
 
 def mismatches(places: Iterable[Place]) -> list[str]:
     """One sentence per place that this vLLM does not have, or has with other parameters."""
-    found = [_mismatch(place) for place in places]
-    return [sentence for sentence in found if sentence]
+    sentences = [_mismatch(place) for place in places]
+    return [sentence for sentence in sentences if sentence]
 
 
 def _mismatch(place: Place) -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from dsv4.cute.runtime import cubin_cache
+
 
 @dataclass(frozen=True)
 class Row:
@@ -77,3 +79,19 @@ class Report:
     def read(cls, path: Path) -> Report:
         """Read what ``save`` wrote."""
         return cls([Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))])
+
+
+def folder() -> Path | None:
+    """Return where engines save their reports; None if there is no folder for caches.
+
+    It is ``vllm`` in the folder of compiled kernels, ``$DSV4_CACHE_DIR`` or
+    ``~/.cache/dsv4/kernels``.
+    """
+    caches = cubin_cache.folder()
+    return None if caches is None else caches / "vllm"
+
+
+def path_of_stage(stage: int, stages: int) -> Path | None:
+    """Return the file of a pipeline stage's report, of the last engine that was started."""
+    reports = folder()
+    return None if reports is None else reports / f"report-{stage}-of-{stages}.json"

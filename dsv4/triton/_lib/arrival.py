@@ -51,7 +51,7 @@ def once_here(values, zeros):
 
 @triton.jit
 def _bits(values):
-    """As integers of the same width; integers as they are."""
+    """Reinterpret as integers of the same width; leave integers as they are."""
     if not values.dtype.is_int():
         if values.dtype.primitive_bitwidth == 32:
             values = values.to(tl.int32, bitcast=True)

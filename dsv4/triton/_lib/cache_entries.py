@@ -1,4 +1,4 @@
-"""One cache entry in registers, to and from its bytes in a page.
+"""Convert a cache entry in registers to and from its bytes in a page.
 
 The layout is ``dsv4.kv_cache.pages.EntryLayout``.
 
@@ -219,12 +219,12 @@ def store_rope(
     """The part of ``store_entries`` for RoPE dims; those below 0 and from ``ROPE`` on are skipped.
 
     Args:
-        data: As for ``store_entries``.
+        data: See ``store_entries``.
         stride: Likewise.
         slots: Likewise.
         values: ``[ROWS, N]``.
         dim: int32 ``[1, N]``, which of the RoPE dims each column is.
-        NOPE: As for ``store_entries``.
+        NOPE: See ``store_entries``.
         ROPE: Likewise.
         PAGE_SIZE: Likewise.
     """

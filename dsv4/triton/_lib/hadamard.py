@@ -95,7 +95,7 @@ def fp4_exponents(peak):
 
 @triton.jit
 def round_e2m1(x):
-    """To the nearest E2M1 value, ties to the even code; ``|x| <= 6``. The sign of zero is kept.
+    """Round to the nearest E2M1, ties to the even code; ``|x| <= 6``. The sign of zero is kept.
 
     Adding 2^22, 2^23 or 2^24 leaves multiples of 0.5, 1 or 2 in float32.
     """

@@ -385,7 +385,7 @@ def score_pages_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """As ``score_kernel``, a token to a program, where every block lies within a page.
+    """Like ``score_kernel``, a token to a program, where every block lies within a page.
 
     Then its page is one number, and the whole block is read, also past the end. Codes are loaded
     into the registers in which they are operands of the tensor cores; the next block is prefetched.

@@ -1,4 +1,4 @@
-"""From the mixing GEMM to the coefficients of four streams: gates, write-back, Sinkhorn matrix."""
+"""Coefficients of four streams from the mixing GEMM: gates, write-back, Sinkhorn matrix."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def coefficients_of_token(
 
 @triton.jit
 def _columns(values):
-    """Every fourth of ``values [N]``, from the first to the fourth on: ``[N / 4]`` each."""
+    """Return every fourth of ``values [N]``, from the first to the fourth on: ``[N / 4]`` each."""
     even, odd = tl.split(tl.reshape(values, [values.shape[0] // 4, 2, 2]))
     first, third = tl.split(even)
     second, fourth = tl.split(odd)

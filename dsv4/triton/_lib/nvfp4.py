@@ -38,7 +38,7 @@ _UNIT = tl.constexpr(2.0**-14)
 
 
 def conversion(tensor: torch.Tensor) -> int:
-    """How kernels on the tensor's GPU make codes: by integers, by way of E5M2, or by instruction.
+    """Return how kernels on the tensor's GPU make codes: integers, E5M2, or instructions.
 
     All give the same bits. The first is for the interpreter; conversions to E5M2 exist from compute
     capability 8.9, to E2M1 from 10.0.
@@ -61,7 +61,7 @@ def scale_columns(blocks: int, swizzled: bool) -> int:
 
 @triton.jit
 def scale_offset(row, block, columns, SWIZZLED: tl.constexpr):
-    """Where the scale byte of ``block`` in ``row`` lies, counted from the first of its matrix.
+    """Return the offset of the scale byte of ``block`` in ``row``, from the first of its matrix.
 
     ``columns`` is ``scale_columns``. Swizzled (specification, section 11.3): tiles of 128 rows by 4
     blocks, 512 bytes each, one after the other along the row.
@@ -191,7 +191,7 @@ def rounded(values, dtype: tl.constexpr):
 
 @triton.jit
 def is_moderate(global_scale):
-    """Whether divisions by this scale, or by it times a block scale, need no ``shift``.
+    """Return whether divisions by this scale, or by it times a block scale, need no ``shift``.
 
     Then no intermediate value that matters underflows or overflows, and block maxima that are
     rounded as subnormal numbers have block scale 0 however they are rounded.

@@ -138,7 +138,7 @@ def sum_of_all(numbers):
 
 @triton.jit
 def tile_coordinates(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
-    """This program's matrix, and row and block of each of its ROWS * BLOCKS blocks."""
+    """Return this program's matrix, and row and block of each of its ROWS * BLOCKS blocks."""
     group = tl.arange(0, ROWS * BLOCKS)
     row = tl.program_id(0).to(tl.int64) * ROWS + group // BLOCKS
     block = tl.program_id(1) * BLOCKS + group % BLOCKS
@@ -147,7 +147,7 @@ def tile_coordinates(ROWS: tl.constexpr, BLOCKS: tl.constexpr):
 
 @triton.jit
 def own_coordinates(ROWS: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr):
-    """This program's matrix, and row and piece of each of its ROWS * BLOCKS * 2 pieces.
+    """Return this program's matrix, and row and piece of each of its ROWS * BLOCKS * 2 pieces.
 
     CHUNKS programs share ROWS rows. They follow one another, and so start at the same time.
     """
@@ -514,7 +514,7 @@ def quantize_row(
 
 
 def are_many(rows: int) -> bool:
-    """Whether the rows fill the GPU, so that each may have few threads."""
+    """Return whether the rows fill the GPU, so that each may have few threads."""
     return rows > _FEW_ROWS
 
 
@@ -626,7 +626,7 @@ class Output:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the operator returns."""
+        """The tensors that the operator returns."""
         return self.codes, self.scales, self.total
 
     def without_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -640,7 +640,7 @@ class Output:
 
     @property
     def _all_rows(self) -> int:
-        """Of all matrices; there must be a row."""
+        """The number of rows of all matrices; there must be a row."""
         return self.codes.numel() // self.codes.shape[-1]
 
     @property
@@ -651,7 +651,7 @@ class Output:
 
     @property
     def _partials(self) -> int:
-        """From the source of one matrix to that of the next."""
+        """The distance from the source of one matrix to that of the next."""
         if self.source is None or self.source.dim() == 1:
             return 1
         return self.source.shape[-1] if self.dynamic else self.source.stride(-2)
@@ -707,7 +707,7 @@ class Output:
 
     @property
     def _shared(self) -> bool:
-        """Whether several programs share a row."""
+        """Return whether several programs share a row."""
         wide = self._sizes[3]
         return shared_blocks(wide, self._all_rows) < launch_options.power_of_two(wide)
 
@@ -723,7 +723,7 @@ class Output:
 
     @property
     def by_row(self) -> bool:
-        """Whether a kernel that calls ``quantize_row`` is the better choice."""
+        """Return whether a kernel that calls ``quantize_row`` is the better choice."""
         return self._chunks[1] > 0
 
     @property

@@ -51,7 +51,7 @@ def _negative(x):
 
 @triton.jit
 def rotate(x, cos, sin):
-    """Turn the pairs of ``x [ROWS, 2 N]`` (float32) by the angles ``[ROWS, N]``."""
+    """Rotate the pairs of ``x [ROWS, 2 N]`` (float32) by the angles ``[ROWS, N]``."""
     ROWS: tl.constexpr = x.shape[0]
     PAIRS: tl.constexpr = x.shape[1] // 2
     even, odd = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
@@ -61,7 +61,7 @@ def rotate(x, cos, sin):
 
 @triton.jit
 def rotate_pairs(even, odd, cos, sin):
-    """Turn ``(even, odd)``; all float32 of one shape.
+    """Rotate ``(even, odd)``; all float32 of one shape.
 
     One product rounds, the other goes into the sum exactly: written out, so that no compiler
     chooses which, and two kernels agree.

@@ -37,13 +37,13 @@ def _ones(bits):
 
 @triton.jit
 def _reach(keys, threshold):
-    """How many keys (uint32 ``[T, N]``) reach a threshold."""
+    """Return how many keys (uint32 ``[T, N]``) reach a threshold."""
     return tl.sum(tl.sum((keys >= threshold).to(tl.int32), 1), 0)
 
 
 @triton.jit
 def _reach_both(keys, a, b):
-    """As ``_reach`` of two thresholds, by one sum: most of its time is waiting for warps."""
+    """Like ``_reach`` for two thresholds, by one sum: most of its time is waiting for warps."""
     flags = (keys >= a).to(tl.int32) + ((keys >= b).to(tl.int32) << 16)
     both = tl.sum(tl.sum(flags, 1), 0)
     return both & 0xFFFF, both >> 16
@@ -89,7 +89,7 @@ def _search(keys, low, reached, high, down, k):
 
 @triton.jit
 def _before(flag):
-    """How many flags (bool ``[T, N]``, N up to 16) stand before each, row by row; and of all."""
+    """Count the flags (bool ``[T, N]``, N up to 16) before each, row by row; and all."""
     T: tl.constexpr = flag.shape[0]
     N: tl.constexpr = flag.shape[1]
     bit = tl.arange(0, N)[None, :]
@@ -106,7 +106,7 @@ def _before(flag):
 
 @triton.jit
 def _is_selected(keys, least, reaching, down, k):
-    """Which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
+    """Return which of the keys (uint32 ``[T, N]``) are the k highest, of equal ones the first.
 
     ``reaching`` of them reach ``least``; if fewer than k, those. ``down`` as in ``_search``.
     """
@@ -230,7 +230,7 @@ def _buffer_pairs(keys, ids, least, count, pairs, BUFFER: tl.constexpr):
 
 @triton.jit
 def _buffer_entries(keys, shown, least, pairs, BUFFER: tl.constexpr, T: tl.constexpr):
-    """As ``_buffer_groups``, pairs of the entries themselves."""
+    """Like ``_buffer_groups``, for pairs of the entries themselves."""
     count = 0
     for start in range(0, shown, 8 * T):
         ids = start + _positions(T, 8)
@@ -251,7 +251,7 @@ def _buffer_members(
     BUFFER: tl.constexpr,
     T: tl.constexpr,
 ):
-    """As ``_buffer_entries``, of the entries of the first ``group_count`` groups, of 8 or 16."""
+    """Like ``_buffer_entries``, for the entries of the first ``group_count`` groups, of 8 or 16."""
     count = 0
     PARTS: tl.constexpr = GROUP // 8
     part = tl.arange(0, T)

@@ -134,7 +134,7 @@ def _cut(x):
 
 @triton.jit
 def _fours(x):
-    """Of ``[..., 4 n]`` the first, second, third and fourth of every four, ``[..., n]`` each.
+    """Split ``[..., 4 n]`` to the first, second, third and fourth of every four, ``[..., n]`` each.
 
     So one thread has all four, whichever had them before.
     """

@@ -52,11 +52,11 @@ class Request:
 
     Attributes:
         module: Where the kernel is defined.
-        name: Of the kernel there.
+        name: Name of the kernel there.
         signature: Triton's type of each argument, by name.
         constants: Values of constant arguments, by path.
         attrs: Properties of other arguments, for example divisibility, by path.
-        options: Of the compiler.
+        options: Options of the compiler.
         target: Backend, architecture and threads of a warp.
         key: SHA-256 of all that the compiled kernel depends on.
     """
@@ -101,7 +101,7 @@ def _key(kernel: Any, *fields: Any) -> bytes:
 
 
 def _source_key(kernel: Any) -> Any:
-    """What a kernel's code depends on, the same in every process.
+    """Return what a kernel's code depends on, the same in every process.
 
     Not Triton's own ``cache_key``: in Triton 3.6 that depends on which kernels were hashed before,
     because it leaves out the constants of functions that were not, so kernels compiled in a worker
@@ -159,7 +159,7 @@ def _compiled(
     attrs: Any,
     warmup: bool,
 ) -> Any:
-    """In place of ``JITFunction._do_compile``."""
+    """Compile or load a kernel; replaces ``JITFunction._do_compile``."""
     arguments = (key, signature, device, constexprs, options, attrs, warmup)
     collector = _collector.get()
     if collector is None and _is_watched():
@@ -180,7 +180,7 @@ def _compiled(
 
 
 def _is_watched() -> bool:
-    """Whether somebody watches or changes what Triton compiles: then it compiles itself."""
+    """Return whether somebody watches or changes what Triton compiles: then it compiles itself."""
     from triton.runtime import _async_compile
 
     runtime, compilation = knobs.runtime, knobs.compilation

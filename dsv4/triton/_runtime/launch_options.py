@@ -1,4 +1,4 @@
-"""What every launcher needs: the right device, and how the kernel is to be started."""
+"""Options that every launcher needs: the right device, and how the kernel is started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def options(tensor: torch.Tensor, small: bool = False) -> dict[str, Any]:
 
 
 def is_small(programs: int, warps: int) -> bool:
-    """Whether a launch of ``programs`` programs of ``warps`` warps each is small."""
+    """Return whether a launch of ``programs`` programs of ``warps`` warps each is small."""
     return programs * warps <= _SMALL_WARPS
 
 

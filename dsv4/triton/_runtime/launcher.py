@@ -66,7 +66,7 @@ _dtype = attrgetter("dtype")
 
 @functools.lru_cache(maxsize=1 << 16, typed=True)
 def integer_class(value: int) -> tuple[Any, ...]:
-    """What a compiled kernel may assume of an integer: no coarser than Triton's own rules."""
+    """Return what a compiled kernel may assume of an integer: no coarser than Triton's rules."""
     width = 32 if -(2**31) <= value < 2**31 else 64 if value < 2**63 else 65
     return (int, value == 1, value % _ALIGNMENT == 0, width)
 
@@ -310,7 +310,7 @@ class FastKernel:
     def _learned(
         self, layout: Layout, key: Any, grid: Any, args: Sequence[Any], options: dict[str, Any]
     ) -> Launch | None:
-        """What launches a new specialisation, which is compiled and loaded; None: only Triton."""
+        """Compile and load a new specialisation; return its launch, or None if only Triton can."""
         recorder = current_recorder()
         if recorder is None:
             compiled = self.kernel.run(*args, grid=grid, warmup=True, **options)
@@ -339,12 +339,12 @@ def fast_launch(kernel: Any) -> Any:
 
 
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a CUDA GPU: one place, for tests without one to replace."""
+    """Return whether a tensor is on a CUDA GPU: one place, for tests without one to replace."""
     return tensor.is_cuda
 
 
 def _is_ours(layout: Layout, grid: Any, args: Sequence[Any]) -> bool:
-    """Whether nothing but the launch itself is wanted, on the current GPU."""
+    """Return whether nothing but the launch itself is wanted, on the current GPU."""
     first = layout.positions["tensor"][0]
     tensor = flat(tuple(args))[first] if layout.has_tuples else args[first]
     return (
@@ -356,7 +356,7 @@ def _is_ours(layout: Layout, grid: Any, args: Sequence[Any]) -> bool:
 
 
 def nobody_watches() -> bool:
-    """Whether launches may leave out Triton: nobody has replaced its launcher or hooked it."""
+    """Return whether launches may bypass Triton: nobody has replaced its launcher or hooked it."""
     enter, leave = _SETTINGS.launch_enter_hook, _SETTINGS.launch_exit_hook
     return JITFunction.run is _RUN and not (
         getattr(enter, "calls", enter) or getattr(leave, "calls", leave)
@@ -364,11 +364,11 @@ def nobody_watches() -> bool:
 
 
 def describe(kernel: Any, layout: Layout, compiled: Any) -> Function | None:
-    """How to launch what Triton compiled; None, with a warning the first time, where it is unknown.
+    """Return how to launch a compiled kernel; None, with a warning the first time, if unknown.
 
     Args:
         kernel: The ``JITFunction``.
-        layout: Of the call's positional arguments.
+        layout: Layout of the call's positional arguments.
         compiled: The ``CompiledKernel``.
     """
     try:
@@ -396,7 +396,7 @@ def _described(kernel: Any, layout: Layout, compiled: Any) -> Function:
 
 
 def _unsupported(function: Function) -> str | None:
-    """Why only Triton can launch it, or None."""
+    """Return why only Triton can launch it, or None."""
     metadata = function.compiled.metadata
     if any(kind[0] != "*" and kind not in _SCALARS for kind in function.types):
         return f"parameters are {function.types}"

@@ -35,9 +35,9 @@ class Chart:
     Attributes:
         title: One line.
         notes: Lines below the title.
-        unit: Of the vertical axis.
+        unit: Unit of the vertical axis.
         series: Names of the bars of each group, at most five.
-        groups: From left to right.
+        groups: Groups from left to right.
     """
 
     title: str
@@ -130,7 +130,7 @@ class _Axis:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> _Axis:
-        """One that shows all values with room for their labels."""
+        """Return an axis that shows all values with room for their labels."""
         most = max(values, default=1.0) or 1.0
         least = min((v for v in values if v > 0), default=most)
         if most / least > _LOG_FROM:

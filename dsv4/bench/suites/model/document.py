@@ -16,14 +16,14 @@ SCHEMA = "dsv4.bench.model/1"
 
 @dataclass(frozen=True)
 class Named:
-    """Which model a row is about.
+    """The model that a row is about.
 
     Attributes:
         preset: Published model.
         experts: Routed experts of a layer.
-        experts_of_model: As many as the published model has.
+        experts_of_model: Routed experts of a layer of the published model.
         layers: Decoder layers.
-        layers_of_model: As many as the published model has.
+        layers_of_model: Layers of the published model.
         weights: ``"random"``, ``"mxfp4-cast"`` or ``"checkpoint"``.
         recipe: Which matrices have which format: ``"nvfp4"``, ``"nvidia"`` or ``"checkpoint"``.
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
@@ -242,7 +242,7 @@ def _fields(where: str, content: Any, names: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go: a JSON file and a chart; None: nowhere."""
+    """Destinations of results: a JSON file and a chart; None: nowhere."""
 
     json: Path | None
     chart: Path | None

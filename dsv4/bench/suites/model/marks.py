@@ -1,4 +1,4 @@
-"""When the decode steps of a call of ``generate`` began.
+"""Times at which the decode steps of a call of ``generate`` began.
 
 ``generate`` returns all tokens at once, so its steps are noticed in the runner that it drives.
 """
@@ -22,7 +22,7 @@ class Mark:
     """A decode step of a runner, captured or not.
 
     Attributes:
-        sequences: That it decodes.
+        sequences: Sequences that it decodes.
         seconds: When it began, a reading of ``time.perf_counter``.
     """
 
@@ -32,7 +32,7 @@ class Mark:
 
 @contextmanager
 def marked() -> Iterator[list[Mark]]:
-    """Within it, every decode step of every runner adds its mark to the list."""
+    """Let every decode step of every runner add its mark to the list, within the block."""
     marks: list[Mark] = []
     run = DecodeStep.run
 
@@ -51,10 +51,10 @@ def decode_ms(marks: Sequence[Mark], sequences: int, skip: int, steps: int) -> f
     when no prompt is left.
 
     Args:
-        marks: Of a whole call.
-        sequences: That decode together.
+        marks: Marks of a whole call.
+        sequences: Sequences that decode together.
         skip: Steps left out at the beginning.
-        steps: That are timed.
+        steps: Steps that are timed.
     """
     times = [mark.seconds for mark in marks if mark.sequences == sequences]
     times = times[skip : skip + steps + 1]

@@ -47,7 +47,7 @@ class WrongError(RuntimeError):
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether decode steps can be captured there."""
+    """Return whether decode steps can be captured there."""
     return device.type == "cuda"
 
 
@@ -111,7 +111,7 @@ class Measurement:
         """Kernels of a row's captured step; after all other times, which a profiler could change.
 
         Args:
-            row: From ``decode``.
+            row: A row that ``decode`` returned.
         """
         if self._is_requested(row, KERNELS, *_KERNELS):
             for name in _KERNELS:
@@ -119,7 +119,7 @@ class Measurement:
             self._take(row, _KERNELS, lambda: self._profiled_step(row))
 
     def _is_requested(self, row: Measured, column: str, *figures: str) -> bool:
-        """Whether a column was asked for; if not, the row says so."""
+        """Return whether a column was asked for; if not, the row says so."""
         if column in self.request.columns:
             return True
         row.missing.update(dict.fromkeys(figures, NOT_ASKED))
@@ -310,7 +310,7 @@ class Measurement:
         return [stem + tail for tail in self._prompts(count, _TAIL)]
 
     def _generate_steps(self, row: DecodeRow) -> None:
-        """Between the decode steps of one call of ``generate``, all sequences together."""
+        """Time the decode steps of one call of ``generate``, all sequences together."""
         request, count, context = self.request, row.tokens, row.context
         if count * context > request.prefill_limit:
             raise SkippedError(request.too_long(count, context))

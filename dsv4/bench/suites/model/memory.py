@@ -1,4 +1,4 @@
-"""Whether a model and its caches fit the device, asked before anything is built."""
+"""Check, before anything is built, that a model and its caches fit the device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ModelBytes:
     """Bytes of a model's weights.
 
     Attributes:
-        expert: Of one routed expert in all layers.
-        layer_expert: Of one routed expert in one layer.
-        other: Of everything but routed experts.
+        expert: Bytes of one routed expert in all layers.
+        layer_expert: Bytes of one routed expert in one layer.
+        other: Bytes of everything but routed experts.
         experts: How many there are per layer.
     """
 
@@ -37,11 +37,11 @@ class ModelBytes:
 
     @property
     def peak(self) -> int:
-        """While it is built: all weights, and one layer's experts once more, not packed yet."""
+        """The most bytes while it is built: all weights, and one layer's experts not packed yet."""
         return self.other + self.experts * (self.expert + self.layer_expert)
 
     def experts_within(self, available: int) -> int:
-        """Most experts per layer whose weights fit; below 0: the other weights do not."""
+        """Return the most experts per layer that fit; below 0 if the other weights do not."""
         return (available - self.other) // (self.expert + self.layer_expert)
 
 

@@ -21,7 +21,7 @@ SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
 
 
 def lines(results: ModelResults, *, profile: bool) -> list[str]:
-    """Everything that is printed but the verdict.
+    """Yield everything that is printed but the verdict.
 
     Args:
         results: What was measured.
@@ -163,7 +163,7 @@ def _where(row: Measured) -> str:
 
 
 def _missing(results: ModelResults) -> list[str]:
-    """Why figures are missing, figures of one reason together."""
+    """Return why figures are missing, figures of one reason together."""
     said = []
     for row in (*results.rows, *results.prompts):
         reasons: dict[str, list[str]] = {}

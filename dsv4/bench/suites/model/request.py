@@ -1,4 +1,4 @@
-"""Checked options of ``python -m dsv4.bench model``."""
+"""Options of ``python -m dsv4.bench model``, checked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Budget:
     begin: float = field(default_factory=time.perf_counter)
 
     def spent(self) -> str | None:
-        """Why nothing begins any more, or None."""
+        """Return why nothing more is started, or None."""
         if self.seconds is None or time.perf_counter() - self.begin < self.seconds:
             return None
         return f"{NOT_BEGUN}{self.seconds:g} s, which had passed"
@@ -158,7 +158,7 @@ class ModelRequest:
         return ramp + WARM_STEPS + self.steps + _SPARE
 
     def too_long(self, sequences: int, context: int) -> str:
-        """Why a batch is not brought to a context."""
+        """Return why a batch is not brought to a context."""
         total = sequences * context
         return (
             f"{sequences} prompt{'s' * (sequences > 1)} of {context} tokens are {total} tokens to "
@@ -184,7 +184,7 @@ class ModelRequest:
                 )
 
     def named(self) -> dict[str, Any]:
-        """Which model a row is about."""
+        """Return the fields that say which model a row is about."""
         loaded = self.checkpoint is not None
         return {
             "preset": self.preset,
@@ -200,7 +200,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a model comes from; see ``ModelRequest``."""
+    """The source of a model; see ``ModelRequest``."""
 
     preset: str
     config: ModelConfig
