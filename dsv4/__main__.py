@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
-from dsv4.integrations.vllm import command_line
 
 _PRESETS = ("flash", "pro")
 _ACTIVATIONS = ("bf16", "nvfp4")
@@ -34,13 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    if options.command == "vllm-report":
-        return _vllm_report(options)
-    try:
-        return _warmup(options)
-    except (OSError, RuntimeError, ValueError) as error:
-        print(f"python -m dsv4 {options.command}: {error}", file=sys.stderr)
-        return 1
+    if options.command in command_modules.NAMES:
+        return command_modules.run(options)
+    return command_modules.guarded(options.command, lambda: _warmup(options))
 
 
 def version() -> str:
@@ -88,13 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
     add("--quiet", action="store_true", help="print neither progress nor what was done")
-    report = commands.add_parser(
-        "vllm-report",
-        help="what the vLLM plugin knows, and what it replaced",
-        description=command_line.DESCRIPTION,
-        formatter_class=raw,
-    )
-    report.add_argument("--last", action="store_true", help="the last saved table alone")
+    command_modules.add(commands)
     return parser
 
 
@@ -118,15 +108,6 @@ def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
             config = getattr(ModelConfig, preset)(activation=activation)
             models[f"{preset}, {activation} activations"] = config
     return models
-
-
-def _vllm_report(options: argparse.Namespace) -> int:
-    try:
-        print(command_line.text(options.last))
-    except (OSError, ValueError) as error:
-        print(f"python -m dsv4 vllm-report: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def _warmup(options: argparse.Namespace) -> int:

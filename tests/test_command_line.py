@@ -105,7 +105,7 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
 def test_a_configuration_file(asked, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     arguments = ["warmup", "--arch", ARCH, "--activation", "bf16", "--config", str(tmp_path)]
-    assert command_line.main(arguments) == 1
+    assert command_line.main(arguments) == 2
     assert capsys.readouterr().err.startswith("python -m dsv4 warmup: ")
 
 
@@ -120,7 +120,7 @@ def test_a_failed_kernel_is_named_and_no_bundle_is_written(asked, tmp_path, caps
 
 def test_a_missing_folder_is_found_before_anything_is_compiled(asked, tmp_path, capsys):
     arguments = ["warmup", "--arch", ARCH, "--out", str(tmp_path / "none" / "b")]
-    assert command_line.main(arguments) == 1
+    assert command_line.main(arguments) == 2
     assert len(asked) == 1
     assert "is no folder" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 
 import dsv4
 from dsv4.testing.models import random_model, transformers_twin
+from dsv4.text.effort import RELEASE_0731
+from tests.text.tokenizers import small_table
 
 ROOT = Path(dsv4.__file__).resolve().parent.parent
 README = ROOT / "README.md"
 GUIDES = ("quickstart", "checkpoints", "transformers", "vllm", "numerics", "debugging_nan",
-          "benchmarking")  # fmt: skip
+          "benchmarking", "text")  # fmt: skip
 pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the package")
 
 
@@ -29,6 +32,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme") / "checkpoint"
     model = random_model(dsv4.ModelConfig.tiny(**sizes), 1, mtp=True)
     dsv4.save(model, folder, layout="nvidia")
+    (folder / "tokenizer.json").write_text(json.dumps(small_table()), encoding="utf-8")
+    (folder / "encoding").mkdir()
+    table = f"REASONING_EFFORT_PROMPTS = {dict(RELEASE_0731.texts)!r}"
+    (folder / "encoding" / "encoding_dsv4.py").write_text(table, encoding="utf-8")
     return folder
 
 

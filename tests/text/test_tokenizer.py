@@ -14,7 +14,7 @@ from dsv4.text import markers
 from dsv4.text.markers import Segment, joined, marker
 from dsv4.text.stream import StopStream, find_stop
 from dsv4.text.tokenizer import Tokenizer, TokenizerError
-from tests.text.conftest import small_table
+from tests.text.tokenizers import small_table
 
 # Text that brings unusual characters, pieces of markers and markers themselves.
 PIECES = st.sampled_from(

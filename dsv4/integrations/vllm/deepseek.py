@@ -26,6 +26,7 @@ from dsv4.integrations.vllm.warm import warm_replaced
 ADOPTERS: tuple[tuple[str, str], ...] = (
     (switches.EXPERTS, "experts"),
     (switches.LINEAR, "linear"),
+    (switches.ATTENTION, "attention"),
     (switches.HYPER_CONNECTION, "hyper_connection"),
     (switches.HYPER_CONNECTION, "norm"),
 )

@@ -1,0 +1,54 @@
+"""Commands of ``python -m dsv4``, a file for each.
+
+A module of a command has ``add``, which adds its options to a parser, and ``run``, which runs it
+and returns the exit status. Bad input is a ``ValueError`` or ``OSError``, said in one sentence on
+stderr, and the status 2; a failure of anything else is a ``RuntimeError`` and the status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from dsv4.commands import generate, vllm_report
+
+_INTERRUPTED = 130  # as a shell says of SIGINT
+_MODULES = {"generate": generate, "vllm-report": vllm_report}
+NAMES = tuple(_MODULES)
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the options of all commands."""
+    for module in _MODULES.values():
+        module.add(commands)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command of parsed options; returns the exit status."""
+    return guarded(options.command, lambda: _MODULES[options.command].run(options))
+
+
+def guarded(command: str, action: Callable[[], int]) -> int:
+    """The status of an action, with an error as one sentence."""
+    try:
+        return action()
+    except BrokenPipeError:
+        # Whoever read has enough; Python would complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        status = 2
+        print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)
+    except RuntimeError as error:
+        status = 1
+        print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)
+    return status
+
+
+def _sentence(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,296 @@
+"""``python -m dsv4 generate``: text in, a stream of text out."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4.serving import SamplingOptions
+    from dsv4.text import Answer, EffortTable, TextGenerator, Tokenizer
+    from dsv4.text.generate import ChatRequest, TextRequest
+
+_DESCRIPTION = """\
+Continue a text, or answer a message or a conversation.
+
+The answer goes to stdout as it comes, reasoning to stderr, calls of tools to stdout, each a line of
+JSON. Without --temperature and --top-p the checkpoint's generation_config.json decides."""
+_EXAMPLES = """\
+examples:
+  python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --prompt "The capital of France is"
+  python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --chat "Why is the sky blue?" --effort max
+  python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --chat conversation.json --no-thinking --stats
+
+A conversation is a JSON list of messages in OpenAI's form, or a table with messages, tools and
+response_format."""
+_FILE_KEYS = ("messages", "tools", "response_format")
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the options."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue a text or answer a conversation",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("path", metavar="PATH", help="folder of a checkpoint, with its tokenizer.json")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--prompt", metavar="TEXT", help="beginning of a text to continue")
+    text.add_argument("--chat", metavar="TEXT|FILE.json", help="a message, or a conversation")
+    option("--system", metavar="TEXT", help="system message before --chat TEXT")
+    option(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether the model reasons before it answers --chat (it does)",
+    )
+    option("--effort", metavar="NAME", help="of reasoning, by the checkpoint's table (high)")
+    option(
+        "--effort-table",
+        choices=("original", "0731"),
+        help="for a checkpoint without encoding/encoding_dsv4.py",
+    )
+    option("--max-new-tokens", type=int, default=1024, metavar="N", help="at most (1024)")
+    option("--temperature", type=float, metavar="T", help="0: the most probable token")
+    option("--top-p", type=float, metavar="P", help="probability to choose from")
+    option("--seed", type=int, metavar="N", help="of random numbers")
+    option("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeats")
+    option("--device", metavar="NAME", help="where the model runs (cuda if there is a GPU, or cpu)")
+    option("--stats", action="store_true", help="print counts and times to stderr")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be generated, checked before the model is read.
+
+    Attributes:
+        tokenizer: Of the checkpoint.
+        efforts: Its table; None: it has none.
+        options: How tokens are chosen.
+        prompt: A text to continue; None: a chat.
+        chat: Arguments of ``TextGenerator.chat``.
+        prompt_tokens: Number of tokens of the prompt.
+    """
+
+    tokenizer: Tokenizer
+    efforts: EffortTable | None
+    options: SamplingOptions
+    prompt: str | None
+    chat: Mapping[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 0
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    import dsv4
+    from dsv4.serving import Runner
+    from dsv4.text import TextGenerator
+
+    task = _task(options)
+    device = _device(options.device)
+    began = time.perf_counter()
+    # The runner below has graphs of its own.
+    model = dsv4.load(options.path, device=device, prepare="kernels", progress=sys.stderr.isatty())
+    loaded = time.perf_counter() - began
+    tokens = task.prompt_tokens + task.options.max_new_tokens
+    with Runner(model, max_sequences=1, max_tokens=max(tokens, 2), prefix_sequences=0) as runner:
+        generator = TextGenerator(runner, task.tokenizer, efforts=task.efforts)
+        request, times = _stream(generator, task, options.stop)
+    if options.stats:
+        print(_statistics(request, times, loaded, device), file=sys.stderr)
+    return 0
+
+
+def _task(options: argparse.Namespace) -> Task:
+    """Everything but the model.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if an option does not fit the others or the checkpoint.
+    """
+    from dsv4.text import EffortTable, Tokenizer, chat_prompt, completion_prompt
+    from dsv4.text.defaults import sampling_defaults
+    from dsv4.text.effort import TABLES
+
+    folder = Path(options.path)
+    if not folder.is_dir():
+        raise ValueError(f"PATH is {options.path!r}, wanted the folder of a checkpoint")
+    tokenizer = Tokenizer.from_path(folder)
+    changes = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_p", "seed", "max_new_tokens")
+        if getattr(options, name) is not None
+    }
+    sampling = dataclasses.replace(sampling_defaults(folder), **changes)
+    efforts = TABLES.get(options.effort_table) or EffortTable.from_path(folder)
+    if options.prompt is not None:
+        _refuse_chat_options(options)
+        prompt = completion_prompt(options.prompt)
+        chat: dict[str, Any] = {}
+    else:
+        chat = _chat(options)
+        if chat["thinking"] and efforts is None:
+            raise ValueError(
+                f"{folder} has no encoding/encoding_dsv4.py, wanted --effort-table or --no-thinking"
+            )
+        prompt = chat_prompt(**chat, efforts=efforts)
+    number = len(prompt.ids(tokenizer))
+    return Task(tokenizer, efforts, sampling, options.prompt, chat, number)
+
+
+def _refuse_chat_options(options: argparse.Namespace) -> None:
+    for name in ("system", "thinking", "effort", "effort_table"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} is for --chat, and --prompt is given")
+
+
+def _chat(options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``TextGenerator.chat``."""
+    thinking = options.thinking is not False
+    chat: dict[str, Any] = {"thinking": thinking, "effort": options.effort}
+    if options.chat.endswith(".json"):
+        if options.system is not None:
+            raise ValueError("--system is for --chat TEXT, and --chat is a file")
+        return {**chat, **_conversation(Path(options.chat))}
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return {**chat, "messages": [*system, {"role": "user", "content": options.chat}]}
+
+
+def _conversation(file: Path) -> dict[str, Any]:
+    """Messages, tools and response format of a file."""
+    import json
+
+    from dsv4.config.json_file import read_bytes
+
+    try:
+        values = json.loads(read_bytes(file))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {str(file)!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if isinstance(values, list):
+        return {"messages": values}
+    unknown = sorted(set(values) - set(_FILE_KEYS)) if isinstance(values, dict) else []
+    if not isinstance(values, dict) or unknown or "messages" not in values:
+        raise ValueError(
+            f"{file} holds {', '.join(unknown) or type(values).__name__}, wanted a list of "
+            f"messages, or a table with {', '.join(_FILE_KEYS)}"
+        )
+    return values
+
+
+def _device(name: str | None) -> str:
+    """The device to run on."""
+    import torch
+
+    if name is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"--device is {name!r}, wanted cuda, cuda:N or cpu") from None
+    if kind not in ("cuda", "cpu"):
+        raise ValueError(f"--device is {name!r}, wanted cuda, cuda:N or cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device is {name!r}, and PyTorch finds no GPU")
+    return name
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Seconds until the first piece and until the end."""
+
+    first: float
+    whole: float
+
+
+def _stream(
+    generator: TextGenerator, task: Task, stops: Sequence[str]
+) -> tuple[TextRequest | ChatRequest, _Times]:
+    """Print an answer as it comes."""
+    began = time.perf_counter()
+    request: TextRequest | ChatRequest
+    if task.prompt is not None:
+        request = generator.complete(task.prompt, stop=stops, options=task.options)
+    else:
+        request = generator.chat(**task.chat, stop=stops, options=task.options)
+    printer = _Printer()
+    first = None
+    for piece in request:
+        first = time.perf_counter() - began if first is None else first
+        printer.show(piece)
+    whole = time.perf_counter() - began
+    printer.finish(None if task.prompt is not None else request.answer)  # type: ignore[union-attr]
+    return request, _Times(whole if first is None else first, whole)
+
+
+class _Printer:
+    """Prints content to stdout and reasoning to stderr, each ended by a line break."""
+
+    def __init__(self) -> None:
+        self._last = {sys.stdout: "\n", sys.stderr: "\n"}
+        for stream in self._last:
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")
+
+    def show(self, piece: Any) -> None:
+        """Print a piece of text or an event of a chat."""
+        from dsv4.text.answer_events import ContentText, ReasoningText
+
+        if isinstance(piece, ReasoningText):
+            self._write(sys.stderr, piece.text)
+        elif isinstance(piece, (str, ContentText)):
+            self._end_line(sys.stderr)
+            self._write(sys.stdout, piece if isinstance(piece, str) else piece.text)
+
+    def finish(self, answer: Answer | None) -> None:
+        """Print the calls of a chat."""
+        import json
+
+        self._end_line(sys.stderr)
+        self._end_line(sys.stdout)
+        for call in answer.calls if answer else ():
+            line = {"name": call.name, "arguments": call.values()}
+            self._write(sys.stdout, json.dumps(line, ensure_ascii=False) + "\n")
+        for call in answer.incomplete if answer else ():
+            self._write(sys.stderr, f"a call of {call.name!r} is not complete\n")
+
+    def _write(self, stream: Any, text: str) -> None:
+        if text:
+            self._last[stream] = text[-1]
+            stream.write(text)
+            stream.flush()
+
+    def _end_line(self, stream: Any) -> None:
+        if self._last[stream] != "\n":
+            self._write(stream, "\n")
+
+
+def _statistics(
+    request: TextRequest | ChatRequest, times: _Times, loaded: float, device: str
+) -> str:
+    """Counts and times in a few lines."""
+    import torch
+
+    usage = request.usage
+    number = usage.completion_tokens
+    reasoning = f" ({usage.reasoning_tokens} of reasoning)" if usage.reasoning_tokens else ""
+    rate = (number - 1) / (times.whole - times.first) if times.whole > times.first else 0.0
+    lines = [
+        f"{usage.prompt_tokens} prompt tokens, {number} new ones{reasoning}, "
+        f"ended by {request.finish_reason}",
+        f"loaded in {loaded:.1f} s, first text after {times.first * 1e3:.0f} ms, "
+        f"then {rate:.1f} tokens/s",
+    ]
+    if torch.device(device).type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        lines.append(f"at most {peak / 1e9:.2f} GB of GPU memory")
+    return "\n".join(lines)
