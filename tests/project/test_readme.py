@@ -21,7 +21,7 @@ def blocks() -> list[str]:
 
 @pytest.mark.slow
 def test_every_block_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a small checkpoint in NVIDIA's layout where the README names the published one."""
+    """The README's code runs with a small checkpoint in NVIDIA's layout."""
     model = random_model(
         dsv4.ModelConfig.tiny(vocab_size=8192, max_position_embeddings=8192), 1, mtp=True
     )
