@@ -57,7 +57,10 @@ class PoolingModule(FixedDtypeModule):
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project to keys-values and scores, float32 in DeepSeek's numerics (section 5.1)."""
+        """Project to keys-values and scores (specification, section 5.1).
+
+        Both are float32 in DeepSeek's numerics.
+        """
         dtype = None
         if self.numerics == "deepseek":
             dtype = wider(hidden_states.dtype, torch.float32)

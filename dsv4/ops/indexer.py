@@ -299,7 +299,7 @@ def indexer_select(
     top_k: int,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Select the ``top_k`` visible entries with the highest scores (section 6, step 5).
+    """Select the ``top_k`` visible entries of highest score (specification, section 6, step 5).
 
     ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
     The selection is exact for the computed scores: of equal scores the lower entry comes first. A

@@ -115,7 +115,7 @@ def rms_norm(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Compute ``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis (section 2).
+    """Norm the last axis: ``weight * x * rsqrt(mean(x^2) + eps)`` (specification, section 2).
 
     Computed in float32 (float64 for float64 input), with one rounding to ``x.dtype`` at the end.
     Without a weight this is the per-head norm of q (specification, section 4.2, step 2). A row that
