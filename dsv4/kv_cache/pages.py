@@ -12,6 +12,7 @@ A slot is a global entry number, ``page * page_size + entry``; -1 stands for no 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -162,7 +163,7 @@ class Pages:
         if entry_format == "plain":
             data = torch.zeros(num_pages, page_size, head_dim, dtype=dtype, device=device)
         else:
-            page_bytes = entry_layout(entry_format, head_dim, rope_dim).page_bytes(page_size)
+            page_bytes = bytes_per_page(entry_format, head_dim, rope_dim, page_size)
             data = torch.zeros(num_pages, page_bytes, dtype=torch.uint8, device=device)
         return cls(data, page_size, entry_format, head_dim, rope_dim)
 
@@ -190,8 +191,7 @@ class Pages:
         """Bytes of one page."""
         if self.entry_format == "plain":
             return self.page_size * self.head_dim * self.data.element_size()
-        layout = entry_layout(self.entry_format, self.head_dim, self.rope_dim)
-        return layout.page_bytes(self.page_size)
+        return bytes_per_page(self.entry_format, self.head_dim, self.rope_dim, self.page_size)
 
 
 def dims_multiple(entry_format: str) -> int:
@@ -204,6 +204,12 @@ def entry_layout(entry_format: str, head_dim: int, rope_dim: int) -> EntryLayout
     if entry_format == "fp8":
         return EntryLayout(head_dim, rope_dim)
     return IndexLayout(head_dim, entry_format)
+
+
+@functools.cache
+def bytes_per_page(entry_format: str, head_dim: int, rope_dim: int, page_size: int) -> int:
+    """Bytes of a page of any format but ``"plain"``; every operator on pages asks for them."""
+    return entry_layout(entry_format, head_dim, rope_dim).page_bytes(page_size)
 
 
 def _check_sizes(

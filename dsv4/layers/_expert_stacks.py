@@ -53,6 +53,7 @@ class ExpertStacks(FixedDtypeModule):
         self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
         self.hidden_dim = config.hidden_size
         self.intermediate_dim = config.moe_intermediate_size
+        self.gate_up_rows = (self.intermediate_dim, self.intermediate_dim)
         self.format: Format | None = None
         self.layout = LINEAR
         self.gate_up_proj = empty_weight(
@@ -83,14 +84,12 @@ class ExpertStacks(FixedDtypeModule):
         segments: tuple[int, ...] = ()
         if name == "gate_up_proj" and global_scale is not None:
             if self.layout == LINEAR:
-                segments = (self.intermediate_dim, self.intermediate_dim)
+                segments = self.gate_up_rows
             else:
                 global_scale = self._buffers["gate_up_row_scale"]
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        # An unpacked layer keeps no value: its tensors are about to be replaced.
-        packed = self.layout != LINEAR
-        return self.value_of(*parts, name=name) if packed else QuantizedTensor(*parts)
+        return self.value_of(*parts, name=name)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -133,7 +132,7 @@ class ExpertStacks(FixedDtypeModule):
             codes, scales = deinterleaved(linear.codes), deinterleaved(as_bytes(linear.scales))
             scales = scales.view(linear.scales.dtype)
         global_scale = getattr(self, name + "_scale_2")[expert]
-        segments = (self.intermediate_dim, self.intermediate_dim)
+        segments = self.gate_up_rows
         return QuantizedTensor(codes, scales, global_scale, matrix.format, segments=segments)
 
     def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:

@@ -98,6 +98,7 @@ class ExpertWeights(ExpertStacks):
         tensor = getattr(self, name)
         if not tensor.is_contiguous() or tensor.is_inference():
             new = tensor.detach().clone(memory_format=torch.contiguous_format)
+            self.forget_value()
             setattr(self, name, frozen(new))
 
     def _rewrite(self, how: Callable[..., Writes]) -> None:

@@ -285,7 +285,7 @@ def run(
         return function(streams, input_ids, options)
     call = _Call(function, streams, input_ids, options)
     if not _is_plain(call):
-        return call()
+        return function(streams, input_ids, options)
     plans = layer.__dict__.get(_ATTRIBUTE)
     if plans is None or plans.owner is None or plans.owner() is not layer:
         plans = layer.__dict__[_ATTRIBUTE] = LayerPlans(weakref.ref(layer))
@@ -300,8 +300,8 @@ def _is_plain(call: _Call) -> bool:
         and streams.dim() == 4
         and streams.shape[0] == 1
         and streams.numel() > 0
-        and is_launch_bound(streams.shape[1])
         and streams.device.type in _plans.PLANNED_DEVICES
+        and is_launch_bound(streams.shape[1])
         and _plans.is_plain_call("auto")
         and _OPTIONS.issuperset(options)
         and options.get("position_ids") is None

@@ -97,8 +97,8 @@ class FixedDtypeModule(nn.Module):
         return last[1]
 
     def forget_value(self) -> None:
-        """Drop the tensors of every ``value_of``, before they are replaced."""
-        self.__dict__.pop("_kept", None)
+        """Let go of the tensors of every ``value_of``, before they are replaced."""
+        self.__dict__.get("_kept", {}).clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +209,7 @@ def refused_while_packed(tensor: str) -> str:
     return f"{tensor}: the layer is packed, {remedy}"
 
 
-def hooked(*modules: nn.Module) -> bool:
-    """Return whether someone watches a module, whose parts then must not be run without it."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+def hooked(module: nn.Module, other: nn.Module) -> bool:
+    """Whether someone watches a module, whose parts then must not be run without it."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return any((before, after, other._forward_pre_hooks, other._forward_hooks))

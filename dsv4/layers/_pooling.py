@@ -57,9 +57,9 @@ class PoolingModule(FixedDtypeModule):
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project to keys-values and scores (specification, section 5.1).
+        """Project to the KV cache's values and scores.
 
-        Both are float32 in DeepSeek's numerics.
+        Both are float32 in DeepSeek's numerics (specification, section 5.1).
         """
         dtype = None
         if self.numerics == "deepseek":

@@ -27,10 +27,10 @@ def fused_linear(
         x: ``[..., in_features]``.
         out_dtype: See ``Linear.forward``.
     """
-    if not _is_one_gemm(layers):
+    whole = _one_gemm(layers, x, out_dtype)
+    if whole is None:
         return [layer(x, out_dtype) for layer in layers]
-    whole = _gemm(layers, x, out_dtype)
-    # ``Tensor.split`` does the same with six more Python calls.
+    # ``Tensor.split`` comes to the same after six more calls of Python.
     return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
 
@@ -52,37 +52,33 @@ def concatenated_linear(
     Returns:
         ``[..., sum of out_features]``.
     """
-    if not _is_one_gemm(layers):
+    whole = _one_gemm(layers, x, reserve_sms=reserve_sms)
+    if whole is None:
         return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
-    return _gemm(layers, x, reserve_sms=reserve_sms)
+    return whole
 
 
-def _is_one_gemm(layers: Sequence[Linear]) -> bool:
-    """Return whether one GEMM takes the weights and the input of all."""
-    activation = layers[0].activation
-    for layer in layers:
-        if layer.format is not NVFP4 and layer.format != NVFP4:
-            return False
-        if layer.activation != activation:
-            return False
-        if layer.observer is not None:  # calibrating
-            return False
-    return True
-
-
-def _gemm(
+def _one_gemm(
     layers: Sequence[Linear],
     x: torch.Tensor,
     out_dtype: torch.dtype | None = None,
     reserve_sms: int = 0,
-) -> torch.Tensor:
-    activation, common = _quantising(layers)
+) -> torch.Tensor | None:
+    """All projections side by side; None where one GEMM cannot take all weights and the input."""
+    activation = layers[0].activation
+    for layer in layers:
+        if layer.format is not NVFP4 and layer.format != NVFP4:
+            return None
+        if layer.activation != activation:
+            return None
+        if layer.observer is not None:  # calibrating
+            return None
     weight = _joined(layers)
     return gemm(
         x,
         weight,
         activation=activation,
-        input_scale=common,
+        input_scale=_common_input_scale(layers) if activation == "nvfp4" else None,
         out_dtype=out_dtype,
         reserve_sms=reserve_sms,
     )
@@ -106,12 +102,13 @@ def fused_swiglu(
         ``[..., I]``; None where the rows are not interleaved (``join_weights``) or the layers
         differ in what they do to ``x``.
     """
-    layers, fused = (gate, up), _fused_of(gate)
+    layers, activation = (gate, up), gate.activation
+    fused: Any = gate._modules.get("fused")  # see ``FixedDtypeModule``
     if fused is None or not fused.interleaved or not _share(layers, fused):
         return None
-    if gate.activation != up.activation:
+    if up.activation != activation:
         return None
-    activation, scale = _quantising(layers)
+    scale = _common_input_scale(layers) if activation == "nvfp4" else None
     for layer in layers:
         if layer.observer is not None:
             layer.observer.see(x)
@@ -122,24 +119,12 @@ def fused_swiglu(
     )
 
 
-def _quantising(layers: Sequence[Linear]) -> tuple[str, torch.Tensor | None]:
-    """Return how a GEMM of layers that agree on it takes its input, and with which scale."""
-    activation = layers[0].activation
-    return activation, _common_input_scale(layers) if activation == "nvfp4" else None
-
-
 def _joined(layers: Sequence[Linear]) -> QuantizedTensor:
-    """Return the rows of all layers: their fused weight, or a copy."""
-    fused = _fused_of(layers[0])
+    """The rows of all layers: their fused weight, or a copy."""
+    fused: Any = layers[0]._modules.get("fused")  # see ``FixedDtypeModule``
     if fused is not None and not fused.interleaved and _share(layers, fused):
         return fused.whole()
     return cat_rows([layer.quantized_weight() for layer in layers])
-
-
-def _fused_of(layer: Linear) -> FusedWeight | None:
-    """Return ``layer.fused`` by a dictionary lookup; see ``FixedDtypeModule``."""
-    modules: Any = layer._modules
-    return modules.get("fused")
 
 
 def _share(layers: Sequence[Linear], fused: FusedWeight) -> bool:

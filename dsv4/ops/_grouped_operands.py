@@ -39,11 +39,6 @@ class Rows(NamedTuple):
     scales: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
 
-    @property
-    def columns(self) -> int:
-        """The number of columns K."""
-        return self.x.shape[-1] if self.scales is None else 2 * self.x.shape[-1]
-
 
 def checked_rows(
     op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
@@ -73,16 +68,26 @@ def checked_weight(
     input_scale: torch.Tensor | None,
 ) -> Weight:
     """Check that the operands fit; return the weight in the form that operators take."""
-    x, shape = rows.x, weight.shape
+    x, compiling = rows.x, torch.compiler.is_compiling()
+    if isinstance(weight, torch.Tensor) or compiling:
+        shape: Sequence[int] = weight.shape
+    else:
+        shape = weight.valid_shape
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
     if isinstance(weight, torch.Tensor):
         parts = Weight(weight, None, None, [], PLAIN, LINEAR)
         dtypes: Sequence[torch.dtype] = _check.FLOATS
     else:
-        if not torch.compiler.is_compiling():
-            weight.validate()
-        parts, dtypes = _flatten(weight), (weight.codes.dtype,)
+        parts = Weight(
+            weight.codes,
+            weight.scales,
+            weight.global_scale,
+            list(weight.segments),
+            weight.format.name,
+            weight.layout,
+        )
+        dtypes = (weight.codes.dtype,)
     x_dtypes = _check.FLOATS if rows.scales is None else (x.dtype,)
     if input_scale is not None and activation != "nvfp4":
         raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
@@ -93,19 +98,9 @@ def checked_weight(
         ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
         ("input_scale", input_scale, (torch.float32,), (shape[0],)),
     )
-    if not torch.compiler.is_compiling():
-        check_columns(op, rows.columns, shape[2], activation)
+    columns = x.shape[-1] if rows.scales is None else 2 * x.shape[-1]
+    if not compiling and (columns != shape[2] or (activation == "nvfp4" and columns % 16)):
+        check_columns(op, columns, shape[2], activation)
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
-
-
-def _flatten(weight: QuantizedTensor) -> Weight:
-    return Weight(
-        weight.codes,
-        weight.scales,
-        weight.global_scale,
-        list(weight.segments),
-        weight.format.name,
-        weight.layout,
-    )

@@ -5,10 +5,11 @@ function (``GemmArgs``). ``define`` makes the schema from their annotations. The
 check of values and every implementation take the record, and so does ``dispatch.Call.args``.
 
 A call in plain eager mode runs the operator's body at once: torch's dispatcher would do nothing but
-convert twelve arguments there and back, which takes longer than some kernels run. If anything may
-observe the call or change its arguments (``_observer``), the registered operator is called, which
-runs the same body. A kernel that somebody else registers for one of these operators therefore has
-no effect in plain eager mode: to add one, add a row to ``dispatch.IMPLEMENTATIONS``.
+convert twelve arguments there and back, which takes longer than some kernels run. Whenever anything
+might want to see the call (``unobserved``) or would change its arguments, the registered operator
+is called, which ends in the same body. A kernel that somebody else registers for one of these
+operators is therefore not seen in plain eager mode: another way to run an operator is a row of
+``dispatch.IMPLEMENTATIONS``.
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
@@ -82,43 +83,57 @@ class Call(Protocol[A_contra, R_co]):
         ...
 
 
-def _watcher() -> Callable[[], bool]:
-    """Return the test for a function mode or profiler that sees calls in this thread."""
-    try:
-        function_modes = torch._C._len_torch_function_stack
-        profiler_enabled = torch.autograd._profiler_enabled
-    except AttributeError:
-        return lambda: True
-    return lambda: bool(function_modes() or profiler_enabled())
+@dataclass(frozen=True)
+class _Observers:
+    """How to ask torch, by private names, what in this thread wants to see operators.
 
-
-def _observer() -> Callable[[], bool]:
-    """Return the test that nothing in this thread sees operators: no mode, transform or trace.
-
-    It calls torch's private functions; for a torch without them, every call counts as observed.
+    Attributes:
+        function_modes: Counts them.
+        is_profiling: Whether torch's profiler runs.
+        keys: The dispatch keys that are added to those of tensors.
+        plain_keys: What the dispatcher itself adds, in and out of inference mode, as ``raw_repr``.
+            Modes, functorch's transforms and tracers add theirs.
     """
+
+    function_modes: Callable[[], int]
+    is_profiling: Callable[[], bool]
+    keys: Callable[[], Any]
+    plain_keys: frozenset[int]
+
+
+def _observers() -> _Observers:
+    """Those of this torch; with one that has other names, every call is one to be seen."""
     try:
         key, keys = torch._C.DispatchKey, torch._C.DispatchKeySet
-        # Keys that the dispatcher adds to those of tensors, in and out of inference mode. Modes,
-        # functorch's transforms and tracers add more.
         least: Any = keys(key.BackendSelect)
         most: Any = least | keys(key.ADInplaceOrView)
-        plain = frozenset((least.raw_repr(), most.raw_repr()))
-        include_set: Any = torch._C._dispatch_tls_local_include_set
-        function_modes = torch._C._len_torch_function_stack
-        profiling = torch.autograd._profiler_enabled
+        return _Observers(
+            torch._C._len_torch_function_stack,
+            torch.autograd._profiler_enabled,
+            torch._C._dispatch_tls_local_include_set,
+            frozenset((least.raw_repr(), most.raw_repr())),
+        )
     except AttributeError:
-        return lambda: False
-
-    def unobserved() -> bool:
-        return include_set().raw_repr() in plain and not function_modes() and not profiling()
-
-    return unobserved
+        return _Observers(lambda: 1, lambda: True, lambda: None, frozenset())
 
 
-is_watched = _watcher()
-unobserved = _observer()
-_new_tuple: Any = tuple.__new__  # makes a record from its fields; ``_make`` takes twice as long
+# Names of this module, because a call asks all three and each function between would take longer.
+_OBSERVERS = _observers()
+_function_modes, _is_profiling = _OBSERVERS.function_modes, _OBSERVERS.is_profiling
+_keys, _PLAIN_KEYS = _OBSERVERS.keys, _OBSERVERS.plain_keys
+
+
+def is_watched() -> bool:
+    """Whether a function mode or torch's profiler sees calls in this thread."""
+    return bool(_function_modes() or _is_profiling())
+
+
+def unobserved() -> bool:
+    """Whether nothing in this thread wants to see operators: no mode, transform or trace."""
+    return not (_function_modes() or _is_profiling() or _keys().raw_repr() not in _PLAIN_KEYS)
+
+
+_new_tuple: Any = tuple.__new__  # makes a record of its fields; ``_make`` takes twice as long
 _is_grad_enabled = torch.is_grad_enabled  # in one place: the look-up takes as long as the call
 
 
@@ -320,8 +335,10 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     as_declared: set[tuple[type, ...]] = set()
 
     def call(args: Any, backend: str, out: torch.Tensor | None = None, reserve_sms: int = 0) -> Any:
-        if torch.compiler.is_compiling() or not unobserved():
+        if torch.compiler.is_compiling():
             return through_torch(args, backend, out)
+        if _function_modes() or _is_profiling() or _keys().raw_repr() not in _PLAIN_KEYS:
+            return through_torch(args, backend, out)  # ``unobserved``, in this frame
         kinds = tuple(map(type, args))
         if kinds not in as_declared:
             if any(map(_missing, kinds, declared)):
@@ -340,8 +357,8 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
             return through_torch(args, backend, out)
         if has_out:
             return operation.run_record(args, backend, out)
-        if check is not None:
-            operation.check_values(args)
+        if check is not None and args[0].is_cpu:
+            check(op, args)
         return dispatch.run(op, args, backend, None, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:

@@ -126,18 +126,14 @@ def _write_fake(args: CompressWriteArgs) -> None:
     return None
 
 
-def _check_batch(op: str, args: CompressorUpdateArgs | CompressWriteArgs) -> None:
-    _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
-    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
-    _check_sequences(op, has_tokens, args.sequences, args.state.shape[0])
-    _check.none_bad(op, "starts", args.starts, has_tokens & (args.starts < 0), "from 0 on")
+def _check_batch(op: str, args: CompressorUpdateArgs) -> None:
+    _entries_with_tokens(op, args, args.state.shape[0])
 
 
 def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     data = args.data
-    _check_batch(op, args)
-    has_tokens = _has_tokens(args.cu_seqlens, args.sequences)
-    _check_sequences(op, has_tokens, args.sequences, args.page_table.shape[0])
+    rows = min(args.state.shape[0], args.page_table.shape[0])
+    has_tokens = _entries_with_tokens(op, args, rows)
     # Windows that close are entries ``first`` to ``last - 1`` of a sequence.
     first = args.starts // args.ape.shape[0]
     last = (args.starts + args.cu_seqlens.diff()) // args.ape.shape[0]
@@ -148,18 +144,28 @@ def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
     holds = (entry + args.page_size > first.unsqueeze(1)) & (entry < last.unsqueeze(1))
     pages = args.page_table[args.sequences.where(writes, 0)]
     past = writes.unsqueeze(1) & holds & (pages >= data.shape[0])
-    _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
-
-
-def _check_sequences(op: str, has_tokens: torch.Tensor, sequences: torch.Tensor, rows: int) -> None:
-    past = has_tokens & (sequences >= rows)
     if bool(past.any()):
-        _check.none_bad(op, "sequences", sequences, past, f"below {rows}")
+        _check.none_bad(op, "page_table[sequences]", pages, past, f"below {data.shape[0]}")
 
 
-def _has_tokens(cu_seqlens: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-    """Return which entries of the batch are not ignored."""
-    return (cu_seqlens.diff() > 0) & (sequences >= 0)
+def _entries_with_tokens(
+    op: str, args: CompressorUpdateArgs | CompressWriteArgs, rows: int
+) -> torch.Tensor:
+    """Which entries of the batch are not ignored, their values checked.
+
+    Args:
+        op: Name of the operator.
+        args: Its arguments.
+        rows: What ``sequences`` has to be below.
+    """
+    starts, sequences = args.starts, args.sequences
+    _check.within(op, "cu_seqlens", args.cu_seqlens, args.kv.shape[0] + 1)
+    has_tokens = (args.cu_seqlens.diff() > 0) & (sequences >= 0)
+    bad = has_tokens & ((sequences >= rows) | (starts < 0))
+    if bool(bad.any()):
+        _check.none_bad(op, "sequences", sequences, bad & (sequences >= rows), f"below {rows}")
+        _check.none_bad(op, "starts", starts, bad & (starts < 0), "from 0 on")
+    return has_tokens
 
 
 _pool_windows = define("pool_windows", PoolWindowsArgs, _pool_fake)

@@ -147,8 +147,7 @@ def check_gemm(
     if activation not in ACTIVATIONS or (out_dtype is not None and out_dtype not in _check.FLOATS):
         check_options(op, activation, out_dtype)
     if not torch.compiler.is_compiling():
-        weight.validate()
-        shape = weight.shape
+        shape = weight.valid_shape
         if len(shape) != 2 or groups < 1 or shape[0] % groups or not x.dim():
             _refuse_shapes(op, x, shape, groups)
         if groups > 1 and tuple(x.shape[-2:-1]) != (groups,):

@@ -299,9 +299,10 @@ def indexer_select(
     top_k: int,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Select the ``top_k`` visible entries of highest score (specification, section 6, step 5).
+    """Select the ``top_k`` visible entries with the highest scores.
 
-    ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32 (float64 for float64 input).
+    ``score_c = sum_h weights_h * relu(q_h . key_c)`` in float32, float64 for float64 input
+    (specification, section 6, step 5).
     The selection is exact for the computed scores: of equal scores the lower entry comes first. A
     NaN score counts as the highest, so that a NaN reaches the attention of its own token; ids are
     in range whatever the input holds. ``visible`` is read on the device, so a captured graph may

@@ -115,9 +115,10 @@ def rms_norm(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Norm the last axis: ``weight * x * rsqrt(mean(x^2) + eps)`` (specification, section 2).
+    """Compute ``weight * x * rsqrt(mean(x^2) + eps)`` over the last axis.
 
-    Computed in float32 (float64 for float64 input), with one rounding to ``x.dtype`` at the end.
+    Computed in float32 (float64 for float64 input), with one rounding to ``x.dtype`` at the end
+    (specification, section 2).
     Without a weight this is the per-head norm of q (specification, section 4.2, step 2). A row that
     holds a non-finite value, or whose mean square overflows, is NaN throughout.
 

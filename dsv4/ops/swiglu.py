@@ -81,7 +81,7 @@ def swiglu(
     out_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification, section 8.2).
+    """Compute ``silu(min(gate, limit)) * clamp(up, -limit, limit)`` (specification, section 8.2).
 
     The gate has an upper clamp only, and both clamps come before the multiplication. Computed in
     float32 (float64 for float64 input), with one rounding to ``out_dtype`` at the end. A NaN or an

@@ -272,14 +272,17 @@ class QuantizedTensor:
             TypeError: if a dtype is not the format's.
             ValueError: if a shape does not fit, or a scale is not finite or not above zero.
         """
-        if "_sound" not in self.__dict__:
-            # Once per value, because these checks take longer than a GEMM of a microsecond.
-            _check_storage(self)
-            _check_global_scale(self)
-            object.__setattr__(self, "_sound", True)
+        _ = self.valid_shape
         if check_values:
             check_scale_values(self)
         return self
+
+    @functools.cached_property
+    def valid_shape(self) -> tuple[int, ...]:
+        """``shape``, of a value that passed ``validate``: its checks take longer than a GEMM."""
+        _check_storage(self)
+        _check_global_scale(self)
+        return self.shape
 
 
 def _check_storage(q: QuantizedTensor) -> None:
@@ -293,14 +296,15 @@ def _check_storage(q: QuantizedTensor) -> None:
     if q.codes.dim() < 2:
         raise ValueError(f"{name}: codes have shape {list(q.codes.shape)}, wanted [..., N, bytes]")
     check_layout(q.format, q.layout)
-    q.format.codes_shape(q.shape)
-    wanted_shape = q.format.scales_shape(q.shape)
+    shape = q.shape
+    q.format.codes_shape(shape)
+    wanted_shape = q.format.scales_shape(shape)
     if q.layout == SWIZZLED:
         wanted_shape = (*wanted_shape[:-2], swizzled_size(*wanted_shape[-2:]))
     if tuple(q.scales.shape) != wanted_shape:
         raise ValueError(
             f"{name}: scales have shape {list(q.scales.shape)}, wanted {list(wanted_shape)} "
-            f"for a {q.layout} matrix of shape {list(q.shape)}"
+            f"for a {q.layout} matrix of shape {list(shape)}"
         )
     devices = {t.device for t in (q.codes, q.scales, q.global_scale) if t is not None}
     if len(devices) > 1:

@@ -69,6 +69,13 @@ def test_a_decode_step_of_c128a_has_the_entries_of_a_million_tokens(tokens, expe
     assert len({c.name for c in cases}) == len(cases)
 
 
+@pytest.mark.parametrize("group", ["attention", "attention_layer"])
+def test_baselines_none_times_none(group, tmp_path: Path, capsys):
+    options = ["--tokens", "1", "--cases", "tiny C4A*", "--baselines", "none"]
+    assert command(tmp_path / "found.json", group, *options) == cli.OK
+    assert [row.get("baselines", {}) for row in rows_of(tmp_path / "found.json")] == [{}]
+
+
 def test_names_are_those_of_the_commands():
     assert attention.GROUPS == cli.ATTENTION
 

@@ -138,13 +138,13 @@ def link_problems(document: Path, text: str) -> list[str]:
 def citing_files() -> list[Path]:
     """Every file that may cite, except this one, which has broken citations as examples."""
     code = [p for folder in ("dsv4", "tests", "tools") for p in (ROOT / folder).rglob("*.py")]
-    documents = [ROOT / "README.md", ROOT / "DESIGN.md", *(ROOT / "docs").glob("*.md")]
+    documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sorted(p for p in (*code, *documents) if p != Path(__file__).resolve())
 
 
 def documents() -> list[Path]:
-    folders = [ROOT.glob("*.md"), (ROOT / "docs").rglob("*.md"), (ROOT / "results").rglob("*.md")]
-    return sorted(p for folder in folders for p in folder)
+    folders = (ROOT / name for name in ("docs", "notes", "results"))
+    return sorted([*ROOT.glob("*.md"), *(p for folder in folders for p in folder.rglob("*.md"))])
 
 
 def test_every_citation_leads_to_a_section_or_a_pitfall() -> None:

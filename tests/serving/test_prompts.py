@@ -17,6 +17,7 @@ from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import check_prompt_buckets
 from dsv4.serving.graphs import Graphs
 from dsv4.serving.prompts import Inputs, Part, Size
+from dsv4.serving.sampler import Variant
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
 from tests._tools.taped import replayed, taped
@@ -78,6 +79,8 @@ def stories(draw: st.DrawFn, most: int = 5) -> Story:
 
 
 SHORT = SamplingOptions(max_new_tokens=4)
+DRAWN = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
+BUCKETS = (32, 64, 128, 200)
 ONE_TOKEN = SamplingOptions(max_new_tokens=1)
 SHARED: Story = [
     ([(5 * i + 1) % 128 for i in range(260)] + [tail], SHORT, steps)
@@ -205,20 +208,29 @@ def test_default_buckets(
 def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit: tokens, log-probabilities and all that the device remembers."""
     model, sizes = packed(numerics).cuda(), SIZES | {"max_chunk": 200, "buckets": (1, 3)}
-    drawn = SamplingOptions(temperature=0.9, seed=4, logprobs=2, max_new_tokens=3)
     stem = [(5 * i + 1) % 128 for i in range(300)]
     story = [
-        ([*stem[: (37 * i) % 290], i], drawn if i % 3 else SHORT, i % 4 if i % 5 else 9)
+        ([*stem[: (37 * i) % 290], i], DRAWN if i % 3 else SHORT, i % 4 if i % 5 else 9)
         for i in range(60)
     ]
-    eager = Runner(model, **sizes, capture=False, prompt_buckets=(32, 64, 128, 200))
-    expected = [(r.tokens, r.logprobs) for r in run_story(eager, story)]
+    plain = Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS)
+    expected = [(r.tokens, r.logprobs) for r in run_story(plain, story)]
     for ahead in (False, True):
-        runner = Runner(model, **sizes)
+        runner, eager = Runner(model, **sizes), plain
         if ahead:
-            runner.warm_up([SHORT, drawn])
+            runner.warm_up([SHORT, DRAWN])
             assert runner._prompts.captures == 8
+            eager = rehearsed(Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS))
+            assert [(r.tokens, r.logprobs) for r in run_story(eager, story)] == expected
         assert [(r.tokens, r.logprobs) for r in run_story(runner, story)] == expected
         assert runner._prompts.captures >= 4
         for tensor, other in zip(state_of(runner), state_of(eager), strict=True):
             assert_bitwise(tensor, other)
+
+
+def rehearsed(runner: Runner) -> Runner:
+    """The same, with pages in the order in which ``warm_up`` leaves them: it takes some and frees
+    them."""
+    with torch.inference_mode():
+        runner._rehearse(sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr))
+    return runner

@@ -17,7 +17,8 @@ from dsv4.testing.models import random_model
 from tests.plans.layer_plan_cases import WARM, switch, tiny
 
 KINDS = (SLIDING, HCA, CSA)
-_MOST = 400  # of a layer; a CSA layer had 1588
+_MOST = 330  # of a layer; a CSA layer had 1588
+_MOST_PACKED = 400
 
 
 def plain(*types: str) -> DeepseekV4ForCausalLM:
@@ -61,7 +62,7 @@ def test_a_warm_layer(kind: str) -> None:
 def test_a_warm_packed_layer(kind: str) -> None:
     """Its projections are operators, too: 9 more calls in a CSA layer."""
     added = frames_per_layer(tiny, kind)
-    assert 100 < added.total() < _MOST + 150, added.most_common(20)
+    assert 100 < added.total() < _MOST_PACKED, added.most_common(20)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -50,8 +50,11 @@ class Step:
 def times(step: Step, options: Options) -> tuple[dict[str, float], str]:
     """Microseconds of a step by name, and what could not be timed.
 
-    Eager on a GPU, or wherever baselines are asked for; compiled where Inductor is.
+    Eager on a GPU, or wherever baselines are asked for; compiled where Inductor is; nothing if no
+    baseline is wanted (``options.baselines`` is empty).
     """
+    if options.baselines == ():
+        return {}, ""
     asked = {name.lower() for name in options.baselines or ()}
     backends: dict[str, str | None] = {}
     if options.device.type == "cuda" or options.baselines is not None:

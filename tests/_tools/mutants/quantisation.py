@@ -172,7 +172,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the largest global scale for a fused matrix",
-        LAYERS + "fusion:_gemm",
+        LAYERS + "fusion:_one_gemm",
         "weight = _joined(layers)",
         "weight = _joined(layers)\n"
         "weight = QuantizedTensor(weight.codes, weight.scales, weight.global_scale.amax(0, "

@@ -1,0 +1,97 @@
+"""The table of what the plugin replaced in a model, and what it did not, with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from dsv4.cute.runtime import cubin_cache
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place of the model.
+
+    Attributes:
+        part: Of ``switches.PARTS``.
+        place: Qualified name of the module, with the layer's number.
+        kernel: What runs there: an operator of this package, or vLLM's class.
+        reason: Why it was not replaced; empty: it was.
+    """
+
+    part: str
+    place: str
+    kernel: str
+    reason: str = ""
+
+    @property
+    def replaced(self) -> bool:
+        """Whether this package's kernels run there."""
+        return not self.reason
+
+
+@dataclass
+class Report:
+    """Rows in the order of the model's modules."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def replaced(self, part: str, place: str, kernel: str) -> None:
+        """Note that ``kernel`` of this package runs at a place."""
+        self.rows.append(Row(part, place, kernel))
+
+    def left(self, part: str, place: str, kernel: str, reason: str) -> None:
+        """Note that vLLM's ``kernel`` stays, and why."""
+        assert reason
+        self.rows.append(Row(part, place, kernel, reason))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every place was replaced."""
+        return all(row.replaced for row in self.rows)
+
+    def __str__(self) -> str:
+        """The table, one line per part, kernel and reason, with the number of places."""
+        lines = [f"{'part':<18}{'places':>6}  {'kernel':<34}not replaced because"]
+        lines += [
+            f"{row.part:<18}{count:>6}  {row.kernel:<34}{row.reason}"
+            for row, count in self._kinds()
+        ]
+        return "\n".join(lines)
+
+    def _kinds(self) -> Iterator[tuple[Row, int]]:
+        def kind(row: Row) -> tuple[str, str, str]:
+            return row.part, row.kernel, row.reason
+
+        for _, rows in groupby(sorted(self.rows, key=kind), key=kind):
+            same = list(rows)
+            yield same[0], len(same)
+
+    def save(self, path: Path) -> None:
+        """Write the rows as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps([asdict(row) for row in self.rows], indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Read what ``save`` wrote."""
+        return cls([Row(**row) for row in json.loads(path.read_text(encoding="utf-8"))])
+
+
+def folder() -> Path | None:
+    """Return where engines save their reports; None if there is no folder for caches.
+
+    It is ``vllm`` in the folder of compiled kernels, ``$DSV4_CACHE_DIR`` or
+    ``~/.cache/dsv4/kernels``.
+    """
+    caches = cubin_cache.folder()
+    return None if caches is None else caches / "vllm"
+
+
+def path_of_stage(stage: int, stages: int) -> Path | None:
+    """Return the file of a pipeline stage's report, of the last engine that was started."""
+    reports = folder()
+    return None if reports is None else reports / f"report-{stage}-of-{stages}.json"
