@@ -95,7 +95,7 @@ def _positive(text: str) -> int:
 
 
 def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
-    """The models that were asked for, by what they are called in messages."""
+    """Return the requested models by their names in messages."""
     both = _ACTIVATIONS if options.activation == "both" else (options.activation,)
     models: dict[str, ModelConfig] = {}
     for activation in both:

@@ -303,8 +303,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         for which the cache has no room is dropped, without an error.
 
         Args:
-            tokens: ``[B]`` int64, on the model's device. Ids out of the vocabulary are refused on
-                the CPU and undefined elsewhere.
+            tokens: ``[B]`` int64, on the model's device. Ids out of the vocabulary raise on the CPU
+                and are undefined elsewhere.
             cache: A cache that ``new_cache`` made.
             sequences: ``[B]`` cache rows, -1 for padding: ints, or an int64 tensor.
 

@@ -119,7 +119,7 @@ def pytest_runtest_call(item: pytest.Function) -> Iterator[None]:
 
 
 def _once(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each test one set of parameters for each device, the middle one; no slow tests.
+    """Choose one set of parameters of each test for each device, the middle one; no slow tests.
 
     Nor operators in the interpreter, which takes most of the time of all tests; ``tests/triton``
     has what is of the kernels alone.
@@ -203,7 +203,7 @@ def wide(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where an operator test runs, with which implementation; see ``pytest_generate_tests``."""
+    """The device of an operator test and its implementation; see ``pytest_generate_tests``."""
     device_type, _, kernel = request.param.partition("-")
     if kernel and device_type == "cpu":
         pytest.importorskip("triton")

@@ -30,7 +30,7 @@ IMAGES = [Compiled(bytes([i]) * 32, f"kernel {i}", b"code " * (i + 1)) for i in 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Nothing is compiled; the configurations that would be."""
+    """Nothing is compiled; return the configurations that would be."""
     result = []
 
     def compile_model(config, arch, max_tokens, progress, workers, use_list):

@@ -153,7 +153,7 @@ def test_a_model_built_under_another_default_dtype_keeps_what_is_wide(chosen) ->
 
 @pytest.mark.parametrize("chosen", DEFAULTS[:2])
 def test_formats_declared_under_another_default_dtype_hold_what_is_loaded(chosen) -> None:
-    """As serving engines build models: declare, load, run."""
+    """Serving engines build models like this: declare, load, run."""
     model = random_model(config_of("deepseek"), 3)
     quantize_(model)
     ids = torch.arange(9).unsqueeze(0)

@@ -51,7 +51,7 @@ def test_a_block_that_raises_ends_the_pretence() -> None:
 
 
 def test_the_choice_follows_the_pretence() -> None:
-    """What is cached by device, by size or by weight is forgotten, too."""
+    """Values that are cached by device, by size or by weight are forgotten, too."""
     weight = ops.quantize(torch.ones(64, 256), scaling="weight").with_layout("fragments_16x64")
     call = dispatch.arguments(ops.gemm, torch.ones(65, 256).bfloat16(), weight)
     call = call._replace(device=GPU)

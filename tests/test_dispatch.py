@@ -1,4 +1,4 @@
-"""Which implementation runs, and why."""
+"""Choice of implementations, and the reasons for it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
 
 @pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])
 def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same result as without; no other implementation, and no traced call, gets them."""
+    """The result is the same as without; no other implementation, and no traced call, gets them."""
     result: list[dict[str, int]] = []
     weight, x = ops.quantize(torch.randn(32, 64), scaling="weight"), torch.randn(2, 64)
     load = dispatch._load

@@ -253,7 +253,7 @@ def published_width(numerics: str) -> ModelConfig:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_published_widths_equal_transformers() -> None:
-    """At 900 tokens every compressed entry is chosen, so no tie of the top-k takes part."""
+    """Every compressed entry is chosen at 900 tokens, so no tie of the top-k takes part."""
     config = published_width("transformers")
     model = random_model(config, 1).cuda()
     quantize_(model)

@@ -1,4 +1,4 @@
-"""What callers hand over by mistake is named before anything happens."""
+"""Wrong arguments are named before anything happens."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_wrong_rows_are_named_as_a_list_and_as_a_tensor(model, rows, words, like
 @settings(max_examples=10)
 @given(st.lists(st.sampled_from(["list", "tensor", "prepared"]), min_size=1, max_size=6))
 def test_rows_as_a_list_and_as_a_tensor_are_the_same(model, pools, ways) -> None:
-    """Also where the caller has prepared the step, as before a graph."""
+    """This holds where the caller has prepared the step, as before a graph."""
     result = []
     for how in (ways, ["list"] * len(ways)):
         cache = model.new_cache(2, 20, **pools)

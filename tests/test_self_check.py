@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dsv4 import device, dispatch, self_check
 from dsv4.cute.runtime import cubin_cache
 from dsv4.ops.gemm import gemm
-from dsv4.ops.grouped_gemm import grouped_gemm_swiglu_quantize
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.reference import gemm as reference

@@ -104,7 +104,7 @@ def comments_per_100_lines(folder: Path) -> float:
 
 
 def matches(pattern: str, folder: Path = PACKAGE) -> int:
-    """How often a regular expression is found in the sources."""
+    """Return how often a regular expression is found in the sources."""
     return sum(len(re.findall(pattern, file.read_text())) for file in sources(folder))
 
 

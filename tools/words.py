@@ -108,7 +108,7 @@ class Banned:
     exemptions: tuple[Exemption, ...] = field(default=())
 
     def is_exempt(self, hit: Hit) -> bool:
-        """Whether the list lets this use of a word stay."""
+        """Return whether the list lets this use of a word stay."""
         return any(
             fnmatch.fnmatch(hit.file, entry.file) and fnmatch.fnmatch(hit.word, entry.word)
             for entry in self.exemptions
@@ -199,7 +199,7 @@ def texts(source: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def _holds(where: tuple[str, ...], file: str) -> bool:
-    """Whether a ban holds in a file."""
+    """Return whether a ban holds in a file."""
     return not where or any(file == entry or file.startswith(f"{entry}/") for entry in where)
 
 

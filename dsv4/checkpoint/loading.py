@@ -44,16 +44,16 @@ def load(
     ``layout="deepseek"`` (with ``"nvidia"``, those of MTP layers).
 
     Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
-    holds (NaN, infinite weights, scales of 0) are refused. safetensors has no checksum: a byte of a
-    value that was changed into another finite value cannot be seen. Compare digests of the files
-    with those of their publisher where that matters.
+    holds (NaN, infinite weights, scales of 0) raise. safetensors has no checksum: a byte of a value
+    that was changed into another finite value cannot be detected. Compare digests of the files with
+    those of their publisher where that matters.
 
-    The model's ``load_report`` says what was found and left out; the logger ``dsv4.checkpoint``
-    says the same, with a warning for each kind of tensor that was left out.
+    The model's ``load_report`` lists what was found and left out; the logger ``dsv4.checkpoint``
+    logs the same, with a warning for each kind of tensor that was left out.
 
     Args:
         path: Folder with config.json and safetensors.
-        device: Where the model goes.
+        device: Device of the model.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
         activation: ``"bf16"`` or ``"nvfp4"``.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
@@ -62,7 +62,7 @@ def load(
             config.json says. True demands at least one, and as many as config.json says. False
             leaves them out. This package has no layers for a DSpark draft head: None and False
             leave it out, True raises.
-        mxfp4: What to do with MXFP4 weights, for which there are no packed kernels.
+        mxfp4: Conversion of MXFP4 weights, for which there are no packed kernels.
             ``"lossless"`` converts a matrix to NVFP4 if no value changes, which holds if the
             exponents of its block scales differ by at most 17; gate and up of an expert get one
             global scale where that changes no value. Otherwise the matrix stays MXFP4 (in an
@@ -81,7 +81,7 @@ def load(
             calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
             later.
-        prepare: On a GPU, what is done now so that the first prompt takes no longer than later
+        prepare: On a GPU, preparations after which the first prompt takes no longer than later
             ones. True: the kernels of all steps are compiled, in parallel processes, or loaded if
             they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
             ``generate`` is made for one sequence of 8192 tokens and its CUDA graphs are captured
@@ -93,8 +93,8 @@ def load(
         progress: Whether to show progress on stderr.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged or contradicts its configuration, or has not
-            the layers or scales that were demanded.
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the
+            required layers or scales.
         FileNotFoundError: if there is no such folder, or no config.json in it.
         TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
             ``reserve_tokens`` no integer.

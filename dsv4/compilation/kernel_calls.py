@@ -313,7 +313,7 @@ def packs(rows: int, columns: int, layout: str, groups: int = 1) -> bool:
 
 
 def _float32_results(module: nn.Module) -> list[nn.Module]:
-    """The linear children that are asked for float32 (specification, sections 2 and 5.1)."""
+    """Return the linear children that compute in float32 (specification, sections 2 and 5.1)."""
     if isinstance(module, PoolingModule) and module.numerics == "deepseek":
         return [module.kv_proj, module.gate_proj]
     if isinstance(module, DeepseekV4ForCausalLM) and module.config.numerics == "deepseek":

@@ -33,11 +33,8 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops._library import OPERATIONS
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
-    GroupedGemmSwigluArgs,
-    GroupedGemmSwigluQuantizeArgs,
-)
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import bfloat16_operand, block_values
 from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages

@@ -1,6 +1,6 @@
 """The fields of a config.json: which are read, fixed, without effect, or not supported.
 
-A field that this table does not know is judged by its name. It is refused if the name speaks of a
+A field that this table does not know is judged by its name. It is an error if the name mentions a
 part of the model (a head, a norm, an expert, a rank): such a field may change the mathematics, and
 a model that ignores it computes nonsense without an error. Any other unknown field (a run's name, a
 tokenizer's id, a tool's version) cannot, and would only keep a sound checkpoint from loading: it is

@@ -37,8 +37,8 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
     GroupedGemmSwigluQuantizeArgs,
     empty_codes,
@@ -74,7 +74,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
 def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
     x, row_weight = _values(args.x, args.x_scales), args.row_weight
     (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
@@ -92,7 +92,7 @@ def grouped_gemm_swiglu(
 def grouped_gemm_swiglu_quantize(
     args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu_quantize``; allocates likewise."""
     x, row_weight = _values(args.x, args.x_scales), args.row_weight
     experts, rows, _ = args.weight.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None

@@ -22,8 +22,8 @@ from dsv4.cute.runtime.launch import architecture, cuts, loaded, on, run_noted, 
 from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Plan, choose
 from dsv4.cute.sm100.grouped_gemm_plan import plans as _plans
 from dsv4.cute.sm100.tensor_maps import tensor_map
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
     GroupedGemmSwigluQuantizeArgs,
     empty_codes,
@@ -87,7 +87,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
 def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``; allocates as ``grouped_gemm`` does."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
     experts = _experts(args.weight, args.out_dtype)._replace(
         swiglu=True, row_weighted=args.row_weight is not None
     )
@@ -101,7 +101,7 @@ def grouped_gemm_swiglu(
 def grouped_gemm_swiglu_quantize(
     args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``; allocates likewise."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu_quantize``; allocates likewise."""
     experts = _experts(args.weight, torch.bfloat16)._replace(
         swiglu=True,
         row_weighted=args.row_weight is not None,

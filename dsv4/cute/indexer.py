@@ -23,7 +23,7 @@ from dsv4.cute.sm90.indexer_logits_plan import (
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton.indexer import Keys, launch_scores, scored, select
+from dsv4.triton.indexer import ScoreRow, Scoring, launch_scores, scored, select
 
 _DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
 _GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
@@ -71,27 +71,23 @@ class _LogitsProblem(NamedTuple):
 
 def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    q, visible = args.q, args.visible
-    keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
-    capacity, k = keys.capacity, min(args.top_k, keys.capacity)
+    q, operands = args.q, Scoring.of(args)
+    capacity = operands.keys.capacity
+    k = min(args.top_k, capacity)
     integers = supports_int8(
         q, args.weights, args.data, args.page_size, args.entry_format, args.query_scales, capacity
     )
     scorer = indexer_logits if integers else launch_scores
     if not is_long(capacity, k):
-        rest = (keys, args.sequence_of_token, visible, args.top_k, scorer)
-        return select(q, args.query_scales, args.weights, *rest)
+        return select(operands, args.top_k, scorer)
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
     group = 0 if capacity <= _DIRECT else _GROUP if capacity < _LONG else 2 * _GROUP
     groups = _rounded(-(-capacity // group)) if group else 0
-    visible, row = visible.contiguous(), (_rounded(capacity), group, groups)
-    parts = scored(
-        q, args.query_scales, args.weights, keys, args.sequence_of_token, visible, k, *row, scorer
-    )
-    for part, scores, maxima in parts:
-        topk(scores, maxima, visible[part], out[part], capacity, group)
+    row = ScoreRow(_rounded(capacity), group, groups)
+    for part, scores, maxima in scored(operands, k, row, scorer):
+        topk(scores, maxima, operands.visible[part], out[part], capacity, group)
     return out
 
 
@@ -169,18 +165,10 @@ def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
 
 
 def indexer_logits(
-    q: torch.Tensor,
-    query_scales: torch.Tensor | None,
-    weights: torch.Tensor,
-    keys: Keys,
-    sequences: torch.Tensor,
-    visible: torch.Tensor,
-    scores: torch.Tensor,
-    maxima: torch.Tensor,
-    k: int,
-    group: int,
+    operands: Scoring, scores: torch.Tensor, maxima: torch.Tensor, k: int, group: int
 ) -> None:
     """Do what ``dsv4.triton.indexer.launch_scores`` does, if ``supports_int8`` supports it."""
+    q, query_scales, weights, keys, sequences, visible = operands
     assert query_scales is not None
     query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()
     tokens, heads, _ = q.shape
@@ -205,9 +193,9 @@ def indexer_logits(
         sms(q.device),
         device,
     )
-    operands = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
+    tensors = (q, query_scales, weights, keys.data, table, sequences, visible, scores, maxima)
     with on(device):
-        run_noted(functools.partial(_launch_logits, problem), stream_of(device), operands)
+        run_noted(functools.partial(_launch_logits, problem), stream_of(device), tensors)
 
 
 def _launch_logits(problem: _LogitsProblem, stream: int, addresses: Sequence[int]) -> None:

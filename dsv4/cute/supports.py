@@ -22,11 +22,8 @@ from dsv4.dispatch import Call
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
-    GroupedGemmSwigluArgs,
-    GroupedGemmSwigluQuantizeArgs,
-)
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.unsupported import (
     gapped,

@@ -1,4 +1,4 @@
-"""Arguments of transformers' modules: which ours take, and which can change nothing there."""
+"""Arguments of transformers' modules: those that ours take, and those without effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEWEST_TESTED = (5, 24)
 
 _FLASH = "packed batches of flash attention, which transformers never runs for DeepSeek-V4"
 _RECORDED = "transformers records it by hooks on the modules, outside their forwards"
-# What transformers' models pass on to every decoder layer and its attention without a use there.
+# Arguments that transformers' models pass to every decoder layer and its attention, unused there.
 WITHOUT_EFFECT: dict[str, str] = {
     "num_items_in_batch": "divides the training loss, which is computed from the logits",
     "output_hidden_states": _RECORDED,
@@ -37,7 +37,7 @@ RENAMED: dict[str, str] = {"cache": "past_key_values"}
 
 
 def check_options(module: nn.Module, options: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that are not known to be without effect.
+    """Raise for keyword arguments that are not known to be without effect.
 
     Raises:
         TypeError: naming them.
@@ -107,7 +107,7 @@ def check_signatures(pairs: Iterable[tuple[type[nn.Module], type[nn.Module]]]) -
 
 
 def transformers_version() -> str:
-    """The installed version."""
+    """Return the installed version."""
     import transformers
 
     return str(transformers.__version__)

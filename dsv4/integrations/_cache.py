@@ -43,7 +43,7 @@ class PackedRows:
 
 
 class _Layer(CacheLayerMixin):
-    """Methods that transformers calls on a layer's cache; all layers answer for the whole."""
+    """Methods that transformers calls on a layer's cache; each answers for all layers."""
 
     is_sliding = True
     supports_early_init = False
@@ -56,14 +56,14 @@ class _Layer(CacheLayerMixin):
         """Do nothing, because nothing is left to do."""
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: only this package's attention writes to a paged cache."""
+        """Raise, because only this package's attention writes to a paged cache."""
         raise TypeError(
             "dsv4's paged cache in an attention that is not dsv4's, wanted "
             "dsv4.integrations.transformers.apply with 'attention' among its parts"
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """A mask over the new tokens alone: it only has to say which of them are padding."""
+        """Return a mask over the new tokens alone, which only says which of them are padding."""
         return query_length, self.get_seq_length()
 
     def get_seq_length(self) -> int:
@@ -78,10 +78,10 @@ class _Layer(CacheLayerMixin):
 class PagedTransformersCache(Cache):
     """``past_key_values`` of a swapped model that lives in the pages of a ``PagedCache``.
 
-    Rows are sequences of the paged cache, packed without padding: a left-padded prompt gives what
-    it gives alone. Positions are those of the cache, and a mask only says which new tokens are
-    padding; other masks and positions are refused. One new token is taken at its word on a GPU,
-    because to read its mask and position would wait for the GPU.
+    Rows are sequences of the paged cache, packed without padding: a left-padded prompt gives the
+    same results as alone. Positions are those of the cache, and a mask only says which new tokens
+    are padding; other masks and positions raise. A single new token is not checked on a GPU,
+    because reading its mask and position would wait for the GPU.
 
     Attributes:
         paged: The cache.
@@ -107,8 +107,7 @@ class PagedTransformersCache(Cache):
     ) -> PackedRows:
         """The flat batch of a forward; its first layer makes it, and makes room for it.
 
-        A forward before that did not come to the end of its last attention did not happen: it is
-        undone here.
+        An earlier forward that did not complete its last attention is undone here.
 
         Raises:
             CacheFullError: if the cache has no room for the batch; nothing is changed then.
@@ -135,14 +134,14 @@ class PagedTransformersCache(Cache):
         return self._packed
 
     def finished(self, layer_idx: int, hidden_states: torch.Tensor) -> None:
-        """A layer is through; the last one's tokens count from now on."""
+        """Note that a layer is done; after the last one its tokens count."""
         if layer_idx == len(self.layers) - 1 and self._packed is not None:
             self.paged.advance(self._packed.step.batch)
             self.columns = self._before[0] + hidden_states.shape[1]
             self._packed = None
 
     def _undo(self) -> None:
-        """Take back a forward that did not come to its end."""
+        """Undo a forward that was not completed."""
         if self._packed is None:
             return
         if not self.paged.undo(self._packed.step.batch):
@@ -164,7 +163,7 @@ class PagedTransformersCache(Cache):
     ) -> PackedRows:
         there = self._take_rows(rows)
         lengths, real_tokens = [tokens] * rows, None
-        # Padding is on the left: once every row has begun, a single token is none.
+        # Padding is on the left: once every row has begun, a single token is no padding.
         if tokens > 1 or not self._all_begun or there.device.type == "cpu":
             real = self._real(rows, tokens, mask, there.device)
             self._check(real, mask, position_ids, self.paged.lengths[there])
@@ -202,14 +201,14 @@ class PagedTransformersCache(Cache):
         position_ids: torch.Tensor | None,
         starts: torch.Tensor,
     ) -> None:
-        """Refuse a mask or positions that a padded batch would not have."""
+        """Raise for a mask or positions that a padded batch would not have."""
         good = torch.ones((), dtype=torch.bool, device=real.device)
         masked = placed = good
         tokens = real.shape[1]
         if mask is not None:
             band = window_band(tokens, tokens, self.paged.config.sliding_window, real.device)
             allowed = band & real.unsqueeze(1)
-            # What a padding token sees is nobody's concern.
+            # It does not matter what a padding token sees.
             same = (shown_by(mask[:, 0]) == allowed) | ~real.unsqueeze(2)
             masked = same.all() & ~is_bias(mask)
         if position_ids is not None:
@@ -255,7 +254,7 @@ class PagedTransformersCache(Cache):
         self.columns, self._all_begun = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to forget the last tokens; 0 is none."""
+        """Raise unless no tokens are to be forgotten."""
         if tokens_to_remove:
             raise NotImplementedError(
                 f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0: {_REFUSED}. Assisted "
@@ -263,20 +262,20 @@ class PagedTransformersCache(Cache):
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        """Refuse beam search."""
+        """Raise, because beam search is not supported."""
         raise NotImplementedError(
             "dsv4's paged cache: beam search reorders rows, wanted num_beams=1. Without "
             "past_key_values transformers' own cache serves"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refuse to repeat rows."""
+        """Raise, because repeating rows is not supported."""
         raise NotImplementedError(
             "dsv4's paged cache: rows cannot be repeated, wanted a batch of its final size"
         )
 
     def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        """Refuse to drop rows."""
+        """Raise, because dropping rows is not supported."""
         raise NotImplementedError(
             "dsv4's paged cache: rows cannot be dropped, wanted a batch of its final size"
         )

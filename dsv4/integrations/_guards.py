@@ -1,4 +1,4 @@
-"""Hooks that turn what swapped modules cannot do into errors, where silence would mislead."""
+"""Hooks that raise for what swapped modules cannot do, where transformers would be silent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NoAttentionWeights:
         self.config = config
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse a call that records attention weights."""
+        """Raise for a call that records attention weights."""
         if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
             raise ValueError(
                 "output_attentions is True, wanted False: dsv4's attention never materialises its "
@@ -32,7 +32,7 @@ class ModelGuard:
     """Forward pre-hook of transformers' model around attention that is dsv4's."""
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse another attention implementation, and masks that attention cannot obey."""
+        """Raise for another attention implementation, and for masks that are not supported."""
         check_implementation(module.config)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if isinstance(mask, dict):
@@ -49,7 +49,7 @@ class ModelGuard:
 
 
 def check_implementation(config: Any) -> None:
-    """Refuse a configuration that asks for another attention than transformers' eager one.
+    """Raise if a configuration selects another attention than transformers' eager one.
 
     Raises:
         ValueError: if it does.
@@ -137,7 +137,7 @@ class Guards:
         return guards
 
     def remove(self) -> None:
-        """Take all of it away."""
+        """Remove all guards."""
         for hook in self.hooks:
             hook.remove()
         for module in self.savers:

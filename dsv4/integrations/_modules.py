@@ -11,7 +11,7 @@ from dsv4.integrations._arguments import check_options
 
 
 class DeepseekV4Attention(layers.DeepseekV4Attention):
-    """The attention, which takes the options of transformers' models that have no effect on it."""
+    """The attention, which accepts options of transformers' models that have no effect on it."""
 
     def forward(
         self,
@@ -28,7 +28,7 @@ class DeepseekV4Attention(layers.DeepseekV4Attention):
 
         Raises:
             TypeError: if an option is none of ``WITHOUT_EFFECT``.
-            ValueError: if a shape is wrong or the mask is none that attention can obey.
+            ValueError: if a shape is wrong or the mask is not supported.
         """
         check_options(self, options)
         return super().forward(
@@ -42,17 +42,17 @@ class DeepseekV4Attention(layers.DeepseekV4Attention):
 
 
 class DeepseekV4DecoderLayer(layers.DeepseekV4DecoderLayer):
-    """The decoder layer, whose attention may be transformers' and judges all other arguments."""
+    """The decoder layer; its attention, which may be transformers', checks other arguments."""
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None, **options: Any
     ) -> torch.Tensor:
-        """``[B, S, n, H]`` streams to the same.
+        """Run the layer on streams ``[B, S, n, H]``; return the new ones.
 
         Args:
             hidden_states: The residual streams.
             input_ids: ``[B, S]``; needed where the layer routes by hash.
-            **options: For the attention, which refuses what it does not know.
+            **options: Arguments of the attention, which raises for unknown ones.
         """
         return self.run(hidden_states, input_ids, options)
 
@@ -67,6 +67,6 @@ class OutputHead(layers.Linear):
         *,
         reserve_sms: int = 0,
     ) -> torch.Tensor:
-        """``[..., H]`` to ``[..., vocab]``."""
+        """Map ``[..., H]`` to logits ``[..., vocab]``."""
         dtype = out_dtype or torch.promote_types(x.dtype, torch.float32)
         return super().forward(x, dtype, reserve_sms=reserve_sms)

@@ -40,13 +40,13 @@ class Report:
 
     Attributes:
         title: First line of the printed report.
-        replaced: What was replaced.
-        not_replaced: What could have been replaced but was not.
-        notes: What works differently from now on.
+        replaced: Modules that were replaced.
+        not_replaced: Modules that could have been replaced but were not.
+        notes: Differences in behaviour from now on.
         left_out: Names of checkpoint tensors that the model has no place for.
-        packing: Which layers ``from_pretrained`` packed, and why others are not packed; None if it
+        packing: Layers that ``from_pretrained`` packed, and why others are not packed; None if it
             was to pack none.
-        conversion: What became of the MXFP4 matrices of its checkpoint.
+        conversion: Conversions of the MXFP4 matrices of its checkpoint.
     """
 
     title: str

@@ -14,7 +14,7 @@ from dsv4.layers.rotary import LABELS, DeepseekV4RotaryEmbedding
 _SILU = ("SiLU", "SiLUActivation")
 _SCORES = ("SqrtSoftplusActivation", "SqrtSoftplus")
 _ROTARY = "DeepseekV4RotaryEmbedding"
-# Attributes with a number that change nothing in inference, or that ours have for another purpose.
+# Numeric attributes that change nothing in inference, or that ours use for another purpose.
 _FREE = frozenset({"training", "layer_idx", "layout", "activation", "numerics", "cache_name"})
 
 
@@ -57,12 +57,12 @@ def _is_setting(value: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    """The value; no clamp is None in ours and infinity in transformers'."""
+    """Return the value; no clamp is None in our modules and infinity in transformers'."""
     return None if isinstance(value, float) and math.isinf(value) else value
 
 
 def changed_frequencies(model: nn.Module, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Inverse frequencies of a model's rotary tables that are not those of its configuration.
+    """Return inverse frequencies of a model's rotary tables that its configuration does not give.
 
     With DeepSeek's numerics tables are float32, and a buffer that was only rounded to the model's
     dtype counts as unchanged.

@@ -83,7 +83,7 @@ RULES: dict[str, Rule] = {
     "DeepseekV4RMSNorm": Rule("norm", layers.DeepseekV4RMSNorm, _norm),
     "Linear": Rule("lm_head", layers.Linear, _head),
 }
-# Where each class belongs: a module of another class in its place is reported as kept.
+# Places of each class: a module of another class there is reported as kept.
 _SUBMODULES = {
     "rotary_emb": "DeepseekV4RotaryEmbedding",
     "self_attn": "DeepseekV4Attention",
@@ -232,7 +232,7 @@ class Plan:
     Attributes:
         config: Configuration of the new modules.
         modeling: transformers' module of model code, whose classes are the expected ones.
-        parts: The parts that were asked for.
+        parts: The requested parts.
         frequencies: Inverse frequencies by label, where they are not the configuration's.
     """
 
@@ -244,7 +244,7 @@ class Plan:
     not_replaced: list[NotReplaced] = field(default_factory=list)
 
     def check(self) -> None:
-        """Compare the arguments of what is to be replaced with those of what replaces it.
+        """Compare the arguments of the modules to replace with those of their replacements.
 
         Raises:
             TypeError: if ours does not take one of them.
@@ -313,7 +313,7 @@ class Plan:
         return planned or type(present).__module__.startswith("dsv4.")
 
     def execute(self) -> tuple[Replaced, ...]:
-        """Do it all."""
+        """Make all swaps."""
         for swap in self.swaps:
             swap.do()
             adopt_frequencies(swap.new, self.frequencies)

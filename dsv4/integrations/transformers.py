@@ -89,8 +89,8 @@ def register_experts() -> None:
     ``from_pretrained(..., experts_implementation="dsv4")`` of transformers and
     ``model.set_experts_implementation("dsv4")`` then run the experts of a stock DeepSeek-V4, plain
     stacked weights, on this package's operators. For inference only: a backward pass raises. Other
-    models' experts (with bias, transposed weights, another activation or gate) are refused when
-    they are called.
+    models' experts (with bias, transposed weights, another activation or gate) raise when they are
+    called.
 
     Raises:
         ImportError: if transformers is not installed.
@@ -133,7 +133,7 @@ def apply(
         activation: ``"bf16"``, or ``"nvfp4"`` to quantise what quantised weights multiply.
 
     Returns:
-        What was replaced and what was not; ``report.undo()`` takes it back.
+        The report of replaced modules and of others; ``report.undo()`` undoes the swap.
 
     Raises:
         ImportError: if transformers is not installed.
@@ -200,7 +200,7 @@ def from_pretrained(
 
     Args:
         path: Folder with config.json and safetensors, see ``dsv4.checkpoint``.
-        device: Where the model goes.
+        device: Device of the model.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. What the installed
             transformers keeps in float32 (norms, sinks, hyper-connections, biases) is never
             narrower, except for norms that are left to transformers up to 5.17, which cannot run

@@ -1,1 +1,1 @@
-"""The paged KV cache: pages, page tables, entry layouts, batches and steps that can be undone."""
+"""The paged KV cache: pages, page tables, entry layouts, batches, and steps with undo."""

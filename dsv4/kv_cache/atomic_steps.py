@@ -1,4 +1,4 @@
-"""Steps of a cache that happen or do not, whatever raises."""
+"""Steps of a cache that are undone if anything raises."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dsv4.kv_cache.step_record import StepRecord, save
 class AtomicSteps:
     """The records by which a cache takes back its latest steps.
 
-    Counts and page tables are undone on the host from what ``StepRecord`` says. Of what layers
-    write, a step of one token overwrites nothing that the same step reads once more; steps of
-    several tokens save what they overwrite.
+    Counts and page tables are undone on the host by ``StepRecord``. A step of one token overwrites
+    nothing that it would read again when it is repeated; steps of several tokens save what they
+    overwrite.
     """
 
     config: ModelConfig
@@ -36,12 +36,12 @@ class AtomicSteps:
     def atomic(self, sequences: Sequence[int] = (), lengths: Sequence[int] = ()) -> Iterator[None]:
         """Undo the steps within if anything raises, ``KeyboardInterrupt`` too.
 
-        A step is ``prepare``, the work of all layers, ``advance``, and what else has to succeed.
-        After an error the cache is as it was: its caller can repeat the call, and gets the bits of
-        a run without the error. Steps of a captured graph are undone with ``undo``.
+        A step is ``prepare``, the work of all layers, ``advance``, and everything else that has to
+        succeed. After an error the cache is as before: the caller can repeat the call, and gets the
+        bits of a run without the error. Steps of a captured graph are undone with ``undo``.
 
         Args:
-            sequences: Rows of which several steps come within.
+            sequences: Rows of which several steps are made within.
             lengths: New tokens of each in all steps together.
         """
         self._outside("atomic")
@@ -58,16 +58,16 @@ class AtomicSteps:
             self._records.clear()
 
     def undo(self, batch: Batch | None = None) -> bool:
-        """Take back the latest ``prepare``, whose step did not come to its end.
+        """Undo the latest ``prepare``, whose step was not completed.
 
-        To be called at once after the error. Nothing happens if there is none to take back: it was
-        undone, or another row was freed, reset or copied since.
+        Call it at once after the error. Nothing happens if there is nothing to undo: it was undone,
+        or another row was freed, reset or copied since.
 
         Args:
-            batch: The step's, if ``advance`` may have run.
+            batch: The step's batch, if ``advance`` may have run.
 
         Returns:
-            Whether there was one.
+            Whether there was a step to undo.
         """
         self._outside("undo")
         if not self._records:
@@ -84,14 +84,14 @@ class AtomicSteps:
         for record in reversed(self._records):
             self._take_back(record)
         if self.lengths.is_cuda and not torch.cuda.is_current_stream_capturing():
-            # Layers write on other streams, too.
+            # Layers also write on other streams.
             torch.cuda.synchronize(self.lengths.device)
         for record in reversed(self._records):
             self._write_back(record)
         self._records.clear()
 
     def _take_back(self, record: StepRecord) -> None:
-        """Undo on the host what a step changed, as far as it came."""
+        """Undo on the host what a step has changed, also of a part of a step."""
         for table, before in reversed(record.tables):
             table.restore(before)
         for row, tokens in record.tokens.items():
@@ -99,7 +99,7 @@ class AtomicSteps:
         self._grown = set(record.grown)
 
     def _write_back(self, record: StepRecord) -> None:
-        """The same on the device."""
+        """Undo it on the device."""
         for table in self._tables.values():
             table.flush()
         for saved in record.saved:
@@ -109,7 +109,7 @@ class AtomicSteps:
             self._set_lengths(record.batch, new, record.batch.starts)
 
     def _save_windows(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Save what several steps overwrite of rows that hold tokens: windows, and states."""
+        """Save the windows and states of rows with tokens, which several steps overwrite."""
         held = self._prepared(sequences) if self._tables else self.lengths.tolist()
         if not self._tables:
             held = [held[row] for row in sequences]
@@ -133,7 +133,7 @@ class AtomicSteps:
     def _window_pages(
         self, layer: LayerCache, steps: Sequence[tuple[int, int, int]]
     ) -> torch.Tensor:
-        """Pages of what the first token of each step sees raw."""
+        """Return the pages of the raw entries that the first token of each step sees."""
         size, columns = layer.window.page_size, layer.window_table.shape[1]
         cells = [
             (row, number % columns)
@@ -154,7 +154,7 @@ class AtomicSteps:
                 )
 
     def _save_states(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
-        """Save open windows of which a step of several tokens takes slots."""
+        """Save open windows whose slots a step of several tokens overwrites."""
         if all(end - start == 1 for _, start, end in steps):
             return
         for state in self._states:
@@ -162,7 +162,7 @@ class AtomicSteps:
             record.saved += save([state.tensor], 1, rows)
 
     def _save_pages(self, ratio: int, growths: Sequence[Growth], record: StepRecord) -> None:
-        """Save pages that have to be as before when their table is."""
+        """Save pages that must have their old content when their table is restored."""
         overwritten = [self._tables[ratio].overwrites(growth) for growth in growths]
         pages = [page for page in overwritten if page is not None]
         record.saved += save(
@@ -170,16 +170,16 @@ class AtomicSteps:
         )
 
     def _prepared(self, rows: Sequence[int]) -> list[int]:
-        """Tokens that each was prepared for, 0 of no row."""
+        """Return the tokens that each row was prepared for, 0 for -1."""
         return [self._tokens[row] if 0 <= row < len(self._tokens) else 0 for row in rows]
 
     def _window_low(self, tokens: int) -> int:
-        """First position that the token at position ``tokens`` sees raw."""
+        """Return the first position that the token at position ``tokens`` sees raw."""
         return max(0, tokens - self.config.sliding_window + 1)
 
     def _set_lengths(self, batch: Batch, new: torch.Tensor, lengths: torch.Tensor) -> None:
         row = batch.sequences.clamp(min=0)
         counts = (batch.sequences >= 0) & (new > 0)
-        # Added as a difference, so that ignored entries change nothing wherever they point.
+        # Added as a difference, so that ignored entries change nothing, whatever their row is.
         change = torch.where(counts, lengths - self.lengths[row], 0)
         self.lengths.index_add_(0, row, change)

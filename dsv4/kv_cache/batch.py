@@ -1,4 +1,4 @@
-"""The new tokens of a step, and a cache together with them."""
+"""The new tokens of a step, alone and together with a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cache(Protocol):
     """A cache as layers see it; ``dsv4.kv_cache.paged_cache.PagedCache`` is one.
 
     Attributes:
-        layers: What each layer wrote and reads.
+        layers: The cached entries of each layer.
     """
 
     layers: list[LayerCache]
@@ -50,10 +50,10 @@ class Batch:
     def from_lengths(
         cls, lengths: Sequence[int], starts: torch.Tensor, sequences: torch.Tensor
     ) -> Batch:
-        """A ragged batch.
+        """Make a ragged batch.
 
         Args:
-            lengths: Number of new tokens of each entry, on the host; 0 is legal.
+            lengths: Number of new tokens of each entry, on the host; 0 is allowed.
             starts: ``[B]`` int.
             sequences: ``[B]`` int, distinct.
 
@@ -87,10 +87,10 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:
-    """A cache and the batch about to extend it: what layers take as ``past_key_values``.
+    """A cache and the batch that extends it, which layers take as ``past_key_values``.
 
     Attributes:
-        cache: Holds earlier tokens, receives the new ones.
+        cache: The cache of earlier tokens, to which the new ones are added.
         batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
     """
 
@@ -101,21 +101,21 @@ class CacheStep:
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what ``make`` returned for ``key`` in this step: layers share tables and slots.
 
-        A step lives for one forward, so nothing outlives the numbers it came from.
+        A step lives for one forward, so no value is used with other numbers.
         """
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def write_slots(self, layer: LayerCache) -> torch.Tensor:
-        """Slot of each token's raw KV entry, ``[T]``; see ``LayerCache.window_write_slots``."""
+        """Return the slot of each token's raw KV entry, ``[T]``; see ``LayerCache``."""
         return self.once(
             ("write", id(layer.window_table)),
             lambda: layer.window_write_slots(self.batch.sequence_of_token, self.batch.positions),
         )
 
     def read_slots(self, layer: LayerCache) -> torch.Tensor:
-        """Slots each token sees, ``[T, sliding_window]``; see ``LayerCache.window_read_slots``."""
+        """Return the slots each token sees, ``[T, sliding_window]``; see ``LayerCache``."""
         return self.once(
             ("read", id(layer.window_table), layer.sliding_window),
             lambda: layer.window_read_slots(self.batch.sequence_of_token, self.batch.positions),

@@ -46,21 +46,21 @@ class LayerCache:
 
     @property
     def window_capacity(self) -> int:
-        """Entries of a sequence's ring; position p lies at ring entry ``p % window_capacity``."""
+        """The entries of a sequence's ring; position p is ring entry ``p % window_capacity``."""
         return self.window_table.shape[1] * self.window.page_size
 
     @property
     def compressed_capacity(self) -> int:
-        """Compressed entries a sequence can hold."""
+        """The compressed entries that a sequence can hold."""
         pages, table = self._compressed()
         return table.shape[1] * pages.page_size
 
     def window_write_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slot of the raw KV entry of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
+        """Return the slot of the raw KV entry of each token: ``[T]`` x ``[T]`` -> ``[T]`` int64."""
         return self._window_slots(sequences, positions, 1).squeeze(-1)
 
     def window_read_slots(self, sequences: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slots a token at ``positions`` sees: ``max(0, p - w + 1) .. p`` in ascending order.
+        """Return the slots that tokens at ``positions`` see: ``max(0, p - w + 1) .. p``, ascending.
 
         Args:
             sequences: ``[T]`` int, -1 for padding.
@@ -79,18 +79,18 @@ class LayerCache:
     def compressed_write_slots(
         self, sequence: torch.Tensor, entry_index: torch.Tensor
     ) -> torch.Tensor:
-        """Slot of compressed entry ``entry_index`` of each row: ``[M]`` int64, -1 stays -1."""
+        """Return the slot of entry ``entry_index`` of each row: ``[M]`` int64, -1 stays -1."""
         pages, table = self._compressed()
         return entry_slots(table, pages.page_size, sequence, entry_index)
 
     def compressed_slots_of(self, sequences: torch.Tensor, entry_ids: torch.Tensor) -> torch.Tensor:
-        """Slots of chosen entries: ``[T]`` x ``[T, k]`` -> ``[T, k]`` int64, -1 stays -1."""
+        """Return slots of chosen entries: ``[T]`` x ``[T, k]`` -> ``[T, k]`` int64, -1 stays -1."""
         return self.compressed_write_slots(sequences, entry_ids)
 
     def compressed_prefix_slots(
         self, sequences: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """Slots of the entries ``0 .. visible - 1`` of each token's sequence.
+        """Return the slots of the entries ``0 .. visible - 1`` of each token's sequence.
 
         Args:
             sequences: ``[T]`` int, -1 for padding.
@@ -116,7 +116,7 @@ class LayerCache:
                 yield state, None
 
     def pools(self, ratio: int) -> Iterator[torch.Tensor]:
-        """Tensors of pages that the table of one ratio addresses, 0 for the window."""
+        """Return the tensors of pages that the table of one ratio addresses, 0 for the window."""
         if ratio == 0:
             yield self.window.data
         elif ratio == self.ratio:
@@ -125,7 +125,7 @@ class LayerCache:
                     yield pages.data
 
     def bytes_of(self, tokens: int, *, grows: bool) -> dict[str, int]:
-        """Bytes that a sequence of ``tokens`` tokens occupies; see ``PagedCache``."""
+        """Return the bytes that a sequence of ``tokens`` tokens occupies; see ``PagedCache``."""
         size, columns = self.window.page_size, self.window_table.shape[1]
         count = -(-min(tokens, self.sliding_window) // size) if grows else columns
         sizes = {"window": min(count, columns) * self.window.page_bytes()}
@@ -167,7 +167,7 @@ class State:
     def loses(self, start: int, end: int) -> bool:
         """Return whether tokens ``start`` up to ``end`` take slots of earlier ones still pooled.
 
-        They do not if a single token is all.
+        A step of a single token never does.
         """
         slots = self.tensor.shape[2]
         first = max(0, start // self.ratio * self.ratio - (slots - self.ratio))
@@ -179,10 +179,10 @@ class CacheSize:
     """The capacity of a cache.
 
     Attributes:
-        sequences: Rows.
+        sequences: Number of rows.
         max_tokens: Longest sequence.
         max_chunk: Most new tokens of one sequence in one step.
-        pool_tokens: Tokens of all sequences together whose compressed entries have room; None: each
+        pool_tokens: Tokens of all sequences together whose compressed entries fit; None: each
             sequence has pages of its own for ``max_tokens``.
         window_pages: Pages of raw KV entries, of each layer, in all.
     """
@@ -238,7 +238,7 @@ class LayerBuilder:
     def _window_pages(self, columns: int) -> int:
         if self.size.window_pages is not None:
             return self.size.window_pages
-        # A window that begins within a page for each sequence, and one chunk of the largest size.
+        # For each sequence a window that begins within a page, and one chunk of the largest size.
         pages = -(-self.config.sliding_window // WINDOW_PAGE) + 1
         return self.size.sequences * min(pages, columns) + columns
 
@@ -256,7 +256,7 @@ class LayerBuilder:
         )
         if not overlap:
             return layer
-        # Index keys may be plain also with "deepseek" numerics: after rounding to FP4 every model
+        # Index keys may also be plain with "deepseek" numerics: after rounding to FP4 every model
         # dtype holds them exactly.
         return replace(
             layer,
@@ -267,7 +267,7 @@ class LayerBuilder:
     def _table(
         self, ratio: int, name: str, page_size: int, columns: int, pooled: int
     ) -> tuple[torch.Tensor, int]:
-        """The page table that layers of one ratio share, and pages of each of them."""
+        """Return the page table that layers of one ratio share, and pages of each layer."""
         if ratio in self._known_tables:
             return self._known_tables[ratio]
         shape = (self.size.sequences, columns)
@@ -308,9 +308,9 @@ def state_shape(sequences: int, ratio: int, overlap: bool, dim: int) -> tuple[in
 
 
 def check_layers(config: ModelConfig, layers: Sequence[LayerCache], size: CacheSize) -> None:
-    """Raise unless tensors that somebody else made can be the cache of a model.
+    """Raise unless the caller's tensors can be the cache of a model.
 
-    Reads the page tables back from the device, so it is for once, when they are brought.
+    It reads the page tables back from the device, so it runs once, when the cache is made.
 
     Raises:
         TypeError: if a dtype is wrong.

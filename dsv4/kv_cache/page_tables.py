@@ -15,7 +15,7 @@ import torch
 
 
 class CacheFullError(RuntimeError):
-    """No room: nothing was changed. Free a sequence, or make the cache larger."""
+    """The cache is full; nothing was changed. Free a sequence, or make the cache larger."""
 
 
 class PagePool:
@@ -39,31 +39,31 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
+        """The number of pages that nobody holds."""
         return len(self._free)
 
     def last_free(self, count: int) -> tuple[int, ...]:
-        """The pages that the next ``count`` calls of ``take`` give, in the order of the list."""
+        """Return the pages of the next ``count`` calls of ``take``, in the order of the list."""
         return tuple(self._free[len(self._free) - count :])
 
     def restore(self, record: TableRecord) -> None:
-        """Make free pages and users what they were when ``record`` was made."""
+        """Restore free pages and users to their state when ``record`` was made."""
         self._free[record.free_before :] = record.taken
         for page, users in record.users.items():
             self._users[page] = users
 
     def users(self, page: int) -> int:
-        """Return how many hold a page."""
+        """Return the number of users of a page."""
         return self._users[page]
 
     def take(self) -> int:
-        """A free page, from now on held by one user. There must be one."""
+        """Take a free page, which then has one user. There must be one."""
         page = self._free.pop()
         self._users[page] = 1
         return page
 
     def share(self, page: int) -> int:
-        """The same page, held by one user more."""
+        """Count one user of a page more, and return the page."""
         self._users[page] += 1
         return page
 
@@ -82,9 +82,9 @@ class Growth:
         row: The sequence.
         first: Page, by its number within the sequence, of the first entry that the step reads.
         end: One past the page of the last entry that it writes.
-        shared: Whether the last page goes on in the place of the first.
-        split: Whether the page that did so has to leave the place of the first.
-        pages: How many pages it takes from the pool.
+        shared: Whether the last page continues in the place of the first.
+        split: Whether a page that did so must leave the place of the first.
+        pages: Number of pages that it takes from the pool.
     """
 
     row: int
@@ -97,7 +97,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class HeldRecord:
-    """Pages of a sequence as they were.
+    """The recorded pages of a sequence.
 
     Attributes:
         first: Number of its first page.
@@ -143,13 +143,13 @@ class _Held:
 class PageTable:
     """Page tables of some sequences: entry e of a sequence lies on its page ``e // page_size``.
 
-    A sequence may let go of its first pages, and then has a ring: page q stands in column ``q %
-    columns``. Where a step needs entries from the middle of the first page to before the middle of
-    the last, both lie in one page of the pool. A window that is a multiple of the page size
-    therefore occupies as many pages as it has entries for, not one more.
+    A sequence may release its first pages, and then has a ring: page q is in column ``q %
+    columns``. If a step needs entries from the middle of the first page to before the middle of the
+    last, both lie in one page of the pool. A window that is a multiple of the page size therefore
+    occupies only as many pages as its entries fill, not one more.
 
     Attributes:
-        pool: Where pages come from.
+        pool: Pool of pages.
         page_size: Entries per page.
         table: ``[S, columns]`` int64 on the device; -1 where a sequence has no page.
     """
@@ -164,24 +164,24 @@ class PageTable:
         self._held = [_Held() for _ in range(self.table.shape[0])]
 
     def rehearsed(self) -> PageTable:
-        """The same with nothing on a device, to see what steps would need."""
+        """Return a copy without a table on a device, to find what steps would need."""
         twin = PageTable(copy.deepcopy(self.pool), self.page_size, self.table.to("meta"))
         twin._held = copy.deepcopy(self._held)
         return twin
 
     @property
     def columns(self) -> int:
-        """Pages a sequence can hold."""
+        """The pages that a sequence can hold."""
         return self.table.shape[1]
 
     def stale(self, row: int, low: int) -> dict[int, int]:
-        """Pages, by number, that only hold entries before ``low``."""
+        """Return pages, by number, that only hold entries before ``low``."""
         held = self._held[row]
         end = min(held.end, low // self.page_size)
         return {q: held.pages[q] for q in range(held.first, end)} if held.first < end else {}
 
     def freed_by(self, stale: Sequence[dict[int, int]]) -> int:
-        """Return how many pages become free if sequences let go of these."""
+        """Return how many pages become free if sequences release these."""
         counts = Counter(page for pages in stale for page in pages.values())
         return sum(self.pool.users(page) == count for page, count in counts.items())
 
@@ -209,9 +209,9 @@ class PageTable:
         return HeldRecord(held.first, held.end, held.twin, pages)
 
     def restore(self, record: TableRecord) -> None:
-        """Undo the latest change, made since ``record`` was; ``flush`` tells the device.
+        """Undo the latest change, made after ``record``; ``flush`` writes it to the device.
 
-        Also a change that was interrupted. Changes are undone in the reverse of their order.
+        The change may have been interrupted. Changes are undone in reverse order.
         """
         self.pool.restore(record)
         for row, old in record.held.items():
@@ -223,9 +223,9 @@ class PageTable:
                 self._changes[row, q % self.columns] = standing.get(q % self.columns, -1)
 
     def overwrites(self, growth: Growth) -> int | None:
-        """The page of the pool that a step writes although it has to be as before to be undone.
+        """Return the page of the pool that a step writes and whose content an undo must restore.
 
-        One page that leaves the place of the first, while another takes that place.
+        This is a page that leaves the place of the first, while another takes that place.
         """
         if not (growth.split and growth.shared):
             return None
@@ -246,7 +246,7 @@ class PageTable:
     def growth(self, row: int, low: int, end: int) -> Growth | None:
         """Return what a step needs that reads entries from ``low`` and writes up to ``end``.
 
-        A sequence that holds pages holds that of ``low``; ``trim`` has seen the same ``low``. None:
+        A sequence that holds pages holds that of ``low``; ``trim`` got the same ``low``. None means
         nothing, as in most steps of one token.
         """
         held, size = self._held[row], self.page_size
@@ -266,7 +266,7 @@ class PageTable:
         """Take the pages, which must be there.
 
         Returns:
-            Pages of the pool whose bytes have to be copied, and where to.
+            Pages of the pool whose bytes must be copied, and their targets.
         """
         row, held, copies = growth.row, self._held[growth.row], []
         if growth.split and held.twin is not None:
@@ -295,12 +295,12 @@ class PageTable:
         return len({page for q, page in self._held[source].pages.items() if q >= sealed})
 
     def fork(self, source: int, target: int, sealed: int) -> list[tuple[int, int]]:
-        """Give ``target``, which holds none, the pages of ``source``.
+        """Give ``target``, which holds no pages, the pages of ``source``.
 
-        Pages before number ``sealed`` are never written again and serve both; the others are new.
+        Pages before number ``sealed`` are never written again and are shared; the others are new.
 
         Returns:
-            Pages of the pool whose bytes have to be copied, and where to.
+            Pages of the pool whose bytes must be copied, and their targets.
         """
         held, copies = self._held[source], dict[int, int]()
         new = self._held[target] = _Held({}, held.first, held.first, held.twin)
@@ -317,14 +317,14 @@ class PageTable:
         return list(copies.items())
 
     def release(self, row: int) -> None:
-        """Give back every page of a sequence."""
+        """Release all pages of a sequence."""
         for q, page in self._held[row].pages.items():
             self.pool.give_back(page)
             self._changes[row, q % self.columns] = -1
         self._held[row] = _Held()
 
     def clear(self) -> None:
-        """Give back every page of every sequence, without reading who holds which."""
+        """Release all pages of all sequences, without reading who holds which."""
         self.pool.clear()
         self._held = [_Held() for _ in self._held]
         self._changes.clear()
@@ -347,7 +347,7 @@ class PageTable:
 
 
 def to_device(values: Sequence[object], device: torch.device) -> torch.Tensor:
-    """Integers of the host as an int64 tensor; a GPU is not waited for."""
+    """Return integers of the host as an int64 tensor, without waiting for a GPU."""
     host = torch.tensor(values, dtype=torch.int64, device="cpu")
     if device.type != "cuda":
         return host.to(device)

@@ -1,22 +1,21 @@
 """The paged cache of a model: raw KV entries, compressed entries, compressor state.
 
-Every tensor is allocated once. Which slot a token reads or writes is tensor arithmetic on sequence
-rows, positions and page tables, so a captured graph replays with other values. On the host run
-``allocate``, ``free``, ``fork``, ``copy`` and, before a step, ``prepare``: they know how many
-tokens each sequence has, change tables in place and never wait for a GPU.
+Every tensor is allocated once. Slots that a token reads or writes are computed by tensor arithmetic
+from sequence rows, positions and page tables, so a captured graph replays with other values.
+``allocate``, ``free``, ``fork``, ``copy`` and, before a step, ``prepare`` run on the host: they
+know how many tokens each sequence has, change tables in place and never wait for a GPU.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.kv_cache.atomic_steps import AtomicSteps
 from dsv4.kv_cache.batch import Batch, CacheStep
+from dsv4.kv_cache.cache_checks import CacheChecks, checked_size
 from dsv4.kv_cache.layer_cache import CacheSize, LayerBuilder, LayerCache, State, check_layers
 from dsv4.kv_cache.page_tables import CacheFullError, Growth, PageTable, to_device
 from dsv4.kv_cache.pages import COMPACT_FORMATS, ENTRY_FORMATS
@@ -25,15 +24,15 @@ from dsv4.kv_cache.step_record import StepRecord
 __all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
 
-class PagedCache(AtomicSteps):
+class PagedCache(CacheChecks):
     """Cache of ``max_sequences`` sequences of at most ``max_tokens`` tokens each.
 
     Each sequence has pages of its own for ``max_tokens``; or, with ``pool_tokens``, takes pages
-    from pools that all share as it grows, and gives back those that its window has left. Then
-    ``prepare`` has to come before every step.
+    from shared pools as it grows, and gives back those that its window has left. Then ``prepare``
+    must be called before every step.
 
-    A step happens or does not: within ``atomic``, or with ``undo`` after an error, whatever raises
-    leaves the cache such that the step can be repeated.
+    A step is completed or undone: within ``atomic``, or with ``undo`` after an error, the cache is
+    left so that the step can be repeated.
 
     Attributes:
         config: The model's.
@@ -56,23 +55,22 @@ class PagedCache(AtomicSteps):
         pool_tokens: int | None = None,
         window_pages: int | None = None,
     ) -> None:
-        """Allocate everything.
+        """Allocate all tensors.
 
         Args:
             config: The model's.
             max_sequences: S, sequences that live at one time.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
-            device: Where.
+            device: Device of the cache.
             dtype: Dtype of plain pages; float64 also makes the compressor state float64.
-            entry_format: ``"fp8"`` or ``"plain"``; None: what ``config.numerics`` calls for.
-            index_format: Format of the indexer's keys: ``"plain"``, which holds what
-                ``config.numerics`` calls for; ``"index_mxfp4"``, the same values in a quarter of
-                bfloat16's bytes with ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either
-                of these, queries are rounded to the same format.
-            pool_tokens: Tokens of all sequences together whose compressed entries have room, in
-                pools that the sequences share; each sequence rounds up to whole pages. None: no
-                pools.
+            entry_format: ``"fp8"`` or ``"plain"``; None: as ``config.numerics`` requires.
+            index_format: Format of the indexer's keys: ``"plain"``, which holds the values of
+                ``config.numerics``; ``"index_mxfp4"``, the same values in a quarter of bfloat16's
+                bytes with ``"deepseek"`` numerics; ``"index_fp8"``, finer. With either of these,
+                queries are rounded to the same format.
+            pool_tokens: Tokens of all sequences together whose compressed entries fit in pools that
+                the sequences share; each sequence rounds up to whole pages. None: no pools.
             window_pages: Pages of raw KV entries in their pool; None: enough for a window of every
                 sequence and one chunk of ``max_chunk``. Several chunks in one step need more.
 
@@ -80,7 +78,7 @@ class PagedCache(AtomicSteps):
             ValueError: if a number is below 1, a format is none of these or does not fit the dims
                 of the indexer's keys, or there are ``window_pages`` without ``pool_tokens``.
         """
-        size = _size(max_sequences, max_tokens, max_chunk, pool_tokens, window_pages)
+        size = checked_size(max_sequences, max_tokens, max_chunk, pool_tokens, window_pages)
         if entry_format is None:
             entry_format = "fp8" if config.numerics == "deepseek" else "plain"
         if entry_format not in ENTRY_FORMATS:
@@ -106,16 +104,16 @@ class PagedCache(AtomicSteps):
         max_tokens: int,
         max_chunk: int | None = None,
     ) -> PagedCache:
-        """A cache of tensors that somebody else made, a serving engine's pools and page tables.
+        """Make a cache of the caller's tensors, such as a serving engine's pools and page tables.
 
-        Their owner says which pages a sequence has, by changing the tables in place between steps,
-        and which rows are in use; ``allocate`` and ``fork`` of the result raise. The tables are
-        read and checked here, and whenever ``check_tables`` is asked to.
+        Their owner chooses the pages of each sequence, by changing the tables in place between
+        steps, and the rows in use; ``allocate`` and ``fork`` of the result raise. The tables are
+        read and checked here, and by ``check_tables``.
 
         Args:
             config: The model's.
-            layers: One per main layer, or also one per MTP layer. A window table is a ring, see
-                ``LayerCache.window_capacity``; a column without a page holds -1.
+            layers: One layer per main layer, or also one per MTP layer. A window table is a ring,
+                see ``LayerCache.window_capacity``; a column without a page holds -1.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
 
@@ -124,7 +122,7 @@ class PagedCache(AtomicSteps):
             ValueError: if a shape, a format, a page size, a table's room or a page is wrong.
         """
         rows = layers[0].window_table.shape[0] if layers else 1
-        size = _size(rows, max_tokens, max_chunk, None, None)
+        size = checked_size(rows, max_tokens, max_chunk, None, None)
         check_layers(config, layers, size)
         cache = cls.__new__(cls)
         lengths = torch.zeros(rows, dtype=torch.int64, device=layers[0].window_table.device)
@@ -154,27 +152,7 @@ class PagedCache(AtomicSteps):
         self._tokens = [0] * size.sequences  # that each sequence was prepared for
         self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
         self._brought = False
-        self._fits: tuple[ModelConfig, torch.dtype] | None = None  # what was last found to
-
-    @property
-    def max_sequences(self) -> int:
-        """Sequences that live at one time."""
-        return self.size.sequences
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest sequence."""
-        return self.size.max_tokens
-
-    @property
-    def max_chunk(self) -> int:
-        """The most new tokens of one sequence in one step."""
-        return self.size.max_chunk
-
-    @property
-    def pooled(self) -> bool:
-        """Return whether sequences share pools, so that ``prepare`` comes before every step."""
-        return bool(self._tables)
+        self._fits: tuple[ModelConfig, torch.dtype] | None = None  # the latest model that fits
 
     @property
     def free_pages(self) -> dict[str, int]:
@@ -186,7 +164,7 @@ class PagedCache(AtomicSteps):
         return free
 
     def allocate(self) -> int:
-        """Row of a new, empty sequence; the lowest free one.
+        """Allocate the lowest free row for a new, empty sequence.
 
         Raises:
             CacheFullError: if all ``max_sequences`` are taken.
@@ -220,10 +198,10 @@ class PagedCache(AtomicSteps):
         self.lengths[sequence] = 0
 
     def clear(self) -> None:
-        """Free every row and page, whatever an interrupted call has left of the bookkeeping.
+        """Free every row and page, also after an interrupted call.
 
         Raises:
-            RuntimeError: if the pages were brought.
+            RuntimeError: if the pages are the caller's.
         """
         self._check_owner("clear")
         for table in self._tables.values():
@@ -245,13 +223,14 @@ class PagedCache(AtomicSteps):
             table.flush()
 
     def fork(self, source: int) -> int:
-        """A new sequence that goes on where ``source`` is, to continue both independently.
+        """Make a copy of a sequence, so that both continue independently.
 
-        From pools it shares the pages of compressed entries that are full, which nobody writes
-        again; windows, open pages and compressor state are copied. Without pools all is copied.
+        With pools, full pages of compressed entries are shared, because they are never written
+        again; windows, open pages and compressor state are copied. Without pools everything is
+        copied.
 
         Returns:
-            Its row.
+            The row of the copy.
 
         Raises:
             CacheFullError: if all rows are taken or a pool has too few pages; nothing is changed.
@@ -267,9 +246,9 @@ class PagedCache(AtomicSteps):
         return target
 
     def copy(self, source: int, target: int) -> None:
-        """Make ``target`` forget its tokens and go on where ``source`` is; see ``fork``.
+        """Replace the tokens of ``target`` by those of ``source``; see ``fork``.
 
-        Whatever else raises leaves ``target`` without tokens, and ``source`` as it was.
+        After any other error ``target`` has no tokens, and ``source`` is unchanged.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
@@ -300,7 +279,7 @@ class PagedCache(AtomicSteps):
             raise
 
     def _copy_rows(self, source: int, target: int) -> None:
-        """Copy what no pool holds."""
+        """Copy the tensors of a row that are in no pool."""
         for layer in self.layers:
             for tensor, pages in layer.tensors():
                 if pages is None:
@@ -320,18 +299,18 @@ class PagedCache(AtomicSteps):
     def prepare(
         self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None
     ) -> None:
-        """Make room for a step: to be called before it, on the host, in the order of the steps.
+        """Make room for a step; call it before the step, on the host, in the order of the steps.
 
         A cache with pools needs it before every step. It evicts the pages that windows have left,
         takes the pages that new tokens need, and changes the page tables on the device in place. A
-        cache without pools, or of somebody else's tensors, only checks the numbers. Of the latter,
-        a sequence that starts at 0 is a new one.
+        cache without pools, or of the caller's tensors, only checks the numbers. In the latter, a
+        sequence that starts at 0 is a new one.
 
         Args:
             sequences: Rows of the cache, distinct; -1 for padding.
             lengths: New tokens of each, 0 and up.
-            starts: Tokens each has already; None: as many as it was prepared for, which a cache of
-                somebody else's tensors does not know.
+            starts: Tokens that each has already; None: as many as it was prepared for, which a
+                cache of the caller's tensors does not know.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
@@ -363,7 +342,7 @@ class PagedCache(AtomicSteps):
         self._records.append(record)
 
     def _grow(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
-        """Change tables and counts for a step, and say in ``record`` what they were."""
+        """Change tables and counts for a step, and store the old ones in ``record``."""
         self._trim(record)
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
         for ratio, table in self._tables.items():
@@ -391,7 +370,7 @@ class PagedCache(AtomicSteps):
         return [growth for growth in growths if growth is not None]
 
     def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
-        """Pages that windows have left since the last step, by row and number."""
+        """Return pages that windows have left since the last step, by row and number."""
         stale = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
         return {row: stale[row] for row in sorted(stale) if stale[row]}
 
@@ -408,54 +387,11 @@ class PagedCache(AtomicSteps):
                 window.trim(row, self._window_low(self._tokens[row]))
         self._grown.clear()
 
-    def _check_pages(self, what: str, table: PageTable, need: int, free: int) -> None:
-        if need > free:
-            window = table is self._tables.get(0)
-            raise CacheFullError(
-                f"PagedCache.{what}: needs {need} {table.pool.name} pages, and {free} of "
-                f"{table.pool.size} are free; free a sequence, "
-                f"{'give a step fewer tokens, ' if window else ''}or make the cache with a larger "
-                f"{'window_pages' if window else 'pool_tokens'}"
-            )
-
-    def _check_owner(self, what: str) -> None:
-        if self._brought:
-            raise RuntimeError(
-                f"PagedCache.{what}: the pages were brought; who brought them gives them out"
-            )
-
-    def _check_allocated(self, what: str, sequence: int) -> None:
-        self._check_owner(what)
-        if not 0 <= sequence < self.max_sequences or not self._live[sequence]:
-            raise ValueError(
-                f"PagedCache.{what}: sequence is {sequence}, wanted one that is allocated"
-            )
-
-    def check_rows(self, what: str, sequences: Sequence[int]) -> None:
-        """Raise unless rows are distinct and, but for -1, in use.
-
-        Raises:
-            ValueError: naming the row.
-        """
-        rows = [row for row in sequences if row != -1]
-        if len(set(rows)) < len(rows):
-            raise ValueError(f"PagedCache.{what}: sequences are {rows}, wanted distinct ones")
-        for i, row in enumerate(sequences):
-            if row == -1:
-                continue
-            if self._brought and not 0 <= row < self.max_sequences:
-                raise ValueError(
-                    f"PagedCache.{what}: sequences[{i}] is {row}, wanted -1 to "
-                    f"{self.max_sequences - 1}"
-                )
-            if not self._brought:
-                self._check_allocated(what, row)
-
     def starts_of(self, sequences: Sequence[int]) -> list[int] | None:
-        """Tokens of rows, 0 of -1; None with pools, where ``prepare`` knows them.
+        """Return the tokens of rows, 0 for -1; None with pools, where ``prepare`` knows them.
 
-        Without pools steps need not have been announced: the lengths are read from the device, but
-        for a GPU's, which would have to be waited for.
+        Without pools ``prepare`` need not have been called: the lengths are read from the device,
+        except from a GPU, which would have to be waited for.
         """
         if self.pooled or (self.lengths.device.type != "cpu" and not self._brought):
             return None
@@ -469,60 +405,6 @@ class PagedCache(AtomicSteps):
             return False
         held = self.lengths.tolist()
         return all(self._tokens[row] == held[row] + 1 for row in rows)
-
-    def _check_step(
-        self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int]
-    ) -> None:
-        if not len(sequences) == len(lengths) == len(starts):
-            raise ValueError(
-                f"PagedCache.prepare: {len(sequences)} sequences, {len(lengths)} lengths and "
-                f"{len(starts)} starts, wanted as many of each"
-            )
-        self.check_rows("prepare", sequences)
-        for i, (row, new, start) in enumerate(zip(sequences, lengths, starts, strict=True)):
-            if new < 0:
-                raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
-            if row == -1:
-                continue
-            held = 0 if self._brought and start == 0 else self._tokens[row]
-            # Without pools a step need not have been announced.
-            if start != held and (start < held or self.pooled):
-                raise ValueError(
-                    f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: the tokens that "
-                    f"sequence {row} was prepared for, and positions neither go back nor skip any"
-                )
-
-    def check(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
-        """Raise unless the cache can take a batch whose numbers the host knows.
-
-        Args:
-            lengths: New tokens of each sequence.
-            starts: Tokens each has already.
-
-        Raises:
-            ValueError: naming the sequence that has too many tokens, in the chunk or in all.
-        """
-        for i, (new, start) in enumerate(zip(lengths, starts, strict=True)):
-            if new > self.max_chunk:
-                raise ValueError(
-                    f"PagedCache: entry {i} of the batch has {new} new tokens, wanted at most "
-                    f"max_chunk ({self.max_chunk})"
-                )
-            if start < 0 or start + new > self.max_tokens:
-                raise ValueError(
-                    f"PagedCache: entry {i} of the batch would reach {start} + {new} tokens, "
-                    f"wanted at most max_tokens ({self.max_tokens})"
-                )
-
-    def check_tables(self) -> None:
-        """Raise if a page table points outside its pool: for brought tables that were changed.
-
-        Reads the tables back from the device, so use it for debugging, not for each step.
-
-        Raises:
-            ValueError: naming the layer, the table and the page.
-        """
-        check_layers(self.config, self.layers, self.size)
 
     def check_prompts(self, sequences: Sequence[int], lengths: Sequence[int], chunk: int) -> None:
         """Raise unless there are pages for new tokens, ``chunk`` at a time; changes nothing.
@@ -546,36 +428,6 @@ class PagedCache(AtomicSteps):
             steps = [max(0, min(chunk, length - begin)) for length in lengths]
             rehearsed.prepare(sequences, steps, rehearsed._prepared(sequences))
 
-    def check_model(self, config: ModelConfig, dtype: torch.dtype) -> None:
-        """Raise unless a model of this configuration and dtype can use the cache.
-
-        Raises:
-            TypeError: if plain pages or the compressor state are of another dtype.
-            ValueError: if the cache was made for other layers, dims or numerics.
-        """
-        if self._fits is not None and self._fits[0] is config and self._fits[1] == dtype:
-            return
-        if config is not self.config:
-            for name, own, expected in _shaping(self.config, config):
-                if own != expected:
-                    raise ValueError(
-                        f"PagedCache: made for {name} {own}, wanted {expected} as the model has"
-                    )
-        for i, layer in enumerate(self.layers):
-            data = layer.window.data
-            if layer.window.entry_format == "plain" and data.dtype != dtype:
-                raise TypeError(
-                    f"PagedCache: plain pages of layer {i} have dtype {_name(data.dtype)}, wanted "
-                    f"{_name(dtype)} as the model's hidden states"
-                )
-            wide = torch.float64 if dtype == torch.float64 else torch.float32
-            if layer.state is not None and layer.state.dtype != wide:
-                raise TypeError(
-                    f"PagedCache: state of layer {i} has dtype {_name(layer.state.dtype)}, wanted "
-                    f"{_name(wide)} for hidden states of {_name(dtype)}"
-                )
-        self._fits = config, dtype
-
     def advance(self, batch: Batch) -> None:
         """Set ``lengths`` of the batch's sequences to what they are after it.
 
@@ -587,7 +439,7 @@ class PagedCache(AtomicSteps):
         self._set_lengths(batch, new, batch.starts + new)
 
     def nbytes(self) -> int:
-        """Bytes of all tensors; a table that layers share counts once."""
+        """Return the bytes of all tensors; a table that layers share counts once."""
         tensors = {id(self.lengths): self.lengths}
         for layer in self.layers:
             for tensor, table in layer.tensors():
@@ -597,14 +449,15 @@ class PagedCache(AtomicSteps):
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
     def bytes_per_sequence(self, tokens: int) -> dict[str, int]:
-        """Bytes that a sequence of ``tokens`` tokens occupies between steps, over all layers.
+        """Return the bytes that a sequence of ``tokens`` tokens occupies between steps.
 
-        With pools and one token at a time; for fewer than 64 tokens after a chunk its window may
-        hold a page more. Without pools a sequence occupies its pages for ``max_tokens`` always.
+        The sum is over all layers, for a cache with pools and one token at a time; for fewer than
+        64 tokens after a chunk the window may hold one page more. Without pools a sequence always
+        occupies its pages for ``max_tokens``.
 
         Returns:
-            Bytes of ``"window"``, ``"compressed"`` and ``"indexer"`` pages, which are what grows,
-            and of the compressors' ``"state"``, the same for every length.
+            Bytes of ``"window"``, ``"compressed"`` and ``"indexer"`` pages, which grow, and of the
+            compressors' ``"state"``, which is the same for every length.
 
         Raises:
             ValueError: if ``tokens`` is not within 0 and ``max_tokens``.
@@ -618,45 +471,3 @@ class PagedCache(AtomicSteps):
             for name, count in layer.bytes_of(tokens, grows=self.pooled).items():
                 total[name] += count
         return total
-
-
-def _size(
-    max_sequences: int,
-    max_tokens: int,
-    max_chunk: int | None,
-    pool_tokens: int | None,
-    window_pages: int | None,
-) -> CacheSize:
-    max_chunk = max_tokens if max_chunk is None else max_chunk
-    for name, value in (
-        ("max_sequences", max_sequences),
-        ("max_tokens", max_tokens),
-        ("max_chunk", max_chunk),
-        ("pool_tokens", pool_tokens),
-        ("window_pages", window_pages),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise TypeError(f"PagedCache: {name} is {value!r}, wanted an int")
-        if value is not None and value < 1:
-            raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
-    if window_pages is not None and pool_tokens is None:
-        raise ValueError(
-            f"PagedCache: window_pages is {window_pages} and pool_tokens None, wanted both: pools "
-            "are of window pages and compressed pages alike"
-        )
-    return CacheSize(
-        max_sequences, max_tokens, min(max_chunk, max_tokens), pool_tokens, window_pages
-    )
-
-
-def _shaping(*configs: ModelConfig) -> list[tuple[Any, ...]]:
-    """Return, by name and for each configuration, what gives a cache its shape and its content."""
-    dims = ("head_dim", "qk_rope_head_dim", "index_head_dim", "sliding_window")
-    names = ("num_hidden_layers", *dims, "numerics")
-    rows = [(name, *(getattr(c, name) for c in configs)) for name in names]
-    rates = (tuple(c.compress_rate(i) for i in range(c.num_hidden_layers)) for c in configs)
-    return [*rows, ("compression rates", *rates)]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ COMPACT_FORMATS = ("index_fp8", "index_mxfp4")  # of index keys, which may be "p
 PAGE_FORMATS = (*ENTRY_FORMATS, *COMPACT_FORMATS)
 GROUP = 64  # NoPE dims that share one E8M0 scale
 FP4_GROUP = 32  # dims of an index key that share one E8M0 scale
-# What the dims of an entry have to be a multiple of, where it is not 1: whole scales, aligned.
+# Numbers that the dims of an entry are a multiple of, where not 1: whole scales, aligned.
 DIMS_MULTIPLES = {"index_fp8": 4, "index_mxfp4": FP4_GROUP}
 
 
@@ -62,11 +62,11 @@ class EntryLayout:
         return -(-self.groups // 8) * 8
 
     def data_offset(self, entry: int) -> int:
-        """Byte of the page at which the data of ``entry`` begins."""
+        """Return the byte of the page at which the data of ``entry`` begins."""
         return entry * self.data_bytes
 
     def scale_offset(self, entry: int, page_size: int) -> int:
-        """Byte of the page at which the scales of ``entry`` begin: after all data of the page."""
+        """Return the byte of the page at which the scales of ``entry`` begin, after all data."""
         return page_size * self.data_bytes + entry * self.scale_bytes
 
     def page_bytes(self, page_size: int) -> int:
@@ -103,11 +103,11 @@ class IndexLayout:
         return 4 if self.entry_format == "index_fp8" else self.head_dim // FP4_GROUP
 
     def data_offset(self, entry: int) -> int:
-        """Byte of the page at which the codes of ``entry`` begin."""
+        """Return the byte of the page at which the codes of ``entry`` begin."""
         return entry * self.data_bytes
 
     def scale_offset(self, entry: int, page_size: int) -> int:
-        """Byte of the page at which the scales of ``entry`` begin: after all codes of the page."""
+        """Return the byte of the page at which the scales of ``entry`` begin, after all codes."""
         return page_size * self.data_bytes + entry * self.scale_bytes
 
     def page_bytes(self, page_size: int) -> int:
@@ -145,7 +145,7 @@ class Pages:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> Pages:
-        """Zeroed pages.
+        """Allocate pages of zeros.
 
         Args:
             num_pages: P.
@@ -154,7 +154,7 @@ class Pages:
             rope_dim: Trailing dims that carry the rotary embedding, ``0 <= rope_dim <= head_dim``.
             entry_format: ``"fp8"``, ``"plain"``, ``"index_fp8"`` or ``"index_mxfp4"``.
             dtype: Dtype of ``"plain"`` entries; pages of other formats are bytes whatever it is.
-            device: Where.
+            device: Device of the pages.
 
         Raises:
             ValueError: if a size or the format is none of these.

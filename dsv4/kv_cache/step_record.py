@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class SavedRows:
-    """Rows of a tensor as they were.
+    """Saved rows of a tensor.
 
     Attributes:
-        tensor: Where they belong.
-        dim: Along which they are counted.
+        tensor: The tensor that they belong to.
+        dim: Dimension along which they are counted.
         rows: ``[R]`` int64.
-        values: What they held.
+        values: Their saved values.
     """
 
     tensor: torch.Tensor
@@ -45,11 +45,11 @@ class StepRecord:
     """The changes that one ``PagedCache.prepare`` and the step after it make.
 
     Attributes:
-        tables: Page tables and what they were, in the order of the changes.
+        tables: Page tables and their old state, in the order of the changes.
         tokens: Tokens of each row before.
         grown: Rows of the step before.
         saved: Contents that the step overwrites although they are needed to repeat it.
-        batch: The batch whose lengths were advanced, if it came to that.
+        batch: The batch whose lengths were advanced, or None.
     """
 
     tokens: dict[int, int]
@@ -62,7 +62,7 @@ class StepRecord:
 def save(
     tensors: Sequence[torch.Tensor], dim: int, rows: Sequence[int] | torch.Tensor
 ) -> list[SavedRows]:
-    """Copies of the same rows of some tensors."""
+    """Copy the same rows of some tensors."""
     if len(rows) == 0 or not tensors:
         return []
     there = rows if isinstance(rows, torch.Tensor) else to_device(rows, tensors[0].device)

@@ -1,4 +1,4 @@
-"""The routed experts' weights: stacked matrices, plain, quantised or packed."""
+"""The routed experts' weights: stacked matrices that can be packed for tensor cores."""
 
 from __future__ import annotations
 
@@ -6,149 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from dsv4.config import ModelConfig
+from dsv4.layers._expert_stacks import HALF_PACKED, PROJECTIONS, ExpertStacks, as_bytes
 from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizzling
-from dsv4.layers._module import (
-    FixedDtypeModule,
-    empty_quantized,
-    empty_weight,
-    frozen,
-    quantize_pair,
-    quantize_weight,
-    refused_while_packed,
-)
+from dsv4.layers._module import frozen, refused_while_packed
 from dsv4.layers.linear import PACKED_LAYOUTS
-from dsv4.ops.quantize import dequantize, positive
 from dsv4.quant import fragments
-from dsv4.quant.formats import (
-    FRAGMENTS,
-    LINEAR,
-    NVFP4,
-    SWIZZLED,
-    Format,
-    QuantizedTensor,
-    format_named,
-)
-from dsv4.reference.fragments import deinterleaved
+from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
-_PROJECTIONS = ("gate_up_proj", "down_proj")
-_SUFFIXES = ("", "_scale", "_scale_2", "_input_scale")
-_HALF = "half packed"
 # Rows and columns of a whole tile of a matrix.
 _TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
 
-class ExpertWeights(FixedDtypeModule):
-    """Formats, layouts and views of the parameters of ``DeepseekV4Experts``.
-
-    Args:
-        config: A ``ModelConfig`` or transformers' configuration.
-        first_expert: The first expert held here.
-        num_local_experts: How many are; None for all from ``first_expert`` on.
-
-    Raises:
-        ValueError: if there are no such experts.
-    """
-
-    stored = frozenset(p + s for p in _PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
-    gate_up_row_scale: torch.Tensor | None
-    gate_up_proj_input_scale: torch.Tensor | None
-    down_proj_input_scale: torch.Tensor | None
-
-    def __init__(
-        self, config: Any, first_expert: int = 0, num_local_experts: int | None = None
-    ) -> None:
-        super().__init__()
-        config = ModelConfig.of(config)
-        self.num_experts = config.n_routed_experts
-        self.first_expert = first_expert
-        self.num_local_experts = _local(self.num_experts, first_expert, num_local_experts)
-        self.hidden_dim = config.hidden_size
-        self.intermediate_dim = config.moe_intermediate_size
-        self.gate_up_rows = (self.intermediate_dim, self.intermediate_dim)
-        self.format: Format | None = None
-        self.layout = LINEAR
-        self.gate_up_proj = empty_weight(
-            self.num_local_experts, 2 * self.intermediate_dim, self.hidden_dim
-        )
-        self.down_proj = empty_weight(
-            self.num_local_experts, self.hidden_dim, self.intermediate_dim
-        )
-        for name in sorted(self.stored - {"gate_up_row_scale"}):
-            self.register_parameter(name, None)
-        # In a packed layer [E, 2 I]: gate_up_proj_scale_2 for every row, which GEMMs need.
-        self.register_buffer("gate_up_row_scale", None, persistent=False)
-
-    def quantized_weight(self, name: str) -> QuantizedTensor:
-        """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
-
-        Gate rows come first. In a packed layer the value is packed, and even rows are gate rows,
-        odd rows up rows.
-
-        Raises:
-            ValueError: if the weights are plain, or were left half packed.
-        """
-        if self.format is None:
-            raise ValueError("Experts: the weights are plain, wanted quantised ones")
-        self._check_whole()
-        tensors: Any = self._parameters  # see ``FixedDtypeModule``
-        global_scale = tensors[name + "_scale_2"]
-        segments: tuple[int, ...] = ()
-        if name == "gate_up_proj" and global_scale is not None:
-            if self.layout == LINEAR:
-                segments = self.gate_up_rows
-            else:
-                global_scale = self._buffers["gate_up_row_scale"]
-        codes, scales = tensors[name], tensors[name + "_scale"]
-        parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        return self.value_of(*parts, name=name)
-
-    def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
-        if self.format is None:
-            return getattr(self, name).to(dtype)
-        dense = dequantize(self.quantized_weight(name), dtype)
-        return deinterleaved(dense) if self._is_interleaved(name) else dense
-
-    def _is_interleaved(self, name: str) -> bool:
-        """Return whether gate and up rows are interleaved."""
-        return name == "gate_up_proj" and self.layout != LINEAR
-
-    def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
-        """Return gate, up and down of one expert as ``set_expert`` takes them, never packed.
-
-        They are views of the stack, or copies if it is packed.
-
-        Raises:
-            ValueError: if the weights are plain.
-        """
-        both, down = (self._linear(name, expert) for name in _PROJECTIONS)
-        return self._part(both, 0), self._part(both, 1), down
-
-    def _linear(self, name: str, expert: int) -> QuantizedTensor:
-        """Return one expert's matrix as an unpacked layer has it."""
-        matrix = self.quantized_weight(name)[expert]
-        if not self._is_interleaved(name):
-            return matrix.with_layout(LINEAR)
-        if self.layout == FRAGMENTS:
-            codes, scales = fragments.unpack(matrix.codes, matrix.scales, pairs=True)
-        else:
-            linear = matrix.with_layout(LINEAR)
-            codes, scales = deinterleaved(linear.codes), deinterleaved(_bytes(linear.scales))
-            scales = scales.view(linear.scales.dtype)
-        global_scale = getattr(self, name + "_scale_2")[expert]
-        segments = self.gate_up_rows
-        return QuantizedTensor(codes, scales, global_scale, matrix.format, segments=segments)
-
-    def _part(self, both: QuantizedTensor, part: int) -> QuantizedTensor:
-        """Return gate (0) or up (1), a view."""
-        rows = slice(part * self.intermediate_dim, (part + 1) * self.intermediate_dim)
-        step = both.format.block[0]
-        blocks = slice(rows.start // step, rows.stop // step)
-        scale = None if both.global_scale is None else both.global_scale[part : part + 1]
-        return QuantizedTensor(both.codes[rows], both.scales[blocks], scale, both.format)
+class ExpertWeights(ExpertStacks):
+    """Layouts of the parameters of ``DeepseekV4Experts``; arguments as in ``ExpertStacks``."""
 
     @torch.no_grad()
     def pack(self, layout: str = FRAGMENTS) -> None:
@@ -177,7 +48,7 @@ class ExpertWeights(FixedDtypeModule):
         self.unpack()
         scale = self.quantized_weight("gate_up_proj").global_scale
         assert scale is not None
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             self._own(name)
             self._own(name + "_scale")
         self._rewrite(packing if layout == FRAGMENTS else swizzling)
@@ -205,7 +76,7 @@ class ExpertWeights(FixedDtypeModule):
         if self.gate_up_proj.is_meta:
             raise ValueError("Experts: the weights are on the meta device, wanted ones with values")
         self._check_tiles(layout)
-        for name in _PROJECTIONS if self.layout == LINEAR else ():
+        for name in PROJECTIONS if self.layout == LINEAR else ():
             if int(getattr(self, name + "_scale").view(torch.int8).amin()) < 0:
                 raise ValueError(
                     f"Experts: a block scale of {name} is negative, wanted scales with their sign "
@@ -214,20 +85,13 @@ class ExpertWeights(FixedDtypeModule):
 
     def _check_tiles(self, layout: str) -> None:
         high, wide = _TILES[layout]
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             rows, columns = self.quantized_weight(name).shape[1:]
             if rows % high or columns % wide:
                 raise ValueError(
                     f"Experts: a matrix of {name} is {rows} x {columns}, wanted multiples of "
                     f"{high} x {wide} for layout {layout!r}"
                 )
-
-    def _check_whole(self) -> None:
-        if self.layout == _HALF:
-            raise ValueError(
-                "Experts: the weights are half packed, pack or unpack was interrupted: "
-                "call to_format and set them again"
-            )
 
     def _own(self, name: str) -> None:
         """Make a parameter writable in place."""
@@ -239,16 +103,16 @@ class ExpertWeights(FixedDtypeModule):
 
     def _rewrite(self, how: Callable[..., Writes]) -> None:
         for expert in range(self.num_local_experts):
-            for name in _PROJECTIONS:
-                codes, scales = (_bytes(getattr(self, name + s))[expert] for s in ("", "_scale"))
+            for name in PROJECTIONS:
+                codes, scales = (as_bytes(getattr(self, name + s))[expert] for s in ("", "_scale"))
                 for target, source in how(codes, scales, pairs=name == "gate_up_proj"):
-                    self.layout = _HALF
+                    self.layout = HALF_PACKED
                     target.copy_(source)
 
     def _finish(self, layout: str) -> None:
         """Record the layout that the bytes have now."""
         self.forget_value()
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             dtype = torch.uint8 if layout == FRAGMENTS else torch.float8_e4m3fn
             scales = getattr(self, name + "_scale").detach().view(dtype)
             scales = scales.view(self._scales_shape(name, layout))
@@ -263,12 +127,12 @@ class ExpertWeights(FixedDtypeModule):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout == LINEAR:
             return
-        for name in _PROJECTIONS:
+        for name in PROJECTIONS:
             codes, scales = (torch.empty_like(getattr(self, name + s)) for s in ("", "_scale"))
             scales = scales.view(torch.uint8).view(self._scales_shape(name, LINEAR))
             for expert in range(self.num_local_experts):
                 matrix = self._linear(name, expert)
-                codes[expert], scales[expert] = matrix.codes, _bytes(matrix.scales)
+                codes[expert], scales[expert] = matrix.codes, as_bytes(matrix.scales)
             destination[prefix + name] = codes
             destination[prefix + name + "_scale"] = scales.view(torch.float8_e4m3fn)
 
@@ -279,36 +143,6 @@ class ExpertWeights(FixedDtypeModule):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
             return
         lists[-1].append(refused_while_packed(f"{prefix}gate_up_proj"))
-
-    def to_format(
-        self,
-        format: str | Format | None,
-        *,
-        scale_dtype: torch.dtype | None = None,
-        input_scale: bool = False,
-    ) -> None:
-        """Declare the parameters of a format, uninitialised, on the device of the present weights.
-
-        Args:
-            format: Name or descriptor, or None for plain weights.
-            scale_dtype: Dtype of the block scales, where the format allows several.
-            input_scale: Whether to declare the activation scales.
-
-        Raises:
-            ValueError: if gate and up would share block scales; nothing is changed then.
-        """
-        device = self.gate_up_proj.device
-        chosen = None if format is None else format_named(format)
-        if chosen is not None and self.intermediate_dim % chosen.block[0]:
-            raise ValueError(
-                f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
-                f"{chosen.block[0]}: the {chosen.name} blocks of gate and up would overlap"
-            )
-        self.forget_value()
-        self.format, self.layout, self.gate_up_row_scale = chosen, LINEAR, None
-        self.stored = ExpertWeights.stored | (set(_PROJECTIONS) if chosen else set())
-        for name in _PROJECTIONS:
-            self._declare(name, chosen, scale_dtype, input_scale, device)
 
     def declare_packed(self, layout: str = FRAGMENTS) -> None:
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
@@ -326,229 +160,3 @@ class ExpertWeights(FixedDtypeModule):
         self.gate_up_row_scale = torch.empty(
             rows, dtype=torch.float32, device=self.gate_up_proj.device
         )
-
-    def _declare(
-        self,
-        name: str,
-        chosen: Format | None,
-        scale_dtype: torch.dtype | None,
-        input_scale: bool,
-        device: torch.device,
-    ) -> None:
-        gate_up = name == "gate_up_proj"
-        inner, hidden = self.intermediate_dim, self.hidden_dim
-        shape = (self.num_local_experts, *((2 * inner, hidden) if gate_up else (hidden, inner)))
-        for suffix in _SUFFIXES:
-            setattr(self, name + suffix, None)
-        if chosen is None:
-            weight = torch.empty(shape, dtype=torch.get_default_dtype(), device=device)
-            setattr(self, name, nn.Parameter(weight))
-            return
-        empty = empty_quantized(shape, chosen, scale_dtype, device)
-        setattr(self, name, frozen(empty.codes))
-        setattr(self, name + "_scale", frozen(empty.scales))
-        if empty.global_scale is not None:
-            count = 2 if gate_up else 1
-            per_expert = (self.num_local_experts, count)
-            scale_2 = torch.empty(per_expert, dtype=torch.float32, device=device)
-            setattr(self, name + "_scale_2", frozen(scale_2))
-        if input_scale:
-            scale = torch.empty(self.num_local_experts, dtype=torch.float32, device=device)
-            setattr(self, name + "_input_scale", frozen(scale))
-
-    @torch.no_grad()
-    def set_expert(
-        self,
-        expert: int,
-        gate: torch.Tensor | QuantizedTensor,
-        up: torch.Tensor | QuantizedTensor,
-        down: torch.Tensor | QuantizedTensor,
-        input_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
-    ) -> None:
-        """Copy one expert's matrices into the stack.
-
-        Args:
-            expert: Its index in the stack: its number less ``first_expert``.
-            gate: ``[I, H]``, plain or of this layer's format, in the linear layout.
-            up: ``[I, H]``, likewise.
-            down: ``[H, I]``, likewise.
-            input_scales: Activation scales of gate/up and of down, scalars; required if, and only
-                if, the layer declares them.
-
-        Raises:
-            ValueError: if an index, a shape, a format, a layout or a dtype of scales differs, a
-                scalar scale is missing, superfluous or (checked on a CPU) not finite and above 0,
-                or the layer is packed; nothing is changed then.
-        """
-        inner, hidden = self.intermediate_dim, self.hidden_dim
-        if self.layout != LINEAR:
-            raise ValueError(
-                "Experts: the layer is packed, wanted an unpacked one: call dsv4.layers.unpack_ "
-                "first"
-            )
-        if not 0 <= expert < self.num_local_experts:
-            raise ValueError(f"Experts: expert is {expert}, wanted 0..{self.num_local_experts - 1}")
-        for name, matrix in (("gate", gate), ("up", up), ("down", down)):
-            self._check_matrix(name, matrix, (hidden, inner) if name == "down" else (inner, hidden))
-        self._check_input_scales(input_scales)
-        self._copy("gate_up_proj", expert, slice(0, inner), 0, gate)
-        self._copy("gate_up_proj", expert, slice(inner, 2 * inner), 1, up)
-        self._copy("down_proj", expert, slice(0, hidden), 0, down)
-        if input_scales is not None:
-            for name, scale in zip(_PROJECTIONS, input_scales, strict=True):
-                getattr(self, name + "_input_scale")[expert] = scale.reshape(())
-
-    def set_stacks(self, gate_up: QuantizedTensor, down: QuantizedTensor) -> None:
-        """Replace the weights of all experts, without a copy, and with them the format.
-
-        Args:
-            gate_up: ``[E, 2I, H]``, gate rows first, in the linear layout; global scales, if the
-                format has them, are ``[E, 2]``, of gate and up.
-            down: ``[E, H, I]``, likewise, with global scales ``[E, 1]``.
-
-        Raises:
-            ValueError: if a shape, a format or a layout is none this layer can have; nothing is
-                changed then.
-        """
-        inner, hidden = self.intermediate_dim, self.hidden_dim
-        shapes = ((2 * inner, hidden), (hidden, inner))
-        stacks = dict(zip(_PROJECTIONS, (gate_up, down), strict=True))
-        for (name, stack), shape in zip(stacks.items(), shapes, strict=True):
-            self._check_stack(name, stack, (self.num_local_experts, *shape))
-        if gate_up.format != down.format:
-            words = f"{gate_up.format.name} and {down.format.name}"
-            raise ValueError(f"Experts: the formats are {words}, wanted the same")
-        self.forget_value()
-        self.format, self.layout, self.gate_up_row_scale = gate_up.format, LINEAR, None
-        self.stored = ExpertWeights.stored | set(_PROJECTIONS)
-        for name, stack in stacks.items():
-            tensors = (stack.codes, stack.scales, stack.global_scale, None)
-            for suffix, tensor in zip(_SUFFIXES, tensors, strict=True):
-                setattr(self, name + suffix, None if tensor is None else frozen(tensor))
-
-    def _check_stack(self, name: str, stack: QuantizedTensor, shape: tuple[int, ...]) -> None:
-        if tuple(stack.shape) != shape:
-            raise ValueError(f"Experts: {name} has shape {list(stack.shape)}, wanted {list(shape)}")
-        if stack.layout != LINEAR:
-            raise ValueError(f"Experts: {name} has layout {stack.layout!r}, wanted {LINEAR!r}")
-        halves = (self.intermediate_dim, self.intermediate_dim) if name == "gate_up_proj" else ()
-        if stack.format.has_global_scale and stack.segments != halves:
-            raise ValueError(
-                f"Experts: {name} has segments {stack.segments} of global scales, wanted {halves}"
-            )
-        if self.intermediate_dim % stack.format.block[0]:
-            raise ValueError(
-                f"Experts: the intermediate size is {self.intermediate_dim}, wanted a multiple of "
-                f"{stack.format.block[0]}: the {stack.format.name} blocks of gate and up would "
-                "overlap"
-            )
-        stack.validate()
-
-    def _check_matrix(
-        self, name: str, matrix: torch.Tensor | QuantizedTensor, shape: tuple[int, int]
-    ) -> None:
-        if tuple(matrix.shape) != shape:
-            raise ValueError(
-                f"Experts: {name} has shape {list(matrix.shape)}, wanted {list(shape)}"
-            )
-        own = matrix.format if isinstance(matrix, QuantizedTensor) else None
-        if own != self.format:
-            words = ["plain" if f is None else f.name for f in (own, self.format)]
-            raise ValueError(f"Experts: {name} is {words[0]}, wanted {words[1]}")
-        if isinstance(matrix, QuantizedTensor):
-            self._check_scales(name, matrix)
-
-    def _check_scales(self, name: str, matrix: QuantizedTensor) -> None:
-        """Raise if storing a matrix would change the numbers that it means."""
-        if matrix.layout != LINEAR:
-            raise ValueError(f"Experts: {name} has layout {matrix.layout!r}, wanted {LINEAR!r}")
-        projection = "down_proj" if name == "down" else "gate_up_proj"
-        stack = getattr(self, projection + "_scale")
-        high, wide = matrix.format.block
-        blocks = [-(-n // step) for n, step in zip(matrix.shape, (high, wide), strict=True)]
-        if list(matrix.scales.shape) != blocks or matrix.scales.dtype != stack.dtype:
-            raise ValueError(
-                f"Experts: {name} has scales {list(matrix.scales.shape)} of {matrix.scales.dtype}, "
-                f"wanted {blocks} of {stack.dtype}"
-            )
-        declared = getattr(self, projection + "_scale_2") is not None
-        _check_scalar(f"{name}'s global scale", matrix.global_scale, declared)
-
-    def _check_input_scales(self, input_scales: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        for i, name in enumerate(_PROJECTIONS):
-            scale = None if input_scales is None else input_scales[i]
-            declared = getattr(self, name + "_input_scale") is not None
-            _check_scalar(f"the input scale of {name}", scale, declared)
-
-    def _copy(
-        self,
-        name: str,
-        expert: int,
-        rows: slice,
-        segment: int,
-        source: torch.Tensor | QuantizedTensor,
-    ) -> None:
-        target = getattr(self, name)
-        if isinstance(source, torch.Tensor):
-            target[expert, rows] = source
-            return
-        target[expert, rows] = source.codes
-        scales = getattr(self, name + "_scale")
-        step = source.format.block[0]
-        block_rows = slice(rows.start // step, -(-rows.stop // step))
-        # Copy bytes, because a copy by value converts between 8-bit float types (pitfall 33).
-        _bytes(scales)[expert, block_rows] = _bytes(source.scales).to(scales.device)
-        if source.global_scale is not None:
-            getattr(self, name + "_scale_2")[expert, segment] = source.global_scale.reshape(())
-
-    def quantize(self, format: str = "nvfp4") -> None:
-        """Quantise plain weights in place; gate and up of an expert share one global scale.
-
-        This is done expert by expert: memory holds the plain stacks, which cannot be freed in part
-        and are freed at the end, the quantised ones, and the buffers of one matrix. To hold less,
-        fill an empty layer by ``set_expert`` and drop each source, as loading a checkpoint does.
-
-        Raises:
-            ValueError: if they are quantised already.
-        """
-        if self.format is not None:
-            raise ValueError(f"Experts: the weights are {self.format.name} already, wanted plain")
-        inner = self.intermediate_dim
-        gate_up, down = self.gate_up_proj.detach(), self.down_proj.detach()
-        self.to_format(format)
-        for e in range(self.num_local_experts):
-            gate, up = quantize_pair(gate_up[e, :inner], gate_up[e, inner:], format)
-            self.set_expert(e, gate, up, quantize_weight(down[e], format))
-
-    def _range(self) -> str:
-        """Return which experts of how many it holds."""
-        if self.num_local_experts == self.num_experts:
-            return str(self.num_experts)
-        last = self.first_expert + self.num_local_experts - 1
-        return f"{self.first_expert} to {last} of {self.num_experts}"
-
-
-def _check_scalar(what: str, scale: torch.Tensor | None, declared: bool) -> None:
-    if declared and scale is None:
-        raise ValueError(f"Experts: {what} is missing, wanted one")
-    if not declared and scale is not None:
-        raise ValueError(f"Experts: {what} is given, wanted none: the layer declares none")
-    if scale is None:
-        return
-    if scale.numel() != 1:
-        raise ValueError(f"Experts: {what} has shape {list(scale.shape)}, wanted one value")
-    positive(f"Experts: {what}", scale)
-
-
-def _local(experts: int, first: int, count: int | None) -> int:
-    count = experts - first if count is None else count
-    if first < 0 or count < 1 or first + count > experts:
-        raise ValueError(
-            f"Experts: first_expert is {first} and num_local_experts {count}, wanted a range of "
-            f"0..{experts - 1}"
-        )
-    return count
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -14,7 +14,7 @@ plan's key. Values that a step memoises are made before the call: the tape neith
 them.
 
 No plan is used where somebody watches or changes calls: hooks, tracers, modes, subclasses of the
-layers, an implementation asked for by name, a capture (which uses more streams).
+layers, an implementation requested by name, a capture (which uses more streams).
 """
 
 from __future__ import annotations

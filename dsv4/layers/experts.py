@@ -12,11 +12,8 @@ from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
-from dsv4.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_swiglu_quantize,
-)
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams

@@ -11,20 +11,10 @@ from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.compressor_paged import compress_write_paged
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
-from dsv4.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_swiglu_quantize,
-)
-from dsv4.ops.hyper_connection import (
-    hc_head,
-    hc_post,
-    hc_post_pre_norm,
-    hc_post_pre_norm_quantize,
-    hc_pre,
-    hc_pre_norm,
-    hc_pre_norm_quantize,
-)
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.indexer import (
     indexer_queries,
     indexer_rotate_quantize,

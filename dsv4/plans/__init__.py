@@ -1,1 +1,1 @@
-"""Recording what a call launches and allocates, and doing it again."""
+"""Record what a call launches and allocates, and repeat it."""

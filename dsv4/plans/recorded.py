@@ -32,11 +32,11 @@ class View:
     dtype: torch.dtype
 
     def of(self, slot: int) -> View:
-        """The same part of another slot."""
+        """Return the same part of another slot."""
         return replace(self, location=Location(slot, self.location.offset))
 
     def __call__(self, slots: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor, given the tensors of all slots."""
+        """Make the tensor, given the tensors of all slots."""
         whole = slots[self.location.slot]
         if whole.dtype == self.dtype:
             begin = whole.storage_offset() + self.location.offset // whole.element_size()
@@ -49,11 +49,11 @@ class View:
 
 @dataclass(frozen=True)
 class KernelLaunch:
-    """A kernel launch as it was recorded.
+    """A recorded kernel launch.
 
     Attributes:
         kernel: The ``FastKernel``.
-        launch: What launches it through the driver; None where it is interpreted.
+        launch: Function that launches it through the driver; None where it is interpreted.
         grid: Number of programs.
         scalars: Arguments of ``launch`` other than addresses.
         args: Positional arguments, with ``View`` in place of tensors, also inside of tuples.
@@ -70,7 +70,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class DriverLaunch:
-    """Launches of a compiled kernel as they were recorded.
+    """Recorded launches of a compiled kernel.
 
     Attributes:
         run: Launches, given a stream and the addresses of all locations.
@@ -83,11 +83,11 @@ class DriverLaunch:
 
 @dataclass(frozen=True)
 class TorchCall:
-    """An operation of ``REPEATED`` as it was recorded.
+    """A recorded operation of ``REPEATED``.
 
     Attributes:
-        run: Repeats it.
-        args: With ``View`` in place of tensors, also inside of tuples and lists.
+        run: Function that repeats it.
+        args: Arguments, with ``View`` in place of tensors, also inside of tuples and lists.
         options: Arguments by name.
         slot: Slot of its result.
     """
@@ -100,12 +100,12 @@ class TorchCall:
 
 @dataclass(frozen=True)
 class WholeOperator:
-    """A registered operator that is called again, as its parts could not be recorded.
+    """A registered operator that is called again, because its parts could not be recorded.
 
     Attributes:
         name: The registered name.
         args: Arguments of the recorded call; tensors are alive no longer than the recorder.
-        views: The same with ``View`` in place of tensors.
+        views: The same arguments with ``View`` in place of tensors.
         slots: Slots of its results.
     """
 
@@ -119,7 +119,7 @@ Step = KernelLaunch | DriverLaunch | TorchCall | WholeOperator
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """The parts of nested lists and tuples."""
+    """Yield the parts of nested lists and tuples."""
     if isinstance(value, list | tuple):
         for part in value:
             yield from flat(part)

@@ -1,13 +1,13 @@
-"""Record what a function launches and allocates on a GPU, for a ``Tape`` to do it again.
+"""Record what a function launches and allocates on a GPU, so that a ``Tape`` can repeat it.
 
-A ``Recorder`` watches one call. Where the call did nothing with tensors but allocate them, view
-them and launch kernels on them, ``dsv4.plans.tape`` makes a tape of it, which does the same for
-other tensors of the same metadata. Every tensor is traced by object: to an argument or to an
-allocation, and a byte offset. So nothing depends on which addresses happen to be equal.
+A ``Recorder`` watches one call. If the call only allocates tensors, views them and launches kernels
+on them, ``dsv4.plans.tape`` makes a tape of it, which does the same for other tensors of the same
+metadata. Every tensor is traced by object: to an argument or to an allocation, and a byte offset.
+So nothing depends on addresses that happen to be equal.
 
-A composite recorder is for a call of many operators, a layer's. It also notes the operations of
-torch in ``REPEATED``, whose result follows from their arguments alone, and an operator of this
-package that cannot be taken apart is noted as a whole.
+A composite recorder is for a call of many operators, such as a layer's. It also notes the
+operations of torch in ``REPEATED``, whose result follows from their arguments alone, and notes an
+operator of this package as a whole if its parts cannot be recorded.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _ALLOCATIONS = frozenset(
     }
 )
 _ALIASES = frozenset({_aten.alias.default, _aten.detach.default, _aten._unsafe_view.default})
-# Operations that a composite recorder notes, and what repeats each: as a rule torch's function,
-# because calling the operation itself takes the host some microseconds longer. Each makes one new
-# tensor, with nothing but its arguments and torch's settings to depend on. Those that may also
-# give a view are noted where they copy.
+# Operations that a composite recorder notes, and the function that repeats each: usually torch's
+# function, because calling the operation itself takes the host some microseconds longer. Each makes
+# one new tensor that depends on its arguments and torch's settings alone. Operations that may also
+# return a view are noted when they copy.
 REPEATED: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.mm.default: torch.mm,
     _aten.mm.dtype: lambda x, y, out_dtype: torch.mm(x, y, out_dtype=out_dtype),
@@ -105,11 +105,12 @@ class Recorder(TorchDispatchMode):
         *,
         composite: bool = False,
     ) -> None:
-        """Prepare it.
+        """Prepare a recording.
 
         Args:
             tensors: Tensors of the call.
-            run: Runs a registered operator of this package, given its name and its arguments.
+            run: Function that runs a registered operator of this package, given its name and
+                arguments.
             composite: See the module.
         """
         super().__init__()
@@ -122,7 +123,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step] = []
         self.allocated: list[torch.Tensor] = []
         self._locations: dict[int, Location] = {}
-        self._alive: list[torch.Tensor] = []  # no object may take the identity of another
+        self._alive: list[torch.Tensor] = []  # so that no object gets the identity of another
         self._depth = 0
         self._is_new = self._is_paused = self._is_noting = False
         for i, tensor in enumerate(self.tensors):
@@ -131,7 +132,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Record what is done inside."""
+        """Record the operations and launches inside."""
         token = _recording.set(self)
         try:
             with self:
@@ -141,7 +142,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not look at what is done inside: an interpreter's own work."""
+        """Ignore operations inside, because they are an interpreter's own."""
         self._is_paused = True
         try:
             yield
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _is_repeated(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
-        """Note an operation of torch outside of operators; whether it can be repeated."""
+        """Note an operation of torch outside of operators; return whether it can be repeated."""
         run = REPEATED.get(func)
         if run is None or not self._is_composite or self._depth:
             return False
@@ -185,10 +186,10 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _is_ruled_out(self) -> bool:
-        """Return whether nothing can repeat what runs now.
+        """Return whether the present operation cannot be repeated.
 
-        Its tensors are not kept then: all temporary tensors of a reference implementation, alive
-        at the same time, would take many times its memory.
+        Its tensors are then not kept: all temporary tensors of a reference implementation together
+        would take many times its memory.
         """
         return self.outside is not None or (self._depth > 0 and self.inside is not None)
 
@@ -282,11 +283,12 @@ class Recorder(TorchDispatchMode):
         run: Callable[[int, Sequence[int]], None],
         tensors: Sequence[torch.Tensor | None],
     ) -> Iterator[None]:
-        """Launches inside are what ``run`` does; see ``DriverLaunch``.
+        """Note launches inside as those of ``run``; see ``DriverLaunch``.
 
         Args:
-            run: Launches; it must depend on nothing but its arguments and the current thread.
-            tensors: Whose addresses ``run`` takes.
+            run: Function that launches; it must depend on its arguments and the current thread
+                alone.
+            tensors: Tensors whose addresses ``run`` takes.
         """
         try:
             locations = tuple([None if t is None else self.view(t).location for t in tensors])
@@ -301,7 +303,7 @@ class Recorder(TorchDispatchMode):
             self._is_noting = False
 
     def driver_launched(self) -> None:
-        """The driver was called: outside of ``noting`` nothing can repeat that."""
+        """Note a call of the driver: outside of ``noting`` it cannot be repeated."""
         if not self._is_noting:
             self.refuse("a kernel was launched by itself")
 
@@ -311,11 +313,11 @@ class Recorder(TorchDispatchMode):
         return self.view(argument) if isinstance(argument, torch.Tensor) else argument
 
     def refuse(self, reason: str, *, is_new: bool = False) -> None:
-        """Note that something was launched which cannot be repeated.
+        """Note a launch that cannot be repeated.
 
         Args:
-            reason: Why.
-            is_new: Whether it can be when it is launched another time.
+            reason: Reason for messages.
+            is_new: Whether the next launch of the same can be repeated.
         """
         self.inside = reason
         if not self._depth:
@@ -324,7 +326,7 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_repeatable(self) -> bool:
-        """Return whether another recording would find the same: nothing was compiled in between."""
+        """Return whether another recording would find the same, because nothing was compiled."""
         return not self._is_new
 
     def view(self, tensor: torch.Tensor) -> View:

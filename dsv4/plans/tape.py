@@ -1,4 +1,4 @@
-"""Do again what a recorded call launched, allocated and computed, without its Python."""
+"""Repeat what a recorded call launched, allocated and computed, without its Python code."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dsv4.plans.recorded import (
 )
 from dsv4.plans.recorder import Recorder
 
-ALIGNMENT = 16  # bytes: launchers and compiled kernels look at no more of an address
-_BLOCK = 512  # bytes: where CUDA's allocator lets memory begin
+ALIGNMENT = 16  # bytes: launchers and compiled kernels depend on nothing else of an address
+_BLOCK = 512  # bytes: alignment of CUDA's allocator
 _data_ptr = torch.Tensor.data_ptr
 
 Slots = Sequence[torch.Tensor]
@@ -32,7 +32,7 @@ Build = Callable[[Slots], Any]
 
 @dataclass(frozen=True)
 class Pick:
-    """Takes the tensor of a slot."""
+    """Returns the tensor of a slot."""
 
     slot: int
 
@@ -42,14 +42,14 @@ class Pick:
 
 
 def builder(value: Any, find: Callable[[torch.Tensor], Build]) -> Build:
-    """A function that makes what ``value`` is from other tensors.
+    """Return a function that makes a value like ``value`` from other tensors.
 
     Args:
         value: A tensor, a tuple or a dataclass of values, or anything that is the same each time.
-        find: Gives the function that makes a tensor; a ``Pick`` where it is one of the slots.
+        find: Returns the function that makes a tensor; a ``Pick`` if it is one of the slots.
 
     Raises:
-        KeyError: if ``find`` does, or a part of ``value`` is of another type.
+        KeyError: if ``find`` raises it, or a part of ``value`` is of another type.
     """
     if isinstance(value, torch.Tensor):
         return find(value)
@@ -69,7 +69,7 @@ def builder(value: Any, find: Callable[[torch.Tensor], Build]) -> Build:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether a value has no tensors, and nobody would change it."""
+    """Return whether a value has no tensors and cannot change."""
     if type(value) in (tuple, list):
         return all(map(_is_constant, value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -83,13 +83,13 @@ class _Allocation:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.as_view = _whole(0, tensor)
-        self.is_final = False  # a result has this shape and dtype
+        self.is_final = False  # whether a result has this shape and dtype
 
     def becomes(self, view: View) -> bool:
-        """Allocate it in the shape and dtype of a result that is a view of all of it.
+        """Allocate memory in the shape and dtype of a result that is a view of all of it.
 
-        Then the result is the allocation itself. False where another result has another shape, or
-        the view leaves out a part.
+        Then the result is the allocation itself. Return False if another result has another shape,
+        or the view leaves out a part.
         """
         own = replace(view, location=Location(0, 0))
         if self.is_final:
@@ -103,7 +103,7 @@ class _Allocation:
         return True
 
     def function(self) -> Callable[[], torch.Tensor]:
-        """Allocates it."""
+        """Allocate the memory."""
         view = self.as_view
         return functools.partial(
             torch.empty_strided,
@@ -120,13 +120,13 @@ Again = Callable[[tuple[Any, ...]], Any]  # calls an operator again, given its a
 class Tape:
     """The allocations and steps of one call, for calls with tensors of the same metadata.
 
-    Allocations that only kernels see are parts of a single one. Each takes the host 2.2 us on an
-    H100's machine, and a decoder layer has about 30 of them.
+    Allocations that only kernels use are parts of a single one, because each takes the host of an
+    H100 2.2 us, and a decoder layer has about 30 of them.
 
     Attributes:
-        launches: How many steps launch kernels.
-        is_native: Whether the driver launches them all, none Triton's interpreter.
-        is_free: Says whether launches may leave out Triton.
+        launches: Number of steps that launch kernels.
+        is_native: Whether the driver launches all of them, and Triton's interpreter none.
+        is_free: Returns whether launches may bypass Triton.
     """
 
     def __init__(
@@ -135,15 +135,16 @@ class Tape:
         result: Any,
         again: Callable[[WholeOperator], Again] | None = None,
     ) -> None:
-        """Prepare it.
+        """Make a tape.
 
         Args:
             recorder: Recorder of the call.
-            result: What it returned.
-            again: Gives what calls an operator again; for the tape of a composite recorder.
+            result: The result of the call.
+            again: Returns a function that calls an operator again; for tapes of composite
+                recorders.
 
         Raises:
-            KeyError: if the result is not made of arguments and allocations, or one of these does
+            KeyError: if the result is not made of arguments and allocations, or an allocation does
                 not begin at a multiple of 16 bytes.
         """
         if any(tensor.data_ptr() % ALIGNMENT for tensor in recorder.allocated):
@@ -172,9 +173,9 @@ class Tape:
     def __call__(
         self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], stream: int
     ) -> Any:
-        """Do it again with kernels that the driver launches.
+        """Repeat the call with kernels that the driver launches.
 
-        ``NotImplemented`` if memory is allocated at other alignment than when it was recorded.
+        Return ``NotImplemented`` if memory has another alignment than in the recording.
 
         Args:
             tensors: Tensors of the call, in the order of the recorded call's.
@@ -200,7 +201,7 @@ class Tape:
         return self._result(slots)
 
     def interpreted(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same with kernels that Triton launches, or its interpreter runs."""
+        """Repeat the call with kernels that Triton launches, or its interpreter runs."""
         slots: list[Any] = [*tensors, *self._offsets]
         begins = [0] * (len(slots) + 1)
         for slot, allocate in self._allocate:
@@ -213,7 +214,7 @@ class Tape:
 def tape_of(
     recorder: Recorder, result: Any, again: Callable[[WholeOperator], Again] | None = None
 ) -> Tape | None:
-    """A tape of the call that a recorder saw; None where there cannot be one. See ``Tape``."""
+    """Make a tape of the call that a recorder saw; None if that is impossible. See ``Tape``."""
     if recorder.inside is not None or recorder.outside is not None or not recorder.steps:
         return None
     try:
@@ -248,19 +249,19 @@ def _result_of(
 
 
 def _whole(slot: int, tensor: torch.Tensor) -> View:
-    """The tensor of a slot as it was recorded."""
+    """Return the recorded tensor of a slot."""
     return View(Location(slot, 0), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 def _results(step: Step) -> tuple[int, ...]:
-    """Slots of the tensors that a step makes."""
+    """Return slots of the tensors that a step makes."""
     if isinstance(step, TorchCall):
         return (step.slot,)
     return step.slots if isinstance(step, WholeOperator) else ()
 
 
 def _seen(step: Step, is_native: bool) -> list[int]:
-    """Slots that a step wants as tensors; of others the address will do."""
+    """Return slots that a step needs as tensors; of others it needs the address alone."""
     if isinstance(step, DriverLaunch) or (is_native and isinstance(step, KernelLaunch)):
         return []
     views = step.views if isinstance(step, WholeOperator) else step.args
@@ -282,7 +283,7 @@ def _arena(
     return offsets, functools.partial(torch.empty, total, dtype=torch.uint8, device=device)
 
 
-# Takes a stream, the addresses of all slots followed by 0, and their tensors where there are any.
+# Takes a stream, the addresses of all slots followed by 0, and their tensors if they exist.
 _Step = Callable[[int, list[int], list[Any]], None]
 
 
@@ -381,14 +382,14 @@ def _tensor(view: View, whole: View) -> Build:
 
 
 def _contiguous(*views: View) -> bool:
-    """Return whether all are whole and contiguous, and of as many elements."""
+    """Return whether all are whole and contiguous, and have equally many elements."""
     made = [torch.empty(view.shape, dtype=view.dtype, device="meta") for view in views]
     same = all(tensor.stride() == view.strides for tensor, view in zip(made, views, strict=True))
     return same and len({tensor.numel() for tensor in made}) == 1
 
 
 def _addresses(locations: Sequence[Location | None]) -> Callable[[Sequence[int]], Sequence[int]]:
-    """A function that gives the addresses of these locations."""
+    """Return a function that gives the addresses of these locations."""
     slots = [-1 if location is None else location.slot for location in locations]
     if any(location is not None and location.offset for location in locations):
         offsets = [0 if location is None else location.offset for location in locations]

@@ -47,7 +47,7 @@ def fits(rows: int, columns: int) -> bool:
 def by_kernel(tensor: torch.Tensor) -> bool:
     """Return whether Triton moves the bytes of such a tensor.
 
-    So it is wherever Triton runs, unless the reference was asked for by name.
+    This holds wherever Triton runs, unless the reference is requested by name.
     """
     from dsv4 import dispatch  # which knows the layouts
 

@@ -7,11 +7,8 @@ import itertools
 import torch
 
 from dsv4.ops._library import as_record
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
-    GroupedGemmSwigluArgs,
-    GroupedGemmSwigluQuantizeArgs,
-)
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
@@ -57,7 +54,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
 def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu``. Reads the offsets on the host."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``. Reads the offsets on the host."""
     x = _values(args.x, args.x_scales, args.out_dtype)
     wide = {"x": x, "x_scales": None, "out_dtype": compute_dtype(x), "settled": False}
     gate_up = grouped_gemm(as_record(GroupedGemmArgs, args, **wide))
@@ -69,7 +66,10 @@ def grouped_gemm_swiglu(
 def grouped_gemm_swiglu_quantize(
     args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See ``dsv4.ops.grouped_gemm.grouped_gemm_swiglu_quantize``. Reads the offsets on the host."""
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu_quantize``.
+
+    Reads the offsets on the host.
+    """
     x = _values(args.x, args.x_scales, torch.bfloat16)
     rows = {"x": x, "x_scales": None, "out_dtype": x.dtype}
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, **rows))

@@ -9,11 +9,10 @@ from dsv4.ops.hyper_connection import (
     HcHeadArgs,
     HcPostArgs,
     HcPostPreNormArgs,
-    HcPostPreNormQuantizeArgs,
     HcPreArgs,
     HcPreNormArgs,
-    HcPreNormQuantizeArgs,
 )
+from dsv4.ops.hyper_connection_quantize import HcPostPreNormQuantizeArgs, HcPreNormQuantizeArgs
 from dsv4.ops.norm import RmsNormArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
@@ -52,7 +51,7 @@ def hc_pre_norm(args: HcPreNormArgs) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def hc_pre_norm_quantize(args: HcPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
-    """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
+    """See ``dsv4.ops.hyper_connection_quantize.hc_pre_norm_quantize``."""
     normed, post, comb = hc_pre_norm(as_record(HcPreNormArgs, args))
     quantized = QuantizeNvfp4Args(normed, args.global_scale, args.scaling, LINEAR)
     return normed, *quantize_nvfp4(quantized), post, comb
@@ -67,7 +66,7 @@ def hc_post_pre_norm(
 
 
 def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
-    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
+    """See ``dsv4.ops.hyper_connection_quantize.hc_post_pre_norm_quantize``."""
     mixed, normed, post, comb = hc_post_pre_norm(as_record(HcPostPreNormArgs, args))
     quantized = QuantizeNvfp4Args(normed, args.global_scale, args.scaling, LINEAR)
     return mixed, normed, *quantize_nvfp4(quantized), post, comb

@@ -33,7 +33,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Emitted:
-    """One token of an answer, with its log-probabilities where they were asked for."""
+    """One token of an answer, with its log-probabilities if they were requested."""
 
     token: int
     logprobs: TokenLogprobs | None = None

@@ -19,11 +19,10 @@ from dsv4.ops.hyper_connection import (
     HcHeadArgs,
     HcPostArgs,
     HcPostPreNormArgs,
-    HcPostPreNormQuantizeArgs,
     HcPreArgs,
     HcPreNormArgs,
-    HcPreNormQuantizeArgs,
 )
+from dsv4.ops.hyper_connection_quantize import HcPostPreNormQuantizeArgs, HcPreNormQuantizeArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
 from dsv4.triton._lib import mixing_gemm
@@ -389,7 +388,7 @@ def hc_pre_norm(args: HcPreNormArgs) -> tuple[torch.Tensor, torch.Tensor, torch.
 
 
 def hc_pre_norm_quantize(args: HcPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
-    """See ``dsv4.ops.hyper_connection.hc_pre_norm_quantize``."""
+    """See ``dsv4.ops.hyper_connection_quantize.hc_pre_norm_quantize``."""
     out = _together(args.streams, args.global_scale, args.scaling)
     normed, post, comb = _pre_norm(args, args.norm_weight, out)
     return normed, *_codes(out, normed, args.global_scale, args.scaling), post, comb
@@ -434,7 +433,7 @@ def hc_post_pre_norm(
 
 
 def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
-    """See ``dsv4.ops.hyper_connection.hc_post_pre_norm_quantize``."""
+    """See ``dsv4.ops.hyper_connection_quantize.hc_post_pre_norm_quantize``."""
     out = _together(args.streams, args.global_scale, args.scaling)
     mixed, normed, post, comb = _post_pre_norm(args, out)
     return mixed, normed, *_codes(out, normed, args.global_scale, args.scaling), post, comb

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -381,9 +381,7 @@ def _without_contraction(tensor: torch.Tensor, small: bool) -> dict[str, Any]:
 
 def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
-    rest = (args.sequence_of_token, args.visible, args.top_k)
-    return select(args.q, args.query_scales, args.weights, keys, *rest, launch_scores)
+    return select(Scoring.of(args), args.top_k, launch_scores)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,30 +399,78 @@ class Keys:
         return self.page_table.shape[1] * self.page_size
 
 
-Scorer = Callable[..., None]  # with the arguments of ``launch_scores``
+class Scoring(NamedTuple):
+    """Operands of the scores of some tokens; see ``dsv4.ops.indexer.indexer_select``.
+
+    Attributes:
+        q: Queries, or their codes.
+        query_scales: Scales of MXFP4 queries, else None.
+        weights: Weights of the heads.
+        keys: Keys of the sequences.
+        sequences: The sequence of each token.
+        visible: Number of entries that each token sees.
+    """
+
+    q: torch.Tensor
+    query_scales: torch.Tensor | None
+    weights: torch.Tensor
+    keys: Keys
+    sequences: torch.Tensor
+    visible: torch.Tensor
+
+    @classmethod
+    def of(cls, args: IndexerSelectArgs) -> Scoring:
+        """Take the operands from the operator's arguments; ``visible`` becomes contiguous."""
+        keys = Keys(args.data, args.page_size, args.entry_format, args.page_table)
+        sequences, visible = args.sequence_of_token, args.visible.contiguous()
+        return cls(args.q, args.query_scales, args.weights, keys, sequences, visible)
+
+    def contiguous(self) -> Scoring:
+        """Return the operands as ``Scorer`` takes them."""
+        q = self.q if self.q.stride(-1) == 1 else self.q.contiguous()
+        keys = self.keys
+        data = keys.data if keys.data.stride(-1) == 1 else keys.data.contiguous()
+        keys = dataclasses.replace(keys, data=data, page_table=keys.page_table.contiguous())
+        weights, sequences = self.weights.contiguous(), self.sequences.contiguous()
+        return Scoring(q, self.query_scales, weights, keys, sequences, self.visible.contiguous())
+
+    def part(self, tokens: slice) -> Scoring:
+        """Return the operands of some of the tokens."""
+        scales = None if self.query_scales is None else self.query_scales[tokens]
+        weights, sequences = self.weights[tokens], self.sequences[tokens]
+        return Scoring(self.q[tokens], scales, weights, self.keys, sequences, self.visible[tokens])
 
 
-def select(
-    q: torch.Tensor,
-    query_scales: torch.Tensor | None,
-    weights: torch.Tensor,
-    keys: Keys,
-    sequences: torch.Tensor,
-    visible: torch.Tensor,
-    top_k: int,
-    scorer: Scorer,
-) -> torch.Tensor:
-    """``indexer_select`` with scores by ``scorer``."""
-    out = torch.empty((q.shape[0], min(top_k, keys.capacity)), dtype=torch.int64, device=q.device)
+class ScoreRow(NamedTuple):
+    """Sizes of a token's row of scores.
+
+    Attributes:
+        width: Numbers in a row of scores.
+        group: Entries of a group; 0: there are none.
+        groups: Numbers in a row of maxima.
+    """
+
+    width: int
+    group: int
+    groups: int
+
+
+Scorer = Callable[[Scoring, torch.Tensor, torch.Tensor, int, int], None]  # as ``launch_scores``
+
+
+def select(operands: Scoring, top_k: int, scorer: Scorer) -> torch.Tensor:
+    """Run ``indexer_select`` with scores by ``scorer``."""
+    q, capacity = operands.q, operands.keys.capacity
+    out = torch.empty((q.shape[0], min(top_k, capacity)), dtype=torch.int64, device=q.device)
     if out.numel() == 0:
         return out
-    sizes, visible = Sizes.of(keys.capacity, out.shape[1]), visible.contiguous()
+    sizes = Sizes.of(capacity, out.shape[1])
     width = 3 * sizes.buffer if sizes.direct else 0
     buffer = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
-    row = (sizes.width, sizes.group, sizes.groups)
-    parts = scored(q, query_scales, weights, keys, sequences, visible, out.shape[1], *row, scorer)
-    for part, scores, maxima in parts:
-        launch_selection(scores, maxima, buffer, visible[part], out[part], keys.capacity, sizes)
+    row = ScoreRow(sizes.width, sizes.group, sizes.groups)
+    for part, scores, maxima in scored(operands, out.shape[1], row, scorer):
+        visible = operands.visible[part]
+        launch_selection(scores, maxima, buffer, visible, out[part], capacity, sizes)
     return out
 
 
@@ -439,59 +485,28 @@ def rows_at_a_time(width: int) -> int:
 
 
 def scored(
-    q: torch.Tensor,
-    query_scales: torch.Tensor | None,
-    weights: torch.Tensor,
-    keys: Keys,
-    sequences: torch.Tensor,
-    visible: torch.Tensor,
-    k: int,
-    width: int,
-    group: int,
-    groups: int,
-    scorer: Scorer,
+    operands: Scoring, k: int, row: ScoreRow, scorer: Scorer
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """Score some tokens at a time, where more than k entries are visible.
 
     Args:
-        q: See ``dsv4.ops.indexer.indexer_select``.
-        query_scales: See there.
-        weights: See there.
-        keys: Keys of the sequences.
-        sequences: The sequence of each token.
-        visible: See there.
-        k: How many are to be chosen.
-        width: Numbers in a row of scores.
-        group: Entries of a group; 0: there are none.
-        groups: Numbers in a row of maxima.
-        scorer: What launches the kernel.
+        operands: Operands of all tokens.
+        k: Number of entries to select.
+        row: Sizes of a row of scores.
+        scorer: Function that launches the kernel.
 
     Yields:
-        Tokens; their scores, int32 ``[at least so many, width]``, as unsigned integers that order
-        as they do, above 0; and the highest of each group. Valid until the next.
+        Tokens; their scores, int32 ``[at least as many, width]``, as unsigned integers above 0 in
+        the order of the scores; and the highest of each group. Valid until the next.
     """
-    q = q if q.stride(-1) == 1 else q.contiguous()
-    data = keys.data if keys.data.stride(-1) == 1 else keys.data.contiguous()
-    keys = dataclasses.replace(keys, data=data, page_table=keys.page_table.contiguous())
-    weights, sequences, visible = weights.contiguous(), sequences.contiguous(), visible.contiguous()
-    step = rows_at_a_time(width)
-    scores = scratch(q, min(step, q.shape[0]), width)
-    maxima = scratch(q, min(step, q.shape[0]), groups)
-    for begin in range(0, q.shape[0], step):
+    operands = operands.contiguous()
+    tokens, step = operands.q.shape[0], rows_at_a_time(row.width)
+    scores = scratch(operands.q, min(step, tokens), row.width)
+    maxima = scratch(operands.q, min(step, tokens), row.groups)
+    for begin in range(0, tokens, step):
         part = slice(begin, begin + step)
-        if k < keys.capacity:
-            scorer(
-                q[part],
-                None if query_scales is None else query_scales[part],
-                weights[part],
-                keys,
-                sequences[part],
-                visible[part],
-                scores,
-                maxima,
-                k,
-                group,
-            )
+        if k < operands.keys.capacity:
+            scorer(operands.part(part), scores, maxima, k, row.group)
         yield part, scores, maxima
 
 
@@ -565,38 +580,62 @@ def _operand(queries: Any, keys: Any) -> torch.dtype:
     return next((x for x in _EXACT[queries] if x in _EXACT[keys]), torch.float32)
 
 
-def launch_scores(
-    q: torch.Tensor,
-    query_scales: torch.Tensor | None,
-    weights: torch.Tensor,
-    keys: Keys,
-    sequences: torch.Tensor,
-    visible: torch.Tensor,
-    scores: torch.Tensor,
-    maxima: torch.Tensor,
-    k: int,
-    group: int,
-) -> None:
-    """Score some tokens; see ``scored``. All but q, its scales and the keys are contiguous."""
-    data, page_size, page_table = keys.data, keys.page_size, keys.page_table
-    entry_format, capacity = keys.entry_format, keys.capacity
-    tokens, heads, d = q.shape
-    queries = _CODES.get(q.dtype, "plain")
-    if query_scales is not None:
-        d, query_scales = 2 * d, query_scales.contiguous().view(torch.uint8)
+class _ScoreTile(NamedTuple):
+    """Tiling of a launch of the score kernels.
+
+    Attributes:
+        operand: Type in which queries and keys are multiplied.
+        heads: Heads, padded to a power of two.
+        tokens: Tokens that share a program.
+        within: Whether blocks lie within a page (``score_pages_kernel``).
+        block: Entries of a block.
+        stages: Pipeline stages.
+        warps: Warps of a program.
+        grid: Programs by tokens, and by splits of their entries.
+    """
+
+    operand: torch.dtype
+    heads: int
+    tokens: int
+    within: bool
+    block: int
+    stages: int
+    warps: int
+    grid: tuple[int, int]
+
+
+def _score_tile(operands: Scoring, queries: str, d: int) -> _ScoreTile:
+    """Choose the tiling; ``d`` is the dims of a key."""
+    q, keys = operands.q, operands.keys
+    data, entry_format = keys.data, keys.entry_format
     operand = _operand(
         q.dtype if queries == "plain" else queries,
         data.dtype if entry_format == "plain" else entry_format,
     )
     narrow_types = operand != torch.float32
-    padded = max(16, launch_options.power_of_two(heads))
-    shared = max(1, _COLUMNS // padded) if narrow_types and tokens >= _SHARED_FROM else 1
-    within = narrow_types and shared == 1 and _within_pages(data, page_size, entry_format, d)
+    padded = max(16, launch_options.power_of_two(q.shape[1]))
+    large_m = q.shape[0] >= _SHARED_FROM
+    shared = max(1, _COLUMNS // padded) if narrow_types and large_m else 1
+    within = narrow_types and shared == 1 and _within_pages(data, keys.page_size, entry_format, d)
     shape = entry_format if within else shared > 1 if narrow_types else None
     block, stages, warps, resident = _SHAPES[shape]
-    programs = triton.cdiv(tokens, shared)
+    programs = triton.cdiv(q.shape[0], shared)
     splits = max(1, resident * launch_options.sm_count(q.device) // programs)
-    grid = (programs, min(splits, triton.cdiv(capacity, block)))
+    grid = (programs, min(splits, triton.cdiv(keys.capacity, block)))
+    return _ScoreTile(operand, padded, shared, within, block, stages, warps, grid)
+
+
+def launch_scores(
+    operands: Scoring, scores: torch.Tensor, maxima: torch.Tensor, k: int, group: int
+) -> None:
+    """Score some tokens; see ``scored``. All but q, its scales and the keys are contiguous."""
+    q, query_scales, weights, keys, sequences, visible = operands
+    data, page_size, page_table = keys.data, keys.page_size, keys.page_table
+    tokens, heads, d = q.shape
+    queries = _CODES.get(q.dtype, "plain")
+    if query_scales is not None:
+        d, query_scales = 2 * d, query_scales.contiguous().view(torch.uint8)
+    tile = _score_tile(operands, queries, d)
     pointers = (weights, data, page_table, sequences, visible, scores, maxima)
     strides = (
         *(data.stride(0), data.stride(1), page_table.stride(0)),
@@ -605,26 +644,26 @@ def launch_scores(
     options = {
         "H": heads,
         "D": d,
-        "KEYS": entry_format,
+        "KEYS": keys.entry_format,
         "QUERIES": queries,
-        "OPERAND": row_tiles.TYPES[operand],
-        "HEADS": padded,
-        "BLOCK": block,
+        "OPERAND": row_tiles.TYPES[tile.operand],
+        "HEADS": tile.heads,
+        "BLOCK": tile.block,
         "GROUP": group,
-        "STAGES": stages,
-        "num_warps": warps,
+        "STAGES": tile.stages,
+        "num_warps": tile.warps,
         **launch_options.options(q),
     }
-    if within and query_scales is not None:
+    if tile.within and query_scales is not None:
         q, query_scales = _in_words(q), _in_words(query_scales)
     x = q.view(torch.uint8) if queries == "fp8" else q
     with launch_options.on(q):
-        if within:
-            score_pages_kernel[grid](
+        if tile.within:
+            score_pages_kernel[tile.grid](
                 x,
                 query_scales,
                 *pointers,
-                capacity,
+                keys.capacity,
                 k,
                 *q.stride()[:2],
                 *strides,
@@ -632,18 +671,18 @@ def launch_scores(
                 **options,
             )
             return
-        score_kernel[grid](
+        score_kernel[tile.grid](
             x,
             query_scales,
             *pointers,
             tokens,
-            capacity,
+            keys.capacity,
             k,
             page_size,
             *q.stride()[:2],
             *strides,
             PAGE=page_size if page_size == launch_options.power_of_two(page_size) else 0,
-            TOKENS=shared,
+            TOKENS=tile.tokens,
             DIMS=max(16, launch_options.power_of_two(d)),
             **options,
         )

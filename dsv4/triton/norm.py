@@ -354,12 +354,9 @@ def _norm_chunks(
 
 @triton.jit
 def _code_chunks(
-    normed,
-    peaks,
+    chunks,
     shared,
-    codes,
-    scales,
-    row,
+    to,
     COLUMNS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SWIZZLED: tl.constexpr,
@@ -368,6 +365,9 @@ def _code_chunks(
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
+    # Codes and scales of a row, from what ``_norm_chunks`` returned.
+    normed, peaks = chunks
+    codes, scales, row = to
     for chunk in tl.static_range(CHUNKS):
         block = chunk * BLOCKS + tl.arange(0, BLOCKS)
         inside = block < COLUMNS // 16
@@ -459,15 +459,7 @@ def _norm_quantize_few_kernel(
             quantize_tile(
                 normed,
                 peaks_or_scale,
-                source,
-                codes,
-                scales,
-                total,
-                rows,
-                blocks,
-                scale_rows,
-                scale_columns,
-                partials,
+                (source, codes, scales, total, rows, blocks, scale_rows, scale_columns, partials),
                 SOURCE,
                 PER_ROW,
                 WEIGHT,
@@ -519,37 +511,14 @@ def _norm_quantize_row(
         shared = dynamic_scale(tl.max(peak, 0))
     if PER_ROW or row == 0:
         tl.store(total + (row if PER_ROW else 0), shared)
+    both, to = (normed, peaks), (codes, scales, row)
     if is_moderate(shared):
         _code_chunks(
-            normed,
-            peaks,
-            shared,
-            codes,
-            scales,
-            row,
-            COLUMNS,
-            SCALE_COLUMNS,
-            SWIZZLED,
-            BLOCKS,
-            CHUNKS,
-            CONVERT,
-            MODERATE=True,
+            both, shared, to, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS, CONVERT, True
         )
     else:
         _code_chunks(
-            normed,
-            peaks,
-            shared,
-            codes,
-            scales,
-            row,
-            COLUMNS,
-            SCALE_COLUMNS,
-            SWIZZLED,
-            BLOCKS,
-            CHUNKS,
-            CONVERT,
-            MODERATE=False,
+            both, shared, to, COLUMNS, SCALE_COLUMNS, SWIZZLED, BLOCKS, CHUNKS, CONVERT, False
         )
 
 

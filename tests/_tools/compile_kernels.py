@@ -47,7 +47,7 @@ _FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
 
 
 class _Driver:
-    """What Triton asks of a driver before it launches."""
+    """The answers of a driver that Triton asks for before it launches."""
 
     def __init__(self, arch: int) -> None:
         self.target = GPUTarget("cuda", arch, 32)
@@ -117,7 +117,7 @@ def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
 
 
 def _move() -> None:
-    """There and back, with a number of tiles that is a multiple of 16 and one that is not."""
+    """Pack and unpack, with a number of tiles that is a multiple of 16 and one that is not."""
     for columns in (7168, 1536):
         codes, scales = (torch.zeros((32, columns // n), dtype=torch.uint8) for n in (2, 16))
         for pairs in (False, True):
@@ -126,7 +126,7 @@ def _move() -> None:
 
 
 def _select_with_few_heads() -> None:
-    """With fewer heads than a block has keys: those of the models are as many, by chance."""
+    """Select with fewer heads than a block has keys; the models have as many, by chance."""
     for keys in ("plain", *COMPACT_FORMATS):
         for queries in (torch.bfloat16, *QUERY_FORMATS):
             case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
@@ -166,7 +166,7 @@ def _report(op: str, name: str, kernel) -> dict:
 
 
 def _waits(ptx: str) -> bool:
-    """Whether every way through it waits for the kernel before, and touches no memory before it."""
+    """Return whether every path waits for the preceding kernel before it touches memory."""
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
     begun, seen = [next(i for i, line in enumerate(lines) if line.startswith("{"))], set()
     while begun:

@@ -67,7 +67,7 @@ class MockDriver:
 
 
 class MockTritonDriver:
-    """What Triton asks of its driver: an H100 whose launcher does nothing."""
+    """The answers that Triton asks its driver for: an H100 whose launcher does nothing."""
 
     def __init__(self, cuda: MockDriver) -> None:
         self.target = GPUTarget("cuda", 90, 32)
@@ -226,7 +226,7 @@ def main() -> None:
 
 
 def _seconds(step: Callable[[], None]) -> float:
-    """Of the processor, which other processes do not take."""
+    """Time of the processor, without other processes."""
     started = time.process_time()
     step()
     return time.process_time() - started

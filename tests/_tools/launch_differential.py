@@ -1,4 +1,4 @@
-"""Whether our launches of Triton kernels are Triton's own, against mock drivers.
+"""Compare our launches of Triton kernels with Triton's own, on mock drivers.
 
     python -m tests._tools.launch_differential EXAMPLES      (without TRITON_INTERPRET)
 
@@ -54,7 +54,7 @@ def _tuples(first, sizes, x, WIDTH: tl.constexpr, PDL: tl.constexpr):
 
 @dataclass(frozen=True)
 class Launched:
-    """What a driver was asked for."""
+    """The calls that a driver got."""
 
     kernel: str
     grid: tuple[int, ...]
@@ -120,7 +120,7 @@ class TritonDriver(MockTritonDriver):
         return launch
 
     def expected(self, kernel: Any) -> list[Launched]:
-        """What was launched since the last call, as the driver would see it."""
+        """Return the launches since the last call, as the driver sees them."""
         actual = []
         for grid, stream, (warps, _, shared), source, metadata, args in self.raw:
             sizes = parameter_sizes(kernel.asm["ptx"])

@@ -39,7 +39,7 @@ def install() -> None:
 
 
 def departures() -> str | None:
-    """What of float32 arithmetic it gets wrong, as that of Triton 3.6 does; None if nothing.
+    """Return which float32 arithmetic it gets wrong, like Triton 3.6's interpreter, or None.
 
     Codes at a border differ from a GPU's where a fused multiply-add rounds twice, and scales where
     the smaller of a NaN and a number is NaN.

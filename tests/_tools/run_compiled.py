@@ -96,7 +96,7 @@ def quantized(x, **options) -> None:
 
 
 def by_rope(tokens: int, heads: int, dim: int, half: int, groups: int, **options) -> None:
-    """Against turning, then quantising, by the reference."""
+    """Compare with rotating, then quantising, by the reference."""
     x = values(tokens, heads * dim).reshape(tokens, heads, dim)
     angles = strategies.normal(7, (tokens, half), torch.float32)
     cos, sin = angles.cos(), angles.sin()
@@ -106,7 +106,7 @@ def by_rope(tokens: int, heads: int, dim: int, half: int, groups: int, **options
 
 
 def normed(rows: int, columns: int, **options) -> None:
-    """Against quantising the norm that the kernel itself returns."""
+    """Compare with quantising the norm that the kernel itself returns."""
     x = values(rows, columns)
     weight = strategies.normal(5, (columns,), torch.float32).to(torch.bfloat16)
     y, result = rms_norm_quantize(x, weight, **options, backend="triton")
@@ -114,7 +114,7 @@ def normed(rows: int, columns: int, **options) -> None:
 
 
 def activated(rows: int, columns: int, **options) -> None:
-    """Against the product that the plain kernel makes, quantised."""
+    """Compare with the quantised result of the plain kernel."""
     x = values(rows, 2 * columns)
     result = swiglu_quantize(x, 10.0, **options, backend="triton")
     same(result, quantize(swiglu(x, 10.0, backend="triton"), **options, backend="reference"))

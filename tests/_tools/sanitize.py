@@ -61,7 +61,7 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
 
 
 def routed(op: str, every: list[int]) -> int:
-    """That number of rows an expert, of whole tiles, by three blocks, so that each has many."""
+    """Return that number of rows per expert, of whole tiles, by three CTAs: each has many."""
     config = PRESETS["tiny"]().replace(hidden_size=1280, moe_intermediate_size=384)
     fitting, calls = Kernel.prepare, 0
     Kernel.prepare = lambda kernel, device: min(3, fitting(kernel, device))
@@ -105,7 +105,7 @@ def rows_of_one(text: str) -> list[int]:
 
 
 def listed(text: str) -> list[str]:
-    """What commas part; nothing of ``none``."""
+    """Split at commas; ``none`` is nothing."""
     return [] if text == "none" else text.split(",")
 
 

@@ -18,7 +18,7 @@ Figures = Mapping[str, int]
 
 
 def file_of(module: Path) -> Path:
-    """Where the figures of a module of tests are."""
+    """Return the file with the figures of a module of tests."""
     return module.parent / "snapshots" / f"{module.stem.removeprefix('test_')}.json"
 
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: torch operations are noted, and run again on the same memory.
+"""Emulate a CUDA graph on a CPU: note torch operations, and run them again on the same memory.
 
 Nothing but operations is repeated. What the host computed while they were noted is a constant in
 all replays, and a value that it read from a tensor is an error, as in a capture.
@@ -46,7 +46,7 @@ class Tape(TorchDispatchMode):
 
 
 def taped(graphs: Any, work: Callable[[], Any]) -> tuple[Tape, Any]:
-    """In place of ``dsv4.serving.graphs.Graphs.captured``."""
+    """Replace ``dsv4.serving.graphs.Graphs.captured``."""
     work()
     tape = Tape()
     with tape:
@@ -67,7 +67,7 @@ class Again:
 
 
 def replayed(graphs: Any, work: Callable[[], Any]) -> tuple[Again, Any]:
-    """In place of ``Graphs.captured`` for models that are no torch operations."""
+    """Replace ``Graphs.captured`` for models that are no torch operations."""
     work()
     out = work()
     return Again(work, out), out

@@ -64,7 +64,7 @@ def test_they_give_the_references_bits(seed, scale_exponent, exponent, special):
 
 
 def test_every_pair_of_e4m3_codes_becomes_bfloat16(monkeypatch):
-    """Exactly, in order, NaN as NaN; what is in the upper half of the word does not matter."""
+    """Compare exactly, in order, NaN as NaN; the upper half of the word does not matter."""
     ptx = pytest.importorskip("dsv4.cute.device.ptx")
     ptx_machine.install(monkeypatch)
     codes = torch.arange(256, dtype=torch.uint8)

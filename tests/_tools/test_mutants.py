@@ -133,7 +133,7 @@ def test_every_occurrence_in_the_function_is_replaced() -> None:
     ],
 )
 def test_only_a_test_that_fails_kills(tmp_path, code, result, killed) -> None:
-    """Not one that passes, is skipped or cannot run, nor code that is broken beside the point."""
+    """A test that passes, is skipped or cannot run does not count, nor code broken elsewhere."""
     report = tmp_path / "report.xml"
     report.write_text(CASE.format(result))
     actual = outcome(code, report)

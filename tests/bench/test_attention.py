@@ -148,7 +148,7 @@ def test_a_wrong_sublayer_has_no_time(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", attention_layer.KINDS)
 def test_the_bound_of_a_sublayer_counts_what_it_reads(kind):
-    """By hand, at position 127 of a window of 8, ratios 4 and 8, and 4 chosen entries."""
+    """Counted by hand at position 127 of a window of 8, ratios 4 and 8, and 4 chosen entries."""
     c = attention_layer.one_layer(ModelConfig.tiny(), kind)
     draw = Draw(0, CPU)
     layer = attention_layer.build(c, draw)
@@ -244,7 +244,7 @@ def test_a_compiled_reference_is_timed_for_few_tokens():
 
 
 class Library:
-    """What FlashMLA's interface takes, by this package's reference."""
+    """FlashMLA's interface, by this package's reference."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor, self.calls = factor, 0

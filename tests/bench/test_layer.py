@@ -13,7 +13,7 @@ from dsv4.config import ModelConfig
 
 
 def test_a_step_runs_with_buffers_for_the_results_of_its_gemms(monkeypatch: pytest.MonkeyPatch):
-    """On the CPU, without the graph: every replaced function exists and takes its arguments."""
+    """On the CPU, without the graph, every replaced function exists and takes its arguments."""
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a GEMM ran")

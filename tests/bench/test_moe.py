@@ -97,7 +97,7 @@ def test_one_expert_has_every_token_and_is_no_choice_after_the_first(seed, token
 
 
 def shares(kind: str, experts: int = 16, k: int = 1, tokens: int = 200_000) -> torch.Tensor:
-    """Of the choices, the most frequent expert's first."""
+    """Return each expert's share of the choices, the most frequent expert first."""
     ids = moe_parts.ROUTINGS[kind](Draw(3, CPU), tokens, k, experts)
     counts = torch.bincount(ids.flatten(), minlength=experts).sort(descending=True).values
     return counts / ids.numel()
@@ -435,7 +435,7 @@ def test_seeds_give_other_weights_and_routings():
 
 
 def test_calls_of_a_graph_have_routings_of_their_own(layer, monkeypatch):
-    """As on a GPU, without one: inputs alone are drawn here."""
+    """Pretend to be on a GPU: only inputs are drawn here."""
     monkeypatch.setattr(moe_parts, "Draw", lambda seed, device: Draw(seed, CPU))
     options = dataclasses.replace(OPTIONS, device=torch.device("cuda"))
     drawn = moe_parts.all_inputs(layer, "uniform", 3, options)
@@ -509,7 +509,7 @@ def test_a_baseline_that_is_wrong_is_left_out(monkeypatch, tmp_path: Path):
 
 
 class HummingLayer(torch.nn.Module):
-    """What Humming's takes, multiplied by PyTorch."""
+    """Humming's operands, multiplied by PyTorch."""
 
     def __init__(self, shape_n, shape_k, num_experts, weight_config, torch_dtype):
         super().__init__()

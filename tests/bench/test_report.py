@@ -1,4 +1,4 @@
-"""What the bench prints: tables that fit, the verdict in the last line, versions, comparisons."""
+"""Output of the bench: tables that fit, the verdict in the last line, versions, comparisons."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Subject:
         )
 
     def case(self, target: str, number: int) -> str | None:
-        """What is wrong with how one damaged checkpoint is received; None if nothing is."""
+        """Return what is wrong with how a damaged checkpoint is handled, or None."""
         rng = random.Random(f"{self.layout} {target} {number}")
         name = self.file_of(target, rng)
         path = self.folder / name

@@ -1,4 +1,4 @@
-"""What tests of loading with packing and conversion share."""
+"""Helpers for tests of loading with packing and conversion."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ for bomb in sys.argv[2:]:
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="units of ru_maxrss")
 def test_memory_and_time_of_a_process(sound, tmp_path):
-    """Also what Python does not count: the package's headers, torch's tensors."""
+    """Memory that Python does not count is included: the package's headers, torch's tensors."""
     folders = [tmp_path / name for name in ("experts", "layers", "index", "header", "text")]
     for folder in folders:
         shutil.copytree(sound, folder)

@@ -60,7 +60,7 @@ def test_any_mixture_of_formats_comes_back_bitwise(tmp_path_factory, data):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_is_stable(tmp_path, layout):
-    """What was read from a layout and is written again is the same file, byte for byte."""
+    """A layout that is read and written again gives the same file, byte for byte."""
     save(make_model(), tmp_path / "a", layout=layout)
     first = load(tmp_path / "a", progress=False)
     save(first, tmp_path / "b", layout=layout)

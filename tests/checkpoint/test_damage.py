@@ -1,4 +1,4 @@
-"""Every kind of damage is one clear error, and what was there keeps every bit."""
+"""Every kind of damage is one clear error, and the existing checkpoint keeps every bit."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 
 
 def test_reading_does_not_depend_on_the_file_staying(tmp_path):
-    """Every value is a copy: the folder may go."""
+    """Every value is a copy: the folder may be removed."""
     model = make_model()
     save(model, tmp_path, layout="bf16", plain_dtype=None)
     loaded = load(tmp_path, progress=False)

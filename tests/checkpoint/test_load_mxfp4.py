@@ -77,7 +77,7 @@ class TestConversion:
     @example(seed=3, bits=0x00000001, same=True)
     @example(seed=3, bits=0x3FC00000, same=True)
     def test_back_is_exact_or_refused(self, seed, bits, same):
-        """Any NVFP4 matrix: what ``to_mxfp4`` gives has its values."""
+        """Any NVFP4 matrix: the result of ``to_mxfp4`` has its values."""
         generator = torch.Generator().manual_seed(seed)
         codes = torch.randint(0, 256, (2, 32), dtype=torch.uint8, generator=generator)
         powers = torch.tensor([1, 2, 4, *range(8, 127, 8), 0x7F], dtype=torch.uint8)
@@ -177,7 +177,7 @@ class TestMxfp4:
 
     @pytest.mark.parametrize("pack", [False, FRAGMENTS, SWIZZLED])
     def test_comes_back_as_it_was(self, tmp_path, pack):
-        """In DeepSeek's layout the file, in others the values."""
+        """DeepSeek's layout keeps the file, other layouts the values."""
         source = saved(make_model(CONFIG), tmp_path / "a", layout="deepseek")
         unconverted = load(source, mxfp4="keep", pack=False, progress=False)
         model = load(source, mxfp4="lossless", pack=pack, progress=False)

@@ -45,7 +45,7 @@ def pretend_gpu(
 
 
 def fused_address(module: Any) -> int | None:
-    """Where the matrix that a layer shares with others begins."""
+    """Return where the matrix that a layer shares with others begins."""
     shared = getattr(module, "fused", None)
     return None if shared is None else int(shared.codes.data_ptr())
 
@@ -178,7 +178,7 @@ class TestDefault:
         assert {m.format for m in packable(model) if isinstance(m, DeepseekV4Experts)} == {MXFP4}
 
     def test_a_layer_that_a_gpu_runs_slowly_is_a_warning(self, tmp_path, caplog):
-        """On the meta device, which is no CPU: experts, and linear layers in NVFP4 or MXFP4."""
+        """The meta device counts as no CPU: experts, and linear layers in NVFP4 or MXFP4."""
         model = mixed(1, [None, "nvfp4", "mxfp4", "fp8_block"])
         slow = [
             name

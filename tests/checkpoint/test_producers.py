@@ -1,4 +1,4 @@
-"""What each producer does differently, and transformers' own models."""
+"""Checkpoints of each producer, and transformers' own models."""
 
 from __future__ import annotations
 

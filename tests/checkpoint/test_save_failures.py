@@ -30,7 +30,7 @@ NAMES = ("model.norm.weight", "model.embed_tokens.weight", "lm_head.weight")
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch):
-    """Nothing here pulls the plug: what a file system remembers after that is not tested."""
+    """No power is cut here: what a file system remembers after that is not tested."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
@@ -114,7 +114,7 @@ def contents(folder: Path) -> float | None:
 
 
 def attempt(folder: Path, shards: int, faults: Faults, overwrite: bool = True) -> bool:
-    """Whether a save with faults reports success."""
+    """Return whether a save with faults reports success."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transaction, "os", faults)
         try:

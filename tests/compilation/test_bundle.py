@@ -26,7 +26,7 @@ compiled = st.builds(Compiled, st.binary(min_size=32, max_size=32), st.text(), s
 
 @pytest.fixture(autouse=True)
 def no_bundle(monkeypatch, tmp_path):
-    """Of this machine, and no kernels on disk."""
+    """Versions of this machine, and no kernels on disk."""
     monkeypatch.delenv(_bundle.VARIABLE, raising=False)
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     _bundle.active.cache_clear()

@@ -1,4 +1,4 @@
-"""What steps of a model launch on a GPU that is not there: every operator finds its kernel."""
+"""Launches of a model's steps on a GPU that is not there: every operator finds its kernel."""
 
 from __future__ import annotations
 

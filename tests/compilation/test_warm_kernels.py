@@ -1,4 +1,4 @@
-"""After a warm-up nothing compiles: the kernels of any step are among those that were found.
+"""A warmed-up process compiles nothing: the kernels of any step are among those found.
 
 Kernels are not interpreted in the worker processes that these tests ask, and no GPU is needed.
 """

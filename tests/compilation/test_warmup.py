@@ -177,7 +177,7 @@ def test_so_are_those_of_experts(numerics, activation, calibrated, monkeypatch):
 
 
 def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
-    """Before packing and after, and what is launched; of the others nothing is compiled there."""
+    """Kernels before packing and after, and of launches; others are not compiled there."""
     config = dsv4.ModelConfig.tiny(activation="nvfp4", **{**WHOLE, "q_lora_rank": 128})
     model = random_model(config, 0, mtp=True).to(torch.bfloat16)
     layers.quantize_(model, names=[*_plain_names(model), "*.experts"])
@@ -423,7 +423,7 @@ def test_as_many_tokens_as_are_asked_for(most, kinds):
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_plans_are_those_of_the_product(arch, monkeypatch):
-    """What a product takes for every token count, groups, dtypes and SwiGLU included."""
+    """The kernels of a GEMM for every token count, with groups, dtypes and SwiGLU."""
     taken = []
 
     class StopError(Exception):

@@ -158,7 +158,7 @@ def test_float32_tables_are_within_rounding_of_double_precision(config):
 
 
 def test_float32_tables_equal_those_of_transformers_bitwise():
-    """Also says that the amplitude of cos and sin is 1 (pitfall 2)."""
+    """The amplitude of cos and sin is 1, too (pitfall 2)."""
     modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
     transformers = pytest.importorskip("transformers")
     for config in PRESETS.values():
@@ -349,7 +349,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_field_and_value(field, value):
 @example(field="quantization_config", value=[])
 @example(field="num_attention_heads", value=1)
 def test_any_value_of_any_field_is_read_or_refused_by_name(field, value):
-    """What is read is what was written: no value stands for another."""
+    """A file that is read is equal to what was written: no value stands for another."""
     try:
         config = ModelConfig.from_dict(_with(**{field: value}))
     except ValueError as error:

@@ -113,7 +113,7 @@ class Case:
         return torch.cat(read)
 
     def check(self, out, q=None, sink=None, scale=512**-0.5, cos=None, sin=None):
-        """Against a softmax in float64; the weights' exp2 errs by up to 2^-22 of them."""
+        """Compare with a softmax in float64; the weights' exp2 errs by up to 2^-22 of them."""
         q, sink = self.q if q is None else q, self.sink if sink is None else sink
         for t in range(q.shape[0]):
             kv = self.entries(t)
@@ -271,7 +271,7 @@ def test_the_last_slot_of_a_row_longer_than_what_is_looked_at_together(seed, cou
 @pytest.mark.gpu
 @given(seeds(), st.integers(2, 300), st.sampled_from([1, *CLUSTERS]))
 def test_a_token_has_the_same_bits_alone_again_and_in_other_pages(seed, tokens, count):
-    """With the same number of blocks to a token; many tokens take turns on an SM."""
+    """Each token has the same number of CTAs; many tokens take turns on an SM."""
     case = Case(seed, tokens, (65, 64))
     with splits(count):
         together = case.run()
@@ -403,7 +403,7 @@ def test_a_token_is_split_over_no_more_ctas_than_it_has_blocks(tokens, heads, wi
 
 
 def test_what_is_chosen():
-    """As measured on a GPU of 132 SMs; ``kv_splits`` may be any where it is not named."""
+    """Splits as measured on a GPU of 132 SMs; ``kv_splits`` may be any where it is not named."""
     alone, split, two = AttentionPlan(False), AttentionPlan(True), CLUSTERS["together"]
     assert attention_plan(64, 128, (128, 1024), 132) == (alone, 1)
     for tokens in (67, 1024, 4096):
@@ -486,7 +486,7 @@ def unsupported_reason(
     offset=0,
     rotated=64,
 ):
-    """What is said of a call on tensors that are not looked at."""
+    """The reason for a call on tensors that are not looked at."""
     width = size[0] + size[1] + (size[0] - size[1]) // 64 + 1
     data = torch.empty(3 * page * width + offset, dtype=torch.uint8)[offset:].view(3, page * width)
     q = torch.empty(tokens, heads, size[0], dtype=BF16)

@@ -1,4 +1,4 @@
-"""What launches of the CuTeDSL kernels of attention tell the driver, against a mock driver."""
+"""Launches of the CuTeDSL kernels of attention, against a mock driver."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_no_compressed_pages_are_none_of_their_slots():
 
 
 def test_launches_of_the_same_sizes_are_made_once(monkeypatch):
-    """And with the pointers of each call."""
+    """The pointers are those of each call."""
     driver = Driver()
     monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
     monkeypatch.setattr(launcher, "loaded", driver.load)

@@ -63,7 +63,7 @@ def plans():
 
 @functools.cache
 def plans_of_fp8():
-    """Of FP8 weights, every configuration for up to 8192 tokens."""
+    """Every configuration for FP8 weights and up to 8192 tokens."""
     return {
         fp8_plan(GemmProblem(*matrix, float32_out, False), tokens, folded)
         for matrix in MATRICES
@@ -95,7 +95,7 @@ def routed_kinds(experts, inner, hidden):
 
 
 def plans_of_experts():
-    """What routed experts take for these numbers of tokens; every tile they take for others."""
+    """Configurations of routed experts for these numbers of tokens; for others, every tile."""
     every = [expected for sizes in ROUTED for expected in routed_kinds(*sizes)]
     chosen = {
         grouped_gemm_plans.typical_plan(expected, TOP_K * tokens)
@@ -135,7 +135,7 @@ def every_kind(experts, inner, hidden):
 
 
 def plans_of_other_kinds():
-    """What an expert's product takes on Hopper that no layer asks for."""
+    """Configurations of an expert's GEMM on Hopper that no layer asks for."""
     most = 32768 * TOP_K
     actual = {
         plan for expected in every_kind(*ROUTED[0]) for plan in grouped_gemm.plans(expected, most)
@@ -170,7 +170,7 @@ def check_each(batch, folder, check, arch=HOPPER):
 
 
 def counts_of(instructions, *names):
-    """How many instructions begin with each name."""
+    """Return how many instructions begin with each name."""
     return {name: sum(i.startswith(name) for i in instructions) for name in names}
 
 
@@ -195,7 +195,7 @@ def copies_of_x(plan):
 
 
 def loads_codes_by_16_bytes(plan, instructions):
-    """Whether a lane loads 16 bytes of codes at once, to registers or, in a ring, shared memory."""
+    """Return whether a lane loads 16 bytes of codes at once, to registers or shared memory."""
     name = "LDGSTS.E" if isinstance(plan, SmallMRingPlan) else "LDG.E"
     return any(i.startswith(name) and ".128" in i for i in instructions)
 
@@ -395,7 +395,7 @@ def test_figures_are_of_these_configurations(group, batches, snapshots):
 
 
 def plans_of_blackwell(arch):
-    """What dispatch can choose there."""
+    """Configurations that dispatch can choose there."""
     kinds = list(itertools.product((False, True), repeat=2))
     dense = [GemmProblem(*matrix, *kind) for matrix in MATRICES for kind in kinds]
     dense += [GemmProblem(*matrix, *kind, swiglu=True) for matrix in INTERLEAVED for kind in kinds]
@@ -608,7 +608,7 @@ def test_numbers_of_tokens_stand_for_others():
     "of_one_kind", [plans, plans_of_fp8, plans_of_swiglu, plans_of_experts, plans_of_few_rows]
 )
 def test_resources(of_one_kind):
-    """Of every plan, compiled or not."""
+    """This holds for every plan, compiled or not."""
     for plan in of_one_kind():
         assert plan.shared_bytes <= MOST_SHARED
         assert plan.threads <= 1024
@@ -638,7 +638,7 @@ def test_a_plan_depends_on_tokens_by_eights_alone():
 
 @pytest.mark.slow
 def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
-    """From disk in a process that never imports CuTeDSL, and quickly."""
+    """A kernel is loaded from disk in a process that never imports CuTeDSL, and quickly."""
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
     plan = plan_of(32, 128, 1, 1)
     first = cubin_cache.image(plan, "sm_90a")

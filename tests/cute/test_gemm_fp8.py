@@ -40,7 +40,7 @@ def configurations():
 
 
 def assert_right(x, weight, got):
-    """In bfloat16."""
+    """Check a result in bfloat16."""
     expected, budget = truth(x, weight)
     rounding = torch.finfo(torch.bfloat16).eps / 2 * (expected.abs() + budget) + 1e-30
     assert_within_budget(got, expected, budget + rounding, "product")
@@ -161,7 +161,7 @@ class TestValues:
     )
     @example(0, 70, 0, 250)
     def test_powers_of_two_that_do_not_fit_bfloat16(self, seed, tokens, low, high):
-        """Beside ordinary ones, in any order: the sums are shifted, and back."""
+        """Such values stand beside ordinary ones, in any order: the sums are shifted, and back."""
         weight = weight_of(seed, 144, 1152, "cpu", torch.float8_e8m0fnu)
         made = strategies.generator(seed)
         exponents = torch.tensor([low, high, 127, low + 9, high - 4])
@@ -221,7 +221,7 @@ class TestIndependence:
         assert_bitwise(got[keep], clean[keep], "the other tokens")
 
     def test_sums_beyond_float32_stay_infinite(self):
-        """Beside a token whose own value is infinite, and one that is finite throughout."""
+        """It is next to a token whose own value is infinite, and one that is finite throughout."""
         codes = torch.full((80, 256), 1.0).to(torch.float8_e4m3fn)
         weight = QuantizedTensor(codes, torch.ones(1, 2), None, FP8_BLOCK).to("cuda")
         x = bfloat16(1, (70, 256), "cuda")

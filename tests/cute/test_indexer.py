@@ -64,12 +64,12 @@ def keys_of(scores):
 
 
 def wide(x, multiple):
-    """With columns of garbage, up to a multiple."""
+    """Add columns of garbage, up to a multiple."""
     return torch.nn.functional.pad(x, (0, -x.shape[1] % multiple), value=-1)
 
 
 def chosen(scores, visible, k, group):
-    """What the kernel chooses of ``scores`` on a GPU; what is not visible is garbage to it."""
+    """Return the kernel's selection of ``scores`` on a GPU; invisible scores are garbage."""
     from dsv4.cute.indexer import topk
 
     (tokens, width), visible = scores.shape, visible.to(scores.device)
@@ -98,7 +98,7 @@ def chosen(scores, visible, k, group):
     seeds(),
 )
 def test_a_choice_is_what_a_sort_takes(kind, shape, k, group, dtype, seed):
-    """Of as many as are visible, whatever lies behind them; the first of equal ones.
+    """Select among the visible ones, whatever follows them; the first of equal ones.
 
     Rows are as many as one block, four or eight have each.
     """
@@ -187,21 +187,22 @@ def randomize_scales(case, share):
 def scored(case, group, calls):
     """Scores and maxima of calls in a row, without anything between."""
     from dsv4.cute.indexer import indexer_logits
-    from dsv4.triton.indexer import Keys
+    from dsv4.triton.indexer import Keys, Scoring
 
     arguments = case.arguments(1)
-    keys, q = arguments["keys"], arguments["q"]
-    expected = Keys(keys.data, case.page, "index_mxfp4", arguments["page_table"])
+    q = arguments["q"]
+    keys = Keys(arguments["keys"].data, case.page, "index_mxfp4", arguments["page_table"])
+    tokens = (arguments["sequence_of_token"], arguments["visible"])
+    operands = Scoring(q.codes, q.scales.view(torch.uint8), arguments["weights"], keys, *tokens)
     widths = (case.entries, -(-case.entries // group))
     actual = [torch.full((calls, case.tokens, w), 7, dtype=torch.int32).cuda() for w in widths]
     for scores, maxima in zip(*actual, strict=True):
-        rest = (arguments["sequence_of_token"], arguments["visible"], scores, maxima, 1, group)
-        indexer_logits(q.codes, q.scales.view(torch.uint8), arguments["weights"], expected, *rest)
+        indexer_logits(operands, scores, maxima, 1, group)
     return actual
 
 
 def check_scores(case, tokens):
-    """Against float64: equal if they are integers, else up to twice the error of nested sums."""
+    """Compare with float64: equal for integers, else up to twice the error of nested sums."""
     scores, maxima = (tensor[0] for tensor in scored(case, 8, 1))
     for t in tokens:
         shown = int(case.visible[t])
@@ -269,7 +270,7 @@ def always(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("always")
 def test_a_nan_stays_in_its_key():
-    """And a NaN of a head or weight goes to its token; NaN is the highest."""
+    """A NaN of a head or weight reaches its token; NaN is the highest."""
     case = Coded(3, 640, 0, device="cuda")
     case.scales[:, 5, 2] = 255
     case.q_scales[1, 9, 0] = 255
@@ -284,7 +285,7 @@ def test_a_nan_stays_in_its_key():
 @pytest.mark.parametrize("share", [0.0, 0.02])
 @pytest.mark.parametrize("entries", [700, 8192, 20000, 140000])
 def test_selection_from_codes_is_best(entries, share):
-    """Of rows that either choice takes; twice, with the same bits."""
+    """Either selection takes such rows; twice, with the same bits."""
     case = Coded(2, entries, entries, device="cuda")
     case.visible[1] = entries - 77
     if share:
@@ -359,7 +360,7 @@ def test_few_rows_are_shared_by_blocks():
 
 @pytest.mark.parametrize("plan", plans(), ids=repr)
 def test_kernels_compile(plan, tmp_path):
-    """Without a stack, and with registers for as many blocks as they count on."""
+    """There is no stack, and registers suffice for as many CTAs as they count on."""
     pytest.importorskip("cutlass")
     pytest.importorskip("triton")
     from dsv4.cute.runtime import cubin_cache
@@ -472,7 +473,7 @@ def _kernel_of(plan):
 
 @pytest.mark.parametrize(("tokens", "group"), [(1, 0), (2, 8), (2, 16), (40, 16)])
 def test_arguments_of_topk(driver, tokens, group):
-    """Every argument by its name, in a grid of a cluster for each row."""
+    """Every argument has its name, in a grid of a cluster for each row."""
     from dsv4.cute.indexer import topk
 
     keys = torch.zeros(tokens + 1, 40000, dtype=torch.int32)
@@ -505,7 +506,7 @@ def test_arguments_of_topk(driver, tokens, group):
 def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     """Every argument by its name; ``inverse_splits`` gives every CTA its token."""
     from dsv4.cute.indexer import indexer_logits
-    from dsv4.triton.indexer import Keys
+    from dsv4.triton.indexer import Keys, Scoring
 
     case = Coded(tokens, entries, 0, heads=3)
     arguments = case.arguments(512)
@@ -515,7 +516,7 @@ def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     sequences, visible = arguments["sequence_of_token"].int(), arguments["visible"]
     driver.kinds = INDEXER_LOGITS_ABI.parameters
     operands = (arguments["q"].codes, scales, arguments["weights"], keys, sequences, visible)
-    indexer_logits(*operands, scores, maxima, 512, 8)
+    indexer_logits(Scoring(*operands), scores, maxima, 512, 8)
     plan = IndexerLogitsPlan(8, warpgroups)
     [(grid, threads, stream, values)] = driver.launches
     assert (grid, threads, stream) == (tokens * splits, plan.threads, 77)

@@ -1,4 +1,4 @@
-"""What a launch of a CuTeDSL kernel tells the driver, against a driver that only listens."""
+"""Launches of CuTeDSL kernels, against a mock driver."""
 
 from __future__ import annotations
 
@@ -26,11 +26,8 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
-    GroupedGemmSwigluArgs,
-    GroupedGemmSwigluQuantizeArgs,
-)
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
 
 MAP = bytes(range(128))
@@ -501,7 +498,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(
     ("tokens", "counted"), [(16, False), (192, False), (300, True), (1000, False)]
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
-    """Where blocks take tiles as they are done: in memory that holds zeros."""
+    """CTAs that take tiles as they are done use memory that holds zeros."""
     monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
     product, x = Grouped(HIDDEN, INNER), torch.empty(tokens, INNER).bfloat16()
     held, zeros = [], torch.zeros

@@ -1,4 +1,4 @@
-"""Where transformers' numbers depart from DeepSeek's, one test for each departure.
+"""Differences of transformers' numbers from DeepSeek's, one test for each.
 
 Specification, section 10.3, lists them. Each test shows the two numerics of this package apart in
 that place, in which direction, and equal where the departure has nothing to act on. In two places

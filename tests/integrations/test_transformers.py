@@ -396,7 +396,7 @@ def test_left_padding_with_heavily_compressed_layers_differs_where_documented() 
 
 
 def test_a_model_as_transformers_loads_it_in_bfloat16() -> None:
-    """In bfloat16 but for the names transformers keeps in float32, norms among them.
+    """Dtypes are bfloat16 but for the names that transformers keeps in float32, norms among them.
 
     transformers 5.17 loads norms in float32 and then cannot run them; a swapped model runs.
     """

@@ -68,7 +68,7 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_what_has_no_effect_has_none_in_transformers_either(
     pair: tuple[Any, Any], name: str
 ) -> None:
-    """In a layer and its attention; and the whole model, which may read it, gives the same."""
+    """A layer and its attention, and the whole model, which may read it, give the same."""
     x = torch.randn(1, LENGTH, CONFIG.hidden_size)
     streams = x.unsqueeze(2).expand(-1, -1, CONFIG.hc_mult, -1).contiguous()
     positions, ids = torch.arange(LENGTH)[None], ids_of(1, LENGTH)
@@ -124,7 +124,7 @@ def test_public_forwards_name_what_they_take() -> None:
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @torch.no_grad()
 def test_both_names_of_the_cache_are_taken_alike(pair: tuple[Any, Any], name: str) -> None:
-    """By the attention, the decoder layer, the compressors and the indexer."""
+    """The attention, the decoder layer, the compressors and the indexer take both names."""
     model, _ = pair
     x, more = torch.randn(1, 9, CONFIG.hidden_size), torch.randn(1, 3, CONFIG.hidden_size)
     for layer in model.model.layers:
@@ -313,7 +313,7 @@ def test_positions_and_masks_beside_a_step_are_refused() -> None:
 @given(first=st.integers(1, 20), more=st.integers(1, 12))
 @settings(max_examples=10)
 def test_positions_follow_the_tokens_of_a_cache(first: int, more: int) -> None:
-    """In a layer alone, and in this package's model over a transformers cache."""
+    """This holds in a layer alone, and in this package's model over a transformers cache."""
     model = random_model(CONFIG)
     theirs = transformers.DeepseekV4Config(**CONFIG.to_transformers_dict())
     past, layer_past = (transformers.DynamicCache(config=theirs) for _ in range(2))

@@ -81,7 +81,7 @@ def test_generate_equals_the_dense_path(numerics: str, sizes: Any, options: Any)
 def test_in_bfloat16_it_is_as_near_the_truth_as_the_dense_path(
     device: torch.device, numerics: str
 ) -> None:
-    """Not the same bits: pages hold the compressors' state in float32."""
+    """Results are close, not the same bits: pages hold the compressors' state in float32."""
     truth_model, config = swapped(numerics)
     model = swapped(numerics, torch.bfloat16)[0].to(device)
     ids = ids_of(config, 2, 19)
@@ -141,7 +141,7 @@ def test_chunks_equal_the_whole(config: ModelConfig, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 1}])
 def test_a_left_padded_batch_gives_what_each_prompt_gives_alone(options: Any) -> None:
-    """Which transformers' own cache cannot, once a compressor has closed a window."""
+    """transformers' own cache cannot do this once a compressor has closed a window."""
     model, config = swapped()
     prompts = [ids_of(config, 1, n, n) for n in (23, 14, 1)]
     ids = torch.zeros(3, 23, dtype=torch.long)

@@ -119,7 +119,7 @@ def test_pitfalls_9_32_the_clamp_is_applied(seed, dtype) -> None:
 
 @given(routing=routings(), dtype=DTYPES)
 def test_has_the_bits_of_this_packages_experts(routing, dtype) -> None:
-    """So what is shown of those holds here: sums in slot order, tokens alone, run to run."""
+    """These run the same operators: sums in slot order, tokens alone, run to run."""
     seed, ids, weights = routing
     module, twin = their_experts(seed, dtype)
     x = (10 * fuzz.normal(seed, (ids.shape[0], 64))).to(dtype)

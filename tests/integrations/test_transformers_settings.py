@@ -1,4 +1,4 @@
-"""What a transformers model holds beside weights: settings, dtypes, and how it is saved."""
+"""State of a transformers model beside weights: settings, dtypes, and how it is saved."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_bad_batches_are_named():
 
 @given(st.integers(0, 2), st.integers(0, 199), st.integers(1, 40))
 def test_window_slots_hold_every_position_in_sight(device, row, start, tokens):
-    """Within a chunk no token's slot is that of another in sight, and all lie in the row's ring."""
+    """Within a chunk tokens in sight have different slots, and all lie in the row's ring."""
     cache = make(device=device)
     layer = cache.layers[0]
     positions = torch.arange(start, start + tokens, device=device)
@@ -353,7 +353,7 @@ def test_slots_are_captured_in_a_graph():
 
 @given(st.lists(st.integers(0, 3), max_size=20))
 def test_rows_are_handed_out_once(actions):
-    """Against a set: 0..2 frees that row, 3 allocates."""
+    """Compare with a set: 0..2 frees that row, 3 allocates."""
     cache = make()
     taken: set[int] = set()
     for action in actions:

@@ -671,7 +671,7 @@ def test_tables_of_another_dtype_or_number_are_named() -> None:
 def test_before_a_step_the_device_knows_which_pages_every_row_has(
     story: list[tuple[bool, int, int]],
 ) -> None:
-    """Also that a freed row has none."""
+    """A freed row has none."""
     cache = Stack(published(), 1).cache(3, 280, pool_tokens=3 * 512, max_chunk=90)
     live: list[int] = []
     for joins, row_index, new in story:

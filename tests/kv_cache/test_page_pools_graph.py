@@ -61,7 +61,7 @@ class Step:
 
 
 class Story:
-    """What happens to a cache; the same whatever runs the steps."""
+    """Events of a cache; the same whatever runs the steps."""
 
     def __init__(self, stack: Stack, cache: PagedCache, count: int = 1) -> None:
         self.stack, self.cache = stack, cache
@@ -109,7 +109,7 @@ class Story:
         return result
 
     def tell(self, nan: bool = True) -> list[dict[int, torch.Tensor]]:
-        """Across the borders at 1, 3, 4, 64, 127 to 129 and 256 tokens; with NaN in one of them."""
+        """Steps cross the borders at 1, 3, 4, 64, 127 to 129 and 256 tokens; one has NaN."""
         result = []
         a, b, c = self.join(125), self.join(0), self.join(253)
         result += [self.decode([b, a, -1, c]) for _ in range(3)]
@@ -138,7 +138,7 @@ def pooled(stack: Stack) -> PagedCache:
 
 
 def broken_at(step: int, row: int) -> bool:
-    """Whether a sequence has seen NaN; its row and its pages are others' afterwards."""
+    """Return whether a sequence has seen NaN; its row and its pages are others' afterwards."""
     return row == BROKEN and 3 <= step < 7
 
 

@@ -109,7 +109,7 @@ def injected(trouble: Trouble) -> Iterator[None]:
 
 @dataclass
 class Host:
-    """What the host knows of a cache, to compare."""
+    """The host's state of a cache, to compare."""
 
     tokens: list[int]
     live: list[bool]
@@ -140,7 +140,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Action:
-    """What a caller does: ``decode``, ``prefill`` of some rows in chunks, ``fork`` or ``renew``."""
+    """A caller's work: ``decode``, ``prefill`` of some rows in chunks, ``fork`` or ``renew``."""
 
     kind: str
     rows: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What tests of routed experts share: the truth in float64 and how far off a result may be."""
+"""Helpers for tests of routed experts: the truth in float64 and the error allowed."""
 
 from __future__ import annotations
 

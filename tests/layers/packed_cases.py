@@ -1,4 +1,4 @@
-"""What the tests of packed layers share."""
+"""Helpers for the tests of packed layers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ LAST = "sparse_attention on current"
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_tokens_have_streams():
-    """Also where no graph is captured: for a GPU's tests, whose steps are small."""
+    """Side streams are used without a captured graph: for a GPU's tests, whose steps are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "_LAUNCH_BOUND_TOKENS", 0)
         yield
@@ -110,7 +110,7 @@ def test_layers_share_what_a_step_has_one_of(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [CSA, HCA])
 def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
-    """Also when one of the others is late: it sleeps before and after its work."""
+    """One of the other streams may be late: it sleeps before and after its work."""
     config = model_of(kind)
     module = attention(config, device="cuda")
     works = [(module.compressor, "write_pages")]

@@ -64,7 +64,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 class TestProperties:
     @given(batch=batches(), activation=ACTIVATIONS, numerics=NUMERICS)
     def test_is_the_sum_of_its_choices(self, kind, batch, activation, numerics):
-        """Each alone, with a top-k of 1: duplicates count twice, no expert counts nothing."""
+        """Compute each choice alone, with a top-k of 1: duplicates count twice."""
         experts = experts_of(kind, activation, numerics)
         x, ids, weights, _ = batch
         parts = [experts(x, ids[:, [j]], weights[:, [j]]) for j in range(ids.shape[1])]

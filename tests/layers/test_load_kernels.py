@@ -19,7 +19,7 @@ GPU = torch.device("cuda", 0)
 
 
 def on_gpu() -> Any:
-    """What ``warm_loaded`` looks at of a model on a GPU."""
+    """The attributes that ``warm_loaded`` reads of a model on a GPU."""
     return SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=GPU)]))
 
 

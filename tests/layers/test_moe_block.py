@@ -35,14 +35,14 @@ SIZES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_tokens_have_streams():
-    """Also where no graph is captured: for a GPU's tests, whose steps are small."""
+    """Side streams are used without a captured graph: for a GPU's tests, whose steps are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overlap, "_LAUNCH_BOUND_TOKENS", 0)
         yield
 
 
 def block(kind, layer=5, **changes):
-    """Of sizes that the kernels can have: K is a multiple of 128."""
+    """Make a block of sizes that the kernels support: K is a multiple of 128."""
     config = ModelConfig.tiny(**{**SIZES, **changes})
     result = layers.DeepseekV4SparseMoeBlock(config, layer).requires_grad_(False)
     randomize_(result, 1)
@@ -181,7 +181,7 @@ class TestRanges:
     )
     @settings(max_examples=4)
     def test_the_sum_over_ranges_is_the_whole(self, layer, kind, numerics, seed, tokens, cuts):
-        """In float64, so that one rounds nowhere; the shared expert is in it once."""
+        """Sum in float64, so that one rounds nowhere; the shared expert is in it once."""
         whole = block(kind, layer, numerics=numerics)
         x, *ids = inputs(seed, whole, tokens)
         whole, x = whole.double(), x.double()
@@ -198,11 +198,11 @@ class TestRanges:
 
 
 class TestOrder:
-    """What is asked of streams, with streams that only write it down."""
+    """The order of work on streams, with streams that only note what they are asked."""
 
     @pytest.fixture
     def said(self, monkeypatch):
-        """What was done, in order."""
+        """The recorded calls, in order."""
         return written_down(monkeypatch)
 
     def test_fork_and_join(self, said):

@@ -20,7 +20,8 @@ from dsv4.config import ModelConfig
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.observer import LARGEST
 from dsv4.ops import quantize
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.ops.moe import moe_combine, moe_gather, moe_permute
 from dsv4.ops.quantize import dequantize
 from dsv4.quant import fragments
@@ -71,7 +72,7 @@ def pair(seed=1, activation="bf16", scales=(None, None)):
 
 
 def shares(parts):
-    """Whether the layers' weights are one matrix, rows after rows."""
+    """Return whether the layers' weights are one matrix, rows after rows."""
     fused = parts[0].fused
     return fused is not None and all(p.fused is fused for p in parts)
 
@@ -381,7 +382,7 @@ class Largest(TorchDispatchMode):
 class TestExperts:
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, st.sampled_from([0, 4]))
     def test_gives_the_same(self, seed, choices, activation, numerics, static):
-        """But for the rounding of the first GEMM, which float64 does not see."""
+        """Results are equal but for the rounding of the first GEMM, which float64 does not see."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         packed = packed_copy(plain)
         x = 10 * normal(seed, choices[0], 64)
@@ -406,7 +407,7 @@ class TestExperts:
 
     @given(strategies.seeds(), CHOICES, ACTIVATIONS, NUMERICS, DTYPES, st.sampled_from([0, 4]))
     def test_it_is_its_operators(self, seed, choices, activation, numerics, dtype, static):
-        """On the weights as they were, gate and up interleaved, every row with its own scale."""
+        """The truth of the unpacked weights, gate and up interleaved, each row with its scale."""
         plain = routed(seed, activation=activation, numerics=numerics, static=static)
         x = (10 * normal(seed, choices[0], 64)).to(dtype)
         ids, weights = routing(seed, *choices, 5)
@@ -728,7 +729,7 @@ class TestAnyRouting:
     @given(**ROUTINGS, cut=st.integers(1, COUNT - 1))
     @settings(max_examples=6)
     def test_a_range_is_the_part_of_the_sum(self, device, seed, tokens, top_k, lone, cut):
-        """So the sum over ranges is the whole, each part rounded once."""
+        """The sum over ranges is the whole, each part rounded once."""
         experts = self.experts("deepseek", device)
         x, ids, weights = self.drawn(seed, tokens, top_k, lone, device)
         for first, count in ((0, cut), (cut, self.COUNT - cut)):
@@ -742,7 +743,7 @@ class TestAnyRouting:
 
 @pytest.mark.gpu
 class TestExpertsOnGpu:
-    """Of sizes that the kernels can have: K is a multiple of 128."""
+    """Layers of sizes that the kernels support: K is a multiple of 128."""
 
     @staticmethod
     def pair(activation, numerics):

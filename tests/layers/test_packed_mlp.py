@@ -73,7 +73,7 @@ def interleaved(mlp):
 class TestValues:
     @given(strategies.seeds(), st.integers(0, 5), ACTIVATIONS, SCALES, RATIOS)
     def test_gives_the_same(self, seed, tokens, activation, scales, ratio):
-        """But for the rounding of the first GEMM, which float64 does not see."""
+        """Results are equal but for the rounding of the first GEMM, which float64 does not see."""
         plain = shared(seed, activation, scales, ratio)
         x = normal(seed + 1, tokens, 64)
         result = packed_copy(plain)(x)
@@ -289,7 +289,7 @@ class TestJoining:
 
 @pytest.mark.gpu
 class TestOnGpu:
-    """Of sizes that the kernels can have: K is a multiple of 128."""
+    """Layers of sizes that the kernels support: K is a multiple of 128."""
 
     @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
     @pytest.mark.parametrize("tokens", [0, 1, 9, 40, 300])

@@ -128,7 +128,7 @@ SIZES = {"hidden": 128, "inner": 64}  # gate and up, and down, have whole blocks
 def test_experts_give_the_bits_of_those_in_fragments(
     seed, choices, numerics, dtype, static, activation
 ):
-    """Whether rows are quantised where they are gathered or by the product."""
+    """Return whether rows are quantised where they are gathered or by the product."""
     kind = {"activation": activation, "numerics": numerics, "static": static}
     experts, other = (routed(seed, **SIZES, **kind) for _ in range(2))
     experts.pack(SWIZZLED)

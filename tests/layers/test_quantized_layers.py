@@ -185,7 +185,7 @@ def test_quantised_experts_are_their_dense_weights(
 @given(st.integers(0, 2**31))
 @settings(max_examples=5)
 def test_pitfall_32_the_clamp_acts_on_real_values(seed: int) -> None:
-    """Not on products that still lack their global scale, which is about 1e-3 here."""
+    """The clamp does not act on sums that still lack their global scale, about 1e-3 here."""
     config = ModelConfig.tiny(num_experts_per_tok=1, numerics="transformers")
     experts = randomize_(layers.DeepseekV4Experts(config).requires_grad_(False), seed)
     experts.quantize()
@@ -209,7 +209,7 @@ def test_pitfall_32_the_clamp_acts_on_real_values(seed: int) -> None:
 @given(st.integers(0, 2**31), st.floats(0.1, 10))
 @settings(max_examples=5)
 def test_pitfall_32_the_shared_expert_clamps_real_values(seed: int, ratio: float) -> None:
-    """With quantised weights too, and with one limit for gate and up, whatever their scales."""
+    """This holds with quantised weights, and with one limit for gate and up of any scales."""
     config = ModelConfig.tiny()
     mlp = randomize_(layers.DeepseekV4MLP(config).requires_grad_(False), seed)
     mlp.up_proj.weight *= ratio
@@ -308,7 +308,7 @@ def test_ranges_of_experts_add_up_to_the_whole(
 @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
 @pytest.mark.parametrize("tokens", [0, 1, 9, 300])
 def test_packed_ranges_add_up_on_a_gpu(tokens: int, activation: str) -> None:
-    """Up to the rounding of each range's result, and of what lies between the products."""
+    """They are equal up to the rounding of each range's result, and between the GEMMs."""
     config = ModelConfig.tiny(
         n_routed_experts=16, hidden_size=256, moe_intermediate_size=128, activation=activation
     )
@@ -513,7 +513,7 @@ def test_a_calibration_that_fails_changes_nothing() -> None:
 @pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(96,), (0, 96), (1, 96), (2, 5, 96), (300, 96)])
 def test_a_plain_weight_in_bfloat16_gives_sums_of_float32(where, shape):
-    """What compressors ask of the weights that checkpoints leave in bfloat16."""
+    """Compressors need this of the weights that checkpoints leave in bfloat16."""
     generator = torch.Generator().manual_seed(len(shape))
     linear = layers.Linear(96, 40).to(torch.bfloat16).to(where).requires_grad_(False)
     linear.weight.copy_(torch.randn(40, 96, generator=generator))

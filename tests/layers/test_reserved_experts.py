@@ -15,7 +15,8 @@ from dsv4 import dispatch, layers
 from dsv4.checkpoint import save
 from dsv4.config import ModelConfig
 from dsv4.ops import quantize
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.ops.moe import moe_gather, moe_permute
 from dsv4.quant.formats import FRAGMENTS
 from dsv4.testing import strategies
@@ -165,7 +166,7 @@ def inputs(seed, tokens, top_k=2, dtype=torch.bfloat16, device="cpu"):
 
 
 def addresses_of(experts):
-    """Where the gathered rows, SwiGLU and the results of a forward are."""
+    """Return where the gathered rows, SwiGLU and the results of a forward are."""
     actual = {}
     with pytest.MonkeyPatch.context() as patch:
         run = dispatch.run

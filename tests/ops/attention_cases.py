@@ -1,4 +1,4 @@
-"""What attention has to give, for the tests of its kernels."""
+"""Expected results of attention, for the tests of its kernels."""
 
 from __future__ import annotations
 

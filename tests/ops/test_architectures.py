@@ -1,4 +1,4 @@
-"""Which implementation a product takes on which GPU; no GPU takes part."""
+"""Choice of the implementation of a GEMM by GPU; no GPU takes part."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_other_gpus_are_refused_with_a_reason(capability, gpu):
 @pytest.mark.parametrize("gpu", [HOPPER, B200, B300])
 @pytest.mark.parametrize("rows", [1, 6, 300])
 def test_routed_experts(capability, gpu, rows):
-    """On Blackwell the kernel for few rows an expert, whatever their number."""
+    """Blackwell takes the kernel for few rows an expert, whatever their number."""
     capability(gpu)
     assert routed(rows)[0] == "cute"
 

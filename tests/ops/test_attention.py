@@ -123,7 +123,7 @@ def test_float32_is_within_its_budget(device, seed, dtype, magnitude):
 
 @given(seeds(), st.sampled_from([0, 2, 8, 14, 32]), st.integers(0, 4))
 def test_pitfall_4_the_last_dims_are_turned_back(device, seed, rotated, tokens):
-    """As complex numbers times exp(-i angle); the dims before them keep their bits."""
+    """Rotate as complex numbers times exp(-i angle); the dims before them keep their bits."""
     case = Case(seed, tokens, device=device)
     cos, sin = angles(seed, tokens, rotated // 2, device, F64)
     plain, out = case.run(), case.run(cos=cos, sin=sin)
@@ -137,7 +137,7 @@ def test_pitfall_4_the_last_dims_are_turned_back(device, seed, rotated, tokens):
 
 @given(seeds(), st.sampled_from([torch.bfloat16, torch.float32]))
 def test_pitfall_4_the_turned_result_is_rounded_once(device, seed, table_dtype):
-    """Within half a unit of the last place of the float64 result; float32's errors are below."""
+    """It is within half a unit of the last place of the float64 result; float32 errs by less."""
     case = Case(seed, 4, device=device, dtype=torch.bfloat16)
     cos, sin = angles(seed, 4, 4, device, table_dtype)
     out = case.run(cos=cos, sin=sin)
@@ -269,7 +269,7 @@ def test_large_logits_do_not_overflow(device):
 
 @given(seeds(), st.floats(0.01, 3), st.floats(-3, 3))
 def test_pitfall_14_the_sink_is_not_scaled(device, seed, scale, sink):
-    """With q = 0 all logits are 0: o = sum v / (n + exp(sink)), whatever the scale."""
+    """If q = 0 all logits are 0: o = sum v / (n + exp(sink)), whatever the scale."""
     case = Case(seed, 2, (5, 4), device=device)
     sinks = torch.tensor([sink, 0.0, -sink], device=device)
     out = case.run(q=torch.zeros_like(case.q), sink=sinks, scale=scale)

@@ -1,4 +1,4 @@
-"""What the attention kernel must not get wrong: rounded weights, shared tokens, NaN, codes."""
+"""Properties of the attention kernel: rounded weights, shared tokens, NaN, codes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Case:
         return torch.cat(read)
 
     def check(self, out: torch.Tensor, **changes) -> None:
-        """Every token against a softmax in float64."""
+        """Compare every token with a softmax in float64."""
         arguments = {"q": self.q, "sink": self.sink, "scale": self.scale, **changes}
         for t in range(self.q.shape[0]):
             kv, q = self.entries(t), arguments["q"][t].double()
@@ -167,7 +167,7 @@ def test_large_logits(device, seed, entry_format, count, magnitude):
 
 @given(seeds(), splits, st.floats(0.01, 3), st.floats(-3, 3))
 def test_equal_weights_are_exact(device, seed, count, scale, sink):
-    """With q = 0 all weights are 1, which bfloat16 has: what is left are float32's roundings."""
+    """If q = 0 all weights are 1, exact in bfloat16, so that only float32's roundings remain."""
     case = Case(seed, device, 2)
     sinks = torch.tensor([sink, -torch.inf, -sink], device=device)
     with launched(count):
@@ -285,7 +285,7 @@ def test_nothing_to_attend_to(device, widths, count):
 
 @given(seeds(), formats, splits)
 def test_slots_that_end_early_and_long_rows_of_none(device, seed, entry_format, count):
-    """Behind the last slot nothing is looked at; before it, slots of no entry are passed over."""
+    """Nothing is looked at after the last slot; before it, slots of no entry are passed over."""
     case = Case(seed, device, 4, (30, 80), entry_format)
     case.slots[0][:, 11:] = -1
     case.slots[0][1, 29] = 3
@@ -379,7 +379,7 @@ def test_published_dimensions(device, entry_format):
 
 
 def test_offsets_past_two_gigabytes(device):
-    """Of a pool whose pages are memory that is never touched but for the last."""
+    """All pages of the pool but the last are memory that is never touched."""
     count = 2**31 // 37440 + 3
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 4 << 30:
         pytest.skip("needs 4 GB")

@@ -17,7 +17,7 @@ SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4)
 
 
 def meets_itself(tensor: torch.Tensor) -> bool:
-    """By the addresses of all elements."""
+    """Return whether elements share memory, by the addresses of all."""
     positions = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         positions = positions.unsqueeze(-1) + stride * torch.arange(size)
@@ -26,7 +26,7 @@ def meets_itself(tensor: torch.Tensor) -> bool:
 
 @given(shape=SHAPES, data=st.data())
 def test_no_tensor_that_overlaps_itself_passes(shape, data):
-    """Of the others those whose dimensions interleave may be refused as well."""
+    """A view without overlap may raise as well if its dimensions interleave."""
     strides = data.draw(st.lists(st.integers(0, 12), min_size=len(shape), max_size=len(shape)))
     tensor = torch.zeros(1000).as_strided(shape, strides)
     words = re.escape(f"op: x has shape {shape} and strides {strides}, wanted")

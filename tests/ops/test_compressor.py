@@ -517,7 +517,7 @@ def test_strided_input_and_int32(device, seed):
 
 
 def test_tokens_further_apart_than_32_bits_reach(device):
-    """Of a window of 8, the last begins 2^31 numbers after the first and more."""
+    """The last token of a window of 8 begins more than 2^31 numbers after the first."""
     gap = 310_000_000  # 9 rows of it take no memory but what is touched
     dense, score, ape = (x.bfloat16() for x in inputs(3, 9, 8, False, 32, device))
     far = torch.empty_strided(dense.shape, (gap, 1), dtype=dense.dtype, device=device)
@@ -609,7 +609,7 @@ def test_bad_input_is_named_and_changes_nothing(device, name, change, error, wor
 )
 @example([1], None, torch.int64, "sequences")
 def test_numbers_out_of_range_raise_on_the_cpu(lengths, data, dtype, name):
-    """Of entries with tokens; what is ignored may be anything."""
+    """Only entries with tokens are checked; others may be anything."""
     count, tokens = len(lengths), sum(lengths)
     kv, score, ape = (x.float() for x in inputs(0, tokens, 4, False, 2))
     state = empty_state(count, 4, False, 2, torch.float32)
@@ -714,7 +714,7 @@ class Ragged:
         return state, *compressor_update(*self.args(state), overlap=self.overlap, **kwargs)
 
     def bound(self) -> float:
-        """How far pooled values may be off; see ``test_float32_is_within_its_budget``."""
+        """Return how far pooled values may be off; see ``test_float32_is_within_its_budget``."""
         slots = self.ape.shape[0] * (1 + self.overlap)
         largest = max(
             float(self.kv.abs().max()), float(self.state[:, :, 0].nan_to_num(0).abs().max())
@@ -724,7 +724,7 @@ class Ragged:
 
 @st.composite
 def pieces(draw: st.DrawFn, longest: int = 23):
-    """Of up to 5 sequences, in any order of state rows, one perhaps padding."""
+    """Tokens of up to 5 sequences, in any order of state rows, one perhaps padding."""
     count = draw(st.integers(1, 5))
     rows = draw(st.permutations(range(count)))
     starts = [draw(st.integers(0, 40)) for _ in rows]
@@ -939,7 +939,7 @@ class TestCompressWrite:
     @settings(max_examples=6)
     @given(st.sampled_from(SIZES), seeds(), st.sampled_from([torch.bfloat16, torch.float32]))
     def test_the_indexer_keys_are_rotated_and_rounded_entries(self, device, size, seed, dtype):
-        """Exactly ``indexer_rotate_quantize`` of what the operator stores without it."""
+        """The result is ``indexer_rotate_quantize`` of what the operator stores without it."""
         ratio, overlap, d, rotated, rope_dim, longest = size
         d = 64 if d == 100 else d
         batch = [(1, 5, longest), (0, 3, 1), (2, 0, min(4, longest))]

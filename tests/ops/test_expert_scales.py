@@ -15,7 +15,8 @@ from dsv4 import dispatch
 from dsv4.cute import grouped_gemm as hopper
 from dsv4.cute import grouped_nvfp4 as blackwell
 from dsv4.ops.gemm import gemm
-from dsv4.ops.grouped_gemm import grouped_gemm, grouped_gemm_swiglu_quantize
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import (
     LINEAR,
@@ -52,7 +53,7 @@ def offsets_of(counts):
 
 
 def expert_by_expert(scales, counts):
-    """What ``swizzle_scales`` makes of every expert's, one behind the other, then zeros."""
+    """Join the results of ``swizzle_scales`` for every expert, then zeros."""
     rows, columns = scales.shape
     parts = [swizzle_scales(part) for part in scales[: sum(counts)].split(counts)]
     tiles = expert_tiles(rows, len(counts))
@@ -97,7 +98,7 @@ class TestLayout:
             unswizzle_expert_scales(torch.zeros(5, dtype=torch.uint8), offsets, 3, 4)
 
     def test_no_operator_takes_it(self):
-        """Without offsets it would be read as something else."""
+        """It needs offsets: without them it would be read as something else."""
         codes = torch.zeros(128, 32, dtype=torch.uint8)
         scales = torch.zeros(512).to(torch.float8_e4m3fn)
         q = QuantizedTensor(codes, scales, torch.ones(128), NVFP4, SWIZZLED_EXPERTS)

@@ -131,7 +131,7 @@ class TestValues:
 
     @given(data=st.data(), seed=strategies.seeds(), tokens=st.integers(1, 20))
     def test_any_cut_of_the_work(self, device, monkeypatch, data, seed, tokens):
-        """What the rule would not choose here: large tiles, columns shared by programs."""
+        """Configurations that the rule would not choose here: large tiles, columns of many CTAs."""
         kernel = pytest.importorskip("dsv4.triton.gemm_fp8")
         groups, rows = data.draw(st.sampled_from([(1, 150), (2, 70), (2, 128)]))
         columns = data.draw(st.integers(129, 900) | st.sampled_from([384, 896]))
@@ -232,7 +232,7 @@ class TestIndependence:
         assert_bitwise(got[keep], clean[keep], "the other tokens")
 
     def test_sums_beyond_float32_stay_infinite(self, device):
-        """Beside a token whose own value is infinite, and one that is finite throughout."""
+        """It is next to a token whose own value is infinite, and one that is finite throughout."""
         weight = weight_of(0, 70, 256, "cpu")
         codes = (weight.codes.view(torch.uint8) & 0x7F | 0x38).view(torch.float8_e4m3fn)
         codes = torch.where(codes.float().isnan(), 1.0, codes.float()).to(torch.float8_e4m3fn)
@@ -296,7 +296,7 @@ class TestPlan:
     @pytest.mark.parametrize(("rows", "columns", "groups"), PUBLISHED)
     @pytest.mark.parametrize("tokens", [1, 16, 64])
     def test_few_tokens_fill_the_gpu(self, rows, columns, groups, tokens):
-        """And read the weight once."""
+        """The weight is read once."""
         kernel = pytest.importorskip("dsv4.triton.gemm_fp8")
         plan = kernel.plan(tokens, rows, columns, groups, 132)
         assert plan.tokens >= tokens

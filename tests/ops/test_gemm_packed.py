@@ -41,7 +41,7 @@ def weight_of(seed, rows, columns, device, cuts=()):
 
 
 def product(x, weight, activation="bf16", **options):
-    """By the kernel that dispatch chooses; where there is one, not the reference."""
+    """Run the kernel that dispatch chooses; where there is one, not the reference."""
     packed = weight.with_layout(FRAGMENTS)
     return gemm(x, packed, activation=activation, **options)
 
@@ -439,7 +439,7 @@ class TestDispatch:
 
     @pytest.mark.gpu
     def test_the_kernels_take_what_they_can(self):
-        """Of columns that are no multiple of 128 there is a kernel for few tokens alone."""
+        """Columns that are no multiple of 128 have a kernel for small M alone."""
         for columns, counts in (
             (128, {0: "cute", 9000: "cute"}),
             (192, {64: "cute", 65: "cublas"}),

@@ -99,7 +99,7 @@ def _asked_of_torch(mat_a, mat_b, scale_a, scale_b, output_dtype):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often the product was asked for."""
+    """Return how often the GEMM was called."""
     result = []
 
     def product(*args, **kwargs):
@@ -111,7 +111,7 @@ def calls(monkeypatch):
 
 
 def run(x, weight, input_scale=None, groups=1, out_dtype=torch.float32):
-    """As dispatch would."""
+    """Call it as dispatch does."""
     call = dispatch.arguments(
         gemm,
         x,

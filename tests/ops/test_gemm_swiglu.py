@@ -35,7 +35,7 @@ def inputs(seed, shape, device="cpu"):
 
 
 def check(x, weight, limit, backend="auto", **options):
-    """Within the budget that the errors of both GEMMs leave."""
+    """The result is within the budget that the errors of both GEMMs leave."""
     got = gemm_swiglu(x, weight, limit, backend=backend, **options)
     assert got.shape == (*x.shape[:-1], weight.rows // 2)
     problem = Problem(gemm_swiglu, (x, weight, limit), options, judge, 0)

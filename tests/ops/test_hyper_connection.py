@@ -9,15 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4.ops.hyper_connection import (
-    hc_head,
-    hc_post,
-    hc_post_pre_norm,
-    hc_post_pre_norm_quantize,
-    hc_pre,
-    hc_pre_norm,
-    hc_pre_norm_quantize,
-)
+from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies as fuzz
@@ -164,7 +157,7 @@ def logit_budget(streams, fn, scale, base):
 
 
 def weighted_sum_budget(streams, error, truth, hc_eps):
-    """Of a sum over n streams, weighted by sigmoids of what is off by ``error [..., n]``.
+    """Return the budget of a sum over n streams, weights off by sigmoids of ``error [..., n]``.
 
     A sigmoid moves by a quarter of its argument and takes 7 u of its own (exp 4, sum, quotient).
     """
@@ -713,7 +706,7 @@ def test_many_tokens_make_their_matrices_side_by_side(device, monkeypatch):
 
 
 def test_many_tokens_at_an_odd_address(device, monkeypatch):
-    """Which no tensor descriptor takes."""
+    """No tensor descriptor takes such streams."""
     kernels = pytest.importorskip("dsv4.triton._lib.mixing_gemm")
     monkeypatch.setattr(kernels, "LARGE_M", 5)
     case = {"seed": 3, "exponent": 0, "tokens": 37, "n": 4, "hidden": 40}

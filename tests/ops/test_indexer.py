@@ -117,7 +117,7 @@ def test_transform_is_an_orthonormal_involution(d, seed):
 
 @given(st.sampled_from([64, 256]), seeds())
 def test_products_are_unchanged_by_the_transform(d, seed):
-    """Exactly, where d^-0.5 is a power of two and the values are small integers."""
+    """The result is exact if d^-0.5 is a power of two and the values are small integers."""
     q = small_integers(seed, (4, d), torch.float64)
     k = small_integers(seed + 1, (6, d), torch.float64)
     assert_bitwise(reference._hadamard(q) @ reference._hadamard(k).T, q @ k.T)
@@ -125,7 +125,7 @@ def test_products_are_unchanged_by_the_transform(d, seed):
 
 @pytest.mark.parametrize("ratio", [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 def test_ties_go_to_the_even_code(device, wide, ratio):
-    """Through the transform: x is the rotation of the wanted row, so it rotates back to it."""
+    """Go through the transform: x is the rotation of the expected row, so it rotates back to it."""
     even = {0.25: 0.0, 0.75: 1.0, 1.25: 1.0, 1.75: 2.0, 2.5: 2.0, 3.5: 4.0, 5.0: 4.0}[ratio]
     row = torch.zeros(1, 64, dtype=wide, device=device)
     row[0, 0], row[0, 1], row[0, 2] = 6.0, ratio, -ratio
@@ -236,7 +236,7 @@ def test_many_queries_are_what_few_are(device, dims, tokens, heads, dtype, most,
 
 @given(seeds(), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_queries_of_other_widths(device, seed, dtype):
-    """Without the transform any even width will do; dims that are not turned keep their bits."""
+    """Any even width works without the transform; dims that are not rotated keep their bits."""
     q, cos, sin = queries_of(seed, 3, 3, 20, 6, dtype, device)
     out = indexer_queries(q, cos.to(dtype), sin.to(dtype), rotate_quantize=False)
     cos, sin = (x.to(dtype).unsqueeze(1) for x in (cos, sin))
@@ -349,7 +349,7 @@ def test_fp8_queries_and_their_weights(device, dims, tokens, heads, seed, dtype,
     st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_mxfp4_queries_have_the_values_of_rounded_ones(device, dims, tokens, heads, seed, dtype):
-    """And the bytes of ``quantize`` where nothing is transformed."""
+    """The bytes are those of ``quantize`` where nothing is transformed."""
     q, cos, sin = queries_of(seed, tokens, heads, *dims, dtype, device)
     weights = normal(seed + 2, (tokens, heads), dtype).to(device)
     args, kwargs = (q, cos, sin, weights), {"query_format": "mxfp4", "weight_scale": 0.3}
@@ -916,7 +916,7 @@ def test_every_way_to_a_long_row_of_codes(
 @given(seeds(), st.integers(1, 3), query_formats, st.booleans())
 @example(0, 2, "mxfp4", False)  # of fewer heads than a block has keys: did not compile on a GPU
 def test_blocks_within_pages(device, key_format, seed, tokens, query_format, spread):
-    """As the model's: pages of 64 entries of 128 dims, whose codes are read in words.
+    """Sizes of the models: pages of 64 entries of 128 dims, whose codes are read in words.
 
     Small integers at scales far apart, by which everything is exact, then any values.
     """
@@ -1110,7 +1110,7 @@ def test_a_graph_of_codes_replays(key_format, query_format):
 @pytest.mark.parametrize("top_k", [512, 1024, 2048, 4096])
 @pytest.mark.parametrize("kind", ["integers", "normal", "rising", "equal"])
 def test_rows_of_a_million_tokens(top_k, kind):
-    """Against a sort of the same scores: keys of one dim make the scores the keys themselves."""
+    """Compare with a sort of the same scores: keys of one dim make the scores the keys."""
     device, capacity = torch.device("cuda"), 262144
     case = Case(top_k, 3, 1, capacity // 64, 64, device=device, d=16, heads=1)
     values = {

@@ -264,7 +264,7 @@ def test_pitfall_19_offsets_past_two_gigabytes(device, index_dtype):
 @settings(max_examples=20)
 @given(seeds(), slot_lists(), st.sampled_from(["fp8", "plain"]), st.booleans())
 def test_pitfall_20_slot_minus_one_changes_nothing(device, seed, slots, entry_format, wide):
-    """Not even the last slot, which is what -1 indexes in Python, nor slot 0."""
+    """It writes nowhere: not the last slot, which is what -1 indexes in Python, nor slot 0."""
     pages = Pages.allocate(3, 4, 48, 16, entry_format, torch.float32, device)
     write_kv(pages, normal(seed, (12, 48)).to(device), torch.arange(12, device=device))
     before = pages.data.clone()
@@ -395,7 +395,7 @@ def test_bad_input_is_named_and_changes_nothing(device):
 
 
 def writers(pages: Pages, slots: torch.Tensor):
-    """What writes ones to the slots, by the operator's name."""
+    """Operators that write ones to the slots, by name."""
     x = torch.ones(*slots.shape, pages.head_dim, device=slots.device)
     tables = [torch.ones(*slots.shape, 4, device=slots.device)] * 2
     return {

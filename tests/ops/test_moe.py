@@ -90,7 +90,7 @@ def test_ids_out_of_range_raise_on_the_cpu_and_choose_no_expert_elsewhere(device
 
 @given(routing=bad_routings(), data=st.data())
 def test_unchecked_ids_out_of_range_choose_no_expert(device, monkeypatch, routing, data):
-    """What a device does, here by every implementation."""
+    """The behaviour on a device, here of every implementation."""
     for name in ("reference", "triton") if importlib.util.find_spec("triton") else ("reference",):
         monkeypatch.setattr(f"dsv4.{name}.moe.check_ids", lambda ids, num_experts: None)
     check_counting_sort(device, *routing[:2], data)
@@ -117,7 +117,7 @@ def test_gather_copies_each_slots_token(device, routing, hidden, dtype):
 
 
 def check_sort(device, x, ids, weights, experts, **held):
-    """Against the operators it stands for, in memory of its own and in memory that is given."""
+    """Compare with the operators it stands for, in memory of its own and in given memory."""
     x, ids, weights = (t.to(device) for t in (x, ids, weights))
     order, offsets, rows = moe_permute(ids, experts, **held)
     expected = moe_gather(x, rows), weights.flatten()[order.long()], offsets, rows
@@ -144,7 +144,7 @@ def test_sort_is_its_parts(device, routing, hidden, dtype, data):
 
 @pytest.mark.parametrize("tokens", [85, 86])
 def test_sort_of_more_slots_than_one_launch_takes(device, tokens):
-    """With six choices 85 tokens have 510 slots, 86 have 516."""
+    """85 tokens with six choices have 510 slots, 86 have 516."""
     ids = torch.randint(-1, 10, (tokens, 6), generator=fuzz.generator(tokens))
     x, weights = fuzz.normal(0, (tokens, 300)), fuzz.normal(1, ids.shape)
     check_sort(device, x, ids, weights, 9)

@@ -164,7 +164,7 @@ class TestValues:
         assert_bitwise(rms_norm(x, weight), got, "again")
 
     def test_a_row_whose_mean_square_overflows_is_nan(self, device):
-        """Not zeros, which would look like a result."""
+        """The result is NaN, not zeros, which would look like a result."""
         x = torch.ones(2, 16, device=device)
         x[1, 3] = 1e20
         got = rms_norm(x)
@@ -325,7 +325,7 @@ class TestHeads:
     @example(0, (2, 2, 8, 0), torch.bfloat16, False)
     @example(0, (1, 3, 4, 1), torch.bfloat16, False)
     def test_is_the_norm_then_the_rotation(self, device, seed, sizes, dtype, gaps):
-        """Against float64; the norm's error, one rounding of it included, turns along.
+        """Compare with float64; the norm's error, one rounding of it included, rotates along.
 
         Also with an odd number of columns before the pairs.
         """

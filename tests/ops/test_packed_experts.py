@@ -21,11 +21,8 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
-from dsv4.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_swiglu_quantize,
-)
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.moe import moe_sort
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import FRAGMENTS
@@ -73,7 +70,7 @@ def loads(draw, experts, most):
 
 
 def check_product(x, weight, offsets, activation, dtype, scale=None):
-    """Within the budget of float32 sums of every expert's product; zeros after the last."""
+    """It is within the budget of float32 sums of every expert's GEMM; zeros after the last."""
     options = {"activation": activation, "input_scale": scale, "out_dtype": dtype}
     got = grouped_gemm(x, weight, offsets, **options)
     dense = dequantize(weight, torch.float64)
@@ -241,7 +238,7 @@ class TestValues:
 
     @given(seed=strategies.seeds(), counts=loads(3, 20), limit=LIMITS)
     def test_an_expert_is_the_dense_operator(self, seed, counts, limit):
-        """In the reference bit for bit: gate in even rows, up in odd ones, the one-sided clamp."""
+        """The reference has the same bits: gate in even rows, up in odd ones, one-sided clamp."""
         weight = weights_of(seed, 3, 32, 128, "cpu", "rows")
         x, offsets = sorted_rows(seed, counts, 2, 128, "cpu")
         got = grouped_gemm_swiglu(x, weight, offsets, limit)

@@ -66,7 +66,7 @@ def test_every_public_operator_is_planned() -> None:
 
 @pytest.mark.parametrize("op", MAKERS)
 def test_repeated_calls_follow_their_inputs(op: str) -> None:
-    """Every operator by the reference: as without plans, bit for bit, with other tensors."""
+    """Every operator runs by the reference as without plans, bit for bit, with other tensors."""
     for case in MAKERS[op](WIDE, 5):
         with planning():
             assert_follows(case, CPU, called_again)
@@ -175,7 +175,7 @@ def warm(function, *args, **kwargs):
 
 @given(st.data())
 def test_bad_arguments_raise_as_ever(data) -> None:
-    """What is wrong with one argument of a planned call is said in the same words."""
+    """An error in one argument of a planned call has the same words."""
     x, weight = normal(0, 3, 64), normal(1, 64)
     wrong = data.draw(
         st.sampled_from(
@@ -385,7 +385,7 @@ def test_views_are_found_again() -> None:
 def test_copies_of_strided_arguments_are_made_again(
     shape: tuple[int, ...], which: str, monkeypatch
 ) -> None:
-    """Below autograd torch calls ``contiguous`` a view, also where it copies."""
+    """torch calls ``contiguous`` a view below autograd, also where it copies."""
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
     drawn = torch.Generator().manual_seed(0)
     with planning() as cache, interpret_triton():
@@ -416,7 +416,7 @@ def test_plans_keep_no_tensors() -> None:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_recording_keeps_no_temporary_tensors(inside: bool) -> None:
-    """What only torch can do again, a reference implementation say, takes no more memory."""
+    """Work that only torch can repeat, such as a reference implementation, takes no more memory."""
     x = normal(0, 3)
 
     def chain() -> torch.Tensor:

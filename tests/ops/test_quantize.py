@@ -290,7 +290,7 @@ class TestNvfp4:
         assert not bool(dequantize(q).any())
 
     def test_a_bad_global_scale_gives_nan_where_it_cannot_be_read(self, device):
-        """What a device would see: the operator itself, without the public function's check."""
+        """The behaviour on a device: the operator itself, without the public function's check."""
         for value in (0.0, -1.0, float("nan"), float("inf")):
             scale = torch.tensor([value], device=device)
             x = torch.ones(2, 16, device=device)
@@ -348,7 +348,7 @@ class TestContract:
 
     @given(draw=strategies.draws(-20, 20))
     def test_float64_is_float32_rounded_first(self, device, draw):
-        """So the codes of a float64 oracle are those of the float32 computation."""
+        """The codes of a float64 oracle are those of the float32 computation."""
         x = draw.build((4, 64)).to(device)
         for fmt in formats.FORMATS.values():
             first, two = quantize(x, fmt), quantize(x.double(), fmt)

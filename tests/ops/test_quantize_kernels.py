@@ -1,4 +1,4 @@
-"""What the kernels that quantise must not get wrong: borders of codes, padding, tiles, replays."""
+"""Properties of the kernels that quantise: borders of codes, padding, tiles, replays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_reference(x, *args, **kwargs):
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """What ``torch.empty`` returns is NaN, or the largest integer of its dtype."""
+    """Fill what ``torch.empty`` returns with NaN, or the largest integer of its dtype."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -165,7 +165,7 @@ class TestBorders:
     @pytest.mark.gpu
     @pytest.mark.parametrize("name", ["dynamic_scale", "fp8_block_scale"])
     def test_every_mantissa_divided_by_a_constant(self, name):
-        """By 2688 and by 448, as one division; of numbers near the least scale, too."""
+        """Divide by 2688 and by 448, as one division; of numbers near the least scale, too."""
         triton = pytest.importorskip("triton")
         tl = triton.language
         from dsv4.triton._lib import nvfp4

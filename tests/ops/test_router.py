@@ -106,7 +106,7 @@ def test_topk_against_float64(device, case, data):
 
 
 def test_scores_that_underflow_tie_at_the_lowest_index(device):
-    """Below about -103 the softplus is 0 in float32, whatever the order of the logits."""
+    """The softplus is 0 in float32 below about -103, whatever the order of the logits."""
     x, weight = fixed_logits([[-130.0, -120.0, -125.0]], device)
     _, weights, ids = route_topk(x, weight, None, top_k=2, scaling_factor=2.5)
     assert ids.tolist() == [[0, 1]]

@@ -240,7 +240,7 @@ SUBNORMAL = {
 @given(case=cases, weight_dtype=fuzz.float_dtypes())
 @example(case=SUBNORMAL, weight_dtype=torch.float64)
 def test_a_row_weight_multiplies_before_the_rounding(device, case, weight_dtype):
-    """As a product in float32 of what would not be rounded yet: bitwise."""
+    """The weight multiplies in float32 what is not rounded yet: bitwise."""
     x, limit = build(case, device), case["limit"]
     weight = fuzz.normal(case["draw"].seed, x.shape[:-1], weight_dtype).to(device)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -258,7 +258,7 @@ def test_a_row_weight_multiplies_before_the_rounding(device, case, weight_dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("limit", [10.0, None])
 def test_large_and_small_gates(device, dtype, limit):
-    """Where exp overflows or is 1, and where silu is as large as the dtype."""
+    """Gates where exp overflows or is 1, and where silu is as large as the dtype."""
     ends = [0.0, 1e-30, 1e-5, 1.0, 20.0, 80.0, 87.0, 88.0, 89.0, 100.0, 1000.0, 3e4, 3e38]
     gate = torch.tensor(ends, dtype=torch.float64).to(dtype)
     gate = torch.cat((gate, -gate))

@@ -13,11 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4 import dispatch
-from dsv4.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_swiglu_quantize,
-)
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import SWIZZLED
 from dsv4.testing import strategies
@@ -85,7 +82,7 @@ def test_swiglu_and_its_codes(device, seed, counts, spare, tiles, limit, weighte
 @FEW_EXAMPLES
 @given(strategies.seeds(), loads(5, 40), st.integers(0, 3))
 def test_quantised_rows_are_those_that_products_quantise(device, seed, counts, spare):
-    """Of all three operators."""
+    """Results of all three operators."""
     weight = swizzled(seed, 5, 64, 256, device)
     x, offsets = sorted_rows(seed + 1, counts, spare, 256, device)
     scale = scales_of(seed, 5, device)
@@ -120,7 +117,7 @@ def test_a_bad_row_is_alone(device, kind):
 @pytest.mark.gpu
 @pytest.mark.skipif(not blackwell(), reason="needs compute capability 10.0 or 10.3")
 class TestKernel:
-    """Where tiles end anywhere, and configurations of every size are taken."""
+    """Tiles end anywhere, and configurations of every size are taken."""
 
     @given(
         strategies.seeds(), st.integers(1, 40), st.sampled_from([1, 4, 30, 70, 130, 260, 600]),

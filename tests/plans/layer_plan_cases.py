@@ -1,4 +1,4 @@
-"""What the tests of plans of whole layers share."""
+"""Helpers for the tests of plans of whole layers."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def load(layer: Any) -> None:
 
 
 def wrap(layer: Any) -> None:
-    """As adapters of low rank do."""
+    """Adapters of low rank replace modules like this."""
 
     class Adapted(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -169,7 +169,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
-    """In the step after it, and later ones; and once more when plans are made of it."""
+    """The step after it sees it, and later ones; and once more when plans are made of it."""
     with warmed() as (twins, rows):
         before = copy.deepcopy((twins.model, twins.caches[1]))
         undo = CHANGES[change](layer_of(twins.model))

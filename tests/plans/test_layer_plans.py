@@ -129,7 +129,7 @@ def test_index_keys_in_codes(index_format: str) -> None:
 
 @pytest.mark.slow
 def test_kernels_are_launched_again(monkeypatch) -> None:
-    """In Triton's interpreter: launches of kernels, and operators that the reference runs."""
+    """Triton's interpreter runs it: launches of kernels, and operators that the reference runs."""
     pytest.importorskip("triton")
     monkeypatch.setattr(_library.Operation, "check_values", lambda self, args: None)
     with switch() as made, interpret_triton():
@@ -141,7 +141,7 @@ def test_kernels_are_launched_again(monkeypatch) -> None:
 
 
 def test_a_step_remembers_what_layers_share(every_kind) -> None:
-    """Nothing that a tape made, and all that layers without plans ask for."""
+    """A step holds nothing that a tape made, and all that layers without plans ask for."""
     with switch() as made:
         twins = Twins(every_kind, made)
         rows = twins.warm()
@@ -166,7 +166,7 @@ def test_a_step_remembers_what_layers_share(every_kind) -> None:
 
 
 def by_name(shared: dict[Any, Any]) -> dict[str, list[torch.Tensor]]:
-    """What a step remembers, by keys without the numbers of objects."""
+    """Return what a step remembers, by keys without the numbers of objects."""
     result = {}
     for key, value in shared.items():
         name = str([part for part in key if not (isinstance(part, int) and part > 2**20)])
@@ -178,7 +178,7 @@ def by_name(shared: dict[Any, Any]) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_two_caches_of_one_model(same: bool) -> None:
-    """Of one size, which share a plan, or of two, which need two."""
+    """Layers of one size, which share a plan, or of two, which need two."""
     with warmed() as (twins, rows):
         other = Twins(twins.model, twins.plans, {} if same else {"pool_tokens": 9 * 256})
         others = other.begin([9, 8, 7, 6])

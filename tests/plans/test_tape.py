@@ -64,7 +64,7 @@ def test_memory_of_a_tape_is_that_of_the_call(steps: list[tuple[int, int]]) -> N
 
 
 def written(steps: list[tuple[int, int]]) -> torch.Tensor:
-    """Which bytes of the result of the test above come from its argument."""
+    """Return which bytes of the result of the test above come from its argument."""
     made = [torch.ones(700, dtype=torch.bool)]
     for source, size in steps:
         part = torch.zeros(size, dtype=torch.bool)

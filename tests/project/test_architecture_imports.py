@@ -1,4 +1,4 @@
-"""Which modules may import which: no cycles, and nothing that a lower part has no business with."""
+"""Rules of imports between modules: no cycles, and nothing that a lower part does not need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _metrics():
 
 
 def test_no_modules_import_each_other() -> None:
-    """Those for types alone included."""
+    """Imports for types alone are included."""
     assert _metrics().cycles() == []
 
 

@@ -43,7 +43,7 @@ _ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 
 @dataclass(frozen=True)
 class Specification:
-    """What can be cited.
+    """The sections and pitfalls that can be cited.
 
     Attributes:
         steps: The numbered steps of each section, by its number.
@@ -136,7 +136,7 @@ def link_problems(document: Path, text: str) -> list[str]:
 
 
 def citing_files() -> list[Path]:
-    """Everything that may cite, except this file, which has broken citations as examples."""
+    """Every file that may cite, except this one, which has broken citations as examples."""
     code = [p for folder in ("dsv4", "tests", "tools") for p in (ROOT / folder).rglob("*.py")]
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sorted(p for p in (*code, *documents) if p != Path(__file__).resolve())

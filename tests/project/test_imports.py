@@ -1,4 +1,4 @@
-"""What importing costs, each in a fresh process."""
+"""Cost of imports, each in a fresh process."""
 
 from __future__ import annotations
 

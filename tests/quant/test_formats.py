@@ -357,7 +357,7 @@ class TestPitfalls:
 
     @given(seed=strategies.seeds())
     def test_pitfall_29_global_scale_is_not_folded_into_block_scales(self, device, seed):
-        """In float64 the product of the three factors is exact; a folded E4M3 scale is not."""
+        """The product of the three factors is exact in float64; a folded E4M3 scale is not."""
         q = random_nvfp4(seed, (5, 64), device)
         codes = decode_e2m1(unpack(q.codes), torch.float64)
         wide = q.scales.float().double().repeat_interleave(16, -1)

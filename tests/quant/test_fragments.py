@@ -78,7 +78,7 @@ class TestLayout:
         assert_bitwise(dequantize(weight.with_layout(FRAGMENTS)), dequantize(weight), "values")
 
     def test_where_a_code_and_a_scale_go(self):
-        """By the words of the module, one by one."""
+        """Compute it by the words of the module, one by one."""
         weight = drawn(0, (32, 128))
         codes, scales = weight.codes, weight.scales.view(torch.uint8)
         packed = weight.with_layout(FRAGMENTS)

@@ -21,7 +21,7 @@ _PRIME = 1_000_003
 
 
 class Recurrence(nn.Module):
-    """In place of the layers: a hash of all tokens, kept where the layers keep theirs.
+    """A replacement of the layers: a hash of all tokens, kept where the layers keep theirs.
 
     The hash of a sequence lies in the compressor state of its row, and its tokens in the window
     pages and the compressed entries. A wrong fork, a stale row or a lost page changes the text.
@@ -155,7 +155,7 @@ _ALL = Variant(draw=True, filters=True, penalty=True)
 def parameters(
     options: SamplingOptions, seed: int, position: int, present: torch.Tensor
 ) -> Parameters:
-    """Of one row."""
+    """State of one row."""
     wide = {"dtype": torch.float64}
     min_p = torch.tensor([options.min_p], **wide)
     return Parameters(

@@ -1,4 +1,4 @@
-"""Which models have captured decode steps, and what follows a capture that fails."""
+"""Models whose decode steps are captured, and the consequences of a capture that fails."""
 
 from __future__ import annotations
 

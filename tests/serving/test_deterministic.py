@@ -80,7 +80,7 @@ def expected_of(dtype: torch.dtype) -> list[tuple[object, ...]]:
 def test_a_request_has_the_bits_it_has_alone(
     dtype: torch.dtype, seed: int, most: int, cached_prompts: int
 ) -> None:
-    """In batches, after preemptions, and with pages that prompts share."""
+    """Batches, preemptions and pages that prompts share change nothing."""
     sizes = {"max_sequences": most, "prefix_sequences": cached_prompts, "pool_tokens": 600}
     result, _ = together(real(dtype), seed, **sizes)
     assert result == expected_of(dtype)
@@ -88,7 +88,7 @@ def test_a_request_has_the_bits_it_has_alone(
 
 @pytest.mark.slow
 def test_other_runners_do_not_promise_it() -> None:
-    """So that the test above can fail."""
+    """Without it the text differs, so the test above can fail."""
     model = real(torch.float32)
     result, _ = together(model, 0, max_sequences=5, prefix_sequences=3, deterministic=False)
     assert result != expected_of(torch.float32)

@@ -111,7 +111,7 @@ def test_the_first_call_captures_nothing(
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_rehearsal_changes_no_running_sequence(gpu: ToyModel, rows: int) -> None:
-    """With a free row, and without one."""
+    """This holds with a free row, and without one."""
     runner = Runner(gpu, max_sequences=rows, max_tokens=300, max_chunk=200, prefix_sequences=0)
     requests = [runner.add([i + 1] * 70, GREEDY) for i in range(2)]
     for _ in range(3):

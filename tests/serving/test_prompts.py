@@ -116,7 +116,7 @@ SHARED: Story = [
 @example(SHARED, "transformers")
 @example([([0], ONE_TOKEN, 0), ([0], SHORT, 0), ([0, 0], SHORT, 0)], "deepseek")  # padding's token
 def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> None:
-    """Of a real model, to the bit: tokens, log-probabilities, lengths, tables and all pages."""
+    """A real model is bitwise equal: tokens, log-probabilities, lengths, tables and all pages."""
     model, sizes = tiny(numerics), SIZES | {"prompt_buckets": (8, 40), "buckets": (1, 3)}
     eager, runner = Runner(model, **sizes), replaying(Runner(model, **sizes))
     expected = run_story(eager, story)
@@ -151,7 +151,7 @@ def test_prompts_after_a_warm_up_are_the_eager_ones(monkeypatch: pytest.MonkeyPa
 def test_padding_of_prompts_changes_no_token(
     story: Story, buckets: tuple[int, ...], replays: bool
 ) -> None:
-    """Of a model whose arithmetic is exact, so that its text does not depend on the padding."""
+    """The model's arithmetic is exact, so that its text does not depend on the padding."""
     model = toy()
     runner = Runner(model, **SIZES, prompt_buckets=buckets)
     runner._capture = replays
@@ -170,7 +170,7 @@ def toy() -> ToyModel:
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_a_step_of_padding_changes_nothing(numerics: str) -> None:
-    """As every capture is: between the steps of sequences that go on."""
+    """Captures happen like this: between the steps of sequences that go on."""
     runner = Runner(tiny(numerics), **SIZES, prompt_buckets=(8, 40))
     runner.add([(3 * i) % 128 for i in range(70)], max_new_tokens=9, stop_ids=())
     for _ in range(4):

@@ -72,7 +72,7 @@ class Interrupts:
 @example([3], [_GREEDY, _GREEDY])
 @example([120, 1], [_GREEDY, _GREEDY])
 def test_an_interrupt_anywhere_changes_no_text(gaps: list[int], options: list[Any]) -> None:
-    """In ``add``, ``step`` and ``cancel``; also one in the recovery from another."""
+    """Interrupts come in ``add``, ``step`` and ``cancel``, also in the recovery from another."""
     model = toy()
     runner = small(model)
     stem = [(7 * i + 3) % 128 for i in range(256)]

@@ -28,7 +28,7 @@ def tiny(numerics: str) -> object:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> list[int]:
-    """Of which many begin alike, some beyond a page."""
+    """Prompts of which many begin alike, some beyond a page."""
     stem = draw(st.sampled_from([0, 0, 5, 256, 300, 512]))
     tail = draw(st.lists(st.integers(0, 127), min_size=0 if stem else 1, max_size=20))
     return [(7 * i + 3) % 128 for i in range(stem)] + tail
@@ -124,7 +124,7 @@ def test_no_step_is_wasted_where_the_end_is_known() -> None:
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_a_real_model_serves_as_it_decodes_alone(numerics) -> None:
-    """With padding, prefixes that fork, preemption and chunks, over page and window borders."""
+    """Padding, prefixes that fork, preemption and chunks, over page and window borders."""
     model = tiny(numerics)
     stem = [(5 * i + 1) % 128 for i in range(260)]
     drawn = SamplingOptions(temperature=0.9, top_p=0.9, seed=4, max_new_tokens=8, stop_ids=())

@@ -62,7 +62,7 @@ def test_random_words_depend_on_seed_position_and_token_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_exponential_and_finite(dtype) -> None:
-    """From the first word to the last, and where its two formulas meet."""
+    """Words from the first to the last, and where its two formulas meet."""
     words = torch.tensor([0, 1, 2, 1000, 2**24 - 1, 2**24, 2**31, 2**32 - 300, 2**32 - 1])
     actual = exponential_log(words, dtype).exp()
     v = (words.double() + 0.5) / 2**32
@@ -72,7 +72,7 @@ def test_noise_is_exponential_and_finite(dtype) -> None:
 
 
 def kept_in_words(scaled: list[float], top_k: int, top_p: float, min_p: float) -> list[bool]:
-    """What ``SamplingOptions`` says, token by token."""
+    """The rules of ``SamplingOptions``, token by token."""
     ratios = [math.exp(x) for x in scaled]
     by_k = [sum(y > x for y in scaled) < top_k for x in scaled]
     total = sum(r for r, keep in zip(ratios, by_k, strict=True) if keep)

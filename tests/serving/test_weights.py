@@ -67,7 +67,7 @@ MOVES = ("another parameter", "no parameter", "other memory", "another dtype")
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_memory_that_is_no_longer_the_models_is_seen(name: str) -> None:
-    """Before graphs that read it are launched; what else changed is seen after that."""
+    """A change is seen before graphs that read it are launched; other changes after that."""
     first = model()
     weights = Weights(first)
     assert weights.are_in_place(first)

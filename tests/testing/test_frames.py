@@ -46,7 +46,7 @@ def frames_of_step(model: DeepseekV4ForCausalLM, warm: int) -> Counter[str]:
 def frames_per_layer(
     model: Callable[..., DeepseekV4ForCausalLM], kind: str, warm: int = 2
 ) -> Counter[str]:
-    """What a third layer of a kind adds: what layers share is made by the first."""
+    """Count what a third layer of a kind adds: the first makes what layers share."""
     added = frames_of_step(model(*[kind] * 3), warm)
     added.subtract(frames_of_step(model(*[kind] * 2), warm))
     return added
@@ -67,7 +67,7 @@ def test_a_warm_packed_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replayed_layer(kind: str) -> None:
-    """By its plan, which calls implementations: checks of the layer and nothing of its parts."""
+    """Its plan calls implementations: checks of the layer and nothing of its parts."""
     with switch() as plans, plans.on():
         added = frames_per_layer(tiny, kind, WARM)
     assert 0 < added.total() < 250, added.most_common(20)

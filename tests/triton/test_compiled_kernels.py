@@ -50,7 +50,7 @@ def test_they_give_the_references_bits(arch):
 
 
 class TestGrid:
-    """What runs them."""
+    """The grid that runs compiled kernels."""
 
     def test_threads_that_branch_apart_meet_again(self):
         result = ran("""
@@ -120,7 +120,7 @@ def exactly(x, y, z):
 
 
 def test_a_fused_multiply_add_rounds_once():
-    """Also where a float64 between would make a tie of what is none."""
+    """A float64 in between would make a tie of what is none."""
     generator = np.random.default_rng(0)
     x, y = (generator.uniform(1, 2, 2000).astype(np.float32) for _ in range(2))
     shifts = generator.integers(-60, 30, 2000)

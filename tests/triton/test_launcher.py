@@ -130,7 +130,7 @@ def test_parameter_sizes() -> None:
 
 
 def by_triton(problem: Problem) -> Outputs:
-    """What the problem gives when every kernel is launched by Triton, and nothing is planned."""
+    """Return the problem's result when Triton launches every kernel, and nothing is planned."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run

@@ -43,11 +43,12 @@ from cutlass import Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm100 import tcgen05
 from dsv4.cute.sm100.gemm_copies import Tcgen05Copies, fake_codes, fake_scales
 from dsv4.cute.sm100.gemm_epilogue import Output, Tcgen05Epilogue
 from dsv4.cute.sm100.gemm_mma import Tcgen05Mma
-from dsv4.cute.sm100.gemm_pipeline import Grid, KRange, Thread, TileOrder, Walk
+from dsv4.cute.sm100.gemm_pipeline import Grid, KRange, Thread
 from dsv4.cute.sm100.gemm_plan import (
     COPY_WARP,
     MMA_WARP,

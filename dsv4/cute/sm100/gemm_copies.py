@@ -17,6 +17,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm100.gemm_pipeline import (
     Barriers,
     KRange,
@@ -25,7 +26,6 @@ from dsv4.cute.sm100.gemm_pipeline import (
     Tcgen05Pipeline,
     Thread,
     TmaOperand,
-    Walk,
 )
 from dsv4.cute.sm100.gemm_plan import ROWS, OperandTile, Tcgen05Args, Tcgen05Tma
 from dsv4.cute.sm100.tensor_maps import SCALE_TILE_BYTES, STAGE_K

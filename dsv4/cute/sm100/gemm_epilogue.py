@@ -36,8 +36,9 @@ from dsv4.cute.device import ptx
 from dsv4.cute.device.epilogue import Vector, swiglu_output_row, swiglu_outputs, transpose
 from dsv4.cute.device.quantize import BlockScales
 from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm100 import tcgen05
-from dsv4.cute.sm100.gemm_pipeline import Barriers, Tcgen05Pipeline, Thread, Walk
+from dsv4.cute.sm100.gemm_pipeline import Barriers, Tcgen05Pipeline, Thread
 from dsv4.cute.sm100.gemm_plan import CHUNK_TOKENS, EPILOGUE_WARPS, ROWS, Tcgen05Args
 
 _LINES = 1  # named barrier of the epilogue warps

@@ -11,7 +11,7 @@ epilogue, mbarriers, the address of the allocated TMEM columns. A stage is 256 c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -62,37 +62,6 @@ class Grid(NamedTuple):
 
     cta: Int32
     ctas: Int32
-
-
-class TileOrder(NamedTuple):
-    """The order in which clusters visit the tiles: arguments of ``tile_position``.
-
-    Attributes:
-        token_tiles: Tiles of tokens.
-        token_span: Token tiles that follow one another before the next block of rows does.
-        row_blocks: Blocks of rows.
-    """
-
-    token_tiles: Int32
-    token_span: Int32
-    row_blocks: Int32
-
-
-class Walk(NamedTuple):
-    """The tiles of a cluster.
-
-    Attributes:
-        first: Its first one.
-        stride: From one to the next: the number of clusters.
-        total: Tiles of all clusters.
-        order: What finds a tile: ``TileOrder``, or ``GroupedTileOrder`` of routed experts. Only
-            methods that differ between both read it.
-    """
-
-    first: Int32
-    stride: Int32
-    total: Int32
-    order: Any
 
 
 class KRange(NamedTuple):

@@ -52,12 +52,13 @@ from dsv4.cute.device.expert_scheduler import (
     total_tiles,
 )
 from dsv4.cute.device.quantize import BlockScales, QuantizedOutput, store_quantized
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm100 import tcgen05
 from dsv4.cute.sm100.gemm import Tcgen05Kernel
 from dsv4.cute.sm100.gemm_copies import fake_codes, fake_scales
 from dsv4.cute.sm100.gemm_epilogue import ExpertOutput, Halves, Output, Tile
-from dsv4.cute.sm100.gemm_pipeline import Barriers, Grid, RingPosition, SharedMemory, Thread, Walk
+from dsv4.cute.sm100.gemm_pipeline import Barriers, Grid, RingPosition, SharedMemory, Thread
 from dsv4.cute.sm100.gemm_plan import CHUNK_TOKENS, COPY_WARP, MMA_WARP, ROWS
 from dsv4.cute.sm100.grouped_gemm_plan import (
     CLEAR_WARP,

@@ -19,8 +19,9 @@ from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.expert_scheduler import find_tile
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm100 import tcgen05
-from dsv4.cute.sm100.gemm_pipeline import Barriers, RingPosition, Tcgen05Pipeline, Walk
+from dsv4.cute.sm100.gemm_pipeline import Barriers, RingPosition, Tcgen05Pipeline
 from dsv4.cute.sm100.grouped_gemm_plan import PREFETCHED_STAGES, SCALE_BYTES
 from dsv4.cute.sm100.tensor_maps import SCALE_TILE_BYTES
 

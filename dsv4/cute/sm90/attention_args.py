@@ -89,28 +89,13 @@ class AttentionArgs(NamedTuple):
 class ClusterAttentionArgs(NamedTuple):
     """Arguments of ``NarrowKernel`` and ``ColumnsKernel``, whose tiles have 16 heads.
 
+    Those that are not listed are as in ``AttentionArgs``.
+
     Attributes:
-        q: bfloat16 ``[tokens, heads, 512]``.
-        window: Pages of the first KV cache.
-        window_slots: int64 ``[tokens, window_width]``.
-        compressed: Pages of the second KV cache.
-        compressed_slots: int64 ``[tokens, compressed_width]``.
-        sink: float32 ``[heads]``, a logit that takes part in the softmax and has no value.
         out: bfloat16 ``[tokens, heads, 512]``.
         cos: float32 ``[tokens, 32]``, angles by which the last 64 dims are rotated back; 0 for
             none.
-        sin: Like ``cos``.
-        token_stride: Elements of q from one token to the next.
-        head_stride: Elements of q from one head to the next.
-        window_stride: Bytes from one page to the next.
-        compressed_stride: Like ``window_stride``.
-        window_width: Slots of a token in the first cache.
-        compressed_width: Slots of a token in the second cache.
-        window_shift: Base-2 logarithm of the entries of a page.
-        compressed_shift: Like ``window_shift``.
-        heads: Heads of q.
         head_tiles: Tiles of 16 heads of a token.
-        scale: Factor on the logits, above 0.
     """
 
     q: Pointer

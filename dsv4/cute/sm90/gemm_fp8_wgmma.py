@@ -35,6 +35,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import (
     BLOCK,
     FP8_WGMMA_ABI,
@@ -43,7 +44,7 @@ from dsv4.cute.sm90.gemm_fp8_wgmma_plan import (
     Fp8WgmmaTma,
 )
 from dsv4.cute.sm90.gemm_wgmma import READY, WgmmaKernel
-from dsv4.cute.sm90.wgmma_copies import KPart, Pipeline, Walk, fake_x
+from dsv4.cute.sm90.wgmma_copies import KPart, Pipeline, fake_x
 from dsv4.cute.sm90.wgmma_epilogue import Bounds, Exchange, Fragment, Fragments, RowTile
 
 PIECES = 4  # of 32 columns, of a stage

@@ -51,12 +51,12 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from dsv4.cute.device import ptx
 from dsv4.cute.device.dequant import dequantized_fragment, scales_to_bfloat16
 from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaArgs, WgmmaTma
 from dsv4.cute.sm90.wgmma_copies import (
     KPart,
     Pipeline,
     SharedMemory,
-    Walk,
     WgmmaCopies,
     fake_weights,
     fake_x,

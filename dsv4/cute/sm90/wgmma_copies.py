@@ -22,38 +22,9 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
+from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.wgmma_epilogue import Thread, WgmmaEpilogue
-
-
-class TileOrder(NamedTuple):
-    """The order in which clusters visit the tiles: arguments of ``tile_position``.
-
-    Attributes:
-        token_tiles: Tiles of tokens.
-        token_span: Token tiles that follow one another before the next block of rows does.
-        row_blocks: Blocks of rows.
-    """
-
-    token_tiles: Int32
-    token_span: Int32
-    row_blocks: Int32
-
-
-class Walk(NamedTuple):
-    """The tiles of a cluster.
-
-    Attributes:
-        first: Its first one.
-        stride: From one to the next: the number of clusters.
-        total: Tiles of all clusters.
-        order: Position of a tile.
-    """
-
-    first: Int32
-    stride: Int32
-    total: Int32
-    order: TileOrder
 
 
 class KPart(NamedTuple):

@@ -114,28 +114,13 @@ def _dot(a, b, OPERAND: tl.constexpr):
 
 @triton.jit
 def _score_tokens(
-    q,
-    q_scales,
-    weights,
-    keys,
-    table,
-    visible,
-    scores,
-    maxima,
+    pointers,
+    sizes,
+    strides,
+    row_strides,
     first,
     sequence,
     end,
-    tokens,
-    capacity,
-    k,
-    page_size,
-    token_stride,
-    head_stride,
-    page_stride,
-    entry_stride,
-    table_stride,
-    score_stride,
-    maxima_stride,
     H: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
@@ -149,7 +134,12 @@ def _score_tokens(
     GROUP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    # TOKENS neighbours of one sequence against its entries below `end`.
+    # TOKENS neighbours of one sequence against its entries below `end`. Names of the arguments of
+    # score_kernel are unpacked from tuples.
+    q, q_scales, weights, keys, table, visible, scores, maxima = pointers
+    tokens, capacity, k, page_size = sizes
+    token_stride, head_stride, page_stride, entry_stride = strides
+    table_stride, score_stride, maxima_stride = row_strides
     column = tl.arange(0, TOKENS * HEADS)
     token, head = first + column // HEADS, column % HEADS
     real = (token < tokens) & (head < H)
@@ -238,31 +228,20 @@ def score_kernel(
     # Tokens without anything to score agree with any sequence.
     lowest = tl.min(tl.where(shown > 0, sequence, 0x7FFFFFFFFFFFFFFF), 0)
     highest = tl.max(tl.where(shown > 0, sequence, 0), 0)
+    pointers = (q, q_scales, weights, keys, table, visible, scores, maxima)
+    sizes = (tokens, capacity, k, page_size)
+    strides = (token_stride, head_stride, page_stride, entry_stride)
+    row_strides = (table_stride, score_stride, maxima_stride)
     if end > 0:
         if TOKENS == 1 or lowest == highest:
             _score_tokens(
-                q,
-                q_scales,
-                weights,
-                keys,
-                table,
-                visible,
-                scores,
-                maxima,
+                pointers,
+                sizes,
+                strides,
+                row_strides,
                 first,
                 highest,
                 end,
-                tokens,
-                capacity,
-                k,
-                page_size,
-                token_stride,
-                head_stride,
-                page_stride,
-                entry_stride,
-                table_stride,
-                score_stride,
-                maxima_stride,
                 H,
                 D,
                 PAGE,
@@ -280,28 +259,13 @@ def score_kernel(
             for i in range(TOKENS):
                 is_token = token == first + i
                 _score_tokens(
-                    q,
-                    q_scales,
-                    weights,
-                    keys,
-                    table,
-                    visible,
-                    scores,
-                    maxima,
+                    pointers,
+                    sizes,
+                    strides,
+                    row_strides,
                     first + i,
                     tl.max(tl.where(is_token, sequence, 0), 0),
                     tl.max(tl.where(is_token, shown, 0), 0),
-                    tokens,
-                    capacity,
-                    k,
-                    page_size,
-                    token_stride,
-                    head_stride,
-                    page_stride,
-                    entry_stride,
-                    table_stride,
-                    score_stride,
-                    maxima_stride,
                     H,
                     D,
                     PAGE,

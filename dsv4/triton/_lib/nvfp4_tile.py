@@ -203,15 +203,7 @@ def over_threads(peaks, N: tl.constexpr):
 def quantize_tile(
     values,
     peaks,
-    source,
-    codes,
-    scales,
-    total,
-    rows,
-    blocks,
-    scale_rows,
-    scale_columns,
-    partials,
+    out,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -229,11 +221,12 @@ def quantize_tile(
     those of ``own_coordinates``, unless ``own`` lists others.
 
     ``peaks``: with SOURCE TOKEN the ``block_peaks`` of whole rows (ROWS times any number); with a
-    stored scale that scale, or None if it has not been loaded. ``source`` points to the stored
-    global scales, or to ``partials`` partial maxima of each matrix; ``partials`` is 0 where all
-    matrices share one stored scale. The other arguments are ``Output.arguments`` and
+    stored scale that scale, or None if it has not been loaded. ``out`` is ``Output.arguments``:
+    ``source`` points to the stored global scales, or to ``partials`` partial maxima of each matrix;
+    ``partials`` is 0 where all matrices share one stored scale. The other arguments are
     ``Output.options``.
     """
+    source, codes, scales, total, rows, blocks, scale_rows, scale_columns, partials = out
     matrix, row, piece = own_coordinates(ROWS, BLOCKS, CHUNKS)
     if own is not None:
         piece = own
@@ -266,81 +259,24 @@ def quantize_tile(
         tl.store(total + matrix, scale)
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
+    block = (values, amax, finite)
+    to = (codes, scales, row, piece, inside, blocks, scale_rows, scale_columns)
     if SINGLE_SCALE:
         if is_moderate(scale):
-            code_tile(
-                values,
-                amax,
-                finite,
-                scale,
-                codes,
-                scales,
-                row,
-                piece,
-                inside,
-                blocks,
-                scale_rows,
-                scale_columns,
-                WEIGHT,
-                SWIZZLED,
-                CONVERT,
-                True,
-            )
+            code_tile(block, scale, to, WEIGHT, SWIZZLED, CONVERT, True)
         else:
-            code_tile(
-                values,
-                amax,
-                finite,
-                scale,
-                codes,
-                scales,
-                row,
-                piece,
-                inside,
-                blocks,
-                scale_rows,
-                scale_columns,
-                WEIGHT,
-                SWIZZLED,
-                CONVERT,
-                False,
-            )
+            code_tile(block, scale, to, WEIGHT, SWIZZLED, CONVERT, False)
     else:
         row_scales = tl.broadcast_to(scale[:, None], [ROWS, 2 * BLOCKS])
-        code_tile(
-            values,
-            amax,
-            finite,
-            tl.reshape(row_scales, [ROWS * 2 * BLOCKS]),
-            codes,
-            scales,
-            row,
-            piece,
-            inside,
-            blocks,
-            scale_rows,
-            scale_columns,
-            WEIGHT,
-            SWIZZLED,
-            CONVERT,
-            False,
-        )
+        row_scales = tl.reshape(row_scales, [ROWS * 2 * BLOCKS])
+        code_tile(block, row_scales, to, WEIGHT, SWIZZLED, CONVERT, False)
 
 
 @triton.jit
 def code_tile(
-    values,
-    amax,
-    finite,
+    block,
     scale,
-    codes,
-    scales,
-    row,
-    piece,
-    inside,
-    blocks,
-    scale_rows,
-    scale_columns,
+    to,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -348,8 +284,11 @@ def code_tile(
 ):
     """Store codes and scales of ``values [N, 8]``, pieces ``piece [N]`` of rows ``row [N]``.
 
-    ``amax [N]`` is the maximum magnitude of each piece's block.
+    ``block`` is these values, the maximum magnitude ``[N]`` of each piece's block and whether it is
+    finite; ``to`` is where they go, as unpacked here.
     """
+    values, amax, finite = block
+    codes, scales, row, piece, inside, blocks, scale_rows, scale_columns = to
     bits, product = block_scales(amax, finite, scale, WEIGHT, MODERATE)
     packed = e2m1_codes(values, product, CONVERT, MODERATE)
     store_pieces(codes, row, blocks, piece, packed, inside)
@@ -367,20 +306,18 @@ def store_pieces(codes, row, blocks, piece, packed, inside):
 
 @triton.jit
 def _code_row(
-    firsts,
-    lasts,
-    block_numbers,
+    halves,
     scale,
-    codes,
-    scales,
-    row,
-    blocks,
+    to,
     WEIGHT: tl.constexpr,
     SWIZZLED: tl.constexpr,
     CHUNKS: tl.constexpr,
     CONVERT: tl.constexpr,
     MODERATE: tl.constexpr,
 ):
+    # Codes and scales of one row; ``halves`` as in ``quantize_row``.
+    firsts, lasts, block_numbers = halves
+    codes, scales, row, blocks = to
     for chunk in tl.static_range(CHUNKS):
         block = block_numbers[chunk]
         first, last = firsts[chunk], lasts[chunk]
@@ -431,18 +368,8 @@ def blank_tile(scales, rows, scale_rows, scale_columns, number, N: tl.constexpr)
 
 @triton.jit
 def quantize_row(
-    firsts,
-    lasts,
-    block_numbers,
-    source,
-    codes,
-    scales,
-    total,
-    rows,
-    blocks,
-    scale_rows,
-    scale_columns,
-    partials,
+    halves,
+    out,
     SOURCE: tl.constexpr,
     PER_ROW: tl.constexpr,
     WEIGHT: tl.constexpr,
@@ -452,13 +379,16 @@ def quantize_row(
     PARTIALS: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    """``quantize_tile`` of one row, whose CHUNKS times BLOCKS blocks are tuples of halves.
+    """Do what ``quantize_tile`` does for one row, whose CHUNKS times BLOCKS blocks are in halves.
 
-    ``block_numbers`` is a tuple too: the numbers of these blocks in the row. The halves may still
-    be of a narrow dtype. A thread has CHUNKS blocks, which share what is computed once for a row,
-    and tests once whether its global scale is moderate. BLOCKS is a
-    multiple of 4, so that scales have no padding but whole rows: see ``blank_scales``.
+    ``halves`` is three tuples of CHUNKS members: first halves, last halves, and the numbers of the
+    blocks in the row. The halves may still be of a narrow dtype. ``out`` is ``Output.arguments``.
+    A thread has CHUNKS blocks, which share what is computed once for a row, and tests once whether
+    its global scale is moderate. BLOCKS is a multiple of 4, so that scales have no padding but
+    whole rows: see ``blank_scales``.
     """
+    firsts, lasts, _ = halves
+    source, codes, scales, total, rows, blocks, scale_rows, scale_columns, partials = out
     row, matrix = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
     start = matrix * rows + row
     if SOURCE == _STORED:
@@ -475,38 +405,11 @@ def quantize_row(
         scale = dynamic_scale(tl.max(peak, 0))
     codes += start * blocks * 8
     scales += matrix * scale_rows * scale_columns
+    to = (codes, scales, row, blocks)
     if is_moderate(scale):
-        _code_row(
-            firsts,
-            lasts,
-            block_numbers,
-            scale,
-            codes,
-            scales,
-            row,
-            blocks,
-            WEIGHT,
-            SWIZZLED,
-            CHUNKS,
-            CONVERT,
-            True,
-        )
+        _code_row(halves, scale, to, WEIGHT, SWIZZLED, CHUNKS, CONVERT, True)
     else:
-        _code_row(
-            firsts,
-            lasts,
-            block_numbers,
-            scale,
-            codes,
-            scales,
-            row,
-            blocks,
-            WEIGHT,
-            SWIZZLED,
-            CHUNKS,
-            CONVERT,
-            False,
-        )
+        _code_row(halves, scale, to, WEIGHT, SWIZZLED, CHUNKS, CONVERT, False)
     if PER_ROW:
         tl.store(total + start, scale)
     elif row == 0:

@@ -240,7 +240,7 @@ class Number(int):
 
 
 class Operand:
-    """What a TMA copy reads: bytes, and the box that is passed to the driver."""
+    """The bytes that a TMA copy reads, and the box that is passed to the driver."""
 
     def __init__(self, content, box, multicast=False):
         self.content, self.box, self.multicast = content, box, multicast
@@ -645,7 +645,7 @@ def emulated_source(memory, name="dsv4.cute.sm100.gemm"):
 
 
 class Kinds:
-    """Of shuffles."""
+    """Constants of shuffles."""
 
     up = "up"
 
@@ -658,7 +658,7 @@ def _executed(name, find):
 
 
 class Prepared(NamedTuple):
-    """What a launcher asks ``KernelAbi.launch`` for.
+    """The arguments that a launcher passes to ``KernelAbi.launch``.
 
     Attributes:
         ctas: Of the grid.

@@ -1,4 +1,4 @@
-"""What CuTeDSL says of operands on Blackwell, as JSON; to be run with ``CUTE_DSL_ARCH=sm_100a``.
+"""Print CuTeDSL's layouts of operands on Blackwell as JSON; run with ``CUTE_DSL_ARCH=sm_100a``.
 
 Its layouts of shared memory and TMEM, and every number that a kernel made of its own MMAs, copies
 and layouts is compiled to.
@@ -32,7 +32,7 @@ def tiled_mma(rows, tokens):
 
 
 def layouts(rows, tokens):
-    """Of both operands, both scales in shared and in tensor memory, and the sums."""
+    """Layouts of both operands, of both scales in shared and in tensor memory, and of the sums."""
     mma, tile = tiled_mma(rows, tokens), (rows, tokens, STEP)
     left_scales = blockscaled.make_smem_layout_sfa(mma, tile, 16, STAGES)
     right_scales = blockscaled.make_smem_layout_sfb(mma, tile, 16, STAGES)
@@ -56,7 +56,7 @@ def plain(layout):
 
 
 def loaded():
-    """Of ``16x256b.x4``: what a thread has in a register, and of which rows."""
+    """The layout of ``16x256b.x4``: the column and row of each of a thread's registers."""
     atom = cute.make_copy_atom(tcgen05.Ld16x256bOp(tcgen05.Repetition.x4), Float32)
     start = cute.make_ptr(Float32, 0, cute.AddressSpace.tmem, assumed_align=16)
     copy = tcgen05.make_tmem_copy(

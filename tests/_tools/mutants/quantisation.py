@@ -235,7 +235,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "the larger global scale stored for gate and up",
-        LAYERS + "_expert_weights:ExpertWeights._copy",
+        LAYERS + "_expert_stacks:ExpertStacks._copy",
         "getattr(self, name + '_scale_2')[expert, segment] = source.global_scale.reshape(())",
         "getattr(self, name + '_scale_2')[expert, :] = source.global_scale.reshape(())",
         QUANTISED + "test_stacking_expert_by_expert_copies_bits",
@@ -491,7 +491,7 @@ MUTANTS = (
     Mutant(
         "pitfall 33",
         "experts' E8M0 scales copied by value",
-        LAYERS + "_expert_weights:_bytes",
+        LAYERS + "_expert_stacks:as_bytes",
         "tensor.view",
         "tensor.to",
         QUANTISED + "test_stacking_expert_by_expert_copies_bits",
@@ -586,7 +586,7 @@ MUTANTS = (
     Mutant(
         "pitfall 28",
         "gate and up quantised in memory with a global scale each",
-        LAYERS + "_expert_weights:ExpertWeights.quantize",
+        LAYERS + "_expert_stacks:ExpertStacks.quantize",
         "quantize_pair(gate_up[e, :inner], gate_up[e, inner:], format)",
         "(quantize_weight(part, format) for part in gate_up[e].split(inner))",
         "tests/checkpoint/test_pairs.py::test_what_is_quantised_in_memory_is_tied",

@@ -41,7 +41,7 @@ _BROKEN = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one test did.
+    """The result of one test.
 
     Attributes:
         code: pytest's exit code; negative for a signal.
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def killed(self) -> bool:
-        """Whether a test failed as tests do."""
+        """Return whether a test failed as tests do."""
         return self.code == 1 and bool(self.failures) and not self.errors
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def _pytest(test: str, copy: Path, report: Path, output: Path) -> None:
 
 
 def outcome(code: int, report: Path) -> Outcome:
-    """What a JUnit report and pytest's exit code say."""
+    """Read a JUnit report and pytest's exit code."""
     failures, errors = [], []
     for result in ElementTree.parse(report).getroot().iter():
         if result.tag in ("failure", "error"):
@@ -119,7 +119,7 @@ def outcome(code: int, report: Path) -> Outcome:
 
 
 def watch(mutant: Mutant, original: Path) -> Outcome:
-    """What the test does on a copy with the mutant."""
+    """Run the test on a copy with the mutant."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         shutil.copytree(original, copy)
@@ -129,7 +129,7 @@ def watch(mutant: Mutant, original: Path) -> Outcome:
 
 
 def problems(chosen: Sequence[Mutant], original: Path, pool: ThreadPoolExecutor) -> list[str]:
-    """What makes the experiment void: mutants that do not apply, tests that fail anyway."""
+    """Return why the experiment is void: mutants that do not apply, tests that fail anyway."""
     reasons = []
     for mutant in chosen:
         try:

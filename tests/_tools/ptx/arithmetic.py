@@ -1,4 +1,4 @@
-"""What instructions of PTX compute, of all threads' values at once: arrays of numpy.
+"""Arithmetic of PTX instructions, for the values of all threads at once: arrays of numpy.
 
 Of 16 bits and of pairs the arrays hold bits. Approximations of the hardware (``rcp.approx``,
 ``ex2.approx``, ``rsqrt.approx``) are the nearest float32.

@@ -85,7 +85,7 @@ class Block:
         self.lanes = np.arange(threads) % 32
 
     def run(self) -> None:
-        """Until every thread has returned."""
+        """Run until every thread has returned."""
         end = len(self.program.instructions)
         while True:
             now = int(self.at.min())
@@ -120,7 +120,7 @@ class Block:
         return self.registers.get(name, np.zeros(self.threads, bool))
 
     def bits(self, operand) -> np.ndarray:
-        """Of a register, a number or a special register, uint64."""
+        """Return the value of a register, a number or a special register, uint64."""
         if isinstance(operand, tuple):
             width = self.width(operand[0])
             parts = [self.bits(part) << np.uint64(i * width) for i, part in enumerate(operand)]
@@ -219,7 +219,7 @@ class Block:
         self.write(target, result, mask)
 
     def do_pairs(self, instruction: Instruction, mask: np.ndarray) -> None:
-        """Of two float32 in 64 bits."""
+        """Compute on two float32 in 64 bits."""
         target, *sources = instruction.operands
         functions: dict[str, Callable[..., np.ndarray]] = {"fma": fma, **BINARY, **UNARY}
         words = [self.bits(s) for s in sources]
@@ -606,7 +606,7 @@ class Block:
             self.write(targets[i], paired(pairs[..., 0], pairs[..., 1]).reshape(-1), mask)
 
     def matrices(self, instruction: Instruction, base, offset: int, count: int, mask: np.ndarray):
-        """Each matrix's number and where its rows lie, of every warp ``[W, 8]``."""
+        """Return each matrix's number and where its rows lie, of every warp ``[W, 8]``."""
         assert {"m8n8", f"x{count}", "b16"} <= set(instruction.parts)
         assert mask.all()
         addresses = self.bits(base).astype(np.int64).reshape(-1, 32) + offset

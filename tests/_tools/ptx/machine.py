@@ -16,7 +16,7 @@ from tests._tools.ptx.arithmetic import looked_up
 
 
 def bits(value):
-    """Of a float32."""
+    """Return the bits of a float32."""
     return int(np.float32(value).view(np.uint32))
 
 
@@ -40,7 +40,7 @@ def _e4m3_as_halves(word):
 
 
 def _as_bfloat16(word):
-    """Of a float32's bits."""
+    """Return the bits of the nearest bfloat16 of a float32's bits."""
     return int(torch.tensor(float(number(word))).bfloat16().view(torch.int16)) & 0xFFFF
 
 

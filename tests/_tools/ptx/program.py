@@ -117,7 +117,7 @@ def _read(program: Program, text: str, scopes: list[dict[str, str]], opened: int
 
 
 def space_of(parts: list[str]) -> str:
-    """Where an instruction that loads or stores does so."""
+    """Return the memory space of an instruction that loads or stores."""
     return next(
         p.split("::")[0] for p in parts if p.split("::")[0] in ("param", "shared", "global")
     )

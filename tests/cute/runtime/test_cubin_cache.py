@@ -165,7 +165,7 @@ class TestDamage:
 
 
 def model_of_trust(status, user, has_acl):
-    """Whether only root and the user can change a file or exchange a folder's entries."""
+    """Return whether only root and the user can change a file or exchange a folder's entries."""
     writers = {status.st_uid} - {0, user.uid}
     sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o1000
     if status.st_mode & 0o002 and not sticky:
@@ -337,7 +337,7 @@ class TestOtherUsers:
 
     @pytest.mark.skipif(ME != 0, reason="the files are root's")
     def test_files_of_root_serve_everybody(self, folder, compiled, said, monkeypatch):
-        """As an installed package's would, in folders that the user cannot write."""
+        """Kernels are in folders that the user cannot write, like an installed package's."""
         fetch()
         monkeypatch.setattr(os, "geteuid", lambda: STRANGER)
         assert fetch().cubin == b"code 1 of plan 0"

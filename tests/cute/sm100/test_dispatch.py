@@ -1,4 +1,4 @@
-"""Which GPU gets the ``tcgen05`` kernels, why others do not, and what a launch passes on."""
+"""Choice of the ``tcgen05`` kernels by GPU, why others do not get them, and their launches."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen0
 from dsv4.cute.sm100.plans import GemmProblem, choose
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
-from dsv4.ops.grouped_gemm import (
-    GroupedGemmArgs,
+from dsv4.ops.grouped_gemm import GroupedGemmArgs, grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
     GroupedGemmSwigluQuantizeArgs,
-    grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_swiglu_quantize,
 )
@@ -137,7 +136,7 @@ def test_auto_takes_it_on_blackwell(capability, op, monkeypatch):
     ],
 )
 def test_elsewhere_it_says_why(capability, said, monkeypatch):
-    """And something else runs: the reference does for any weight."""
+    """Something else runs there: the reference does for any weight."""
     call = call_of(capability, monkeypatch)
     assert unsupported_reason(call).startswith(said)
     assert dispatch.choose(call).name == "reference"
@@ -280,7 +279,7 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
 
 
 def test_a_tape_repeats_launches(driver, monkeypatch):
-    """With the pointers of other tensors, in the kernel's order."""
+    """The tape launches with the pointers of other tensors, in the kernel's order."""
     weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
     x = torch.randn(3, 64).bfloat16()
     q = quantize(x, NVFP4, scaling="token", layout=SWIZZLED)
@@ -434,3 +433,60 @@ def test_the_bench_has_experts_as_the_gpu_wants_them(op, monkeypatch):
             assert problem.judge(
                 problem, problem.run("reference"), problem.widened().run("reference")
             ).match
+
+
+@pytest.mark.parametrize("kind", ["GEMM", "SwiGLU", "codes", "swizzled"])
+def test_a_tape_repeats_launches_for_experts(grouped_driver, kind):
+    """The tape launches with other tensors' pointers, in order; an absent tensor stays 0."""
+    experts, rows, columns, tokens = 3, 256, 256, 40
+    weight = quantize(torch.randn(experts, rows, columns), scaling="weight", layout=SWIZZLED)
+    q = quantize(torch.randn(tokens, columns).bfloat16(), scaling="token")
+    tensors = {
+        "weight": weight.codes,
+        "weight_scales": weight.scales,
+        "global_scale": weight.global_scale,
+        "x": q.codes,
+        "x_scales": q.scales,
+        "token_scale": q.global_scale,
+        "offsets": torch.tensor([0, 7, 7, 40]).int(),
+        "row_weight": torch.rand(tokens),
+        "result_scale": torch.rand(experts),
+    }
+    stored = (weight.codes, weight.scales, weight.global_scale, (), tensors["offsets"])
+    formats = ("nvfp4", SWIZZLED, "bf16", None)
+    inputs = (q.codes, *stored, *formats, q.scales, q.global_scale)
+    results = ("out",)
+    recorder = Recorder(list(tensors.values()), lambda name, args: None)
+    with recorder.watching():
+        if kind == "GEMM":
+            grouped_nvfp4.grouped_gemm(GroupedGemmArgs(*inputs, torch.float32, False))
+        elif kind == "SwiGLU":
+            args = GroupedGemmSwigluArgs(*inputs, 10.0, tensors["row_weight"], torch.bfloat16)
+            grouped_nvfp4.grouped_gemm_swiglu(args)
+        else:
+            results = ("out", "block_scales", "row_scale")
+            layout = SWIZZLED_EXPERTS if kind == "swizzled" else LINEAR
+            rest = (10.0, tensors["row_weight"], tensors["result_scale"], layout)
+            grouped_nvfp4.grouped_gemm_swiglu_quantize(
+                GroupedGemmSwigluQuantizeArgs(*inputs, *rest)
+            )
+    assert recorder.inside is None
+    launches = [step for step in recorder.steps if isinstance(step, DriverLaunch)]
+    assert len(launches) == len(grouped_driver.launches) == 1
+    address = {name: 64 * i for i, name in enumerate((*tensors, *results), 1)}
+    locations = launches[0].locations
+    assert all(location is None or location.offset == 0 for location in locations)
+    slots = [None if location is None else location.slot for location in locations]
+    launches[0].run(77, [0 if slot is None else 64 * (slot + 1) for slot in slots])
+    first, second = (values for *_, values in grouped_driver.launches)
+    absent = set() if len(results) == 3 else {"result_scale", "block_scales", "row_scale"}
+    absent |= {"row_weight"} if kind == "GEMM" else set()
+    pointers = ("x_scales", "global_scale", "token_scale", "offsets", "row_weight", "result_scale")
+    pointers += ("out", "block_scales", "row_scale")
+    expected = {name: 0 if name in absent else address[name] for name in pointers}
+    assert {name: second[name] for name in pointers} == expected
+    assert [start for _, start, *_ in grouped_driver.maps[3:]] == [
+        address["weight"], address["weight_scales"], address["x"]
+    ]  # fmt: skip
+    others = set(second) - set(pointers) - set(GroupedTcgen05Tma._fields)
+    assert {name: second[name] for name in others} == {name: first[name] for name in others}

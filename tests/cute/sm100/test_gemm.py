@@ -49,7 +49,7 @@ PLANS += [Tcgen05Plan(64, splits, *kind, splits) for splits in K_SPLITS for kind
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resources(plan):
-    """On compute capability 10.0: 227 KiB of a CTA, 512 TMEM columns, boxes of at most 256."""
+    """Limits of compute capability 10.0: 227 KiB of a CTA, 512 TMEM columns, boxes up to 256."""
     assert plan.shared_bytes <= 227 * 1024 == SHARED_LIMIT
     assert plan.stages >= 4
     assert plan.stage_bytes % 1024 == plan.row_code_bytes % 1024 == 0
@@ -137,7 +137,7 @@ def test_every_tile_is_visited_once(token_tiles, span, row_blocks, clusters):
 @example((192, 1), 9, 17, 575, 2)
 @example((64, 2), 9, 17, 575, 2)
 def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, groups):
-    """By coordinates alone: tiles of tokens for the weight, blocks of rows for the tokens."""
+    """Coordinates decide alone: tiles of tokens for the weight, blocks of rows for the tokens."""
     plan = Tcgen05Plan(*how, False)
     group_rows = rows * 16 if groups == 1 else -(-rows // 16) * 256
     rows, columns = group_rows * groups, columns * 32
@@ -183,7 +183,7 @@ def test_copies_walk_every_byte_once_for_each_use(how, rows, columns, tokens, gr
 
 
 def at(coordinate, shape, stride):
-    """Where a coordinate of a CuTe layout lies; an integer in place of a tuple is split."""
+    """Return where a coordinate of a CuTe layout lies; an integer for a tuple is split."""
     if isinstance(shape, int):
         assert 0 <= coordinate < shape
         return coordinate * stride
@@ -309,7 +309,7 @@ def activations(x, scaling, groups):
 
 
 def emulate(monkeypatch, plan, x, weight, groups, scaling, clusters, limit):
-    """What the kernel stores, and the operands with how often they were read."""
+    """Return the kernel's results, and the operands with how often they were read."""
     tokens, (rows, columns) = x.shape[0], weight.shape
     call = gemm_nvfp4._Call(
         problem=GemmProblem(rows, columns, groups, plan.float32_out, plan.swiglu),
@@ -379,7 +379,7 @@ def test_the_source_multiplies(how, monkeypatch):
 
 @pytest.mark.parametrize("splits", [2, 4])
 def test_the_source_splits_k(splits, monkeypatch):
-    """Of 5 stages of K, CTAs get 2 and 3, or 1, 1, 1 and 2."""
+    """CTAs get 2 and 3 of 5 stages of K, or 1, 1, 1 and 2."""
     plan = Tcgen05Plan(64, splits, True, k_splits=splits)
     compare(monkeypatch, plan, 144, 1056, 60, clusters=2)
 

@@ -104,7 +104,7 @@ COUNTED += ("LD.E.128", "LDG.E.128", "STG.E", "STS", "SHFL", "MUFU.EX2")
 
 
 def counted(instructions):
-    """How many instructions there are of each spelling of these.
+    """Return how many instructions there are of each spelling of these.
 
     Stores of 4 bytes to shared memory are left out: their number differs by one between CuTeDSL's
     libraries for CUDA 12 and for CUDA 13.

@@ -30,11 +30,8 @@ from dsv4.cute.sm100.grouped_gemm_plan import (
     choose,
     plans,
 )
-from dsv4.ops.grouped_gemm import (
-    grouped_gemm,
-    grouped_gemm_swiglu,
-    grouped_gemm_swiglu_quantize,
-)
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import (
     NVFP4,
@@ -70,7 +67,7 @@ PLANS = [plan_of(how, *kind) for how in LAYOUTS for kind in KINDS]
 
 @pytest.mark.parametrize("plan", PLANS, ids=repr)
 def test_resources(plan):
-    """On compute capability 10.0: 227 KiB and 64 Ki registers of a CTA, 512 TMEM columns."""
+    """Limits of compute capability 10.0: 227 KiB and 64 Ki registers of a CTA, 512 TMEM columns."""
     assert plan.shared_bytes <= 227 * 1024 == SHARED_LIMIT
     assert plan.shared_bytes >= plan.table_bytes + plan.stages * plan.stage_bytes
     # What comes while a stage is multiplied covers 1500 cycles of 64 bytes from the L2.
@@ -115,7 +112,7 @@ def test_every_number_of_rows_has_a_configuration(sizes):
 
 
 def tiles_of(counts, spare, tile_rows, row_blocks):
-    """What the source finds of every tile: expert, block of rows, first row, rows from there."""
+    """Return what the source finds of every tile: expert, block of rows, first row, rows left."""
     memory, tiles = blackwell_emulator.Global(), []
     module = blackwell_emulator.emulated_source(memory, "dsv4.cute.device.expert_scheduler")
     here = blackwell_emulator._HERE
@@ -194,7 +191,7 @@ def contents(tensor):
 
 
 def emulate(monkeypatch, plan, case, clusters):
-    """What the kernel stores, the operands with how often they were read, and the memory."""
+    """Return the kernel's results, the operands' numbers of reads, and the memory."""
     total, experts = case.x.shape[0], len(case.counts)
     call = grouped_nvfp4._Call(
         experts=Experts(case.rows, case.columns, experts, plan.float32_out, True),
@@ -261,7 +258,7 @@ def check_reads(plan, case, read, memory):
 
 
 def reference(plan, case):
-    """In float64; of SwiGLU with its clamp."""
+    """Compute in float64, SwiGLU with its clamp."""
     x, how = case.x.double(), {"activation": "nvfp4", "backend": "reference"}
     if not plan.swiglu:
         return grouped_gemm(x, case.weight, case.offsets, **how)
@@ -315,7 +312,7 @@ def test_the_source_for_any_routing(counts, spare, scales, clusters):
 
 
 def test_the_source_of_whole_tiles_and_two_blocks(monkeypatch):
-    """Of which every byte is counted; a ring that goes round."""
+    """Every byte is counted; the ring wraps around."""
     compare(monkeypatch, plan_of((128, 2)), Case([2, 0, 40], 0, 256, 1024, "rows"))
 
 

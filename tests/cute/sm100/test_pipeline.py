@@ -176,7 +176,7 @@ class Model:
         return not step.after or state[self.names.index(step.after[0])] >= step.after[1]
 
     def explore(self):
-        """How many states there are; raises for one that is stuck or breaks a need."""
+        """Return how many states there are; raise for one that is stuck or breaks a need."""
         ends = tuple(len(self.processes[name]) for name in self.names)
         start = (0,) * len(ends)
         seen, todo = {start}, [start]
@@ -259,7 +259,7 @@ def test_scales_that_are_stored_too_early_are_seen():
 
 
 def test_mmas_that_do_not_wait_for_scales_are_seen(monkeypatch):
-    """Where TMA copies alone fill a stage, the other CTA's scales may come later."""
+    """If TMA copies alone fill a stage, the other CTA's scales may come later."""
     monkeypatch.setattr(GroupedTcgen05Plan, "full_arrivals", 2)
     with pytest.raises(AssertionError, match="does 'mma 0' before"):
         Model(GroupedTcgen05Plan(64, 2, False), 1, 1, 1).explore()

@@ -1,0 +1,106 @@
+"""Operands of the grouped GEMMs in the form that operators take, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from dsv4.ops import _check
+from dsv4.ops.gemm import check_columns, check_options
+from dsv4.ops.quantize import positive
+from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor
+
+PLAIN = "plain"
+
+
+class Weight(NamedTuple):
+    """A weight in the form that operators take; see ``GroupedGemmArgs``."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    segments: list[int]
+    format: str
+    layout: str
+
+
+class Rows(NamedTuple):
+    """Sorted rows in the form that operators take.
+
+    Attributes:
+        x: ``[R, K]``, or NVFP4 codes ``[R, K/2]``.
+        scales: Linear block scales of codes, else None.
+        row_scale: float32 ``[R]``, the global scale of each row of codes, else None.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None = None
+    row_scale: torch.Tensor | None = None
+
+
+def checked_rows(
+    op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
+) -> tuple[Rows, torch.dtype]:
+    """Check the rows and return them with the dtype of the result."""
+    if isinstance(x, torch.Tensor):
+        check_options(op, activation, out_dtype)
+        return Rows(x), x.dtype if out_dtype is None else out_dtype
+    if x.format != NVFP4 or len(x.shape) != 2:
+        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
+    if activation != "bf16":
+        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
+    if not torch.compiler.is_compiling():
+        x.validate()
+    linear = x.with_layout(LINEAR)
+    rows = Rows(linear.codes, linear.scales, linear.row_scale().contiguous())
+    check_options(op, activation, out_dtype)
+    return rows, torch.bfloat16 if out_dtype is None else out_dtype
+
+
+def checked_weight(
+    op: str,
+    rows: Rows,
+    weight: QuantizedTensor | torch.Tensor,
+    offsets: torch.Tensor,
+    activation: str,
+    input_scale: torch.Tensor | None,
+) -> Weight:
+    """Check that the operands fit; return the weight in the form that operators take."""
+    x, compiling = rows.x, torch.compiler.is_compiling()
+    if isinstance(weight, torch.Tensor) or compiling:
+        shape: Sequence[int] = weight.shape
+    else:
+        shape = weight.valid_shape
+    if len(shape) != 3:
+        raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
+    if isinstance(weight, torch.Tensor):
+        parts = Weight(weight, None, None, [], PLAIN, LINEAR)
+        dtypes: Sequence[torch.dtype] = _check.FLOATS
+    else:
+        parts = Weight(
+            weight.codes,
+            weight.scales,
+            weight.global_scale,
+            list(weight.segments),
+            weight.format.name,
+            weight.layout,
+        )
+        dtypes = (weight.codes.dtype,)
+    x_dtypes = _check.FLOATS if rows.scales is None else (x.dtype,)
+    if input_scale is not None and activation != "nvfp4":
+        raise ValueError(f"{op}: input_scale is given, but activation is {activation!r}")
+    _check.tensors(
+        op,
+        ("x", x, x_dtypes, ("R", "K")),
+        ("weight", parts.codes, dtypes, None),
+        ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
+        ("input_scale", input_scale, (torch.float32,), (shape[0],)),
+    )
+    columns = x.shape[-1] if rows.scales is None else 2 * x.shape[-1]
+    if not compiling and (columns != shape[2] or (activation == "nvfp4" and columns % 16)):
+        check_columns(op, columns, shape[2], activation)
+    if input_scale is not None:
+        positive(f"{op}: input_scale", input_scale)
+    return parts
