@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import symtable
 from functools import cache
 from pathlib import Path
 
@@ -45,10 +47,23 @@ def test_mutants_are_distinct() -> None:
     assert len({(m.where, m.old, m.new, m.test) for m in MUTANTS}) == len(MUTANTS)
 
 
+def unknown_names(text: str) -> set[str]:
+    """Names that functions of a module take for global ones and that the module does not have."""
+    module = symtable.symtable(text, "module", "exec")
+    names, tables = set(), [module]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        names |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+    return names - set(module.get_identifiers()) - set(dir(builtins))
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.topic} {m.what}")
 def test_a_mutant_still_applies(mutant: Mutant) -> None:
     text = source(mutant.file)
-    assert ast.dump(ast.parse(mutant.apply(text))) != ast.dump(ast.parse(text))
+    mutated = mutant.apply(text)
+    assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(text))
+    assert unknown_names(mutated) <= unknown_names(text), "a NameError kills no mutant"
     file, _, name = mutant.test.partition("::")
     assert name in names_of_tests(file)
 

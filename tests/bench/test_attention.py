@@ -215,7 +215,7 @@ def test_transformers_attention_is_timed_beside(kind, tokens, context, backend):
 
 
 def test_which_of_transformers_are_timed(monkeypatch):
-    """Eager on a GPU or where baselines are asked for, compiled where Inductor is."""
+    """Eager on a GPU or where baselines are asked for, compiled where Inductor is; or none."""
     step = transformers_attention.Step(ModelConfig.tiny(), CSA, 1, 31)
     calls = []
 
@@ -226,11 +226,12 @@ def test_which_of_transformers_are_timed(monkeypatch):
         return 3.0
 
     monkeypatch.setattr(transformers_attention, "step_us", step_us)
-    asked = (None, (), ("Inductor",))
+    asked = (None, (), ("QuACK",), ("Inductor",))
     named = {baselines: dataclasses.replace(OPTIONS, baselines=baselines) for baselines in asked}
-    assert transformers_attention.times(step, named[None]) == ({}, "")
+    for few in (None, ()):
+        assert transformers_attention.times(step, named[few]) == ({}, "")
     eager = {"transformers eager": 3.0}
-    assert transformers_attention.times(step, named[()]) == (eager, "")
+    assert transformers_attention.times(step, named[("QuACK",)]) == (eager, "")
     said = "transformers inductor: RuntimeError: no"
     assert transformers_attention.times(step, named[("Inductor",)]) == (eager, said)
     assert calls == [None, None, "inductor"]

@@ -85,13 +85,9 @@ MUTANTS = (
     Mutant(
         "HF",
         "what transformers keeps in float32 is rounded",
-        "dsv4.integrations.transformers:from_pretrained",
-        "fill(model, checkpoint, device=device, dtype=dtype, activation=activation, "
-        "float32=_float32_names(model), mxfp4=mxfp4, pack=pack, input_scales=input_scales, "
-        "ignore=('mtp.*',), check_values=False, progress=progress)",
-        "fill(model, checkpoint, device=device, dtype=dtype, activation=activation, "
-        "mxfp4=mxfp4, pack=pack, input_scales=input_scales, ignore=('mtp.*',), "
-        "check_values=False, progress=progress)",
+        "dsv4.integrations.transformers:_fill",
+        "request = dataclasses.replace(request, float32=_float32_names(model))",
+        "",
         SETTINGS + "what_transformers_keeps_in_float32_stays_so",
     ),
     Mutant(

@@ -27,7 +27,7 @@ MUTANTS = (
         "a bundle of other versions",
         "dsv4.compilation.bundle:read",
         "difference is not None",
-        "difference is not None and (not found.entries)",
+        "difference is not None and (not bundle.entries)",
         BUNDLES + "TestUse::test_of_other_versions_it_is_not_used",
     ),
     Mutant(
