@@ -146,8 +146,8 @@ def _pool_kernel(
                     STATES,
                 )
             values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-            address = pooled + token.to(tl.int64) * CHANNELS
-            _store_pooled(address, values, slot, channel, CHANNELS)
+            row_of_token = pooled + token.to(tl.int64) * CHANNELS
+            _store_pooled(row_of_token, values, slot, channel, CHANNELS)
 
 
 @fast_launch

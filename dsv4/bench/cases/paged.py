@@ -38,11 +38,11 @@ def _build(case: Case, draw: Draw) -> Problem:
     positions += starts.repeat_interleave(bounds.diff())
     columns = -(-(3 * ratio + kv.shape[0]) // block)
     table = draw.permutation(state.shape[0] * columns).view(state.shape[0], columns)
-    state_slots = ops.entry_slots(table, block, sequences, positions)
+    state_slots = ops.entry_slots(table, block, sequences, positions, backend="reference")
     entries = torch.where((positions + 1) % ratio == 0, positions // ratio, -1)
-    slots = ops.entry_slots(page_table, pages.page_size, sequences, entries)
+    slots = ops.entry_slots(page_table, pages.page_size, sequences, entries, backend="reference")
     every = torch.arange(columns * block, device=kv.device)
-    angles = torch.cat(ops.rope_tables(every, kwargs["inv_freq"]), dim=1)
+    angles = torch.cat(ops.rope_tables(every, kwargs["inv_freq"], backend="reference"), dim=1)
     return Problem(
         ops.compress_write_paged,
         (
