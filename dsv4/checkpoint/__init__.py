@@ -26,6 +26,7 @@ _LAZY = {
     "load": "loading",
     "recover": "saving",
     "save": "saving",
+    "verify": "loading",
     "write": "saving",
 }
 
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "recover",
     "save",
+    "verify",
     "write",
 ]
 
@@ -49,6 +51,7 @@ if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
     from dsv4.checkpoint.filling import fill as fill
     from dsv4.checkpoint.items import Item as Item
     from dsv4.checkpoint.loading import load as load
+    from dsv4.checkpoint.loading import verify as verify
     from dsv4.checkpoint.reader import Checkpoint as Checkpoint
     from dsv4.checkpoint.report import Filled as Filled
     from dsv4.checkpoint.report import LoadReport as LoadReport

@@ -136,6 +136,28 @@ def fill_new(
     return filling.finished(model, choice, filling.check_headers(ignore))
 
 
+def check_all(
+    model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[str], progress: bool
+) -> int:
+    """Check everything that ``fill`` checks, and fill nothing.
+
+    Args:
+        model: The model, on meta.
+        checkpoint: See ``fill``, also for what the other arguments raise.
+        ignore: See ``fill``.
+        progress: See ``fill``.
+
+    Returns:
+        The number of bytes that were read.
+    """
+    request = FillRequest(None, None, "bf16", "keep", False, "stored")
+    options, _ = request.resolved(checkpoint)
+    filling = _Filling(slots_of(model, ""), checkpoint, options, progress)
+    nbytes = filling.check_headers(ignore)
+    filling.check_values(nbytes)
+    return nbytes
+
+
 @dataclass(frozen=True)
 class _Filling:
     """The passes over the slots of a module tree that one call of ``fill`` makes.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
-from dsv4.checkpoint.filling import FillRequest, fill_new
+from dsv4.checkpoint.filling import FillRequest, check_all, fill_new
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import mtp_layers, report_of
 from dsv4.config import ModelConfig
@@ -115,6 +115,27 @@ def load(
     return model
 
 
+def verify(path: str | Path, *, progress: bool = True) -> int:
+    """Read a checkpoint once and check all that ``load`` checks, without building a model.
+
+    Args:
+        path: Folder with config.json and safetensors.
+        progress: Whether to show progress on stderr.
+
+    Returns:
+        The number of bytes that were read.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged or contradicts its configuration.
+        FileNotFoundError: if there is no such folder, or no config.json in it.
+        ValueError: if config.json is not a configuration this package implements.
+    """
+    with Checkpoint.open(path) as checkpoint:
+        config = _configuration(checkpoint, "deepseek", "bf16", None)
+        model, ignore = _on_meta(config)
+        return check_all(model, checkpoint, ignore=ignore, progress=progress)
+
+
 def _configuration(
     checkpoint: Checkpoint, numerics: str, activation: str, mtp: bool | None
 ) -> ModelConfig:
@@ -134,15 +155,20 @@ def _filled(
     checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, progress: bool
 ) -> DeepseekV4ForCausalLM:
     """Build the model and fill it; its ``load_report`` says what was left out."""
-    from dsv4.model import DeepseekV4ForCausalLM
-
-    drafts = config.num_nextn_predict_layers
-    with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config)
-    ignore = () if drafts else ("mtp.*", "model.mtp.*")
+    model, ignore = _on_meta(config)
     filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress)
+    drafts = config.num_nextn_predict_layers
     model.load_report = report_of(checkpoint, drafts, request.input_scales, filled)
     return model
+
+
+def _on_meta(config: ModelConfig) -> tuple[DeepseekV4ForCausalLM, tuple[str, ...]]:
+    """Build a model without memory; with it patterns of tensors that it need not have."""
+    from dsv4.model import DeepseekV4ForCausalLM
+
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(config)
+    return model, () if config.num_nextn_predict_layers else ("mtp.*", "model.mtp.*")
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:

@@ -1,8 +1,9 @@
 """Commands of ``python -m dsv4``, a file for each.
 
-A module of a command has ``add``, which adds its options to a parser, and ``run``, which runs it
-and returns the exit status. Bad input is a ``ValueError`` or ``OSError``, said in one sentence on
-stderr, and the status 2; a failure of anything else is a ``RuntimeError`` and the status 1.
+A module has ``add``, which adds options to a parser, and for each of its commands a function that
+runs it and returns the exit status. Bad input is a ``ValueError`` or ``OSError``, said in one
+sentence on stderr, and the status 2; a failure of anything else is a ``RuntimeError`` and the
+status 1.
 """
 
 from __future__ import annotations
@@ -12,22 +13,29 @@ import os
 import sys
 from collections.abc import Callable
 
-from dsv4.commands import generate, vllm_report
+from dsv4.commands import checkpoints, env, generate, vllm_report
 
 _INTERRUPTED = 130  # as a shell says of SIGINT
-_MODULES = {"generate": generate, "vllm-report": vllm_report}
-NAMES = tuple(_MODULES)
+_MODULES = (generate, checkpoints, env, vllm_report)
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "generate": generate.run,
+    "inspect": checkpoints.run_inspect,
+    "verify": checkpoints.run_verify,
+    "env": env.run,
+    "vllm-report": vllm_report.run,
+}
+NAMES = tuple(_RUN)
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the options of all commands."""
-    for module in _MODULES.values():
+    for module in _MODULES:
         module.add(commands)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command of parsed options; returns the exit status."""
-    return guarded(options.command, lambda: _MODULES[options.command].run(options))
+    return guarded(options.command, lambda: _RUN[options.command](options))
 
 
 def guarded(command: str, action: Callable[[], int]) -> int:

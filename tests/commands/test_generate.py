@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tokenizers", reason="the extra dsv4[text] is not installed")
-
 from dsv4 import __main__ as command_line
 from dsv4.checkpoint import load, save
 from dsv4.commands import generate

@@ -7,8 +7,6 @@ import json
 
 import pytest
 
-pytest.importorskip("tokenizers", reason="the extra dsv4[text] is not installed")
-
 from dsv4.text.tokenizer import Tokenizer
 from tests.text.tokenizers import small_table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from dsv4.text import markers
@@ -293,7 +293,8 @@ def recipe_answer(encoder, ids):
 
 @given(regular())
 def test_answers_are_those_that_deepseeks_package_reads(deepseek, encoder, answer):
-    """But for line breaks, which it trims."""
+    """But for line breaks, which it trims, and not behind ``<``."""
+    assume(not answer.content.endswith("<"))
     sampled = [Segment(answer.reasoning), marker(markers.END_THINK), Segment(answer.content)]
     ids = deepseek.encode_segments([*sampled, *calls_block(answer.calls)])
     reasoning, content, calls = recipe_answer(encoder, ids)

@@ -1,0 +1,110 @@
+"""``python -m dsv4 inspect`` and ``verify``: what a checkpoint holds, and whether it is sound."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.checkpoint import Checkpoint
+
+# Memory in GB, as sold.
+_GPUS = {"H100": 80, "H200": 141, "B200": 180, "B300": 288}
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add both commands."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a checkpoint holds",
+        description="Print what a checkpoint holds. Reads headers, no tensors.",
+    )
+    verify = commands.add_parser(
+        "verify",
+        help="read a checkpoint once and check it",
+        description="Read a checkpoint once and check all that loading it would check.",
+    )
+    for parser in (inspect, verify):
+        parser.add_argument("path", metavar="PATH", help="folder of a checkpoint")
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Run ``inspect``; returns the exit status."""
+    from dsv4.checkpoint import Checkpoint
+
+    with Checkpoint.open(options.path) as checkpoint:
+        print("\n".join(lines(checkpoint)))
+    return 0
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Run ``verify``; returns the exit status, 1 for a damaged checkpoint."""
+    from dsv4.checkpoint import CheckpointError, MissingCheckpointError, verify
+
+    try:
+        nbytes = verify(options.path, progress=sys.stderr.isatty())
+    except MissingCheckpointError:
+        raise
+    except CheckpointError as error:
+        raise RuntimeError(str(error)) from error
+    print(f"{options.path}: {nbytes / 1e9:.2f} GB of tensors are there, fit config.json, finite")
+    return 0
+
+
+@dataclass
+class _Group:
+    """Tensors of one format."""
+
+    number: int = 0
+    nbytes: int = 0
+
+
+def lines(checkpoint: Checkpoint) -> Iterator[str]:
+    """What a checkpoint holds, a line each."""
+    config = checkpoint.config()
+    yield f"{checkpoint.path}: quantised by {checkpoint.producer}"
+    yield (
+        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
+        f"{config.n_routed_experts} experts, vocabulary {config.vocab_size}"
+    )
+    draft = "a DSpark draft head" if checkpoint.has_dspark else "none"
+    if checkpoint.has_mtp:
+        draft = f"{checkpoint.mtp_layers} MTP layers"
+    yield f"for speculation: {draft}"
+    groups: dict[str, _Group] = {}
+    for entry in checkpoint.entries.values():
+        name = str(entry.weight.dtype).removeprefix("torch.")
+        group = groups.setdefault(name if entry.format is None else entry.format.name, _Group())
+        group.number += 1
+        group.nbytes += entry.nbytes
+    for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
+        yield f"{name}: {group.number} tensors, {_size(group.nbytes)}"
+    others = {"tensors of no known name": checkpoint.stray, **checkpoint.unused}
+    for reason, names in others.items():
+        if names:
+            yield f"{reason}: {len(names)}"
+    yield from _files(checkpoint.path)
+    yield f"weights: {_size(checkpoint.nbytes)}, to which the KV cache and a step's memory come"
+    for name, memory in _GPUS.items():
+        left = memory - checkpoint.nbytes / 1e9
+        yield f"  {name} ({memory} GB): " + (
+            f"{left:.1f} GB left" if left > 0 else f"{-left:.1f} GB too few"
+        )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Tokenizer and effort table."""
+    from dsv4.text.effort import EffortTable
+
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    yield f"tokenizer: {'tokenizer.json' if has_tokenizer else 'none'}"
+    table = EffortTable.from_path(folder)
+    yield f"reasoning efforts: {'unknown' if table is None else ', '.join(table.texts)}"

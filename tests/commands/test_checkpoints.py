@@ -1,0 +1,85 @@
+"""``python -m dsv4 inspect`` and ``verify`` on small checkpoints, sound and damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from dsv4 import __main__ as command_line
+from dsv4.checkpoint import CheckpointError, save, verify
+from dsv4.checkpoint.shards import read_header
+from dsv4.commands import checkpoints
+from tests.checkpoint.cases import make_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "checkpoint"
+    save(make_model(), path)
+    return path
+
+
+def test_inspect(folder, capsys):
+    (folder / "tokenizer.json").write_text("{}")
+    assert command_line.main(["inspect", str(folder)]) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "quantised by nvidia",
+        "nvfp4: ",
+        "bfloat16: ",
+        "tokenizer: tokenizer.json",
+        "reasoning efforts: unknown",
+        "H100 (80 GB): 80.0 GB left",
+    ):
+        assert words in text
+
+
+def test_inspect_says_what_does_not_fit(folder, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoints, "_GPUS", {"Small": -1})
+    assert command_line.main(["inspect", str(folder)]) == 0
+    assert "Small (-1 GB): 1.0 GB too few" in capsys.readouterr().out
+
+
+def test_a_sound_checkpoint(folder, capsys):
+    assert command_line.main(["verify", str(folder)]) == 0
+    assert "of tensors are there, fit config.json, finite" in capsys.readouterr().out
+
+
+def damage(folder, name, value):
+    """Write a value over the first one of a plain tensor."""
+    file = folder / "model.safetensors"
+    info = read_header(file, "model.safetensors")[name]
+    content = bytearray(file.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    start = 8 + length + header[name]["data_offsets"][0]
+    raw = torch.tensor([value], dtype=info.dtype).view(torch.uint8).tolist()
+    content[start : start + len(raw)] = bytes(raw)
+    file.write_bytes(content)
+
+
+def test_a_damaged_value_is_status_1(folder, capsys):
+    name = next(n for n in read_header(folder / "model.safetensors", "x") if "norm" in n)
+    damage(folder, name, float("nan"))
+    with pytest.raises(CheckpointError, match="norm"):
+        verify(folder, progress=False)
+    assert command_line.main(["verify", str(folder)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("python -m dsv4 verify: ")
+
+
+def test_a_missing_tensor_is_status_1(folder, capsys):
+    config = json.loads((folder / "config.json").read_text())
+    config["moe_intermediate_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(config))
+    assert command_line.main(["verify", str(folder)]) == 1
+    assert "python -m dsv4 verify: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_no_checkpoint_is_status_2(command, tmp_path, capsys):
+    assert command_line.main([command, str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
