@@ -153,7 +153,7 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
         max_tokens: Most tokens of a step.
         context: Most tokens of a sequence.
     """
-    tokens = _token_counts(max_tokens)
+    tokens = token_counts(max_tokens)
     powers = [count for count in tokens if count & (count - 1) == 0]
     beyond = [power + 1 for power in powers if power < max_tokens]
     shapes = [StepShape(count, 1, context) for count in tokens]
@@ -170,7 +170,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     return list(dict.fromkeys(shapes))
 
 
-def _token_counts(most: int) -> list[int]:
+def token_counts(most: int) -> list[int]:
+    """Return numbers of tokens up to ``most`` at which launchers may choose other kernels."""
     powers = [1 << i for i in range(most.bit_length())]
     counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
     counts |= {48, *range(65, most, 64), most}

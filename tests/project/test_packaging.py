@@ -74,9 +74,29 @@ def test_constraints_name_a_version_that_each_requirement_admits(minor: str) -> 
 
 def test_there_are_constraints_for_the_supported_pythons_alone() -> None:
     files = sorted(path.name for path in (ROOT / "constraints").iterdir())
-    assert files == [f"py{minor.replace('.', '')}.txt" for minor in MINORS]
+    assert files == [f"py{minor.replace('.', '')}.txt" for minor in MINORS] + ["vllm.txt"]
     named = [c.rpartition(" ")[2] for c in project()["classifiers"] if "Python :: 3." in c]
     assert tuple(named) == MINORS
+
+
+def test_the_list_for_vllm_has_what_the_extras_of_its_environment_require() -> None:
+    lines = (ROOT / "constraints" / "vllm.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for extra in ("hf", "test"):
+        for line in project()["optional-dependencies"][extra]:
+            requirement = Requirement(line)
+            version = versions[tool().canonical(requirement.name)]
+            assert requirement.specifier.contains(version), requirement
+    assert Requirement("transformers<5.21").specifier.contains(versions["transformers"])
+
+
+def test_the_makefile_tests_with_a_vllm_that_the_plugin_and_the_extra_admit() -> None:
+    from dsv4.integrations.vllm.places import is_supported
+
+    (version,) = re.findall(r"VLLM \?= vllm==(\S+)", (ROOT / "Makefile").read_text())
+    (line,) = project()["optional-dependencies"]["vllm"]
+    assert is_supported(version)
+    assert Requirement(line).specifier.contains(version)
 
 
 def test_cutedsl_has_an_upper_bound_wherever_it_is_named() -> None:

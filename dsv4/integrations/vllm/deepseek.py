@@ -20,6 +20,7 @@ from dsv4.integrations.vllm import check, places, switches
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.report import path_of_stage
+from dsv4.integrations.vllm.warm import warm_replaced
 
 # A part and a module of this package with ``adopt(model, context)``, in the order of the calls.
 ADOPTERS: tuple[tuple[str, str], ...] = (
@@ -59,6 +60,7 @@ class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):
         super().process_weights_after_loading()
         if not self._dsv4_loading:
             check_strict(self.dsv4)
+            warm_replaced(self, self.dsv4)
             publish(self.dsv4)
 
 

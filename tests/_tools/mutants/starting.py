@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "start",
         "steps of powers of two alone",
-        "dsv4.compilation.steps:_token_counts",
+        "dsv4.compilation.steps:token_counts",
         "{48, *range(65, most, 64), most}",
         "{most}",
         WARM + "test_any_step_launches_what_was_found",

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm h
 
 from vllm.forward_context import set_forward_context
 
-from dsv4.integrations.vllm import deepseek, places
+from dsv4.integrations.vllm import deepseek, places, warm
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
@@ -87,7 +87,7 @@ def test_experts_shared_experts_and_scaling_factor_count_once(loaded):
         # A CPU lacks vLLM's operators for routing.
         answer = (routing, ids.int())
         routed = mock.patch.object(runner.router, "_compute_routing", return_value=answer)
-        with set_forward_context(None, loaded.config), routed:
+        with set_forward_context(None, loaded.config), routed, torch.inference_mode():
             result = theirs.ffn(x, torch.arange(5))
         expected = theirs.ffn.shared_experts(x) + ours.mlp.experts(x, ids, routing)
         assert_bitwise(result, expected)
@@ -104,6 +104,25 @@ def test_the_report_names_every_place_and_is_saved(loaded):
     assert path.name == "report-0-of-1.json"
     assert Report.read(path) == report
     assert len(json.loads(path.read_text())) == len(report.rows)
+
+
+def test_one_layer_of_each_kind_runs_before_requests(loaded):
+    layers = list(warm.kinds(loaded.model))
+    sizes = {(layer.in_features, layer.out_features) for layer in layers[:-1]}
+    assert sizes == {(256, 640), (128, 2048), (256, 256), (128, 256)}
+    assert len(layers) == 5
+    calls = []
+    hooks = [
+        layer.register_forward_hook(lambda *call: calls.append((call[1][0].shape[0], call[2])))
+        for layer in layers
+    ]
+    for layer in layers:
+        warm.run(layer, 5)
+    for hook in hooks:
+        hook.remove()
+    assert sorted(tokens for tokens, _ in calls) == sorted(list(range(1, 6)) * len(layers))
+    assert all(not out.float().any() for _, out in calls)
+    assert warm.most_tokens(loaded.model.dsv4) == 64
 
 
 def test_strict_refuses_what_is_left(tmp_path):

@@ -1,0 +1,79 @@
+"""First launches of the replaced layers, before vLLM captures graphs and serves requests.
+
+vLLM's own warm-up runs steps of the sizes that it captures and one of the largest size. Kernels of
+the sizes between would be compiled during requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from dsv4.compilation.steps import token_counts
+from dsv4.integrations.vllm._log import logger
+from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+
+
+def warm_replaced(model: nn.Module, context: Adoption) -> None:
+    """Run every kind of replaced layer once for each choice of kernels, on a GPU."""
+    layers = list(kinds(model))
+    if not layers or _device(layers[0]).type != "cuda":
+        return
+    begin = time.perf_counter()
+    for layer in layers:
+        run(layer, most_tokens(context))
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", len(layers), seconds)
+
+
+def most_tokens(context: Adoption) -> int:
+    """Most rows of a step: with data-parallel ranks, experts see those of all of them."""
+    config = context.vllm_config
+    ranks = config.parallel_config.data_parallel_size
+    return int(config.scheduler_config.max_num_batched_tokens * ranks)
+
+
+def kinds(model: nn.Module) -> Iterator[Linear | DeepseekV4Experts]:
+    """Yield one layer of each kind: of the same class, sizes, format and layout."""
+    seen = set()
+    for layer in model.modules():
+        if isinstance(layer, Linear | DeepseekV4Experts):
+            kind = (type(layer), layer.extra_repr(), _scale_dtype(layer))
+            if kind not in seen:
+                seen.add(kind)
+                yield layer
+
+
+@torch.inference_mode()
+def run(layer: Linear | DeepseekV4Experts, most: int) -> None:
+    """Run a layer for the numbers of tokens up to ``most`` at which launchers may choose again."""
+    for tokens in token_counts(most):
+        if isinstance(layer, DeepseekV4Experts):
+            _run_experts(layer, tokens)
+        else:
+            groups = (layer.groups,) if layer.groups > 1 else ()
+            size = (tokens, *groups, layer.in_features)
+            layer(torch.zeros(size, dtype=torch.bfloat16, device=layer.device))
+
+
+def _run_experts(layer: DeepseekV4Experts, tokens: int) -> None:
+    device, top_k = _device(layer), layer.num_experts_per_tok
+    x = torch.zeros(tokens, layer.hidden_dim, dtype=torch.bfloat16, device=device)
+    slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
+    ids = layer.first_expert + slots % layer.num_local_experts
+    layer(x, ids, torch.ones(tokens, top_k, device=device))
+
+
+def _device(layer: Linear | DeepseekV4Experts) -> torch.device:
+    return layer.gate_up_proj.device if isinstance(layer, DeepseekV4Experts) else layer.device
+
+
+def _scale_dtype(layer: Linear | DeepseekV4Experts) -> torch.dtype | None:
+    scale = getattr(layer, "weight_scale", None)
+    return None if scale is None else scale.dtype
