@@ -77,7 +77,6 @@ class Watch:
         self._context = context
         self._number = 0
         self._known: set[object] = set()  # incidents that were logged
-        self._logits: dict[int, Boundary] = {}
         tokens = config.scheduler_config.max_num_batched_tokens
         with torch.inference_mode(False):  # it is written to in and out of that mode
             # All padding before the first step: neither profiling nor capture is looked at.
