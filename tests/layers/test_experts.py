@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4 import layers
 from dsv4.config import ModelConfig
+from dsv4.ops.quantize import quantize
 from dsv4.testing import strategies as fuzz
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -178,3 +180,46 @@ class TestProperties:
         if kind == "packed":
             part.pack()
         return part
+
+
+@given(st.sampled_from(["nvfp4", "packed"]), batches(), NUMERICS)
+def test_stacked_weights_are_taken_without_a_copy(kind, batch, numerics):
+    source = experts_of("nvfp4", numerics=numerics)
+    gate_up, down = (source.quantized_weight(name) for name in ("gate_up_proj", "down_proj"))
+    with torch.device("meta"):
+        experts = layers.DeepseekV4Experts(_config_of(source))
+    experts.set_stacks(gate_up, down)
+    assert experts.gate_up_proj.data_ptr() == source.gate_up_proj.data_ptr()
+    x, ids, weights, _ = batch
+    x, weights = x.float(), weights.float()
+    expected = experts_of(kind, numerics=numerics)(x, ids, weights)
+    if kind == "packed":
+        experts.pack()
+    assert_bitwise(experts(x, ids, weights), expected)
+
+
+def _config_of(experts):
+    return ModelConfig.tiny(
+        n_routed_experts=EXPERTS,
+        hidden_size=HIDDEN,
+        moe_intermediate_size=64,
+        numerics=experts.numerics,
+    )
+
+
+def test_stacks_of_other_shapes_scales_or_formats_change_nothing():
+    experts, other = experts_of("nvfp4"), experts_of("nvfp4", seed=1)
+    gate_up, down = (other.quantized_weight(name) for name in ("gate_up_proj", "down_proj"))
+    before = {name: tensor.clone() for name, tensor in experts.named_parameters()}
+    tied = replace(gate_up, global_scale=gate_up.global_scale[:, :1], segments=())
+    mxfp4 = quantize(torch.randn(EXPERTS, HIDDEN, 64), "mxfp4")
+    for stacks, words in (
+        ((down, down), r"gate_up_proj has shape .*64, 64\], wanted .*128, 64\]"),
+        ((tied, down), r"gate_up_proj has segments \(\) of global scales, wanted \(64, 64\)"),
+        ((gate_up.with_layout("swizzled_128x4"), down), "has layout 'swizzled_128x4', wanted"),
+        ((gate_up, mxfp4), "the formats are nvfp4 and mxfp4, wanted the same"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            experts.set_stacks(*stacks)
+    for name, tensor in experts.named_parameters():
+        assert_bitwise(tensor, before[name])

@@ -155,6 +155,14 @@ class DecoderLayer(vllm_model.DeepseekV4DecoderLayer):
             iterations=self.hc_sinkhorn_iters,
         )
 
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of a step of that many tokens on zeros."""
+        mixer = self._hyper_connection("attn")
+        embedded = mixer.fn.new_zeros((tokens, self.hidden_size), dtype=torch.bfloat16)
+        mixed = mixer.pre(spread(embedded, self.hc_mult))
+        mixed = mixer.post_pre(embedded, mixed.streams, mixed.post, mixed.comb)
+        hc_post(embedded, mixed.streams, mixed.post, mixed.comb)
+
     def _attend(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if not self.use_sequence_parallel:
             return self.attn(positions, x, None)
@@ -251,7 +259,10 @@ class Model(vllm_model.DeepseekV4Model):
         """Collapse and norm the streams, and keep them for a draft model that reads them."""
         if self._mtp_hidden_buffer is not None:
             self._mtp_hidden_buffer[: streams.shape[0]].copy_(streams.flatten(1))
-        hidden = hc_head(
+        return self.norm(self._head(streams))
+
+    def _head(self, streams: torch.Tensor) -> torch.Tensor:
+        return hc_head(
             streams,
             self.hc_head_fn,
             self.hc_head_scale,
@@ -259,7 +270,12 @@ class Model(vllm_model.DeepseekV4Model):
             norm_eps=self.rms_norm_eps,
             hc_eps=self.hc_eps,
         )
-        return self.norm(hidden)
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of the last stage for that many tokens on zeros."""
+        if get_pp_group().is_last_rank:
+            size = (tokens, self.hc_mult, self.config.hidden_size)
+            self.norm(self._head(self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16)))
 
 
 def _write_back(
@@ -313,6 +329,8 @@ def _adopt(
 
 
 def _streams_reason(streams: int) -> str:
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is 1: the sums of the mixing depend on the number of tokens"
     return "" if streams == _STREAMS else f"{streams} residual streams, the kernels have {_STREAMS}"
 
 

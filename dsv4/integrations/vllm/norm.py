@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.model_executor.layers import activation, layernorm
 from vllm.models.deepseek_v4 import attention as vllm_attention
 from vllm.models.deepseek_v4.nvidia import model as vllm_model
@@ -75,6 +76,8 @@ def _adopt_final_norm(model: Any, name: str, context: Adoption) -> None:
         return  # another pipeline stage has it
     if type(norm) is not layernorm.RMSNorm:
         _left(context, where, norm, "not vLLM's RMSNorm")
+    elif envs.VLLM_BATCH_INVARIANT:
+        _left(context, where, norm, "VLLM_BATCH_INVARIANT is 1, and sums depend on the rows")
     elif norm.variance_size_override is not None or not norm.has_weight:
         _left(context, where, norm, "a norm without a weight or of a part of the row")
     else:

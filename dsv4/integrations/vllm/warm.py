@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,15 +22,17 @@ from dsv4.layers.linear import Linear
 
 def warm_replaced(model: nn.Module, context: Adoption) -> None:
     """Run every kind of replaced layer once for each choice of kernels, on a GPU."""
-    layers = list(kinds(model))
-    if not layers or _device(layers[0]).type != "cuda":
+    layers, parts = list(kinds(model)), list(self_warming(model))
+    if not (layers or parts) or next(model.parameters()).device.type != "cuda":
         return
     begin = time.perf_counter()
     for layer in layers:
         run(layer, most_tokens(context))
+    for part in parts:
+        run_part(part, most_tokens(context))
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - begin
-    logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", len(layers), seconds)
+    count, seconds = len(layers) + len(parts), time.perf_counter() - begin
+    logger().info("dsv4 compiled or loaded kernels of %d kinds in %.1f s", count, seconds)
 
 
 def most_tokens(context: Adoption) -> int:
@@ -48,6 +51,22 @@ def kinds(model: nn.Module) -> Iterator[Linear | DeepseekV4Experts]:
             if kind not in seen:
                 seen.add(kind)
                 yield layer
+
+
+def self_warming(model: nn.Module) -> Iterator[Any]:
+    """Yield one module of each class with ``dsv4_warm(tokens)``, whose sizes are all the same."""
+    seen = set()
+    for module in model.modules():
+        if hasattr(module, "dsv4_warm") and type(module) not in seen:
+            seen.add(type(module))
+            yield module
+
+
+@torch.inference_mode()
+def run_part(part: Any, most: int) -> None:
+    """Let a module launch its own kernels for the numbers of tokens up to ``most``."""
+    for tokens in token_counts(most):
+        part.dsv4_warm(tokens)
 
 
 @torch.inference_mode()

@@ -475,6 +475,12 @@ class TestAdoption:
         assert reason in report.rows[0].reason
         assert not report.complete
 
+    def test_batch_invariance_leaves_what_sums_over_rows_by_their_number(self, monkeypatch):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        report = adopted(vllm_stack(strategies.generator(0), 1), hyper_connection, norm)
+        assert len(report.rows) == 3
+        assert all("VLLM_BATCH_INVARIANT is 1" in row.reason for row in report.rows)
+
     def test_the_places_are_as_this_vllm_has_them(self):
         assert places.HYPER_CONNECTION
         assert places.mismatches(places.HYPER_CONNECTION) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from unittest import mock
@@ -14,7 +15,7 @@ from dsv4.testing.assertions import assert_bitwise
 
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
-from dsv4.integrations.vllm import check, deepseek, hyper_connection, norm
+from dsv4.integrations.vllm import check, deepseek, hyper_connection, norm, warm
 from dsv4.integrations.vllm.switches import HYPER_CONNECTION
 from tests.integrations.vllm import build
 from tests.integrations.vllm.test_check import State, input_batch
@@ -72,6 +73,27 @@ def test_hidden_states_are_this_packages(loaded):
     for layer in inner.layers:
         streams = layer(streams, ids[None], position_ids=positions[None])
     assert_bitwise(result, inner.norm(inner.hc_head(streams))[0])
+
+
+def test_parts_warm_themselves(loaded):
+    """Without a change to buffers, by the operators that a forward pass calls."""
+    _, model, _ = loaded
+    parts = list(warm.self_warming(model))
+    assert [type(part) for part in parts] == [hyper_connection.Model, hyper_connection.DecoderLayer]
+    called = set()
+    names = ("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            operator = getattr(hyper_connection, name)
+
+            def counted(*args, _name=name, _operator=operator, **options):
+                called.add((_name, args[0].shape[0]))
+                return _operator(*args, **options)
+
+            stack.enter_context(mock.patch.object(hyper_connection, name, counted))
+        for part in parts:
+            warm.run_part(part, 3)
+    assert called == {(name, tokens) for name in names for tokens in (1, 2, 3)}
 
 
 def test_the_watch_names_the_layer_and_the_request(loaded):

@@ -122,7 +122,8 @@ def test_one_layer_of_each_kind_runs_before_requests(loaded):
         hook.remove()
     assert sorted(tokens for tokens, _ in calls) == sorted(list(range(1, 6)) * len(layers))
     assert all(not out.float().any() for _, out in calls)
-    assert warm.most_tokens(loaded.model.dsv4) == 64
+    most = loaded.config.scheduler_config.max_num_batched_tokens
+    assert warm.most_tokens(loaded.model.dsv4) == most
 
 
 def test_strict_refuses_what_is_left(tmp_path):
