@@ -228,8 +228,8 @@ def test_which_of_transformers_are_timed(monkeypatch):
     monkeypatch.setattr(transformers_attention, "step_us", step_us)
     asked = (None, (), ("QuACK",), ("Inductor",))
     named = {baselines: dataclasses.replace(OPTIONS, baselines=baselines) for baselines in asked}
-    for few in (None, ()):
-        assert transformers_attention.times(step, named[few]) == ({}, "")
+    for names in (None, ()):
+        assert transformers_attention.times(step, named[names]) == ({}, "")
     eager = {"transformers eager": 3.0}
     assert transformers_attention.times(step, named[("QuACK",)]) == (eager, "")
     said = "transformers inductor: RuntimeError: no"
