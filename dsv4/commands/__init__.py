@@ -49,7 +49,7 @@ def guarded(command: str, action: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, ImportError) as error:
         status = 2
         print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)
     except RuntimeError as error:

@@ -94,7 +94,10 @@ def run(options: argparse.Namespace) -> int:
     from dsv4.serving import Runner
     from dsv4.text import TextGenerator
 
-    task = _task(options)
+    try:
+        task = _task(options)
+    except TypeError as error:  # of a field in a file of messages
+        raise ValueError(str(error)) from error
     device = _device(options.device)
     began = time.perf_counter()
     # The runner below has graphs of its own.
