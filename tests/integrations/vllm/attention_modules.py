@@ -248,7 +248,7 @@ def metadata(module: Any, tables: Tables, step: Step, window: int) -> tuple[Any,
     closes = valid & ((positions + 1) % ratio == 0)
     entry = torch.where(closes, positions // ratio, 0)
     entries = torch.where(closes, slots(tables.compressed, BLOCK // ratio, entry), -1)
-    made[PREFIX] = DeepseekV4FlashMLAMetadata(
+    made[module.prefix] = DeepseekV4FlashMLAMetadata(
         num_reqs=len(step.pieces),
         max_query_len=max(n for *_, n in step.pieces),
         max_seq_len=longest,

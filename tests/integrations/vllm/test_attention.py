@@ -109,9 +109,14 @@ def runs(draw: st.DrawFn, sequences: int = 3, longest: int = 40) -> list[Step]:
 
 
 def own_outputs(
-    layer: Layer, sizes: Sizes, steps: list[Step], inputs: Any, device: str = "cpu"
+    layer: Layer,
+    sizes: Sizes,
+    steps: list[Step],
+    inputs: Any,
+    device: str = "cpu",
+    cache: PagedCache | None = None,
 ) -> list[torch.Tensor]:
-    cache = PagedCache(
+    cache = cache or PagedCache(
         layer.config,
         max_sequences=sizes.sequences,
         max_tokens=sizes.max_len,
