@@ -22,6 +22,7 @@ _LAZY = {
     "Item": "items",
     "LoadReport": "report",
     "MissingCheckpointError": "shards",
+    "convert": "converting",
     "fill": "filling",
     "load": "loading",
     "recover": "saving",
@@ -38,6 +39,7 @@ __all__ = [
     "Item",
     "LoadReport",
     "MissingCheckpointError",
+    "convert",
     "fill",
     "load",
     "recover",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
+    from dsv4.checkpoint.converting import convert as convert
     from dsv4.checkpoint.entries import Entry as Entry
     from dsv4.checkpoint.filling import fill as fill
     from dsv4.checkpoint.items import Item as Item

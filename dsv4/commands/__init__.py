@@ -13,14 +13,15 @@ import os
 import sys
 from collections.abc import Callable
 
-from dsv4.commands import checkpoints, env, generate, vllm_report
+from dsv4.commands import checkpoints, convert, env, generate, vllm_report
 
 _INTERRUPTED = 130  # as a shell says of SIGINT
-_MODULES = (generate, checkpoints, env, vllm_report)
+_MODULES = (generate, checkpoints, convert, env, vllm_report)
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "generate": generate.run,
     "inspect": checkpoints.run_inspect,
     "verify": checkpoints.run_verify,
+    "convert": convert.run,
     "env": env.run,
     "vllm-report": vllm_report.run,
 }
