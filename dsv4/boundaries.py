@@ -258,7 +258,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Copy to pinned memory on the current stream, without waiting for it; on a CPU at once."""
     if tensor.device.type == "cpu":
         return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 
 

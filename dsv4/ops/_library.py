@@ -316,7 +316,7 @@ OPERATIONS: dict[str, Operation] = {}
 
 def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     """Register an operator; the result runs it at once where torch would do nothing else."""
-    name, op, check, has_out = operation.name, operation.op, operation.check, operation.has_out
+    name, op, has_out = operation.name, operation.op, operation.has_out
     OPERATIONS[name] = operation
 
     def body(*flat: Any) -> Any:
@@ -357,7 +357,8 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
             return through_torch(args, backend, out)
         if has_out:
             return operation.run_record(args, backend, out)
-        if check is not None and args[0].is_cpu:
+        check = operation.check
+        if check is not None and args[0].is_cpu:  # ``check_values``, in this frame
             check(op, args)
         return dispatch.run(op, args, backend, None, reserve_sms)
 

@@ -152,7 +152,7 @@ def _pool_kernel(
 
 @fast_launch
 @triton.jit
-def _entry_kernel(
+def _paged_entry_kernel(
     pooled,
     positions,
     state_slots,
@@ -259,7 +259,7 @@ def _launch_entries(
     if args.entry_format == "fp8":
         block = cache_entries.block(dims)
     angles = row_tiles.as_rows(args.angles)
-    _entry_kernel[(pooled.shape[0],)](
+    _paged_entry_kernel[(pooled.shape[0],)](
         pooled,
         positions,
         state_slots,

@@ -112,10 +112,11 @@ def run_everything(model):
 
 def launched_of_experts(model, top_k, monkeypatch):
     """The same of packed experts."""
-    module = importlib.import_module("dsv4.ops.grouped_gemm")
+    plain = importlib.import_module("dsv4.ops.grouped_gemm")
+    fused = importlib.import_module("dsv4.ops.grouped_gemm_swiglu")
     result = []
 
-    def recording(name):
+    def recording(module, name):
         run = getattr(module, name)
 
         def record(args, *rest):
@@ -131,9 +132,9 @@ def launched_of_experts(model, top_k, monkeypatch):
 
         monkeypatch.setattr(module, name, record)
 
-    recording("_grouped_gemm")
-    recording("_grouped_gemm_swiglu")
-    recording("_grouped_gemm_swiglu_quantize")
+    recording(plain, "_grouped_gemm")
+    recording(fused, "_grouped_gemm_swiglu")
+    recording(fused, "_grouped_gemm_swiglu_quantize")
     run_everything(model)
     return result
 

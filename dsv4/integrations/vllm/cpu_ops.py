@@ -52,7 +52,8 @@ def _compute_slot_mapping(
     """Slot of each token, from the block of its position; -1 past the last token."""
     tokens = int(query_start_loc[-1])
     counts = query_start_loc.diff().long()
-    request = torch.repeat_interleave(torch.arange(len(counts)), counts, output_size=tokens)
+    numbers = torch.arange(len(counts), device="cpu")
+    request = torch.repeat_interleave(numbers, counts, output_size=tokens)
     position = positions[:tokens]
     blocks = block_table[request, position // block_size].long()
     slot_mapping[:tokens] = blocks * block_size + position % block_size

@@ -205,7 +205,7 @@ def _global_scale(layer: LinearBase) -> torch.Tensor:
     scales = layer.weight_scale_2.data
     if bool((scales == scales[0]).all()):
         return scales[:1].clone()
-    widths = torch.tensor(layer.logical_widths, device=scales.device)
+    widths = torch.tensor(layer.logical_widths, dtype=torch.int64, device=scales.device)
     return scales.repeat_interleave(widths)
 
 

@@ -86,7 +86,7 @@ def _run_experts(layer: DeepseekV4Experts, tokens: int) -> None:
     x = torch.zeros(tokens, layer.hidden_dim, dtype=torch.bfloat16, device=device)
     slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
     ids = layer.first_expert + slots % layer.num_local_experts
-    layer(x, ids, torch.ones(tokens, top_k, device=device))
+    layer(x, ids, torch.ones(tokens, top_k, dtype=torch.float32, device=device))
 
 
 def _device(layer: Linear | DeepseekV4Experts) -> torch.device:

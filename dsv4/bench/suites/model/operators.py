@@ -8,6 +8,7 @@ NVFP4_GEMM, FP8_GEMM, EXPERTS = "GEMM, NVFP4", "GEMM, FP8", "routed experts, gro
 ATTENTION, INDEXER, ROUTER = "attention", "indexer", "router"
 PERMUTATION, HYPER = "expert permutation", "hyper-connection"
 COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
+CHECKS = "checks for NaN"
 SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
 SAMPLING, PACKING = "sampling", "weight packing"
 CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
@@ -64,6 +65,8 @@ FUNCTIONS = {
     "_update_kernel": COMPRESSOR,
     "_entry_kernel": COMPRESSOR,
     "_windows_kernel": COMPRESSOR,
+    "_pool_kernel": COMPRESSOR,
+    "_paged_entry_kernel": COMPRESSOR,
     "_slots_kernel": CACHE,
     "_write_kernel": CACHE,
     "_read_kernel": CACHE,
@@ -94,6 +97,7 @@ FUNCTIONS = {
     "_unpack_kernel": DEQUANTIZE,
     "_decode_fp8_kernel": DEQUANTIZE,
     "_pack_kernel": PACKING,
+    "_mark_kernel": CHECKS,
     "_largest_kernel": SAMPLING,
     "_scores_kernel": SAMPLING,
     "_filter_kernel": SAMPLING,

@@ -32,7 +32,7 @@ class BlockPages(nn.Module, AttentionLayerBase):
         super().__init__()
         self.spec = spec
         self.capture_obstacle = "the model is not loaded"
-        self.kv_cache = torch.tensor([])
+        self.kv_cache = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._bound = bound
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
