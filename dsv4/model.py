@@ -17,6 +17,7 @@ from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers._module import wider
 from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
+from dsv4.layers.dspark import DeepseekV4DSpark, Taps
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
@@ -63,6 +64,8 @@ class DeepseekV4Model(nn.Module):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
+        *,
+        taps: Taps | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run all layers.
 
@@ -71,6 +74,7 @@ class DeepseekV4Model(nn.Module):
             position_ids: ``[B, S]`` or ``[1, S]``; by default those that follow the tokens of a
                 cache. A step has its own.
             past_key_values: None, the paged cache with this batch, or a transformers cache.
+            taps: Gets what a DSpark draft reads from some layers; None: nothing is computed.
 
         Returns:
             Normalised hidden states ``[B, S, H]`` and the streams before the head ``[B, S, n, H]``.
@@ -87,7 +91,7 @@ class DeepseekV4Model(nn.Module):
         tables = {
             label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
         }
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
                 input_ids,
@@ -95,6 +99,8 @@ class DeepseekV4Model(nn.Module):
                 position_ids=None if step else positions,
                 past_key_values=past_key_values,
             )
+            if taps is not None:
+                taps.take(number, streams)
         return self.norm(self.hc_head(streams)), streams
 
     def _positions(
@@ -111,11 +117,13 @@ class DeepseekV4Model(nn.Module):
 
 
 class DeepseekV4ForCausalLM(nn.Module):
-    """DeepSeek-V4 with its output head and its multi-token-prediction layers.
+    """DeepSeek-V4 with its output head and its draft layers.
+
+    These are layers of multi-token prediction, or the stages of a DSpark draft.
 
     Args:
         config: ``ModelConfig``, or transformers' ``DeepseekV4Config``.
-        mtp: Whether to hold the multi-token-prediction layers.
+        mtp: Whether to hold the draft layers.
 
     Attributes:
         load_report: Findings of ``dsv4.load``; None for a model that it did not make.
@@ -130,9 +138,17 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.model = DeepseekV4Model(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size)
         first, count = config.num_hidden_layers, config.num_nextn_predict_layers
-        self.mtp = nn.ModuleList(
-            DeepseekV4MTP(config, first + i) for i in range(count if mtp else 0)
-        )
+        self.mtp: nn.ModuleList
+        if mtp and config.dspark is not None:
+            self.mtp = DeepseekV4DSpark(config)
+        else:
+            layers = (DeepseekV4MTP(config, first + i) for i in range(count if mtp else 0))
+            self.mtp = nn.ModuleList(layers)
+
+    @property
+    def dspark(self) -> DeepseekV4DSpark | None:
+        """The stages of the DSpark draft, or None: ``dsv4.speculation.DSparkDraft`` runs them."""
+        return self.mtp if isinstance(self.mtp, DeepseekV4DSpark) else None
 
     @property
     def device(self) -> torch.device:
@@ -177,6 +193,11 @@ class DeepseekV4ForCausalLM(nn.Module):
             Logits ``[B, S, vocab]`` of the token after ``next_ids``, and the new streams.
         """
         _check_ids(next_ids, self.config.vocab_size, "next_ids")
+        if self.dspark is not None:
+            raise ValueError(
+                "draft: the model has a DSpark draft, wanted layers of multi-token prediction: "
+                "see dsv4.speculation.DSparkDraft"
+            )
         if not 0 <= layer < len(self.mtp):
             raise ValueError(
                 f"draft: layer is {layer}, wanted one of {len(self.mtp)} layers of multi-token "

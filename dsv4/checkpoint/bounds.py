@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dsv4.checkpoint import names
 from dsv4.checkpoint.entries import Entry
 from dsv4.checkpoint.shards import CheckpointError
-from dsv4.config import ModelConfig
+from dsv4.config import DSparkConfig, ModelConfig
 from dsv4.config.fields import INTEGERS
 
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
@@ -52,7 +52,9 @@ def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str
     _at_most(config, "num_hidden_layers", layer_count, "layers")
     drafts = sum(name.startswith("mtp.") for name in layers)
     # A checkpoint without any is left to the caller, who may not need them.
-    _at_most(config, "num_nextn_predict_layers", drafts or config.num_nextn_predict_layers, "MTP")
+    if config.dspark is None:
+        most = drafts or config.num_nextn_predict_layers
+        _at_most(config, "num_nextn_predict_layers", most, "MTP")
     experts = _experts(entries)
     if experts:
         _at_most(config, "n_routed_experts", experts, "routed experts")
@@ -64,6 +66,21 @@ def check(config: ModelConfig, entries: Mapping[str, Entry], stray: Sequence[str
             raise CheckpointError(
                 f"config.json: {name} is {getattr(config, name)}, but no tensor has a dimension "
                 f"of more than {largest}"
+            )
+    if config.dspark is not None and drafts:
+        _check_dspark(config.dspark, drafts, experts, largest)
+
+
+def _check_dspark(dspark: DSparkConfig, stages: int, experts: int, largest: int) -> None:
+    """Raise if a draft has more stages, experts or dimensions than the tensors."""
+    for name, value, most, what in (
+        ("dspark_target_layer_ids", dspark.stages, stages, "stages"),
+        ("dspark_n_routed_experts", dspark.n_routed_experts or 0, experts, "routed experts"),
+        ("dspark_markov_rank", dspark.markov_rank, largest, "columns at most"),
+    ):
+        if value > most:
+            raise CheckpointError(
+                f"config.json: {name} asks for {value} {what}, but the tensors have {most}"
             )
 
 

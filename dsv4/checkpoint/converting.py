@@ -15,6 +15,7 @@ from dsv4.checkpoint.mxfp4 import to_mxfp4
 from dsv4.checkpoint.pairs import Pairing
 from dsv4.checkpoint.progress import Progress
 from dsv4.checkpoint.reader import Checkpoint
+from dsv4.checkpoint.report import UNKNOWN, left_out
 from dsv4.checkpoint.saving import save
 from dsv4.checkpoint.shards import CheckpointError, Shards
 from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
@@ -34,8 +35,8 @@ def convert(
     """Write a checkpoint again in another layout, and compare what was written with the source.
 
     Memory holds a few matrices at a time. Values are quantised only where the layout needs it; what
-    ``save`` says of layouts holds. An interrupted conversion leaves the target as it was. A DSpark
-    draft head is left out, as ``load`` does.
+    ``save`` says of layouts holds. An interrupted conversion leaves the target as it was. Draft
+    layers, of MTP or DSpark, are converted as well.
 
     Args:
         source: Folder of a checkpoint in any layout that ``load`` reads.
@@ -64,6 +65,9 @@ def convert(
     with Checkpoint.open(source) as checkpoint:
         config = checkpoint.config()
         checkpoint.check_size(config)
+        for reason, left in {UNKNOWN: checkpoint.stray, **checkpoint.unused}.items():
+            if left:
+                left_out(checkpoint.path, len(left), reason)
         chosen = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
         bar = Progress("convert", checkpoint.nbytes, progress)
         save(
@@ -91,7 +95,7 @@ def _items(checkpoint: Checkpoint, layout: layouts.Layout, bar: Progress) -> Ite
     """
     for item, entry in zip(checkpoint.items(), checkpoint.entries.values(), strict=True):
         name, value, input_scale = item
-        if layout.name == "deepseek" and layout.own_format(name) == MXFP4 and input_scale is None:
+        if layout.own_format(name) == MXFP4 and input_scale is None:
             value = _as_mxfp4(value)
         yield name, value, input_scale
         bar.advance(entry.nbytes)

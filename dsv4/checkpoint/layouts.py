@@ -16,10 +16,10 @@ layout                 names         what a plain model becomes
 Each is described in specification, sections 11.5.1 to 11.5.4.
 
 Quantised weights are stored bitwise as they are, under the layout's names, with exceptions:
-``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4, a model's NVFP4
-experts become MXFP4 again where that is the layout's format for them and no value of their layer
-changes (``dsv4.checkpoint.items``), and gate and up of an MLP in NVFP4 get one global scale
-(``dsv4.checkpoint.pairs``), their values unchanged.
+``bf16`` dequantises, ``nvidia`` turns MXFP4 experts of the main layers into NVFP4 (those of MTP and
+DSpark stay), a model's NVFP4 experts become MXFP4 again where that is the layout's format for them
+and no value of their layer changes (``dsv4.checkpoint.items``), and gate and up of an MLP in NVFP4
+get one global scale (``dsv4.checkpoint.pairs``), their values unchanged.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ Matrix = torch.Tensor | QuantizedTensor
 LAYOUTS = ("nvidia", "deepseek", "transformers", "compressed-tensors", "bf16")
 _FP8 = re.compile(
     r"\.self_attn\.(q_a|q_b|kv|o_a|o_b)_proj\.weight$|\.indexer\.q_b_proj\.weight$"
-    r"|\.shared_experts\.\w+\.weight$|^mtp\.\d+\.[eh]_proj\.weight$"
+    r"|\.shared_experts\.\w+\.weight$|^mtp\.\d+\.(e|h|main)_proj\.weight$"
 )
 _FULL_NVFP4 = re.compile(
     r"\.self_attn\.(q_a|q_b|kv|o_b)_proj\.weight$|\.indexer\.q_b_proj\.weight$"
     r"|\.compressor\.(indexer\.)?(kv|gate)_proj\.weight$"
-    r"|\.shared_experts\.\w+\.weight$|^mtp\.\d+\.[eh]_proj\.weight$"
+    r"|\.shared_experts\.\w+\.weight$|^mtp\.\d+\.(e|h|main)_proj\.weight$"
 )
 
 

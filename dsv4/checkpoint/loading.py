@@ -11,7 +11,7 @@ import torch
 from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
 from dsv4.checkpoint.filling import FillRequest, check_all, fill_new
 from dsv4.checkpoint.reader import Checkpoint
-from dsv4.checkpoint.report import mtp_layers, report_of
+from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
@@ -44,7 +44,7 @@ def load(
 
     ``save`` and ``state_dict`` write a packed model as an unpacked one. MXFP4 weights that were
     converted are written as NVFP4 with the same values, and as MXFP4 by ``save`` with
-    ``layout="deepseek"`` (with ``"nvidia"``, those of MTP layers).
+    ``layout="deepseek"`` (with ``"nvidia"``, those of draft layers).
 
     Headers, shapes, dtypes and the sizes of files are checked, and values that no sound checkpoint
     holds (NaN, infinite weights, scales of 0) raise. safetensors has no checksum: a byte of a value
@@ -61,10 +61,10 @@ def load(
         activation: ``"bf16"`` or ``"nvfp4"``.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
             sinks, hyper-connections and biases are not rounded to it.
-        mtp: Multi-token-prediction layers. None loads those whose tensors are there, whatever
-            config.json says. True demands at least one, and as many as config.json says. False
-            leaves them out. This package has no layers for a DSpark draft head: None and False
-            leave it out, True raises.
+        mtp: Draft layers: those of multi-token prediction, or the stages of a DSpark draft, which
+            has their place. None loads those whose tensors are there, whatever config.json says of
+            their number; a DSpark draft without its fields in config.json is left out. True demands
+            a draft, and as many MTP layers as config.json says. False leaves them out.
         mxfp4: Conversion of MXFP4 weights, for which there are no packed kernels.
             ``"lossless"`` converts a matrix to NVFP4 if no value changes, which holds if the
             exponents of its block scales differ by at most 17; gate and up of an expert get one
@@ -136,8 +136,8 @@ def verify(path: str | Path, *, progress: bool = True) -> int:
     """
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint, "deepseek", "bf16", None)
-        model, ignore = _on_meta(config)
-        return check_all(model, checkpoint, ignore=ignore, progress=progress)
+        ignore = ignored_drafts(config)
+        return check_all(_on_meta(config), checkpoint, ignore=ignore, progress=progress)
 
 
 def _configuration(
@@ -149,8 +149,7 @@ def _configuration(
         CheckpointError: if the tensors are fewer, or the MTP layers that ``mtp`` demands missing.
     """
     config = checkpoint.config(numerics=numerics, activation=activation)
-    drafts = mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
-    config = config.replace(num_nextn_predict_layers=drafts)
+    config = draft_of(checkpoint, config, mtp)
     checkpoint.check_size(config)
     return config
 
@@ -159,20 +158,18 @@ def _filled(
     checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, progress: bool
 ) -> DeepseekV4ForCausalLM:
     """Build the model and fill it; its ``load_report`` says what was left out."""
-    model, ignore = _on_meta(config)
+    model, ignore = _on_meta(config), ignored_drafts(config)
     filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress)
-    drafts = config.num_nextn_predict_layers
-    model.load_report = report_of(checkpoint, drafts, request.input_scales, filled)
+    model.load_report = report_of(checkpoint, config, request.input_scales, filled)
     return model
 
 
-def _on_meta(config: ModelConfig) -> tuple[DeepseekV4ForCausalLM, tuple[str, ...]]:
-    """Build a model without memory; with it patterns of tensors that it need not have."""
+def _on_meta(config: ModelConfig) -> DeepseekV4ForCausalLM:
+    """Build a model without memory."""
     from dsv4.model import DeepseekV4ForCausalLM
 
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config)
-    return model, () if config.num_nextn_predict_layers else ("mtp.*", "model.mtp.*")
+        return DeepseekV4ForCausalLM(config)
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:

@@ -3,7 +3,8 @@
 The canonical name is transformers' (specification, section 10, with the prefix ``model.`` and one
 entry per expert: ``model.layers.3.mlp.experts.7.gate_proj.weight``). transformers has no MTP; its
 block is ``mtp.<i>.layer.*`` here, next to ``mtp.<i>.{e_proj,h_proj,enorm,hnorm,norm}.weight`` and
-``mtp.<i>.hc_head.*``.
+``mtp.<i>.hc_head.*``. Stages of a DSpark draft have the same names, but for what only it has:
+``main_proj`` and ``main_norm`` of the first, ``markov_head`` and ``confidence_head`` of the last.
 
 Files mix the two: transformers and the tools on top of it save original names below transformers'
 prefix, ``model.layers.3.attn.wq_a.weight``, and module names that its reverse mapping misses. So
@@ -51,8 +52,13 @@ _ROOT = {
     "norm.weight": "model.norm.weight",
     **{theirs: "model." + ours for theirs, ours in _HEAD.items()},
 }
+_DSPARK = (
+    *("main_proj.weight", "main_norm.weight", "confidence_head.proj.weight"),
+    *("markov_head.markov_w1.weight", "markov_head.markov_w2.weight"),
+)
 _MTP = {
     **{f"{p}.weight": f"{p}.weight" for p in ("e_proj", "h_proj", "enorm", "hnorm", "norm")},
+    **{name: name for name in _DSPARK},
     **_HEAD,
 }
 _EXPERT = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -104,7 +110,10 @@ _MTP_NAMES = {**_MTP, **{ours: ours for ours in _MTP.values()}}
 _BLOCK_NAMES = {**_BLOCK, **{ours: ours for ours in _BLOCK.values()}}
 
 _MTP_COPY = re.compile(r"(?:model\.)?mtp\.\d+\.(emb[^.]*|head|lm_head|shared_head)\.")
-_DSPARK = re.compile(r"(?:model\.)?mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\.")
+_DSPARK_PART = re.compile(
+    r"(?:model\.)?mtp\.\d+\.(main_proj|main_norm|markov_head|confidence_head)\."
+)
+_CONFIDENCE = re.compile(r"(?:model\.)?mtp\.\d+\.confidence_head\.")
 _OURS_LAYER = re.compile(r"(model\.layers\.\d+|mtp\.\d+)\.(.+)")
 _OURS_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _ROUTED = re.compile(r"\.mlp\.experts\.(?:\d+\.)?\w+_proj(?:\.weight)?$")
@@ -126,8 +135,13 @@ def is_mtp_copy(name: str) -> bool:
 
 
 def is_dspark(name: str) -> bool:
-    """Return whether a tensor of a file is one that only a DSpark draft head has."""
-    return _DSPARK.match(name) is not None
+    """Return whether a name, of a file or canonical, is of a part that only a DSpark draft has."""
+    return _DSPARK_PART.match(name) is not None
+
+
+def is_confidence(name: str) -> bool:
+    """Return whether a name, of a file or canonical, is of a DSpark draft's confidence head."""
+    return _CONFIDENCE.match(name) is not None
 
 
 def is_cache_scale(name: str) -> bool:
@@ -136,7 +150,7 @@ def is_cache_scale(name: str) -> bool:
 
 
 def is_mtp(name: str) -> bool:
-    """Return whether a canonical name belongs to an MTP layer."""
+    """Return whether a canonical name belongs to an MTP layer or a stage of a DSpark draft."""
     return name.startswith("mtp.")
 
 

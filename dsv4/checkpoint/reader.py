@@ -104,8 +104,18 @@ class Checkpoint:
 
     @property
     def has_dspark(self) -> bool:
-        """Whether there are tensors of a DSpark draft head, which takes the place of MTP."""
-        return any(names.is_dspark(name) for name in self.stray)
+        """Whether there are tensors of a DSpark draft, which takes the place of MTP."""
+        return any(map(names.is_dspark, (*self.entries, *self.stray)))
+
+    @property
+    def dspark_stages(self) -> int:
+        """Number of stages of a DSpark draft, found in the tensors."""
+        return len(self._draft_layers()) if self.has_dspark else 0
+
+    @property
+    def has_confidence_head(self) -> bool:
+        """Whether there are tensors of a DSpark draft's confidence head."""
+        return any(map(names.is_confidence, (*self.entries, *self.stray)))
 
     def _draft_layers(self) -> set[str]:
         return {names.layer_of(name) for name in self.entries if names.is_mtp(name)}

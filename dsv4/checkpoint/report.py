@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING
 from dsv4.checkpoint import names
 from dsv4.checkpoint.mxfp4 import Conversion
 from dsv4.checkpoint.shards import CheckpointError
+from dsv4.config import ModelConfig
+from dsv4.config.fields import DSPARK_REQUIRED
 from dsv4.layers.pack import Packing
 
 if TYPE_CHECKING:
     from dsv4.checkpoint.reader import Checkpoint
 
+UNKNOWN = "tensors of no known name"
 _logger = logging.getLogger("dsv4.checkpoint")
 
 
@@ -43,6 +47,7 @@ class LoadReport:
         packing: Layers that are packed, and why others are not; None with ``pack=False``.
         conversion: Conversions of MXFP4 matrices.
         path: The checkpoint's folder, from which ``save`` copies the tokenizer; None: unknown.
+        dspark_stages: Stages of the model's DSpark draft.
     """
 
     mtp_layers: int
@@ -51,6 +56,7 @@ class LoadReport:
     packing: Packing | None = None
     conversion: Conversion = field(default_factory=Conversion)
     path: Path | None = None
+    dspark_stages: int = 0
 
 
 def left_out(path: Path, number: int, reason: str) -> None:
@@ -58,8 +64,8 @@ def left_out(path: Path, number: int, reason: str) -> None:
     _logger.warning("%s: %d tensors left out: %s", path, number, reason)
 
 
-def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int:
-    """Return the number of MTP layers to load; see ``dsv4.checkpoint.load``.
+def draft_of(checkpoint: Checkpoint, config: ModelConfig, mtp: bool | None) -> ModelConfig:
+    """Return a configuration with the draft layers to load; see ``dsv4.checkpoint.load``.
 
     Raises:
         CheckpointError: if ``mtp`` is true and the layers are missing.
@@ -67,9 +73,51 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
     """
     if mtp not in (None, True, False):
         raise TypeError(f"mtp is {mtp!r}, wanted None, True or False")
+    if mtp is False:
+        return config.without_draft()
+    if checkpoint.has_dspark:
+        return _with_dspark(checkpoint, config, mtp)
+    if config.dspark is not None:
+        if mtp:
+            raise CheckpointError(
+                f"{checkpoint.path}: config.json has the fields of a DSpark draft, but no tensor "
+                "is one of its heads, and mtp=True demands draft layers; pass mtp=None to load "
+                "what is there"
+            )
+        _logger.warning(
+            "%s: config.json has the fields of a DSpark draft, but no tensor is one of its heads",
+            checkpoint.path,
+        )
+        config = config.replace(dspark=None)
+    layers = _mtp_layers(checkpoint, config.num_nextn_predict_layers, mtp)
+    return config.replace(num_nextn_predict_layers=layers)
+
+
+def _with_dspark(checkpoint: Checkpoint, config: ModelConfig, mtp: bool | None) -> ModelConfig:
+    """Return the configuration of a model with the DSpark draft of a checkpoint."""
+    dspark = config.dspark
+    if dspark is None:
+        if mtp:
+            raise CheckpointError(
+                f"{checkpoint.path} has a DSpark draft under mtp.*, but config.json has no "
+                f"{DSPARK_REQUIRED[0]}, and mtp=True demands draft layers; pass mtp=None to load "
+                "the main model alone"
+            )
+        return config.without_draft()
+    if dspark.confidence_head and not checkpoint.has_confidence_head:
+        _logger.warning(
+            "%s: the DSpark draft has no confidence head, so all of its tokens are verified",
+            checkpoint.path,
+        )
+        dspark = dataclasses.replace(dspark, confidence_head=False)
+    return config.replace(dspark=dspark)
+
+
+def _mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int:
+    """Return the number of MTP layers to load."""
     layers = checkpoint.mtp_layers
     if mtp is None:
-        if layers != configured and not checkpoint.has_dspark:
+        if layers != configured:
             _logger.warning(
                 "%s: num_nextn_predict_layers is %d, but tensors of %d MTP layers were found; "
                 "%d are loaded",
@@ -79,13 +127,6 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
                 layers,
             )
         return layers
-    if not mtp:
-        return 0
-    if checkpoint.has_dspark:
-        raise CheckpointError(
-            f"{checkpoint.path} has a DSpark draft head under mtp.*, for which this package has no "
-            "layers, but mtp=True demands MTP layers; pass mtp=None to load the main model alone"
-        )
     if layers == 0 or configured not in (0, layers):
         raise CheckpointError(
             f"{checkpoint.path} has tensors of {layers} MTP layers (mtp.*) and "
@@ -95,29 +136,53 @@ def mtp_layers(checkpoint: Checkpoint, configured: int, mtp: bool | None) -> int
     return layers
 
 
-def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Filled) -> LoadReport:
-    """Make the report of loading, and log it."""
+def ignored_drafts(config: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of draft tensors that the model of a configuration need not have."""
+    if not config.draft_layers:
+        return ("mtp.*", "model.mtp.*")
+    if config.dspark is not None and not config.dspark.confidence_head:
+        return ("mtp.*.confidence_head.*", "model.mtp.*.confidence_head.*")
+    return ()
+
+
+def report_of(
+    checkpoint: Checkpoint, config: ModelConfig, input_scales: str, filled: Filled
+) -> LoadReport:
+    """Make the report of loading a model of a configuration, and log it."""
     # ``fill`` has logged these.
     unused = {reason: len(tensors) for reason, tensors in checkpoint.unused.items()}
     others: dict[str, int] = {}
     dspark = checkpoint.has_dspark
-    if not mtp:
-        stray = [
-            name for name in checkpoint.stray if name.removeprefix("model.").startswith("mtp.")
-        ]
-        number = len(stray) + sum(map(names.is_mtp, checkpoint.entries))
-        reason = "MTP layers (mtp.*)"
-        if dspark:
-            reason = "a DSpark draft head (mtp.*), for which this package has no layers"
-        others[reason] = number
+    tensors = [n for n in (*checkpoint.entries, *checkpoint.stray) if _is_draft(n)]
+    if not config.draft_layers:
+        others[_left_out_draft(checkpoint)] = len(tensors)
+    elif config.dspark is not None and not config.dspark.confidence_head:
+        number = sum(map(names.is_confidence, tensors))
+        others["the confidence head, because enable_confidence_head is false"] = number
     if input_scales == "token":
         scales = [entry for entry in checkpoint.entries.values() if entry.input_scale]
         others["calibrated input scales, because of input_scales='token'"] = len(scales)
     others = {reason: number for reason, number in others.items() if number}
     for reason, number in others.items():
         left_out(checkpoint.path, number, reason)
+    stages = 0 if config.dspark is None else config.dspark.stages
+    layers = 0 if stages else config.num_nextn_predict_layers
     draft = "dspark" if dspark else "mtp" if checkpoint.has_mtp else "none"
-    _logger.info("%s: %d MTP layers loaded, draft: %s", checkpoint.path, mtp, draft)
+    loaded = f"{stages} DSpark stages" if stages else f"{layers} MTP layers"
+    _logger.info("%s: %s loaded, draft: %s", checkpoint.path, loaded, draft)
     counts = {**unused, **others}
     path = checkpoint.path.absolute()
-    return LoadReport(mtp, draft, counts, filled.packing, filled.conversion, path)
+    return LoadReport(layers, draft, counts, filled.packing, filled.conversion, path, stages)
+
+
+def _is_draft(name: str) -> bool:
+    return names.is_mtp(name.removeprefix("model."))
+
+
+def _left_out_draft(checkpoint: Checkpoint) -> str:
+    """Return the reason under which the tensors of an unused draft are counted."""
+    if not checkpoint.has_dspark:
+        return "MTP layers (mtp.*)"
+    if any(checkpoint.values.get(name) is not None for name in DSPARK_REQUIRED):
+        return "a DSpark draft (mtp.*)"
+    return f"a DSpark draft (mtp.*), because config.json has no {DSPARK_REQUIRED[0]}"

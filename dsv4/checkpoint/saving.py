@@ -56,7 +56,7 @@ def save(
     Plain weights are quantised as the layout requires; quantised ones are stored as they are (see
     ``dsv4.checkpoint.layouts`` for both), packed ones as if they were not packed. Experts that
     ``load`` converted from MXFP4 are stored as NVFP4 with the same values, or as MXFP4 again where
-    that is the layout's format: all in ``"deepseek"``, those of MTP layers in ``"nvidia"``.
+    that is the layout's format: all in ``"deepseek"``, those of draft layers in ``"nvidia"``.
 
     Gate and up of an MLP in NVFP4 get one global scale, because engines take one for both; where
     that would change a value they keep their own, and the logger ``dsv4.checkpoint`` warns once

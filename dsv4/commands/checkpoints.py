@@ -65,15 +65,20 @@ class _Group:
 
 def lines(checkpoint: Checkpoint) -> Iterator[str]:
     """What a checkpoint holds, a line each."""
+    from dsv4.checkpoint.report import UNKNOWN
+
     config = checkpoint.config()
     yield f"{checkpoint.path}: quantised by {checkpoint.producer}"
     yield (
         f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, "
         f"{config.n_routed_experts} experts, vocabulary {config.vocab_size}"
     )
-    draft = "a DSpark draft head" if checkpoint.has_dspark else "none"
+    draft = "none"
     if checkpoint.has_mtp:
         draft = f"{checkpoint.mtp_layers} MTP layers"
+    elif checkpoint.has_dspark:
+        confidence = "with" if checkpoint.has_confidence_head else "without"
+        draft = f"{checkpoint.dspark_stages} DSpark stages, {confidence} a confidence head"
     yield f"for speculation: {draft}"
     groups: dict[str, _Group] = {}
     for entry in checkpoint.entries.values():
@@ -83,7 +88,7 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
         group.nbytes += entry.nbytes
     for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
         yield f"{name}: {group.number} tensors, {_size(group.nbytes)}"
-    others = {"tensors of no known name": checkpoint.stray, **checkpoint.unused}
+    others = {UNKNOWN: checkpoint.stray, **checkpoint.unused}
     for reason, names in others.items():
         if names:
             yield f"{reason}: {len(names)}"

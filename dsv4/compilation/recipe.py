@@ -90,6 +90,7 @@ class Recipe:
             num_hidden_layers=len(chosen),
             layer_types=tuple(config.layer_types[i] for i in chosen),
             mlp_layer_types=tuple(config.mlp_layer_types[i] for i in chosen),
+            dspark=None,
         )
         return cls(short, model.dtype, (*named, *others))
 

@@ -214,7 +214,9 @@ def of_each_kind(config: ModelConfig) -> ModelConfig:
     """Return the configuration with one layer of each kind."""
     kinds = dict.fromkeys(zip(config.layer_types, config.mlp_layer_types, strict=True))
     types, routers = zip(*kinds, strict=True)
-    return config.replace(num_hidden_layers=len(kinds), layer_types=types, mlp_layer_types=routers)
+    return config.replace(
+        num_hidden_layers=len(kinds), layer_types=types, mlp_layer_types=routers, dspark=None
+    )
 
 
 def packed_model(config: ModelConfig, layout: str = FRAGMENTS) -> DeepseekV4ForCausalLM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsv4.config.dspark import DSparkConfig as DSparkConfig
 from dsv4.config.model_config import ACTIVATIONS as ACTIVATIONS
 from dsv4.config.model_config import CSA as CSA
 from dsv4.config.model_config import HCA as HCA

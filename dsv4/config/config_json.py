@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsv4.config import fields
+from dsv4.config.dspark import DSparkConfig, read_dspark
 from dsv4.config.fields import FIXED, OPTIONAL, REQUIRED, is_integer, is_number
 from dsv4.config.json_file import show
 
@@ -42,8 +43,10 @@ def parse(values: Mapping[str, Any]) -> dict[str, Any]:
     ]
     known_values = {name: values[name] for name in (*REQUIRED, *OPTIONAL) if name in values}
     if not problems:
+        known_values["dspark"] = read_dspark(values, problems)
+    if not problems:
         known_values["compress_rates"] = _read_rates(values, problems)
-        known_values["layer_types"] = _layer_types(values, known_values["compress_rates"], problems)
+        known_values["layer_types"] = _layer_types(known_values, values, problems)
         known_values["mlp_layer_types"] = _mlp_layer_types(values, problems)
         known_values.update(_ropes(values, problems))
     if problems:
@@ -124,8 +127,9 @@ def _types(values: Mapping[str, Any], name: str, problems: list[str]) -> tuple[s
 
 
 def _layer_types(
-    values: Mapping[str, Any], compress_rates: tuple[int, int], problems: list[str]
+    known_values: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]
 ) -> tuple[str, ...]:
+    compress_rates, dspark = known_values["compress_rates"], known_values["dspark"]
     types = _types(values, "layer_types", problems)
     ratios = values.get("compress_ratios")
     if ratios is None:
@@ -140,12 +144,7 @@ def _layer_types(
         problems.append(f"compress_ratios holds {', '.join(strange[:6])}, wanted {known}")
         return ()
     count = values["num_hidden_layers"]
-    total = count + values.get("num_nextn_predict_layers", 0)
-    if len(ratios) < total:
-        problems.append(
-            f"compress_ratios has {len(ratios)} entries, wanted at least {total} "
-            "(num_hidden_layers + num_nextn_predict_layers)"
-        )
+    problems.extend(_length_problems(len(ratios), count, values, dspark))
     if any(ratios[count:]):
         problems.append(
             f"compress_ratios is {show(list(ratios[count:]))} after the main layers, wanted zeros: "
@@ -155,6 +154,25 @@ def _layer_types(
     if values.get("layer_types") is not None and types != from_ratios:
         problems.append("layer_types contradicts compress_ratios")
     return from_ratios
+
+
+def _length_problems(
+    length: int, count: int, values: Mapping[str, Any], dspark: DSparkConfig | None
+) -> list[str]:
+    """Return what is wrong with the length of compress_ratios, which have draft layers, too.
+
+    num_nextn_predict_layers of published DSpark checkpoints is 1, whatever their stages are.
+    """
+    if dspark is None:
+        total = count + values.get("num_nextn_predict_layers", 0)
+        fits, asked = length >= total, f"at least {total} (num_hidden_layers + num_nextn_predict"
+        return [] if fits else [f"compress_ratios has {length} entries, wanted {asked}_layers)"]
+    if length == count + dspark.stages:
+        return []
+    return [
+        f"compress_ratios has {length} entries, which contradicts num_hidden_layers ({count}) and "
+        f"the {dspark.stages} stages of dspark_target_layer_ids"
+    ]
 
 
 def _mlp_layer_types(values: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
@@ -361,6 +379,7 @@ def _common(config: Mapping[str, Any]) -> dict[str, Any]:
     fixed = ("model_type", "scoring_func", "norm_topk_prob", "hidden_act", "attention_bias")
     values.update({name: FIXED[name][0] for name in (*fixed, "tie_word_embeddings")})
     values["architectures"] = ["DeepseekV4ForCausalLM"]
+    values.update(config["dspark"])
     values["rope_theta"] = config["rope_main"]["theta"]
     values["compress_rope_theta"] = config["rope_compress"]["theta"]
     return values
@@ -379,12 +398,13 @@ def deepseek_style(config: Mapping[str, Any]) -> dict[str, Any]:
     layers. A schedule that these cannot express also gets transformers' fields.
 
     Args:
-        config: Fields of a ModelConfig; its ropes as tables, its rates by layer type.
+        config: Fields of a ModelConfig; its ropes as tables, its rates by layer type, the fields
+            of its DSpark draft as config.json has them, and ``draft_layers``.
     """
     values, rates_by_type = _common(config), config["compress_rates"]
     by_type = {SLIDING: 0, **rates_by_type}
     values["compress_ratios"] = [by_type[t] for t in config["layer_types"]]
-    values["compress_ratios"] += [0] * config["num_nextn_predict_layers"]
+    values["compress_ratios"] += [0] * config["draft_layers"]
     routers = list(config["mlp_layer_types"])
     hashed = routers.count("hash_moe")
     if all(kind == "hash_moe" for kind in routers[:hashed]):

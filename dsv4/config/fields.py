@@ -73,6 +73,8 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1,),
     "n_shared_experts": (1,),
     "expert_dtype": ("fp4", "fp8", "bf16", None),
+    "markov_head_type": ("vanilla", None),
+    "sample_from_anchor": (True, None),
 }
 SCHEDULE = (
     "compress_ratios",
@@ -91,6 +93,15 @@ ROPE = (
     "qk_rope_head_dim",
     "partial_rotary_factor",
 )
+# The draft of the 0731 and 0813 releases, see ``dsv4.config.dspark``.
+DSPARK_REQUIRED = (
+    "dspark_block_size",
+    "dspark_noise_token_id",
+    "dspark_target_layer_ids",
+    "dspark_markov_rank",
+)
+DSPARK_EXPERTS = ("dspark_n_routed_experts", "dspark_num_experts_per_tok")
+DSPARK = (*DSPARK_REQUIRED, *DSPARK_EXPERTS, "enable_confidence_head")
 ALIASES = {"num_local_experts": "n_routed_experts"}
 # Fields about training, generation, a tool, or the file itself. The rule below would refuse their
 # names, or they are too common to warn about.
@@ -116,19 +127,16 @@ IGNORED = frozenset(
     """,
     )
 )
-# The draft head of the 0731 and 0813 releases.
-IGNORED_PREFIXES = ("dspark_",)
-DRAFT = ("enable_confidence_head", "markov_head_type", "sample_from_anchor")
-KNOWN = frozenset((*REQUIRED, *OPTIONAL, *FIXED, *IGNORED, *SCHEDULE, *ROPE, *ALIASES, *DRAFT))
+KNOWN = frozenset((*REQUIRED, *OPTIONAL, *FIXED, *IGNORED, *SCHEDULE, *ROPE, *ALIASES, *DSPARK))
 # Words of field names that speak of a part of the model.
 _PARTS = frozenset(
     re.findall(
         r"\w+",
         """
     act activation alpha alibi attention attn beta bias block cap chunk clamp compress
-    compressed conv cross dense depth dilation dim dims embed embedding embeddings engram eps
-    epsilon expert experts factor ffn freq gate gated gates gating group groups hash hc head
-    heads hidden hyper inner index indexer inter intermediate intermediates interleave
+    compressed conv cross dense depth dilation dim dims dspark embed embedding embeddings
+    engram eps epsilon expert experts factor ffn freq gate gated gates gating group groups hash
+    hc head heads hidden hyper inner index indexer inter intermediate intermediates interleave
     interleaved k kernel kv lambda latent layer layernorm layers limit limits linear local logit
     logits lora lm mask mhc mlp mix mixer modulation moe mrope mtp mult multiplier nextn ngram
     norm normalization normalize nope o pattern patterns position positional positions proj
@@ -173,11 +181,7 @@ def unknown(values: Mapping[str, Any]) -> list[str]:
 
     Other unknown fields are named in a warning, which Python shows once.
     """
-    names = [
-        str(name)
-        for name, value in values.items()
-        if name not in KNOWN and not str(name).startswith(IGNORED_PREFIXES) and value is not None
-    ]
+    names = [str(name) for name, value in values.items() if name not in KNOWN and value is not None]
     refused = sorted(name for name in names if _speaks_of_the_model(name))
     harmless = sorted(show(name) for name in set(names).difference(refused))
     if harmless:

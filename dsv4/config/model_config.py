@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dsv4.config import config_json
+from dsv4.config.dspark import DSparkConfig
 from dsv4.config.fields import MAX_INTEGER, is_number
 from dsv4.config.json_file import parse, read_bytes, show
 
@@ -128,6 +129,9 @@ class ModelConfig:
     ``"transformers"``; ``activation`` is what quantised linears multiply: ``"bf16"`` or
     ``"nvfp4"``.
 
+    ``dspark`` is the draft of the 0731 and 0813 releases, which has the place of MTP layers: then
+    ``num_nextn_predict_layers`` is what config.json says and counts nothing.
+
     ``layer_types`` and ``mlp_layer_types`` have no default, because a model with a wrong schedule
     runs and writes nonsense (pitfall 42). ``swiglu_limit`` None means no clamp.
 
@@ -172,6 +176,7 @@ class ModelConfig:
     initializer_range: float = 0.02
     numerics: str = "deepseek"
     activation: str = "bf16"
+    dspark: DSparkConfig | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.compress_rates, CompressRates):
@@ -183,6 +188,8 @@ class ModelConfig:
             object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
         self._check_numbers()
         problems = [*self._schedule_problems(), *self._shape_problems(), *self._mode_problems()]
+        if self.dspark is not None:
+            problems += self.dspark.contradictions(vars(self))
         if problems:
             raise ValueError("ModelConfig: " + "; ".join(problems))
 
@@ -356,6 +363,10 @@ class ModelConfig:
                 changes[name] = dataclasses.replace(getattr(self, name), dim=dim)
         return dataclasses.replace(self, **changes)
 
+    def without_draft(self) -> ModelConfig:
+        """Return a copy without draft layers."""
+        return self.replace(num_nextn_predict_layers=0, dspark=None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the config.json of DeepSeek or NVIDIA, without quantization_config."""
         return config_json.deepseek_style(self._plain())
@@ -373,12 +384,37 @@ class ModelConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("rope_main", "rope_compress"):
             values[name] = dataclasses.asdict(values[name])
+        values["dspark"] = {} if self.dspark is None else self.dspark.to_dict()
+        values["draft_layers"] = self.draft_layers
         return {**values, "compress_rates": dict(self.compress_rates)}
 
     @property
+    def draft_layers(self) -> int:
+        """MTP layers, or stages of a DSpark draft, never both."""
+        return self.num_nextn_predict_layers if self.dspark is None else self.dspark.stages
+
+    @property
     def total_layers(self) -> int:
-        """Main layers plus MTP layers; MTP layer i has the number ``num_hidden_layers + i``."""
-        return self.num_hidden_layers + self.num_nextn_predict_layers
+        """Main layers plus draft layers; draft layer i has the number ``num_hidden_layers + i``."""
+        return self.num_hidden_layers + self.draft_layers
+
+    @property
+    def raw_history(self) -> int:
+        """Positions before a sequence's end whose raw KV entries a later token may read.
+
+        A token sees itself and the ``sliding_window - 1`` before it. A DSpark block sees
+        ``sliding_window`` positions before its first row.
+        """
+        return self.sliding_window - (self.dspark is None)
+
+    @property
+    def stage(self) -> ModelConfig:
+        """The configuration of a DSpark stage's block: this one with the stage's experts."""
+        if self.dspark is None:
+            raise ValueError("ModelConfig.stage: dspark is None, wanted a DSpark draft")
+        experts = self.dspark.n_routed_experts or self.n_routed_experts
+        chosen = self.dspark.num_experts_per_tok or self.num_experts_per_tok
+        return self.replace(n_routed_experts=experts, num_experts_per_tok=chosen)
 
     @property
     def nope_head_dim(self) -> int:
@@ -391,12 +427,12 @@ class ModelConfig:
         return self.num_attention_heads // self.o_groups
 
     def layer_type(self, layer_idx: int) -> str:
-        """Return the attention type of a layer; MTP layers are ``"sliding_attention"``."""
+        """Return the attention type of a layer; draft layers are ``"sliding_attention"``."""
         self._check_layer(layer_idx)
         return self.layer_types[layer_idx] if layer_idx < self.num_hidden_layers else SLIDING
 
     def mlp_layer_type(self, layer_idx: int) -> str:
-        """Return ``"hash_moe"`` or ``"moe"``; MTP layers are ``"moe"``."""
+        """Return ``"hash_moe"`` or ``"moe"``; draft layers are ``"moe"``."""
         self._check_layer(layer_idx)
         return self.mlp_layer_types[layer_idx] if layer_idx < self.num_hidden_layers else "moe"
 
@@ -405,7 +441,7 @@ class ModelConfig:
         return self.compress_rates.get(self.layer_type(layer_idx), 0)
 
     def rope(self, layer_idx: int) -> RopeParameters:
-        """Return the layer's rotary table: plain for sliding and MTP layers, else YaRN's."""
+        """Return the layer's rotary table: plain for sliding and draft layers, else YaRN's."""
         return self.rope_compress if self.compress_rate(layer_idx) else self.rope_main
 
     def is_hash(self, layer_idx: int) -> bool:

@@ -296,6 +296,6 @@ def paged_cache_for(model: Any, **sizes: Any) -> PagedTransformersCache:
             "transformers' DeepseekV4ForCausalLM or DeepseekV4Model"
         )
     weight = model.get_input_embeddings().weight
-    config = attention[0][1].config.replace(num_nextn_predict_layers=0)
+    config = attention[0][1].config.without_draft()
     paged = PagedCache(config, device=weight.device, dtype=weight.dtype, **sizes)
     return PagedTransformersCache(paged)

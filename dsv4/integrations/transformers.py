@@ -44,7 +44,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
-from dsv4.config.fields import IGNORED_PREFIXES, KNOWN
+from dsv4.config.fields import KNOWN
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
 from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._guards import Guards, check_implementation
@@ -360,15 +360,11 @@ def _configuration(config: ModelConfig, numerics: str, activation: str) -> Model
     return config.replace(numerics=numerics, activation=activation)
 
 
-def _known(name: str) -> bool:
-    return name in KNOWN or name.startswith(IGNORED_PREFIXES)
-
-
 def _config_of(config: Any) -> ModelConfig:
     """The configuration of a transformers model, without attributes that only its user knows."""
     values = config.to_dict()
     declared = {f.name for f in dataclasses.fields(config)}
-    values = {name: v for name, v in values.items() if name in declared or _known(name)}
+    values = {name: v for name, v in values.items() if name in declared or name in KNOWN}
     limit = values.get("swiglu_limit")
     if limit == math.inf:
         values["swiglu_limit"] = None

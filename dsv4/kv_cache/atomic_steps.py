@@ -174,8 +174,8 @@ class AtomicSteps:
         return [self._tokens[row] if 0 <= row < len(self._tokens) else 0 for row in rows]
 
     def _window_low(self, tokens: int) -> int:
-        """Return the first position that the token at position ``tokens`` sees raw."""
-        return max(0, tokens - self.config.sliding_window + 1)
+        """Return the first position that the token, or a draft, at ``tokens`` sees raw."""
+        return max(0, tokens - self.config.raw_history)
 
     def _set_lengths(self, batch: Batch, new: torch.Tensor, lengths: torch.Tensor) -> None:
         row = batch.sequences.clamp(min=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,11 +21,17 @@ from dsv4.layers.norm import DeepseekV4RMSNorm
 class DeepseekV4DecoderLayer(nn.Module):
     """Attention and experts, each in a hyper-connection (specification, section 2)."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: Any,
+        layer_idx: int,
+        attention: Callable[[ModelConfig, int], DeepseekV4Attention] = DeepseekV4Attention,
+    ) -> None:
+        """Make the block's modules, with the default class of attention or another."""
         super().__init__()
         config = ModelConfig.of(config)
         self.layer_idx = layer_idx
-        self.self_attn = DeepseekV4Attention(config, layer_idx)
+        self.self_attn = attention(config, layer_idx)
         self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx)
         self.input_layernorm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DeepseekV4RMSNorm(

@@ -219,7 +219,7 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
             config = ModelConfig.from_path(path)
         except (OSError, ValueError) as error:
             raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
-        config = config.replace(num_nextn_predict_layers=0)
+        config = config.without_draft()
         return _Source(path.resolve().name, config, Weights(seed=seed), path)
     preset = options.preset or usual.preset
     if preset not in PRESETS:
