@@ -168,7 +168,9 @@ class DSparkDraft:
         hidden = self._hidden(anchors, self._layers(cache), sequences, positions)
         rows = self._chosen(hidden, anchors, positions, sample)
         tokens, logits = torch.stack(rows.tokens, 1), torch.stack(rows.logits, 1)
-        live = (sequences >= 0).unsqueeze(1).expand_as(tokens)
+        # From the first row on whose largest logit is NaN or infinite nothing is proposed.
+        finite = torch.isfinite(logits.amax(-1)).to(torch.int64).cumprod(-1) > 0
+        live = (sequences >= 0).unsqueeze(1) & finite
         if not rows.confidence:
             return Drafted(torch.where(live, tokens, -1), logits)
         raw = torch.stack(rows.confidence, 1)

@@ -63,9 +63,8 @@ class Oracle:
         for offset, row in enumerate(taps):
             g = rms(self.weight("0.main_proj.weight") @ row, self.weight("0.main_norm.weight"), eps)
             for stage, entries in enumerate(self.context):
-                entries[first + offset] = self._entry(
-                    f"{stage}.layer.self_attn.", g, first + offset
-                )
+                block, position = f"{stage}.layer.self_attn.", first + offset
+                entries[position] = self._entry(block, g, position)
 
     def _entry(self, block: str, x: torch.Tensor, position: int) -> torch.Tensor:
         kv = self.weight(f"{block}kv_proj.weight") @ x

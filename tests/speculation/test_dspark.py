@@ -10,6 +10,7 @@ import torch
 from dsv4.config import HCA, SLIDING
 from dsv4.kv_cache.paged_cache import Batch
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
+from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.kv_cache import fake_quantize_kv
 from dsv4.speculation import DSparkDraft
 from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
@@ -93,8 +94,8 @@ def test_taps_are_the_mean_of_the_streams_after_their_layers():
     plain_hidden, plain_streams = MODEL.model(torch.tensor([prompt(6)]))
     assert torch.equal(hidden, plain_hidden)
     assert torch.equal(streams, plain_streams)
+    MODEL.model(torch.tensor([[1]]), taps=taps)
     with pytest.raises(ValueError, match="4 layers were read, wanted 2"):
-        MODEL.model(torch.tensor([[1]]), taps=taps)
         taps.joined()
 
 
@@ -222,15 +223,27 @@ def test_temperatures_divide_the_logits_of_confidence():
 
 
 def test_a_nan_in_the_confidence_drops_the_tokens_from_there_on():
+    sequences = after(12)
+    temperatures = torch.tensor([1.0, 1.0, torch.nan, 1.0, 1.0])
+    drafted = sequences.propose({0: 3}, temperatures=temperatures, theta=torch.tensor(0.0))
+    whole = sequences.propose({0: 3})
+    assert drafted.tokens.tolist() == [[*whole.tokens[0, :2].tolist(), -1, -1, -1]]
+
+
+def test_logits_that_are_not_finite_drop_the_tokens_from_there_on():
     model = model_of(CONFIG)
     sequences = plain(model=model)
     sequences.step({0: prompt(12)})
-    second = int(sequences.propose({0: 3}).tokens[0, 1])
-    model.dspark.last.markov_head.markov_w1.weight[second] = torch.nan
-    model.dspark.last.markov_head.markov_w2.weight.zero_()  # so that logits stay
-    drafted = sequences.propose({0: 3}, theta=torch.tensor(0.0))
-    reached = drafted.tokens[0].tolist()
-    assert reached[2:] == [-1] * 3 or second not in reached[:4]
+    forced = [1, 2, 3, 4, 5]
+
+    def sample(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([forced[int(positions) - 13]])
+
+    assert sequences.propose({0: 7}, sample=sample).tokens.tolist() == [forced]
+    model.dspark.last.markov_head.markov_w1.weight[2] = torch.nan
+    cut = sequences.propose({0: 7}, sample=sample)
+    assert cut.tokens.tolist() == [[1, 2, -1, -1, -1]]
+    assert cut.lengths.tolist() == [2]
 
 
 def test_without_a_confidence_head_all_tokens_are_verified():
@@ -300,9 +313,9 @@ def test_pools_keep_the_page_of_the_oldest_position_that_a_draft_reads():
 def test_nothing_is_read_on_the_host():
     """The meta device has no values to read."""
     with torch.device("meta"):
-        model = model_of_meta = type(MODEL)(CONFIG).bfloat16()
+        model = DeepseekV4ForCausalLM(CONFIG).bfloat16()
     cache = model.new_cache(2, 256, max_chunk=16)
-    draft = DSparkDraft(model_of_meta)
+    draft = DSparkDraft(model)
     rows = torch.empty(3, dtype=torch.int64, device="meta")
     batch = Batch.decode(rows, rows)
     taps = Taps(DSPARK.target_layer_ids)
@@ -331,9 +344,9 @@ def test_errors_name_the_argument():
     draft, cache, one = sequences.draft, sequences.cache, torch.tensor([0])
     with pytest.raises(ValueError, match=r"sequences has shape \[2\]"):
         draft.draft(one, cache, torch.tensor([0, 1]), one)
+    taps = draft.taps()
+    MODEL.model(torch.tensor([prompt(6)]), taps=taps)
     with pytest.raises(ValueError, match="batch has 1 tokens, wanted 6"):
-        taps = draft.taps()
-        MODEL.model(torch.tensor([prompt(6)]), taps=taps)
         draft.commit(taps, cache, Batch.decode(one, one))
     with pytest.raises(ValueError, match="0 layers were read, wanted 3"):
         draft.commit(draft.taps(), cache, Batch.decode(one, one))
