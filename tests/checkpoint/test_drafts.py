@@ -21,36 +21,10 @@ def _without_mtp(tensors):
         del tensors[name]
 
 
-def _dspark(tensors):
-    """Three stages in place of the MTP layer, with the tensors that only they have."""
-    own = ("e_proj", "h_proj", "enorm", "hnorm", "norm.", "hc_head")
-    for name in [n for n in tensors if n.startswith("mtp.0.")]:
-        value, rest = tensors.pop(name), name.removeprefix("mtp.0.")
-        stages = [2] if rest.startswith(("norm.", "hc_head")) else [0, 1, 2]
-        if not rest.startswith(own) or stages == [2]:
-            tensors.update({f"mtp.{stage}.{rest}": value.clone() for stage in stages})
-    hidden = SMALL.hidden_size
-    tensors["mtp.0.main_proj.weight"] = torch.zeros(hidden, 3 * hidden).to(torch.float8_e4m3fn)
-    tensors["mtp.0.main_proj.scale"] = torch.ones(1, 2).to(torch.float8_e8m0fnu)
-    tensors["mtp.0.main_norm.weight"] = torch.ones(hidden)
-    for part in ("markov_w1", "markov_w2"):
-        tensors[f"mtp.2.markov_head.{part}.weight"] = torch.zeros(SMALL.vocab_size, 8)
-    tensors["mtp.2.confidence_head.proj.weight"] = torch.zeros(1, hidden + 8)
-
-
 def _configured(folder: Path, **changes) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return folder
-
-
-DSPARK_FIELDS = {
-    "dspark_block_size": 5,
-    "dspark_noise_token_id": 63,
-    "dspark_target_layer_ids": [0, 1, 2],
-    "dspark_markov_rank": 8,
-    "compress_ratios": [0, 4, 8, 0, 0, 0],
-}
 
 
 @pytest.fixture(scope="module")
@@ -63,13 +37,6 @@ def main(tmp_path_factory, whole) -> Path:
     folder = tmp_path_factory.mktemp("main") / "x"
     shutil.copytree(whole, folder)
     return edit(folder, _without_mtp)
-
-
-@pytest.fixture(scope="module")
-def dspark(tmp_path_factory, whole) -> Path:
-    folder = tmp_path_factory.mktemp("dspark") / "x"
-    shutil.copytree(whole, folder)
-    return _configured(edit(folder, _dspark), **DSPARK_FIELDS)
 
 
 def test_mtp_is_found_out_and_said(whole, caplog):
@@ -119,22 +86,6 @@ def test_mtp_that_is_left_out_is_said(whole, caplog):
     assert count > 20
     assert model.load_report.draft == "mtp"
     assert f"{count} tensors left out: {reason}" in caplog.text
-
-
-@pytest.mark.parametrize("mtp", [None, False])
-def test_the_main_model_of_a_dspark_checkpoint_loads_and_it_is_said(dspark, main, mtp, caplog):
-    model = load(dspark, mtp=mtp, progress=False)
-    assert_same_state(state(model), state(load(main, progress=False)))
-    assert model.load_report.draft == "dspark"
-    [(reason, count)] = model.load_report.left_out.items()
-    assert "DSpark" in reason
-    assert count > 60
-    assert f"{count} tensors left out: {reason}" in caplog.text
-
-
-def test_mtp_of_a_dspark_checkpoint_is_refused_with_the_reason(dspark):
-    with pytest.raises(CheckpointError, match=r"DSpark draft head .* no layers, but mtp=True"):
-        load(dspark, mtp=True, progress=False)
 
 
 def test_a_damaged_mtp_layer_is_still_an_error(whole, tmp_path):

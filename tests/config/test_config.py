@@ -7,13 +7,24 @@ import json
 import math
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dsv4.config import CSA, HCA, LAYER_TYPES, SLIDING, CompressRates, ModelConfig, RopeParameters
+from dsv4.config import (
+    CSA,
+    HCA,
+    LAYER_TYPES,
+    SLIDING,
+    CompressRates,
+    DSparkConfig,
+    ModelConfig,
+    RopeParameters,
+)
 from dsv4.config.config_json import producer
 
 PRESETS = {"tiny": ModelConfig.tiny(), "flash": ModelConfig.flash(), "pro": ModelConfig.pro()}
@@ -492,7 +503,7 @@ def test_a_quantisation_table_of_the_wrong_kind():
 def test_fields_without_effect_are_accepted():
     values = _with(
         compress_ratios=[*_with()["compress_ratios"], 0, 0],
-        dspark_block_size=5,
+        dspark_block_size=None,
         torch_dtype="bfloat16",
         use_cache=True,
         transformers_version="5.8.0",
@@ -502,6 +513,81 @@ def test_fields_without_effect_are_accepted():
         expert_dtype="fp4",
     )
     assert ModelConfig.from_dict(values) == PRESETS["flash"]
+
+
+DSPARK = DSparkConfig(
+    block_size=5, noise_token_id=128799, target_layer_ids=(40, 41, 42), markov_rank=256
+)
+
+
+def _draft(**changes):
+    """DeepSeek's file of Flash with a DSpark draft."""
+    values = ModelConfig.flash(dspark=DSPARK).to_dict()
+    return {k: v for k, v in {**values, **changes}.items() if v is not None}
+
+
+@pytest.mark.parametrize(
+    "dspark",
+    [
+        DSPARK,
+        replace(DSPARK, n_routed_experts=128, num_experts_per_tok=3),
+        replace(DSPARK, target_layer_ids=(3,), confidence_head=False),
+    ],
+)
+def test_a_dspark_draft_is_read_and_written(dspark):
+    config = ModelConfig.flash(dspark=dspark)
+    for values in (config.to_dict(), config.to_transformers_dict()):
+        assert ModelConfig.from_json(json.dumps(values)) == config
+    assert ModelConfig.of(transformers.DeepseekV4Config(**config.to_transformers_dict())) == (
+        config.replace(numerics="transformers")
+    )
+    assert hash(config) != hash(ModelConfig.flash())
+
+
+def test_stages_are_counted_by_the_target_layers():
+    config = ModelConfig.from_dict(_draft())
+    assert config.num_nextn_predict_layers == 1
+    assert (config.draft_layers, config.total_layers) == (3, 46)
+    assert config.to_dict()["compress_ratios"] == _draft()["compress_ratios"]
+    assert [config.layer_type(i) for i in (43, 44, 45)] == [SLIDING] * 3
+    assert config.rope(45) == config.rope_main
+    assert not config.is_hash(43)
+    assert (config.raw_history, ModelConfig.flash().raw_history) == (128, 127)
+    assert config.without_draft().total_layers == 43
+    assert ModelConfig.flash().dspark is ModelConfig.pro().dspark is None
+    many = ModelConfig.flash(dspark=replace(DSPARK, n_routed_experts=9, num_experts_per_tok=2))
+    assert (many.stage.n_routed_experts, many.stage.num_experts_per_tok) == (9, 2)
+    with pytest.raises(ValueError, match="stage: dspark is None"):
+        _ = ModelConfig.flash().stage
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dspark_block_size": None}, "dspark_block_size missing beside dspark_noise_token_id"),
+        ({"dspark_block_size": 0}, "dspark_block_size is 0, wanted an integer >= 1"),
+        ({"dspark_block_size": 65}, "dspark_block_size is 65, wanted at most 64"),
+        ({"dspark_noise_token_id": 129280}, "noise_token_id is 129280, wanted a token of the voc"),
+        ({"dspark_noise_token_id": True}, "noise_token_id is True, wanted an integer >= 0"),
+        ({"dspark_markov_rank": "256"}, "dspark_markov_rank is '256', wanted an integer >= 1"),
+        ({"dspark_target_layer_ids": [41, 42, 43]}, r"\[41, 42, 43\], wanted layers 0 to 42"),
+        ({"dspark_target_layer_ids": [42, 41, 40]}, "wanted a list of ascending layer numbers"),
+        ({"dspark_target_layer_ids": []}, "wanted a list of ascending layer numbers"),
+        ({"dspark_target_layer_ids": 40}, "wanted a list of ascending layer numbers"),
+        (
+            {"dspark_target_layer_ids": [41, 42]},
+            r"compress_ratios has 46 entries, which contradicts num_hidden_layers \(43\) and the 2",
+        ),
+        ({"dspark_n_routed_experts": 5}, "a DSpark stage chooses 6 of 5 experts"),
+        ({"enable_confidence_head": 1}, "enable_confidence_head is 1, wanted true or false"),
+        ({"markov_head_type": "gated"}, "markov_head_type is 'gated', wanted 'vanilla'"),
+        ({"sample_from_anchor": False}, "sample_from_anchor is False, wanted True"),
+        ({"dspark_gamma": 2}, "unknown field dspark_gamma"),
+    ],
+)
+def test_contradictory_fields_of_a_dspark_draft(changes, words):
+    with pytest.raises(ValueError, match=words):
+        ModelConfig.from_dict(_draft(**changes))
 
 
 def test_modes_and_replacement():

@@ -5,7 +5,7 @@ to fail. A number is that of a known pitfall (specification, section 15). "HF" a
 drop-in for transformers; "files" are errors with files that are replaced, or come from elsewhere;
 "load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
-"start" are errors of what is compiled ahead.
+"start" are errors of what is compiled ahead; "draft" are errors of DSpark.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .attention import MUTANTS as _ATTENTION
 from .bench import MUTANTS as _BENCH
 from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
+from .drafts import MUTANTS as _DRAFTS
 from .dropin import MUTANTS as _DROPIN
 from .files import MUTANTS as _FILES
 from .kernels import MUTANTS as _KERNELS
@@ -36,6 +37,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_KERNELS,
     *_CUBINS,
     *_BENCH,
+    *_DRAFTS,
     *_DROPIN,
     *_CHECKPOINTS,
     *_FILES,

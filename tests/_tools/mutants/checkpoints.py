@@ -123,7 +123,7 @@ MUTANTS = (
         "dsv4.checkpoint.reader:Checkpoint.mtp_layers",
         "0 if self.has_dspark else len(self._draft_layers())",
         "len(self._draft_layers())",
-        TESTS + "drafts.py::test_the_main_model_of_a_dspark_checkpoint_loads_and_it_is_said",
+        TESTS + "dspark.py::test_inspect_says_what_the_draft_is",
     ),
     Mutant(
         "checkpoint",
