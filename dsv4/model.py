@@ -147,7 +147,7 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     @property
     def dspark(self) -> DeepseekV4DSpark | None:
-        """The stages of the DSpark draft, or None: ``dsv4.speculation.DSparkDraft`` runs them."""
+        """The stages of the DSpark draft, or None; see ``dsv4.speculation.dspark``."""
         return self.mtp if isinstance(self.mtp, DeepseekV4DSpark) else None
 
     @property
@@ -196,7 +196,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         if self.dspark is not None:
             raise ValueError(
                 "draft: the model has a DSpark draft, wanted layers of multi-token prediction: "
-                "see dsv4.speculation.DSparkDraft"
+                "see dsv4.speculation.dspark.DSparkDraft"
             )
         if not 0 <= layer < len(self.mtp):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Configuration of DSpark, the draft of the 0731 and 0813 releases (specification, section 18)."""
+"""Configuration of DSpark, the draft of the 0731 and 0813 releases (specification, section 9.1)."""
 
 from __future__ import annotations
 
@@ -100,21 +100,21 @@ def read_dspark(values: Mapping[str, Any], problems: list[str]) -> DSparkConfig 
         problems: Sentences about missing, wrong and contradictory fields are added here.
     """
     names = (*DSPARK_REQUIRED, *DSPARK_EXPERTS)
-    found = {name: values[name] for name in names if values.get(name) is not None}
-    if not found:
+    present = {name: values[name] for name in names if values.get(name) is not None}
+    if not present:
         return None
-    missing = [name for name in DSPARK_REQUIRED if name not in found]
+    missing = [name for name in DSPARK_REQUIRED if name not in present]
     if missing:
-        problems.append(f"{', '.join(missing)} missing beside {next(iter(found))}")
+        problems.append(f"{', '.join(missing)} missing beside {next(iter(present))}")
         return None
     if values.get("enable_confidence_head") is not None:
-        found["enable_confidence_head"] = values["enable_confidence_head"]
-    wrong = list(_problems(found))
+        present["enable_confidence_head"] = values["enable_confidence_head"]
+    wrong = list(_problems(present))
     problems.extend(wrong)
     if wrong:
         return None
-    enabled = found.pop("enable_confidence_head", True)
-    fields = {name.removeprefix("dspark_"): value for name, value in found.items()}
+    enabled = present.pop("enable_confidence_head", True)
+    fields = {name.removeprefix("dspark_"): value for name, value in present.items()}
     return DSparkConfig(**fields, confidence_head=enabled)
 
 

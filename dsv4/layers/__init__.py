@@ -12,6 +12,7 @@ from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.calibrate import Calibration, calibrate
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
+from dsv4.layers.dspark import DeepseekV4DSpark
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.fusion import concatenated_linear, fused_linear, join_weights
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
@@ -30,6 +31,7 @@ __all__ = [
     "Calibration",
     "DeepseekV4Attention",
     "DeepseekV4CSACompressor",
+    "DeepseekV4DSpark",
     "DeepseekV4DecoderLayer",
     "DeepseekV4Experts",
     "DeepseekV4GroupedLinear",

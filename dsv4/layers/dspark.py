@@ -1,4 +1,4 @@
-"""DSpark, the draft of the 0731 and 0813 releases: its modules (specification, section 18).
+"""DSpark, the draft of the 0731 and 0813 releases: its modules (specification, section 9.1).
 
 A draft is some decoder blocks, the stages, over one block of rows per sequence. The first row has
 the token that was sampled last, the anchor, and the others a noise token; all see each other and
@@ -268,7 +268,7 @@ class DeepseekV4DSparkStage(nn.Module):
 class DeepseekV4DSpark(nn.ModuleList):
     """The stages of a DSpark draft; embedding and output head are the main model's.
 
-    ``dsv4.speculation.DSparkDraft`` runs it over a paged cache.
+    ``dsv4.speculation.dspark.DSparkDraft`` runs it over a paged cache.
     """
 
     def __init__(self, config: Any) -> None:

@@ -1,6 +1,6 @@
-"""Drafts by DSpark: the context of a step, then a block of tokens (specification, section 18).
+"""Drafts by DSpark: the context of a step, then a block of tokens (specification, section 9.1).
 
-A step of the main model fills ``taps``; ``commit`` stores the context of its tokens that are kept;
+A step of the main model fills ``taps``; ``commit`` stores the context of its accepted tokens;
 ``draft`` proposes the tokens after the one that was sampled last. Nothing here reads a tensor on
 the host, and all shapes follow from the number of sequences, so a step can be captured.
 """
@@ -29,12 +29,12 @@ Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def argmax(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Choose the most likely token: ``[B, vocab]`` to ``[B]``; the lowest of equal ones."""
+    """Choose the most likely token: ``[B, vocab]`` to ``[B]``."""
     return logits.argmax(-1)
 
 
 @dataclass(frozen=True, eq=False)
-class Drafted:
+class DSparkDrafts:
     """Tokens that a draft proposes, ``block_size`` for each sequence.
 
     Attributes:
@@ -91,9 +91,9 @@ class DSparkDraft:
 
     @torch.inference_mode()
     def commit(
-        self, taps: Taps, cache: PagedCache, batch: Batch, kept: torch.Tensor | None = None
+        self, taps: Taps, cache: PagedCache, batch: Batch, accepted: torch.Tensor | None = None
     ) -> None:
-        """Store the context of a step's tokens that are kept.
+        """Store the context of a step's tokens that are accepted.
 
         Rejected tokens need no other treatment: a later draft reads positions before its anchor
         alone. Tokens that no later draft can read are left out.
@@ -102,8 +102,8 @@ class DSparkDraft:
             taps: What the forward of the step filled.
             cache: The cache of the model.
             batch: The step's tokens.
-            kept: ``[B]`` int, how many of each entry's new tokens are kept, on the device; None:
-                all.
+            accepted: ``[B]`` int, how many of each entry's new tokens stay, on the device, as for
+                ``PagedCache.advance``; None: all.
 
         Raises:
             ValueError: if a shape is wrong or the cache has no layers for the stages.
@@ -116,7 +116,7 @@ class DSparkDraft:
             )
         context = self._stages.context(joined)
         tables = self._attention.rotary_emb(context, batch.positions)
-        sequences = _context_rows(batch, kept, self.model.config.sliding_window)
+        sequences = _context_rows(batch, accepted, self.model.config.sliding_window)
         for attention, layer in zip(self._stages.attentions(), layers, strict=True):
             slots = layer.window_write_slots(sequences, batch.positions)
             attention.write_context(context, tables, layer, slots)
@@ -132,7 +132,7 @@ class DSparkDraft:
         sample: Sample = argmax,
         theta: torch.Tensor | None = None,
         temperatures: torch.Tensor | None = None,
-    ) -> Drafted:
+    ) -> DSparkDrafts:
         """Draft the tokens after the anchors.
 
         Always all rows of a block are computed, because they see each other. ``theta`` decides how
@@ -172,14 +172,14 @@ class DSparkDraft:
         finite = torch.isfinite(logits.amax(-1)).to(torch.int64).cumprod(-1) > 0
         live = (sequences >= 0).unsqueeze(1) & finite
         if not rows.confidence:
-            return Drafted(torch.where(live, tokens, -1), logits)
+            return DSparkDrafts(torch.where(live, tokens, -1), logits)
         raw = torch.stack(rows.confidence, 1)
         confidence = torch.sigmoid(raw if temperatures is None else raw / temperatures)
         survival = confidence.cumprod(-1)
         if theta is not None:
             # A product with a NaN is NaN from there on, which is not at least theta.
             live = live & (survival >= theta)
-        return Drafted(torch.where(live, tokens, -1), logits, confidence, survival)
+        return DSparkDrafts(torch.where(live, tokens, -1), logits, confidence, survival)
 
     @property
     def _attention(self) -> DeepseekV4DSparkAttention:
@@ -254,10 +254,10 @@ class _Rows:
     confidence: list[torch.Tensor]
 
 
-def _context_rows(batch: Batch, kept: torch.Tensor | None, window: int) -> torch.Tensor:
+def _context_rows(batch: Batch, accepted: torch.Tensor | None, window: int) -> torch.Tensor:
     """Return the cache row of each token that a later draft may read, -1 for others: ``[T]``."""
     new = batch.cu_seqlens.diff()
-    ends = batch.starts + (new if kept is None else kept)
+    ends = batch.starts + (new if accepted is None else accepted)
     token = torch.arange(batch.positions.shape[0], device=ends.device)
     entry = torch.searchsorted(batch.cu_seqlens, token, right=True) - 1
     last = ends[entry.clamp(max=ends.shape[0] - 1)]

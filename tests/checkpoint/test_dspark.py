@@ -115,8 +115,8 @@ def test_the_draft_is_loaded_as_it_is_stored(folders, layout, mxfp4, caplog):
                     assert torch.equal(dequantize(part, wide), dequantize(stored, wide))
         for name in OWN:
             value, loaded = checkpoint.read(name), _value(model, name)
-            for one in (value, loaded):
-                assert isinstance(one, QuantizedTensor) == name.endswith("main_proj.weight")
+            for matrix in (value, loaded):
+                assert isinstance(matrix, QuantizedTensor) == name.endswith("main_proj.weight")
             if isinstance(value, QuantizedTensor):
                 value, loaded = dequantize(value), dequantize(loaded)
             assert torch.equal(value.float(), loaded.float()), name

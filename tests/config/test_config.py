@@ -555,8 +555,8 @@ def test_stages_are_counted_by_the_target_layers():
     assert (config.raw_history, ModelConfig.flash().raw_history) == (128, 127)
     assert config.without_draft().total_layers == 43
     assert ModelConfig.flash().dspark is ModelConfig.pro().dspark is None
-    many = ModelConfig.flash(dspark=replace(DSPARK, n_routed_experts=9, num_experts_per_tok=2))
-    assert (many.stage.n_routed_experts, many.stage.num_experts_per_tok) == (9, 2)
+    other = ModelConfig.flash(dspark=replace(DSPARK, n_routed_experts=9, num_experts_per_tok=2))
+    assert (other.stage.n_routed_experts, other.stage.num_experts_per_tok) == (9, 2)
     with pytest.raises(ValueError, match="stage: dspark is None"):
         _ = ModelConfig.flash().stage
 

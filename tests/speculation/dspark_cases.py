@@ -10,7 +10,7 @@ import torch
 from dsv4.config import CSA, HCA, SLIDING, DSparkConfig, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.speculation import DSparkDraft
+from dsv4.speculation.dspark import DSparkDraft
 from dsv4.testing.models import random_model
 
 DSPARK = DSparkConfig(block_size=5, noise_token_id=47, target_layer_ids=(0, 1, 2), markov_rank=8)
@@ -54,7 +54,7 @@ class Sequences:
 
     @torch.inference_mode()
     def step(
-        self, pieces: dict[int, list[int]], kept: dict[int, int] | None = None
+        self, pieces: dict[int, list[int]], accepted: dict[int, int] | None = None
     ) -> torch.Tensor:
         """Process new tokens of some rows and commit their context; taps ``[T, layers * H]``."""
         rows, lengths = list(pieces), [len(piece) for piece in pieces.values()]
@@ -64,7 +64,7 @@ class Sequences:
         ids = torch.tensor([[token for piece in pieces.values() for token in piece]])
         taps = self.draft.taps()
         self.draft.model.model(ids, None, CacheStep(self.cache, batch), taps=taps)
-        counts = None if kept is None else torch.tensor([kept[row] for row in rows])
+        counts = None if accepted is None else torch.tensor([accepted[row] for row in rows])
         self.cache.advance(batch)
         self.draft.commit(taps, self.cache, batch, counts)
         return taps.joined()[0]

@@ -1,4 +1,4 @@
-"""DSpark in float64 from its formulas (specification, section 18): loops, no operator of dsv4.
+"""DSpark in float64 from its formulas (specification, section 9.1): loops, no operator of dsv4.
 
 Weights come from ``state_dict`` alone. One sequence at a time.
 """
@@ -100,8 +100,8 @@ class Oracle:
             pre, post, comb = self._coefficients(f"{prefix}{hc}", streams)
             x = rms((pre[..., None] * streams).sum(1), self.weight(f"{prefix}{norm}.weight"), eps)
             out = part(stage, x, position)
-            kept = torch.einsum("tjk,tjh->tkh", comb, streams)
-            streams = post[..., None] * out[:, None] + kept
+            mixed = torch.einsum("tjk,tjh->tkh", comb, streams)
+            streams = post[..., None] * out[:, None] + mixed
         return streams
 
     def _coefficients(self, name: str, streams: torch.Tensor) -> tuple[torch.Tensor, ...]:

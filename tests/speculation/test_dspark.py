@@ -12,7 +12,7 @@ from dsv4.kv_cache.paged_cache import Batch
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.kv_cache import fake_quantize_kv
-from dsv4.speculation import DSparkDraft
+from dsv4.speculation.dspark import DSparkDraft
 from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
 from tests.speculation.dspark_oracle import Oracle
 
@@ -33,7 +33,7 @@ def plain(count: int = 1, model=MODEL, **options) -> Sequences:
 
 
 def after(count: int) -> Sequences:
-    """A sequence of so many tokens."""
+    """A sequence with that number of tokens."""
     sequences = plain()
     sequences.step({0: prompt(count)})
     return sequences
@@ -83,14 +83,14 @@ def test_taps_are_the_mean_of_the_streams_after_their_layers():
         layer.register_forward_hook(lambda *call: outputs.append(call[-1]))
         for layer in MODEL.model.layers
     ]
-    taps = Taps((0, 2))
+    taps = Taps((1, 2))
     try:
         hidden, streams = MODEL.model(torch.tensor([prompt(6)]), taps=taps)
     finally:
         for hook in hooks:
             hook.remove()
-    wanted = [sum(outputs[i][:, :, k] for k in range(4)) / 4 for i in (0, 2)]
-    same(taps.joined(), torch.cat(wanted, -1), 1e-14)
+    means = [sum(outputs[i][:, :, k] for k in range(4)) / 4 for i in (1, 2)]
+    same(taps.joined(), torch.cat(means, -1), 1e-14)
     plain_hidden, plain_streams = MODEL.model(torch.tensor([prompt(6)]))
     assert torch.equal(hidden, plain_hidden)
     assert torch.equal(streams, plain_streams)
@@ -126,11 +126,11 @@ def test_a_draft_reads_a_window_before_the_anchor_and_nothing_else(stage):
     entries = layer.window.data.view(-1, CONFIG.head_dim)
     for position, matters in ((20 - WINDOW - 1, False), (20 - WINDOW, True), (19, True)):
         slot = layer.window_write_slots(torch.tensor([0]), torch.tensor([position]))
-        kept = entries[slot].clone()
-        entries[slot] = torch.nan if not matters else kept + 1
+        entry = entries[slot].clone()
+        entries[slot] = torch.nan if not matters else entry + 1
         logits = sequences.propose({0: 3}).logits
         assert torch.equal(logits, before.logits) != matters, position
-        entries[slot] = kept
+        entries[slot] = entry
     slots = layer.window_write_slots(torch.zeros(5, dtype=torch.int64), torch.arange(20, 25))
     entries[slots] = torch.nan  # those of the block itself are elsewhere
     assert torch.equal(sequences.propose({0: 3}).logits, before.logits)
@@ -264,29 +264,29 @@ def test_sequences_do_not_see_each_other_and_padding_drafts_nothing():
     both.step({1: prompt(13, 1), 0: prompt(4)})
     untouched = [layer.window.data.clone() for layer in both.cache.layers]
     together = both.propose({1: 4, -1: 9, 0: 3}, theta=torch.tensor(0.0))
-    for place, row in ((0, 1), (2, 0)):
-        same(together.logits[place], alone[row].logits[0])
-        assert together.tokens[place].tolist() == alone[row].tokens[0].tolist()
+    for number, row in ((0, 1), (2, 0)):
+        same(together.logits[number], alone[row].logits[0])
+        assert together.tokens[number].tolist() == alone[row].tokens[0].tolist()
     assert together.tokens[1].tolist() == [-1] * 5
     assert together.lengths.tolist() == [5, 0, 5]
     for layer, data in zip(both.cache.layers, untouched, strict=True):
         assert torch.equal(layer.window.data, data)  # a draft writes nothing to the cache
 
 
-@pytest.mark.parametrize("kept", [1, 2, 4])
-def test_the_context_of_rejected_tokens_is_never_stored(kept):
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_the_context_of_rejected_tokens_is_never_stored(accepted):
     straight, rejected = after(10), after(10)
     tokens = prompt(4, 5)
     stages = slice(CONFIG.num_hidden_layers, None)
-    straight.step({0: tokens[:kept]})
+    straight.step({0: tokens[:accepted]})
     before = [layer.window.data.clone() for layer in rejected.cache.layers[stages]]
-    rejected.step({0: tokens}, kept={0: kept})
-    rejected.cache.lengths[0] = 10 + kept
+    rejected.step({0: tokens}, accepted={0: accepted})
+    rejected.cache.lengths[0] = 10 + accepted
     for layer, data in zip(rejected.cache.layers[stages], before, strict=True):
         slots = layer.window_write_slots(torch.zeros(4, dtype=torch.int64), torch.arange(10, 14))
         now, was = (d.view(-1, CONFIG.head_dim)[slots] for d in (layer.window.data, data))
-        assert torch.equal(now[kept:], was[kept:])
-        assert not torch.equal(now[:kept], was[:kept])
+        assert torch.equal(now[accepted:], was[accepted:])
+        assert not torch.equal(now[:accepted], was[:accepted])
     same(rejected.propose({0: 3}).logits, straight.propose({0: 3}).logits)
 
 
@@ -321,7 +321,7 @@ def test_nothing_is_read_on_the_host():
     taps = Taps(DSPARK.target_layer_ids)
     for layer in range(3):
         taps.take(layer, torch.empty(1, 3, 4, 32, dtype=torch.bfloat16, device="meta"))
-    draft.commit(taps, cache, batch, kept=rows)
+    draft.commit(taps, cache, batch, accepted=rows)
     theta = torch.empty((), device="meta")
     drafted = draft.draft(rows, cache, rows, rows, theta=theta)
     assert drafted.tokens.shape == (3, 5)
@@ -341,20 +341,20 @@ def test_a_bfloat16_draft_is_near_the_one_in_float64():
 
 def test_errors_name_the_argument():
     sequences = after(6)
-    draft, cache, one = sequences.draft, sequences.cache, torch.tensor([0])
+    draft, cache, zero = sequences.draft, sequences.cache, torch.tensor([0])
     with pytest.raises(ValueError, match=r"sequences has shape \[2\]"):
-        draft.draft(one, cache, torch.tensor([0, 1]), one)
+        draft.draft(zero, cache, torch.tensor([0, 1]), zero)
     taps = draft.taps()
     MODEL.model(torch.tensor([prompt(6)]), taps=taps)
     with pytest.raises(ValueError, match="batch has 1 tokens, wanted 6"):
-        draft.commit(taps, cache, Batch.decode(one, one))
+        draft.commit(taps, cache, Batch.decode(zero, zero))
     with pytest.raises(ValueError, match="0 layers were read, wanted 3"):
-        draft.commit(draft.taps(), cache, Batch.decode(one, one))
+        draft.commit(draft.taps(), cache, Batch.decode(zero, zero))
     plain_model = model_of(CONFIG.without_draft())
     with pytest.raises(ValueError, match="model has no DSpark draft"):
         DSparkDraft(plain_model)
     with pytest.raises(ValueError, match="cache has 0 layers after the main ones, wanted 3"):
-        draft.draft(one, plain_model.new_cache(1, 64), one, one)
+        draft.draft(zero, plain_model.new_cache(1, 64), zero, zero)
     with pytest.raises(ValueError, match="has a DSpark draft, wanted layers of multi-token"):
         MODEL.draft(torch.tensor([[1]]), torch.zeros(1, 1, 4, 32, dtype=torch.float64))
     attention = MODEL.dspark.attentions()[0]

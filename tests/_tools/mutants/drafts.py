@@ -121,7 +121,7 @@ MUTANTS = (
         "draft",
         "the context of rejected tokens is stored",
         DRAFT + "_context_rows",
-        "new if kept is None else kept",
+        "new if accepted is None else accepted",
         "new",
         DRAFTING + "the_context_of_rejected_tokens_is_never_stored",
     ),
