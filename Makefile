@@ -54,8 +54,8 @@ quick: $(READY)
 	HYPOTHESIS_PROFILE=quick OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(READY)
-	$(BIN)/ruff check dsv4 tests tools
-	$(BIN)/ruff format --check dsv4 tests tools
+	$(BIN)/ruff check dsv4 tests tools examples
+	$(BIN)/ruff format --check dsv4 tests tools examples
 	$(BIN)/mypy
 	$(BIN)/python tools/words.py
 
@@ -72,8 +72,8 @@ mutants traps: $(READY)
 	$(BIN)/python -m tests._tools.mutants
 
 format: $(READY)
-	$(BIN)/ruff check --fix dsv4 tests tools
-	$(BIN)/ruff format dsv4 tests tools
+	$(BIN)/ruff check --fix dsv4 tests tools examples
+	$(BIN)/ruff format dsv4 tests tools examples
 
 test-newest:
 	rm -rf .venv-newest
