@@ -8,6 +8,8 @@
 # make constraints  the same; if all pass, write their versions to constraints/
 # make docs         the site of docs/ in build/site, from an environment of its own, .venv-docs
 # make test-vllm    the tests of the vLLM plugin with vLLM on the CPU, in .venv-vllm
+# make dist         wheel and source distribution in dist/, their contents checked
+# make release-check  builds both, installs each in an empty environment and uses it: five minutes
 #
 # Each makes its environment first and needs Python and git alone. All before test-newest install the
 # versions in constraints/, one file per minor release of Python; test-vllm takes
@@ -42,7 +44,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs test-vllm clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs test-vllm dist release-check clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -95,6 +97,19 @@ DOCS_REQUIREMENTS := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS_REQUIREMENTS)
 	touch $@
 
+dist: .venv-dist/.ready
+	rm -f dist/dsv4-[0-9]*
+	.venv-dist/bin/python -m build --no-isolation --outdir dist .
+	$(PYTHON) tools/release_contents.py dist
+
+.venv-dist/.ready:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build "hatchling>=1.25"
+	touch $@
+
+release-check: dist
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/release_check.sh dist
+
 # vLLM without its dependencies: most are for GPUs, and those that a CPU needs are in the list.
 VLLM_READY := .venv-vllm/.ready
 VLLM_PIP := .venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check
@@ -129,4 +144,4 @@ constraints/%.txt:
 	@exit 1
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .venv-docs .venv-dist .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build

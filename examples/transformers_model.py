@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from dsv4.integrations.transformers import from_pretrained, paged_cache
+from dsv4.integrations.transformers import from_pretrained
 from dsv4.text import Tokenizer
 from dsv4.text.markers import BOS
 
@@ -35,8 +35,6 @@ def main() -> None:
         torch.tensor([ids], device=device),
         max_new_tokens=options.max_new_tokens,
         do_sample=False,
-        # dsv4's pages in place of transformers' cache; without this argument generate works, too.
-        past_key_values=paged_cache(model, max_tokens=len(ids) + options.max_new_tokens),
     )
     print(tokenizer.decode(tokens[0].tolist()))
 
