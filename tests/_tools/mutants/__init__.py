@@ -5,7 +5,7 @@ to fail. A number is that of a known pitfall (specification, section 15). "HF" a
 drop-in for transformers; "files" are errors with files that are replaced, or come from elsewhere;
 "load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
-"start" are errors of what is compiled ahead.
+"start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .mutant import Mutant
 from .quantisation import MUTANTS as _QUANTISATION
 from .starting import MUTANTS as _STARTING
 from .state import MUTANTS as _STATE
+from .texts import MUTANTS as _TEXTS
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
 
@@ -43,5 +44,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_LAYERING,
     *_LOADING,
     *_STARTING,
+    *_TEXTS,
 )
 REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
