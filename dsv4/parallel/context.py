@@ -8,6 +8,10 @@ from typing import Any, Protocol
 import torch
 
 
+class RankError(RuntimeError):
+    """Another rank failed, ended or did not answer; this one cannot go on without it."""
+
+
 class Group(Protocol):
     """Ranks that exchange tensors and small values; every rank makes the same calls in order."""
 

@@ -63,9 +63,7 @@ RULES = (
         "n_routed_experts",
         _MLP + r"experts\.(?:(?P<expert>\d+)\.(?:gate|up|down)_proj\.weight|(?:gate_up|down)_proj)",
     ),
-    _rule(
-        Axis.ROWS, "moe_intermediate_size", _MLP + r"shared_experts\.(?:gate|up)_proj\.weight"
-    ),
+    _rule(Axis.ROWS, "moe_intermediate_size", _MLP + r"shared_experts\.(?:gate|up)_proj\.weight"),
     _rule(Axis.COLUMNS, "moe_intermediate_size", _MLP + r"shared_experts\.down_proj\.weight"),
     _rule(Axis.WHOLE, "", _ATTENTION + r"(?:q_a_proj|q_a_norm|kv_proj|kv_norm)\.weight"),
     _rule(Axis.WHOLE, "", _ATTENTION + r"compressor\..+"),
