@@ -35,7 +35,7 @@ def agree(context: ParallelContext, values: Mapping[str, Any]) -> None:
     ours = {name: repr(value) for name, value in values.items()}
     first, *others = context.group.exchange(ours)
     for rank, theirs in enumerate(others, 1):
-        for name in sorted({*first, *theirs}):
+        for name in dict.fromkeys((*first, *theirs)):
             if first.get(name) != theirs.get(name):
                 raise ValueError(
                     f"{name} is {first.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}, "
