@@ -28,9 +28,10 @@ _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
 _KINDS = ("tp",)
-_MULTICAST = {
+# Values of variables with which no library uses NVLink multicast.
+MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "TORCH_SYMM_MEM_DISABLEMULTICAST_OFF": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
@@ -97,7 +98,7 @@ def _process_group(mesh: Any, device: torch.device) -> Any:
 
 
 def _refuse_multicast() -> None:
-    for name, off in _MULTICAST.items():
+    for name, off in MULTICAST_OFF.items():
         value = os.environ.get(name, off)
         if value != off:
             raise ValueError(
