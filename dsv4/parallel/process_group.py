@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from dsv4.parallel.context import ParallelContext, RankError
 # rank 0 may have no requests.
 STEP_PATIENCE = 45.0
 _IDLE_PATIENCE = timedelta(days=7)
+_MEETING_PATIENCE = 300.0  # seconds between the calls of ``load`` of two ranks
 _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
@@ -110,23 +112,43 @@ class DistributedGroup:
     """The ranks of a process group.
 
     Attributes:
-        name: ``group_name`` of the process group that carries tensors.
+        name: ``group_name`` of the process group.
     """
 
     def __init__(self, group: Any) -> None:
         """Make the groups for host values; every rank of ``group`` does so at the same time."""
         self._rank = group.rank()
-        ranks = dist.get_process_group_ranks(group)
-        self._size = len(ranks)
+        self._size = group.size()
         self._store = _store()
-        # Both have time limits of their own, whatever those of the caller's group are.
-        self._steps = _gloo_group(ranks, timedelta(seconds=STEP_PATIENCE))
-        self._control = _gloo_group(ranks, _IDLE_PATIENCE)
-        self._key = f"dsv4/failed/{self._control.group_name}"
-        on_host = group._get_backend_name() == "gloo"
-        self._tensors = self._steps if on_host else group
-        self.name: str = self._tensors.group_name
+        self._group = group
+        self.name: str = group.group_name
+        # How often this rank made an object for the group; the same number on all of its ranks.
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        count = self._store.add(f"dsv4/{members}/made by {self._rank}", 1)
+        prefix = f"dsv4/{members}/{count}"
+        self._key = f"{prefix}/failed"
         self._failure: RankError | None = None
+        self._meet(prefix)
+        # Both have time limits of their own, whatever those of the caller's group are.
+        self._steps = self._gloo(f"{prefix}/steps", timedelta(seconds=STEP_PATIENCE))
+        self._control = self._gloo(f"{prefix}/control", _IDLE_PATIENCE)
+
+    def _meet(self, prefix: str) -> None:
+        """Wait until all ranks are here."""
+        keys = [f"{prefix}/here/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], "here")
+        try:
+            self._store.wait(keys, timedelta(seconds=_MEETING_PATIENCE))
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RankError(
+                f"ranks {absent} did not come within {_MEETING_PATIENCE:.0f} s, wanted all "
+                f"{self._size} ranks of the device_mesh"
+            ) from error
+
+    def _gloo(self, prefix: str, timeout: timedelta) -> Any:
+        store = dist.PrefixStore(prefix, self._store)
+        return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
 
     def __getstate__(self) -> Any:
         raise TypeError("a model of several ranks cannot be pickled: save the whole model's files")
@@ -142,12 +164,12 @@ class DistributedGroup:
             return [own] * self._size
         if own.is_cuda:
             whole = own.new_empty((self._size, *own.shape))
-            dist.all_gather_into_tensor(whole, own, group=self._tensors)
+            dist.all_gather_into_tensor(whole, own, group=self._group)
             return list(whole.unbind(0))
         # As bytes: not every version of gloo knows every dtype.
         flat = own.view(-1).view(torch.uint8)
         parts = [torch.empty_like(flat) for _ in range(self._size)]
-        self._run(dist.all_gather, parts, flat, group=self._steps)
+        self._run(lambda: self._steps.allgather(parts, flat))
         return [part.view(own.dtype).view(own.shape) for part in parts]
 
     def exchange(self, value: Any) -> list[Any]:
@@ -159,15 +181,15 @@ class DistributedGroup:
         data = pickle.dumps(value)
         head = _head(data)
         heads = [torch.empty_like(head) for _ in range(self._size)]
-        self._run(dist.all_gather, heads, head, group=self._control)
+        self._run(lambda: self._control.allgather(heads, head))
         lengths = [_length(part) for part in heads]
         if max(lengths) > _INLINE:
             body = _padded(data, max(lengths))
-            heads = [torch.empty_like(body) for _ in range(self._size)]
-            self._run(dist.all_gather, heads, body, group=self._control)
+            bodies = [torch.empty_like(body) for _ in range(self._size)]
+            self._run(lambda: self._control.allgather(bodies, body))
         else:
-            heads = [part[8:] for part in heads]
-        return [_value(part, length) for part, length in zip(heads, lengths, strict=True)]
+            bodies = [part[8:] for part in heads]
+        return [_value(part, length) for part, length in zip(bodies, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0; waits for as long as no rank fails.
@@ -177,12 +199,12 @@ class DistributedGroup:
         """
         data = pickle.dumps(value) if self._rank == 0 else b""
         head = _head(data)
-        self._run(dist.broadcast, head, group=self._control, group_src=0)
+        self._run(lambda: self._control.broadcast(head, 0))
         length = _length(head)
         if length <= _INLINE:
             return _value(head[8:], length)
         body = _padded(data, length)
-        self._run(dist.broadcast, body, group=self._control, group_src=0)
+        self._run(lambda: self._control.broadcast(body, 0))
         return _value(body, length)
 
     def report(self, error: BaseException) -> None:
@@ -196,17 +218,14 @@ class DistributedGroup:
 
     def _close(self, failure: RankError) -> None:
         self._failure = failure
-        for group in (self._steps, self._control):
-            with contextlib.suppress(RuntimeError, ValueError):
-                dist.destroy_process_group(group)
-        self._steps = self._control = None
+        self._steps = self._control = None  # their connections with them
 
-    def _run(self, collective: Any, *tensors: Any, **options: Any) -> None:
-        """Run a collective of the host; look for failures of other ranks while it waits."""
+    def _run(self, collective: Callable[[], Any]) -> None:
+        """Run a collective that the function starts; look for failures while it waits."""
         if self._failure is not None:
             raise self._failure
         try:
-            self._wait(collective(*tensors, **options, async_op=True))
+            self._wait(collective())
         except RuntimeError as error:
             failure = self._failed(error)
             self._close(failure)
@@ -249,10 +268,6 @@ class DistributedGroup:
             f"a rank ended without a report, or did not answer for {STEP_PATIENCE:.0f} s, as rank "
             f"{self._rank} sees it: {first}"
         )
-
-
-def _gloo_group(ranks: list[int], timeout: timedelta) -> Any:
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def _store() -> Any:
