@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsv4.commands.ranks import Place, place_of
+from dsv4.commands.ranks import Process, joined_process
 
 if TYPE_CHECKING:
     from dsv4.serving import SamplingOptions
@@ -97,12 +97,12 @@ def run(options: argparse.Namespace) -> int:
         task = _task(options)
     except TypeError as error:  # of a field in a file of messages
         raise ValueError(str(error)) from error
-    with place_of(_device(options.device)) as place:
-        _generate(options, task, place)
+    with joined_process(_device(options.device)) as process:
+        _generate(options, task, process)
     return 0
 
 
-def _generate(options: argparse.Namespace, task: Task, place: Place) -> None:
+def _generate(options: argparse.Namespace, task: Task, process: Process) -> None:
     """Load the model and print the answer; other processes than the first only take part."""
     import dsv4
     from dsv4.serving import Runner
@@ -111,18 +111,18 @@ def _generate(options: argparse.Namespace, task: Task, place: Place) -> None:
     began = time.perf_counter()
     # The runner below has graphs of its own.
     model = dsv4.load(
-        options.path, prepare="kernels", progress=sys.stderr.isatty(), **place.load_options
+        options.path, prepare="kernels", progress=sys.stderr.isatty(), **process.load_options
     )
     loaded = time.perf_counter() - began
     tokens = task.prompt_tokens + task.options.max_new_tokens
     with Runner(model, max_sequences=1, max_tokens=max(tokens, 2), prefix_sequences=0) as runner:
-        if not place.leads:
+        if not process.leads:
             runner.follow()
             return
         generator = TextGenerator(runner, task.tokenizer, efforts=task.efforts)
         request, times = _stream(generator, task, options.stop)
     if options.stats:
-        print(_statistics(request, times, loaded, place.device), file=sys.stderr)
+        print(_statistics(request, times, loaded, process.device), file=sys.stderr)
 
 
 def _task(options: argparse.Namespace) -> Task:

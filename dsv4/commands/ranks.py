@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Place:
+class Process:
     """Where a command runs.
 
     Attributes:
@@ -31,7 +31,7 @@ class Place:
 
 
 @contextmanager
-def place_of(device: str) -> Iterator[Place]:
+def joined_process(device: str) -> Iterator[Process]:
     """Join the processes that ``torchrun`` started, if it did, for the time of a command.
 
     Args:
@@ -42,7 +42,7 @@ def place_of(device: str) -> Iterator[Place]:
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
-        yield Place(device)
+        yield Process(device)
         return
     if device not in ("cuda", "cpu"):
         raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {size} processes")
@@ -62,7 +62,7 @@ def place_of(device: str) -> Iterator[Place]:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=("tp",))
-        yield Place(where, mesh, mesh.get_rank() == 0)
+        yield Process(where, mesh, mesh.get_rank() == 0)
     finally:
         if is_new:
             dist.destroy_process_group()

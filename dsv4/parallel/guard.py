@@ -103,9 +103,9 @@ def hash64(values: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits: int64 ``[]``, on its device, without waiting for it."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.detach().contiguous().view(width[values.element_size()]).flatten().long()
-    places = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
+    positions = torch.arange(1, bits.numel() + 1, dtype=torch.int64, device=bits.device)
     # Sums and products of 64 bits wrap around; each place has an odd factor of its own.
     first, second = _MULTIPLIERS
-    mixed = (bits + second) * (2 * places * first + 1)
+    mixed = (bits + second) * (2 * positions * first + 1)
     mixed = (mixed ^ (mixed >> 29)) * second
     return mixed.sum()

@@ -68,11 +68,11 @@ def test_requests_of_rank_0_alone(whole):
                 runner.follow()
                 assert runner.cache.lengths.sum() == 0
                 return None
+            early = runner.add([3], max_new_tokens=50)
             requests = [
                 runner.add(p, stop_ids=(), **o) for p, o in zip(PROMPTS, OPTIONS, strict=True)
             ]
             late = runner.add([1, 2, 3], max_new_tokens=50)
-            early = runner.add([3], max_new_tokens=50)
             runner.cancel(early)
             runner.step()
             runner.step()

@@ -10,6 +10,7 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.layers import Linear, pack_, quantize_
 from dsv4.parallel.local_model import local_model
+from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import RULES, LocalSizes, check_blocks, rule_of
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, MXFP4, NVFP4, SWIZZLED
 from dsv4.testing.models import random_model
@@ -34,8 +35,8 @@ def whole_logits(whole: Any, ids: torch.Tensor) -> torch.Tensor:
     return torch.cat([whole.logits(hidden), whole.draft(ids, streams)[0]])
 
 
-def relative_error(value: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((value - wanted).abs().max() / wanted.abs().max())
+def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
@@ -55,6 +56,21 @@ def test_streams_are_bitwise_equal_on_all_ranks(dtype):
     for other in others:
         assert torch.equal(first[0], other[0])
         assert torch.equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_sums_are_wide_and_rounded_once(dtype):
+    """The third part is less than half a unit of the sum before it, and two of them are more."""
+    unit = torch.finfo(dtype).eps
+    parts = torch.tensor([[1.0], [1.0], [unit * 0.9], [unit * 0.9]], dtype=torch.float64).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    expected = torch.tensor(0.0, dtype=wide)
+    for part in parts:
+        expected = expected + part.to(wide)
+    for total in run_ranks(4, lambda context: all_reduce(context, parts[context.rank])):
+        assert total.dtype == dtype
+        assert torch.equal(total, expected.to(dtype))
+    assert torch.equal(all_reduce(None, parts[2]), parts[2])
 
 
 @pytest.mark.parametrize(
