@@ -125,20 +125,21 @@ def load(
     check_reserve(reserve_tokens)
     check_prepare(prepare)
     context = _context(device_mesh, parallel, torch.device(device))
-    with reported(context), Checkpoint.open(path) as checkpoint:
-        config = _configuration(checkpoint, numerics, activation, mtp)
-        if context is not None:
-            _check_ranks(checkpoint, config, request, context)
-            checkpoint.entries = entries_of_rank(checkpoint.entries, context)
-            progress = progress and context.rank == 0
-        model = _filled(checkpoint, config, request, progress, context)
+    with reported(context):
+        with Checkpoint.open(path) as checkpoint:
+            config = _configuration(checkpoint, numerics, activation, mtp)
+            if context is not None:
+                _check_ranks(checkpoint, config, request, context)
+                checkpoint.entries = entries_of_rank(checkpoint.entries, context)
+                progress = progress and context.rank == 0
+            model = _filled(checkpoint, config, request, progress, context)
         warm_allocator(model, reserve_tokens, model.dtype)
+        model.eval()
         if context is not None:
             context.group.exchange(None)  # a rank that failed ends all of them here
-    model.eval()
-    if prepare:
-        _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
-        _reserve_again(model, reserve_tokens)
+        if prepare:
+            _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
+            _reserve_again(model, reserve_tokens)
     return model
 
 
@@ -262,6 +263,8 @@ def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
     try:
         warm_allocator(model, tokens, model.dtype)
     except torch.OutOfMemoryError as error:
+        if model.parallel is not None:
+            raise  # other ranks keep their graphs
         serving.release(model)
         warm_allocator(model, tokens, model.dtype)
         _logger.warning(

@@ -146,21 +146,22 @@ class Runner:
         )
         grid = limits.max_chunk if deterministic else None
         self._one_by_one = deterministic
-        self.cache: PagedCache = model.new_cache(
-            limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
-        )
-        check_window(self.cache, limits.max_chunk)
-        self._link = None if model.parallel is None else RankLink(model.parallel)
-        part = None
+        self._link, part = None, None
         if model.parallel is not None:
+            self._link = RankLink(model.parallel)
             part = VocabularyPart(model.parallel, model.model.vocabulary)
-            with reported(model.parallel):
+        with reported(model.parallel):
+            if model.parallel is not None:
                 rest = {"buckets": sizes, "prompt_buckets": prompt_sizes, "capture": self._capture}
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
-        self._state = RowState(limits.rows, model.config.vocab_size, model.device, part)
-        self._graphs = Graphs()
-        self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
+            self.cache: PagedCache = model.new_cache(
+                limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
+            )
+            check_window(self.cache, limits.max_chunk)
+            self._state = RowState(limits.rows, model.config.vocab_size, model.device, part)
+            self._graphs = Graphs()
+            self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
         self._decode = DecodeStep(model, self.cache, self._state, self._sampler, self._graphs)
         self._prompts = PromptStep(model, self.cache, self._sampler, self._graphs, prompt_sizes)
         self._capture_prompts = True  # unless a capture failed

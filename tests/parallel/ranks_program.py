@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import dsv4
 from dsv4 import __main__ as command_line
+from dsv4.parallel import process_group
 from dsv4.parallel.context import RankError
 from dsv4.parallel.guard import guard
 from dsv4.parallel.reduce import all_reduce
@@ -158,6 +159,11 @@ def an_exception(path: Path, rank: int, size: int) -> Any:
         model.model.layers[1].mlp.register_forward_pre_hook(fail)
     reports.append(_failed(lambda: model.generate(PROMPTS, NEW)))
     reports.append(_failed(lambda: model.generate(PROMPTS, NEW)))  # the group is closed
+    process_group.STEP_PATIENCE = 1.0
+    model = loaded(path, size)
+    if is_last:
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: time.sleep(3))
+    reports.append(_failed(lambda: model.generate(PROMPTS, NEW)))
     return reports
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,14 @@ def _forget_calibration(folder: Path, expert: int) -> None:
     for name in changed:
         tensors[name] = torch.ones_like(tensors[name])
     save_file(tensors, file)
+
+
+def test_a_part_of_a_model_is_not_saved(nvidia, tmp_path):
+    local, _ = load_ranks(nvidia, 2)
+    with pytest.raises(ValueError, match=r"size=2\) of a model, wanted a whole one"):
+        save(local, tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+    assert copy.deepcopy(local).parallel is local.parallel
 
 
 class TestRefusals:

@@ -115,13 +115,13 @@ def test_an_exception_on_a_rank_ends_all_with_its_error(two):
     kinds = [kind for kind, _, _ in last["an_exception"]]
     assert kinds[:2] == ["MissingCheckpointError", "ZeroDivisionError"]
     texts = ["rank 1 failed: MissingCheckpointError", "rank 1 failed: ZeroDivisionError: by the te"]
-    for text, (kind, message, seconds) in zip(
-        [*texts, texts[1]], first["an_exception"], strict=True
-    ):
+    texts = [*texts, texts[1], "did not answer for 1 s, as rank 0 sees it"]
+    for text, (kind, message, seconds) in zip(texts, first["an_exception"], strict=True):
         assert kind == "RankError"
         assert text in message
         assert seconds < 30
     assert "this rank failed before, with ZeroDivisionError" in last["an_exception"][2][1]
+    assert "rank 0 failed: RankError: a rank ended or did not answer" in last["an_exception"][3][1]
 
 
 @pytest.mark.slow
