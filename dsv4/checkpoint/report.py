@@ -42,6 +42,7 @@ class LoadReport:
         left_out: Number of tensors that were not loaded, by the reason.
         packing: Layers that are packed, and why others are not; None with ``pack=False``.
         conversion: Conversions of MXFP4 matrices.
+        bytes_read: Bytes of tensors that were read, on several ranks by this one.
         path: The checkpoint's folder, from which ``save`` copies the tokenizer; None: unknown.
     """
 
@@ -51,6 +52,7 @@ class LoadReport:
     packing: Packing | None = None
     conversion: Conversion = field(default_factory=Conversion)
     path: Path | None = None
+    bytes_read: int = 0
 
 
 def left_out(path: Path, number: int, reason: str) -> None:
@@ -120,4 +122,6 @@ def report_of(checkpoint: Checkpoint, mtp: int, input_scales: str, filled: Fille
     _logger.info("%s: %d MTP layers loaded, draft: %s", checkpoint.path, mtp, draft)
     counts = {**unused, **others}
     path = checkpoint.path.absolute()
-    return LoadReport(mtp, draft, counts, filled.packing, filled.conversion, path)
+    return LoadReport(
+        mtp, draft, counts, filled.packing, filled.conversion, path, checkpoint.bytes_read
+    )

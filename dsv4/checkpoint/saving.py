@@ -86,10 +86,16 @@ def save(
             is not the checkpoint's is in the way, or a file to be copied is there with another
             content and ``overwrite`` is false.
         BlockingIOError: if another save into the folder is under way.
-        ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
+        ValueError: if the layout is unknown or cannot hold a weight, or the model is a rank's part
+            of one; the folder is left as it was.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
+    if getattr(source, "parallel", None) is not None:
+        raise ValueError(
+            f"source is {source.parallel!r} of a model, wanted a whole one: a rank has a part of "  # type: ignore[union-attr]
+            "each matrix"
+        )
     configuration = ModelConfig.of(_config_of(source, config))
     target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source

@@ -16,17 +16,20 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4Hy
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm
+from dsv4.parallel.context import ParallelContext
 
 
 class DeepseekV4DecoderLayer(nn.Module):
     """Attention and experts, each in a hyper-connection (specification, section 2)."""
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(
+        self, config: Any, layer_idx: int, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         self.layer_idx = layer_idx
-        self.self_attn = DeepseekV4Attention(config, layer_idx)
-        self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx)
+        self.self_attn = DeepseekV4Attention(config, layer_idx, parallel)
+        self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx, parallel=parallel)
         self.input_layernorm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DeepseekV4RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps
@@ -98,7 +101,9 @@ class DeepseekV4MTP(nn.Module):
     It shares the embedding and the output head of the main model, which the caller applies.
     """
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(
+        self, config: Any, layer_idx: int, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -106,7 +111,7 @@ class DeepseekV4MTP(nn.Module):
         self.h_proj = Linear(hidden, hidden, activation=config.activation)
         self.enorm = DeepseekV4RMSNorm(hidden, eps=eps)
         self.hnorm = DeepseekV4RMSNorm(hidden, eps=eps)
-        self.layer = DeepseekV4DecoderLayer(config, layer_idx)
+        self.layer = DeepseekV4DecoderLayer(config, layer_idx, parallel)
         self.hc_head = DeepseekV4HyperHead(config)
         self.norm = DeepseekV4RMSNorm(hidden, eps=eps)
 

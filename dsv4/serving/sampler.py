@@ -130,10 +130,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
     if variant.penalty:
-        assert parameters.present is not None
-        factor = parameters.penalty.to(logits.dtype).unsqueeze(1)
-        changed = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(parameters.present, changed, logits)
+        logits = penalised(logits, parameters)
     if not variant.draw:
         return logits
     temperature = parameters.temperature.to(logits.dtype).unsqueeze(1)
@@ -141,12 +138,20 @@ def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> t
     # Relative to the largest logit, so that a small temperature cannot overflow.
     relative = (logits - logits.amax(-1, keepdim=True)) / torch.where(drawn, temperature, 1)
     noise = exponential_log(
-        token_words(parameters.seed, parameters.position, logits.shape[1]), logits.dtype
+        token_words(parameters.seed, parameters.position, range(logits.shape[1])), logits.dtype
     )
     scores = relative - noise
     if variant.filters:
         scores = torch.where(keep_mask(relative, parameters), scores, -math.inf)
     return torch.where(drawn, scores, logits)
+
+
+def penalised(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Return the logits after the repetition penalty."""
+    assert parameters.present is not None
+    factor = parameters.penalty.to(logits.dtype).unsqueeze(1)
+    changed = torch.where(logits > 0, logits / factor, logits * factor)
+    return torch.where(parameters.present, changed, logits)
 
 
 def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

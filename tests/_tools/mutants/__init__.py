@@ -5,7 +5,8 @@ to fail. A number is that of a known pitfall (specification, section 15). "HF" a
 drop-in for transformers; "files" are errors with files that are replaced, or come from elsewhere;
 "load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
-"start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams.
+"start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams;
+"ranks" are errors of models on several ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .loading import MUTANTS as _LOADING
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
 from .quantisation import MUTANTS as _QUANTISATION
+from .ranks import MUTANTS as _RANKS
 from .starting import MUTANTS as _STARTING
 from .state import MUTANTS as _STATE
 from .texts import MUTANTS as _TEXTS
@@ -45,5 +47,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_LOADING,
     *_STARTING,
     *_TEXTS,
+    *_RANKS,
 )
 REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))
