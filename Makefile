@@ -1,7 +1,7 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
 # make quick        most tests once, with few examples: about three minutes on two cores
-# make check        lint, format, types and banned words
+# make check        lint, format, types, banned words, and pages of results and README up to date
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
@@ -60,6 +60,7 @@ check: $(READY)
 	$(BIN)/ruff format --check dsv4 tests tools examples
 	$(BIN)/mypy
 	$(BIN)/python tools/words.py
+	$(BIN)/python -m dsv4.bench report --check
 
 # Compiled from nothing, so that what lies in the cache of this user is not published.
 kernels: $(READY)

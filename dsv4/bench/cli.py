@@ -2,7 +2,7 @@
 
 The last line says what failed and where, or that all passed (``dsv4.bench.verdict``).
 
-Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out, 130
+Exit status: 0 if every check passed, 1 if one failed, 2 if the command cannot be carried out, 130
 if it was interrupted; the rows measured until then are written.
 """
 
@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from dsv4.bench.suites import main_job
 from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
-OK, IMPOSSIBLE, WRONG, INTERRUPTED = 0, 1, 2, 130
+OK, WRONG, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 # What the groups of cases with sizes of their own run.
 _OPERATORS = {"attention": "sparse_attention", "indexer": "indexer_select"}
 
@@ -322,7 +323,7 @@ def _moe(options: argparse.Namespace) -> int:
     except UsageError:
         raise
     except Exception:  # whatever it is, what was measured until then is kept
-        failed, stopped = IMPOSSIBLE, f"error after {len(points)} points"
+        failed, stopped = WRONG, f"error after {len(points)} points"
         traceback.print_exc()
     rows = [row for parts in points.values() for row in parts.values()]
     return _finish(options, header, rows, moe.lines(points), stopped) or failed
@@ -361,12 +362,25 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from dsv4.bench.compare import Comparison
+    from dsv4.bench.compare import comparison
 
-    files = results.read_json(options.a), results.read_json(options.b)
-    comparison = Comparison(*files, options.threshold)
-    print("\n".join(comparison.lines()), flush=True)
-    return WRONG if comparison.failed() else OK
+    compared = comparison(options.a, options.b, options.threshold)
+    print("\n".join(compared.lines()), flush=True)
+    return WRONG if compared.failed() else OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from dsv4.bench.pages import command
+
+    report = command.read(Path(options.folder), options.readme)
+    if options.check:
+        old = report.out_of_date()
+        if old:
+            print(command.complaint(old, "python -m dsv4.bench report"), file=sys.stderr)
+        return WRONG if old else OK
+    for path in report.write(options.redraw):
+        print(f"wrote {path}" if path.exists() else f"removed {path}")
+    return OK
 
 
 _COMMANDS = {
@@ -379,4 +393,5 @@ _COMMANDS = {
     "env": _env,
     "explain": _explain,
     "compare": _compare,
+    "report": _report,
 }
