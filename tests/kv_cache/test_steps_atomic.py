@@ -312,7 +312,7 @@ def test_failures_at_every_place_leave_nothing(name: str) -> None:
     sizes=st.sampled_from(SIZES),
     numerics=st.sampled_from(["deepseek", "transformers"]),
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_run_with_failures_that_are_repeated_is_a_run_without(
     actions, data, window, chunk, sizes, numerics
 ) -> None:
