@@ -94,6 +94,7 @@ def _run(run: argparse.ArgumentParser) -> None:
 
 def _moe(moe: argparse.ArgumentParser) -> None:
     _sizes(moe, None)
+    _shape(moe)
     moe.add_argument(
         "--routings",
         type=_names,
@@ -219,6 +220,7 @@ def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) ->
 
 
 def _own_sizes(to: argparse.ArgumentParser) -> None:
+    _shape(to)
     for name, what in (("n", "N, rows of the weight"), ("k", "K, its columns")):
         to.add_argument(
             f"--{name}",
@@ -226,6 +228,16 @@ def _own_sizes(to: argparse.ArgumentParser) -> None:
             metavar=name.upper(),
             help=f"{what}, for gemm alone, in place of --shapes; M is --tokens",
         )
+
+
+def _shape(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--shape",
+        action="append",
+        metavar="NAME=SIZE,...",
+        help="sizes of one's own in place of --shapes, by the names that rows have, as "
+        "N=4096,K=7168; may be given several times",
+    )
 
 
 def _names(text: str) -> list[str]:

@@ -23,7 +23,7 @@ from dsv4 import dispatch
 from dsv4.bench import baselines, environment, report, results, tables, verdict
 from dsv4.bench.arguments import parser
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
-from dsv4.bench.cases.gemm import own_gemm
+from dsv4.bench.cases.own import Shape, own_cases
 from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
@@ -77,9 +77,10 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     """List cases, each at all token counts before the next: they share weights, which are kept."""
     candidates = []
+    shapes = own_shapes(options)
     for op in ops:
-        for preset in options.shapes.split(","):
-            by_tokens = [_cases(options, op, preset, tokens) for tokens in options.tokens]
+        for preset in shapes or options.shapes.split(","):
+            by_tokens = [_cases(op, preset, tokens) for tokens in options.tokens]
             candidates += [case for same in zip(*by_tokens, strict=True) for case in same]
     patterns = getattr(options, "cases", None)
     if patterns is None:
@@ -91,15 +92,32 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     return chosen
 
 
-def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> list[Case]:
-    """Return the cases of a model, or of ``--n`` and ``--k``."""
-    if options.n is None and options.k is None:
-        return cases(op, preset, tokens)
-    if op != "gemm" or options.n is None or options.k is None:
-        raise UsageError("--n and --k go together, for gemm alone: gemm --n 4096 --k 7168")
-    if _names(options.arguments, "--shapes"):
-        raise UsageError("--n and --k are in place of --shapes")
-    return own_gemm(options.n, options.k, tokens)
+def _cases(op: str, sizes: str | Shape, tokens: int) -> list[Case]:
+    """Return the cases of a model, or of a user's sizes."""
+    if isinstance(sizes, Shape):
+        return own_cases(op, sizes, tokens)
+    return cases(op, sizes, tokens)
+
+
+def own_shapes(options: argparse.Namespace) -> list[Shape]:
+    """Return the sizes of ``--shape``, and those of ``--n`` and ``--k``; empty without them.
+
+    Raises:
+        UsageError: if they are combined with what they stand in place of, or for no operator that
+            is named.
+    """
+    shapes = [Shape.of(text) for text in getattr(options, "shape", None) or []]
+    rows, columns = getattr(options, "n", None), getattr(options, "k", None)
+    ops = getattr(options, "ops", None) or [getattr(options, "op", "")]
+    if rows is not None or columns is not None:
+        if rows is None or columns is None or ops != ["gemm"]:
+            raise UsageError("--n and --k go together, for gemm alone: gemm --n 4096 --k 7168")
+        shapes.append(Shape.of(f"N={rows},K={columns}"))
+    if shapes and _names(options.arguments, "--shapes"):
+        raise UsageError("--shape, --n and --k are in place of --shapes")
+    if shapes and options.command == "run" and not options.ops:
+        raise UsageError("--shape is for operators that are named, as run gemm --shape N=64,K=64")
+    return shapes
 
 
 def _check_baselines(options: argparse.Namespace, ops: Sequence[str]) -> None:
@@ -113,8 +131,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
         raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
-        if options.n or options.k or options.baselines is not None:
-            raise UsageError("--check has sizes of its own and no --n, --k and --baselines")
+        if options.n or options.k or options.shape or options.baselines is not None:
+            raise UsageError("--check has sizes of its own and no --shape, --n, --k, --baselines")
         return _validate(options)
     options.check = options.check is None
     if any(name in ATTENTION for name in options.ops):
@@ -142,9 +160,8 @@ def _attention(options: argparse.Namespace) -> int:
 
     if len(options.ops) > 1 or "," in options.backend:
         raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
-    if options.n or options.k:
-        raise UsageError("--n and --k are for gemm alone")
     (group,), device = options.ops, _device(options)
+    own = own_shapes(options)
     _check_group_baselines(options, group)
     gpu, arguments = device.type == "cuda", options.arguments
     shapes = options.shapes if _names(arguments, "--shapes") or not gpu else "flash,pro"
@@ -155,7 +172,8 @@ def _attention(options: argparse.Namespace) -> int:
     try:
         rates = environment.rates(device)
         patterns = options.cases or ["*"]
-        attention.run(group, shapes.split(","), tokens, patterns, measuring, rates, rows)
+        sizes = own or shapes.split(",")
+        attention.run(group, sizes, tokens, patterns, measuring, rates, rows)
     except KeyboardInterrupt:
         stopped = f"interrupted after {len(rows)} rows"
     if not rows and not stopped:
@@ -316,7 +334,8 @@ def _moe(options: argparse.Namespace) -> int:
     failed, stopped = OK, ""
     try:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
-        selection = options.shapes.split(","), options.routings, options.tokens or usual
+        sizes = own_shapes(options) or options.shapes.split(",")
+        selection = sizes, options.routings, options.tokens or usual
         moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"

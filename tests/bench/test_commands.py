@@ -152,11 +152,11 @@ class TestOwnSizes:
             (["gemm", "--n", "48"], "--n and --k go together"),
             (["rope", "--n", "48", "--k", "80"], "for gemm alone"),
             (["--n", "48", "--k", "80"], "for gemm alone"),
-            (["gemm", "--n", "48", "--k", "81"], "--k is 81, wanted a multiple of 16"),
+            (["gemm", "--n", "48", "--k", "81"], "K is 81, wanted a multiple of 16"),
             (["gemm", "--n", "0", "--k", "80"], "0 is below 1"),
             (["gemm", "--n", "48", "--k", "80", "--shapes", "pro"], "in place of --shapes"),
             (["gemm", "--n", "48", "--k", "80", "--check"], "--check has sizes of its own"),
-            (["attention", "--n", "48"], "--n and --k are for gemm alone"),
+            (["attention", "--n", "48"], "for gemm alone"),
         ],
     )
     def test_what_cannot_be(self, arguments, message, capsys):

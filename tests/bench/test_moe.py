@@ -564,7 +564,7 @@ def test_baselines_may_be_chosen(monkeypatch, tmp_path: Path, capsys):
     monkeypatch.setattr(moe, "_baseline_times", lambda *_: {})
     assert command(tmp_path / "r.json", "--routings", "single", "--baselines", "one") == 0
     assert prepared == ["One (note)"]
-    assert command(tmp_path / "r.json", "--baselines", "one,three") == 1
+    assert command(tmp_path / "r.json", "--baselines", "one,three") == 2
     message = "--baselines has 'three', wanted some of One (note), Two"
     assert message in capsys.readouterr().err
 

@@ -166,16 +166,16 @@ def indexer_rotate_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("indexer_rotate_quantize", "q", sizes, tokens, build)
 
 
-def indexer_select(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def indexer_select(c: ModelConfig, tokens: int, capacity: int | None = None) -> Iterator[Case]:
     """Entries of a few sequences; the first token sees fewer than it wants."""
     for name in ("", *QUERY_FORMATS):
-        yield _select(c, tokens, name)
+        yield _select(c, tokens, name, capacity)
 
 
-def _select(c: ModelConfig, tokens: int, name: str) -> Case:
+def _select(c: ModelConfig, tokens: int, name: str, entries: int | None) -> Case:
     """Queries and keys in the same format, bfloat16 if it has no name."""
     h, d = c.index_n_heads, c.index_head_dim
-    per_sequence = -(-_context(c) // c.compress_rates.csa // _PAGE)
+    per_sequence = -(-(entries or _context(c) // c.compress_rates.csa) // _PAGE)
     batch, capacity = min(tokens, _SEQUENCES), per_sequence * _PAGE
 
     def build(draw: Draw) -> Problem:
@@ -217,10 +217,10 @@ def _paging(c: ModelConfig, tokens: int, draw: Draw, pages: int) -> tuple:
     return table, torch.arange(tokens, device=draw.device) % batch
 
 
-def entry_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def entry_slots(c: ModelConfig, tokens: int, chosen: int | None = None) -> Iterator[Case]:
     """Slots of the entries that the indexer chose."""
-    count = _context(c) // c.compress_rates.csa
-    k = min(c.index_topk, count)
+    count = max(_context(c) // c.compress_rates.csa, chosen or 0)
+    k = chosen or min(c.index_topk, count)
 
     def build(draw: Draw) -> Problem:
         table, sequences = _paging(c, tokens, draw, -(-count // _PAGE))
@@ -232,9 +232,9 @@ def entry_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("entry_slots", "", {"k": k}, tokens, build)
 
 
-def prefix_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def prefix_slots(c: ModelConfig, tokens: int, entries: int | None = None) -> Iterator[Case]:
     """Slots of all entries of a layer of the higher ratio."""
-    count = _context(c) // c.compress_rates.hca
+    count = entries or _context(c) // c.compress_rates.hca
 
     def build(draw: Draw) -> Problem:
         table, sequences = _paging(c, tokens, draw, -(-count // 2))
@@ -288,10 +288,11 @@ def sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
         "hca": context // c.compress_rates.hca,
     }
     for name, count in entries.items():
-        yield _attention(c, tokens, name, count)
+        yield attention_case(c, tokens, name, count)
 
 
-def _attention(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
+def attention_case(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
+    """A case that attends to the window and ``count`` compressed entries."""
     heads, d, reach = c.num_attention_heads, c.head_dim, c.sliding_window
     batch = min(tokens, _SEQUENCES)
 

@@ -122,9 +122,8 @@ def draw(chart: Chart) -> str:
 
 def _width(chart: Chart) -> float:
     if chart.kind == "lines":
-        return 9.0
-    bars = len(chart.labels) * (0.62 * len(chart.series) + 0.5)
-    return max(8.0, bars + 1.2)
+        return 8.4
+    return max(7.2, len(chart.labels) * (0.42 * len(chart.series) + 0.35) + 1.0)
 
 
 def _fill(figure: Any, chart: Chart) -> None:
