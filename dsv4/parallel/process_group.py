@@ -31,7 +31,6 @@ _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
 _KINDS = ("tp",)
 # Values of variables with which no library uses NVLink multicast.
-# Values of variables with which no library uses NVLink multicast.
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
