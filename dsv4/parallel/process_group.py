@@ -33,7 +33,7 @@ _KINDS = ("tp",)
 # Values of variables with which no library uses NVLink multicast.
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLEMULTICAST_OFF": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
