@@ -231,7 +231,7 @@ def largest_share(config: ModelConfig, ranks: int) -> float:
     total = math.comb(config.n_routed_experts, chosen)
     expected = 0.0
     for most in range(chosen):
-        counts = [1] + [0] * chosen  # ways to choose so many with at most ``most`` on each rank
+        counts = [1] + [0] * chosen  # ways to choose n experts, at most ``most`` on each rank
         for _ in range(ranks):
             counts = [
                 sum(counts[n - k] * math.comb(own, k) for k in range(min(n, most) + 1))
@@ -250,7 +250,7 @@ class Plan:
         mode: ``"tp"`` or ``"dp"``.
         refused: Why the model cannot be split so, or None.
         weights: Bytes of one rank's weights.
-        left: Bytes of one rank that are left for sequences; negative: so many are missing.
+        left: Bytes of one rank that are left for sequences; negative: what is missing.
         sequences: Sequences of ``CONTEXT`` tokens that all ranks together have memory for.
         token_ms: Milliseconds per token of one sequence, or None where the model has no figure.
     """
@@ -304,7 +304,7 @@ def plan(config: ModelConfig, weights: Weights, machine: Machine, mode: str) -> 
 
 
 def _indivisible(config: ModelConfig, ranks: int, mode: str) -> str | None:
-    """Return what so many ranks do not divide, or None."""
+    """Return what this number of ranks does not divide, or None."""
     split = {"experts": config.n_routed_experts}
     if mode == "tp":
         split |= {"o_groups": config.o_groups, "rows of the vocabulary": config.vocab_size}
