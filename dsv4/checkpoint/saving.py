@@ -119,7 +119,7 @@ def _check_whole(model: nn.Module) -> None:
         )
         if isinstance(count, int) and isinstance(own, int) and own != count:
             raise ValueError(
-                f"save: {name} holds {own} of {count} experts, those of one rank, wanted all of them"
+                f"save: {name} holds {own} of {count} experts, those of one rank, wanted all"
             )
 
 

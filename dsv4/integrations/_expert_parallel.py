@@ -206,11 +206,12 @@ def _implementation() -> Any:
 
         needs_shared_batch = True
 
-        def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.group = ep_mesh.get_group().group_name
             self.rank = ep_mesh.get_local_rank()
             self.takes_all_ids = isinstance(experts, DeepseekV4Experts)
+            self.count: int = experts.num_experts  # of this rank, where transformers split it
             if isinstance(experts, DeepseekV4Experts):
                 own = range_of(self.rank, ep_mesh.size(), experts.num_experts)
                 held = ExpertRange(experts.first_expert, experts.num_local_experts)
@@ -224,10 +225,9 @@ def _implementation() -> Any:
             top_k_weights: torch.Tensor,
         ) -> torch.Tensor:
             if not self.takes_all_ids:  # transformers' module numbers its own experts from 0
-                count = int(self.num_local_experts)
-                local = top_k_index - self.rank * count
-                is_own = (local >= 0) & (local < count)
-                top_k_index = torch.where(is_own, local, count)
+                local = top_k_index - self.rank * self.count
+                is_own = (local >= 0) & (local < self.count)
+                top_k_index = torch.where(is_own, local, self.count)
                 top_k_weights = top_k_weights.masked_fill(~is_own, 0.0)
             partial = self.experts_forward(hidden_states, top_k_index, top_k_weights)
             return ops.all_reduce(partial, self.group)

@@ -1,6 +1,7 @@
 """What each of two processes does for ``test_gloo.py``.
 
-``RANK=r WORLD_SIZE=2 ... python -m tests.parallel.gloo_program CHECKPOINT FOLDER``. Results go to ``<folder>/<rank>.pt``.
+``RANK=r WORLD_SIZE=2 ... python -m tests.parallel.gloo_program CHECKPOINT FOLDER``. Results go to
+``<folder>/<rank>.pt``.
 """
 
 from __future__ import annotations
