@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dsv4 import explain, ops
+from dsv4.bench import cli as bench
 from dsv4.parallel import groups
 
 
@@ -127,6 +128,9 @@ def main(checkpoint: Path, folder: Path) -> None:
         "sums": sums(rank),
         "model": transformers_model(checkpoint),
         "plain": plain_experts(rank),
+        "bench": bench.main(
+            ["run", "all_reduce", "--bytes", "8192", "--repeat", "2", "--json", f"{folder}/b.json"]
+        ),
     }
     torch.save(result, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -63,7 +64,9 @@ def ranks(checkpoint, tmp_path_factory):
             process.kill()
     said = "\n".join((folder / f"{rank}.txt").read_text()[-4000:] for rank in range(2))
     assert [process.returncode for process in processes] == [0, 0], said
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    results = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    results[0]["file"] = (folder / "b.json").read_text()
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -137,6 +140,24 @@ def test_plain_experts_get_ids_of_their_own(ranks):
     assert ranks[0]["plain"]["weights"].tolist() == [[0.5, 0], [1, 0]]
     for rank in ranks:
         assert rank["plain"]["total"].tolist() == [[0.75] * 4, [3.0] * 4]
+
+
+def test_the_bench_checks_and_times_sums(ranks):
+    """Only the first rank prints and writes."""
+    assert [rank["bench"] for rank in ranks] == [0, 0]
+    content = json.loads(ranks[0]["file"])
+    rows = [(row["backend"], row["case"], row["match"]) for row in content["rows"]]
+    assert rows == [("gloo", "2 ranks", True), ("reference", "2 ranks", True)]
+    assert all(row["us"] > 0 for row in content["rows"])
+
+
+def test_the_bench_of_virtual_ranks_needs_a_gpu(capsys):
+    from dsv4.bench import cli
+
+    assert cli.main(["run", "all_reduce", "--ranks", "2", "--device", "cpu"]) == cli.IMPOSSIBLE
+    assert "virtual ranks need a CUDA GPU" in capsys.readouterr().err
+    assert cli.main(["all_reduce", "--device", "cpu"]) == cli.IMPOSSIBLE
+    assert "wanted --ranks, or several processes by torchrun" in capsys.readouterr().err
 
 
 class TestConfigurations:
