@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
+
+_logger = logging.getLogger("dsv4.checkpoint")
 
 
 def load(
@@ -112,6 +115,7 @@ def load(
     model.eval()
     if prepare:
         _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
+        _reserve_again(model, reserve_tokens)
     return model
 
 
@@ -180,3 +184,22 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:
         serving.prepare(model)
+
+
+def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
+    """Get the memory of a step once more, because each capture empties the allocator's cache.
+
+    A step of ``reserve_tokens`` is the user's; where both have no room, the graphs are released.
+    """
+    from dsv4 import serving
+
+    try:
+        warm_allocator(model, tokens, model.dtype)
+    except torch.OutOfMemoryError as error:
+        serving.release(model)
+        warm_allocator(model, tokens, model.dtype)
+        _logger.warning(
+            "generate is not prepared, because its graphs and a step of %d tokens (reserve_tokens) "
+            "do not fit together: %s; its first call tries again",
+            *(tokens, str(error).partition("\n")[0]),
+        )

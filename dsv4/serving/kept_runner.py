@@ -335,6 +335,7 @@ def prepare(
 def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity) -> Prepared:
     """Make the kept runner; warn with the reason if that fails."""
     device = model.device
+    torch.cuda.empty_cache()  # as each capture does; else `bytes` would count what that gives back
     start, before, reason = time.perf_counter(), torch.cuda.memory_reserved(device), ""
     try:
         runner = held.make(model, capacity)

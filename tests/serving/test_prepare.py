@@ -123,6 +123,26 @@ def test_a_rehearsal_changes_no_running_sequence(gpu: ToyModel, rows: int) -> No
     assert_empty(runner)
 
 
+def test_bytes_is_what_it_takes(gpu: ToyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture empties the allocator's cache, which held 0.1 GB of other work."""
+    reserved = [300_000_000]
+    make = kept_runner.new_runner
+
+    def empty_cache() -> None:
+        reserved[0] -= 100_000_000 * (reserved[0] % 2 == 0)
+        reserved[0] |= 1
+
+    def made(*args: Any) -> Runner:
+        empty_cache()
+        reserved[0] += 5_000_000
+        return make(*args)
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved[0])
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(kept_runner, "new_runner", made)
+    assert prepare(gpu).bytes == 5_000_000
+
+
 def test_without_memory_a_warning_has_the_numbers(
     gpu: ToyModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -266,6 +286,35 @@ def test_load_prepares(
     model = dsv4.load(tmp_path / "model", prepare=prepared, progress=False)
     assert calls == [model] * asked
     assert not model.training
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_step_has_its_memory_after_the_captures(
+    fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture gives the reserved memory back; without room for both the graphs go."""
+    calls: list[str] = []
+
+    def reserve(model: Any, tokens: int, dtype: torch.dtype) -> int:
+        calls.append(f"reserve {tokens}")
+        if calls[-2:-1] == ["prepare"] and not fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+        return 0
+
+    monkeypatch.setattr("dsv4.checkpoint.loading.warm_allocator", reserve)
+    monkeypatch.setattr(
+        "dsv4.compilation.warmup.warm_loaded", lambda *args: Warmup(1, 0, 0.0, failed={})
+    )
+    monkeypatch.setattr("dsv4.serving.prepare", lambda model: calls.append("prepare"))
+    monkeypatch.setattr("dsv4.serving.release", lambda model: calls.append("release"))
+    dsv4.save(random_model(dsv4.ModelConfig.tiny(), 0), tmp_path / "model")
+    with caplog.at_level(logging.WARNING, "dsv4.checkpoint"):
+        dsv4.load(tmp_path / "model", mtp=False, reserve_tokens=7, progress=False)
+    assert calls == ["reserve 7", "prepare", "reserve 7", *["release", "reserve 7"] * (not fits)]
+    assert [r.message for r in caplog.records] == [
+        "generate is not prepared, because its graphs and a step of 7 tokens (reserve_tokens) do "
+        "not fit together: CUDA out of memory.; its first call tries again"
+    ] * (not fits)
 
 
 def test_load_refuses_what_it_does_not_know(tmp_path: Path) -> None:
