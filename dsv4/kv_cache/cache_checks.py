@@ -11,6 +11,7 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.atomic_steps import AtomicSteps
 from dsv4.kv_cache.layer_cache import CacheSize, check_layers
 from dsv4.kv_cache.page_tables import CacheFullError, PageTable
+from dsv4.kv_cache.row_counts import RowCount
 
 
 class CacheChecks(AtomicSteps):
@@ -35,6 +36,11 @@ class CacheChecks(AtomicSteps):
     def max_chunk(self) -> int:
         """The most new tokens of one sequence in one step."""
         return self.size.max_chunk
+
+    @property
+    def rollback(self) -> int:
+        """The tokens of a sequence that can be taken back."""
+        return self.size.rollback
 
     @property
     def pooled(self) -> bool:
@@ -98,20 +104,29 @@ class CacheChecks(AtomicSteps):
                 raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
             if row == -1:
                 continue
-            held = 0 if self._brought and start == 0 else self._tokens[row]
-            # Without pools ``prepare`` need not have been called.
-            if start != held and (start < held or self.pooled):
+            count = self._counts[row]
+            held = 0 if self._brought and start == 0 else count.high
+            # Without pools ``prepare`` need not have been called. Who brings pages says where
+            # sequences go back, and starts say how many tokens open steps have kept.
+            least = count.reach(self.rollback) if self._brought and start else held
+            least = count.low if count.open else least
+            most = held if self.pooled else start
+            if not least <= start <= most:
                 raise ValueError(
                     f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: the tokens that "
-                    f"sequence {row} was prepared for, and positions neither go back nor skip any"
+                    f"sequence {row} was prepared for, and positions neither go back nor skip any: "
+                    "roll_back takes tokens back"
                 )
 
-    def check(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
+    def check(
+        self, lengths: Sequence[int], starts: Sequence[int], kept: Sequence[int] | None = None
+    ) -> None:
         """Raise unless the cache can take a batch whose numbers the host knows.
 
         Args:
             lengths: New tokens of each sequence.
             starts: Tokens each has already.
+            kept: How many new tokens of each are surely kept; None: all.
 
         Raises:
             ValueError: naming the sequence that has too many tokens, in the chunk or in all.
@@ -122,11 +137,61 @@ class CacheChecks(AtomicSteps):
                     f"PagedCache: entry {i} of the batch has {new} new tokens, wanted at most "
                     f"max_chunk ({self.max_chunk})"
                 )
-            if start < 0 or start + new > self.max_tokens:
+            sure = new if kept is None else kept[i]
+            if start < 0 or start + sure > self.max_tokens:
                 raise ValueError(
-                    f"PagedCache: entry {i} of the batch would reach {start} + {new} tokens, "
+                    f"PagedCache: entry {i} of the batch would reach {start} + {sure} tokens, "
                     f"wanted at most max_tokens ({self.max_tokens})"
                 )
+
+    def _check_kept(
+        self, sequences: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
+    ) -> None:
+        if len(kept) != len(lengths):
+            raise ValueError(
+                f"PagedCache.prepare: {len(lengths)} lengths and {len(kept)} kept, wanted as many"
+            )
+        for i, (row, new, sure) in enumerate(zip(sequences, lengths, kept, strict=True)):
+            if not 0 <= sure <= new or (row >= 0 and new - sure > self.rollback):
+                raise ValueError(
+                    f"PagedCache.prepare: kept[{i}] is {sure}, wanted {max(0, new - self.rollback)}"
+                    f" to {new}: {new} new tokens, of which rollback ({self.rollback}) can be "
+                    "taken back"
+                )
+
+    def _check_lengths(
+        self, what: str, sequences: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        if len(sequences) != len(lengths):
+            raise ValueError(
+                f"PagedCache.{what}: {len(sequences)} sequences and {len(lengths)} lengths, "
+                "wanted as many"
+            )
+        for sequence in sequences:
+            self._check_allocated(what, sequence)
+        if len(set(sequences)) < len(sequences):
+            raise ValueError(
+                f"PagedCache.{what}: sequences are {list(sequences)}, wanted distinct ones"
+            )
+
+    def _check_rollback(self, sequence: int, length: int, count: RowCount) -> None:
+        if count.open:
+            raise ValueError(
+                f"PagedCache.roll_back: sequence {sequence} has steps of which the host does not "
+                "know how many tokens were kept; confirm them first"
+            )
+        least = count.reach(self.rollback)
+        if least <= length <= count.high:
+            return
+        reason = f"it has {count.high} tokens"
+        if length < least:
+            reason += f" and had {count.top}, of which rollback ({self.rollback}) can be taken back"
+        if length < count.floor:
+            reason += "; prepare gave window pages back or to later tokens before the last step"
+        raise ValueError(
+            f"PagedCache.roll_back: sequence {sequence} to {length} tokens, wanted {least} to "
+            f"{count.high}: {reason}"
+        )
 
     def check_tables(self) -> None:
         """Raise if a page table points outside its pool: for brought tables that were changed.
@@ -175,6 +240,7 @@ def checked_size(
     max_chunk: int | None,
     pool_tokens: int | None,
     window_pages: int | None,
+    rollback: int,
 ) -> CacheSize:
     """Check the sizes of a cache and return them."""
     max_chunk = max_tokens if max_chunk is None else max_chunk
@@ -189,13 +255,22 @@ def checked_size(
             raise TypeError(f"PagedCache: {name} is {value!r}, wanted an int")
         if value is not None and value < 1:
             raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
+    if isinstance(rollback, bool) or not isinstance(rollback, int):
+        raise TypeError(f"PagedCache: rollback is {rollback!r}, wanted an int")
+    if rollback < 0:
+        raise ValueError(f"PagedCache: rollback is {rollback}, wanted >= 0")
     if window_pages is not None and pool_tokens is None:
         raise ValueError(
             f"PagedCache: window_pages is {window_pages} and pool_tokens None, wanted both: pools "
             "are of window pages and compressed pages alike"
         )
     return CacheSize(
-        max_sequences, max_tokens, min(max_chunk, max_tokens), pool_tokens, window_pages
+        max_sequences,
+        max_tokens,
+        min(max_chunk, max_tokens),
+        pool_tokens,
+        window_pages,
+        rollback,
     )
 
 

@@ -80,7 +80,7 @@ MUTANTS = (
         "pitfall 15",
         "a step that failed and whose tokens still count",
         "dsv4.kv_cache.atomic_steps:AtomicSteps._take_back",
-        "self._tokens[row] = tokens",
+        "self._counts[row] = self._counts[row].undone(before)",
         "pass",
         ATOMIC,
     ),
