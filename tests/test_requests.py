@@ -191,7 +191,11 @@ def test_rows_as_a_list_and_as_a_tensor_are_the_same(model, pools, ways) -> None
             given_rows = rows if way == "list" else torch.tensor(rows)
             logits.append(model.decode(logits[-1].argmax(-1), cache, given_rows))
         result.append(torch.stack(logits))
-        assert cache.lengths.tolist() == [count.high for count in cache._counts] == [2 + len(ways), 1 + len(ways)]
+        assert (
+            cache.lengths.tolist()
+            == [count.high for count in cache._counts]
+            == [2 + len(ways), 1 + len(ways)]
+        )
     assert torch.equal(*result)
 
 

@@ -159,9 +159,7 @@ class CacheChecks(AtomicSteps):
                     "taken back"
                 )
 
-    def _check_lengths(
-        self, what: str, sequences: Sequence[int], lengths: Sequence[int]
-    ) -> None:
+    def _check_lengths(self, what: str, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         if len(sequences) != len(lengths):
             raise ValueError(
                 f"PagedCache.{what}: {len(sequences)} sequences and {len(lengths)} lengths, "

@@ -96,8 +96,9 @@ class PagedCache(CacheChecks):
                 slot to the compressors' state of every sequence.
 
         Raises:
-            ValueError: if a number is below 1, ``rollback`` below 0, a format is none of these or does not fit the dims
-                of the indexer's keys, or there are ``window_pages`` without ``pool_tokens``.
+            ValueError: if a number is below 1, ``rollback`` below 0, a format is none of these or
+                does not fit the dims of the indexer's keys, or there are ``window_pages`` without
+                ``pool_tokens``.
         """
         size = checked_size(
             max_sequences, max_tokens, max_chunk, pool_tokens, window_pages, rollback

@@ -6,10 +6,10 @@ and threads exchange nothing but sums over slots.
 
 The programs of a ragged batch are, first, one *head* per entry of the batch. The open window of the
 entry's state, with the new tokens that belong to it, is loaded once: it is pooled if it closes,
-with overlap also as the window before the next. The last new tokens are stored in the slot of their
-position, a ring. Nobody else touches that state, so one launch does all without a race. The windows
-after those hold new tokens alone; each is a *tail*. An entry with n tokens has at most n // m of them, so
-``B + T // m`` programs are enough, the number of output rows.
+with overlap also as the window before the next. The last new tokens are stored, each in the slot of
+its position modulo the number of slots. Nobody else touches that state, so one launch does all
+without a race. The windows after those hold new tokens alone; each is a *tail*. An entry with n
+tokens has at most n // m of them, so ``B + T // m`` programs are enough, the number of output rows.
 """
 
 from __future__ import annotations

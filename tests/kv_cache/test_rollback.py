@@ -188,7 +188,7 @@ def test_what_cannot_be_taken_back_is_named() -> None:
             with pytest.raises(ValueError, match=words):
                 cache.roll_back(*row_and_length)
         cache.roll_back([0], [15])
-        with pytest.raises(ValueError, match="sequence 0 to 11 tokens, wanted 12 to 15: .*had 20"):
+        with pytest.raises(ValueError, match=r"sequence 0 to 11 tokens, wanted 12 to 15: .*had 20"):
             cache.roll_back([0], [11])
         cache.roll_back([0], [12])
         cache.roll_back([], [])
@@ -208,7 +208,9 @@ def test_what_cannot_be_taken_back_is_named() -> None:
     pool.confirm([0], [14])
     for _ in range(2):
         pool.prepare([0], [1])
-    with pytest.raises(ValueError, match="to 14 tokens, wanted 15 to 16: .*gave window pages back"):
+    with pytest.raises(
+        ValueError, match=r"to 14 tokens, wanted 15 to 16: .*gave window pages back"
+    ):
         pool.roll_back([0], [14])
     with pytest.raises(ValueError, match="rollback is -1, wanted >= 0"):
         stack.cache(1, 10, rollback=-1)

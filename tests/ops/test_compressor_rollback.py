@@ -56,9 +56,7 @@ class Compressor:
             overlap=self.overlap,
         )
         ratio = self.ape.shape[0]
-        for entry, position, owner in zip(
-            pooled, positions.tolist(), owners.tolist(), strict=True
-        ):
+        for entry, position, owner in zip(pooled, positions.tolist(), owners.tolist(), strict=True):
             if owner >= 0:
                 self.entries[owner, position // ratio] = entry
 
@@ -66,9 +64,7 @@ class Compressor:
 def check(drafted: Compressor, kind, ends: list[int], spare: int) -> None:
     """Compare state and visible entries with those of one token at a time, nothing taken back."""
     ratio, overlap = kind
-    plain = Compressor(
-        overlap, drafted.ape, torch.zeros_like(drafted.state), drafted.tokens, {}
-    )
+    plain = Compressor(overlap, drafted.ape, torch.zeros_like(drafted.state), drafted.tokens, {})
     for p in range(max(ends)):
         lengths = [int(p < end) for end in ends]
         plain.step([p] * len(ends), lengths, lengths)
