@@ -264,7 +264,8 @@ class PagedTransformersCache(Cache):
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0 or minus a number of tokens"
+                f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0 or minus a number of "
+                "tokens"
             )
         self._undo()
         if tokens_to_remove == 0:
@@ -299,8 +300,8 @@ def generate_assisted(model: Any, args: tuple[Any, ...], options: dict[str, Any]
     cache = options.get("past_key_values", options.get("cache"))  # its name from 5.24 on
     if not isinstance(cache, PagedTransformersCache):
         raise TypeError(
-            f"generate_assisted: past_key_values is a {type(cache).__name__}, wanted a paged_cache: "
-            "transformers' own cache does not give tokens back that a compressor has pooled"
+            f"generate_assisted: past_key_values is a {type(cache).__name__}, wanted a "
+            "paged_cache: transformers' own cache does not give pooled tokens back"
         )
     model._is_stateful = False  # of this instance, and during the call alone
     try:

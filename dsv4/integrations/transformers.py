@@ -337,8 +337,8 @@ def paged_cache(
 def generate_assisted(model: Any, *args: Any, **options: Any) -> Any:
     """Call ``model.generate`` for assisted generation: prompt lookup or a draft model.
 
-    transformers refuses that of DeepSeek-V4, because its own cache cannot go back. A ``paged_cache``
-    can, by ``rollback`` tokens; so guesses are at most as long.
+    transformers refuses that of DeepSeek-V4, because its own cache cannot go back. A
+    ``paged_cache`` can, by ``rollback`` tokens; so guesses are at most as long.
 
     Args:
         model: Swapped, see ``apply``.

@@ -95,8 +95,8 @@ class AtomicSteps:
         """Undo on the host what a step has changed, also of a part of a step."""
         for table, before in reversed(record.tables):
             table.restore(before)
-        for row, before in record.counts.items():
-            self._counts[row] = self._counts[row].undone(before)
+        for row, count in record.counts.items():
+            self._counts[row] = self._counts[row].undone(count)
         self._grown = set(record.grown)
 
     def _write_back(self, record: StepRecord) -> None:

@@ -119,14 +119,14 @@ class CacheChecks(AtomicSteps):
                 )
 
     def check(
-        self, lengths: Sequence[int], starts: Sequence[int], kept: Sequence[int] | None = None
+        self, lengths: Sequence[int], starts: Sequence[int], certain: Sequence[int] | None = None
     ) -> None:
         """Raise unless the cache can take a batch whose numbers the host knows.
 
         Args:
             lengths: New tokens of each sequence.
             starts: Tokens each has already.
-            kept: How many new tokens of each are surely kept; None: all.
+            certain: How many new tokens of each are certainly kept; None: all.
 
         Raises:
             ValueError: naming the sequence that has too many tokens, in the chunk or in all.
@@ -137,26 +137,27 @@ class CacheChecks(AtomicSteps):
                     f"PagedCache: entry {i} of the batch has {new} new tokens, wanted at most "
                     f"max_chunk ({self.max_chunk})"
                 )
-            sure = new if kept is None else kept[i]
-            if start < 0 or start + sure > self.max_tokens:
+            least = new if certain is None else certain[i]
+            if start < 0 or start + least > self.max_tokens:
                 raise ValueError(
-                    f"PagedCache: entry {i} of the batch would reach {start} + {sure} tokens, "
+                    f"PagedCache: entry {i} of the batch would reach {start} + {least} tokens, "
                     f"wanted at most max_tokens ({self.max_tokens})"
                 )
 
-    def _check_kept(
-        self, sequences: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
+    def _check_certain(
+        self, sequences: Sequence[int], lengths: Sequence[int], certain: Sequence[int]
     ) -> None:
-        if len(kept) != len(lengths):
+        if len(certain) != len(lengths):
             raise ValueError(
-                f"PagedCache.prepare: {len(lengths)} lengths and {len(kept)} kept, wanted as many"
+                f"PagedCache.prepare: {len(lengths)} lengths and {len(certain)} certain, wanted as "
+                "many"
             )
-        for i, (row, new, sure) in enumerate(zip(sequences, lengths, kept, strict=True)):
-            if not 0 <= sure <= new or (row >= 0 and new - sure > self.rollback):
+        for i, (row, new, least) in enumerate(zip(sequences, lengths, certain, strict=True)):
+            if not 0 <= least <= new or (row >= 0 and new - least > self.rollback):
                 raise ValueError(
-                    f"PagedCache.prepare: kept[{i}] is {sure}, wanted {max(0, new - self.rollback)}"
-                    f" to {new}: {new} new tokens, of which rollback ({self.rollback}) can be "
-                    "taken back"
+                    f"PagedCache.prepare: certain[{i}] is {least}, wanted "
+                    f"{max(0, new - self.rollback)} to {new}: {new} new tokens, of which rollback "
+                    f"({self.rollback}) can be taken back"
                 )
 
     def _check_lengths(self, what: str, sequences: Sequence[int], lengths: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ know how many tokens each sequence has, change tables in place and never wait fo
 Everything is addressed by position, and no token of the last ``rollback`` ones has overwritten what
 an earlier one needs. So tokens are taken back by ``lengths`` alone: on the host by ``roll_back``;
 within a captured graph by ``advance`` with the number of tokens that are kept, which the host
-learns later (``prepare`` with ``kept``, then ``confirm``).
+learns later (``prepare`` with ``certain``, then ``confirm``).
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class PagedCache(CacheChecks):
         lengths: Sequence[int],
         starts: Sequence[int] | None = None,
         *,
-        kept: Sequence[int] | None = None,
+        certain: Sequence[int] | None = None,
     ) -> None:
         """Make room for a step; call it before the step, on the host, in the order of the steps.
 
@@ -352,7 +352,7 @@ class PagedCache(CacheChecks):
             lengths: New tokens of each, 0 and up.
             starts: Tokens that each has already, which confirms its open steps; None: as many as
                 it was prepared for, which a cache of the caller's tensors does not know.
-            kept: New tokens of each that are surely kept, if the device decides how many are
+            certain: New tokens of each that are certainly kept, if the device decides how many are
                 (``advance``); None: all. There may be ``rollback`` others, also beyond
                 ``max_tokens``. Such a step is open until ``confirm``: further steps may be
                 prepared, and reserve pages for as many tokens as there may be.
@@ -360,7 +360,7 @@ class PagedCache(CacheChecks):
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
             ValueError: if a row is not allocated or occurs twice, a sequence would have too many
-                tokens, in the chunk or in all, or starts before its end, or ``kept`` is not from
+                tokens, in the chunk or in all, or starts before its end, or ``certain`` is not from
                 ``lengths`` less ``rollback`` to ``lengths``.
         """
         if self._within is None:
@@ -371,9 +371,9 @@ class PagedCache(CacheChecks):
                 raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
             starts = self._prepared(sequences)
         self._check_step(sequences, lengths, starts)
-        sure = list(lengths) if kept is None else list(kept)
-        self._check_kept(sequences, lengths, sure)
-        self.check(lengths, starts if known else self._least(sequences, starts), sure)
+        least = list(lengths) if certain is None else list(certain)
+        self._check_certain(sequences, lengths, least)
+        self.check(lengths, starts if known else self._least(sequences, starts), least)
         steps = [
             (row, start, start + new)
             for row, new, start in zip(sequences, lengths, starts, strict=True)
@@ -386,7 +386,7 @@ class PagedCache(CacheChecks):
             for row, start, _ in steps:
                 if known and self._counts[row].open:
                     self._counts[row] = self._counts[row].at(start)
-            self._grow(steps, record, dict(zip(sequences, sure, strict=True)))
+            self._grow(steps, record, dict(zip(sequences, least, strict=True)))
         except BaseException:
             self._take_back(record)
             self._write_back(record)
@@ -404,11 +404,11 @@ class PagedCache(CacheChecks):
         self,
         steps: Sequence[tuple[int, int, int]],
         record: StepRecord,
-        sure: Mapping[int, int],
+        certain: Mapping[int, int],
     ) -> None:
         """Change tables and counts for a step, and store the old ones in ``record``.
 
-        ``sure``: new tokens of each row that are kept for sure.
+        ``certain``: new tokens of each row that are certainly kept.
         """
         self._trim(record)
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
@@ -428,7 +428,7 @@ class PagedCache(CacheChecks):
             count = RowCount() if self._brought and start == 0 else self._counts[row]
             if self.pooled:  # entries that the window had left are overwritten from now on
                 count = replace(count, floor=count.low)
-            self._counts[row] = count.after(start, OpenStep(sure[row], end - start))
+            self._counts[row] = count.after(start, OpenStep(certain[row], end - start))
             self._grown.add(row)
 
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
@@ -508,34 +508,34 @@ class PagedCache(CacheChecks):
             steps = [max(0, min(chunk, length - begin)) for length in lengths]
             rehearsed.prepare(sequences, steps, rehearsed._prepared(sequences))
 
-    def advance(self, batch: Batch, kept: torch.Tensor | None = None) -> None:
+    def advance(self, batch: Batch, accepted: torch.Tensor | None = None) -> None:
         """Set ``lengths`` of the batch's sequences to what they are after it.
 
         Entries with a negative sequence or without tokens are ignored.
 
         Args:
             batch: The step's batch.
-            kept: ``[B]`` int, on the device: how many new tokens of each entry are kept, as
-                ``prepare`` was told; None: all. The others are taken back, within a captured graph
-                and without waiting.
+            accepted: ``[B]`` int, on the device: how many new tokens of each entry are kept,
+                within the limits of ``prepare``; None: all. The others are taken back, within a
+                captured graph and without waiting.
         """
         if self._within is not None and self._records:
             self._records[-1].batch = batch
         new = batch.cu_seqlens.diff()
-        if kept is None:
+        if accepted is None:
             self._set_lengths(batch, new, batch.starts + new)
             return
         row = batch.sequences.clamp(min=0)
         written = torch.where((batch.sequences >= 0) & (new > 0), batch.starts + new, 0)
         self._tops.scatter_reduce_(0, row, written, "amax")
-        self._set_lengths(batch, new, batch.starts + kept)
+        self._set_lengths(batch, new, batch.starts + accepted)
 
     def roll_back(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Take back the last tokens of sequences, as if they had never been there.
 
         Every later result has the same bits. Up to ``rollback`` tokens can be taken back, counted
         from the most that the sequence ever had; with pools those of the latest step, and of a step
-        with ``kept``, alone, because earlier window pages may be given back. Nothing is copied.
+        with ``certain``, alone, because earlier window pages may be given back. Nothing is copied.
         Pages stay reserved. With pools the host does not wait; without, it reads ``lengths``.
 
         Args:
@@ -568,7 +568,7 @@ class PagedCache(CacheChecks):
     def confirm(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         """Tell the host how many tokens sequences had after their oldest open step.
 
-        Call it for every step that was prepared with ``kept`` fewer than its tokens, in their
+        Call it for every step that was prepared with ``certain`` fewer than its tokens, in their
         order, when the device's numbers have arrived; steps after it may be under way. The device
         is not told: ``advance`` set its ``lengths``.
 

@@ -10,17 +10,17 @@ class OpenStep:
     """A step of which the host does not know yet how many tokens are kept.
 
     Attributes:
-        kept: How many surely are.
+        certain: How many certainly are.
         new: How many may be.
     """
 
-    kept: int
+    certain: int
     new: int
 
     @property
-    def certain(self) -> bool:
+    def exact(self) -> bool:
         """Whether all are kept."""
-        return self.kept == self.new
+        return self.certain == self.new
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class RowCount:
     """Tokens of a row.
 
     Attributes:
-        low: Tokens that it has at least: confirmed ones, and those that open steps surely keep.
+        low: Tokens that it has at least: confirmed ones, and those that open steps certainly keep.
         high: Tokens that it may have; pages are reserved for them.
         top: Most tokens that were ever written since the row was empty, taken back or not.
         floor: Fewest tokens whose window still has all of its entries.
@@ -49,22 +49,22 @@ class RowCount:
     def after(self, start: int, step: OpenStep) -> RowCount:
         """Return the count after a step; ``start`` is ``high``, or known to be right."""
         low, high = self.low if self.open else start, start + step.new
-        exact = step.certain and not self.open
+        exact = step.exact and not self.open
         steps = () if exact else (*self.open, step)
-        return RowCount(low + step.kept, high, max(self.top, high), self.floor, steps)
+        return RowCount(low + step.certain, high, max(self.top, high), self.floor, steps)
 
     def reach(self, rollback: int) -> int:
         """Return the fewest tokens that the row can go back to."""
         return max(0, self.floor, self.top - rollback)
 
     def at(self, length: int) -> RowCount:
-        """Return the count of the row with exactly so many tokens."""
+        """Return the count of the row with exactly ``length`` tokens."""
         return RowCount(length, length, max(self.top, length), min(self.floor, length))
 
     def oldest(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that the row had after its oldest open step."""
         rest = self.open[1:]
-        low = self.low - sum(step.kept for step in rest)
+        low = self.low - sum(step.certain for step in rest)
         return low, self.high - sum(step.new for step in rest)
 
     def confirmed(self, length: int) -> RowCount:
@@ -73,9 +73,9 @@ class RowCount:
         Steps after it that keep all tokens need no confirmation.
         """
         low, high, rest = length, length, self.open[1:]
-        while rest and rest[0].certain:
+        while rest and rest[0].exact:
             low, high, rest = low + rest[0].new, high + rest[0].new, rest[1:]
-        low += sum(step.kept for step in rest)
+        low += sum(step.certain for step in rest)
         high += sum(step.new for step in rest)
         return replace(self, low=low, high=high, open=rest)
 

@@ -412,12 +412,12 @@ def _renew(
             # Whole windows of new tokens, of which a later window or a rollback may pool some.
             recent = tl.maximum(end - RING, 0)
             for i in range(tl.maximum(_clip(recent // RATIO - window), 1), closed):
-                kept = (slot >= _clip(recent - (window + i) * RATIO)) & (slot < RATIO) & inside
-                place = _ring_slots(window + i, slot, RATIO, RING)
+                last = (slot >= _clip(recent - (window + i) * RATIO)) & (slot < RATIO) & inside
+                target = _ring_slots(window + i, slot, RATIO, RING)
                 for half in tl.static_range(1 + OVERLAP):
                     column = channel + half * CHANNELS
-                    k, s, a = _load_tokens(tokens, token + i * RATIO, slot, column, kept)
-                    _store_state(entry_state, place, column, kept, widen(k), _score(s, a))
+                    k, s, a = _load_tokens(tokens, token + i * RATIO, slot, column, last)
+                    _store_state(entry_state, target, column, last, widen(k), _score(s, a))
     else:
         # The window stays open.
         _store_state(entry_state, here, own, new, widen(k), _score(s, a))

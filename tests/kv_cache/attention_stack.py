@@ -51,12 +51,12 @@ class Stack(nn.Module):
         hidden: torch.Tensor,
         cache: PagedCache,
         batch: Batch,
-        kept: torch.Tensor | None = None,
+        accepted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step: ``[T, H]`` to ``[T, layers, H]``; ``kept``: see ``PagedCache.advance``."""
+        """One step: ``[T, H]`` to ``[T, layers, H]``; ``accepted``: see ``PagedCache.advance``."""
         step = CacheStep(cache, batch)
         out = [layer(hidden[None], past_key_values=step)[0][0] for layer in self.attention]
-        cache.advance(batch, kept)
+        cache.advance(batch, accepted)
         return torch.stack(out, 1)
 
     def step(

@@ -35,15 +35,15 @@ def verify(
     cache: PagedCache,
     rows: Sequence[int],
     pieces: Sequence[torch.Tensor],
-    kept: Sequence[int],
+    accepted: Sequence[int],
 ) -> list[torch.Tensor]:
     """A step of which the device keeps some tokens; the host is not told."""
     lengths = [len(piece) for piece in pieces]
-    cache.prepare(rows, lengths, kept=[max(0, n - MOST) for n in lengths])
+    cache.prepare(rows, lengths, certain=[max(0, n - MOST) for n in lengths])
     there = torch.tensor(rows)
     batch = Batch.from_lengths(lengths, cache.lengths[there], there)
     hidden = torch.cat(list(pieces))
-    return list(stack.run(hidden, cache, batch, torch.tensor(kept)).split(lengths))
+    return list(stack.run(hidden, cache, batch, torch.tensor(accepted)).split(lengths))
 
 
 # Windows, states and pages at their borders: a row for each number of tokens before the guess.
@@ -67,10 +67,10 @@ def test_at_every_border_it_is_as_if_never_stepped(sizes: dict, numerics: str) -
             cache.roll_back(rows, OFFSETS)
         assert cache.lengths.tolist() == list(OFFSETS)
         steps = []
-        for more, kept in ((9, 4), (1, 1), (3, 3), (1, 1)):
+        for more, accepted in ((9, 4), (1, 1), (3, 3), (1, 1)):
             pieces = [tokens(50 * more + i, more, config) for i in rows]
             steps.append(torch.cat(stack.step(cache, rows, pieces)))
-            now = [int(n) - more + kept for n in cache.lengths]
+            now = [int(n) - more + accepted for n in cache.lengths]
             cache.roll_back(rows, now)
         out.append(steps)
     for actual, expected in zip(*out, strict=True):
@@ -79,7 +79,7 @@ def test_at_every_border_it_is_as_if_never_stepped(sizes: dict, numerics: str) -
 
 @st.composite
 def stories(draw: st.DrawFn):
-    """Prompts of some rows, then rounds of (guessed, kept) for each, perhaps a fork between."""
+    """Prompts of some rows, then rounds of (guessed, accepted) for each, perhaps a fork between."""
     count = draw(st.integers(1, 3))
     prompts = draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
     rounds = []
@@ -113,22 +113,22 @@ def test_rejected_guesses_leave_nothing(pooled: bool, story: tuple, seed: int) -
         late: dict[int, int] = {}
         for number, step in enumerate(rounds):
             right = [tokens(1000 * number + i, n, config) for i, (n, _) in enumerate(step)]
-            kept = [a for _, a in step]
+            accepted = [a for _, a in step]
             bad, other = [], []
-            for x, a in zip(right, kept, strict=True):
+            for x, a in zip(right, accepted, strict=True):
                 bad.append(torch.cat((x[:a], wrong(len(x) - a, config))))
                 other.append(torch.cat((x[:a], x[a:].flip(1))))
-            seen = [torch.cat((x, y[:a])) for x, y, a in zip(seen, right, kept, strict=True)]
+            seen = [torch.cat((x, y[:a])) for x, y, a in zip(seen, right, accepted, strict=True)]
             lengths = [len(x) for x in seen]
             outs = [stack.step(caches[0], rows, bad), stack.step(caches[1], rows, other)]
             for cache in caches[:2]:
                 cache.roll_back(rows, lengths)
-            outs.append(verify(stack, caches[2], rows, other, kept))
+            outs.append(verify(stack, caches[2], rows, other, accepted))
             caches[2].confirm(list(late), list(late.values()))
             late = {row: lengths[row] for row in rows if caches[2]._counts[row].open}
             for cache in caches:
                 assert cache.lengths[:count].tolist() == lengths
-            for row, a in enumerate(kept):
+            for row, a in enumerate(accepted):
                 for out in outs[1:]:
                     assert_bitwise(out[row][:a], outs[0][row][:a])
                 if a:
@@ -167,7 +167,7 @@ def test_guesses_beyond_the_last_position_harm_nobody(sizes: dict, limit: int) -
         cache.confirm([row], [at + 1])
     assert float((torch.cat(out) - stack.whole(x)[-3:]).abs().max()) < 1e-10
     with pytest.raises(ValueError, match=f"would reach {limit} . 1 tokens, wanted at most"):
-        cache.prepare([row], [9], kept=[1])
+        cache.prepare([row], [9], certain=[1])
 
 
 def test_what_cannot_be_taken_back_is_named() -> None:
@@ -193,14 +193,14 @@ def test_what_cannot_be_taken_back_is_named() -> None:
         cache.roll_back([0], [12])
         cache.roll_back([], [])
         assert cache.lengths.tolist() == [12, 0]
-        for kept, words in ((0, r"kept\[0\] is 0, wanted 1 to 9: 9 new tokens"), (10, "is 10")):
+        for least, words in ((0, r"certain\[0\] is 0, wanted 1 to 9: 9 new tokens"), (10, "is 10")):
             with pytest.raises(ValueError, match=words):
-                cache.prepare([0], [9], kept=[kept])
-        with pytest.raises(ValueError, match="1 lengths and 2 kept"):
-            cache.prepare([0], [9], kept=[9, 9])
+                cache.prepare([0], [9], certain=[least])
+        with pytest.raises(ValueError, match="1 lengths and 2 certain"):
+            cache.prepare([0], [9], certain=[9, 9])
         with pytest.raises(ValueError, match="sequence 0 has no open step"):
             cache.confirm([0], [12])
-        cache.prepare([0], [5], kept=[1])
+        cache.prepare([0], [5], certain=[1])
         with pytest.raises(ValueError, match="sequence 0 has 18 tokens, wanted 13 to 17"):
             cache.confirm([0], [18])
     with pytest.raises(ValueError, match="has steps of which the host does not know"):
@@ -222,8 +222,8 @@ def test_starts_confirm_open_steps() -> None:
     stack = Stack(published(), 0)
     cache = stack.cache(1, 300, pool_tokens=300)
     row = cache.allocate()
-    cache.prepare([row], [9], kept=[1])
-    cache.prepare([row], [9], kept=[1])
+    cache.prepare([row], [9], certain=[1])
+    cache.prepare([row], [9], certain=[1])
     assert cache._counts[row] == RowCount(2, 18, 18, 1, (OpenStep(1, 9), OpenStep(1, 9)))
     for start in (1, 19):
         with pytest.raises(ValueError, match=rf"starts\[0\] is {start}, wanted 18"):
@@ -239,20 +239,20 @@ def test_pages_of_guesses_are_reserved_and_a_full_pool_changes_nothing() -> None
     cache = stack.cache(1, 600, pool_tokens=256, max_chunk=250)
     row = cache.allocate()
     stack.step(cache, [row], [tokens(0, 240, config)])
-    cache.prepare([row], [9], kept=[1])
+    cache.prepare([row], [9], certain=[1])
     before = cache._counts[row]
-    cache.prepare([row], [9], kept=[1])
+    cache.prepare([row], [9], certain=[1])
     assert cache.undo()
     assert (cache._counts[row].low, cache._counts[row].high) == (before.low, before.high)
-    cache.prepare([row], [9], kept=[1])
+    cache.prepare([row], [9], certain=[1])
     with pytest.raises(CacheFullError, match="compressed"):
-        cache.prepare([row], [9], kept=[1])
+        cache.prepare([row], [9], certain=[1])
     cache.confirm([row], [241])
-    cache.prepare([row], [5], kept=[1])
+    cache.prepare([row], [5], certain=[1])
 
 
 def test_a_captured_length_is_the_eager_one() -> None:
-    """``advance`` with ``kept`` reads nothing on the host: it traces on tensors without values."""
+    """``advance`` with ``accepted`` reads nothing on the host: tensors without values do."""
     cache = Stack(published(), 0).cache(3, 300)
     lengths = cache.lengths
     with torch.device("meta"):

@@ -78,7 +78,7 @@ def check(drafted: Compressor, kind, ends: list[int], spare: int) -> None:
 
 @st.composite
 def schedules(draw: st.DrawFn):
-    """Tokens per row at first, then steps of (tokens, kept) for each row, D tokens back at most."""
+    """Tokens per row at first, then steps of (tokens, accepted) for each row, and D."""
     most, rows = draw(st.integers(1, MOST)), draw(st.integers(1, 3))
     count = draw(st.integers(1, 6))
     steps = []
@@ -94,18 +94,18 @@ def schedules(draw: st.DrawFn):
 @example((8, False), 0, (8, [127], [[(9, 1)], [(9, 9)], [(9, 1)]]))
 def test_taken_back_is_never_there(device, wide, kind, seed, schedule):
     most, begun, steps = schedule
-    room = max(begun) + (MOST + 1) * (len(steps) + 1)
-    drafted = Compressor.make(seed, kind, len(begun), room, wide, device, most)
+    total = max(begun) + (MOST + 1) * (len(steps) + 1)
+    drafted = Compressor.make(seed, kind, len(begun), total, wide, device, most)
     drafted.step([0] * len(begun), begun, begun)
     ends = list(begun)
     for step in steps:
-        drafted.step(ends, [n for n, _ in step], [kept for _, kept in step])
-        ends = [end + kept for end, (_, kept) in zip(ends, step, strict=True)]
+        drafted.step(ends, [n for n, _ in step], [accepted for _, accepted in step])
+        ends = [end + accepted for end, (_, accepted) in zip(ends, step, strict=True)]
     check(drafted, kind, ends, most)
 
 
 def _differs(kind, spare: int, most: int) -> bool:
-    """Whether steps of ``most`` drafts, all wrong, go wrong somewhere with so many spare slots."""
+    """Whether steps of ``most`` drafts, all wrong, go wrong somewhere with ``spare`` slots more."""
     ratio, _ = kind
     for begun in range(4 * ratio):
         drafted = Compressor.make(1, kind, 1, begun + most + 3, torch.float64, "cpu", spare)
