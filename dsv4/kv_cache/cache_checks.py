@@ -11,7 +11,6 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.atomic_steps import AtomicSteps
 from dsv4.kv_cache.layer_cache import CacheSize, check_layers
 from dsv4.kv_cache.page_tables import CacheFullError, PageTable
-from dsv4.kv_cache.row_counts import RowCount
 
 
 class CacheChecks(AtomicSteps):
@@ -159,38 +158,6 @@ class CacheChecks(AtomicSteps):
                     f"{max(0, new - self.rollback)} to {new}: {new} new tokens, of which rollback "
                     f"({self.rollback}) can be taken back"
                 )
-
-    def _check_lengths(self, what: str, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        if len(sequences) != len(lengths):
-            raise ValueError(
-                f"PagedCache.{what}: {len(sequences)} sequences and {len(lengths)} lengths, "
-                "wanted as many"
-            )
-        for sequence in sequences:
-            self._check_allocated(what, sequence)
-        if len(set(sequences)) < len(sequences):
-            raise ValueError(
-                f"PagedCache.{what}: sequences are {list(sequences)}, wanted distinct ones"
-            )
-
-    def _check_rollback(self, sequence: int, length: int, count: RowCount) -> None:
-        if count.open:
-            raise ValueError(
-                f"PagedCache.roll_back: sequence {sequence} has steps of which the host does not "
-                "know how many tokens were kept; confirm them first"
-            )
-        least = count.reach(self.rollback)
-        if least <= length <= count.high:
-            return
-        reason = f"it has {count.high} tokens"
-        if length < least:
-            reason += f" and had {count.top}, of which rollback ({self.rollback}) can be taken back"
-        if length < count.floor:
-            reason += "; prepare gave window pages back or to later tokens before the last step"
-        raise ValueError(
-            f"PagedCache.roll_back: sequence {sequence} to {length} tokens, wanted {least} to "
-            f"{count.high}: {reason}"
-        )
 
     def check_tables(self) -> None:
         """Raise if a page table points outside its pool: for brought tables that were changed.

@@ -21,7 +21,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
-from dsv4.kv_cache.cache_checks import CacheChecks, checked_size
+from dsv4.kv_cache.cache_checks import checked_size
 from dsv4.kv_cache.layer_cache import (
     ROLLBACK,
     CacheSize,
@@ -32,13 +32,14 @@ from dsv4.kv_cache.layer_cache import (
 )
 from dsv4.kv_cache.page_tables import CacheFullError, Growth, PageTable, to_device
 from dsv4.kv_cache.pages import COMPACT_FORMATS, ENTRY_FORMATS
+from dsv4.kv_cache.rollback import Rollback
 from dsv4.kv_cache.row_counts import OpenStep, RowCount
 from dsv4.kv_cache.step_record import StepRecord
 
 __all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
 
-class PagedCache(CacheChecks):
+class PagedCache(Rollback):
     """Cache of ``max_sequences`` sequences of at most ``max_tokens`` tokens each.
 
     Each sequence has pages of its own for ``max_tokens``; or, with ``pool_tokens``, takes pages
@@ -177,7 +178,7 @@ class PagedCache(CacheChecks):
         self._within: set[int] | None = None  # within ``atomic``: its rows of several steps
         self._live = [False] * size.sequences
         self._counts = [RowCount()] * size.sequences
-        self._tops = torch.zeros_like(lengths)  # most tokens of steps that kept some of theirs
+        self._tops = torch.zeros_like(lengths)
         self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
         self._brought = False
         self._fits: tuple[ModelConfig, torch.dtype] | None = None  # the latest model that fits
@@ -507,94 +508,6 @@ class PagedCache(CacheChecks):
         for begin in range(0, max(lengths), chunk):
             steps = [max(0, min(chunk, length - begin)) for length in lengths]
             rehearsed.prepare(sequences, steps, rehearsed._prepared(sequences))
-
-    def advance(self, batch: Batch, accepted: torch.Tensor | None = None) -> None:
-        """Set ``lengths`` of the batch's sequences to what they are after it.
-
-        Entries with a negative sequence or without tokens are ignored.
-
-        Args:
-            batch: The step's batch.
-            accepted: ``[B]`` int, on the device: how many new tokens of each entry are kept,
-                within the limits of ``prepare``; None: all. The others are taken back, within a
-                captured graph and without waiting.
-        """
-        if self._within is not None and self._records:
-            self._records[-1].batch = batch
-        new = batch.cu_seqlens.diff()
-        if accepted is None:
-            self._set_lengths(batch, new, batch.starts + new)
-            return
-        row = batch.sequences.clamp(min=0)
-        written = torch.where((batch.sequences >= 0) & (new > 0), batch.starts + new, 0)
-        self._tops.scatter_reduce_(0, row, written, "amax")
-        self._set_lengths(batch, new, batch.starts + accepted)
-
-    def roll_back(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Take back the last tokens of sequences, as if they had never been there.
-
-        Every later result has the same bits. Up to ``rollback`` tokens can be taken back, counted
-        from the most that the sequence ever had; with pools those of the latest step, and of a step
-        with ``certain``, alone, because earlier window pages may be given back. Nothing is copied.
-        Pages stay reserved. With pools the host does not wait; without, it reads ``lengths``.
-
-        Args:
-            sequences: Rows of the cache, distinct.
-            lengths: Tokens that each is to have.
-
-        Raises:
-            ValueError: if a row is not allocated or has open steps, or a length is larger than the
-                row's or too small; nothing is changed.
-        """
-        self._outside("roll_back")
-        self._check_lengths("roll_back", sequences, lengths)
-        counts = [self._counts[row] for row in sequences]
-        if not self.pooled:
-            held, tops = torch.stack((self.lengths, self._tops)).tolist()
-            counts = [
-                RowCount(held[row], held[row], max(self._counts[row].top, held[row], tops[row]))
-                for row in sequences
-            ]
-        for row, length, count in zip(sequences, lengths, counts, strict=True):
-            self._check_rollback(row, length, count)
-        if not sequences:
-            return
-        self._records.clear()
-        rows, there = to_device([sequences, lengths], self.lengths.device).unbind(0)
-        self.lengths.index_copy_(0, rows, there)
-        for row, length, count in zip(sequences, lengths, counts, strict=True):
-            self._counts[row] = count.at(length)
-
-    def confirm(self, sequences: Sequence[int], lengths: Sequence[int]) -> None:
-        """Tell the host how many tokens sequences had after their oldest open step.
-
-        Call it for every step that was prepared with ``certain`` fewer than its tokens, in their
-        order, when the device's numbers have arrived; steps after it may be under way. The device
-        is not told: ``advance`` set its ``lengths``.
-
-        Args:
-            sequences: Rows of the cache, distinct.
-            lengths: Tokens of each after that step.
-
-        Raises:
-            ValueError: if a row is not allocated or has no open step, or a length is not one that
-                the step allows; nothing is changed.
-        """
-        self._outside("confirm")
-        self._check_lengths("confirm", sequences, lengths)
-        for row, length in zip(sequences, lengths, strict=True):
-            if not self._counts[row].open:
-                raise ValueError(f"PagedCache.confirm: sequence {row} has no open step")
-            low, high = self._counts[row].oldest()
-            if not low <= length <= high:
-                raise ValueError(
-                    f"PagedCache.confirm: sequence {row} has {length} tokens, wanted {low} to "
-                    f"{high}: what its oldest open step was prepared for"
-                )
-        self._records.clear()
-        for row, length in zip(sequences, lengths, strict=True):
-            self._counts[row] = self._counts[row].confirmed(length)
-            self._grown.add(row)
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors; a table that layers share counts once."""

@@ -260,3 +260,54 @@ def test_a_captured_length_is_the_eager_one() -> None:
         numbers = torch.zeros(3, dtype=torch.int64)
         batch = Batch(torch.zeros(4, dtype=torch.int64), numbers, numbers, numbers, numbers)
         cache.advance(batch, numbers)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+def test_a_captured_verification_is_the_eager_one(numerics: str) -> None:
+    """One graph of 9 tokens for all steps; the device says how many are accepted, bit for bit."""
+    config = published(
+        numerics=numerics, hidden_size=128, head_dim=512, qk_rope_head_dim=64,
+        num_attention_heads=16, index_head_dim=128, q_lora_rank=64, o_groups=2,
+    )  # fmt: skip
+    stack, count = Stack(config, 5, torch.bfloat16).cuda(), 4
+    rows = torch.arange(count, device="cuda")
+    lengths = [0, 60, 119, 255]
+    runs = []
+    for captured in (False, True):
+        cache = stack.cache(count, 400, max_chunk=256, pool_tokens=2048, window_pages=40)
+        prompts = [tokens(i, n, config).cuda().bfloat16() for i, n in enumerate(lengths)]
+        stack.step(cache, [cache.allocate() for _ in lengths], prompts)
+        hidden = torch.zeros(9 * count, 128, dtype=torch.bfloat16, device="cuda")
+        accepted = torch.ones(count, dtype=torch.int64, device="cuda")
+
+        def step(cache=cache, hidden=hidden, accepted=accepted) -> torch.Tensor:
+            starts = cache.lengths[rows]
+            batch = Batch(
+                9 * torch.arange(count + 1, device="cuda"),
+                starts,
+                rows,
+                (starts[:, None] + torch.arange(9, device="cuda")).flatten(),
+                rows.repeat_interleave(9),
+            )
+            return stack.run(hidden, cache, batch, accepted)
+
+        graph, outs, now = torch.cuda.CUDAGraph(), [], list(lengths)
+        for number in range(12):
+            cache.prepare(range(count), [9] * count, certain=[1] * count)
+            hidden.copy_(tokens(100 + number, 9 * count, config))
+            accepted.copy_(torch.tensor([(number * k) % 9 + 1 for k in range(1, count + 1)]))
+            if captured and number == 1:
+                with torch.cuda.graph(graph):
+                    out = step()
+            if captured and number:
+                graph.replay()
+            else:
+                out = step()
+            outs.append(out.clone())
+            now = [n + (number * (k + 1)) % 9 + 1 for k, n in enumerate(now)]
+            cache.confirm(range(count), now)
+            assert cache.lengths.tolist() == now
+        runs.append(outs)
+    for actual, expected in zip(*runs, strict=True):
+        assert_bitwise(actual, expected)

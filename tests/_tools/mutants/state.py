@@ -105,7 +105,7 @@ MUTANTS = (
         "pitfall 15",
         "a step of several tokens that failed after it took slots of the open windows",
         "dsv4.kv_cache.layer_cache:State.loses",
-        "first < start and end > first + slots",
+        "first < start and end > first + self.tensor.shape[2]",
         "False",
         ATOMIC,
     ),
@@ -152,9 +152,9 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "window pages evicted by tokens that may be taken back",
-        "dsv4.kv_cache.paged_cache:PagedCache._stale",
-        "self._counts[row].low",
-        "self._counts[row].high",
+        "dsv4.kv_cache.paged_cache:PagedCache._trim",
+        "window.trim(row, self._window_low(self._counts[row].low))",
+        "window.trim(row, self._window_low(self._counts[row].high))",
         "tests/kv_cache/test_rollback.py::test_rejected_guesses_leave_nothing",
     ),
     Mutant(
