@@ -158,6 +158,14 @@ MUTANTS = (
         "tests/kv_cache/test_rollback.py::test_rejected_guesses_leave_nothing",
     ),
     Mutant(
+        "pitfall 15",
+        "a rejected draft that is replaced by a draw from the target's whole distribution",
+        "dsv4.speculation.verify:verify_sampled",
+        "(p[:, :-1] - q).clamp(min=0)",
+        "p[:, :-1]",
+        "tests/speculation/test_verify.py::test_tokens_have_the_target_s_distribution",
+    ),
+    Mutant(
         "pitfall 16",
         "padded length taken for the true one",
         REFERENCE + "compressor:_source",
