@@ -27,7 +27,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
-from dsv4.integrations.vllm import compressor, indexer
+from dsv4.integrations.vllm import attention_warm, compressor, indexer
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.attention_step import Tokens, tables
 from dsv4.integrations.vllm.cache_views import PagesOf
@@ -60,6 +60,7 @@ class _State:
 
     window: PagesOf
     compressed: PagesOf
+    limits: attention_warm.Limits | None = None
     projection: Projection | None = None
 
 
@@ -183,6 +184,19 @@ class Attention(DeepseekV4FlashMLAAttention):
         z = state.projection(heads.reshape(heads.shape[0], groups, -1))
         return self.wo_b(z.flatten(1))  # type: ignore[no-any-return]
 
+    @property
+    def dsv4_kind(self) -> int:
+        """Modules of one ratio launch the same kernels."""
+        return int(self.compress_ratio)
+
+    def dsv4_warm(self, tokens: int) -> None:
+        """Launch the kernels of steps of that many tokens; not where parts are vLLM's own."""
+        parts = [self.compressor, self.indexer, getattr(self.indexer, "compressor", None)]
+        known = (compressor.Compressor, indexer.Indexer)
+        limits = self.dsv4_state.limits
+        if limits is not None and all(part is None or isinstance(part, known) for part in parts):
+            attention_warm.warm(self, tokens, limits)
+
     def _tokens(self, metadata: dict[str, Any], positions: torch.Tensor) -> Tokens:
         return Tokens(metadata[self.swa_cache_layer.prefix], positions)
 
@@ -276,15 +290,22 @@ def adopt(model: nn.Module, context: Adoption) -> None:
         if reason:
             context.report.left(ATTENTION, name, type(module).__name__, reason)
             continue
-        adopt_attention(module)
+        adopt_attention(module, attention_warm.Limits.of(context.vllm_config))
         context.report.replaced(ATTENTION, name, "sparse_attention")
         compressor.adopt(name, module, context)
         indexer.adopt(name, module, context)
 
 
-def adopt_attention(module: DeepseekV4FlashMLAAttention) -> None:
-    """Change the class of one module. Its heads need no padding any more."""
-    module.dsv4_state = _State(PagesOf(), PagesOf())
+def adopt_attention(
+    module: DeepseekV4FlashMLAAttention, limits: attention_warm.Limits | None = None
+) -> None:
+    """Change the class of one module. Its heads need no padding any more.
+
+    Args:
+        module: vLLM's.
+        limits: The engine's, by which the module warms up; None: it does not.
+    """
+    module.dsv4_state = _State(PagesOf(), PagesOf(), limits)
     module.padded_heads = module.n_local_heads
     narrow = module._prepare_and_attn_fn.__func__ is DeepseekV4Attention._prepare_and_attn
     module.__class__ = Attention

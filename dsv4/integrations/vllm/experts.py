@@ -195,7 +195,7 @@ class _Experts:
         shared_experts_input: torch.Tensor | None,
     ) -> torch.Tensor:
         """Sum of this rank's experts, each times its routing weight, without the shared experts."""
-        return layer.dsv4_experts(x, topk_ids.long(), topk_weights)
+        return layer.dsv4_experts(x, topk_ids, topk_weights)
 
 
 class Dsv4ModelOptNvFp4FusedMoE(_Experts, ModelOptNvFp4FusedMoE):

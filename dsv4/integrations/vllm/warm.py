@@ -16,6 +16,7 @@ from torch import nn
 from dsv4.compilation.steps import token_counts
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.integrations.vllm.compile_kernels import compile_replaced
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 
@@ -26,6 +27,7 @@ def warm_replaced(model: nn.Module, context: Adoption) -> None:
     if not (layers or parts) or next(model.parameters()).device.type != "cuda":
         return
     begin = time.perf_counter()
+    compile_replaced(model, context, most_tokens(context))
     for layer in layers:
         run(layer, most_tokens(context))
     for part in parts:
@@ -54,11 +56,15 @@ def kinds(model: nn.Module) -> Iterator[Linear | DeepseekV4Experts]:
 
 
 def self_warming(model: nn.Module) -> Iterator[Any]:
-    """Yield one module of each class with ``dsv4_warm(tokens)``, whose sizes are all the same."""
+    """Yield one module of each kind with ``dsv4_warm(tokens)``.
+
+    A kind is a class, and in it the ``dsv4_kind`` of modules that have one: sizes are the same.
+    """
     seen = set()
     for module in model.modules():
-        if hasattr(module, "dsv4_warm") and type(module) not in seen:
-            seen.add(type(module))
+        kind = type(module), getattr(module, "dsv4_kind", None)
+        if hasattr(module, "dsv4_warm") and kind not in seen:
+            seen.add(kind)
             yield module
 
 
@@ -85,7 +91,7 @@ def _run_experts(layer: DeepseekV4Experts, tokens: int) -> None:
     device, top_k = _device(layer), layer.num_experts_per_tok
     x = torch.zeros(tokens, layer.hidden_dim, dtype=torch.bfloat16, device=device)
     slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k)
-    ids = layer.first_expert + slots % layer.num_local_experts
+    ids = (layer.first_expert + slots % layer.num_local_experts).to(torch.int32)  # as vLLM's
     layer(x, ids, torch.ones(tokens, top_k, dtype=torch.float32, device=device))
 
 

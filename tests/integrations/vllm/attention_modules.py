@@ -112,6 +112,7 @@ def vllm_module(layer: Layer, sizes: Sizes) -> DeepseekV4FlashMLAAttention:
     module: Any = bare(DeepseekV4FlashMLAAttention)
     config, ratio = layer.config, max(1, layer.config.compress_rate(layer.layer_idx))
     module.prefix, module.compress_ratio = PREFIX, ratio
+    module.hidden_size, module.window_size = config.hidden_size, config.sliding_window
     module.q_lora_rank, module.head_dim = config.q_lora_rank, config.head_dim
     module.rope_head_dim = config.qk_rope_head_dim
     module.n_local_heads, module.padded_heads = config.num_attention_heads, 64

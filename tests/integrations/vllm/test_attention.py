@@ -382,7 +382,10 @@ def test_graphs_share_nothing_with_their_eager_pieces(monkeypatch):
 def engine(**changes: Any) -> SimpleNamespace:
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **changes}
     return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=256), parallel_config=SimpleNamespace(**parallel)
+        cache_config=SimpleNamespace(block_size=256),
+        model_config=SimpleNamespace(max_model_len=512),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        parallel_config=SimpleNamespace(**parallel),
     )
 
 

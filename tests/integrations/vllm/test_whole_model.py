@@ -10,13 +10,17 @@ import pytest
 import torch
 
 import dsv4
+from dsv4.compilation import kernel_calls
+from dsv4.config import ModelConfig
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
 from dsv4.testing.assertions import assert_bitwise
 
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
 from vllm.forward_context import set_forward_context
 
-from dsv4.integrations.vllm import deepseek, places, warm
+from dsv4.integrations.vllm import compile_kernels, deepseek, places, warm
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
@@ -124,6 +128,51 @@ def test_one_layer_of_each_kind_runs_before_requests(loaded):
     assert all(not out.float().any() for _, out in calls)
     most = loaded.config.scheduler_config.max_num_batched_tokens
     assert warm.most_tokens(loaded.model.dsv4) == most
+
+
+def test_kernels_are_listed_by_the_formats_of_the_checkpoint(loaded):
+    config = ModelConfig.of(loaded.config.model_config.hf_config)
+    own = compile_kernels.same_steps(loaded.model, config, "sm_90a")
+    formats = {
+        name: layer.format.name
+        for name, layer in own.named_modules()
+        if isinstance(layer, Linear | DeepseekV4Experts) and layer.format is not None
+    }
+    linears = {name for name, layer in formats.items() if layer == "fp8_block"}
+    assert {name.rpartition(".")[2] for name in linears} == {
+        *("q_a_proj", "q_b_proj", "kv_proj", "o_a_proj", "o_b_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    assert {name for name, layer in formats.items() if layer == "nvfp4"} == {
+        f"model.layers.{i}.mlp.experts" for i in range(own.config.num_hidden_layers)
+    }
+    calls = kernel_calls.every_call(own)
+    kinds = {type(call) for call in calls}
+    assert kinds == {
+        getattr(kernel_calls, name) for name in ("Fp8Gemm", "GroupedGemm", "Indexer", "Attention")
+    }
+    assert kernel_calls.fp8_gemms(loaded.model), "of the replaced modules"
+
+
+def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, caplog):
+    """Both lists; a refusal is a warning."""
+    compiled = []
+
+    def compile_one(model, *args, **options):
+        compiled.append(type(model).__module__)
+        if len(compiled) > 2:
+            raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(compile_kernels, "warm_loaded", compile_one)
+    monkeypatch.setattr(compile_kernels, "warmup", compile_one)
+    monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
+    compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
+    assert compiled == [type(loaded.model).__module__, "dsv4.model"]
+    compiled.append("")
+    monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
+    with caplog.at_level("WARNING"):
+        compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
+    assert "dsv4's kernels are compiled at their first launch: no compiler" in caplog.text
 
 
 def test_strict_refuses_what_is_left(tmp_path):

@@ -1,0 +1,85 @@
+"""Compilation of the replaced layers' kernels in parallel processes.
+
+``warm`` launches each of them once, which without this compiles them one after another: some 400
+kernels of one to eight seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.compilation.recipe import Recipe, Weight
+from dsv4.compilation.steps import of_each_kind
+from dsv4.compilation.warmup import warm_loaded, warmup
+from dsv4.config import ModelConfig
+from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.device import capability
+from dsv4.integrations.vllm._log import logger
+from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+
+
+def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
+    """Compile the kernels of steps, or load them from disk or a bundle.
+
+    Those of GEMMs follow from the replaced modules; those of attention, hyper-connections and norms
+    from a model of this package with the same configuration, which a single rank has.
+
+    Args:
+        model: vLLM's model with replaced modules, on a GPU.
+        context: Of the adoption.
+        tokens: Most tokens of a step.
+    """
+    warm_loaded(model, tokens, progress=False)
+    device = next(model.parameters()).device
+    arch = ARCHITECTURES.get(capability(device))
+    if arch is None or context.vllm_config.parallel_config.tensor_parallel_size > 1:
+        return
+    try:
+        config = ModelConfig.of(context.vllm_config.model_config.hf_config)
+        warmup(same_steps(model, config, arch), device, max_tokens=tokens, progress=False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        logger().warning("dsv4's kernels are compiled at their first launch: %s", error)
+
+
+def same_steps(model: nn.Module, config: ModelConfig, arch: str) -> DeepseekV4ForCausalLM:
+    """A model on the meta device whose steps launch what the replaced modules launch.
+
+    Args:
+        model: vLLM's model with replaced modules.
+        config: Of the whole model.
+        arch: The GPU's.
+    """
+    short = of_each_kind(config.replace(numerics="deepseek"))  # vLLM's pages hold FP8 entries
+    with torch.device("meta"):
+        own = DeepseekV4ForCausalLM(short, mtp=False)
+    return Recipe(short, weights=tuple(_weights(model, own))).build(arch)
+
+
+def _weights(model: nn.Module, own: nn.Module) -> Iterator[tuple[str, Weight]]:
+    """Yield how vLLM's checkpoint stores each layer of ``own``, as replaced modules show."""
+    formats: dict[type, Weight] = {}
+    for module in model.modules():
+        if isinstance(module, Linear | DeepseekV4Experts) and module.format is not None:
+            formats.setdefault(_base(module), Weight.of(module))
+    for name, module in own.named_modules():
+        if isinstance(module, Linear | DeepseekV4Experts):
+            stored = formats.get(_base(module), Weight(None))
+            yield name, stored if _is_quantized(name) else Weight(None)
+
+
+def _base(module: Any) -> type:
+    return Linear if isinstance(module, Linear) else DeepseekV4Experts
+
+
+def _is_quantized(name: str) -> bool:
+    """Return whether published checkpoints quantize a layer, by its name in this package."""
+    if name == "lm_head":
+        return False
+    return "compressor" not in name or name.endswith("q_b_proj")
