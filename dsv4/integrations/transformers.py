@@ -25,9 +25,10 @@ What differs from transformers' own modules:
   as soon as a compressor has closed a window: batch prompts of equal length, or generate with
   ``past_key_values=paged_cache(model, ...)``, which packs prompts of any lengths without padding,
   as ``dsv4.DeepseekV4ForCausalLM.generate`` does.
-* With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search,
-  ``crop`` and assisted generation raise: a compressor's state cannot go back. So do masks that
-  say more than which new tokens are padding, and positions that are not the cache's.
+* With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search
+  raises. So do masks that say more than which new tokens are padding, and positions that are not
+  the cache's. ``crop`` takes back up to ``rollback`` tokens. transformers refuses assisted
+  generation of a model whose cache cannot, as its own cannot: call ``generate_assisted``.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import NotReplaced, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ __all__ = [
     "Report",
     "apply",
     "from_pretrained",
+    "generate_assisted",
     "paged_cache",
     "register_expert_parallel",
     "register_experts",
@@ -333,6 +336,7 @@ def paged_cache(
     index_format: str = "plain",
     pool_tokens: int | None = None,
     window_pages: int | None = None,
+    rollback: int = ROLLBACK,
 ) -> Any:
     """Make a paged cache for ``model.generate(..., past_key_values=cache)``.
 
@@ -349,6 +353,7 @@ def paged_cache(
         index_format: See ``dsv4.PagedCache``.
         pool_tokens: See ``dsv4.PagedCache``.
         window_pages: See ``dsv4.PagedCache``.
+        rollback: Tokens of a row that ``crop`` can take back: most tokens of a guess.
 
     Returns:
         A transformers ``Cache``; its ``paged`` is the ``dsv4.PagedCache``.
@@ -369,7 +374,34 @@ def paged_cache(
         index_format=index_format,
         pool_tokens=pool_tokens,
         window_pages=window_pages,
+        rollback=rollback,
     )
+
+
+def generate_assisted(model: Any, *args: Any, **options: Any) -> Any:
+    """Call ``model.generate`` for assisted generation: prompt lookup or a draft model.
+
+    transformers refuses that of DeepSeek-V4, because its own cache cannot go back. A
+    ``paged_cache`` can, by ``rollback`` tokens; so guesses are at most as long.
+
+    Args:
+        model: Swapped, see ``apply``.
+        args: Of ``model.generate``.
+        options: Of ``model.generate``; ``past_key_values`` is a ``paged_cache`` of this model, and
+            ``prompt_lookup_num_tokens`` or ``assistant_model`` says where guesses come from.
+
+    Returns:
+        What ``model.generate`` returns.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        TypeError: if ``past_key_values`` is not a ``paged_cache``.
+        ValueError: if a guess is longer than what can be taken back.
+    """
+    _modeling()
+    from dsv4.integrations import _cache
+
+    return _cache.generate_assisted(model, args, options)
 
 
 def _modeling() -> Any:

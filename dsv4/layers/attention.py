@@ -202,6 +202,32 @@ class DeepseekV4Attention(FixedDtypeModule):
             return (*tables, *slots)
         return (*tables, *slots, *self.compressor.shared_in(step, self.layer_idx))
 
+    def write_window(self, hidden_states: torch.Tensor, step: CacheStep) -> None:
+        """Write the raw KV entries of a batch ``[T, H]`` to the cache, and attend to nothing.
+
+        Raises:
+            ValueError: if the layer has a compressor, which would miss these tokens.
+        """
+        if self.compressor is not None:
+            raise ValueError(
+                f"write_window: layer {self.layer_idx} is {self.layer_type}, wanted "
+                "sliding_attention"
+            )
+        if not torch.compiler.is_compiling():
+            step.cache.check_model(self.config, hidden_states.dtype)
+        _, kv = self._down(hidden_states)
+        cos, sin = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type)
+        layer, norm = step.cache.layers[self.layer_idx], self.kv_norm
+        norm_rope_write_kv(
+            layer.window,
+            kv,
+            norm.weight,
+            cos,
+            sin,
+            step.write_slots(layer),
+            eps=norm.variance_epsilon,
+        )
+
     def _attend_paged(
         self, hidden_states: torch.Tensor, tables: Tables | None, step: CacheStep
     ) -> torch.Tensor:

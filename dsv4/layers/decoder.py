@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers import _layer_plan
 from dsv4.layers._pooling import one_cache
 from dsv4.layers.attention import DeepseekV4Attention, Tables
@@ -139,9 +140,31 @@ class DeepseekV4MTP(nn.Module):
         Returns:
             Hidden states for the output head ``[B, S, H]``, and the new streams ``[B, S, n, H]``.
         """
-        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
-        streams = embedded + self.h_proj(self.hnorm(streams))
+        streams = self.combine(streams, next_embeddings)
         streams = self.layer(
             streams, input_ids, position_embeddings, position_ids, attention_mask, past_key_values
         )
         return self.norm(self.hc_head(streams)), streams
+
+    def combine(self, streams: torch.Tensor, next_embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the block's input ``[B, S, n, H]``; see ``forward`` for the arguments."""
+        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
+        return embedded + self.h_proj(self.hnorm(streams))
+
+    def write_window(
+        self, streams: torch.Tensor, next_embeddings: torch.Tensor, step: CacheStep
+    ) -> None:
+        """Write the KV entries of a step's tokens, which later drafts read; draft nothing.
+
+        Entries of a block depend on its input alone, so queries, experts and head are left out.
+
+        Args:
+            streams: ``[1, T, n, H]``, see ``forward``.
+            next_embeddings: ``[1, T, H]``.
+            step: The cache and the batch.
+        """
+        layer = self.layer
+        _, _, normed = layer.attn_hc.pre(
+            self.combine(streams, next_embeddings), layer.input_layernorm
+        )
+        layer.self_attn.write_window(normed[0], step)

@@ -50,13 +50,16 @@ def _high(product: torch.Tensor) -> torch.Tensor:
     return (product >> 32) & _MASK
 
 
-def token_words(seeds: torch.Tensor, positions: torch.Tensor, tokens: range) -> torch.Tensor:
+def token_words(
+    seeds: torch.Tensor, positions: torch.Tensor, tokens: range, purpose: int = 0
+) -> torch.Tensor:
     """Return a random word per row and token: word ``token % 4`` of ``(token // 4, position)``.
 
     Args:
         seeds: ``[B]`` int64, the key of each row.
         positions: ``[B]`` int64, below 2**32.
         tokens: Consecutive token ids.
+        purpose: Third word of the counter; words of different purposes are independent.
 
     Returns:
         ``[B, len(tokens)]`` int64, values 0 to 2**32 - 1.
@@ -64,6 +67,6 @@ def token_words(seeds: torch.Tensor, positions: torch.Tensor, tokens: range) -> 
     first, stop = tokens.start // 4, -(-tokens.stop // 4)
     quads = torch.arange(first, stop, device=seeds.device).unsqueeze(0)
     zero = torch.zeros_like(quads)
-    counter = Words(quads, positions.unsqueeze(1), zero, zero)
+    counter = Words(quads, positions.unsqueeze(1), torch.full_like(quads, purpose), zero)
     words = philox(counter, seeds.unsqueeze(1))
     return torch.stack(words, dim=-1).flatten(1)[:, tokens.start - 4 * first :][:, : len(tokens)]

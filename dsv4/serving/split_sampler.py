@@ -24,7 +24,7 @@ from dsv4.serving.sampler import (
     Variant,
     exponential_log,
     needed,
-    penalised,
+    penalized,
     weight,
 )
 
@@ -99,7 +99,7 @@ def _scores(
     part: VocabularyPart, logits: torch.Tensor, parameters: Parameters, variant: Variant
 ) -> torch.Tensor:
     if variant.penalty:
-        logits = penalised(logits, parameters)
+        logits = penalized(logits, parameters)
     if not variant.draw:
         return logits
     temperature = parameters.temperature.to(logits.dtype).unsqueeze(1)

@@ -12,6 +12,7 @@ from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.kv_cache.pages import COMPACT_FORMATS, Pages, entry_layout
 from dsv4.ops.indexer import QUERY_FORMATS
 
@@ -72,8 +73,8 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
         kv, score = (draw.normal(tokens, width) for _ in range(2))
         ape = draw.normal(ratio, width, dtype=torch.float32)
         args = (kv, score, ape, state, bounds, starts, sequences)
-        used = state.nbytes // (batch + 1) * batch
         slots = state.shape[1]
+        used = state[0].nbytes // slots * (slots - ROLLBACK) * batch
         stored = sum(min(length, slots) for length in lengths) * (state[0].nbytes // slots)
         entries = 4 * d * (tokens // ratio)
         return Problem(
@@ -148,7 +149,7 @@ def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:
     """Fill every slot but that of the next token, the last one of the third window."""
-    slots = 2 * ratio if overlap else ratio
+    slots = (2 * ratio if overlap else ratio) + ROLLBACK
     state = draw.normal(rows, slots, 2, width, dtype=torch.float32)
     state[:, (3 * ratio - 1) % slots, 0], state[:, (3 * ratio - 1) % slots, 1] = 0, -torch.inf
     return state

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of several tokens, and their verification in one step."""
