@@ -14,6 +14,7 @@ import torch
 
 from dsv4.kv_cache.batch import Batch, Cache, CacheStep
 from dsv4.kv_cache.page_tables import to_device
+from dsv4.layers.decoder import DeepseekV4MTP
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.sampler import Parameters, Variant, greedy
 from dsv4.speculation.verify import draw_draft
@@ -55,7 +56,9 @@ class MtpDraft:
                 "num_nextn_predict_layers 1)"
             )
         self.model = model
-        self.layer = model.mtp[0]
+        layer = model.mtp[0]
+        assert isinstance(layer, DeepseekV4MTP)
+        self.layer = layer
 
     def write(
         self,

@@ -63,8 +63,8 @@ class Speculation:
             token for text, anchor in zip(texts, anchors, strict=True)
             for token in (*text[1:], int(anchor))
         ]  # fmt: skip
-        some = latest(lengths, 8, rows.device)
-        self.drafter.write(torch.tensor(following), streams, step, some)
+        window = latest(lengths, 8, rows.device)
+        self.drafter.write(torch.tensor(following), streams, step, window)
         for text, anchor in zip(texts, anchors.tolist(), strict=True):
             text.append(anchor)
         self._draft(streams[0, last], count)
