@@ -43,6 +43,9 @@ def parser() -> argparse.ArgumentParser:
     _moe(
         commands.add_parser("moe", help="routed experts and the block around them, by routing"),
     )
+    _all_reduce(
+        commands.add_parser("all_reduce", help="sums over ranks, by size and implementation"),
+    )
     _model(
         commands.add_parser("model", help="whole models of random weights: ms per token, prompts"),
     )
@@ -100,6 +103,20 @@ def _moe(moe: argparse.ArgumentParser) -> None:
     _rest(moe)
     _common(moe)
     moe.set_defaults(command="moe")
+
+
+def _all_reduce(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--bytes", type=_numbers, help="of the sums; default a token, 64 and 4096 of the models")
+    add("--backend", type=_names, help="implementations, comma-separated; default all")
+    add(
+        "--ranks",
+        type=_positive,
+        help="virtual ranks on one GPU: kernels without NVLink. Without it start the command by "
+        "torchrun, a process per rank",
+    )
+    _common(parser)
+    parser.set_defaults(command="all_reduce")
 
 
 def _model(model: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from dsv4.bench.cases.gemm import own_gemm
 from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
-from dsv4.bench.suites import main_job
+from dsv4.bench.suites import all_reduce, main_job
 from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
@@ -39,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        # A command of its own, as it has routings; asked for as operators are, it is the same.
-        command = arguments[1:] if arguments[:2] == ["run", "moe"] else arguments
+        command = arguments[1:] if _is_command(arguments) else arguments
         options = parser().parse_args(command)
         options.arguments = arguments
         if options.version:
@@ -50,6 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return IMPOSSIBLE
+
+
+def _is_command(arguments: Sequence[str]) -> bool:
+    """Return whether ``run NAME`` stands for a command of its own, with options of its own.
+
+    ``run all_reduce`` in a single process without ``--ranks`` is the operator of one rank.
+    """
+    if arguments[:2] == ["run", "all_reduce"]:
+        return _names(arguments, "--ranks") or all_reduce.is_launched()
+    return arguments[:2] == ["run", "moe"]
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -328,6 +337,29 @@ def _moe(options: argparse.Namespace) -> int:
     return _finish(options, header, rows, moe.lines(points), stopped) or failed
 
 
+def _all_reduce(options: argparse.Namespace) -> int:
+    device, is_virtual = _device(options), options.ranks is not None
+    group = ""
+    if not is_virtual:
+        if not all_reduce.is_launched():
+            raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
+        device, group = all_reduce.begin(device)
+    usual = all_reduce.SIZES if device.type == "cuda" else all_reduce.SIZES_ON_CPU
+    repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 20)
+    seed = getattr(options, "seed", 0)
+    request = all_reduce.Request(options.bytes or usual, options.backend, repeat, seed, device)
+    left_out: list[str] = []
+    if is_virtual:
+        rows = all_reduce.virtual(request, options.ranks)
+    else:
+        rows, left_out = all_reduce.over_ranks(request, group)
+    if not all_reduce.is_first(group):
+        return WRONG if any(row.match is False for row in rows) else OK
+    header = _print_header(options)
+    print("\n".join(["", *left_out]))
+    return _finish(options, header, rows)
+
+
 def _model(options: argparse.Namespace) -> int:
     from dsv4.bench.suites.model import command
     from dsv4.bench.suites.model.document import ModelResults
@@ -375,6 +407,7 @@ _COMMANDS = {
     "list": _list,
     "layer": _layer,
     "moe": _moe,
+    "all_reduce": _all_reduce,
     "model": _model,
     "env": _env,
     "explain": _explain,

@@ -97,6 +97,8 @@ def save(
             "each matrix"
         )
     configuration = ModelConfig.of(_config_of(source, config))
+    if isinstance(source, nn.Module):
+        _check_whole(source)
     target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source
     pairing = Pairing(target)
@@ -111,6 +113,19 @@ def save(
         writer.finish(layouts.documents(target, configuration))
         companion_files.write(writer.folder, contents)
     pairing.report(path)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise for a model that has some experts of a layer: the others would be missing."""
+    for name, module in model.named_modules():
+        count, own = (
+            getattr(module, "num_experts", None),
+            getattr(module, "num_local_experts", None),
+        )
+        if isinstance(count, int) and isinstance(own, int) and own != count:
+            raise ValueError(
+                f"save: {name} holds {own} of {count} experts, those of one rank, wanted all"
+            )
 
 
 def _config_of(source: Any, config: Any) -> Any:

@@ -45,7 +45,9 @@ from torch import nn
 
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
 from dsv4.config.fields import IGNORED_PREFIXES, KNOWN
+from dsv4.integrations import _expert_parallel
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
+from dsv4.integrations._expert_parallel import Distribution, ExpertRange
 from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import NotReplaced, Replaced, Report
@@ -66,6 +68,7 @@ __all__ = [
     "apply",
     "from_pretrained",
     "paged_cache",
+    "register_expert_parallel",
     "register_experts",
 ]
 
@@ -99,6 +102,20 @@ def register_experts() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+def register_expert_parallel() -> None:
+    """Make ``DistributedConfig(ep_implementation="dsv4")`` known to transformers.
+
+    For stock DeepSeek-V4 experts that transformers distributes; ``from_pretrained`` of this module
+    does so for packed ones. Each rank runs its experts on the batch that all ranks share, and
+    ``dsv4.ops.all_reduce`` sums the results, with the same bits on all ranks.
+
+    Raises:
+        ImportError: if transformers is not installed or older than 5.24.
+    """
+    _modeling()
+    _expert_parallel.register()
 
 
 def apply(
@@ -153,11 +170,17 @@ def apply(
     return _apply(model, modeling, config, _chosen(parts))
 
 
-def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...]) -> Report:
+def _apply(
+    model: Any,
+    modeling: Any,
+    config: ModelConfig,
+    parts: tuple[str, ...],
+    experts: ExpertRange | None = None,
+) -> Report:
     warn_if_untested(transformers_version())
     if "attention" in parts:
         check_implementation(model.config)
-    plan = Plan(config, modeling, parts, changed_frequencies(model, config))
+    plan = Plan(config, modeling, parts, changed_frequencies(model, config), experts)
     plan.visit(model)
     plan.check()
     register_experts()
@@ -190,6 +213,7 @@ def from_pretrained(
     input_scales: str = "stored",
     compile_kernels: bool = True,
     progress: bool = True,
+    distributed_config: Any = None,
 ) -> Any:
     """Load a transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout.
 
@@ -216,6 +240,9 @@ def from_pretrained(
             were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
             their first launch.
         progress: Whether to show progress on stderr.
+        distributed_config: transformers' ``DistributedConfig(tp_size=N, ep_size=N, tp_plan={},
+            ep_implementation="dsv4")`` in each of N processes (``torchrun``): each reads and holds
+            the experts of its rank, and everything else whole. None: this process alone.
 
     Returns:
         The model in evaluation mode, with generation_config.json of the folder, or else begin and
@@ -224,7 +251,8 @@ def from_pretrained(
         quantised, because transformers could not read it.
 
     Raises:
-        ImportError: if transformers is not installed.
+        ImportError: if transformers is not installed, or, with ``distributed_config``, older than
+            5.24.
         CheckpointError: if the checkpoint is damaged or contradicts its configuration.
         TypeError: if transformers' forwards have arguments that are not known here.
         ValueError: if an option is unknown or config.json is not a configuration this package
@@ -242,10 +270,19 @@ def from_pretrained(
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
+        distribution = None
+        if distributed_config is not None:
+            distribution = Distribution.prepare(
+                distributed_config, modeling, config, chosen, torch.device(device)
+            )
+        experts = None if distribution is None else distribution.experts
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
-        report = _apply(model, modeling, config, chosen)
-        _fill(model, checkpoint, request, report, progress)
+        if experts is not None:
+            experts.cut(model, modeling)
+        report = _apply(model, modeling, config, chosen, experts)
+        others = () if experts is None else experts.others(config)
+        _fill(model, checkpoint, request, report, progress, others)
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
@@ -256,17 +293,24 @@ def from_pretrained(
     if compile_kernels:
         warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
     _warn_of_left_out(path, report)
+    if distribution is not None:
+        distribution.install(model)
     return model.eval().requires_grad_(False)
 
 
 def _fill(
-    model: nn.Module, checkpoint: Checkpoint, request: FillRequest, report: Report, progress: bool
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    request: FillRequest,
+    report: Report,
+    progress: bool,
+    others: tuple[str, ...],
 ) -> None:
-    """Fill a swapped model on meta, and complete its report."""
+    """Fill a swapped model on meta, and complete its report; ``others`` are for other ranks."""
     from dsv4.checkpoint.filling import fill_new
 
     request = dataclasses.replace(request, float32=_float32_names(model))
-    filled = fill_new(model, checkpoint, request, ignore=("mtp.*",), progress=progress)
+    filled = fill_new(model, checkpoint, request, ignore=("mtp.*", *others), progress=progress)
     report.packing, report.conversion = filled.packing, filled.conversion
     report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
 
