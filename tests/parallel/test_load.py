@@ -212,7 +212,15 @@ class TestRefusals:
         with pytest.raises(TypeError, match="device_mesh is int, wanted"):
             dsv4.load(tmp_path, device_mesh=2, parallel="tp")
 
-    def test_multicast_of_the_environment(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
-        with pytest.raises(ValueError, match="NCCL_NVLS_ENABLE is '1', wanted '0' or unset"):
+    @pytest.mark.parametrize(
+        ("name", "value", "off"),
+        [
+            ("NCCL_NVLS_ENABLE", "1", "0"),
+            ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0", "1"),
+            ("NVSHMEM_DISABLE_NVLS", "0", "1"),
+        ],
+    )
+    def test_multicast_of_the_environment(self, name, value, off, tmp_path, monkeypatch):
+        monkeypatch.setenv(name, value)
+        with pytest.raises(ValueError, match=f"{name} is '{value}', wanted '{off}' or unset"):
             dsv4.load(tmp_path, device_mesh=object(), parallel="tp")
