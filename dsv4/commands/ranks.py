@@ -49,14 +49,13 @@ def joined_process(device: str) -> Iterator[Process]:
     import torch
     import torch.distributed as dist
 
-    from dsv4.parallel.process_group import MULTICAST_OFF
+    from dsv4.parallel import multicast
 
     where = device
     if device == "cuda":
         where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(where)
-        for name, off in MULTICAST_OFF.items():
-            os.environ.setdefault(name, off)
+        multicast.turn_off()
     is_new = not dist.is_initialized()
     if is_new:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")

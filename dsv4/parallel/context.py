@@ -13,7 +13,13 @@ class RankError(RuntimeError):
 
 
 class Group(Protocol):
-    """Ranks that exchange tensors and small values; every rank makes the same calls in order."""
+    """Ranks that exchange tensors and small values; every rank makes the same calls in order.
+
+    Attributes:
+        name: ``group_name`` of a process group of these ranks; empty: there is none.
+    """
+
+    name: str
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in the order of ranks; shapes and dtypes are equal."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsv4.parallel import multicast
 from dsv4.parallel.context import ParallelContext, RankError
 
 # Seconds that a rank waits for the others inside a step. Between steps it waits for longer, because
@@ -30,12 +31,6 @@ _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
 _KINDS = ("tp",)
-# Values of variables with which no library uses NVLink multicast.
-MULTICAST_OFF = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 
 
 def context_of(
@@ -100,12 +95,9 @@ def _process_group(mesh: Any, device: torch.device) -> Any:
 
 
 def _refuse_multicast() -> None:
-    for name, off in MULTICAST_OFF.items():
-        value = os.environ.get(name, off)
-        if value != off:
-            raise ValueError(
-                f"{name} is {value!r}, wanted {off!r} or unset: NVLink multicast is never used"
-            )
+    reason = multicast.requested(os.environ)
+    if reason is not None:
+        raise ValueError(reason)
 
 
 class DistributedGroup:

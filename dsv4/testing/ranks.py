@@ -26,6 +26,8 @@ class _Meeting:
 class ThreadGroup:
     """A group whose ranks are threads of ``run_ranks``; it counts the tensors that it gathered."""
 
+    name = ""
+
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank
         self.gathered: list[tuple[int, ...]] = []
