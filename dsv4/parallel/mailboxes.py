@@ -273,12 +273,14 @@ def _checked(mailbox: Mailbox, group: str) -> str | None:
     width = min(4 * CHUNK, mailbox.capacity)
     good = True
     for _ in range(2 * GENERATIONS):
-        partial = torch.randn(width, generator=generator, device=mailbox.device).bfloat16()
-        total = torch.zeros(width, device=mailbox.device)
+        partial = torch.randn(
+            width, generator=generator, dtype=torch.float32, device=mailbox.device
+        ).bfloat16()
+        total = torch.zeros(width, dtype=torch.float32, device=mailbox.device)
         for source in groups.gather(partial, group):
             total += source.float()
         good = good and torch.equal(exchange(mailbox, partial), total.bfloat16())
-    verdict = torch.tensor([float(not good)], device=mailbox.device)
+    verdict = torch.tensor([float(not good)], dtype=torch.float32, device=mailbox.device)
     wrong = sum(bool(verdict_of_rank) for verdict_of_rank in groups.gather(verdict, group))
     return f"its check found wrong sums on {wrong} of {mailbox.ranks} ranks" if wrong else None
 
