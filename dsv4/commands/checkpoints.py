@@ -108,7 +108,7 @@ class _Group:
 
 
 def lines(checkpoint: Checkpoint) -> Iterator[str]:
-    """What a checkpoint holds, a line each."""
+    """Return the content of a checkpoint, a line for each fact."""
     config = checkpoint.config()
     yield f"{checkpoint.path}: quantised by {checkpoint.producer}"
     yield (

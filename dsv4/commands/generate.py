@@ -72,7 +72,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated, checked before the model is read.
+    """Request for text, checked before the model is read.
 
     Attributes:
         tokenizer: Of the checkpoint.

@@ -151,7 +151,7 @@ def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
 def _entries_with_tokens(
     op: str, args: CompressorUpdateArgs | CompressWriteArgs, rows: int
 ) -> torch.Tensor:
-    """Which entries of the batch are not ignored, their values checked.
+    """Check the entries of the batch and return which are not ignored.
 
     Args:
         op: Name of the operator.

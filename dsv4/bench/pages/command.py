@@ -15,7 +15,7 @@ README = "README.md"
 
 @dataclass(frozen=True)
 class Report:
-    """What the files of a folder should be.
+    """Content of the pages and charts of a folder.
 
     Attributes:
         pages: Text by path.

@@ -37,7 +37,7 @@ _ROWS_NAME = f"model.layers.0.{ROWS}"
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How much vLLM asks the model to hold.
+    """Numbers of sequences and tokens that vLLM asks the model to hold.
 
     Attributes:
         max_requests: Requests that run at one time.
