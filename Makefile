@@ -1,13 +1,15 @@
 # make bench        the main job: checks and times everything this machine can run
 # make test         all tests
 # make quick        most tests once, with few examples: about three minutes on two cores
-# make check        lint, format, types and banned words
+# make check        lint, format, types, banned words, and pages of results and README up to date
 # make kernels      compile all kernels of both models for ARCHS, and make a wheel of them in dist/
 # make mutants      break the code for every known pitfall and watch a test fail
 # make test-newest  all tests with the newest packages that pyproject.toml admits, in .venv-newest
 # make constraints  the same; if all pass, write their versions to constraints/
 # make docs         the site of docs/ in build/site, from an environment of its own, .venv-docs
 # make test-vllm    the tests of the vLLM plugin with vLLM on the CPU, in .venv-vllm
+# make dist         wheel and source distribution in dist/, their contents checked
+# make release-check  builds both, installs each in an empty environment and uses it: five minutes
 #
 # Each makes its environment first and needs Python and git alone. All before test-newest install the
 # versions in constraints/, one file per minor release of Python; test-vllm takes
@@ -42,7 +44,7 @@ ifneq ($(MADE_FOR),$(FOR))
 .PHONY: $(READY)
 endif
 
-.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs test-vllm clean
+.PHONY: bench test quick check kernels mutants traps format test-newest constraints docs test-vllm dist release-check clean
 
 bench: $(READY)
 	$(BIN)/python -m dsv4.bench
@@ -54,10 +56,11 @@ quick: $(READY)
 	HYPOTHESIS_PROFILE=quick OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: $(READY)
-	$(BIN)/ruff check dsv4 tests tools
-	$(BIN)/ruff format --check dsv4 tests tools
+	$(BIN)/ruff check dsv4 tests tools examples
+	$(BIN)/ruff format --check dsv4 tests tools examples
 	$(BIN)/mypy
 	$(BIN)/python tools/words.py
+	$(BIN)/python -m dsv4.bench report --check
 
 # Compiled from nothing, so that what lies in the cache of this user is not published.
 kernels: $(READY)
@@ -72,8 +75,8 @@ mutants traps: $(READY)
 	$(BIN)/python -m tests._tools.mutants
 
 format: $(READY)
-	$(BIN)/ruff check --fix dsv4 tests tools
-	$(BIN)/ruff format dsv4 tests tools
+	$(BIN)/ruff check --fix dsv4 tests tools examples
+	$(BIN)/ruff format dsv4 tests tools examples
 
 test-newest:
 	rm -rf .venv-newest
@@ -94,6 +97,19 @@ DOCS_REQUIREMENTS := $(shell sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(DOCS_REQUIREMENTS)
 	touch $@
+
+dist: .venv-dist/.ready
+	rm -f dist/dsv4-[0-9]*
+	.venv-dist/bin/python -m build --no-isolation --outdir dist .
+	$(PYTHON) tools/release_contents.py dist
+
+.venv-dist/.ready:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build "hatchling>=1.25"
+	touch $@
+
+release-check: dist
+	PYTHON="$(PYTHON)" TORCH="$(TORCH)" tools/release_check.sh dist
 
 # vLLM without its dependencies: most are for GPUs, and those that a CPU needs are in the list.
 VLLM_READY := .venv-vllm/.ready
@@ -129,4 +145,4 @@ constraints/%.txt:
 	@exit 1
 
 clean:
-	rm -rf .venv .venv-newest .venv-docs .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build
+	rm -rf .venv .venv-newest .venv-docs .venv-dist .venv-vllm .pytest_cache .hypothesis .mypy_cache .ruff_cache dist build

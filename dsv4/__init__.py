@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __path__ = [*__path__, str(Path(__file__).parent / "_moved")]  # old paths of modules
 
 _LAZY = {

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+
+if __name__ == "__main__":  # PyTorch says so when it is imported; no command needs NumPy
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions

@@ -47,7 +47,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a tensor stand for.
+    """Tokens that the rows of a tensor stand for.
 
     Attributes:
         padding: ``[T]`` bool, True for rows that stand for no token; None: all do.

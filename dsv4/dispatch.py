@@ -171,6 +171,14 @@ def _cute(
     )
 
 
+def _over_ranks(
+    op: str, name: str, target: str, supports: str, slower_than_later: str | None = None
+) -> Implementation:
+    """Make the row of an operator that sums over the ranks of a group."""
+    slower = slower_than_later and f"dsv4.parallel.supports:{slower_than_later}"
+    return Implementation(op, name, f"dsv4.{target}", f"dsv4.parallel.{supports}", slower)
+
+
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
@@ -225,6 +233,41 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("hyper_connection", "hyper_connection", *_HYPER),
     *_triton("hyper_connection", "hyper_connection_quantize", *_HYPER_QUANTIZE),
     *_reference("hyper_connection", *_HYPER, *_HYPER_QUANTIZE),
+    _over_ranks(
+        "all_reduce", "push", "triton.all_reduce:all_reduce", "supports:push", "push_is_slower"
+    ),
+    _over_ranks(
+        "all_reduce",
+        "symm_one_shot",
+        "parallel.all_reduce:symm_one_shot",
+        "supports:symm_one_shot",
+        "one_shot_is_slower",
+    ),
+    _over_ranks(
+        "all_reduce",
+        "symm_two_shot",
+        "parallel.all_reduce:symm_two_shot",
+        "supports:symm_two_shot",
+        "two_shot_is_slower",
+    ),
+    _over_ranks("all_reduce", "nccl", "parallel.all_reduce:nccl", "supports:nccl"),
+    _over_ranks("all_reduce", "gloo", "reference.all_reduce:all_reduce", "supports:gloo"),
+    _over_ranks("all_reduce", "multimem", "parallel.multicast:refused", "multicast:unsupported"),
+    *_reference("all_reduce", "all_reduce"),
+    _over_ranks(
+        "hc_reduce_post_pre_norm",
+        "push",
+        "triton.all_reduce:hc_reduce_post_pre_norm",
+        "supports:push_rows",
+        "push_is_slower",
+    ),
+    _over_ranks(
+        "hc_reduce_post_pre_norm",
+        "parts",
+        "parallel.all_reduce:hc_reduce_post_pre_norm",
+        "supports:parts",
+    ),
+    *_reference("all_reduce", "hc_reduce_post_pre_norm"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),
     *_triton("compressor", "compress_write", "compress_write"),

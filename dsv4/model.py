@@ -22,6 +22,9 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.reduce import all_reduce
+from dsv4.parallel.split import LocalSizes
 from dsv4.serving.arguments import (
     INTEGERS,
     check_tokens,
@@ -47,13 +50,15 @@ def _embedding(rows: int, columns: int) -> nn.Embedding:
 class DeepseekV4Model(nn.Module):
     """Embedding, layers, head collapse and final norm (specification, section 2)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, parallel: ParallelContext | None = None) -> None:
         super().__init__()
         self.config = ModelConfig.of(config)
         config = self.config
-        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
+        self.parallel = parallel
+        self.vocabulary = LocalSizes.of(config, parallel).vocabulary
+        self.embed_tokens = _embedding(len(self.vocabulary), config.hidden_size)
         self.layers = nn.ModuleList(
-            DeepseekV4DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+            DeepseekV4DecoderLayer(config, i, parallel) for i in range(config.num_hidden_layers)
         )
         self.norm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
@@ -86,7 +91,7 @@ class DeepseekV4Model(nn.Module):
         _check_ids(input_ids, self.config.vocab_size)
         step = isinstance(past_key_values, CacheStep)
         positions = self._positions(input_ids, position_ids, past_key_values)
-        embedded = self.embed_tokens(input_ids)
+        embedded = self.embed(input_ids)
         streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         tables = {
             label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
@@ -102,6 +107,17 @@ class DeepseekV4Model(nn.Module):
             if taps is not None:
                 taps.take(number, streams)
         return self.norm(self.hc_head(streams)), streams
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``[..., H]`` of token ids, on several ranks those of all."""
+        if self.parallel is None:
+            return self.embed_tokens(input_ids)
+        own = input_ids - self.vocabulary.start
+        outside = (own < 0) | (own >= len(self.vocabulary))
+        embedded = self.embed_tokens(own.masked_fill(outside, 0))
+        # One rank has the embedding, the others add zeros: nothing is rounded.
+        partial = embedded.masked_fill(outside.unsqueeze(-1), 0)
+        return all_reduce(self.parallel, partial)
 
     def _positions(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, past: Any
@@ -124,25 +140,35 @@ class DeepseekV4ForCausalLM(nn.Module):
     Args:
         config: ``ModelConfig``, or transformers' ``DeepseekV4Config``.
         mtp: Whether to hold the draft layers.
+        parallel: This rank of a tensor-parallel group; None: this process alone. The modules then
+            have this rank's sizes (``dsv4.parallel.split``), ``config`` has those of the model.
 
     Attributes:
         load_report: Findings of ``dsv4.load``; None for a model that it did not make.
+        parallel: See the arguments.
     """
 
     load_report: LoadReport | None = None
 
-    def __init__(self, config: Any, *, mtp: bool = True) -> None:
+    def __init__(
+        self, config: Any, *, mtp: bool = True, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         self.config = ModelConfig.of(config)
         config = self.config
-        self.model = DeepseekV4Model(config)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size)
+        self.parallel = parallel
+        self.model = DeepseekV4Model(config, parallel)
+        self.lm_head = Linear(config.hidden_size, len(self.model.vocabulary))
         first, count = config.num_hidden_layers, config.num_nextn_predict_layers
         self.mtp: nn.ModuleList
         if mtp and config.dspark is not None:
+            if parallel is not None:
+                raise ValueError(
+                    "mtp is True, wanted False: a DSpark draft cannot be split over ranks yet"
+                )
             self.mtp = DeepseekV4DSpark(config)
         else:
-            layers = (DeepseekV4MTP(config, first + i) for i in range(count if mtp else 0))
+            layers = (DeepseekV4MTP(config, first + i, parallel) for i in range(count * mtp))
             self.mtp = nn.ModuleList(layers)
 
     @property
@@ -173,8 +199,16 @@ class DeepseekV4ForCausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``[..., H]`` to logits ``[..., vocab]``, float32 in DeepSeek's numerics.
 
-        Specification, section 2, step 5.
+        Specification, section 2, step 5. On several ranks the logits of all are gathered, which
+        ``dsv4.serving`` does not do: it chooses tokens from the ``local_logits`` of each rank.
         """
+        logits = self.local_logits(hidden)
+        if self.parallel is None:
+            return logits
+        return torch.cat(self.parallel.group.all_gather(logits), dim=-1)
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map ``[..., H]`` to the logits of this rank's part of the vocabulary."""
         if self.config.numerics == "transformers":
             return self.lm_head(hidden)
         return self.lm_head(hidden, wider(hidden.dtype, torch.float32))
@@ -203,7 +237,7 @@ class DeepseekV4ForCausalLM(nn.Module):
                 f"draft: layer is {layer}, wanted one of {len(self.mtp)} layers of multi-token "
                 "prediction"
             )
-        embedded = self.model.embed_tokens(next_ids)
+        embedded = self.model.embed(next_ids)
         hidden, streams = self.mtp[layer](streams, embedded, input_ids=next_ids)
         return self.logits(hidden), streams
 

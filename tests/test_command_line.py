@@ -46,6 +46,16 @@ def asked(monkeypatch):
     return result
 
 
+@pytest.mark.parametrize("module", ["dsv4", "dsv4.bench"])
+def test_a_command_does_not_pass_on_that_pytorch_misses_numpy(module, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError(\"No module named 'numpy'\")")
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-m", module, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_versions_and_help_are_printed_by_the_module():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
     command = [sys.executable, "-m", "dsv4", "--version"]

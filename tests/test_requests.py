@@ -53,7 +53,7 @@ def test_wrong_prompts_are_named(model, prompts, error, words) -> None:
     with pytest.raises(error, match=re.escape(words)):
         model.prefill(prompts, cache, rows)
     assert cache.lengths.tolist() == [0, 0]
-    assert cache._tokens == [0, 0]
+    assert [count.high for count in cache._counts] == [0, 0]
 
 
 @given(st.lists(st.lists(st.integers(-3, VOCABULARY + 3), max_size=4), max_size=3))
@@ -151,7 +151,7 @@ def test_wrong_tokens_are_named(model, tokens, error, words, pools) -> None:
     for given_rows in (rows, torch.tensor(rows)):
         with pytest.raises(error, match=f"decode: {words}"):
             model.decode(tokens, cache, given_rows)
-    assert cache.lengths.tolist() == cache._tokens == [2, 1]
+    assert cache.lengths.tolist() == [count.high for count in cache._counts] == [2, 1]
 
 
 ROWS: list[tuple[list[int], str]] = [
@@ -191,7 +191,11 @@ def test_rows_as_a_list_and_as_a_tensor_are_the_same(model, pools, ways) -> None
             given_rows = rows if way == "list" else torch.tensor(rows)
             logits.append(model.decode(logits[-1].argmax(-1), cache, given_rows))
         result.append(torch.stack(logits))
-        assert cache.lengths.tolist() == cache._tokens == [2 + len(ways), 1 + len(ways)]
+        assert (
+            cache.lengths.tolist()
+            == [count.high for count in cache._counts]
+            == [2 + len(ways), 1 + len(ways)]
+        )
     assert torch.equal(*result)
 
 
@@ -208,7 +212,7 @@ def test_wrong_prompts_and_rows_of_a_prefill_are_named(model) -> None:
     ):
         with pytest.raises(error, match=words):
             model.prefill(prompts, cache, given_rows)
-    assert cache._tokens == [0, 0]
+    assert [count.high for count in cache._counts] == [0, 0]
 
 
 def test_ids_of_a_forward_and_of_a_draft_are_named() -> None:

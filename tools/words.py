@@ -30,7 +30,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("words.toml")
-FOLDERS = tuple(str(ROOT / name) for name in ("dsv4", "tests", "tools"))
+FOLDERS = tuple(str(ROOT / name) for name in ("dsv4", "tests", "tools", "examples"))
 
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _CODE = re.compile(r"``.*?``", re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -43,6 +44,9 @@ def parser() -> argparse.ArgumentParser:
     _moe(
         commands.add_parser("moe", help="routed experts and the block around them, by routing"),
     )
+    _all_reduce(
+        commands.add_parser("all_reduce", help="sums over ranks, by size and implementation"),
+    )
     _model(
         commands.add_parser("model", help="whole models of random weights: ms per token, prompts"),
     )
@@ -56,7 +60,10 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--backend", default="auto")
     explain.add_argument("--device", default=argparse.SUPPRESS)
     explain.set_defaults(command="explain")
-    _compare(commands.add_parser("compare", help="two files of results, row by row"))
+    _compare(
+        commands.add_parser("compare", help="two files of results, row by row; status 1 if slower")
+    )
+    _report(commands.add_parser("report", help="pages and charts from files of results"))
     return top
 
 
@@ -90,6 +97,7 @@ def _run(run: argparse.ArgumentParser) -> None:
 
 def _moe(moe: argparse.ArgumentParser) -> None:
     _sizes(moe, None)
+    _shape(moe)
     moe.add_argument(
         "--routings",
         type=_names,
@@ -100,6 +108,20 @@ def _moe(moe: argparse.ArgumentParser) -> None:
     _rest(moe)
     _common(moe)
     moe.set_defaults(command="moe")
+
+
+def _all_reduce(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--bytes", type=_numbers, help="of the sums; default a token, 64 and 4096 of the models")
+    add("--backend", type=_names, help="implementations, comma-separated; default all")
+    add(
+        "--ranks",
+        type=_positive,
+        help="virtual ranks on one GPU: kernels without NVLink. Without it start the command by "
+        "torchrun, a process per rank",
+    )
+    _common(parser)
+    parser.set_defaults(command="all_reduce")
 
 
 def _model(model: argparse.ArgumentParser) -> None:
@@ -129,8 +151,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     )
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
-    add("--chart", metavar="PATH.svg", help="default: the path of --out with .svg")
-    _common(model, "--out", file="model_<preset>_<recipe>")
+    _common(model, "--out", file="<date>-model_<preset>_<recipe>")
     model.set_defaults(command="model")
 
 
@@ -142,12 +163,35 @@ def _compare(compare: argparse.ArgumentParser) -> None:
         type=_percent,
         default=5.0,
         metavar="PERCENT",
-        help="a smaller difference counts as none; default 5",
+        help="a smaller difference counts as none, a row that is slower by more gives status 1; "
+        "default 5",
     )
     compare.set_defaults(command="compare")
 
 
-def _common(to: argparse.ArgumentParser, *names_of_json: str, file: str = "<op>") -> None:
+def _report(report: argparse.ArgumentParser) -> None:
+    add = report.add_argument
+    add("folder", nargs="?", default="results", metavar="FOLDER", help="default: results")
+    add(
+        "--readme",
+        metavar="FILE",
+        help="document whose marked blocks are written; default: README.md beside FOLDER; or none",
+    )
+    add(
+        "--check",
+        action="store_true",
+        help="write nothing; status 1 and one sentence if a page, a chart or a block is out of "
+        "date",
+    )
+    add(
+        "--redraw",
+        action="store_true",
+        help="draw charts whose numbers have not changed, too, with the installed matplotlib",
+    )
+    report.set_defaults(command="report")
+
+
+def _common(to: argparse.ArgumentParser, *names_of_json: str, file: str = "<date>-<op>") -> None:
     # Suppressed defaults: a command's parser must not undo what was given before the command.
     add = to.add_argument
     none = argparse.SUPPRESS
@@ -193,6 +237,7 @@ def _sizes(to: argparse.ArgumentParser, tokens: Sequence[int] | None = (16,)) ->
 
 
 def _own_sizes(to: argparse.ArgumentParser) -> None:
+    _shape(to)
     for name, what in (("n", "N, rows of the weight"), ("k", "K, its columns")):
         to.add_argument(
             f"--{name}",
@@ -200,6 +245,16 @@ def _own_sizes(to: argparse.ArgumentParser) -> None:
             metavar=name.upper(),
             help=f"{what}, for gemm alone, in place of --shapes; M is --tokens",
         )
+
+
+def _shape(to: argparse.ArgumentParser) -> None:
+    to.add_argument(
+        "--shape",
+        action="append",
+        metavar="NAME=SIZE,...",
+        help="sizes of one's own in place of --shapes, by the names that rows have, as "
+        "N=4096,K=7168; may be given several times",
+    )
 
 
 def _names(text: str) -> list[str]:
@@ -234,9 +289,12 @@ def _limit(text: str) -> float:
 
 
 def _percent(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 100:
-        raise argparse.ArgumentTypeError(f"{text} is not within 0 to 100 percent")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not within 0 to 1000 percent")
     return value
 
 

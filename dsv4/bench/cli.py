@@ -2,7 +2,7 @@
 
 The last line says what failed and where, or that all passed (``dsv4.bench.verdict``).
 
-Exit status: 0 if every check passed, 2 if one failed, 1 if the command cannot be carried out, 130
+Exit status: 0 if every check passed, 1 if one failed, 2 if the command cannot be carried out, 130
 if it was interrupted; the rows measured until then are written.
 """
 
@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,15 +23,15 @@ from dsv4 import dispatch
 from dsv4.bench import baselines, environment, report, results, tables, verdict
 from dsv4.bench.arguments import parser
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
-from dsv4.bench.cases.gemm import own_gemm
+from dsv4.bench.cases.own import Shape, own_cases
 from dsv4.bench.measure import Options, attempt
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
-from dsv4.bench.suites import main_job
+from dsv4.bench.suites import all_reduce, main_job
 from dsv4.bench.verdict import Check
 
 ATTENTION = ("attention", "indexer", "attention_layer")
-OK, IMPOSSIBLE, WRONG, INTERRUPTED = 0, 1, 2, 130
+OK, WRONG, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
 # What the groups of cases with sizes of their own run.
 _OPERATORS = {"attention": "sparse_attention", "indexer": "indexer_select"}
 
@@ -39,8 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        # A command of its own, as it has routings; asked for as operators are, it is the same.
-        command = arguments[1:] if arguments[:2] == ["run", "moe"] else arguments
+        command = arguments[1:] if _is_command(arguments) else arguments
         options = parser().parse_args(command)
         options.arguments = arguments
         if options.version:
@@ -50,6 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return IMPOSSIBLE
+
+
+def _is_command(arguments: Sequence[str]) -> bool:
+    """Return whether ``run NAME`` stands for a command of its own, with options of its own.
+
+    ``run all_reduce`` in a single process without ``--ranks`` is the operator of one rank.
+    """
+    if arguments[:2] == ["run", "all_reduce"]:
+        return _names(arguments, "--ranks") or all_reduce.is_launched()
+    return arguments[:2] == ["run", "moe"]
 
 
 def _device(options: argparse.Namespace) -> torch.device:
@@ -76,9 +86,10 @@ def _measuring(options: argparse.Namespace, backend: str = "auto") -> Options:
 def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     """List cases, each at all token counts before the next: they share weights, which are kept."""
     candidates = []
+    shapes = own_shapes(options)
     for op in ops:
-        for preset in options.shapes.split(","):
-            by_tokens = [_cases(options, op, preset, tokens) for tokens in options.tokens]
+        for preset in shapes or options.shapes.split(","):
+            by_tokens = [_cases(op, preset, tokens) for tokens in options.tokens]
             candidates += [case for same in zip(*by_tokens, strict=True) for case in same]
     patterns = getattr(options, "cases", None)
     if patterns is None:
@@ -90,15 +101,32 @@ def _chosen(options: argparse.Namespace, ops: Sequence[str]) -> list[Case]:
     return chosen
 
 
-def _cases(options: argparse.Namespace, op: str, preset: str, tokens: int) -> list[Case]:
-    """Return the cases of a model, or of ``--n`` and ``--k``."""
-    if options.n is None and options.k is None:
-        return cases(op, preset, tokens)
-    if op != "gemm" or options.n is None or options.k is None:
-        raise UsageError("--n and --k go together, for gemm alone: gemm --n 4096 --k 7168")
-    if _names(options.arguments, "--shapes"):
-        raise UsageError("--n and --k are in place of --shapes")
-    return own_gemm(options.n, options.k, tokens)
+def _cases(op: str, sizes: str | Shape, tokens: int) -> list[Case]:
+    """Return the cases of a model, or of a user's sizes."""
+    if isinstance(sizes, Shape):
+        return own_cases(op, sizes, tokens)
+    return cases(op, sizes, tokens)
+
+
+def own_shapes(options: argparse.Namespace) -> list[Shape]:
+    """Return the sizes of ``--shape``, and those of ``--n`` and ``--k``; empty without them.
+
+    Raises:
+        UsageError: if they are combined with what they stand in place of, or for no operator that
+            is named.
+    """
+    shapes = [Shape.of(text) for text in getattr(options, "shape", None) or []]
+    rows, columns = getattr(options, "n", None), getattr(options, "k", None)
+    ops = getattr(options, "ops", None) or [getattr(options, "op", "")]
+    if rows is not None or columns is not None:
+        if rows is None or columns is None or ops != ["gemm"]:
+            raise UsageError("--n and --k go together, for gemm alone: gemm --n 4096 --k 7168")
+        shapes.append(Shape.of(f"N={rows},K={columns}"))
+    if shapes and _names(options.arguments, "--shapes"):
+        raise UsageError("--shape, --n and --k are in place of --shapes")
+    if shapes and options.command == "run" and not options.ops:
+        raise UsageError("--shape is for operators that are named, as run gemm --shape N=64,K=64")
+    return shapes
 
 
 def _check_baselines(options: argparse.Namespace, ops: Sequence[str]) -> None:
@@ -112,8 +140,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.rest and (options.check or any(name in ATTENTION for name in options.ops)):
         raise UsageError(f"--rest is for operators, not for --check and {', '.join(ATTENTION)}")
     if options.check:
-        if options.n or options.k or options.baselines is not None:
-            raise UsageError("--check has sizes of its own and no --n, --k and --baselines")
+        if options.n or options.k or options.shape or options.baselines is not None:
+            raise UsageError("--check has sizes of its own and no --shape, --n, --k, --baselines")
         return _validate(options)
     options.check = options.check is None
     if any(name in ATTENTION for name in options.ops):
@@ -141,9 +169,8 @@ def _attention(options: argparse.Namespace) -> int:
 
     if len(options.ops) > 1 or "," in options.backend:
         raise UsageError(f"{', '.join(ATTENTION)}: wanted one at a time, by one backend")
-    if options.n or options.k:
-        raise UsageError("--n and --k are for gemm alone")
     (group,), device = options.ops, _device(options)
+    own = own_shapes(options)
     _check_group_baselines(options, group)
     gpu, arguments = device.type == "cuda", options.arguments
     shapes = options.shapes if _names(arguments, "--shapes") or not gpu else "flash,pro"
@@ -154,7 +181,8 @@ def _attention(options: argparse.Namespace) -> int:
     try:
         rates = environment.rates(device)
         patterns = options.cases or ["*"]
-        attention.run(group, shapes.split(","), tokens, patterns, measuring, rates, rows)
+        sizes = own or shapes.split(",")
+        attention.run(group, sizes, tokens, patterns, measuring, rates, rows)
     except KeyboardInterrupt:
         stopped = f"interrupted after {len(rows)} rows"
     if not rows and not stopped:
@@ -315,17 +343,41 @@ def _moe(options: argparse.Namespace) -> int:
     failed, stopped = OK, ""
     try:
         usual = [1, 8, 64, 512, 4096] if _device(options).type == "cuda" else [1, 8]
-        selection = options.shapes.split(","), options.routings, options.tokens or usual
+        sizes = own_shapes(options) or options.shapes.split(",")
+        selection = sizes, options.routings, options.tokens or usual
         moe.run(*selection, _measuring(options), environment.rates(_device(options)), points)
     except KeyboardInterrupt:
         failed, stopped = INTERRUPTED, f"interrupted after {len(points)} points"
     except UsageError:
         raise
     except Exception:  # whatever it is, what was measured until then is kept
-        failed, stopped = IMPOSSIBLE, f"error after {len(points)} points"
+        failed, stopped = WRONG, f"error after {len(points)} points"
         traceback.print_exc()
     rows = [row for parts in points.values() for row in parts.values()]
     return _finish(options, header, rows, moe.lines(points), stopped) or failed
+
+
+def _all_reduce(options: argparse.Namespace) -> int:
+    device, is_virtual = _device(options), options.ranks is not None
+    group = ""
+    if not is_virtual:
+        if not all_reduce.is_launched():
+            raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
+        device, group = all_reduce.begin(device)
+    usual = all_reduce.SIZES if device.type == "cuda" else all_reduce.SIZES_ON_CPU
+    repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 20)
+    seed = getattr(options, "seed", 0)
+    request = all_reduce.Request(options.bytes or usual, options.backend, repeat, seed, device)
+    left_out: list[str] = []
+    if is_virtual:
+        rows = all_reduce.virtual(request, options.ranks)
+    else:
+        rows, left_out = all_reduce.over_ranks(request, group)
+    if not all_reduce.is_first(group):
+        return WRONG if any(row.match is False for row in rows) else OK
+    header = _print_header(options)
+    print("\n".join(["", *left_out]))
+    return _finish(options, header, rows)
 
 
 def _model(options: argparse.Namespace) -> int:
@@ -361,12 +413,25 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from dsv4.bench.compare import Comparison
+    from dsv4.bench.compare import comparison
 
-    files = results.read_json(options.a), results.read_json(options.b)
-    comparison = Comparison(*files, options.threshold)
-    print("\n".join(comparison.lines()), flush=True)
-    return WRONG if comparison.failed() else OK
+    compared = comparison(options.a, options.b, options.threshold)
+    print("\n".join(compared.lines()), flush=True)
+    return WRONG if compared.failed() else OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    from dsv4.bench.pages import command
+
+    report = command.read(Path(options.folder), options.readme)
+    if options.check:
+        old = report.out_of_date()
+        if old:
+            print(command.complaint(old, "python -m dsv4.bench report"), file=sys.stderr)
+        return WRONG if old else OK
+    for path in report.write(options.redraw):
+        print(f"wrote {path}" if path.exists() else f"removed {path}")
+    return OK
 
 
 _COMMANDS = {
@@ -375,8 +440,10 @@ _COMMANDS = {
     "list": _list,
     "layer": _layer,
     "moe": _moe,
+    "all_reduce": _all_reduce,
     "model": _model,
     "env": _env,
     "explain": _explain,
     "compare": _compare,
+    "report": _report,
 }

@@ -1,21 +1,34 @@
-"""``compare A.json B.json``: two files of results, row by row."""
+"""``compare A.json B.json``: two files of results, row by row.
+
+Rows of a whole model are its figures: each time of a step, and each time to the first token. Rows
+are equal if operator, case, sizes and tokens are; the GPU, versions, and a model's recipe, weights
+and routing may differ, which is said.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from dsv4.bench import verdict
+from dsv4.bench.content import Content, load
+from dsv4.bench.problem import UsageError
 from dsv4.bench.report import check, number
 from dsv4.bench.results import Results, Row
+from dsv4.bench.suites.model.document import Measured, ModelResults
 from dsv4.bench.tables import labelled
 
-_HEADER = ("gpu", "driver", "versions", "commit")
+_MODEL = ("recipe", "weights", "routing")
+_HEADER = ("gpu", "driver", "versions", "commit", *_MODEL)
+_STEP = ("kernels", "step", "runner", "generate", "deterministic", "eager")
+_PROMPT = ("runner", "generate", "first")
 _HEADINGS = (
     *("operator [case] shape", "tokens", "A backend", "B backend", "A us", "B us", "B / A"),
     "B is",
 )
+SLOWER = "slower"
 Key = tuple[str, str, tuple[tuple[str, int], ...], int, int]
 
 
@@ -53,13 +66,13 @@ class Comparison:
         # Of equal sizes in both directions: 5 percent slower is B / A = 1.05, faster 1 / 1.05.
         if max(b.us / a.us, a.us / b.us) <= 1 + self.threshold / 100:
             return "same"
-        return "slower" if change > 0 else "faster"
+        return SLOWER if change > 0 else "faster"
 
     def lines(self) -> list[str]:
         """Return the differences of the headers, a table, and the verdict."""
         differences = []
         for name in _HEADER:
-            a, b = self.a.header[name], self.b.header[name]
+            a, b = self.a.header.get(name), self.b.header.get(name)
             if a != b:
                 differences.append(f"{name}: {_difference(a, b)}")
         pairs = self.pairs()
@@ -78,15 +91,14 @@ class Comparison:
         return [*differences, *([""] if differences else []), *table, "", self.summary(pairs)]
 
     def failed(self) -> bool:
-        """Return whether a check failed in the second file, or nothing could be compared."""
-        return any(row.match is False for row in self.b.rows) or not self.pairs()
+        """Return whether a check failed in the second file, or a row is slower there."""
+        wrong = any(row.match is False for row in self.b.rows)
+        return wrong or any(self.word(a, b) == SLOWER for a, b in self.pairs())
 
     def summary(self, pairs: Sequence[tuple[Row, Row]]) -> str:
         """The verdict in one line."""
         only_a, only_b = self.alone()
         alone = f"; {only_a} rows in A alone, {only_b} in B alone" if only_a or only_b else ""
-        if not pairs:
-            return f"FAILED: no row is in both files{alone}"
         wrong = [row for row in self.b.rows if row.match is False]
         if wrong:
             return verdict.line([verdict.of_row(row) for row in self.b.rows]) + " (in B)" + alone
@@ -94,7 +106,59 @@ class Comparison:
         counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
         logs = [math.log(b.us / a.us) for a, b in pairs if a.us and b.us]
         mean = f"; B / A {math.exp(sum(logs) / len(logs)):.3f} (geometric mean)" if logs else ""
-        return f"COMPARED: {len(pairs)} rows: {counts} (within {self.threshold:g} %){mean}{alone}"
+        result = "SLOWER" if SLOWER in words else "COMPARED"
+        return f"{result}: {len(pairs)} rows: {counts} (within {self.threshold:g} %){mean}{alone}"
+
+
+def comparison(a: str, b: str, threshold: float) -> Comparison:
+    """Read two files.
+
+    Raises:
+        UsageError: if one is no file of results, or they cannot be compared; says why.
+    """
+    contents = load(Path(a)), load(Path(b))
+    suites = [_suite(content) for content in contents]
+    if suites[0].isdisjoint(suites[1]):
+        said = [" and ".join(sorted(suite)) or "no rows" for suite in suites]
+        raise UsageError(f"{a} has {said[0]}, {b} has {said[1]}: wanted files of one suite")
+    compared = Comparison(_results(contents[0]), _results(contents[1]), threshold)
+    if not compared.pairs():
+        raise UsageError(
+            f"no row of {a} is in {b}, wanted the same cases, sizes and numbers of tokens"
+        )
+    return compared
+
+
+def _suite(content: Content) -> set[str]:
+    """Return the operators of a file."""
+    return {"a whole model"} if content.model is not None else {row.op for row in content.rows}
+
+
+def _results(content: Content) -> Results:
+    if content.model is None:
+        return Results(content.header, content.rows)
+    every: Sequence[Measured] = (*content.model.rows, *content.model.prompts)
+    named = {name: getattr(row.model, name) for row in every[:1] for name in _MODEL}
+    return Results({**content.header, **named}, tuple(_figures(content.model)))
+
+
+def _figures(model: ModelResults) -> Iterator[Row]:
+    """Yield the times of a model, each as a row."""
+    for step in model.rows:
+        yield from _times("step", step, _STEP, {"context": step.context}, step.tokens)
+    for prompt in model.prompts:
+        yield from _times("first token", prompt, _PROMPT, {"prompt": prompt.prompt}, 1)
+
+
+def _times(
+    op: str, row: Measured, names: Sequence[str], sizes: dict[str, int], tokens: int
+) -> Iterator[Row]:
+    named = row.model
+    shape = {"experts": named.experts, "layers": named.layers, **sizes}
+    for name in names:
+        ms = getattr(row, f"{name}_ms")
+        if ms is not None:
+            yield Row(op, f"{named.preset} {name}", shape, tokens, named.recipe, us=1e3 * ms)
 
 
 def _us(row: Row) -> str:

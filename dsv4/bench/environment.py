@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import textwrap
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import torch
 
@@ -152,10 +152,20 @@ def header(device: torch.device, argv: list[str]) -> dict[str, object]:
         "driver": driver(device),
         "versions": versions(),
         "commit": commit(),
-        "command": " ".join(["python -m dsv4.bench", *argv]),
+        "command": " ".join(["python -m dsv4.bench", *map(_without_folders, argv)]),
         "date": now.isoformat(timespec="seconds"),
         **asdict(rates(device)),
     }
+
+
+def _without_folders(argument: str) -> str:
+    """Shorten an absolute path to its last part: results are published, folders of a user are not.
+
+    ``"--out=/home/me/x.json"`` becomes ``"--out=x.json"``.
+    """
+    option, equals, value = argument.rpartition("=")
+    shown = PurePath(value).name if PurePath(value).is_absolute() else value
+    return f"{option}{equals}{shown or '/'}" if value else argument
 
 
 def lines(header: dict[str, object]) -> list[str]:

@@ -232,8 +232,8 @@ def measured(*files: str) -> Iterator[tuple[str, Shape, float]]:
             yield row["case"], shape, row["us"]
 
 
-FITTED = ("gemm.json",)
-HELD_OUT = ("gemm_flash.json",)
+FITTED = ("2026-11-23-gemm_pro.json",)
+HELD_OUT = ("2026-11-23-gemm_flash.json",)
 
 
 def loss(machine: Machine, files: Sequence[str] = FITTED) -> float:

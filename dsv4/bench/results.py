@@ -51,6 +51,7 @@ _ADDED: dict[str, Any] = {"ratio": (*_OPTIONAL_NUMBER, str)}
 _FORMER_FIELDS = {"rivals": "baselines", "floor_us": "bound_us"}
 _FORMER_ENDING, _ENDING = "rested", "cooled"
 _FORMER_CASE, _CASE = "between the products", "between the GEMMs"
+_FORMER_BASELINE, _BASELINE = "kernels that are no products", "kernels that are no GEMMs"
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,10 @@ def _upgraded_row(row: Any) -> Any:
         if case.split(" ")[-1] == _FORMER_ENDING:
             case = case.removesuffix(_FORMER_ENDING) + _ENDING
         fields["case"] = case.replace(_FORMER_CASE, _CASE)
+    times = fields.get("baselines")
+    if isinstance(times, dict):
+        renamed = {name.replace(_FORMER_BASELINE, _BASELINE): us for name, us in times.items()}
+        fields["baselines"] = renamed
     return fields
 
 
@@ -219,9 +224,9 @@ def read_json(path: str) -> Results:
 
 
 def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:
-    """Write a file, or, if ``target`` ends with a slash, ``results/<gpu>/<op>.json`` below it.
+    """Write a file, or, if ``target`` ends with a slash, files in ``results/<gpu>`` below it.
 
-    ``results/`` itself is that folder.
+    ``results/`` itself is that folder. Files are named by ``file_name``, one per operator.
 
     Returns:
         The files written.
@@ -233,11 +238,41 @@ def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Pat
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
-    return [_write(folder / f"{op}.json", document(header, of_op)) for op, of_op in by_op.items()]
+    return [
+        _write(folder / file_name(header, op), document(header, of_op))
+        for op, of_op in by_op.items()
+    ]
+
+
+def file_name(header: dict[str, Any], suite: str) -> str:
+    """``"2026-11-28-gemm.json"``: the header's date and the suite."""
+    return f"{str(header['date'])[:10]}-{suite}.json"
 
 
 def _write(path: Path, content: dict[str, Any]) -> Path:
     validate(content)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    path.write_text(text_of(content))
     return path
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """Return a document as JSON: a line for each row, so that files stay small and differ by rows.
+
+    A field is a line, or as many lines as it has entries if it is a list; a header is indented.
+    """
+    fields = []
+    for name, value in content.items():
+        if isinstance(value, list) and value:
+            shown = "[\n" + ",\n".join(f"  {_dumped(entry)}" for entry in value) + "\n ]"
+        elif isinstance(value, dict) and value:
+            entries = [f"  {_dumped(key)}: {_dumped(entry)}" for key, entry in value.items()]
+            shown = "{\n" + ",\n".join(entries) + "\n }"
+        else:
+            shown = _dumped(value)
+        fields.append(f" {_dumped(name)}: {shown}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _dumped(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)

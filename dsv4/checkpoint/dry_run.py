@@ -42,6 +42,7 @@ def dry_run(
     """Compare the entries that slots expect with the headers of a checkpoint."""
     problems: list[Problem] = []
     taken: set[str] = set()
+    elsewhere: set[str] = set()
     missing: list[str] = []
     for slot in slots:
         bad = []
@@ -54,9 +55,11 @@ def dry_run(
             elif entries[name].shape != expected.shape:
                 bad.append(_wrong_shape(entries[name], expected.shape))
         problems += bad or slot.problems(entries, options)
+        elsewhere.update(slot.left_to_others())
     # An ignored name is still shown as similar to a missing one.
     unclaimed = [entries[n].weight.name for n in entries if n not in taken]
-    extra = [entries[n].weight.name for n in entries if n not in taken and not ignored(n)]
+    others = [n for n in entries if n not in taken and n not in elsewhere]
+    extra = [entries[n].weight.name for n in others if not ignored(n)]
     extra += [name for name in stray if not ignored(name)]
     problems += [Problem(_EXTRA, f"{name} is not part of the model") for name in extra]
     notes = {INPUT_SCALES: WAYS_OUT}

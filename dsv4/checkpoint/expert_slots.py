@@ -69,11 +69,33 @@ class ExpertsSlot(Slot):
         """Number of experts of the stack."""
         return int(self.module.gate_up_proj.shape[0])
 
+    @property
+    def held(self) -> range:
+        """Numbers of the experts of the stack."""
+        first = getattr(self.module, "first_expert", 0)
+        return range(first, first + self.count)
+
+    @property
+    def of_layer(self) -> range:
+        """Numbers of the experts of the layer, those of other ranks included."""
+        if not hasattr(self.module, "first_expert"):
+            return self.held
+        return range(self.module.num_experts)
+
     def names_of(self, expert: int) -> tuple[str, str, str]:
         """Return the canonical names of gate, up and down of an expert of the stack."""
-        prefix = f"{self.name}.{getattr(self.module, 'first_expert', 0) + expert}"
-        gate, up, down = (f"{prefix}.{p}.weight" for p in PROJECTIONS)
+        return self._names(self.held[expert])
+
+    def _names(self, number: int) -> tuple[str, str, str]:
+        """Return the names of the matrices of an expert of the layer."""
+        gate, up, down = (f"{self.name}.{number}.{p}.weight" for p in PROJECTIONS)
         return gate, up, down
+
+    def left_to_others(self) -> Iterator[str]:
+        """Return the names of the experts of the layer that the stack does not hold."""
+        for number in self.of_layer:
+            if number not in self.held:
+                yield from self._names(number)
 
     def stack_names(self) -> tuple[str, str]:
         """Names of the two stacks."""
@@ -271,16 +293,18 @@ class ExpertsSlot(Slot):
 
     def _largest(self, entries: Entries, members: Sequence[str]) -> list[torch.Tensor] | None:
         """Return per expert the largest scale of some projections, or of all experts, or None."""
-        best: list[torch.Tensor | None] = []
-        for expert in range(self.count):
-            named = zip(PROJECTIONS, self.names_of(expert), strict=True)
-            row = [entries[name].read_input_scale() for p, name in named if p in members]
-            best.append(max((s for s in row if s is not None), default=None, key=float))
-        known = [scale for scale in best if scale is not None]
+        best: dict[int, torch.Tensor | None] = {}
+        for number in self.of_layer:  # those of other ranks, too, so that all ranks agree
+            named = zip(PROJECTIONS, self._names(number), strict=True)
+            own = [entries[name] for p, name in named if p in members and name in entries]
+            row = [entry.read_input_scale() for entry in own]
+            best[number] = max((s for s in row if s is not None), default=None, key=float)
+        known = [scale for scale in best.values() if scale is not None]
         if not known:
             return None
         largest = max(known, key=float)
-        return [largest if scale is None else scale for scale in best]
+        scales = [best[number] for number in self.held]
+        return [largest if scale is None else scale for scale in scales]
 
 
 def _missing_input_scales(own: Sequence[Entry]) -> Iterator[Problem]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+import dsv4
 from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
 from dsv4.checkpoint.filling import FillRequest, check_all, fill_new
+from dsv4.checkpoint.rank_part import check_split, entries_of_rank
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
+from dsv4.parallel.agreement import agree, digest, reported
+from dsv4.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -35,6 +40,8 @@ def load(
     input_scales: str = "stored",
     prepare: bool | str = True,
     progress: bool = True,
+    device_mesh: Any = None,
+    parallel: str | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Load a model from a checkpoint folder, ready to run on its device.
 
@@ -93,7 +100,14 @@ def load(
             ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
             nothing; kernels are compiled at their first launch. Without memory for it, or where a
             capture fails, a warning says so, and the first ``generate`` does it.
-        progress: Whether to show progress on stderr.
+        progress: Whether to show progress on stderr; on several ranks rank 0 does.
+        device_mesh: For a model on several GPUs or processes, a one-dimensional ``DeviceMesh`` of
+            ``torch.distributed``, a ``ProcessGroup``, or a ``ParallelContext`` with a group of
+            your own, beside ``parallel``. Each rank calls ``load`` with the same arguments, and
+            reads and holds its share alone.
+        parallel: ``"tp"``: attention is split by heads, the routed experts in ranges, the shared
+            expert by its intermediate size, embedding and head by the vocabulary
+            (``dsv4.parallel.split``); the KV cache is on every rank.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the
@@ -101,21 +115,32 @@ def load(
         FileNotFoundError: if there is no such folder, or no config.json in it.
         TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
             ``reserve_tokens`` no integer.
+        RankError: if another rank failed.
         torch.OutOfMemoryError: if the device has no room for the model and a step.
-        ValueError: if an option is unknown, or config.json is not a configuration this package
-            implements.
+        ValueError: if an option is unknown, the model cannot be split over that many ranks, the
+            ranks differ in configuration, options or version, or config.json is not a configuration
+            this package implements.
     """
     request = FillRequest(device, as_dtype(dtype), activation, mxfp4, pack, input_scales)
     check_reserve(reserve_tokens)
     check_prepare(prepare)
-    with Checkpoint.open(path) as checkpoint:
-        config = _configuration(checkpoint, numerics, activation, mtp)
-        model = _filled(checkpoint, config, request, progress)
-    warm_allocator(model, reserve_tokens, model.dtype)
-    model.eval()
-    if prepare:
-        _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
-        _reserve_again(model, reserve_tokens)
+    context = _context(device_mesh, parallel, torch.device(device))
+    with reported(context):
+        with Checkpoint.open(path) as checkpoint:
+            drafts = mtp if context is None else _drafts_of_ranks(checkpoint, mtp)
+            config = _configuration(checkpoint, numerics, activation, drafts)
+            if context is not None:
+                _check_ranks(checkpoint, config, request, context)
+                checkpoint.entries = entries_of_rank(checkpoint.entries, context)
+                progress = progress and context.rank == 0
+            model = _filled(checkpoint, config, request, progress, context)
+        warm_allocator(model, reserve_tokens, model.dtype)
+        model.eval()
+        if context is not None:
+            context.group.exchange(None)  # a rank that failed ends all of them here
+        if prepare:
+            _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
+            _reserve_again(model, reserve_tokens)
     return model
 
 
@@ -154,22 +179,69 @@ def _configuration(
     return config
 
 
+def _context(mesh: Any, parallel: str | None, device: torch.device) -> ParallelContext | None:
+    if mesh is None and parallel is None:
+        return None
+    from dsv4.parallel.process_group import context_of  # imports torch.distributed
+
+    return context_of(mesh, parallel, device)
+
+
+def _drafts_of_ranks(checkpoint: Checkpoint, mtp: bool | None) -> bool | None:
+    """Return whether several ranks load drafts: those of DSpark they leave out."""
+    if not checkpoint.has_dspark:
+        return mtp
+    if mtp:
+        raise ValueError(
+            "mtp is True, wanted None or False: a DSpark draft cannot be split over ranks yet"
+        )
+    return False
+
+
+def _check_ranks(
+    checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, context: ParallelContext
+) -> None:
+    """Check that the ranks load one model, and that it can be split over them."""
+    tensors = sorted((e.name, e.kind, e.shape) for e in checkpoint.entries.values())
+    options, choice = request.resolved(checkpoint)
+    agree(
+        context,
+        {
+            "the version of dsv4": dsv4.__version__,
+            "the version of torch": torch.__version__,
+            **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
+            "a hash of the checkpoint's tensors": digest(tensors),
+            "activation": options.activation,
+            "dtype": options.dtype,
+            "mxfp4": options.mxfp4,
+            "pack": (choice.enabled, choice.layout),
+            "input_scales": options.input_scales,
+        },
+    )
+    device = torch.device("cpu") if options.device is None else options.device
+    check_split(checkpoint.entries, config, context.size, choice, device)
+
+
 def _filled(
-    checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, progress: bool
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    request: FillRequest,
+    progress: bool,
+    context: ParallelContext | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Build the model and fill it; its ``load_report`` says what was left out."""
-    model, ignore = _on_meta(config), ignored_drafts(config)
+    model, ignore = _on_meta(config, context), ignored_drafts(config)
     filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress)
     model.load_report = report_of(checkpoint, config, request.input_scales, filled)
     return model
 
 
-def _on_meta(config: ModelConfig) -> DeepseekV4ForCausalLM:
+def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> DeepseekV4ForCausalLM:
     """Build a model without memory."""
     from dsv4.model import DeepseekV4ForCausalLM
 
     with torch.device("meta"):
-        return DeepseekV4ForCausalLM(config)
+        return DeepseekV4ForCausalLM(config, parallel=context)
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
@@ -177,6 +249,11 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_loaded
 
+    if model.parallel is not None:
+        # The list of kernels is that of the whole model's sizes; captures compile those of ranks.
+        if generation:
+            serving.prepare(model)
+        return
     warmed = warm_loaded(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:
@@ -193,6 +270,8 @@ def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
     try:
         warm_allocator(model, tokens, model.dtype)
     except torch.OutOfMemoryError as error:
+        if model.parallel is not None:
+            raise  # other ranks keep their graphs
         serving.release(model)
         warm_allocator(model, tokens, model.dtype)
         _logger.warning(

@@ -63,6 +63,11 @@ class Checkpoint:
         """The model's configuration; see ``ModelConfig.from_dict``."""
         return ModelConfig.from_dict(self.values, numerics=numerics, activation=activation)
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of all tensors that were read so far."""
+        return self._shards.bytes_read
+
     def check_size(self, config: ModelConfig) -> None:
         """Raise if a configuration has more layers, experts or dimensions than the tensors.
 

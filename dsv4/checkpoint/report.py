@@ -46,6 +46,7 @@ class LoadReport:
         left_out: Number of tensors that were not loaded, by the reason.
         packing: Layers that are packed, and why others are not; None with ``pack=False``.
         conversion: Conversions of MXFP4 matrices.
+        bytes_read: Bytes of tensors that were read, on several ranks by this one.
         path: The checkpoint's folder, from which ``save`` copies the tokenizer; None: unknown.
         dspark_stages: Stages of the model's DSpark draft.
     """
@@ -56,6 +57,7 @@ class LoadReport:
     packing: Packing | None = None
     conversion: Conversion = field(default_factory=Conversion)
     path: Path | None = None
+    bytes_read: int = 0
     dspark_stages: int = 0
 
 
@@ -172,7 +174,11 @@ def report_of(
     _logger.info("%s: %s loaded, draft: %s", checkpoint.path, loaded, draft)
     counts = {**unused, **others}
     path = checkpoint.path.absolute()
-    return LoadReport(layers, draft, counts, filled.packing, filled.conversion, path, stages)
+    return LoadReport(
+        *(layers, draft, counts, filled.packing, filled.conversion, path),
+        bytes_read=checkpoint.bytes_read,
+        dspark_stages=stages,
+    )
 
 
 def _is_draft(name: str) -> bool:

@@ -86,11 +86,19 @@ def save(
             is not the checkpoint's is in the way, or a file to be copied is there with another
             content and ``overwrite`` is false.
         BlockingIOError: if another save into the folder is under way.
-        ValueError: if the layout is unknown or cannot hold a weight; the folder is left as it was.
+        ValueError: if the layout is unknown or cannot hold a weight, or the model is a rank's part
+            of one; the folder is left as it was.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
+    if getattr(source, "parallel", None) is not None:
+        raise ValueError(
+            f"source is {source.parallel!r} of a model, wanted a whole one: a rank has a part of "  # type: ignore[union-attr]
+            "each matrix"
+        )
     configuration = ModelConfig.of(_config_of(source, config))
+    if isinstance(source, nn.Module):
+        _check_whole(source)
     target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
     stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source
     pairing = Pairing(target)
@@ -105,6 +113,19 @@ def save(
         writer.finish(layouts.documents(target, configuration))
         companion_files.write(writer.folder, contents)
     pairing.report(path)
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raise for a model that has some experts of a layer: the others would be missing."""
+    for name, module in model.named_modules():
+        count, own = (
+            getattr(module, "num_experts", None),
+            getattr(module, "num_local_experts", None),
+        )
+        if isinstance(count, int) and isinstance(own, int) and own != count:
+            raise ValueError(
+                f"save: {name} holds {own} of {count} experts, those of one rank, wanted all"
+            )
 
 
 def _config_of(source: Any, config: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dsv4.config.json_file import irregular
+from dsv4.parallel.windows import Window
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -61,8 +62,10 @@ class TensorInfo:
         name: The tensor's name.
         file: The file's name.
         dtype: Its dtype.
-        shape: Its shape.
+        shape: Its shape, of the window if there is one.
         mark: Value that distinguishes the file from a later one of its name, see ``file_mark``.
+        window: The part of the file's tensor that this stands for; None: all of it.
+        file_shape: Shape of the file's tensor; None: ``shape``.
     """
 
     name: str
@@ -70,11 +73,18 @@ class TensorInfo:
     dtype: torch.dtype
     shape: tuple[int, ...]
     mark: tuple[int, ...] | None = field(default=None, compare=False, repr=False)
+    window: Window | None = None
+    file_shape: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of data."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def part(self, window: Window) -> TensorInfo:
+        """Return the description of a part of this tensor."""
+        shape = window.shape(self.shape)
+        return replace(self, shape=shape, window=window, file_shape=self.shape)
 
     def __str__(self) -> str:
         return f"{self.name} ({DTYPE_NAMES[self.dtype]} {list(self.shape)})"
@@ -162,12 +172,16 @@ class Shards:
     Args:
         folder: The folder.
         paths: Paths of files that are elsewhere, by name.
+
+    Attributes:
+        bytes_read: Bytes of all tensors that were read.
     """
 
     def __init__(self, folder: Path, paths: Mapping[str, Path] | None = None) -> None:
         self.folder = folder
         self._paths = dict(paths or {})
         self._handles: dict[str, safe_open] = {}
+        self.bytes_read = 0
         self._left: dict[str, int] = {}  # bytes to read before the handle is closed
 
     def read(
@@ -179,8 +193,12 @@ class Shards:
             CheckpointError: if the file is damaged or was replaced since its header was read.
         """
         mapped = self._mapped(info)
-        copy = (mapped if part is None else mapped[part]).to(device, copy=True)
-        del mapped  # this view would keep the file mapped
+        if info.window is not None:
+            mapped = mapped[info.window.index]
+        view = mapped if part is None else mapped[part]
+        copy = view.to(device, copy=True, memory_format=torch.contiguous_format)
+        self.bytes_read += copy.nbytes
+        del mapped, view  # this view would keep the file mapped
         self._left[info.file] -= copy.nbytes
         if self._left[info.file] <= 0:
             del self._handles[info.file]
@@ -195,7 +213,7 @@ class Shards:
             mapped = self._handles[info.file].get_tensor(info.name)
         except SafetensorError as error:
             raise CheckpointError(f"{info.file}: {info} cannot be read: {error}") from error
-        if mapped.dtype != info.dtype or mapped.shape != info.shape:
+        if mapped.dtype != info.dtype or mapped.shape != (info.file_shape or info.shape):
             raise CheckpointError(
                 f"{info.file}: has changed since it was opened: {info} is now "
                 f"{DTYPE_NAMES.get(mapped.dtype, mapped.dtype)} {list(mapped.shape)}"

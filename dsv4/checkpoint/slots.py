@@ -48,6 +48,10 @@ class Slot:
         """Return its entries; ``entries`` decides if a checkpoint may hold several forms."""
         raise NotImplementedError
 
+    def left_to_others(self) -> Iterator[str]:
+        """Return names of entries that belong to the same layer on other ranks."""
+        return iter(())
+
     def problems(self, entries: Entries, options: Options) -> Iterator[Problem]:
         """Return what is wrong with entries that exist and have the right shape."""
         raise NotImplementedError

@@ -1,4 +1,8 @@
-"""``python -m dsv4 inspect`` and ``verify``: what a checkpoint holds, and whether it is sound."""
+"""``python -m dsv4 inspect`` and ``verify``: what a checkpoint holds, and whether it is sound.
+
+``inspect --gpus 4xH100`` also computes how the weights would lie on several GPUs: of a checkpoint,
+or, with ``--preset``, of a published model that need not be there.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4.config import ModelConfig
+from dsv4.parallel import planner
+
 if TYPE_CHECKING:
     from dsv4.checkpoint import Checkpoint
 
 # Memory in GB, as sold.
 _GPUS = {"H100": 80, "H200": 141, "B200": 180, "B300": 288}
+_PRESETS = ("flash", "pro")
+_USUAL = ("2xH200", "4xH100", "8xH200")  # GPUs that a preset is planned for, if none are named
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,22 +31,57 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "inspect",
         help="what a checkpoint holds",
         description="Print what a checkpoint holds. Reads headers, no tensors.",
+        epilog="python -m dsv4 inspect --preset flash --gpus 4xH100",
     )
     verify = commands.add_parser(
         "verify",
         help="read a checkpoint once and check it",
         description="Read a checkpoint once and check all that loading it would check.",
     )
-    for parser in (inspect, verify):
-        parser.add_argument("path", metavar="PATH", help="folder of a checkpoint")
+    inspect.add_argument("path", metavar="PATH", nargs="?", help="folder of a checkpoint")
+    inspect.add_argument("--preset", choices=_PRESETS, help="a published model in place of PATH")
+    inspect.add_argument(
+        "--recipe",
+        choices=planner.RECIPES,
+        default=planner.RECIPES[0],
+        help="formats of a preset's weights: FP8 (nvidia, the default) or NVFP4 linear layers",
+    )
+    inspect.add_argument(
+        "--gpus",
+        metavar="NxGPU",
+        type=_machine,
+        action="append",
+        help=f"compute whether it fits, e.g. 4xH100; {', '.join(planner.GPUS)}; repeatable",
+    )
+    verify.add_argument("path", metavar="PATH", help="folder of a checkpoint")
+
+
+def _machine(text: str) -> planner.Machine:
+    try:
+        return planner.Machine.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Run ``inspect``; returns the exit status."""
     from dsv4.checkpoint import Checkpoint
 
-    with Checkpoint.open(options.path) as checkpoint:
-        print("\n".join(lines(checkpoint)))
+    if (options.path is None) == (options.preset is None):
+        raise ValueError("wanted the PATH of a checkpoint or --preset, and not both")
+    if options.path is None:
+        config = getattr(ModelConfig, options.preset)()
+        weights = planner.Weights.of_config(config, options.recipe)
+        text = [f"{options.preset}, formats as {options.recipe!r}, without draft layers"]
+        machines = options.gpus or [planner.Machine.parse(name) for name in _USUAL]
+    else:
+        with Checkpoint.open(options.path) as checkpoint:
+            config, text = checkpoint.config(), list(lines(checkpoint))
+            machines = options.gpus or []
+            weights = planner.Weights.of_checkpoint(checkpoint)
+    for machine in machines:
+        text += planner.lines(config, weights, machine)
+    print("\n".join(text))
     return 0
 
 
@@ -64,7 +108,7 @@ class _Group:
 
 
 def lines(checkpoint: Checkpoint) -> Iterator[str]:
-    """What a checkpoint holds, a line each."""
+    """Return the content of a checkpoint, a line for each fact."""
     from dsv4.checkpoint.report import UNKNOWN
 
     config = checkpoint.config()

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4.commands.ranks import Process, joined_process
+
 if TYPE_CHECKING:
     from dsv4.serving import SamplingOptions
     from dsv4.text import Answer, EffortTable, TextGenerator, Tokenizer
@@ -26,6 +28,7 @@ examples:
   python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --prompt "The capital of France is"
   python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --chat "Why is the sky blue?" --effort max
   python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --chat conversation.json --no-thinking --stats
+  torchrun --nproc-per-node 4 -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --prompt "On 4 GPUs"
 
 A conversation is a JSON list of messages in OpenAI's form, or a table with messages, tools and
 response_format."""
@@ -69,7 +72,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be generated, checked before the model is read.
+    """Request for text, checked before the model is read.
 
     Attributes:
         tokenizer: Of the checkpoint.
@@ -90,26 +93,36 @@ class Task:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    import dsv4
-    from dsv4.serving import Runner
-    from dsv4.text import TextGenerator
-
     try:
         task = _task(options)
     except TypeError as error:  # of a field in a file of messages
         raise ValueError(str(error)) from error
-    device = _device(options.device)
+    with joined_process(_device(options.device)) as process:
+        _generate(options, task, process)
+    return 0
+
+
+def _generate(options: argparse.Namespace, task: Task, process: Process) -> None:
+    """Load the model and print the answer; other processes than the first only take part."""
+    import dsv4
+    from dsv4.serving import Runner
+    from dsv4.text import TextGenerator
+
     began = time.perf_counter()
     # The runner below has graphs of its own.
-    model = dsv4.load(options.path, device=device, prepare="kernels", progress=sys.stderr.isatty())
+    model = dsv4.load(
+        options.path, prepare="kernels", progress=sys.stderr.isatty(), **process.load_options
+    )
     loaded = time.perf_counter() - began
     tokens = task.prompt_tokens + task.options.max_new_tokens
     with Runner(model, max_sequences=1, max_tokens=max(tokens, 2), prefix_sequences=0) as runner:
+        if not process.leads:
+            runner.follow()
+            return
         generator = TextGenerator(runner, task.tokenizer, efforts=task.efforts)
         request, times = _stream(generator, task, options.stop)
     if options.stats:
-        print(_statistics(request, times, loaded, device), file=sys.stderr)
-    return 0
+        print(_statistics(request, times, loaded, process.device), file=sys.stderr)
 
 
 def _task(options: argparse.Namespace) -> Task:

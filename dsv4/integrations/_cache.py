@@ -13,8 +13,6 @@ from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers._mask import check_shape, is_bias, shown_by, window_band
 from dsv4.layers.attention import DeepseekV4Attention
 
-_REFUSED = "the compressors' state of earlier tokens is gone"
-
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
@@ -46,6 +44,7 @@ class _Layer(CacheLayerMixin):
     """Methods that transformers calls on a layer's cache; each answers for all layers."""
 
     is_sliding = True
+    is_croppable = True
     supports_early_init = False
 
     def __init__(self, owner: PagedTransformersCache) -> None:
@@ -61,6 +60,9 @@ class _Layer(CacheLayerMixin):
             "dsv4's paged cache in an attention that is not dsv4's, wanted "
             "dsv4.integrations.transformers.apply with 'attention' among its parts"
         )
+
+    def activate_past_recording(self) -> None:
+        """Do nothing, because the latest tokens can be taken back in any case."""
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return a mask over the new tokens alone, which only says which of them are padding."""
@@ -254,12 +256,24 @@ class PagedTransformersCache(Cache):
         self.columns, self._all_begun = 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise unless no tokens are to be forgotten."""
-        if tokens_to_remove:
-            raise NotImplementedError(
-                f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0: {_REFUSED}. Assisted "
-                "generation needs a copy of the sequence before each guess (PagedCache.fork)"
+        """Take back the last ``-tokens_to_remove`` tokens of every row (``PagedCache.roll_back``).
+
+        Raises:
+            ValueError: if the number is positive, or more tokens than can be taken back; nothing is
+                changed.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"dsv4's paged cache: crop({tokens_to_remove}), wanted 0 or minus a number of "
+                "tokens"
             )
+        self._undo()
+        if tokens_to_remove == 0:
+            return
+        there = self._rows_there
+        held = [] if there is None else self.paged.lengths[there].tolist()
+        self.paged.roll_back(self._rows, [max(-1, tokens + tokens_to_remove) for tokens in held])
+        self.columns += tokens_to_remove
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
         """Raise, because beam search is not supported."""
@@ -279,6 +293,21 @@ class PagedTransformersCache(Cache):
         raise NotImplementedError(
             "dsv4's paged cache: rows cannot be dropped, wanted a batch of its final size"
         )
+
+
+def generate_assisted(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """See ``dsv4.integrations.transformers.generate_assisted``."""
+    cache = options.get("past_key_values", options.get("cache"))  # its name from 5.24 on
+    if not isinstance(cache, PagedTransformersCache):
+        raise TypeError(
+            f"generate_assisted: past_key_values is a {type(cache).__name__}, wanted a "
+            "paged_cache: transformers' own cache does not give pooled tokens back"
+        )
+    model._is_stateful = False  # of this instance, and during the call alone
+    try:
+        return model.generate(*args, **options)
+    finally:
+        del model._is_stateful
 
 
 def paged_cache_for(model: Any, **sizes: Any) -> PagedTransformersCache:

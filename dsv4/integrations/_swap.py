@@ -12,6 +12,7 @@ from torch import nn
 from dsv4 import layers
 from dsv4.config import ModelConfig
 from dsv4.integrations._arguments import check_signatures
+from dsv4.integrations._expert_parallel import ExpertRange
 from dsv4.integrations._guards import guard
 from dsv4.integrations._modules import DeepseekV4Attention, DeepseekV4DecoderLayer, OutputHead
 from dsv4.integrations._report import NotReplaced, Replaced
@@ -19,6 +20,7 @@ from dsv4.integrations._settings import adopt_frequencies, settings_differ
 
 _FOREIGN_FORWARD = "its forward was replaced on the instance (an offload hook or another patch)"
 _ALREADY = "it is dsv4's already; undo first to change its numerics or activation"
+_SUMMED = "its experts are summed over ranks, and the shared expert is added after that"
 _RECORDER = "output_capturing_hook"
 _KNOWN_HOMES = (
     "torch.nn.modules.",
@@ -234,12 +236,14 @@ class Plan:
         modeling: transformers' module of model code, whose classes are the expected ones.
         parts: The requested parts.
         frequencies: Inverse frequencies by label, where they are not the configuration's.
+        experts: The experts that this process has of a model distributed over ranks; None: all.
     """
 
     config: ModelConfig
     modeling: Any
     parts: tuple[str, ...]
     frequencies: dict[str, torch.Tensor] = field(default_factory=dict)
+    experts: ExpertRange | None = None
     swaps: list[Swap] = field(default_factory=list)
     not_replaced: list[NotReplaced] = field(default_factory=list)
 
@@ -295,17 +299,24 @@ class Plan:
         if type(old) is not expected:
             return f"it is a {type(old).__module__}.{type(old).__qualname__}", None
         container = rule.container is not None
+        if self.experts is not None and rule.container == "experts":
+            return _SUMMED, None
         obstacle = _obstacle(old, container)
         if obstacle is not None:
             return obstacle, None
         if rule.container is not None and not self._ours(old, rule.container):
             return f"its {rule.container} was not replaced", None
         with torch.device("meta"):
-            new = rule.build(self.config, old)
+            new = self._built(rule, old)
         problem = settings_differ(old, new, container=container)
         if problem is None and not container:
             problem = tensors_differ(old, new)
         return ("", new) if problem is None else (problem, None)
+
+    def _built(self, rule: Rule, old: nn.Module) -> nn.Module:
+        if self.experts is not None and rule.ours is layers.DeepseekV4Experts:
+            return self.experts.build(self.config)
+        return rule.build(self.config, old)
 
     def _ours(self, module: nn.Module, child: str) -> bool:
         present = module._modules[child]

@@ -25,9 +25,10 @@ What differs from transformers' own modules:
   as soon as a compressor has closed a window: batch prompts of equal length, or generate with
   ``past_key_values=paged_cache(model, ...)``, which packs prompts of any lengths without padding,
   as ``dsv4.DeepseekV4ForCausalLM.generate`` does.
-* With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search,
-  ``crop`` and assisted generation raise: a compressor's state cannot go back. So do masks that
-  say more than which new tokens are padding, and positions that are not the cache's.
+* With ``paged_cache`` attention reads this package's pages instead of growing tensors. Beam search
+  raises. So do masks that say more than which new tokens are padding, and positions that are not
+  the cache's. ``crop`` takes back up to ``rollback`` tokens. transformers refuses assisted
+  generation of a model whose cache cannot, as its own cannot: call ``generate_assisted``.
 """
 
 from __future__ import annotations
@@ -45,12 +46,15 @@ from torch import nn
 
 from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
 from dsv4.config.fields import KNOWN
+from dsv4.integrations import _expert_parallel
 from dsv4.integrations._arguments import transformers_version, warn_if_untested
+from dsv4.integrations._expert_parallel import Distribution, ExpertRange
 from dsv4.integrations._experts import experts_forward
 from dsv4.integrations._guards import Guards, check_implementation
 from dsv4.integrations._report import NotReplaced, Replaced, Report
 from dsv4.integrations._settings import changed_frequencies
 from dsv4.integrations._swap import PARTS, Plan
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 
 if TYPE_CHECKING:
@@ -65,7 +69,9 @@ __all__ = [
     "Report",
     "apply",
     "from_pretrained",
+    "generate_assisted",
     "paged_cache",
+    "register_expert_parallel",
     "register_experts",
 ]
 
@@ -99,6 +105,20 @@ def register_experts() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+def register_expert_parallel() -> None:
+    """Make ``DistributedConfig(ep_implementation="dsv4")`` known to transformers.
+
+    For stock DeepSeek-V4 experts that transformers distributes; ``from_pretrained`` of this module
+    does so for packed ones. Each rank runs its experts on the batch that all ranks share, and
+    ``dsv4.ops.all_reduce`` sums the results, with the same bits on all ranks.
+
+    Raises:
+        ImportError: if transformers is not installed or older than 5.24.
+    """
+    _modeling()
+    _expert_parallel.register()
 
 
 def apply(
@@ -153,11 +173,17 @@ def apply(
     return _apply(model, modeling, config, _chosen(parts))
 
 
-def _apply(model: Any, modeling: Any, config: ModelConfig, parts: tuple[str, ...]) -> Report:
+def _apply(
+    model: Any,
+    modeling: Any,
+    config: ModelConfig,
+    parts: tuple[str, ...],
+    experts: ExpertRange | None = None,
+) -> Report:
     warn_if_untested(transformers_version())
     if "attention" in parts:
         check_implementation(model.config)
-    plan = Plan(config, modeling, parts, changed_frequencies(model, config))
+    plan = Plan(config, modeling, parts, changed_frequencies(model, config), experts)
     plan.visit(model)
     plan.check()
     register_experts()
@@ -190,6 +216,7 @@ def from_pretrained(
     input_scales: str = "stored",
     compile_kernels: bool = True,
     progress: bool = True,
+    distributed_config: Any = None,
 ) -> Any:
     """Load a transformers ``DeepseekV4ForCausalLM`` from a checkpoint of any layout.
 
@@ -216,6 +243,9 @@ def from_pretrained(
             were compiled before or are in a bundle, see ``dsv4.warmup``. Triton's are compiled at
             their first launch.
         progress: Whether to show progress on stderr.
+        distributed_config: transformers' ``DistributedConfig(tp_size=N, ep_size=N, tp_plan={},
+            ep_implementation="dsv4")`` in each of N processes (``torchrun``): each reads and holds
+            the experts of its rank, and everything else whole. None: this process alone.
 
     Returns:
         The model in evaluation mode, with generation_config.json of the folder, or else begin and
@@ -224,7 +254,8 @@ def from_pretrained(
         quantised, because transformers could not read it.
 
     Raises:
-        ImportError: if transformers is not installed.
+        ImportError: if transformers is not installed, or, with ``distributed_config``, older than
+            5.24.
         CheckpointError: if the checkpoint is damaged or contradicts its configuration.
         TypeError: if transformers' forwards have arguments that are not known here.
         ValueError: if an option is unknown or config.json is not a configuration this package
@@ -242,10 +273,19 @@ def from_pretrained(
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
+        distribution = None
+        if distributed_config is not None:
+            distribution = Distribution.prepare(
+                distributed_config, modeling, config, chosen, torch.device(device)
+            )
+        experts = None if distribution is None else distribution.experts
         with torch.device("meta"):
             model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
-        report = _apply(model, modeling, config, chosen)
-        _fill(model, checkpoint, request, report, progress)
+        if experts is not None:
+            experts.cut(model, modeling)
+        report = _apply(model, modeling, config, chosen, experts)
+        others = () if experts is None else experts.others(config)
+        _fill(model, checkpoint, request, report, progress, others)
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
@@ -256,17 +296,24 @@ def from_pretrained(
     if compile_kernels:
         warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
     _warn_of_left_out(path, report)
+    if distribution is not None:
+        distribution.install(model)
     return model.eval().requires_grad_(False)
 
 
 def _fill(
-    model: nn.Module, checkpoint: Checkpoint, request: FillRequest, report: Report, progress: bool
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    request: FillRequest,
+    report: Report,
+    progress: bool,
+    others: tuple[str, ...],
 ) -> None:
-    """Fill a swapped model on meta, and complete its report."""
+    """Fill a swapped model on meta, and complete its report; ``others`` are for other ranks."""
     from dsv4.checkpoint.filling import fill_new
 
     request = dataclasses.replace(request, float32=_float32_names(model))
-    filled = fill_new(model, checkpoint, request, ignore=("mtp.*",), progress=progress)
+    filled = fill_new(model, checkpoint, request, ignore=("mtp.*", *others), progress=progress)
     report.packing, report.conversion = filled.packing, filled.conversion
     report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
 
@@ -289,6 +336,7 @@ def paged_cache(
     index_format: str = "plain",
     pool_tokens: int | None = None,
     window_pages: int | None = None,
+    rollback: int = ROLLBACK,
 ) -> Any:
     """Make a paged cache for ``model.generate(..., past_key_values=cache)``.
 
@@ -305,6 +353,7 @@ def paged_cache(
         index_format: See ``dsv4.PagedCache``.
         pool_tokens: See ``dsv4.PagedCache``.
         window_pages: See ``dsv4.PagedCache``.
+        rollback: Tokens of a row that ``crop`` can take back: most tokens of a guess.
 
     Returns:
         A transformers ``Cache``; its ``paged`` is the ``dsv4.PagedCache``.
@@ -325,7 +374,34 @@ def paged_cache(
         index_format=index_format,
         pool_tokens=pool_tokens,
         window_pages=window_pages,
+        rollback=rollback,
     )
+
+
+def generate_assisted(model: Any, *args: Any, **options: Any) -> Any:
+    """Call ``model.generate`` for assisted generation: prompt lookup or a draft model.
+
+    transformers refuses that of DeepSeek-V4, because its own cache cannot go back. A
+    ``paged_cache`` can, by ``rollback`` tokens; so guesses are at most as long.
+
+    Args:
+        model: Swapped, see ``apply``.
+        args: Of ``model.generate``.
+        options: Of ``model.generate``; ``past_key_values`` is a ``paged_cache`` of this model, and
+            ``prompt_lookup_num_tokens`` or ``assistant_model`` says where guesses come from.
+
+    Returns:
+        What ``model.generate`` returns.
+
+    Raises:
+        ImportError: if transformers is not installed.
+        TypeError: if ``past_key_values`` is not a ``paged_cache``.
+        ValueError: if a guess is longer than what can be taken back.
+    """
+    _modeling()
+    from dsv4.integrations import _cache
+
+    return _cache.generate_assisted(model, args, options)
 
 
 def _modeling() -> Any:

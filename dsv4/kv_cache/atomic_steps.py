@@ -11,15 +11,16 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import Batch
 from dsv4.kv_cache.layer_cache import LayerCache, State
 from dsv4.kv_cache.page_tables import Growth, PageTable, to_device
+from dsv4.kv_cache.row_counts import RowCount
 from dsv4.kv_cache.step_record import StepRecord, save
 
 
 class AtomicSteps:
     """The records by which a cache takes back its latest steps.
 
-    Counts and page tables are undone on the host by ``StepRecord``. A step of one token overwrites
-    nothing that it would read again when it is repeated; steps of several tokens save what they
-    overwrite.
+    Counts and page tables are undone on the host by ``StepRecord``. A step of one token, and of
+    ``rollback`` more, overwrites nothing that it would read again when it is repeated; longer steps
+    save what they overwrite.
     """
 
     config: ModelConfig
@@ -27,7 +28,7 @@ class AtomicSteps:
     lengths: torch.Tensor
     _tables: Mapping[int, PageTable]
     _states: list[State]
-    _tokens: list[int]  # that each sequence was prepared for
+    _counts: list[RowCount]  # of each sequence
     _grown: set[int]  # sequences of the last step, whose windows may have moved on
     _records: list[StepRecord]  # of the latest step, or of all within ``atomic``
     _within: set[int] | None  # within ``atomic``: its rows of several steps
@@ -61,7 +62,7 @@ class AtomicSteps:
         """Undo the latest ``prepare``, whose step was not completed.
 
         Call it at once after the error. Nothing happens if there is nothing to undo: it was undone,
-        or another row was freed, reset or copied since.
+        or a row was freed, reset, copied, rolled back or confirmed since.
 
         Args:
             batch: The step's batch, if ``advance`` may have run.
@@ -94,8 +95,8 @@ class AtomicSteps:
         """Undo on the host what a step has changed, also of a part of a step."""
         for table, before in reversed(record.tables):
             table.restore(before)
-        for row, tokens in record.tokens.items():
-            self._tokens[row] = tokens
+        for row, count in record.counts.items():
+            self._counts[row] = self._counts[row].undone(count)
         self._grown = set(record.grown)
 
     def _write_back(self, record: StepRecord) -> None:
@@ -147,14 +148,14 @@ class AtomicSteps:
         if self._within is None:
             return
         for row, _, _ in steps:
-            if row not in self._within and any(row in record.tokens for record in self._records):
+            if row not in self._within and any(row in record.counts for record in self._records):
                 raise RuntimeError(
                     f"PagedCache.prepare: a second step of row {row} within atomic, wanted it "
                     "among the sequences of atomic"
                 )
 
     def _save_states(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
-        """Save open windows whose slots a step of several tokens overwrites."""
+        """Save states whose slots a step of many tokens overwrites."""
         if all(end - start == 1 for _, start, end in steps):
             return
         for state in self._states:
@@ -171,7 +172,7 @@ class AtomicSteps:
 
     def _prepared(self, rows: Sequence[int]) -> list[int]:
         """Return the tokens that each row was prepared for, 0 for -1."""
-        return [self._tokens[row] if 0 <= row < len(self._tokens) else 0 for row in rows]
+        return [self._counts[row].high if 0 <= row < len(self._counts) else 0 for row in rows]
 
     def _window_low(self, tokens: int) -> int:
         """Return the first position that the token, or a draft, at ``tokens`` sees raw."""

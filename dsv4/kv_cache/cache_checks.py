@@ -37,6 +37,11 @@ class CacheChecks(AtomicSteps):
         return self.size.max_chunk
 
     @property
+    def rollback(self) -> int:
+        """The tokens of a sequence that can be taken back."""
+        return self.size.rollback
+
+    @property
     def pooled(self) -> bool:
         """Whether sequences share pools, so that ``prepare`` comes before every step."""
         return bool(self._tables)
@@ -98,20 +103,29 @@ class CacheChecks(AtomicSteps):
                 raise ValueError(f"PagedCache.prepare: lengths[{i}] is {new}, wanted >= 0")
             if row == -1:
                 continue
-            held = 0 if self._brought and start == 0 else self._tokens[row]
-            # Without pools ``prepare`` need not have been called.
-            if start != held and (start < held or self.pooled):
+            count = self._counts[row]
+            held = 0 if self._brought and start == 0 else count.high
+            # Without pools ``prepare`` need not have been called. Who brings pages says where
+            # sequences go back, and starts say how many tokens open steps have kept.
+            least = count.reach(self.rollback) if self._brought and start else held
+            least = count.low if count.open else least
+            most = held if self.pooled else start
+            if not least <= start <= most:
                 raise ValueError(
                     f"PagedCache.prepare: starts[{i}] is {start}, wanted {held}: the tokens that "
-                    f"sequence {row} was prepared for, and positions neither go back nor skip any"
+                    f"sequence {row} was prepared for, and positions neither go back nor skip any: "
+                    "roll_back takes tokens back"
                 )
 
-    def check(self, lengths: Sequence[int], starts: Sequence[int]) -> None:
+    def check(
+        self, lengths: Sequence[int], starts: Sequence[int], certain: Sequence[int] | None = None
+    ) -> None:
         """Raise unless the cache can take a batch whose numbers the host knows.
 
         Args:
             lengths: New tokens of each sequence.
             starts: Tokens each has already.
+            certain: How many new tokens of each are certainly kept; None: all.
 
         Raises:
             ValueError: naming the sequence that has too many tokens, in the chunk or in all.
@@ -122,10 +136,27 @@ class CacheChecks(AtomicSteps):
                     f"PagedCache: entry {i} of the batch has {new} new tokens, wanted at most "
                     f"max_chunk ({self.max_chunk})"
                 )
-            if start < 0 or start + new > self.max_tokens:
+            least = new if certain is None else certain[i]
+            if start < 0 or start + least > self.max_tokens:
                 raise ValueError(
-                    f"PagedCache: entry {i} of the batch would reach {start} + {new} tokens, "
+                    f"PagedCache: entry {i} of the batch would reach {start} + {least} tokens, "
                     f"wanted at most max_tokens ({self.max_tokens})"
+                )
+
+    def _check_certain(
+        self, sequences: Sequence[int], lengths: Sequence[int], certain: Sequence[int]
+    ) -> None:
+        if len(certain) != len(lengths):
+            raise ValueError(
+                f"PagedCache.prepare: {len(lengths)} lengths and {len(certain)} certain, wanted as "
+                "many"
+            )
+        for i, (row, new, least) in enumerate(zip(sequences, lengths, certain, strict=True)):
+            if not 0 <= least <= new or (row >= 0 and new - least > self.rollback):
+                raise ValueError(
+                    f"PagedCache.prepare: certain[{i}] is {least}, wanted "
+                    f"{max(0, new - self.rollback)} to {new}: {new} new tokens, of which rollback "
+                    f"({self.rollback}) can be taken back"
                 )
 
     def check_tables(self) -> None:
@@ -175,6 +206,7 @@ def checked_size(
     max_chunk: int | None,
     pool_tokens: int | None,
     window_pages: int | None,
+    rollback: int,
 ) -> CacheSize:
     """Check the sizes of a cache and return them."""
     max_chunk = max_tokens if max_chunk is None else max_chunk
@@ -189,13 +221,22 @@ def checked_size(
             raise TypeError(f"PagedCache: {name} is {value!r}, wanted an int")
         if value is not None and value < 1:
             raise ValueError(f"PagedCache: {name} is {value}, wanted >= 1")
+    if isinstance(rollback, bool) or not isinstance(rollback, int):
+        raise TypeError(f"PagedCache: rollback is {rollback!r}, wanted an int")
+    if rollback < 0:
+        raise ValueError(f"PagedCache: rollback is {rollback}, wanted >= 0")
     if window_pages is not None and pool_tokens is None:
         raise ValueError(
             f"PagedCache: window_pages is {window_pages} and pool_tokens None, wanted both: pools "
             "are of window pages and compressed pages alike"
         )
     return CacheSize(
-        max_sequences, max_tokens, min(max_chunk, max_tokens), pool_tokens, window_pages
+        max_sequences,
+        max_tokens,
+        min(max_chunk, max_tokens),
+        pool_tokens,
+        window_pages,
+        rollback,
     )
 
 

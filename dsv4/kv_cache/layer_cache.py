@@ -1,4 +1,4 @@
-"""Cache of one layer: its pages, their tables, and the compressors' open windows."""
+"""Cache of one layer: its pages, their tables, and the last tokens of compressors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from dsv4.ops.kv_cache import check_pages
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 
 WINDOW_PAGE = 64  # entries per page of raw KV entries
+# Tokens of a sequence that can be taken back, enough for the longest drafts: MTP's, and DSpark's 5.
+ROLLBACK = 8
 BLOCK = 256  # tokens that one page of compressed entries stands for
 
 
 @dataclass(frozen=True, eq=False)
 class LayerCache:
-    """The cached entries and open windows of every sequence in one layer.
+    """The cached entries and the compressors' last tokens of every sequence in one layer.
 
     Attributes:
         window: Raw KV entries; a sequence owns a ring of ``window_capacity`` entries.
@@ -29,9 +31,9 @@ class LayerCache:
         ratio: Tokens per compressed entry, 0 for a sliding-window layer.
         compressed: Compressed entries, or None.
         compressed_table: ``[S, P']`` int64, pages of the sequence's entries 0, 1, ...
-        state: Open windows of the compressor, ``[S, slots, 2, c * head_dim]``.
+        state: Last tokens of the compressor, ``[S, slots, 2, c * head_dim]``, by position.
         indexer_pages: Keys of the indexer (CSA layers), addressed as ``compressed``.
-        indexer_state: Open windows of the indexer's compressor.
+        indexer_state: Last tokens of the indexer's compressor.
     """
 
     window: Pages
@@ -148,30 +150,34 @@ class LayerCache:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Open windows of the compressors of one kind, of one or more layers.
+    """Last tokens of the compressors of one kind, of one or more layers.
 
     Attributes:
         ratio: Tokens of a window.
-        tensor: ``[layers, S, slots, 2, channels]``.
+        pooled: Tokens that an entry is pooled of: one window, or two that overlap.
+        tensor: ``[layers, S, slots, 2, channels]``; the token at position p has slot ``p % slots``.
     """
 
     ratio: int
+    pooled: int
     tensor: torch.Tensor
 
     @classmethod
     def of_layer(cls, layer: LayerCache) -> list[State]:
         """Return the states of a layer."""
         states = (layer.state, layer.indexer_state)
-        return [cls(layer.ratio, state.unsqueeze(0)) for state in states if state is not None]
+        pooled = layer.ratio * (2 if layer.indexer_state is not None else 1)
+        return [
+            cls(layer.ratio, pooled, state.unsqueeze(0)) for state in states if state is not None
+        ]
 
     def loses(self, start: int, end: int) -> bool:
         """Return whether tokens ``start`` up to ``end`` take slots of earlier ones still pooled.
 
-        A step of a single token never does.
+        A step of a single token never does, nor one of as many more as can be taken back.
         """
-        slots = self.tensor.shape[2]
-        first = max(0, start // self.ratio * self.ratio - (slots - self.ratio))
-        return first < start and end > first + slots
+        first = max(0, start // self.ratio * self.ratio - (self.pooled - self.ratio))
+        return first < start and end > first + self.tensor.shape[2]
 
 
 @dataclass(frozen=True)
@@ -185,6 +191,7 @@ class CacheSize:
         pool_tokens: Tokens of all sequences together whose compressed entries fit; None: each
             sequence has pages of its own for ``max_tokens``.
         window_pages: Pages of raw KV entries, of each layer, in all.
+        rollback: Tokens of a sequence that can be taken back.
     """
 
     sequences: int
@@ -192,10 +199,15 @@ class CacheSize:
     max_chunk: int
     pool_tokens: int | None = None
     window_pages: int | None = None
+    rollback: int = 0
 
     def window_entries(self, config: ModelConfig) -> int:
-        """Raw KV entries that a step of one sequence reads and writes, at most."""
-        return min(config.sliding_window - 1 + self.max_chunk, self.max_tokens)
+        """Raw KV entries of a window and of tokens that a step adds or that are taken back.
+
+        Tokens to be taken back may lie beyond ``max_tokens``, and overwrite no others there.
+        """
+        ahead = max(self.max_chunk, self.rollback)
+        return min(config.sliding_window - 1 + ahead, self.max_tokens + self.rollback)
 
 
 @dataclass
@@ -205,7 +217,7 @@ class LayerBuilder:
     Attributes:
         tables: Page tables with pools, by ratio, 0 for the window; empty where every sequence has
             pages of its own.
-        states: Open windows of all layers of a kind.
+        states: Last tokens of all layers of a kind.
     """
 
     config: ModelConfig
@@ -287,24 +299,28 @@ class LayerBuilder:
 
     def _state(self, kind: str, ratio: int, overlap: bool, dim: int) -> torch.Tensor:
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
-        shape = state_shape(self.size.sequences, ratio, overlap, dim)
+        shape = state_shape(self.size.sequences, ratio, overlap, dim, self.size.rollback)
         if kind not in self.states:
             types = [self.config.layer_type(i) for i in range(self.config.total_layers)]
             layers = types.count(CSA) if overlap else len(types) - types.count(CSA)
             state = torch.zeros((layers, *shape), dtype=wide, device=self.device)
             state[:, :, :, 1] = -torch.inf
-            self.states[kind], self._made[kind] = State(ratio, state), 0
+            pooled = ratio * (2 if overlap else 1)
+            self.states[kind], self._made[kind] = State(ratio, pooled, state), 0
         self._made[kind] += 1
         return self.states[kind].tensor[self._made[kind] - 1]
 
 
-def state_shape(sequences: int, ratio: int, overlap: bool, dim: int) -> tuple[int, int, int, int]:
-    """Return the shape ``[S, slots, 2, channels]`` of a compressor's windows: values and scores.
+def state_shape(
+    sequences: int, ratio: int, overlap: bool, dim: int, rollback: int = 0
+) -> tuple[int, int, int, int]:
+    """Return the shape ``[S, slots, 2, channels]`` of a compressor's last tokens: values, scores.
 
-    The token at position p has slot ``p % slots``.
+    The token at position p has slot ``p % slots``. There are slots for the tokens that an entry is
+    pooled of and for ``rollback`` more, so that as many can be taken back.
     """
     c = 2 if overlap else 1
-    return sequences, c * ratio, 2, c * dim
+    return sequences, c * ratio + rollback, 2, c * dim
 
 
 def check_layers(config: ModelConfig, layers: Sequence[LayerCache], size: CacheSize) -> None:
@@ -408,6 +424,9 @@ class _LayerCheck:
 
     def _state(self, name: str, state: torch.Tensor, overlap: bool, dim: int) -> None:
         _check.dtype(self._op, name, state, torch.float32, torch.float64)
-        shape = state_shape(self.size.sequences, self.layer.ratio, overlap, dim)
-        _check.shape(self._op, name, state, shape)
+        rows, slots, *kinds = state_shape(
+            self.size.sequences, self.layer.ratio, overlap, dim, self.size.rollback
+        )
+        more = state.dim() == 4 and state.shape[1] > slots
+        _check.shape(self._op, name, state, (rows, None if more else slots, *kinds))
         _check.same_device(self._op, **{name: state, "window_table": self.layer.window_table})

@@ -4,32 +4,51 @@ Every tensor is allocated once. Slots that a token reads or writes are computed 
 from sequence rows, positions and page tables, so a captured graph replays with other values.
 ``allocate``, ``free``, ``fork``, ``copy`` and, before a step, ``prepare`` run on the host: they
 know how many tokens each sequence has, change tables in place and never wait for a GPU.
+
+Everything is addressed by position, and no token of the last ``rollback`` ones has overwritten what
+an earlier one needs. So tokens are taken back by ``lengths`` alone: on the host by ``roll_back``;
+within a captured graph by ``advance`` with the number of tokens that are kept, which the host
+learns later (``prepare`` with ``certain``, then ``confirm``).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
-from dsv4.kv_cache.cache_checks import CacheChecks, checked_size
-from dsv4.kv_cache.layer_cache import CacheSize, LayerBuilder, LayerCache, State, check_layers
+from dsv4.kv_cache.cache_checks import checked_size
+from dsv4.kv_cache.layer_cache import (
+    ROLLBACK,
+    CacheSize,
+    LayerBuilder,
+    LayerCache,
+    State,
+    check_layers,
+)
 from dsv4.kv_cache.page_tables import CacheFullError, Growth, PageTable, to_device
 from dsv4.kv_cache.pages import COMPACT_FORMATS, ENTRY_FORMATS
+from dsv4.kv_cache.rollback import Rollback
+from dsv4.kv_cache.row_counts import OpenStep, RowCount
 from dsv4.kv_cache.step_record import StepRecord
 
 __all__ = ["Batch", "CacheFullError", "CacheStep", "LayerCache", "PagedCache"]
 
 
-class PagedCache(CacheChecks):
+class PagedCache(Rollback):
     """Cache of ``max_sequences`` sequences of at most ``max_tokens`` tokens each.
 
     Each sequence has pages of its own for ``max_tokens``; or, with ``pool_tokens``, takes pages
     from shared pools as it grows, and gives back those that its window has left. Then ``prepare``
     must be called before every step.
+
+    Up to ``rollback`` of the latest tokens of a sequence can be taken back, as if they had never
+    been there. With pools these are the tokens of the latest step, and of all steps since the
+    last confirmed one.
 
     A step is completed or undone: within ``atomic``, or with ``undo`` after an error, the cache is
     left so that the step can be repeated.
@@ -54,6 +73,7 @@ class PagedCache(CacheChecks):
         index_format: str = "plain",
         pool_tokens: int | None = None,
         window_pages: int | None = None,
+        rollback: int = ROLLBACK,
     ) -> None:
         """Allocate all tensors.
 
@@ -73,12 +93,17 @@ class PagedCache(CacheChecks):
                 the sequences share; each sequence rounds up to whole pages. None: no pools.
             window_pages: Pages of raw KV entries in their pool; None: enough for a window of every
                 sequence and one chunk of ``max_chunk``. Several chunks in one step need more.
+            rollback: Tokens of a sequence that can be taken back, see ``roll_back``. Each adds a
+                slot to the compressors' state of every sequence.
 
         Raises:
-            ValueError: if a number is below 1, a format is none of these or does not fit the dims
-                of the indexer's keys, or there are ``window_pages`` without ``pool_tokens``.
+            ValueError: if a number is below 1, ``rollback`` below 0, a format is none of these or
+                does not fit the dims of the indexer's keys, or there are ``window_pages`` without
+                ``pool_tokens``.
         """
-        size = checked_size(max_sequences, max_tokens, max_chunk, pool_tokens, window_pages)
+        size = checked_size(
+            max_sequences, max_tokens, max_chunk, pool_tokens, window_pages, rollback
+        )
         if entry_format is None:
             entry_format = "fp8" if config.numerics == "deepseek" else "plain"
         if entry_format not in ENTRY_FORMATS:
@@ -103,6 +128,7 @@ class PagedCache(CacheChecks):
         *,
         max_tokens: int,
         max_chunk: int | None = None,
+        rollback: int = 0,
     ) -> PagedCache:
         """Make a cache of the caller's tensors, such as a serving engine's pools and page tables.
 
@@ -116,13 +142,15 @@ class PagedCache(CacheChecks):
                 see ``LayerCache.window_capacity``; a column without a page holds -1.
             max_tokens: Longest sequence.
             max_chunk: Most new tokens of one sequence in one forward; None: ``max_tokens``.
+            rollback: Tokens of a sequence that its owner may take back, by smaller ``starts`` of
+                ``prepare`` and of the batch; states and windows must have room for them.
 
         Raises:
             TypeError: if a dtype is wrong.
             ValueError: if a shape, a format, a page size, a table's room or a page is wrong.
         """
         rows = layers[0].window_table.shape[0] if layers else 1
-        size = checked_size(rows, max_tokens, max_chunk, None, None)
+        size = checked_size(rows, max_tokens, max_chunk, None, None, rollback)
         check_layers(config, layers, size)
         cache = cls.__new__(cls)
         lengths = torch.zeros(rows, dtype=torch.int64, device=layers[0].window_table.device)
@@ -149,7 +177,8 @@ class PagedCache(CacheChecks):
         self._records: list[StepRecord] = []  # of the latest step, or of all within ``atomic``
         self._within: set[int] | None = None  # within ``atomic``: its rows of several steps
         self._live = [False] * size.sequences
-        self._tokens = [0] * size.sequences  # that each sequence was prepared for
+        self._counts = [RowCount()] * size.sequences
+        self._tops = torch.zeros_like(lengths)
         self._grown: set[int] = set()  # sequences of the last step, whose windows may have moved on
         self._brought = False
         self._fits: tuple[ModelConfig, torch.dtype] | None = None  # the latest model that fits
@@ -177,7 +206,7 @@ class PagedCache(CacheChecks):
             )
         sequence = self._live.index(False)
         self._release(sequence)
-        self.lengths[sequence] = 0
+        self._empty(sequence)
         self._live[sequence] = True
         return sequence
 
@@ -195,7 +224,11 @@ class PagedCache(CacheChecks):
         """Forget the tokens of a sequence; the row stays allocated."""
         self._check_allocated("reset", sequence)
         self._release(sequence)
+        self._empty(sequence)
+
+    def _empty(self, sequence: int) -> None:
         self.lengths[sequence] = 0
+        self._tops[sequence] = 0
 
     def clear(self) -> None:
         """Free every row and page, also after an interrupted call.
@@ -209,14 +242,15 @@ class PagedCache(CacheChecks):
         self._records.clear()
         self._within = None
         self._grown.clear()
-        self._tokens = [0] * self.max_sequences
+        self._counts = [RowCount()] * self.max_sequences
         self._live = [False] * self.max_sequences
         self.lengths.zero_()
+        self._tops.zero_()
 
     def _release(self, sequence: int) -> None:
         self._outside("free, reset or copy")
         self._records.clear()
-        self._tokens[sequence] = 0
+        self._counts[sequence] = RowCount()
         self._grown.discard(sequence)
         for table in self._tables.values():
             table.release(sequence)
@@ -226,8 +260,8 @@ class PagedCache(CacheChecks):
         """Make a copy of a sequence, so that both continue independently.
 
         With pools, full pages of compressed entries are shared, because they are never written
-        again; windows, open pages and compressor state are copied. Without pools everything is
-        copied.
+        again, not even after a rollback; windows, open pages and compressor state are copied.
+        Without pools everything is copied.
 
         Returns:
             The row of the copy.
@@ -260,7 +294,9 @@ class PagedCache(CacheChecks):
             return
         self._trim()
         sealed = {
-            ratio: self._tokens[source] // ratio // table.page_size if ratio else 0
+            ratio: self._counts[source].reach(self.rollback) // ratio // table.page_size
+            if ratio
+            else 0
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():
@@ -273,7 +309,8 @@ class PagedCache(CacheChecks):
                 table.flush()
             self._copy_rows(source, target)
             self.lengths[target] = self.lengths[source]
-            self._tokens[target] = self._tokens[source]
+            self._tops[target] = self._tops[source]
+            self._counts[target] = self._counts[source]
         except BaseException:
             self.reset(target)
             raise
@@ -297,7 +334,12 @@ class PagedCache(CacheChecks):
                 data[target] = data[source]
 
     def prepare(
-        self, sequences: Sequence[int], lengths: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        sequences: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int] | None = None,
+        *,
+        certain: Sequence[int] | None = None,
     ) -> None:
         """Make room for a step; call it before the step, on the host, in the order of the steps.
 
@@ -309,40 +351,66 @@ class PagedCache(CacheChecks):
         Args:
             sequences: Rows of the cache, distinct; -1 for padding.
             lengths: New tokens of each, 0 and up.
-            starts: Tokens that each has already; None: as many as it was prepared for, which a
-                cache of the caller's tensors does not know.
+            starts: Tokens that each has already, which confirms its open steps; None: as many as
+                it was prepared for, which a cache of the caller's tensors does not know.
+            certain: New tokens of each that are certainly kept, if the device decides how many are
+                (``advance``); None: all. There may be ``rollback`` others, also beyond
+                ``max_tokens``. Such a step is open until ``confirm``: further steps may be
+                prepared, and reserve pages for as many tokens as there may be.
 
         Raises:
             CacheFullError: if a pool has too few pages; nothing is changed.
             ValueError: if a row is not allocated or occurs twice, a sequence would have too many
-                tokens, in the chunk or in all, or starts before its end.
+                tokens, in the chunk or in all, or starts before its end, or ``certain`` is not from
+                ``lengths`` less ``rollback`` to ``lengths``.
         """
         if self._within is None:
             self._records.clear()
+        known = starts is not None
         if starts is None:
             if self._brought:
                 raise ValueError("PagedCache.prepare: starts is None, wanted it with brought pages")
             starts = self._prepared(sequences)
         self._check_step(sequences, lengths, starts)
-        self.check(lengths, starts)
+        least = list(lengths) if certain is None else list(certain)
+        self._check_certain(sequences, lengths, least)
+        self.check(lengths, starts if known else self._least(sequences, starts), least)
         steps = [
             (row, start, start + new)
             for row, new, start in zip(sequences, lengths, starts, strict=True)
             if row >= 0 and new > 0
         ]
         self._check_repeated(steps)
-        tokens = {row: self._tokens[row] for row, _, _ in steps}
-        record = StepRecord(tokens, frozenset(self._grown))
+        counts = {row: self._counts[row] for row, _, _ in steps}
+        record = StepRecord(counts, frozenset(self._grown))
         try:
-            self._grow(steps, record)
+            for row, start, _ in steps:
+                if known and self._counts[row].open:
+                    self._counts[row] = self._counts[row].at(start)
+            self._grow(steps, record, dict(zip(sequences, least, strict=True)))
         except BaseException:
             self._take_back(record)
             self._write_back(record)
             raise
         self._records.append(record)
 
-    def _grow(self, steps: Sequence[tuple[int, int, int]], record: StepRecord) -> None:
-        """Change tables and counts for a step, and store the old ones in ``record``."""
+    def _least(self, sequences: Sequence[int], starts: Sequence[int]) -> list[int]:
+        """Return the fewest tokens that each row may start with."""
+        return [
+            self._counts[row].low if row >= 0 and self._counts[row].open else start
+            for row, start in zip(sequences, starts, strict=True)
+        ]
+
+    def _grow(
+        self,
+        steps: Sequence[tuple[int, int, int]],
+        record: StepRecord,
+        certain: Mapping[int, int],
+    ) -> None:
+        """Change tables and counts for a step, and store the old ones in ``record``.
+
+        ``certain``: new tokens of each row that are certainly kept.
+        """
         self._trim(record)
         growths = {ratio: self._growths(ratio, steps) for ratio in self._tables}
         for ratio, table in self._tables.items():
@@ -357,21 +425,30 @@ class PagedCache(CacheChecks):
             for growth in growths[ratio]:
                 self._copy_pages(ratio, table.grow(growth))
             table.flush()
-        for row, _, end in steps:
-            self._tokens[row] = end
+        for row, start, end in steps:
+            count = RowCount() if self._brought and start == 0 else self._counts[row]
+            if self.pooled:  # entries that the window had left are overwritten from now on
+                count = replace(count, floor=count.low)
+            self._counts[row] = count.after(start, OpenStep(certain[row], end - start))
             self._grown.add(row)
 
     def _growths(self, ratio: int, steps: Sequence[tuple[int, int, int]]) -> list[Growth]:
         grow = self._tables[ratio].growth
-        if ratio:
-            growths = [grow(row, 0, end // ratio) for row, _, end in steps]
+        if ratio:  # entries of tokens beyond max_tokens are skipped
+            growths = [grow(row, 0, min(end, self.max_tokens) // ratio) for row, _, end in steps]
         else:
-            growths = [grow(row, self._window_low(start), end) for row, start, end in steps]
+            starts = self._least([row for row, _, _ in steps], [start for _, start, _ in steps])
+            growths = [
+                grow(row, self._window_low(start), end)
+                for (row, _, end), start in zip(steps, starts, strict=True)
+            ]
         return [growth for growth in growths if growth is not None]
 
     def _stale(self, window: PageTable) -> dict[int, dict[int, int]]:
         """Return pages that windows have left since the last step, by row and number."""
-        stale = {row: window.stale(row, self._window_low(self._tokens[row])) for row in self._grown}
+        stale = {
+            row: window.stale(row, self._window_low(self._counts[row].low)) for row in self._grown
+        }
         return {row: stale[row] for row in sorted(stale) if stale[row]}
 
     def _trim(self, record: StepRecord | None = None) -> None:
@@ -384,7 +461,9 @@ class PagedCache(CacheChecks):
             elif stale:
                 record.tables.append((window, window.before_trim(stale)))
             for row in stale:
-                window.trim(row, self._window_low(self._tokens[row]))
+                window.trim(row, self._window_low(self._counts[row].low))
+            for row in self._grown:
+                self._counts[row] = replace(self._counts[row], floor=self._counts[row].low)
         self._grown.clear()
 
     def starts_of(self, sequences: Sequence[int]) -> list[int] | None:
@@ -404,7 +483,7 @@ class PagedCache(CacheChecks):
         if self.lengths.device.type != "cpu" or not rows:
             return False
         held = self.lengths.tolist()
-        return all(self._tokens[row] == held[row] + 1 for row in rows)
+        return all(self._counts[row].high == held[row] + 1 for row in rows)
 
     def check_prompts(self, sequences: Sequence[int], lengths: Sequence[int], chunk: int) -> None:
         """Raise unless there are pages for new tokens, ``chunk`` at a time; changes nothing.
@@ -423,20 +502,12 @@ class PagedCache(CacheChecks):
         rehearsed._within = None
         rehearsed._grown = set(self._grown)
         rehearsed._tables = {ratio: table.rehearsed() for ratio, table in self._tables.items()}
-        rehearsed._tokens = list(self._tokens) if self.pooled else self.lengths.tolist()
+        rehearsed._counts = list(self._counts)
+        if not self.pooled:
+            rehearsed._counts = [RowCount.of(tokens) for tokens in self.lengths.tolist()]
         for begin in range(0, max(lengths), chunk):
             steps = [max(0, min(chunk, length - begin)) for length in lengths]
             rehearsed.prepare(sequences, steps, rehearsed._prepared(sequences))
-
-    def advance(self, batch: Batch) -> None:
-        """Set ``lengths`` of the batch's sequences to what they are after it.
-
-        Entries with a negative sequence or without tokens are ignored.
-        """
-        if self._within is not None and self._records:
-            self._records[-1].batch = batch
-        new = batch.cu_seqlens.diff()
-        self._set_lengths(batch, new, batch.starts + new)
 
     def nbytes(self) -> int:
         """Return the bytes of all tensors; a table that layers share counts once."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4.kv_cache.page_tables import PageTable, TableRecord, to_device
+from dsv4.kv_cache.row_counts import RowCount
 
 if TYPE_CHECKING:
     from dsv4.kv_cache.batch import Batch
@@ -46,13 +47,13 @@ class StepRecord:
 
     Attributes:
         tables: Page tables and their old state, in the order of the changes.
-        tokens: Tokens of each row before.
+        counts: Tokens of each row before.
         grown: Rows of the step before.
         saved: Contents that the step overwrites although they are needed to repeat it.
         batch: The batch whose lengths were advanced, or None.
     """
 
-    tokens: dict[int, int]
+    counts: dict[int, RowCount]
     grown: frozenset[int]
     tables: list[tuple[PageTable, TableRecord]] = field(default_factory=list)
     saved: list[SavedRows] = field(default_factory=list)

@@ -22,6 +22,9 @@ from dsv4.ops.kv_cache import fake_quantize_kv, norm_rope_write_kv
 from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
 from dsv4.overlap import IN_ORDER, side_streams
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.reduce import all_reduce
+from dsv4.parallel.split import LocalSizes
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 # Up to this many tokens of a step queries are projected on a side stream during the top-k
@@ -35,25 +38,32 @@ class DeepseekV4Attention(FixedDtypeModule):
     ``past_key_values`` decides where earlier tokens come from: None (there are none), one of
     transformers' cache objects, a ``CacheStep`` of a ``PagedCache``, or a cache that
     ``dsv4.integrations.transformers.paged_cache`` makes of both.
+
+    With ``parallel`` it has this rank's heads and groups of the output projection
+    (``dsv4.parallel.split``), and its result is the sum over the ranks.
     """
 
     wide = frozenset({"sinks"})
     joined = (("q_a_proj", "kv_proj"),)
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(
+        self, config: Any, layer_idx: int, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         self.config = ModelConfig.of(config)
         config = self.config
         self.layer_idx = layer_idx
+        self.parallel = parallel
+        sizes = LocalSizes.of(config, parallel)
         self.layer_type = config.layer_type(layer_idx)
         self.rope_layer_type = "compress" if config.compress_rate(layer_idx) else "main"
-        self.num_heads = config.num_attention_heads
+        self.num_heads = sizes.heads
         self.head_dim = config.head_dim
         self.rope_dim = config.qk_rope_head_dim
         self.sliding_window = config.sliding_window
         self.numerics = config.numerics
         self.scaling = config.head_dim**-0.5
-        self._add_projections(config)
+        self._add_projections(config, sizes.groups)
         self.sinks = nn.Parameter(torch.zeros(self.num_heads, dtype=wide_dtype()))
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
         self.compressor: DeepseekV4CSACompressor | DeepseekV4HCACompressor | None = None
@@ -62,10 +72,10 @@ class DeepseekV4Attention(FixedDtypeModule):
         elif self.layer_type == HCA:
             self.compressor = DeepseekV4HCACompressor(config)
 
-    def _add_projections(self, config: ModelConfig) -> None:
+    def _add_projections(self, config: ModelConfig, groups: int) -> None:
         activation = config.activation
         hidden, rank, inner = config.hidden_size, config.q_lora_rank, self.num_heads * self.head_dim
-        o_inner = config.o_groups * config.o_lora_rank
+        o_inner = groups * config.o_lora_rank
         self.q_a_proj = Linear(hidden, rank, activation=activation)
         self.q_a_norm = DeepseekV4RMSNorm(rank, eps=config.rms_norm_eps)
         self.q_b_proj = Linear(rank, inner, activation=activation)
@@ -73,7 +83,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         self.kv_proj = Linear(hidden, self.head_dim, activation=activation)
         self.kv_norm = DeepseekV4RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.o_a_proj = DeepseekV4GroupedLinear(
-            inner // config.o_groups, o_inner, config.o_groups, activation=activation
+            inner // groups, o_inner, groups, activation=activation
         )
         self.o_b_proj = Linear(o_inner, hidden, activation=activation)
 
@@ -155,7 +165,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         """Project ``[..., heads, D]`` to ``[..., H]``."""
         o_a_proj = self.o_a_proj
         grouped = out.reshape(*out.shape[:-2], o_a_proj.n_groups, o_a_proj.in_features)
-        return self.o_b_proj(o_a_proj(grouped).flatten(-2))
+        return all_reduce(self.parallel, self.o_b_proj(o_a_proj(grouped).flatten(-2)))
 
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q_residual ``[..., q_lora]``, normed, and kv ``[..., D]``, as projected."""
@@ -191,6 +201,32 @@ class DeepseekV4Attention(FixedDtypeModule):
         if self.compressor is None:
             return (*tables, *slots)
         return (*tables, *slots, *self.compressor.shared_in(step, self.layer_idx))
+
+    def write_window(self, hidden_states: torch.Tensor, step: CacheStep) -> None:
+        """Write the raw KV entries of a batch ``[T, H]`` to the cache, and attend to nothing.
+
+        Raises:
+            ValueError: if the layer has a compressor, which would miss these tokens.
+        """
+        if self.compressor is not None:
+            raise ValueError(
+                f"write_window: layer {self.layer_idx} is {self.layer_type}, wanted "
+                "sliding_attention"
+            )
+        if not torch.compiler.is_compiling():
+            step.cache.check_model(self.config, hidden_states.dtype)
+        _, kv = self._down(hidden_states)
+        cos, sin = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type)
+        layer, norm = step.cache.layers[self.layer_idx], self.kv_norm
+        norm_rope_write_kv(
+            layer.window,
+            kv,
+            norm.weight,
+            cos,
+            sin,
+            step.write_slots(layer),
+            eps=norm.variance_epsilon,
+        )
 
     def _attend_paged(
         self, hidden_states: torch.Tensor, tables: Tables | None, step: CacheStep

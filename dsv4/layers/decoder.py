@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers import _layer_plan
 from dsv4.layers._pooling import one_cache
 from dsv4.layers.attention import DeepseekV4Attention, Tables
@@ -16,6 +17,7 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4Hy
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm
+from dsv4.parallel.context import ParallelContext
 
 
 class DeepseekV4DecoderLayer(nn.Module):
@@ -25,14 +27,15 @@ class DeepseekV4DecoderLayer(nn.Module):
         self,
         config: Any,
         layer_idx: int,
-        attention: Callable[[ModelConfig, int], DeepseekV4Attention] = DeepseekV4Attention,
+        parallel: ParallelContext | None = None,
+        attention: Callable[..., DeepseekV4Attention] = DeepseekV4Attention,
     ) -> None:
         """Make the block's modules, with the default class of attention or another."""
         super().__init__()
         config = ModelConfig.of(config)
         self.layer_idx = layer_idx
-        self.self_attn = attention(config, layer_idx)
-        self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx)
+        self.self_attn = attention(config, layer_idx, parallel)
+        self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx, parallel=parallel)
         self.input_layernorm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DeepseekV4RMSNorm(
             config.hidden_size, eps=config.rms_norm_eps
@@ -104,7 +107,9 @@ class DeepseekV4MTP(nn.Module):
     It shares the embedding and the output head of the main model, which the caller applies.
     """
 
-    def __init__(self, config: Any, layer_idx: int) -> None:
+    def __init__(
+        self, config: Any, layer_idx: int, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -112,7 +117,7 @@ class DeepseekV4MTP(nn.Module):
         self.h_proj = Linear(hidden, hidden, activation=config.activation)
         self.enorm = DeepseekV4RMSNorm(hidden, eps=eps)
         self.hnorm = DeepseekV4RMSNorm(hidden, eps=eps)
-        self.layer = DeepseekV4DecoderLayer(config, layer_idx)
+        self.layer = DeepseekV4DecoderLayer(config, layer_idx, parallel)
         self.hc_head = DeepseekV4HyperHead(config)
         self.norm = DeepseekV4RMSNorm(hidden, eps=eps)
 
@@ -140,9 +145,31 @@ class DeepseekV4MTP(nn.Module):
         Returns:
             Hidden states for the output head ``[B, S, H]``, and the new streams ``[B, S, n, H]``.
         """
-        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
-        streams = embedded + self.h_proj(self.hnorm(streams))
+        streams = self.combine(streams, next_embeddings)
         streams = self.layer(
             streams, input_ids, position_embeddings, position_ids, attention_mask, past_key_values
         )
         return self.norm(self.hc_head(streams)), streams
+
+    def combine(self, streams: torch.Tensor, next_embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the block's input ``[B, S, n, H]``; see ``forward`` for the arguments."""
+        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
+        return embedded + self.h_proj(self.hnorm(streams))
+
+    def write_window(
+        self, streams: torch.Tensor, next_embeddings: torch.Tensor, step: CacheStep
+    ) -> None:
+        """Write the KV entries of a step's tokens, which later drafts read; draft nothing.
+
+        Entries of a block depend on its input alone, so queries, experts and head are left out.
+
+        Args:
+            streams: ``[1, T, n, H]``, see ``forward``.
+            next_embeddings: ``[1, T, H]``.
+            step: The cache and the batch.
+        """
+        layer = self.layer
+        _, _, normed = layer.attn_hc.pre(
+            self.combine(streams, next_embeddings), layer.input_layernorm
+        )
+        layer.self_attn.write_window(normed[0], step)

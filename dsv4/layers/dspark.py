@@ -251,7 +251,9 @@ class DeepseekV4DSparkStage(nn.Module):
         super().__init__()
         dspark, hidden, eps = _dspark(config), config.hidden_size, config.rms_norm_eps
         index = config.num_hidden_layers + number
-        self.layer = DeepseekV4DecoderLayer(config.stage, index, DeepseekV4DSparkAttention)
+        self.layer = DeepseekV4DecoderLayer(
+            config.stage, index, attention=DeepseekV4DSparkAttention
+        )
         if number == 0:
             taps = dspark.stages * hidden
             self.main_proj = Linear(taps, hidden, activation=config.activation)

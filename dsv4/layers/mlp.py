@@ -11,6 +11,8 @@ from dsv4.config import ModelConfig
 from dsv4.layers.fusion import concatenated_linear, fused_swiglu
 from dsv4.layers.linear import Linear
 from dsv4.ops.swiglu import swiglu
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.split import LocalSizes
 
 
 class DeepseekV4MLP(nn.Module):
@@ -19,16 +21,19 @@ class DeepseekV4MLP(nn.Module):
     In a packed layer (``dsv4.layers.pack_``), gate and up rows are interleaved in one matrix, and
     nothing is rounded between the first GEMM and SwiGLU. In others the GEMM's result is rounded to
     the dtype of ``x``.
+
+    With ``parallel`` it has this rank's part of the intermediate size, and its result is a part of
+    the sum over ranks.
     """
 
     joined_interleaved = (("gate_proj", "up_proj"),)
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, parallel: ParallelContext | None = None) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         hidden, inner, activation = (
             config.hidden_size,
-            config.moe_intermediate_size,
+            LocalSizes.of(config, parallel).inner,
             config.activation,
         )
         self.hidden_size = hidden

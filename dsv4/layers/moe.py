@@ -12,6 +12,9 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from dsv4.overlap import side_streams
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.reduce import all_reduce
+from dsv4.parallel.split import LocalSizes
 
 # From this many tokens on the shared expert would fill the GPU for several times as long as sorting
 # and gathering rows takes. It is then launched after the router and leaves SMs for these, which
@@ -30,14 +33,19 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     which is None in the others. So the sum over blocks whose ranges make up all experts, by an
     all-reduce for instance, is the layer's output, each part rounded to the dtype of its input.
 
+    With ``parallel`` a block holds this rank's range and its part of the shared expert, whose
+    intermediate size is split, and returns the sum over the ranks.
+
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
         layer_idx: Index of the layer, which decides how it routes.
         first_expert: The first expert held here.
         num_local_experts: Number of experts held here; None for all from ``first_expert`` on.
+        parallel: This rank of a tensor-parallel group, which decides what is held; None: this
+            process alone.
 
     Raises:
-        ValueError: if there are no such experts.
+        ValueError: if there are no such experts, or a range is given beside ``parallel``.
     """
 
     shared_experts: DeepseekV4MLP | None
@@ -48,14 +56,26 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         layer_idx: int,
         first_expert: int = 0,
         num_local_experts: int | None = None,
+        *,
+        parallel: ParallelContext | None = None,
     ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
+        self.parallel = parallel
+        if parallel is not None:
+            if first_expert or num_local_experts is not None:
+                raise ValueError(
+                    f"DeepseekV4SparseMoeBlock: first_expert is {first_expert} and "
+                    f"num_local_experts {num_local_experts} beside parallel, wanted neither"
+                )
+            experts = LocalSizes.of(config, parallel).experts
+            first_expert, num_local_experts = experts.start, len(experts)
         self.is_hash = config.is_hash(layer_idx)
         router = DeepseekV4HashRouter if self.is_hash else DeepseekV4TopKRouter
         self.gate = router(config)
         self.experts = DeepseekV4Experts(config, first_expert, num_local_experts)
-        self.shared_experts = DeepseekV4MLP(config) if first_expert == 0 else None
+        has_shared = first_expert == 0 or parallel is not None
+        self.shared_experts = DeepseekV4MLP(config, parallel) if has_shared else None
 
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -65,13 +85,19 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
         """
-        shape = hidden_states.shape
-        flat = hidden_states.reshape(-1, shape[-1])
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        partial = self._partial(flat, hidden_states, input_ids)
+        return all_reduce(self.parallel, partial).view(hidden_states.shape)
+
+    def _partial(
+        self, flat: torch.Tensor, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the part ``[T, H]`` of the sum that is computed here."""
         arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
         mlp, streams = self.shared_experts, side_streams(flat)
         if mlp is None:
             _, weights, indices = self.gate(*arguments)
-            return self.experts(flat, indices, weights).view(shape)
+            return self.experts(flat, indices, weights)
         if flat.shape[0] < _RESERVING_TOKENS:
             with streams.on("shared"):
                 shared = mlp(flat)
@@ -83,4 +109,4 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
                 else:  # another module may not take the argument
                     shared = mlp(flat)
-        return self.experts(flat, indices, weights, shared, streams).view(shape)
+        return self.experts(flat, indices, weights, shared, streams)

@@ -44,12 +44,19 @@ def expected_pre(
 
 
 def expected_post(
-    y: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    y: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    name: str = "y",
 ) -> tuple[_check.Expected, ...]:
-    """Return what ``_check.tensors`` is to check of the arguments that write back."""
+    """Return what ``_check.tensors`` is to check of the arguments that write back.
+
+    ``name`` is that of the argument ``y``.
+    """
     return (
         ("streams", streams, _check.FLOATS, ("...", "n", "H")),
-        ("y", y, _check.FLOATS, ("...", "H")),
+        (name, y, _check.FLOATS, ("...", "H")),
         ("post", post, _check.FLOATS, ("...", "n")),
         ("comb", comb, _check.FLOATS, ("...", "n", "n")),
     )

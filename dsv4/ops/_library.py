@@ -85,7 +85,7 @@ class Call(Protocol[A_contra, R_co]):
 
 @dataclass(frozen=True)
 class _Observers:
-    """How to ask torch, by private names, what in this thread wants to see operators.
+    """Private names of torch that tell which observers of this thread see operators.
 
     Attributes:
         function_modes: Counts them.

@@ -151,7 +151,7 @@ def _check_batch_and_pages(op: str, args: CompressWriteArgs) -> None:
 def _entries_with_tokens(
     op: str, args: CompressorUpdateArgs | CompressWriteArgs, rows: int
 ) -> torch.Tensor:
-    """Which entries of the batch are not ignored, their values checked.
+    """Check the entries of the batch and return which are not ignored.
 
     Args:
         op: Name of the operator.
@@ -244,9 +244,11 @@ def compressor_update(
     """Pool the next tokens of some sequences; return an entry for every window that closes.
 
     Specification, sections 5.2 and 5.3. The entries do not depend on how a sequence is cut into
-    calls. Mutates ``state`` in the rows ``sequences``: it writes the new tokens that a later window
-    pools, and nothing else. A call that writes none of the slots that it reads, such as one of a
-    single token, can therefore be repeated.
+    calls. Mutates ``state`` in the rows ``sequences``: it writes the last new tokens, at most as
+    many as there are slots, and nothing else. A call that writes none of the slots that it reads,
+    such as one of a single token, can therefore be repeated. With D slots more than windows need,
+    so can one of D + 1 tokens; and D tokens can be taken back, by a later call with smaller
+    ``starts``, as if they had never been there.
 
     Entry b of the batch has the tokens ``cu_seqlens[b] : cu_seqlens[b+1]`` at the positions
     ``starts[b], starts[b] + 1, ...``. An entry without tokens is ignored, whatever its ``starts``
@@ -258,8 +260,8 @@ def compressor_update(
         score: ``[T, c*d]``, WITHOUT ape.
         ape: ``[m, c*d]``, added to the scores: row = position modulo m. m is the ratio.
         state: ``[S, slots, 2, c*d]`` float32 or float64, the dtype of the computation. slots is
-            2m with overlap, else m. Slot ``p % slots`` holds the token at position p, of those in
-            the open window and, with overlap, the one before; other slots hold anything.
+            2m with overlap, else m, or more. Slot ``p % slots`` holds the token at position p, of
+            the last ``slots`` positions; slots of positions below 0 hold anything.
             ``[..., 0, :]`` is kv, ``[..., 1, :]`` score + ape.
         cu_seqlens: ``[B+1]`` int, starts with 0.
         starts: ``[B]`` int, tokens each sequence has seen before.
@@ -287,6 +289,7 @@ def compressor_update(
     if not state.is_contiguous():
         _check.no_overlap(op, "state", state)
     _check_overlap(op, kv, overlap)
+    _check_slots(op, state, ape, overlap)
     return _compressor_update(
         CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
     )
@@ -369,6 +372,7 @@ def compress_write(
     if not pages.data.is_contiguous():
         _check.no_overlap(op, "pages.data", pages.data)
     _check_overlap(op, kv, overlap)
+    _check_slots(op, state, ape, overlap)
     _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
     for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):
         if value not in _ENTRY_FLOATS:
@@ -420,7 +424,7 @@ def _expected_tokens(
         ("kv", kv, _check.FLOATS, ("T", "c d")),
         ("score", score, _check.FLOATS, ("T", "c d")),
         ("ape", ape, _check.FLOATS, ("m", "c d")),
-        ("state", state, _STATE_FLOATS, (None, 2 * ratio if overlap else ratio, 2, "c d")),
+        ("state", state, _STATE_FLOATS, (None, None, 2, "c d")),
         ("starts", starts, _check.INTEGERS, ("B",)),
         ("sequences", sequences, _check.INTEGERS, ("B",)),
         ("cu_seqlens", cu_seqlens, _check.INTEGERS, (batch + 1,)),
@@ -442,6 +446,15 @@ def _check_entries(
     if rotate_quantize and (width < 32 or width & (width - 1)):
         raise ValueError(
             f"{op}: entries have {width} dims, wanted a power of two >= 32 with rotate_quantize"
+        )
+
+
+def _check_slots(op: str, state: torch.Tensor, ape: torch.Tensor, overlap: bool) -> None:
+    least = ape.shape[0] * (2 if overlap else 1)
+    if not torch.compiler.is_compiling() and state.shape[1] < least:
+        raise ValueError(
+            f"{op}: state has {state.shape[1]} slots, wanted at least {least}: "
+            f"{'two windows' if overlap else 'a window'} of {ape.shape[0]} tokens"
         )
 
 

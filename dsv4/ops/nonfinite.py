@@ -1,4 +1,4 @@
-"""Which row of a tensor is the first with a value that is not finite."""
+"""Find the first row of a tensor with a value that is not finite."""
 
 from __future__ import annotations
 

@@ -167,16 +167,15 @@ def _pool_rows(
 
 
 def _store_state(source: _Source, state: torch.Tensor, sequences: torch.Tensor) -> None:
-    # New tokens of the open window (and of the one before it, if there is overlap). No other slot
-    # changes, so that a step of one token leaves all that the same step reads once more.
+    # The last new tokens, as many as there are slots. No other slot changes, so that a step of one
+    # token leaves all that the same step reads once more.
     slot = torch.arange(source.slots, device=state.device)
-    open_window = source.end // source.ratio * source.ratio
-    position = (open_window - source.slots + source.ratio).unsqueeze(-1) + slot
+    position = (source.end - source.slots).unsqueeze(-1) + slot
     b = torch.arange(position.shape[0], device=state.device).unsqueeze(-1).expand_as(position)
     rows = source.rows(b, position)
     new = torch.stack((source.kv[rows], source.score[rows]), dim=2)
     owner = sequences.to(torch.int64).unsqueeze(-1)
-    written = (position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))
+    written = position >= source.start.unsqueeze(-1)
     state_row = owner * source.slots + position.remainder(source.slots)
     state_row = torch.where(written & (owner >= 0), state_row, -1).flatten()
     if state_row.shape[0] == 0 or state.shape[0] == 0:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.agreement import agree, digest, reported
 from dsv4.serving.arguments import check_choice
 from dsv4.serving.kept_runner import Capacity, Lease, lease
 from dsv4.serving.options import SamplingOptions
@@ -44,6 +45,13 @@ def generate(
     if not isinstance(sampler, Sampler):
         raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     stops = None if stop_ids is None else tuple(stop_ids)
+    if model.parallel is not None:
+        with reported(model.parallel):
+            values = {"max_new_tokens": max_new_tokens, "stop_ids": stops, "chunk": chunk}
+            sampling = {"temperature": sampler.temperature, "top_p": sampler.top_p}
+            lengths = {"lengths of prompts": [len(prompt) for prompt in prompts]}
+            tokens = {"a hash of the prompts": digest([list(prompt) for prompt in prompts])}
+            agree(model.parallel, {**lengths, **tokens, **values, **sampling})
     seeds = _seeds(sampler, len(prompts), model.device)
     options = [
         SamplingOptions(

@@ -19,7 +19,7 @@ from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._capture import captured as capture_work
 from dsv4.serving.row_state import RowState
-from dsv4.serving.sampler import Logprobs, Variant, logprobs
+from dsv4.serving.sampler import Logprobs, Variant
 
 _Output = TypeVar("_Output")
 
@@ -88,7 +88,7 @@ class SamplerStep:
     Attributes:
         buckets: Numbers of rows, ascending; the largest holds every batch.
         rows: ``[largest]`` cache rows, -1 for padding.
-        logits: ``[largest, vocab]``, which a step writes.
+        logits: ``[largest, vocab]``, which a step writes; on several ranks those of this one.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class SamplerStep:
         device, most = model.device, self.buckets[-1]
         self.rows = torch.full((most,), -1, dtype=torch.int64, device=device)
         wide = torch.promote_types(model.dtype, torch.float32)
-        shape = (most, model.config.vocab_size)
+        shape = (most, state.width)
         self.logits = torch.zeros(shape, dtype=wide, device=device)
         self._written: list[int] | None = None  # the values of the rows on the device
         self._captured: dict[tuple[int, Variant], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
@@ -229,7 +229,12 @@ class DecodeStep:
         ids = self._state.tokens[self._state.entries(rows)].unsqueeze(0)
         hidden, _ = self._model.model(ids, None, CacheStep(cache, batch))
         cache.advance(batch)
-        self._sampler.logits[:size].copy_(self._model.logits(hidden[0]))
+        self._sampler.logits[:size].copy_(step_logits(self._model, hidden[0]))
+
+
+def step_logits(model: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the logits that the sampler of this rank reads."""
+    return model.logits(hidden) if model.parallel is None else model.local_logits(hidden)
 
 
 def choose(
@@ -244,11 +249,11 @@ def choose(
     Args:
         cache: The cache, whose lengths are the positions of the new tokens.
         state: State of the cache's rows.
-        logits: ``[B, vocab]``.
+        logits: ``[B, vocab]``, on several ranks those of this one.
         rows: ``[B]`` cache rows, -1 for padding.
         variant: Variant that covers the needs of every row.
     """
     entries = state.entries(rows)
     tokens = state.next_tokens(logits, entries, lambda: cache.lengths[rows], variant)
     state.chosen(entries, tokens, variant.penalty)
-    return Chosen(tokens, logprobs(logits, tokens) if variant.logprobs else None)
+    return Chosen(tokens, state.logprobs(logits, tokens) if variant.logprobs else None)

@@ -199,8 +199,8 @@ class KeptRunner:
         try:
             runner = new_runner(model, capacity, chunk)
         except torch.OutOfMemoryError:
-            if least is None or least == capacity:
-                raise
+            if least is None or least == capacity or model.parallel is not None:
+                raise  # other ranks may have had the memory
             runner = None
         if runner is None and least is not None:  # nothing holds the failed allocations here
             capacity = least
@@ -275,7 +275,7 @@ def lease(model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None) -> It
 
 
 def release(model: DeepseekV4ForCausalLM) -> None:
-    """Free the cache and the graphs that ``generate`` keeps for a model."""
+    """Free the cache and the graphs that ``generate`` keeps for a model; on all of its ranks."""
     held = model.__dict__.get(_ATTRIBUTE)
     if held is not None:
         with held.lock:
@@ -348,6 +348,8 @@ def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity
         if not graphs:
             reason = "a capture failed"
     except torch.OutOfMemoryError as error:
+        if model.parallel is not None:
+            raise  # other ranks may have had the memory
         reason = str(error).partition("\n")[0]
     if reason:
         held.drop()

@@ -50,19 +50,23 @@ def _high(product: torch.Tensor) -> torch.Tensor:
     return (product >> 32) & _MASK
 
 
-def token_words(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def token_words(
+    seeds: torch.Tensor, positions: torch.Tensor, tokens: range, purpose: int = 0
+) -> torch.Tensor:
     """Return a random word per row and token: word ``token % 4`` of ``(token // 4, position)``.
 
     Args:
         seeds: ``[B]`` int64, the key of each row.
         positions: ``[B]`` int64, below 2**32.
-        vocab_size: Tokens per row.
+        tokens: Consecutive token ids.
+        purpose: Third word of the counter; words of different purposes are independent.
 
     Returns:
-        ``[B, vocab_size]`` int64, values 0 to 2**32 - 1.
+        ``[B, len(tokens)]`` int64, values 0 to 2**32 - 1.
     """
-    quads = torch.arange(-(-vocab_size // 4), device=seeds.device).unsqueeze(0)
+    first, stop = tokens.start // 4, -(-tokens.stop // 4)
+    quads = torch.arange(first, stop, device=seeds.device).unsqueeze(0)
     zero = torch.zeros_like(quads)
-    counter = Words(quads, positions.unsqueeze(1), zero, zero)
+    counter = Words(quads, positions.unsqueeze(1), torch.full_like(quads, purpose), zero)
     words = philox(counter, seeds.unsqueeze(1))
-    return torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    return torch.stack(words, dim=-1).flatten(1)[:, tokens.start - 4 * first :][:, : len(tokens)]

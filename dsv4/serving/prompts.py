@@ -19,7 +19,7 @@ import torch
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
+from dsv4.serving.graphs import Chosen, Graphs, SamplerStep, step_logits
 from dsv4.serving.sampler import Variant
 
 # Beyond the largest bucket a GPU takes longer than the host: for Flash's 43 layers the host of an
@@ -227,4 +227,4 @@ class PromptStep:
         cache.advance(batch)
         if logits:
             last = hidden[0].index_select(0, inputs.ends)
-            self._sampler.logits[: len(last)].copy_(self._model.logits(last))
+            self._sampler.logits[: len(last)].copy_(step_logits(self._model, last))

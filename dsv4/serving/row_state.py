@@ -15,8 +15,10 @@ from dsv4 import dispatch
 from dsv4.device import no_triton
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.ops.unsupported import float64_tensor
+from dsv4.serving import split_sampler
 from dsv4.serving.options import SamplingOptions
-from dsv4.serving.sampler import Parameters, Variant, greedy, sample
+from dsv4.serving.sampler import Logprobs, Parameters, Variant, greedy, logprobs, sample
+from dsv4.serving.split_sampler import VocabularyPart
 
 _NEUTRAL = (0.0, 1.0, -math.inf, 1.0)
 
@@ -26,15 +28,23 @@ class RowState:
 
     Attributes:
         vocab_size: Vocabulary size of the model.
+        part: The tokens whose logits this rank has; None: all.
         tokens: ``[rows + 1]`` int64: the token that each sequence processes next; 0 for padding.
         numbers: ``[rows + 1, 4]`` float64: temperature, top_p, log_min_p, penalty.
         integers: ``[rows + 1, 2]`` int64: top_k, seed.
-        present: ``[rows + 1, vocab]`` bool: tokens of prompt and answer, of rows with a penalty;
+        present: ``[rows + 1, width]`` bool: tokens of prompt and answer, of rows with a penalty;
             None until a sequence has one.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        device: torch.device,
+        part: VocabularyPart | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
+        self.part = part
         self.padding = rows
         self.tokens = torch.zeros(rows + 1, dtype=torch.int64, device=device)
         numbers = torch.tensor(_NEUTRAL, dtype=torch.float64, device=device)
@@ -42,6 +52,11 @@ class RowState:
         integers = torch.tensor([vocab_size, 0], dtype=torch.int64, device=device)
         self.integers = integers.repeat(rows + 1, 1)
         self.present: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """The number of tokens whose logits are here."""
+        return self.vocab_size if self.part is None else len(self.part.tokens)
 
     def join(self, row: int, options: SamplingOptions, seed: int, tokens: Sequence[int]) -> None:
         """Write the entry of a sequence that holds ``tokens``, without waiting for the device."""
@@ -62,12 +77,14 @@ class RowState:
         if options.repetition_penalty != 1:
             present = self.with_present()[row]
             present.zero_()
-            present.index_fill_(0, to_device(sorted(set(tokens)), device), True)
+            here = range(self.vocab_size) if self.part is None else self.part.tokens
+            held = [token - here.start for token in sorted(set(tokens)) if token in here]
+            present.index_fill_(0, to_device(held, device), True)
 
     def with_present(self) -> torch.Tensor:
         """Return ``present``, made at its first use."""
         if self.present is None:
-            shape = (self.padding + 1, self.vocab_size)
+            shape = (self.padding + 1, self.width)
             self.present = torch.zeros(shape, dtype=torch.bool, device=self.tokens.device)
         return self.present
 
@@ -104,6 +121,11 @@ class RowState:
         Where Triton runs, its kernels sample in three launches. Positions are computed only if
         needed.
         """
+        if self.part is not None:
+            if variant.plain:
+                return split_sampler.greedy(self.part, logits)
+            parameters = self.parameters(entries, positions(), variant.penalty)
+            return split_sampler.sample(self.part, logits, parameters, variant)
         if variant.plain:
             return greedy(logits)
         if not _kernels_run(logits):
@@ -129,8 +151,17 @@ class RowState:
         # same.
         self.tokens[self.padding :].zero_()
         if penalty:
-            ones = torch.ones_like(tokens, dtype=torch.bool)
-            self.with_present().index_put_((entries, tokens), ones)
+            present, here = self.with_present(), torch.ones_like(tokens, dtype=torch.bool)
+            if self.part is not None:
+                tokens, here = self.part.local(tokens)
+                here = here | present[entries, tokens]
+            present.index_put_((entries, tokens), here)
+
+    def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Logprobs:
+        """Return log-probabilities; see ``dsv4.serving.sampler.logprobs``."""
+        if self.part is not None:
+            return split_sampler.logprobs(self.part, logits, tokens)
+        return logprobs(logits, tokens)
 
 
 def _kernels_run(logits: torch.Tensor) -> bool:

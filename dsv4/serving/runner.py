@@ -14,6 +14,8 @@ import torch
 from dsv4 import dispatch
 from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.agreement import agree, reported
+from dsv4.parallel.context import RankError
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
@@ -31,11 +33,13 @@ from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.prompts import Part, PromptStep, Size
+from dsv4.serving.rank_link import Orders, RankLink
 from dsv4.serving.readback import Pending, Readback
 from dsv4.serving.request import Emitted, LogitsError, Request
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
+from dsv4.serving.split_sampler import VocabularyPart
 
 _PREFIX_SEQUENCES = 4
 _RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
@@ -61,6 +65,11 @@ class Runner:
     If a step is interrupted or fails, the next step processes the open requests again from the
     tokens that they have; random numbers depend on positions alone, so their text stays the same.
     A runner is not safe for use by several threads at once.
+
+    With a model on several ranks, each rank makes a runner with the same arguments and calls the
+    same methods in the same order. Requests are those of rank 0: others may add the same ones, to
+    have their tokens, or none, and ``follow`` until rank 0 closes its runner. An error in a step
+    ends the runners of all ranks.
 
     Attributes:
         model: The model.
@@ -137,13 +146,22 @@ class Runner:
         )
         grid = limits.max_chunk if deterministic else None
         self._one_by_one = deterministic
-        self.cache: PagedCache = model.new_cache(
-            limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
-        )
-        check_window(self.cache, limits.max_chunk)
-        self._state = RowState(limits.rows, model.config.vocab_size, model.device)
-        self._graphs = Graphs()
-        self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
+        self._link, part = None, None
+        if model.parallel is not None:
+            self._link = RankLink(model.parallel)
+            part = VocabularyPart(model.parallel, model.model.vocabulary)
+        with reported(model.parallel):
+            if model.parallel is not None:
+                rest = {"buckets": sizes, "prompt_buckets": prompt_sizes, "capture": self._capture}
+                options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
+                agree(model.parallel, {"limits of the runner": limits, **rest, **options})
+            self.cache: PagedCache = model.new_cache(
+                limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
+            )
+            check_window(self.cache, limits.max_chunk)
+            self._state = RowState(limits.rows, model.config.vocab_size, model.device, part)
+            self._graphs = Graphs()
+            self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
         self._decode = DecodeStep(model, self.cache, self._state, self._sampler, self._graphs)
         self._prompts = PromptStep(model, self.cache, self._sampler, self._graphs, prompt_sizes)
         self._capture_prompts = True  # unless a capture failed
@@ -189,7 +207,10 @@ class Runner:
         stops = stop_tokens(self.model.config, options.stop_ids)
         request = Request(self._count, tokens, options, seed, stops, self.step)
         self._count += 1
-        self._arrivals.append(request)
+        if self._link is not None and not self._link.leads:
+            self._link.expect(request)
+        else:
+            self._arrivals.append(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -228,6 +249,50 @@ class Runner:
         """
         if self._closed:
             return False
+        if self._link is None:
+            return self._step()
+        with reported(self._link.context):
+            self._obey(self._link)
+            return not self._closed and self._step()
+
+    def follow(self) -> None:
+        """Take part in the steps of rank 0, on another rank, until rank 0 closes its runner.
+
+        Raises:
+            RankError: if another rank failed.
+            ValueError: on rank 0, or without several ranks.
+        """
+        if self._link is None or self._link.leads:
+            raise ValueError("Runner.follow is for other ranks than 0 of several")
+        while not self._closed:
+            self.step()
+
+    def _obey(self, link: RankLink) -> None:
+        """Take over the requests of rank 0 and how they ended; on rank 0, send them."""
+        if link.leads:
+            link.lead(self._schedule(), self._arrivals, self._open)
+            return
+        orders = link.receive()
+        if orders.closes:
+            self._shut()
+            return
+        link.check(orders, self._schedule())
+        self._take_orders(link, orders)
+
+    def _take_orders(self, link: RankLink, orders: Orders) -> None:
+        for arrival in orders.arrivals:
+            self._arrivals.append(link.request(arrival, self.step))
+            self._count = max(self._count, arrival.number + 1)
+        for request in (*self._open, *self._arrivals):
+            if request.number in orders.ended:
+                request.cancel()
+
+    def _schedule(self) -> int:
+        """Return a hash of the sequences, which is equal on all ranks."""
+        running = self._scheduler.running
+        return hash(tuple((s.row, s.fed, *s.request.tokens_from(-1)) for s in running))
+
+    def _step(self) -> bool:
         if self._unfinished:
             self._recover()
         self._unfinished = True
@@ -262,12 +327,17 @@ class Runner:
         """
         if self._capture and not self._closed:
             distinct = sorted({Variant.of(options) for options in variants}, key=repr)
-            try:
-                self._capture_all(distinct)
-                self._rehearse(distinct)
-            except CaptureError as error:
-                self._go_on_eagerly(error)
+            context = None if self._link is None else self._link.context
+            with reported(context):
+                self._warm_up(distinct)
         return self.captures
+
+    def _warm_up(self, distinct: Sequence[Variant]) -> None:
+        try:
+            self._capture_all(distinct)
+            self._rehearse(distinct)
+        except CaptureError as error:
+            self._go_on_eagerly(error)
 
     def _capture_all(self, variants: Sequence[Variant]) -> None:
         """Capture each graph and replay it with padding: its first replay takes longer."""
@@ -307,7 +377,21 @@ class Runner:
 
     @torch.inference_mode()
     def close(self) -> None:
-        """Cancel the open requests and release all rows and pages."""
+        """Cancel the open requests and release all rows and pages.
+
+        Rank 0 of several closes the runners of all; others wait for that.
+        """
+        if self._closed:
+            return
+        if self._link is None:
+            self._shut()
+        elif self._link.leads:
+            self._link.close()
+            self._shut()
+        else:
+            self.follow()
+
+    def _shut(self) -> None:
         for request in (*self._open, *self._arrivals):
             request.cancel()
         self._arrivals.clear()
@@ -323,7 +407,12 @@ class Runner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None or self._link is None:
+            self.close()
+            return
+        if not isinstance(error, RankError):  # the others do not come to close theirs
+            self._link.context.group.report(error)
+        self._shut()
 
     def _new_readback(self) -> Readback:
         return Readback(self.limits.max_sequences, _DEPTH, self.model.device)
@@ -391,6 +480,8 @@ class Runner:
         try:
             self._prompts.capture(size)
         except CaptureError as error:
+            if self._link is not None:
+                raise
             self._capture_prompts = False
             self._prompts.release()
             warn_eager(self.model, f"a capture failed with {error}", "prompt")
@@ -435,6 +526,8 @@ class Runner:
         return self._capture and dispatch.is_free(dispatch.AUTO)
 
     def _go_on_eagerly(self, error: CaptureError) -> None:
+        if self._link is not None:
+            raise error  # other ranks would replay their graphs
         self._capture = False
         for step in (self._decode, self._prompts, self._sampler, self._graphs):
             step.release()

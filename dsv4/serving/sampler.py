@@ -130,23 +130,33 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 def _scores(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
     if variant.penalty:
-        assert parameters.present is not None
-        factor = parameters.penalty.to(logits.dtype).unsqueeze(1)
-        changed = torch.where(logits > 0, logits / factor, logits * factor)
-        logits = torch.where(parameters.present, changed, logits)
+        logits = penalized(logits, parameters)
     if not variant.draw:
         return logits
-    temperature = parameters.temperature.to(logits.dtype).unsqueeze(1)
-    drawn = temperature > 0
-    # Relative to the largest logit, so that a small temperature cannot overflow.
-    relative = (logits - logits.amax(-1, keepdim=True)) / torch.where(drawn, temperature, 1)
+    drawn = parameters.temperature.unsqueeze(1) > 0
+    relative = relative_to_largest(logits, parameters)
     noise = exponential_log(
-        token_words(parameters.seed, parameters.position, logits.shape[1]), logits.dtype
+        token_words(parameters.seed, parameters.position, range(logits.shape[1])), logits.dtype
     )
     scores = relative - noise
     if variant.filters:
         scores = torch.where(keep_mask(relative, parameters), scores, -math.inf)
     return torch.where(drawn, scores, logits)
+
+
+def penalized(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Return logits after the repetition penalty."""
+    assert parameters.present is not None
+    factor = parameters.penalty.to(logits.dtype).unsqueeze(1)
+    changed = torch.where(logits > 0, logits / factor, logits * factor)
+    return torch.where(parameters.present, changed, logits)
+
+
+def relative_to_largest(logits: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+    """Return logits over the temperature, relative to the largest: small ones cannot overflow."""
+    temperature = parameters.temperature.to(logits.dtype).unsqueeze(1)
+    divisor = torch.where(temperature > 0, temperature, 1)
+    return (logits - logits.amax(-1, keepdim=True)) / divisor
 
 
 def exponential_log(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What happens in an answer while it comes."""
+"""Events of an answer while it comes."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def _match(text: str, tags: Sequence[str]) -> str | None:
 
 
 def _tag_start(text: str) -> str:
-    """What a text ends in, if a tag can begin with it."""
+    """Return the end of a text with which a tag can begin."""
     return next((start for start in ("</", "<") if text.endswith(start)), "")
 
 

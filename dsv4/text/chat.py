@@ -138,7 +138,7 @@ def chat_prompt(
 
 @dataclass(frozen=True)
 class _Style:
-    """How turns are rendered.
+    """Style in which turns are rendered.
 
     Attributes:
         thinking: Whether the model reasons.
@@ -151,7 +151,7 @@ class _Style:
     last_user: int
 
     def header(self, index: int) -> tuple[Segment, Segment]:
-        """What an answer after a turn begins with."""
+        """Return the text with which an answer after a turn begins."""
         reasons = self.thinking and (not self.drop or index >= self.last_user)
         return marker(markers.ASSISTANT), marker(markers.THINK if reasons else markers.END_THINK)
 

@@ -191,7 +191,7 @@ class ChatRequest(_Answering):
 
     @property
     def answer(self) -> Answer:
-        """What has come so far."""
+        """Return the part of the answer that has come."""
         texts = [piece.text for piece in self._pieces if isinstance(piece, ContentText)]
         return dataclasses.replace(self._parser.answer, content="".join(texts))
 

@@ -28,7 +28,7 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class SystemTurn:
-    """What stands before the conversation.
+    """Message that stands before the conversation.
 
     Attributes:
         content: Its text.

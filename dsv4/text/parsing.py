@@ -100,7 +100,7 @@ class AnswerParser:
 
     @property
     def answer(self) -> Answer:
-        """What has come; a call that is not complete is among the incomplete ones."""
+        """Return the part that has come; a call that has not ended is an incomplete one."""
         return Answer(
             "".join(self._reasoning),
             "".join(self._content),
@@ -109,11 +109,11 @@ class AnswerParser:
         )
 
     def push(self, token: int) -> list[Event]:
-        """What one token more makes certain; may be nothing."""
+        """Return the events that one token more makes certain, if any."""
         return self.extend((token,))
 
     def extend(self, tokens: Iterable[int]) -> list[Event]:
-        """What several tokens more make certain."""
+        """Return the events that several tokens more make certain."""
         return self._take(self._grammar.feed("".join(map(self._text, tokens))))
 
     def finish(self) -> list[Event]:

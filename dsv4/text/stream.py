@@ -29,7 +29,7 @@ class Utf8Stream:
 
 @dataclass(frozen=True)
 class StopMatch:
-    """Where a text ends.
+    """End of a text at a stop string.
 
     Attributes:
         text: What is before the stop string.

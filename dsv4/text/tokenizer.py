@@ -124,7 +124,7 @@ class Tokenizer:
         return ids
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for; nothing for an id without a token."""
+        """Return the bytes of a token; none for an id without a token."""
         content = self._bytes.get(token)
         if content is None:
             content = self._bytes[token] = self._look_up(token)

@@ -136,14 +136,14 @@ def check_name(what: str, name: Any) -> str:
 
 
 def tools_block(functions: Iterable[Mapping[str, Any]]) -> Iterator[Segment]:
-    """What a system message says about tools."""
+    """Return the part of a system message about tools."""
     yield from template(_TOOLS)
     yield Segment("\n".join(as_json(f"tool {f['name']!r}", f) for f in functions))
     yield from template(_AFTER_TOOLS)
 
 
 def response_format_block(schema: Any) -> Iterator[Segment]:
-    """What a system message says about the answer's JSON schema."""
+    """Return the part of a system message about the answer's JSON schema."""
     yield Segment(_RESPONSE_FORMAT)
     yield Segment(as_json("response_format", schema))
 

@@ -6,11 +6,10 @@ and threads exchange nothing but sums over slots.
 
 The programs of a ragged batch are, first, one *head* per entry of the batch. The open window of the
 entry's state, with the new tokens that belong to it, is loaded once: it is pooled if it closes,
-with overlap also as the window before the next. New tokens that a later window pools are stored in
-the slot of their position. Nobody else touches that state, so one launch does all without a race.
-With overlap a window has one half of the slots, and the next window the other. The windows after
-those hold new tokens alone; each is a *tail*. An entry with n tokens has at most n // m of them, so
-``B + T // m`` programs are enough, the number of output rows.
+with overlap also as the window before the next. The last new tokens are stored, each in the slot of
+its position modulo the number of slots. Nobody else touches that state, so one launch does all
+without a race. The windows after those hold new tokens alone; each is a *tail*. An entry with n
+tokens has at most n // m of them, so ``B + T // m`` programs are enough, the number of output rows.
 """
 
 from __future__ import annotations
@@ -112,6 +111,18 @@ def _load_tokens(tokens, token, slot, column, mask):
     k = tl.load(kv, mask=mask, other=0.0, cache_modifier=".cg")
     s = tl.load(score, mask=mask, other=_ABSENT, cache_modifier=".cg")
     return k, s, tl.load(ape + (slot * ape_stride + column), mask=mask, other=0.0)
+
+
+@triton.jit
+def _ring_slots(window, slot, RATIO: tl.constexpr, RING: tl.constexpr):
+    """Slots ``[SLOTS, 1]`` of a state of RING slots that hold the tokens of a window.
+
+    A ring that is no multiple of a window, such as 136 slots of windows of 128, is wrapped.
+    """
+    if RING == RATIO:
+        return slot
+    here = (window * RATIO % RING).to(tl.int32) + slot
+    return here if RING % RATIO == 0 else tl.where(here < RING, here, here - RING)
 
 
 @triton.jit
@@ -220,6 +231,7 @@ def _update_kernel(
     OVERLAP: tl.constexpr,
     CHANNELS: tl.constexpr,
     SLOTS: tl.constexpr,
+    RING: tl.constexpr,
     HEAD_WIDTH: tl.constexpr,
     TAIL_WIDTH: tl.constexpr,
     SCAN: tl.constexpr,
@@ -263,6 +275,7 @@ def _update_kernel(
                 RATIO,
                 OVERLAP,
                 CHANNELS,
+                RING,
                 SCAN,
                 SEVERAL,
             )
@@ -281,16 +294,15 @@ def _head(
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     CHANNELS: tl.constexpr,
+    RING: tl.constexpr,
     SCAN: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
     """Pool the windows of entry b that its state has a part in, and overwrite that state."""
-    EARLIER: tl.constexpr = RATIO if OVERLAP else 0
     first, start, end, row = _entry(batch, b)
     base, by_row, by_slot, by_kind, by_column = state
     entry_state = (base + row * by_row, by_slot, by_kind, by_column)
     window = start // RATIO
-    here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
     lag = _clip(start - window * RATIO)
     closed = _clip(end // RATIO - window)
     token = first - lag
@@ -308,6 +320,7 @@ def _head(
             RATIO,
             OVERLAP,
             CHANNELS,
+            RING,
             SCAN,
             SEVERAL,
         )
@@ -316,10 +329,11 @@ def _head(
         for begin in range(lag, _clip(end - window * RATIO), _STEP):
             i = begin + tl.arange(0, _STEP)[:, None]
             inside = (i < _clip(end - window * RATIO)) & (channel < CHANNELS)
+            here = _ring_slots(window, i, RATIO, RING)
             for half in tl.static_range(1 + OVERLAP):
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
-                _store_state(entry_state, i + here, column, inside, widen(k), _score(s, a))
+                _store_state(entry_state, here, column, inside, widen(k), _score(s, a))
         _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
@@ -338,13 +352,13 @@ def _renew(
     RATIO: tl.constexpr,
     OVERLAP: tl.constexpr,
     CHANNELS: tl.constexpr,
+    RING: tl.constexpr,
     SCAN: tl.constexpr,
     SEVERAL: tl.constexpr,
 ):
     """Pool the windows that close and store new tokens, with the whole open window in registers."""
-    EARLIER: tl.constexpr = RATIO if OVERLAP else 0
     token, start, end, window, row = entry
-    here = (window % 2).to(tl.int32) * EARLIER  # first slot of the open window
+    here = _ring_slots(window, slot, RATIO, RING)
     lag = _clip(start - window * RATIO)
     closed = _clip(end // RATIO - window)
     inside = channel < CHANNELS
@@ -353,12 +367,13 @@ def _renew(
     new = (slot >= lag) & (slot < tl.minimum(_clip(end - window * RATIO), RATIO)) & inside
     old = (slot < tl.where(closed > 0, lag, 0)) & inside
     k, s, a = _load_tokens(tokens, token, slot, own, new)
-    x, y = _load_state(entry_state, slot + here, own, old)
+    x, y = _load_state(entry_state, here, own, old)
     if OVERLAP:
         k0, s0, a0 = _load_tokens(tokens, token, slot, channel, new)
-        x0, y0 = _load_state(entry_state, slot + here, channel, old)
+        x0, y0 = _load_state(entry_state, here, channel, old)
         there = (slot < tl.where((closed > 0) & (window > 0), RATIO, 0)) & inside
-        before = _load_state(entry_state, slot + (RATIO - here), channel, there)
+        earlier = _ring_slots(window - 1, slot, RATIO, RING)
+        before = _load_state(entry_state, earlier, channel, there)
     out_row, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
     _clear_unused(out, b, total, slot, channel, CHANNELS)
     if closed > 0:
@@ -371,8 +386,6 @@ def _renew(
             ka0, sa0, aa0 = _load_tokens(tokens, after, slot, channel, begun)
         if OVERLAP and SEVERAL:
             later = (slot < tl.where(closed > 1, RATIO, 0)) & inside
-            kb, sb, ab = _load_tokens(tokens, after - RATIO, slot, own, later)
-            kb0, sb0, ab0 = _load_tokens(tokens, after - RATIO, slot, channel, later)
             k1, s1, a1 = _load_tokens(tokens, token + RATIO, slot, own, later)
         kv, score = _merge(new, k, s, a, x, y)
         if OVERLAP:
@@ -383,31 +396,33 @@ def _renew(
         _store_row(out, out_row, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
-        earlier = ((window + closed) % 2).to(
-            tl.int32
-        ) * EARLIER  # first slot of the window now open
-        _store_state(entry_state, slot + earlier, own, begun, widen(ka), _score(sa, aa))
+        begins = _ring_slots(window + closed, slot, RATIO, RING)
+        _store_state(entry_state, begins, own, begun, widen(ka), _score(sa, aa))
+        if SEVERAL:
+            new = new & (slot >= _clip(end - RING - window * RATIO))
+        _store_state(entry_state, here, own, new, kv, score)
         if OVERLAP:
-            _store_state(entry_state, slot + earlier, channel, begun, widen(ka0), _score(sa0, aa0))
-            # The window before is the one that was open, unless another has closed since.
-            previous = slot + (RATIO - earlier)
-            if SEVERAL:
-                kb1, sb1 = _merge(later, kb, sb, ab, kv, score)
-                _store_state(entry_state, previous, own, new | later, kb1, sb1)
-                kb1, sb1 = _merge(later, kb0, sb0, ab0, kv0, score0)
-                _store_state(entry_state, previous, channel, new | later, kb1, sb1)
-                if closed > 1:
-                    values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
-                    position += RATIO
-                    _store_row(out, out_row + 1, position, row, values, slot, channel, CHANNELS)
-            else:
-                _store_state(entry_state, previous, own, new, kv, score)
-                _store_state(entry_state, previous, channel, new, kv0, score0)
+            _store_state(entry_state, begins, channel, begun, widen(ka0), _score(sa0, aa0))
+            _store_state(entry_state, here, channel, new, kv0, score0)
+            if SEVERAL and closed > 1:
+                values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
+                position += RATIO
+                _store_row(out, out_row + 1, position, row, values, slot, channel, CHANNELS)
+        if SEVERAL:
+            # Whole windows of new tokens, of which a later window or a rollback may pool some.
+            recent = tl.maximum(end - RING, 0)
+            for i in range(tl.maximum(_clip(recent // RATIO - window), 1), closed):
+                last = (slot >= _clip(recent - (window + i) * RATIO)) & (slot < RATIO) & inside
+                target = _ring_slots(window + i, slot, RATIO, RING)
+                for half in tl.static_range(1 + OVERLAP):
+                    column = channel + half * CHANNELS
+                    k, s, a = _load_tokens(tokens, token + i * RATIO, slot, column, last)
+                    _store_state(entry_state, target, column, last, widen(k), _score(s, a))
     else:
         # The window stays open.
-        _store_state(entry_state, slot + here, own, new, widen(k), _score(s, a))
+        _store_state(entry_state, here, own, new, widen(k), _score(s, a))
         if OVERLAP:
-            _store_state(entry_state, slot + here, channel, new, widen(k0), _score(s0, a0))
+            _store_state(entry_state, here, channel, new, widen(k0), _score(s0, a0))
 
 
 @triton.jit
@@ -534,6 +549,7 @@ def compressor_update(
             OVERLAP=args.overlap,
             CHANNELS=channels,
             SLOTS=launch_options.power_of_two(ratio),
+            RING=args.state.shape[1],
             HEAD_WIDTH=head,
             TAIL_WIDTH=tail,
             SCAN=next(size for size in _SCANS if size >= min(batch, _SCANS[-1])),

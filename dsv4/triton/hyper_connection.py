@@ -27,6 +27,7 @@ from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
 from dsv4.triton._lib import mixing_gemm
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream, pick
+from dsv4.triton._lib.mailbox import PushedSum, load_sum
 from dsv4.triton._lib.mixing import (
     coefficients_kernel,
     coefficients_of_token,
@@ -34,7 +35,12 @@ from dsv4.triton._lib.mixing import (
     parameters_of,
     summed,
 )
-from dsv4.triton._lib.mixing_gemm import Partials, partials_of, partials_of_small_m
+from dsv4.triton._lib.mixing_gemm import (
+    Partials,
+    WriteBack,
+    partials_of,
+    partials_of_small_m,
+)
 from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import (
     block_scales,
@@ -74,14 +80,20 @@ def _post_kernel(
     hidden,
     slices,
     BLOCK: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write back ``y``, a tensor, or with RANKS the arguments of a ``PushedSum``."""
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         token = (tl.program_id(0) // slices).to(tl.int64)
-        column = (tl.program_id(0) % slices) * BLOCK + tl.arange(0, BLOCK)
+        start = (tl.program_id(0) % slices) * BLOCK
+        column = start + tl.arange(0, BLOCK)
         inside = column < hidden
-        wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+        if RANKS:
+            wide = load_sum(y, token, start, column, inside, hidden, RANKS)
+        else:
+            wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
         offset = token * 4 * hidden + column
         x0, x1, x2, x3 = load_streams(x, offset, hidden, inside)
         mixers = load_mixers(post, comb, token)
@@ -93,6 +105,11 @@ def _post_kernel(
 
 def hc_post(args: HcPostArgs) -> torch.Tensor:
     """See ``dsv4.ops.hyper_connection.hc_post``."""
+    return _post(args, None)
+
+
+def _post(args: HcPostArgs, pushed: PushedSum | None) -> torch.Tensor:
+    """Write back ``args.y``, or in its place what the ranks pushed."""
     out = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
@@ -105,7 +122,7 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     small = launch_options.is_small(tokens * slices, warps)
     with launch_options.on(out):
         _post_kernel[(tokens * slices,)](
-            args.y.contiguous(),
+            args.y.contiguous() if pushed is None else pushed.arguments,
             args.streams.contiguous(),
             args.post.contiguous(),
             args.comb.contiguous(),
@@ -113,8 +130,9 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
             hidden,
             slices,
             BLOCK=block,
+            RANKS=0 if pushed is None else pushed.ranks,
             num_warps=warps,
-            maxnreg=_REGISTERS if small else _REGISTERS_OF_MANY,
+            maxnreg=_REGISTERS if small or pushed is not None else _REGISTERS_OF_MANY,
             **launch_options.options(out, small=small),
         )
     return out
@@ -429,27 +447,37 @@ def hc_post_pre_norm(
     args: HcPostPreNormArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.hyper_connection.hc_post_pre_norm``."""
-    return _post_pre_norm(args, None)
+    return _post_pre_norm(args, None, None)
+
+
+def reduced_post_pre_norm(
+    args: HcPostPreNormArgs, pushed: PushedSum
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Run ``hc_post_pre_norm`` with the sum of what the ranks pushed; ``args.y`` is not read."""
+    return _post_pre_norm(args, None, pushed)
 
 
 def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
     """See ``dsv4.ops.hyper_connection_quantize.hc_post_pre_norm_quantize``."""
     out = _together(args.streams, args.global_scale, args.scaling)
-    mixed, normed, post, comb = _post_pre_norm(args, out)
+    mixed, normed, post, comb = _post_pre_norm(args, out, None)
     return mixed, normed, *_codes(out, normed, args.global_scale, args.scaling), post, comb
 
 
 def _post_pre_norm(
-    args: HcPostPreNormArgs | HcPostPreNormQuantizeArgs, quantized: Output | None
+    args: HcPostPreNormArgs | HcPostPreNormQuantizeArgs,
+    quantized: Output | None,
+    pushed: PushedSum | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
     partials, mixed = None, torch.empty_like(x)
     if 0 < x.shape[0] <= mixing_gemm.SMALL_M and x.numel():
-        before = (args.y.contiguous(), args.post.contiguous(), args.comb.contiguous())
+        y = args.y.contiguous() if pushed is None else pushed
+        before = WriteBack(y, args.post.contiguous(), args.comb.contiguous())
         partials, mixed = partials_of_small_m(x, fn, before)
     elif x.numel():
-        mixed = _flat(hc_post(HcPostArgs(args.y, args.streams, args.post, args.comb)))
+        mixed = _flat(_post(HcPostArgs(args.y, args.streams, args.post, args.comb), pushed))
         partials = partials_of(mixed, fn)
     settings = (args.norm_eps, args.hc_eps, args.iterations)
     made = _pre(partials, mixed, lead, scale, base, args.norm_weight, *settings, quantized)

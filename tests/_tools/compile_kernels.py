@@ -1,6 +1,6 @@
 """Compile every Triton kernel that the bench's cases launch, for a GPU that need not be there.
 
-And those of ``dsv4.quant.fragments``, which is no operator.
+And those of ``dsv4.quant.fragments``, which is no operator, and of sums over ranks (``push``).
 
     python -m tests._tools.compile_kernels 90 [--quick] [OP ...]  (or 100, without TRITON_INTERPRET)
 
@@ -29,13 +29,17 @@ from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
 from dsv4.device import interpret_triton
+from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
+from dsv4.triton import all_reduce, hyper_connection
 from dsv4.triton._runtime import launch_options
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
 _SM_COUNTS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
+PUSH = "push"
+EXTRA = (FRAGMENTS, PUSH)  # what is compiled besides operators' rows named "triton"
 # Kernels of which the order of loads and exchanges between threads is reported.
 EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
 # The first two, few tokens and many, have nearly all kernels.
@@ -74,7 +78,7 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
 
     Args:
         arch: Compute capability times 10.
-        ops: Operators, and ``FRAGMENTS``.
+        ops: Operators, and names of ``EXTRA``.
         quick: Of the last two sizes, compile only kernels that the first two have not.
     """
     passed: set[str] = set()
@@ -133,12 +137,28 @@ def _select_with_few_heads() -> None:
             case.run(9, backend="triton")
 
 
+def _push() -> None:
+    """Sum over ranks, alone and before a hyper-connection, in all forms of its kernels."""
+    for ranks in (2, 8):
+        mailbox = mailboxes.virtual(ranks, 1 << 16)[0]
+        for tokens in (1, 80):
+            [case] = cases("hc_post_pre_norm", "flash", tokens)
+            problem = case.build(_Unfilled(0, torch.device("cpu")))
+            call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
+            pushed = all_reduce.push(mailbox, call.args.y)
+            hyper_connection.reduced_post_pre_norm(call.args, pushed)
+        partial = torch.empty(4096, dtype=torch.bfloat16)
+        all_reduce.push_flat(mailbox, partial)
+        all_reduce.sum_pushed(mailbox, partial)
+        all_reduce.exchange(mailbox, partial)
+
+
 # Launches that are no case of the bench.
-_OTHERS = {FRAGMENTS: _move, "indexer_select": _select_with_few_heads}
+_OTHERS = {FRAGMENTS: _move, PUSH: _push, "indexer_select": _select_with_few_heads}
 
 
 def _cases(op: str, preset: str, tokens: int) -> list[Case]:
-    if op == FRAGMENTS:
+    if op in EXTRA:
         return []
     function = _FUNCTIONS[op]
     ending = _ENDINGS.get(op, op.removeprefix(function).removeprefix("_"))
@@ -200,13 +220,13 @@ if __name__ == "__main__":
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int)
-    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, FRAGMENTS])
+    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_intermixed_args()
     having = [
         op
         for op in options.ops
-        if op == FRAGMENTS or any(r.name == "triton" for r in dispatch.implementations(op))
+        if op in EXTRA or any(r.name == "triton" for r in dispatch.implementations(op))
     ]
     for report in compile_all(options.arch, having, options.quick):
         print(json.dumps(report), flush=True)

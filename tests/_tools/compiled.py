@@ -1,6 +1,6 @@
 """Print what Blackwell's kernels compile to: configurations, resources, instructions.
 
-    python -m tests._tools.compiled > results/blackwell_compiled.md
+    python -m tests._tools.compiled > notes/2026-11_blackwell_compiled.md
 
 Takes some ten minutes of one core. Needs nvidia-cutlass-dsl and triton, and no GPU.
 """

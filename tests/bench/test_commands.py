@@ -19,8 +19,26 @@ from dsv4.bench.baselines import experts as moe_baselines
 from dsv4.bench.cli import main
 from dsv4.bench.compare import Comparison
 from dsv4.bench.results import Row
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    ModelResults,
+    Named,
+    PromptRow,
+    document,
+    write,
+)
 
 RATES = environment.Rates(0.02, 0.01, 0.1)
+MODEL = {
+    "preset": "flash",
+    "experts": 64,
+    "experts_of_model": 256,
+    "layers": 43,
+    "layers_of_model": 43,
+    "weights": "random",
+    "recipe": "nvfp4",
+    "routing": "random",
+}
 HEADER = {
     "gpu": "g",
     "driver": "d",
@@ -62,16 +80,16 @@ class TestBaselines:
         ],
     )
     def test_unknown_names_are_errors(self, option, arguments, known, capsys):
-        assert main([*arguments, option, "foo", "--device", "cpu"]) == 1
+        assert main([*arguments, option, "foo", "--device", "cpu"]) == 2
         printed = capsys.readouterr()
         assert "--baselines has 'foo', wanted some of " in printed.err
         assert known in printed.err
         assert "operator [case]" not in printed.out, "nothing was measured"
 
     def test_names_of_other_operators_are_errors(self, capsys):
-        assert main(["run", "rms_norm", "--baselines", "quack", "--device", "cpu"]) == 1
+        assert main(["run", "rms_norm", "--baselines", "quack", "--device", "cpu"]) == 2
         assert "--baselines has 'quack', wanted some of torch rms_norm" in capsys.readouterr().err
-        assert main(["run", "rope_tables", "--baselines", "liger", "--device", "cpu"]) == 1
+        assert main(["run", "rope_tables", "--baselines", "liger", "--device", "cpu"]) == 2
         assert "--baselines has 'liger', wanted some of inductor" in capsys.readouterr().err
 
     def test_those_asked_for_are_timed_or_it_is_said_why_not(self, capsys):
@@ -134,15 +152,15 @@ class TestOwnSizes:
             (["gemm", "--n", "48"], "--n and --k go together"),
             (["rope", "--n", "48", "--k", "80"], "for gemm alone"),
             (["--n", "48", "--k", "80"], "for gemm alone"),
-            (["gemm", "--n", "48", "--k", "81"], "--k is 81, wanted a multiple of 16"),
+            (["gemm", "--n", "48", "--k", "81"], "K is 81, wanted a multiple of 16"),
             (["gemm", "--n", "0", "--k", "80"], "0 is below 1"),
             (["gemm", "--n", "48", "--k", "80", "--shapes", "pro"], "in place of --shapes"),
             (["gemm", "--n", "48", "--k", "80", "--check"], "--check has sizes of its own"),
-            (["attention", "--n", "48"], "--n and --k are for gemm alone"),
+            (["attention", "--n", "48"], "for gemm alone"),
         ],
     )
     def test_what_cannot_be(self, arguments, message, capsys):
-        assert main(["run", *arguments, "--device", "cpu"]) == 1
+        assert main(["run", *arguments, "--device", "cpu"]) == 2
         assert message in capsys.readouterr().err
 
 
@@ -159,7 +177,7 @@ class TestCompare:
     def test_faster_slower_and_the_same(self, tmp_path, capsys):
         a = [row_of("x", 10.0), row_of("y", 10.0), row_of("z", 10.0), row_of("old", 1.0)]
         b = [row_of("z", 10.4), row_of("x", 5.0), row_of("y", 20.0)]
-        assert self.compared(tmp_path, a, b) == 0
+        assert self.compared(tmp_path, a, b) == 1
         lines = capsys.readouterr().out.splitlines()
         body = {line.split()[1]: line.split()[-2:] for line in lines[2:5]}
         assert body == {
@@ -168,7 +186,7 @@ class TestCompare:
             "[y]": ["2.000", "slower"],
         }
         assert lines[-1] == (
-            "COMPARED: 3 rows: 1 same, 1 faster, 1 slower (within 5 %); "
+            "SLOWER: 3 rows: 1 same, 1 faster, 1 slower (within 5 %); "
             "B / A 1.013 (geometric mean); 1 rows in A alone, 0 in B alone"
         )
 
@@ -185,16 +203,64 @@ class TestCompare:
         assert comparison.word(a, a) == "same"
 
     def test_a_failure_in_the_second_file_fails(self, tmp_path, capsys):
-        assert self.compared(tmp_path, [ROW], [WRONG]) == 2
+        assert self.compared(tmp_path, [ROW], [WRONG]) == 1
         printed = capsys.readouterr().out
         assert "WRONG, was ok" in printed
         assert printed.splitlines()[-1].startswith("FAILED: 1 of 1 check: op [case] N=1")
         assert self.compared(tmp_path, [WRONG], [ROW]) == 0
         assert "ok, was WRONG" in capsys.readouterr().out
 
-    def test_nothing_in_common_fails(self, tmp_path, capsys):
+    @pytest.mark.parametrize(("more", "status"), [((), 1), (("--threshold", "12"), 0)])
+    def test_a_regression_is_what_the_threshold_says(self, more, status, tmp_path):
+        assert self.compared(tmp_path, [row_of("x", 10.0)], [row_of("x", 11.0)], *more) == status
+
+    @pytest.mark.parametrize("threshold", ["-1", "x", "nan", "1000"])
+    def test_thresholds_that_are_none(self, threshold, tmp_path, capsys):
+        assert self.compared(tmp_path, [ROW], [ROW], "--threshold", threshold) == 2
+        assert "is not within 0 to 1000 percent" in capsys.readouterr().err
+
+    def test_nothing_in_common_is_one_sentence(self, tmp_path, capsys):
         assert self.compared(tmp_path, [row_of("x", 1.0)], [row_of("y", 1.0)]) == 2
-        assert last_line(capsys).startswith("FAILED: no row is in both files; 1 rows in A alone")
+        a, b = tmp_path / "a.json", tmp_path / "b.json"
+        said = "wanted the same cases, sizes and numbers of tokens"
+        assert capsys.readouterr().err == f"error: no row of {a} is in {b}, {said}\n"
+
+    def test_other_suites_are_one_sentence(self, tmp_path, capsys):
+        assert self.compared(tmp_path, [ROW], [dataclasses.replace(ROW, op="rope")]) == 2
+        a, b = tmp_path / "a.json", tmp_path / "b.json"
+        said = f"error: {a} has op, {b} has rope: wanted files of one suite\n"
+        assert capsys.readouterr().err == said
+        assert self.compared(tmp_path, [ROW], []) == 2
+        assert "has op, " in capsys.readouterr().err
+
+    def model(self, path: Path, factor: float, **named: str) -> None:
+        model = {**MODEL, **named}
+        row = DecodeRow(Named(**model), tokens=8, context=64, generate_ms=2.0 * factor)
+        prompt = PromptRow(Named(**model), prompt=5, first_ms=3.0)
+        for measured in (row, prompt):
+            for field in dataclasses.fields(measured):
+                if field.default is None and getattr(measured, field.name) is None:
+                    measured.missing[field.name] = "why"
+        write(path, document(HEADER, ModelResults(rows=[row], prompts=[prompt])))
+
+    def test_whole_models(self, tmp_path, capsys):
+        a, b = tmp_path / "a.json", tmp_path / "b.json"
+        self.model(a, 1.0)
+        self.model(b, 1.5, recipe="nvidia")
+        assert main(["compare", str(a), str(b)]) == 1
+        printed = capsys.readouterr().out.splitlines()
+        assert printed[0] == "recipe: nvfp4 -> nvidia"
+        (line,) = [line for line in printed if line.startswith("step")]
+        assert "[flash generate] experts=64 layers=43 context=64" in line
+        assert line.split()[-6:] == ["nvfp4", "nvidia", "2000", "3000", "1.500", "slower"]
+        assert printed[-1].startswith("SLOWER: 2 rows: 1 slower, 1 same (within 5 %); B / A 1.225")
+        assert main(["compare", str(a), str(a)]) == 0
+        results.write_json(str(b), HEADER, [ROW])
+        assert main(["compare", str(a), str(b)]) == 2
+        assert f"{a} has a whole model, {b} has op: wanted" in capsys.readouterr().err
+        self.model(b, 1.0, preset="pro")
+        assert main(["compare", str(a), str(b)]) == 2
+        assert "no row of" in capsys.readouterr().err
 
     def test_other_machines_are_named(self, tmp_path, capsys):
         header = {**HEADER, "gpu": "h", "versions": {"torch": "2", "triton": "3"}}
@@ -211,9 +277,9 @@ class TestCompare:
     def test_what_is_no_file_of_results(self, content, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(content)
-        assert main(["compare", str(path), str(path)]) == 1
+        assert main(["compare", str(path), str(path)]) == 2
         assert f"error: {path}: " in capsys.readouterr().err
-        assert main(["compare", str(tmp_path / "missing"), str(path)]) == 1
+        assert main(["compare", str(tmp_path / "missing"), str(path)]) == 2
         assert "No such file" in capsys.readouterr().err
 
     def test_what_is_written_is_read(self, tmp_path):

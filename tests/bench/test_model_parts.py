@@ -1,10 +1,10 @@
-"""Parts of the bench's command ``model``: operators, marks, report, chart, files."""
+"""Parts of the bench's command ``model``: operators, marks, report, files."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
-import xml.etree.ElementTree as ET
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,18 @@ from hypothesis import strategies as st
 
 import dsv4
 from dsv4.bench import environment
+from dsv4.bench.results import text_of
 from dsv4.bench.suites.model import operators, report
-from dsv4.bench.suites.model.chart import Chart, Group
-from dsv4.bench.suites.model.document import DecodeRow, ModelResults, Named, PromptRow, validate
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    ModelResults,
+    Named,
+    ProfileRow,
+    PromptRow,
+    document,
+    parse,
+    validate,
+)
 from dsv4.bench.suites.model.marks import Mark, decode_ms, marked
 from dsv4.bench.suites.model.profile import Launch, Profile
 from dsv4.bench.suites.random_model import Weights, random_model
@@ -152,31 +161,6 @@ class TestReport:
         assert count == 1 + tables, "the model's line and the row of each table name the experts"
 
 
-class TestChart:
-    values = st.lists(st.one_of(st.none(), st.floats(1e-3, 1e5)), min_size=3, max_size=3)
-
-    @given(groups=st.lists(values, max_size=4))
-    @example(groups=[[5.0, None, 842.0]])
-    @example(groups=[[None, None, None]])
-    def test_bars_are_as_high_as_their_values(self, groups):
-        groups = [Group(("a <b>", "c"), tuple(values)) for values in groups]
-        text = Chart("T & t", ("note",), "ms", ("x", "y", "z"), groups).svg()
-        root = ET.fromstring(text)
-        space = "{http://www.w3.org/2000/svg}"
-        bars = [r for r in root.iter(f"{space}rect") if r.find(f"{space}title") is not None]
-        drawn = [value for group in groups for value in group.values if value is not None]
-        assert len(bars) == len(drawn)
-        heights = [float(bar.get("height")) for bar in bars]
-        for value, height in zip(drawn, heights, strict=True):
-            assert 0 <= height <= 300
-            for other, lower in zip(drawn, heights, strict=True):
-                assert value < other or height >= lower - 0.1
-        if drawn and max(drawn) <= 30 * min(drawn):
-            unit = max(heights) / max(drawn)
-            assert heights == pytest.approx([unit * value for value in drawn], abs=0.11)
-        assert ("logarithmic" in text) == bool(drawn and max(drawn) > 30 * min(drawn))
-
-
 def test_kernels_that_were_compiled_ahead_are_named():
     results = ModelResults(rows=[row_of(1, step_ms=5.0)])
     assert "kernels" not in " ".join(report.lines(results, profile=False)[:2])
@@ -195,6 +179,22 @@ class TestDocument:
 
     def test_what_is_complete_is_valid(self):
         validate(self.document())
+
+    def test_what_is_written_is_read(self):
+        profile = Profile.of([Launch("_rope_kernel", 3.0)], 2)
+        row = row_of(1, step_ms=5.0)
+        first = PromptRow(NAMED, prompt=5, flops_ms=1.0, first_ms=2.0, generate_ms=3.0)
+        first.missing["runner_ms"] = "why"
+        results = ModelResults(rows=[row], prompts=[first])
+        results.profiles = [ProfileRow(NAMED, 1, 4096, profile)]
+        content = json.loads(text_of(document({"gpu": "g"}, results)))
+        assert content["header"] == {"gpu": "g"}
+        read = parse(content)
+        assert read.rows == results.rows
+        assert read.prompts == results.prompts
+        assert json.loads(json.dumps(dataclasses.asdict(read))) == json.loads(
+            json.dumps(dataclasses.asdict(results))
+        )
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -11,14 +11,15 @@ import pytest
 from dsv4.bench import prediction
 from dsv4.bench.prediction import B200, FITTED, H200, HELD_OUT, Shape, Tile, block_scaled, predict
 
+PAGE = prediction.RESULTS.parents[1] / "notes" / "2026-11_model_b200.md"
 pytestmark = pytest.mark.skipif(
     not prediction.RESULTS.exists(), reason="no results beside the package"
 )
 
 
 def test_the_page_is_what_it_writes():
-    """``python -m dsv4.bench.prediction > results/model_b200.md`` rewrites it."""
-    assert (prediction.RESULTS.parent / "model_b200.md").read_text() == prediction.markdown()
+    """``python -m dsv4.bench.prediction > notes/2026-11_model_b200.md`` rewrites it."""
+    assert PAGE.read_text() == prediction.markdown()
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ def test_the_fitted_numbers_are_the_best(name):
 
 def test_bytes_and_operations_are_those_of_the_bench():
     """But for the global scales and what X is."""
-    rows = json.loads((prediction.RESULTS / "gemm.json").read_text())["rows"]
-    for row, (_, shape, _) in zip(rows, prediction.measured("gemm.json"), strict=True):
+    rows = json.loads((prediction.RESULTS / FITTED[0]).read_text())["rows"]
+    for row, (_, shape, _) in zip(rows, prediction.measured(*FITTED), strict=True):
         predicted = prediction.on_hopper(H200, shape)
         assert predicted.flops == row["flops"]
         assert 0 <= row["bytes"] - predicted.bytes <= 16

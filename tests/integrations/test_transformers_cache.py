@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.config import ModelConfig
-from dsv4.integrations.transformers import PARTS, apply, paged_cache
+from dsv4.integrations.transformers import PARTS, apply, generate_assisted, paged_cache
 from dsv4.kv_cache.paged_cache import CacheFullError
 from dsv4.testing.configs import chunkings, tiny_configs
 from dsv4.testing.models import random_model, transformers_twin
@@ -172,6 +173,45 @@ def test_a_cache_goes_on_where_it_was() -> None:
     assert_same(result, model.generate(more, **LOGITS, **GREEDY))
 
 
+@pytest.mark.parametrize("sizes", [{}, {"pool_tokens": 512}], ids=["rings", "pools"])
+def test_assisted_generation_is_greedy_generation(sizes: dict[str, Any]) -> None:
+    """Guesses by prompt lookup, most of them wrong, over the borders of windows of 4 and 8."""
+    model, config = swapped()
+    ids = ids_of(config, 1, 5).repeat(1, 4)  # so that there is something to look up
+    options = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    plain = paged_cache(model, max_tokens=60, **sizes)
+    expected = model.generate(ids, past_key_values=plain, **options)
+    cache = paged_cache(model, max_tokens=60, **sizes)
+    crops = []
+    with mock.patch.object(cache, "crop", lambda n: (crops.append(n), type(cache).crop(cache, n))):
+        actual = generate_assisted(
+            model, ids, past_key_values=cache, prompt_lookup_num_tokens=5, **options
+        )
+    assert actual.tolist() == expected.tolist()
+    assert min(crops) <= -3
+    assert cache.paged.lengths[0] == cache.get_seq_length() <= plain.get_seq_length() + 1
+    assert model._is_stateful
+
+
+def test_crop_is_as_if_never_stepped() -> None:
+    model, config = swapped()
+    ids = ids_of(config, 2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    results = []
+    with torch.no_grad():
+        for guess in (True, False):
+            cache = paged_cache(model, max_tokens=60, max_sequences=2)
+            model(ids[:, :19], attention_mask=mask[:, :19], past_key_values=cache)
+            if guess:
+                wrong = ids[:, 19:27].flip(1)
+                model(wrong, attention_mask=mask[:, :27], past_key_values=cache)
+                cache.crop(-8)
+            assert cache.paged.lengths.tolist() == [19, 16]
+            results.append(model(ids[:, 19:], attention_mask=mask, past_key_values=cache).logits)
+    assert torch.equal(*results)
+
+
 def test_what_a_paged_cache_cannot_is_refused_with_a_reason() -> None:
     model, config = swapped()
     ids = ids_of(config, 2, 9)
@@ -183,9 +223,18 @@ def test_what_a_paged_cache_cannot_is_refused_with_a_reason() -> None:
         model.generate(ids, past_key_values=cache(), num_beams=2, **GREEDY)
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful"):
         model.generate(ids[:1], past_key_values=cache(), prompt_lookup_num_tokens=2, **GREEDY)
-    with pytest.raises(NotImplementedError, match=r"crop\(-2\), wanted 0: the compressors' state"):
-        cache().crop(-2)
+    with pytest.raises(TypeError, match="past_key_values is a NoneType, wanted a paged_cache"):
+        generate_assisted(model, ids[:1], prompt_lookup_num_tokens=2, **GREEDY)
+    assert model._is_stateful
+    with pytest.raises(ValueError, match=r"crop\(2\), wanted 0 or minus a number of tokens"):
+        cache().crop(2)
     cache().crop(0)
+    filled = cache()
+    model.generate(ids, past_key_values=filled, **GREEDY)
+    before = filled.paged.lengths.tolist()
+    with pytest.raises(ValueError, match=r"of which rollback \(8\) can be taken back"):
+        filled.crop(-9)
+    assert (filled.paged.lengths.tolist(), filled.get_seq_length()) == (before, before[0])
     for refused in ("batch_repeat_interleave", "batch_select_indices"):
         with pytest.raises(NotImplementedError, match="a batch of its final size"):
             getattr(cache(), refused)(torch.tensor([0]))

@@ -46,11 +46,17 @@ class Stack(nn.Module):
         )  # fmt: skip
 
     @torch.no_grad()
-    def run(self, hidden: torch.Tensor, cache: PagedCache, batch: Batch) -> torch.Tensor:
-        """One step: ``[T, H]`` to ``[T, layers, H]``."""
+    def run(
+        self,
+        hidden: torch.Tensor,
+        cache: PagedCache,
+        batch: Batch,
+        accepted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step: ``[T, H]`` to ``[T, layers, H]``; ``accepted``: see ``PagedCache.advance``."""
         step = CacheStep(cache, batch)
         out = [layer(hidden[None], past_key_values=step)[0][0] for layer in self.attention]
-        cache.advance(batch)
+        cache.advance(batch, accepted)
         return torch.stack(out, 1)
 
     def step(

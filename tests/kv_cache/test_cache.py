@@ -156,10 +156,10 @@ def test_page_sizes_are_the_published_ones():
     assert cache.layers[0].window.data.shape == (2 * 3, 37440)  # 127 + 64 entries: 3 pages
     assert csa.compressed.data.shape == (2 * 2, 37440)
     assert hca.compressed.data.shape == (2 * 2, 1728)
-    assert csa.state.shape == (2, 8, 2, 1024)
-    assert hca.state.shape == (2, 128, 2, 512)
+    assert csa.state.shape == (2, 8 + 8, 2, 1024)
+    assert hca.state.shape == (2, 128 + 8, 2, 512)
     assert csa.indexer_pages.data.shape == (2 * 2, 64, 128)
-    assert csa.indexer_state.shape == (2, 8, 2, 256)
+    assert csa.indexer_state.shape == (2, 8 + 8, 2, 256)
     assert csa.state.dtype == torch.float32
     assert hca.indexer_pages is None
     assert bool((csa.state[:, :, 1] == -torch.inf).all())
@@ -412,7 +412,7 @@ def test_limits_are_named():
 def test_the_ring_holds_a_window_and_a_chunk(max_tokens, max_chunk):
     cache = make(max_tokens=max_tokens, max_chunk=max_chunk, max_sequences=1)
     chunk = min(max_chunk, max_tokens)
-    needed = min(CONFIG.sliding_window - 1 + chunk, max_tokens)
+    needed = min(CONFIG.sliding_window - 1 + max(chunk, 8), max_tokens + 8)
     assert needed <= cache.layers[0].window_capacity < needed + 64
     for layer in cache.layers[1:3]:
         assert layer.compressed_capacity >= max_tokens // layer.ratio
@@ -448,9 +448,9 @@ def test_nbytes_counts_everything_once():
     assert csa.compressed_table.shape == (2, 1)
     assert hca.compressed_table.shape == (2, 1)
     total += 2 * layout.page_bytes(64) + 2 * 64 * CONFIG.index_head_dim * 2 + 2 * 8
-    total += 2 * 8 * 2 * 2 * (d + CONFIG.index_head_dim) * 4
+    total += 2 * (8 + 8) * 2 * 2 * (d + CONFIG.index_head_dim) * 4
     total += 2 * layout.page_bytes(32) + 2 * 8
-    total += 2 * 8 * 2 * d * 4
+    total += 2 * (8 + 8) * 2 * d * 4
     assert cache.nbytes() == total
 
 

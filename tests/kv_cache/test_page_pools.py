@@ -275,8 +275,13 @@ def test_memory_of_a_sequence_is_what_the_specification_computes(name: str, leng
     expected = 584 * (128 * layers + length // 4 * csa + length // 128 * hca) + 17 * length * csa
     assert abs(expected / SPECIFIED[name][length] / 1e9 - 1) < 0.03  # rounded to three digits there
     assert abs(entries / expected - 1) < 0.05
-    # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512: specification, section 13.
-    assert actual["state"] == 4 * (csa * 8 * 2 * 1280 + hca * 128 * 2 * 512)
+    # 8 open tokens of 2 x (1024 + 256) float32 and 128 of 2 x 512: specification, section 13. Of
+    # either 8 more, to be taken back.
+    for back in (0, 8):
+        state = 4 * (csa * (8 + back) * 2 * 1280 + hca * (128 + back) * 2 * 512)
+        sizes = {"max_sequences": 1, "max_tokens": 256, "device": "meta", "rollback": back}
+        assert PagedCache(config, **sizes).bytes_per_sequence(0)["state"] == state
+    assert actual["state"] == state == {"flash": 14_581_760, "pro": 22_183_936}[name]
 
 
 def test_the_bytes_of_a_sequence_are_those_of_the_pages_it_takes() -> None:
@@ -679,7 +684,7 @@ def test_before_a_step_the_device_knows_which_pages_every_row_has(
             live.append(cache.allocate())
         elif live:
             cache.free(live.pop(row_index % len(live)))
-        step = [row for row in live if cache._tokens[row] + new <= 280]
+        step = [row for row in live if cache._counts[row].high + new <= 280]
         cache.prepare(step, [new] * len(step))
         for table in cache._tables.values():
             expected = torch.full_like(table.table, -1)

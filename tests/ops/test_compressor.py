@@ -61,19 +61,18 @@ def naive(
 
 
 def empty_state(
-    rows: int, ratio: int, overlap: bool, d: int, dtype=torch.float64, device="cpu"
+    rows: int, ratio: int, overlap: bool, d: int, dtype=torch.float64, device="cpu", spare: int = 0
 ) -> torch.Tensor:
     c = 2 if overlap else 1
-    state = torch.zeros(rows, c * ratio, 2, c * d, dtype=dtype, device=device)
+    state = torch.zeros(rows, c * ratio + spare, 2, c * d, dtype=dtype, device=device)
     state[:, :, 1] = -torch.inf
     return state
 
 
-def live_slots(tokens: int, ratio: int, overlap: bool) -> list[int]:
+def live_slots(tokens: int, ratio: int, overlap: bool, spare: int = 0) -> list[int]:
     """Slots of the tokens that later windows pool, after that many."""
-    slots = (2 if overlap else 1) * ratio
-    first = max(0, tokens // ratio * ratio - (slots - ratio))
-    return [p % slots for p in range(first, tokens)]
+    first = max(0, tokens // ratio * ratio - (ratio if overlap else 0))
+    return [p % ((2 if overlap else 1) * ratio + spare) for p in range(first, tokens)]
 
 
 @dataclass
@@ -215,12 +214,10 @@ def test_state_is_a_function_of_the_last_tokens(device, wide, kind, seed, tokens
     stream = Stream(ape, overlap, empty_state(1, ratio, overlap, 2, wide, device))
     stream.feed([(0, 0, kv, score)])
     expected = empty_state(1, ratio, overlap, 2, wide, device)
-    first = tokens // ratio * ratio - (ratio if overlap else 0)
-    for slot in range(stream.state.shape[1]):
-        if 0 <= first + slot < tokens:
-            p = first + slot
-            expected[0, p % stream.state.shape[1], 0] = kv[p]
-            expected[0, p % stream.state.shape[1], 1] = score[p] + ape[p % ratio]
+    slots = stream.state.shape[1]
+    for p in range(max(0, tokens - slots), tokens):
+        expected[0, p % slots, 0] = kv[p]
+        expected[0, p % slots, 1] = score[p] + ape[p % ratio]
     assert_bitwise(stream.state, expected)
 
 
@@ -581,7 +578,8 @@ def test_no_batch(device, overlap):
         ("score", lambda x: x[:5], ValueError, r"score has shape \[5, 4\], wanted \[11, 4\]"),
         ("ape", lambda x: x[:, :3], ValueError, r"ape has shape \[4, 3\], wanted \[any, 4\]"),
         ("ape", lambda x: x[:0], ValueError, r"ape has shape \[0, 4\], wanted a row at least"),
-        ("state", lambda x: x[:, :4], ValueError, r"state has shape \[3, 4, 2, 4\], wanted"),
+        ("state", lambda x: x[:, :7], ValueError, "state has 7 slots, wanted at least 8: two win"),
+        ("state", lambda x: x[:, :, :1], ValueError, r"state has shape \[3, 8, 1, 4\], wanted"),
         ("state", lambda x: x.half(), TypeError, "state has dtype float16, wanted float32"),
         ("cu", lambda x: x[:3], ValueError, r"cu_seqlens has shape \[3\], wanted \[4\]"),
         ("cu", lambda x: x.float(), TypeError, "cu_seqlens has dtype float32"),
@@ -688,17 +686,17 @@ class Ragged:
     overlap: bool
 
     @classmethod
-    def make(cls, seed, kind, d, pieces, device, extra=2):
+    def make(cls, seed, kind, d, pieces, device, extra=2, spare=0):
         ratio, overlap = kind
         tokens = sum(n for *_, n in pieces) + extra
         kv, score, ape = (x.float() for x in inputs(seed, tokens, ratio, overlap, d, device))
         rows = len(pieces) + 1
-        state = empty_state(rows, ratio, overlap, d, torch.float32, device)
+        state = empty_state(rows, ratio, overlap, d, torch.float32, device, spare)
         filled = normal(seed + 3, state.shape).to(device)
         for row, start, _ in pieces:
             # What no window pools any more is poisoned.
             state[row] = torch.nan
-            live = live_slots(start, ratio, overlap)
+            live = live_slots(start, ratio, overlap, spare)
             state[row, live] = filled[row, live]
         lengths = torch.tensor([0, *(n for *_, n in pieces)])
         whole = torch.tensor(pieces, dtype=torch.int64).reshape(-1, 3).to(device)
@@ -734,10 +732,13 @@ def pieces(draw: st.DrawFn, longest: int = 23):
     return list(zip(rows, starts, lengths, strict=True))
 
 
-@settings(max_examples=20)
-@given(st.sampled_from([*KINDS, (16, False), (12, True)]), seeds(), pieces())
-def test_float32_equals_the_reference(device, kind, seed, batch):
-    ragged = Ragged.make(seed, kind, 5, batch, device)
+@settings(max_examples=25)
+@given(st.sampled_from([*KINDS, (16, False), (12, True)]), seeds(), pieces(), st.integers(0, 9))
+@example((4, True), 0, [(0, 7, 23), (1, 0, 9)], 8)
+@example((8, False), 0, [(0, 7, 23), (1, 15, 2)], 8)
+@example((8, False), 0, [(0, 7, 23), (1, 15, 2)], 9)
+def test_float32_equals_the_reference(device, kind, seed, batch, spare):
+    ragged = Ragged.make(seed, kind, 5, batch, device, spare=spare)
     state, pooled, positions, sequence = ragged.update()
     wanted_state, _, wanted_positions, wanted_sequence = ragged.update(backend="reference")
     assert_bitwise(positions, wanted_positions)
@@ -750,7 +751,7 @@ def test_float32_equals_the_reference(device, kind, seed, batch):
 
 # (ratio, overlap, channels, pieces): more slots or channels than one tile or one program takes.
 LARGE = [
-    (128, False, 40, [(0, 127, 1), (1, 200, 300), (2, 0, 129), (3, 4, 0)]),
+    (128, False, 40, [(0, 127, 1), (1, 200, 300), (2, 0, 129), (3, 4, 0), (4, 270, 9)]),
     (130, False, 130, [(i, 120 + i, 20) for i in range(18)]),
     (16, True, 512, [(1, 31, 1), (0, 40, 50)]),
     (4, True, 512, [(1, 3, 1), (0, 4, 1), (2, 0, 1)]),
@@ -770,7 +771,7 @@ LARGE = [
 )
 def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, counts_as_few):
     """However many rows a batch is said to have: programs share them out in two ways."""
-    ragged = Ragged.make(1, (ratio, overlap), d, batch, device)
+    ragged = Ragged.make(1, (ratio, overlap), d, batch, device, spare=8)
     kernels = pytest.importorskip("dsv4.triton.compressor")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_WARPS", 1 << 30 if counts_as_few else 0)

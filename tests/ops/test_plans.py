@@ -57,8 +57,12 @@ def normal(seed: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+# What these run depends on the group's mailboxes, not on arguments alone.
+UNPLANNED = {"all_reduce", "hc_reduce_post_pre_norm"}
+
+
 def test_every_public_operator_is_planned() -> None:
-    for name in ops.__all__:
+    for name in set(ops.__all__) - UNPLANNED:
         function = getattr(ops, name)
         if callable(function) and function.__module__.startswith("dsv4.ops."):
             assert hasattr(function, "__wrapped__"), name

@@ -59,7 +59,7 @@ ACTIONS = st.lists(
 
 @pytest.mark.slow
 @given(ACTIONS, st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_steps_are_the_layers(every_kind, actions, pooled: bool, seed: int) -> None:
     """Bit for bit, in results and caches, while sequences come, go and are forked."""
     draw = torch.Generator().manual_seed(seed)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+CODE = ("dsv4", "tests", "tools", "examples")
 SPECIFICATION = ROOT / "docs" / "specification.md"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
@@ -137,13 +138,13 @@ def link_problems(document: Path, text: str) -> list[str]:
 
 def citing_files() -> list[Path]:
     """Every file that may cite, except this one, which has broken citations as examples."""
-    code = [p for folder in ("dsv4", "tests", "tools") for p in (ROOT / folder).rglob("*.py")]
+    code = [p for folder in CODE for p in (ROOT / folder).rglob("*.py")]
     documents = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     return sorted(p for p in (*code, *documents) if p != Path(__file__).resolve())
 
 
 def documents() -> list[Path]:
-    folders = (ROOT / name for name in ("docs", "notes", "results"))
+    folders = (ROOT / name for name in ("docs", "examples", "notes", "results"))
     return sorted([*ROOT.glob("*.md"), *(p for folder in folders for p in folder.rglob("*.md"))])
 
 

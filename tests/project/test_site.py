@@ -25,8 +25,10 @@ def hook():
 
 
 def test_the_navigation_has_every_page_once() -> None:
-    named = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
-    assert sorted(named) == sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md"))
+    named = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    pages = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")]
+    pages += [str(p.relative_to(ROOT)) for p in (ROOT / "results").rglob("*.md")]
+    assert sorted(named) == sorted(pages)
 
 
 @pytest.mark.parametrize(("package", "page"), [(ops, "ops"), (layers, "layers")])
@@ -48,7 +50,7 @@ def test_names_in_the_reference_exist(page: Path) -> None:
 
 def test_links_of_llms_txt_are_pages() -> None:
     for target in re.findall(r"\]\(([^)]+)\)", (DOCS / "llms.txt").read_text()):
-        page = DOCS / target.rstrip("/")
+        page = ROOT / hook().in_repository(target).rstrip("/")
         assert page.with_suffix(".md").exists() or (page / "index.md").exists(), target
 
 
@@ -64,6 +66,21 @@ def test_links_of_llms_txt_are_pages() -> None:
 )
 def test_links_that_leave_the_site_become_paths(text: str, expected: str) -> None:
     assert hook().rewrite(text, "docs/page.md") == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "text", "expected"),
+    [
+        ("docs/page.md", "[a](../results/index.md)", "[a](results/index.md)"),
+        ("docs/kernels/k.md", "[a](../../results/g/index.md#b)", "[a](../results/g/index.md#b)"),
+        ("results/g/index.md", "[a](../../docs/page.md#b)", "[a](../../page.md#b)"),
+        ("results/g/index.md", "[a](../index.md) [b](x.json)", "[a](../index.md) [b](x.json)"),
+        ("results/index.md", "[a](../notes/index.md)", "a (`notes/index.md`)"),
+    ],
+)
+def test_pages_of_results_are_in_the_site(document: str, text: str, expected: str) -> None:
+    assert hook().rewrite(text, document) == expected
+    assert hook().in_repository(document.removeprefix("docs/")) == document
 
 
 def test_links_between_folders_of_the_site_stay() -> None:

@@ -52,9 +52,9 @@ def test_philox_gives_the_published_words(word, key, expected) -> None:
 
 def test_random_words_depend_on_seed_position_and_token_alone() -> None:
     seeds, positions = torch.tensor([5, 6, 5]), torch.tensor([0, 0, 7])
-    words = token_words(seeds, positions, 131)
+    words = token_words(seeds, positions, range(131))
     for i in range(3):
-        alone = token_words(seeds[i : i + 1], positions[i : i + 1], 64)[0]
+        alone = token_words(seeds[i : i + 1], positions[i : i + 1], range(64))[0]
         assert torch.equal(alone, words[i, :64])
     assert words.unique().numel() == words.numel()
     assert 0 <= int(words.min()) <= int(words.max()) < 2**32

@@ -237,6 +237,14 @@ def test_a_call_without_arguments_has_a_blank_line():
     assert '<｜DSML｜invoke name="f">\n\n</｜DSML｜invoke>' in rendered.text
 
 
+def test_characters_beyond_ascii_stand_in_tools_and_calls_as_they_are():
+    tool = {**WEATHER, "description": "Größe, 杭州"}
+    messages = [USER, answer(tool_calls=[call("get_weather", '{"cities": ["\\u676d州"]}')])]
+    text = prompt([*messages, result("x")], tools=[tool]).text
+    assert '"description": "Größe, 杭州"' in text
+    assert 'name="cities" string="false">["杭州"]<' in text
+
+
 def test_results_go_to_the_order_of_their_calls_and_texts_stay():
     calls = [call("f", {"x": 1}, n) for n in "abc"]
     messages = [USER, answer(tool_calls=calls), result("C", "c"), {**USER, "content": "text"}]
@@ -271,6 +279,10 @@ class TestEffort:
         self.write(tmp_path, "REASONING_EFFORT_PROMPTS = {'high': 'x', 'other': ''}")
         table = EffortTable.from_path(tmp_path)
         assert (table.text(DEFAULT), table.text("other")) == ("x", "")
+        # Names of a known release with other texts.
+        self.write(tmp_path, "REASONING_EFFORT_PROMPTS = {'high': 'x', 'max': 'y'}")
+        table = EffortTable.from_path(tmp_path)
+        assert (table.text(DEFAULT), table.text("max")) == ("x", "y")
 
     @pytest.mark.parametrize(
         "source",

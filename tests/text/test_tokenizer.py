@@ -146,6 +146,22 @@ def test_a_stop_string_is_found_however_text_is_cut(text, stops, data):
 
 
 @pytest.mark.parametrize(
+    ("text", "stops", "shown", "stop"),
+    [
+        ("aaab", ["aab"], "a", "aab"),  # the longest beginning is held back
+        ("abc", ["abc", "b"], "a", "b"),  # the first that is complete, not the first that begins
+        ("ab", ["b", "ab"], "", "ab"),  # the longest of those that end together
+        ("aa", ["aab"], "aa", None),
+    ],
+)
+def test_stop_strings_that_overlap_are_found_whole_and_letter_by_letter(text, stops, shown, stop):
+    for pieces in (text, [text]):
+        stream = StopStream(stops)
+        passed = [*map(stream.push, pieces), stream.flush()]
+        assert ("".join(passed), stream.stop) == (shown, stop)
+
+
+@pytest.mark.parametrize(
     ("stops", "kind", "message"),
     [
         ("ab", TypeError, "stop is 'ab', wanted a list of strings"),

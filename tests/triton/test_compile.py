@@ -100,7 +100,7 @@ def _allowed_stack(kernel):
 def test_every_kernel_compiles_and_fits(arch, how):
     """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
     kernels = compiled(arch, *how)
-    assert {kernel["op"] for kernel in kernels} == KERNEL_OPS | {"fragments"}
+    assert {kernel["op"] for kernel in kernels} == KERNEL_OPS | {"fragments", "push"}
     assert not [k for k in kernels if k["stack"] > _allowed_stack(k["kernel"]) or k["local"]]
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED, kernel

@@ -48,6 +48,16 @@ def mark_nonfinite_(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("mark_nonfinite_", "streams", sizes, tokens, build)
 
 
+def all_reduce(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """A sublayer's output of a group of one rank: a copy. See ``suites/all_reduce.py`` for more."""
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(tokens, c.hidden_size)
+        return Problem(ops.all_reduce, (x,), {}, within(budgets.copied), nbytes(x))
+
+    yield Case("all_reduce", "one rank", {"H": c.hidden_size}, tokens, build)
+
+
 def rope(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Queries of a compressed layer, and back."""
 

@@ -218,6 +218,16 @@ def hc_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     return _quantized(case, ops.hc_pre_norm_quantize, judge)
 
 
+def hc_reduce_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs between two sublayers, as of a group of one rank: there is no other."""
+    [case] = hc_post_pre_norm(c, tokens)
+
+    def build(draw: Draw) -> Problem:
+        return dataclasses.replace(case.build(draw), function=ops.hc_reduce_post_pre_norm)
+
+    yield dataclasses.replace(case, op="hc_reduce_post_pre_norm", build=build)
+
+
 def hc_post_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Cases of what runs between two sublayers, with the quantised input of the second."""
     [case] = hc_post_pre_norm(c, tokens)

@@ -60,22 +60,23 @@ def dequantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("dequantize", "down", {"N": rows, "K": columns}, tokens, build)
 
 
-def own_gemm(rows: int, columns: int, tokens: int) -> list[Case]:
+def own_gemm(rows: int, columns: int, tokens: int, groups: int = 1) -> list[Case]:
     """A GEMM of any size, with the three kinds of operands that ``gemm`` has.
 
     Args:
         rows: N of the weight.
         columns: K, a multiple of 16.
         tokens: M.
+        groups: Groups, each of which has ``rows`` rows and its own columns of X.
 
     Raises:
         UsageError: if a size is not allowed.
     """
     if rows < 1:
-        raise UsageError(f"--n is {rows}, wanted at least 1")
+        raise UsageError(f"N is {rows}, wanted at least 1")
     if columns < 1 or columns % 16:
-        raise UsageError(f"--k is {columns}, wanted a multiple of 16")
-    matrix: Matrix = (rows, columns, 1, ())
+        raise UsageError(f"K is {columns}, wanted a multiple of 16")
+    matrix: Matrix = (rows, columns, groups, ())
     return [
         _case(tokens, matrix, name, activation, format)
         for name, activation, format in (

@@ -12,6 +12,7 @@ from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.kv_cache.pages import COMPACT_FORMATS, Pages, entry_layout
 from dsv4.ops.indexer import QUERY_FORMATS
 
@@ -72,8 +73,8 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
         kv, score = (draw.normal(tokens, width) for _ in range(2))
         ape = draw.normal(ratio, width, dtype=torch.float32)
         args = (kv, score, ape, state, bounds, starts, sequences)
-        used = state.nbytes // (batch + 1) * batch
         slots = state.shape[1]
+        used = state[0].nbytes // slots * (slots - ROLLBACK) * batch
         stored = sum(min(length, slots) for length in lengths) * (state[0].nbytes // slots)
         entries = 4 * d * (tokens // ratio)
         return Problem(
@@ -148,7 +149,7 @@ def _write_compressed(*args: Any, inv_freq: torch.Tensor, **kwargs: Any) -> None
 
 def _state(draw: Draw, rows: int, ratio: int, width: int, overlap: bool) -> torch.Tensor:
     """Fill every slot but that of the next token, the last one of the third window."""
-    slots = 2 * ratio if overlap else ratio
+    slots = (2 * ratio if overlap else ratio) + ROLLBACK
     state = draw.normal(rows, slots, 2, width, dtype=torch.float32)
     state[:, (3 * ratio - 1) % slots, 0], state[:, (3 * ratio - 1) % slots, 1] = 0, -torch.inf
     return state
@@ -166,16 +167,16 @@ def indexer_rotate_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("indexer_rotate_quantize", "q", sizes, tokens, build)
 
 
-def indexer_select(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def indexer_select(c: ModelConfig, tokens: int, capacity: int | None = None) -> Iterator[Case]:
     """Entries of a few sequences; the first token sees fewer than it wants."""
     for name in ("", *QUERY_FORMATS):
-        yield _select(c, tokens, name)
+        yield _select(c, tokens, name, capacity)
 
 
-def _select(c: ModelConfig, tokens: int, name: str) -> Case:
+def _select(c: ModelConfig, tokens: int, name: str, entries: int | None) -> Case:
     """Queries and keys in the same format, bfloat16 if it has no name."""
     h, d = c.index_n_heads, c.index_head_dim
-    per_sequence = -(-_context(c) // c.compress_rates.csa // _PAGE)
+    per_sequence = -(-(entries or _context(c) // c.compress_rates.csa) // _PAGE)
     batch, capacity = min(tokens, _SEQUENCES), per_sequence * _PAGE
 
     def build(draw: Draw) -> Problem:
@@ -217,10 +218,10 @@ def _paging(c: ModelConfig, tokens: int, draw: Draw, pages: int) -> tuple:
     return table, torch.arange(tokens, device=draw.device) % batch
 
 
-def entry_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def entry_slots(c: ModelConfig, tokens: int, chosen: int | None = None) -> Iterator[Case]:
     """Slots of the entries that the indexer chose."""
-    count = _context(c) // c.compress_rates.csa
-    k = min(c.index_topk, count)
+    count = max(_context(c) // c.compress_rates.csa, chosen or 0)
+    k = chosen or min(c.index_topk, count)
 
     def build(draw: Draw) -> Problem:
         table, sequences = _paging(c, tokens, draw, -(-count // _PAGE))
@@ -232,9 +233,9 @@ def entry_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("entry_slots", "", {"k": k}, tokens, build)
 
 
-def prefix_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def prefix_slots(c: ModelConfig, tokens: int, entries: int | None = None) -> Iterator[Case]:
     """Slots of all entries of a layer of the higher ratio."""
-    count = _context(c) // c.compress_rates.hca
+    count = entries or _context(c) // c.compress_rates.hca
 
     def build(draw: Draw) -> Problem:
         table, sequences = _paging(c, tokens, draw, -(-count // 2))
@@ -288,10 +289,11 @@ def sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
         "hca": context // c.compress_rates.hca,
     }
     for name, count in entries.items():
-        yield _attention(c, tokens, name, count)
+        yield attention_case(c, tokens, name, count)
 
 
-def _attention(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
+def attention_case(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
+    """A case that attends to the window and ``count`` compressed entries."""
     heads, d, reach = c.num_attention_heads, c.head_dim, c.sliding_window
     batch = min(tokens, _SEQUENCES)
 

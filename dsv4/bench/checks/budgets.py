@@ -54,6 +54,11 @@ def _magnitude(weight: Any) -> Any:
     return dataclasses.replace(weight, codes=codes)
 
 
+def copied(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
+    """For what moves numbers as they are."""
+    return torch.zeros_like(truth)
+
+
 def norm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     """Budget: half the error of a sum of D squares under the root, the root, three roundings."""
     return (sum_error(truth.shape[-1]) / 2 + FUNCTION + 3 * U) * truth.abs()

@@ -24,6 +24,7 @@ import torch
 from dsv4 import ops
 from dsv4.bench.baselines import flash_mla
 from dsv4.bench.cases import PRESETS
+from dsv4.bench.cases.own import Shape, config_of, multiple_of
 from dsv4.bench.cases.sequence import angles
 from dsv4.bench.checks import budgets
 from dsv4.bench.checks.judge import within
@@ -41,6 +42,7 @@ MOST_DECODED = 64  # more tokens are a prefill
 _PAGE = 64
 _SHARED = 8192  # entries that the tokens of a prefill choose from
 _FEW_HEADS = 16
+_KEYS = ("plain", "index_fp8", "index_mxfp4")
 _CONTEXT, _CONTEXTS = 131072, (131072, 1048576)
 # Terabytes and teraFLOP a second that count as an H200's, whatever one machine reaches on a day.
 _H200 = (4.38, 790.0)
@@ -148,7 +150,7 @@ def indexer(preset: str, tokens: int) -> Iterator[Case]:
     """See the module."""
     c = _config(preset)
     for context in dict.fromkeys(_bounded(context, c) for context in _CONTEXTS):
-        for name in ("plain", "index_fp8", "index_mxfp4"):
+        for name in _KEYS:
             yield _select(c, f"{preset} {context} tokens {name}", tokens, context, name)
 
 
@@ -211,7 +213,7 @@ GROUPS = (*CASES, "attention_layer")
 
 def run(
     group: str,
-    presets: Sequence[str],
+    presets: Sequence[str | Shape],
     tokens: Sequence[int],
     patterns: Sequence[str],
     options: Options,
@@ -222,7 +224,7 @@ def run(
 
     Args:
         group: One of ``GROUPS``.
-        presets: Names of configurations.
+        presets: Names of configurations, or a user's sizes.
         tokens: Tokens of a step.
         patterns: Shell patterns over the names of cases.
         options: How to measure.
@@ -230,11 +232,11 @@ def run(
         rows: Appended to.
 
     Raises:
-        UsageError: if a name is unknown.
+        UsageError: if a name is unknown, or sizes are impossible.
     """
     rates = published(options.device, rates)
     for preset in presets:
-        _config(preset)
+        _checked(group, preset)
     for preset in presets:
         for count in tokens:
             for row in _measured(group, preset, count, patterns, options, rates):
@@ -242,9 +244,58 @@ def run(
                 print("  ".join(cells(row)), flush=True)
 
 
+def _checked(group: str, preset: str | Shape) -> tuple[str, ModelConfig]:
+    """Return the name and the configuration of sizes.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    if not isinstance(preset, Shape):
+        return preset, _config(preset)
+    names = _OWN[group]
+    preset.check(group, (names,))
+    if group == "indexer":
+        multiple_of(preset, "C", _PAGE)
+    config = config_of(preset, names)
+    if "context" in names:
+        context, most = preset.sizes["context"], attention_layer.MOST_CONTEXT
+        if context > most:
+            raise UsageError(f"--shape is {preset.text!r}, wanted a context of at most {most}")
+        # A layer's steps take an eighth of the positions that a model has.
+        config = config.replace(max_position_embeddings=8 * context)
+    return "own", config
+
+
+# Fields of a configuration by the names of sizes; "": an argument of the case.
+_OWN = {
+    "attention": {
+        "h": "num_attention_heads",
+        "D": "head_dim",
+        "window": "sliding_window",
+        "entries": "",
+    },
+    "indexer": {"h": "index_n_heads", "d": "index_head_dim", "C": "", "k": "index_topk"},
+    "attention_layer": {"H": "hidden_size", "h": "num_attention_heads", "context": ""},
+}
+
+
+def _cases(group: str, preset: str | Shape, tokens: int) -> Iterator[Case]:
+    if not isinstance(preset, Shape):
+        yield from CASES[group](preset, tokens)
+        return
+    name, config = _checked(group, preset)
+    sizes = preset.sizes
+    if group == "attention":
+        yield _attention(config, name, tokens, sizes["h"], sizes["entries"])
+        return
+    context = sizes["C"] * config.compress_rates.csa
+    for entry_format in _KEYS:
+        yield _select(config, f"{name} {entry_format}", tokens, context, entry_format)
+
+
 def _measured(
     group: str,
-    preset: str,
+    preset: str | Shape,
     tokens: int,
     patterns: Sequence[str],
     options: Options,
@@ -254,13 +305,14 @@ def _measured(
         return any(fnmatchcase(name, pattern) for pattern in patterns)
 
     if group in CASES:
-        for case in CASES[group](preset, tokens):
+        for case in _cases(group, preset, tokens):
             if is_selected(case.name):
                 yield measure(case, options, rates)
         return
+    name, config = _checked(group, preset)
     for kind in attention_layer.KINDS:
-        if is_selected(f"{preset} {kind}"):
-            yield attention_layer.measure(_config(preset), preset, kind, tokens, options, rates)
+        if is_selected(f"{name} {kind}"):
+            yield attention_layer.measure(config, name, kind, tokens, options, rates)
 
 
 HEADINGS = (

@@ -39,7 +39,7 @@ from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_
 
 KINDS = {"C4A": CSA, "C128A": HCA, "window": SLIDING}
 MOST_DECODED = 64
-_CONTEXT = 4096
+MOST_CONTEXT = 4096
 # Some ten roundings to bfloat16 follow one another, 2^-9 each, and the queries' are multiplied by
 # the slope of a softmax. A wrong angle, scale, page or mask is off by tenths.
 _TOLERANCE = 0.04
@@ -90,7 +90,7 @@ def build(config: ModelConfig, draw: Draw) -> Sublayer:
 
 
 def _context(c: ModelConfig) -> int:
-    return min(_CONTEXT, c.max_position_embeddings // 8)
+    return min(MOST_CONTEXT, c.max_position_embeddings // 8)
 
 
 def inputs(layer: Sublayer, tokens: int, draw: Draw) -> tuple[torch.Tensor, PagedCache, Batch]:

@@ -27,6 +27,7 @@ from dsv4 import dispatch, ops
 from dsv4.bench import timing
 from dsv4.bench.baselines import check_names, is_among
 from dsv4.bench.baselines import experts as moe_baselines
+from dsv4.bench.cases.own import Shape
 from dsv4.bench.checks import moe as moe_checks
 from dsv4.bench.environment import Rates
 from dsv4.bench.measure import COOLED, SUSTAINED, Options
@@ -160,7 +161,7 @@ Measured = dict[Point, dict[str, Row]]
 
 
 def run(
-    presets: Sequence[str],
+    presets: Sequence[str | Shape],
     routings: Sequence[str],
     tokens: Sequence[int],
     options: Options,
@@ -185,13 +186,13 @@ def run(
         for routing in routings:
             for count, timed in itertools.product(tokens, options.conditions()):
                 rows = measure(layer, routing, count, timed, rates)
-                _keep(measured, (preset, routing, count, timed.rest), rows)
+                _keep(measured, (layer.preset, routing, count, timed.rest), rows)
         whole = moe_layer.build(
             layer.config, layer.gate_up, layer.down, Draw(options.seed, options.device)
         )
         for count, timed in itertools.product(tokens, options.conditions()):
             rows = {"layer": measure_layer(layer, whole, count, timed, rates)}
-            _keep(measured, (preset, ROUTER, count, timed.rest), rows)
+            _keep(measured, (layer.preset, ROUTER, count, timed.rest), rows)
         del layer, whole
     for preset in presets:
         layer = draw_layer(preset, Draw(options.seed, options.device))

@@ -22,6 +22,8 @@ import torch
 
 from dsv4 import ops
 from dsv4.bench.cases import PRESETS
+from dsv4.bench.cases.own import Shape
+from dsv4.bench.cases.own import config_of as own_config
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, UsageError
 from dsv4.config import ModelConfig
@@ -108,12 +110,29 @@ ROUTINGS: dict[str, Callable[[Draw, int, int, int], torch.Tensor]] = {
 }
 
 
-def config_of(preset: str) -> ModelConfig:
-    """Sizes by name; the tiny ones widened to what kernels for packed weights take.
+_OWN = {
+    "E": "n_routed_experts",
+    "H": "hidden_size",
+    "I": "moe_intermediate_size",
+    "k": "num_experts_per_tok",
+}
+
+
+def config_of(preset: str | Shape) -> ModelConfig:
+    """Sizes by name or a user's; the tiny ones widened to what kernels for packed weights take.
 
     Raises:
-        UsageError: if the name is unknown.
+        UsageError: if the name is unknown, or sizes are impossible.
     """
+    if isinstance(preset, Shape):
+        preset.check("moe", (_OWN,))
+        own = own_config(preset, _OWN)
+        inner, hidden = own.moe_intermediate_size, own.hidden_size
+        if not (fragments.fits(2 * inner, hidden) and fragments.fits(hidden, inner)):
+            tile = f"{fragments.ROWS} x {fragments.COLUMNS}"
+            said = f"wanted H and I that make whole tiles of {tile}"
+            raise UsageError(f"--shape is {preset.text!r}, {said}")
+        return own
     if preset not in PRESETS:
         raise UsageError(f"shapes are {preset!r}, wanted one of {', '.join(PRESETS)}")
     config = PRESETS[preset]()
@@ -122,12 +141,13 @@ def config_of(preset: str) -> ModelConfig:
     return config
 
 
-def draw_layer(preset: str, draw: Draw) -> Layer:
+def draw_layer(preset: str | Shape, draw: Draw) -> Layer:
     """Random weights; codes are drawn as they are stored, so they alone take memory."""
     c = config_of(preset)
     experts, inner, hidden = c.n_routed_experts, c.moe_intermediate_size, c.hidden_size
     gate_up = _packed(draw, (experts, 2 * inner, hidden), 2 * inner)
-    return Layer(preset, c, gate_up, _packed(draw, (experts, hidden, inner), 1))
+    name = preset if isinstance(preset, str) else f"own({preset.text})"
+    return Layer(name, c, gate_up, _packed(draw, (experts, hidden, inner), 1))
 
 
 def _packed(draw: Draw, shape: tuple[int, int, int], global_scales: int) -> QuantizedTensor:

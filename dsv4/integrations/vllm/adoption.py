@@ -1,4 +1,4 @@
-"""What a part of the plugin gets to replace modules of vLLM's model."""
+"""Arguments with which a part of the plugin replaces modules of vLLM's model."""
 
 from __future__ import annotations
 

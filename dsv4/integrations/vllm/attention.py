@@ -45,7 +45,7 @@ _SLOT_BYTES = 128 << 20
 
 @dataclass
 class Attended:
-    """Where attention leaves its result outside of graphs with eager pieces: no copy is needed.
+    """Buffers that attention writes outside of graphs with eager pieces, so that nothing is copied.
 
     Attributes:
         heads: ``[T, heads, D]``, rotated back.
@@ -56,7 +56,7 @@ class Attended:
 
 @dataclass
 class _State:
-    """What the module keeps beside vLLM's attributes."""
+    """State that the module keeps beside vLLM's attributes."""
 
     window: PagesOf
     compressed: PagesOf
@@ -94,7 +94,7 @@ class Attention(DeepseekV4FlashMLAAttention):
         positions: torch.Tensor,
         o_padded: Any,
     ) -> None:
-        """As vLLM's; what side streams share is made before they fork."""
+        """Run vLLM's method; values that side streams share are made before they fork."""
         tables(self.rotary_emb.cos_sin_cache, positions)
         super()._prepare_and_attn(
             hidden_states,

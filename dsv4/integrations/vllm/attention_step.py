@@ -1,4 +1,4 @@
-"""What the attention layers of one forward share: tables, rows, counts and slots.
+"""Values that the attention layers of one forward share: tables, rows, counts and slots.
 
 All of it is computed on the device from vLLM's metadata, whose padding has slot -1; numbers of
 tokens and the longest context are vLLM's own host numbers, read where vLLM reads them, too.
@@ -19,7 +19,7 @@ _SHARED = "dsv4_attention"
 
 
 def shared(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for ``key`` in this forward.
+    """Return the value that ``make`` returned for ``key`` in this forward.
 
     A graph that is being captured shares nothing with what runs eagerly between its pieces: there
     the tensors are made again when it is replayed.

@@ -143,7 +143,7 @@ def _states(compressor: Any, device: torch.device) -> torch.Tensor:
 def fake_metadata(
     module: Any, shape: Shape, positions: torch.Tensor, limits: Limits
 ) -> dict[str, Any]:
-    """What the module reads of vLLM's metadata; every block table names block 0.
+    """Make the fields of vLLM's metadata that the module reads; all block tables name block 0.
 
     Args:
         module: The attention module.

@@ -1,4 +1,4 @@
-"""Which request a token of vLLM's batch belongs to, and at which position."""
+"""Request and position of each token of vLLM's batch."""
 
 from __future__ import annotations
 

@@ -43,12 +43,12 @@ _PARAMETERS = tuple(
 
 @dataclass(frozen=True)
 class Source:
-    """What a method of this module needs after loading.
+    """A layer of vLLM and its method, which a method of this module replaces after loading.
 
     Attributes:
         name: Qualified name of the layer.
         method: vLLM's method that it replaces.
-        context: Of the model.
+        context: Switches and report of the model.
     """
 
     name: str
@@ -149,7 +149,7 @@ def expert_range(layer: RoutedExperts) -> tuple[int, int] | None:
 
 
 class _Experts:
-    """What replaces parts of vLLM's methods for routed experts.
+    """Replacements for parts of vLLM's methods for routed experts.
 
     ``moe_kernel`` stays None, so vLLM's runner routes tokens, calls ``apply``, runs the shared
     experts before or beside it and reduces the sum.

@@ -35,7 +35,7 @@ _MODEL_KERNEL = "hc_post, hc_head"
 
 @dataclass(frozen=True)
 class Mixed:
-    """What a sublayer gets and what its output is written back with.
+    """Input of a sublayer and the coefficients that write its output back.
 
     Attributes:
         streams: ``[T, n, H]``, the residual streams.

@@ -35,7 +35,7 @@ class Indexer(DeepseekV4Indexer):
 
     @property
     def entry_format(self) -> str:
-        """Of vLLM's index pages."""
+        """Return the entry format of vLLM's index pages."""
         return "index_mxfp4" if self.use_fp4_kv else "index_fp8"
 
     def forward(

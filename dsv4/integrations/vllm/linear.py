@@ -36,13 +36,13 @@ _PARAMETERS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
 @dataclass(frozen=True)
 class Source:
-    """What a method of this module needs after loading.
+    """A layer of vLLM and its method, which a method of this module replaces after loading.
 
     Attributes:
         name: Qualified name of the layer.
         method: vLLM's method that it replaces.
         owner: The module that has the layer.
-        context: Of the model.
+        context: Switches and report of the model.
     """
 
     name: str
@@ -113,7 +113,7 @@ def _unsupported_nvfp4(layer: LinearBase) -> str:
 
 
 class _Linear:
-    """What replaces parts of vLLM's methods for linear layers."""
+    """Replacements for parts of vLLM's methods for linear layers."""
 
     dsv4_source: Source
     dsv4_kernel: str

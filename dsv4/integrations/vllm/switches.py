@@ -14,7 +14,7 @@ _SWITCHES = {"0": False, "": False, "1": True}
 
 @dataclass(frozen=True)
 class Switches:
-    """What the environment asks of the plugin.
+    """Settings of the plugin from environment variables.
 
     Attributes:
         parts: Parts of vLLM's model that run on this package's kernels; ``DSV4_VLLM``.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +21,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream
+from dsv4.triton._lib.mailbox import PushedSum, load_sum
 from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
@@ -193,6 +195,7 @@ def _mixing_small_m_kernel(
     hidden,
     splits,
     WRITE_BACK: tl.constexpr,
+    RANKS: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -202,7 +205,8 @@ def _mixing_small_m_kernel(
     """Partial sums of one token over a slice of the hidden dimension, of all four streams.
 
     A program has all streams of its columns, so the write-back of the sublayer before can be done
-    here. All loads are issued before the first use, so that their latencies overlap.
+    here; with RANKS its output is the sum of a mailbox's slots (``mailbox.load_sum``). All other
+    loads are issued before the first use, so that their latencies overlap.
     """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
@@ -219,8 +223,12 @@ def _mixing_small_m_kernel(
     offset = token * 4 * hidden + column
     x0, x1, x2, x3 = load_streams(x, offset, hidden, inside)
     if WRITE_BACK:
-        wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
-        mixers = load_mixers(post, comb, token)
+        if RANKS:  # what does not come from the mailbox is loaded before the wait
+            mixers = load_mixers(post, comb, token)
+            wide = load_sum(y, token, split * BLOCK, column, inside, hidden, RANKS)
+        else:
+            wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
+            mixers = load_mixers(post, comb, token)
         DTYPE: tl.constexpr = x.dtype.element_ty
         m0 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[0]), DTYPE)
         m1 = narrow(mixed_stream(wide, x0, x1, x2, x3, mixers[1]), DTYPE)
@@ -333,19 +341,43 @@ def _partials_of_large_m(x: torch.Tensor, fn: torch.Tensor) -> Partials:
     return partials
 
 
+@dataclass(frozen=True)
+class WriteBack:
+    """What ``hc_post`` writes to the streams; all tensors are contiguous.
+
+    Attributes:
+        y: ``[T, H]``, output of the sublayer before, or what the ranks pushed of it.
+        post: ``[T, 4]``.
+        comb: ``[T, 4, 4]``.
+    """
+
+    y: torch.Tensor | PushedSum
+    post: torch.Tensor
+    comb: torch.Tensor
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that pushed ``y``; 0 for a tensor."""
+        return self.y.ranks if isinstance(self.y, PushedSum) else 0
+
+    @property
+    def arguments(self) -> tuple[Any, torch.Tensor, torch.Tensor]:
+        """Arguments of the kernel."""
+        y = self.y.arguments if isinstance(self.y, PushedSum) else self.y
+        return y, self.post, self.comb
+
+
 def partials_of_small_m(
-    x: torch.Tensor,
-    fn: torch.Tensor,
-    write_back: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    x: torch.Tensor, fn: torch.Tensor, write_back: WriteBack | None = None
 ) -> tuple[Partials, torch.Tensor]:
     """Partial sums for small M, and the streams that they are of.
 
-    With ``write_back`` ``(y, post, comb)`` these are the streams after it, else ``x``.
+    With ``write_back`` these are the streams after it, else ``x``.
     """
     tokens, _, hidden = x.shape
     block = 32 if hidden <= 4096 else 64
     partials = _empty_partials(x, fn, -(-hidden // block))
-    y, post, comb = write_back or (None, None, None)
+    y, post, comb = (None, None, None) if write_back is None else write_back.arguments
     out = x if write_back is None else torch.empty_like(x)
     with launch_options.on(x):
         _mixing_small_m_kernel[(tokens * partials.splits,)](
@@ -360,6 +392,7 @@ def partials_of_small_m(
             hidden,
             partials.splits,
             WRITE_BACK=write_back is not None,
+            RANKS=0 if write_back is None else write_back.ranks,
             ROWS=partials.rows,
             ROW_BLOCK=partials.row_block,
             BLOCK=block,

@@ -5,7 +5,8 @@ to fail. A number is that of a known pitfall (specification, section 15). "HF" a
 drop-in for transformers; "files" are errors with files that are replaced, or come from elsewhere;
 "load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
-"start" are errors of what is compiled ahead; "draft" are errors of DSpark.
+"start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams;
+"ranks" are errors of models on several ranks; "draft" are errors of DSpark.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from .loading import MUTANTS as _LOADING
 from .mixing import MUTANTS as _MIXING
 from .mutant import Mutant
 from .quantisation import MUTANTS as _QUANTISATION
+from .ranks import MUTANTS as _RANKS
 from .starting import MUTANTS as _STARTING
 from .state import MUTANTS as _STATE
+from .texts import MUTANTS as _TEXTS
 
 __all__ = ["MUTANTS", "REQUIRED", "Mutant"]
 
@@ -45,5 +48,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_LAYERING,
     *_LOADING,
     *_STARTING,
+    *_TEXTS,
+    *_RANKS,
 )
 REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

@@ -133,8 +133,8 @@ MUTANTS = (
         "pitfall 27",
         "a range of experts takes the input scales of the first ones",
         "dsv4.checkpoint.expert_slots:ExpertsSlot._largest",
-        "zip(PROJECTIONS, self.names_of(expert), strict=True)",
-        "((p, f'{self.name}.{expert}.{p}.weight') for p in PROJECTIONS)",
+        "self.held",
+        "range(self.count)",
         PRODUCERS + "test_a_range_of_experts_takes_its_own_input_scales",
     ),
     Mutant(

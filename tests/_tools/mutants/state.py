@@ -12,6 +12,7 @@ FORK = (
     "tests/kv_cache/test_page_pools.py::test_pitfall_15_every_accepted_prefix_of_a_guess_is_serial"
 )
 ATOMIC = "tests/kv_cache/test_steps_atomic.py::test_failures_at_every_place_leave_nothing"
+ROLLBACK = "tests/kv_cache/test_rollback.py::test_at_every_border_it_is_as_if_never_stepped"
 TWICE = "tests/ops/test_compressor.py::test_one_token_can_be_taken_twice"
 FORMULA = "tests/layers/test_layers.py::test_pitfalls_1_2_3_4_5_6_13_14_attention_is_its_formula"
 PROMPTS = "tests/serving/test_prompts.py::test_"
@@ -80,7 +81,7 @@ MUTANTS = (
         "pitfall 15",
         "a step that failed and whose tokens still count",
         "dsv4.kv_cache.atomic_steps:AtomicSteps._take_back",
-        "self._tokens[row] = tokens",
+        "self._counts[row] = self._counts[row].undone(count)",
         "pass",
         ATOMIC,
     ),
@@ -104,7 +105,7 @@ MUTANTS = (
         "pitfall 15",
         "a step of several tokens that failed after it took slots of the open windows",
         "dsv4.kv_cache.layer_cache:State.loses",
-        "first < start and end > first + slots",
+        "first < start and end > first + self.tensor.shape[2]",
         "False",
         ATOMIC,
     ),
@@ -128,9 +129,41 @@ MUTANTS = (
         "pitfall 15",
         "a token that closes a window clears slots that its repetition reads",
         REFERENCE + "compressor:_store_state",
-        "(position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
-        "position < source.end.unsqueeze(-1) + source.slots",
+        "(source.end - source.slots).unsqueeze(-1) + slot",
+        "(source.end - source.slots // 2).unsqueeze(-1) + slot",
         TWICE,
+    ),
+    Mutant(
+        "pitfall 15",
+        "a state without slots for tokens to be taken back",
+        "dsv4.kv_cache.layer_cache:state_shape",
+        "c * ratio + rollback",
+        "c * ratio + rollback // 4",
+        ROLLBACK,
+    ),
+    Mutant(
+        "pitfall 15",
+        "tokens of a closed window that are not stored, and cannot be pooled again",
+        REFERENCE + "compressor:_store_state",
+        "position >= source.start.unsqueeze(-1)",
+        "position >= source.end.unsqueeze(-1) // source.ratio * source.ratio - source.ratio",
+        ROLLBACK,
+    ),
+    Mutant(
+        "pitfall 15",
+        "window pages evicted by tokens that may be taken back",
+        "dsv4.kv_cache.paged_cache:PagedCache._trim",
+        "window.trim(row, self._window_low(self._counts[row].low))",
+        "window.trim(row, self._window_low(self._counts[row].high))",
+        "tests/kv_cache/test_rollback.py::test_rejected_guesses_leave_nothing",
+    ),
+    Mutant(
+        "pitfall 15",
+        "a rejected draft that is replaced by a draw from the target's whole distribution",
+        "dsv4.speculation.verify:verify_sampled",
+        "(p[:, :-1] - q).clamp(min=0)",
+        "p[:, :-1]",
+        "tests/speculation/test_verify.py::test_tokens_have_the_target_s_distribution",
     ),
     Mutant(
         "pitfall 16",
@@ -279,7 +312,7 @@ MUTANTS = (
         "pitfall 22",
         "a sequence without tokens writes its state",
         REFERENCE + "compressor:_store_state",
-        "(position >= source.start.unsqueeze(-1)) & (position < source.end.unsqueeze(-1))",
+        "position >= source.start.unsqueeze(-1)",
         "position < source.end.unsqueeze(-1)",
         COMPRESSOR + "22_all_lengths_zero",
     ),

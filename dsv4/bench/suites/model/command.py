@@ -14,7 +14,13 @@ import torch
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
 from dsv4.bench.suites.model import report
-from dsv4.bench.suites.model.document import ModelResults, Named, Output, document
+from dsv4.bench.suites.model.document import (
+    ModelResults,
+    Named,
+    document,
+    output_path,
+    write,
+)
 from dsv4.bench.suites.model.measure import Measurement, synchronize
 from dsv4.bench.suites.model.memory import check_memory
 from dsv4.bench.suites.model.request import ModelRequest
@@ -134,11 +140,10 @@ def finish(
     """Print and write; whether no measurement failed."""
     print()
     print("\n".join(report.lines(results, profile=options.profile)))
-    gpu, named = str(header["gpu"]), Named(**request.named())
-    output = Output.of(getattr(options, "json", None), options.chart, gpu, named)
-    svg = report.chart(results, gpu, str(header["date"])[:10])
     print()
-    for path in output.write(document(header, results), svg):
+    if hasattr(options, "json"):
+        path = output_path(options.json, header, Named(**request.named()))
+        write(path, document(header, results))
         print(f"wrote {path}")
     print(report.verdict(results), flush=True)
     return not report.failures(results)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from dsv4.bench.environment import slug
-from dsv4.bench.suites.model.profile import Profile
+from dsv4.bench.results import file_name, text_of
+from dsv4.bench.suites.model.profile import OperatorTime, Profile
 
 SCHEMA = "dsv4.bench.model/1"
 
@@ -240,43 +239,44 @@ def _fields(where: str, content: Any, names: set[str]) -> None:
         raise ValueError(f"results: {where}.{name} is {kind}")
 
 
-@dataclass(frozen=True)
-class Output:
-    """Destinations of results: a JSON file and a chart; None: nowhere."""
+def parse(content: Any) -> ModelResults:
+    """Return the results of a file's content.
 
-    json: Path | None
-    chart: Path | None
+    Raises:
+        ValueError: if the content does not fit the schema.
+    """
+    validate(content)
+    rows = [DecodeRow(**{**row, "model": Named(**row["model"])}) for row in content["rows"]]
+    prompts = [PromptRow(**{**row, "model": Named(**row["model"])}) for row in content["prompts"]]
+    profiles = []
+    for row in content["profiles"]:
+        kernels = row["profile"]
+        operators = tuple(OperatorTime(**operator) for operator in kernels["operators"])
+        profile = Profile(kernels["ms"], kernels["launches"], operators)
+        profiles.append(ProfileRow(Named(**row["model"]), row["tokens"], row["context"], profile))
+    start = Start(**content["start"])
+    return ModelResults(start, rows, prompts, profiles, content["stopped"])
 
-    @classmethod
-    def of(cls, out: str | None, chart: str | None, gpu: str, model: Named) -> Output:
-        """Paths from the options.
 
-        Args:
-            out: A file, or a folder that ends with a slash, for
-                ``results/<gpu>/model_<preset>_<recipe>.json``.
-            chart: A file; None: the path of ``out`` with .svg.
-            gpu: The device's name.
-            model: What was measured.
-        """
-        path = None
-        if out is not None:
-            path = Path(out)
-            if out.endswith("/"):
-                base = path if path.name == "results" else path / "results"
-                path = base / slug(gpu) / f"model_{slug(model.preset)}_{model.recipe}.json"
-        default = path.with_suffix(".svg") if path is not None else None
-        return cls(path, Path(chart) if chart is not None else default)
+def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
+    """Return the path of the file.
 
-    def write(self, content: dict[str, Any], svg: str) -> Sequence[Path]:
-        """Write the files; their paths."""
-        written = []
-        if self.json is not None:
-            validate(content)
-            self.json.parent.mkdir(parents=True, exist_ok=True)
-            self.json.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            written.append(self.json)
-        if self.chart is not None:
-            self.chart.parent.mkdir(parents=True, exist_ok=True)
-            self.chart.write_text(svg)
-            written.append(self.chart)
-        return written
+    Args:
+        out: A file, or a folder that ends with a slash, for
+            ``results/<gpu>/<date>-model_<preset>_<recipe>.json``.
+        header: Header of the results.
+        model: What was measured.
+    """
+    path = Path(out)
+    if not out.endswith("/"):
+        return path
+    base = path if path.name == "results" else path / "results"
+    suite = f"model_{slug(model.preset)}_{model.recipe}"
+    return base / slug(str(header["gpu"])) / file_name(header, suite)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write a file whose content fits the schema."""
+    validate(content)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text_of(content))

@@ -8,7 +8,7 @@ NVFP4_GEMM, FP8_GEMM, EXPERTS = "GEMM, NVFP4", "GEMM, FP8", "routed experts, gro
 ATTENTION, INDEXER, ROUTER = "attention", "indexer", "router"
 PERMUTATION, HYPER = "expert permutation", "hyper-connection"
 COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
-CHECKS = "checks for NaN"
+CHECKS, SUMS = "checks for NaN", "sums over ranks"
 SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
 SAMPLING, PACKING = "sampling", "weight packing"
 CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
@@ -97,6 +97,7 @@ FUNCTIONS = {
     "_unpack_kernel": DEQUANTIZE,
     "_decode_fp8_kernel": DEQUANTIZE,
     "_pack_kernel": PACKING,
+    "_push_kernel": SUMS,
     "_mark_kernel": CHECKS,
     "_largest_kernel": SAMPLING,
     "_scores_kernel": SAMPLING,
@@ -105,6 +106,7 @@ FUNCTIONS = {
 # Libraries: the first pattern that the name contains, in lower case.
 _LIBRARIES = (
     (r"memcpy|memset", COPIES),
+    (r"nccl|shot_all_reduce", SUMS),
     (r"nvjet|cublas|splitk|gemm|gemv|cutlass|dot_kernel", CUBLAS),
     (r"at::|at_cuda|elementwise|cub::|reduce_kernel|index", TORCH),
 )

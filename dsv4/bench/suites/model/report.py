@@ -1,11 +1,10 @@
-"""Tables, verdict and chart of ``python -m dsv4.bench model``."""
+"""Tables and verdict of ``python -m dsv4.bench model``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from dsv4.bench.report import number
-from dsv4.bench.suites.model.chart import Chart, Group
 from dsv4.bench.suites.model.document import DecodeRow, Measured, ModelResults, Named, ProfileRow
 from dsv4.bench.suites.model.measure import NOT_ASKED
 from dsv4.bench.suites.model.request import NOT_BEGUN
@@ -17,7 +16,6 @@ _TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "g
 _MORE = ("deterministic",)  # where it was asked for
 _PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
-SERIES = ("bound", "kernels' sum", "captured step", "runner's step", "generate")
 
 
 def lines(results: ModelResults, *, profile: bool) -> list[str]:
@@ -208,24 +206,3 @@ def _worst(rows: Sequence[DecodeRow]) -> list[str]:
             worst, row = max(ratios, key=lambda pair: pair[0] or 0.0)
             words.append(f"{name} {worst:.3g} (at {row.tokens})")
     return [f"over the step at most: {', '.join(words)}"] if words else []
-
-
-def chart(results: ModelResults, gpu: str, date: str) -> str:
-    """Bars of every row, as SVG."""
-    times: tuple[Callable[[DecodeRow], float | None], ...] = (
-        lambda row: row.bound_ms,
-        lambda row: row.kernels_ms,
-        lambda row: row.step_ms,
-        lambda row: row.runner_ms,
-        lambda row: row.generate_ms,
-    )
-    groups = [
-        Group(
-            (f"{row.tokens} sequence{'s' * (row.tokens > 1)}", f"context {row.context}"),
-            tuple(time(row) for time in times),
-        )
-        for row in results.rows
-    ]
-    named = [model_words(row.model) for row in results.rows[:1]]
-    notes = (f"{gpu}, {date}", *named)
-    return Chart("Decoding, one token of each sequence", notes, "ms per step", SERIES, groups).svg()

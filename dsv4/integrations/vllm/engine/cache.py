@@ -28,7 +28,7 @@ from dsv4.integrations.vllm.engine.specs import (
     window_groups,
 )
 from dsv4.kv_cache.batch import Batch
-from dsv4.kv_cache.layer_cache import LayerCache, state_shape
+from dsv4.kv_cache.layer_cache import ROLLBACK, LayerCache, state_shape
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.kv_cache.pages import Pages
 
@@ -37,7 +37,7 @@ _ROWS_NAME = f"model.layers.0.{ROWS}"
 
 @dataclass(frozen=True)
 class EngineSize:
-    """How much vLLM asks the model to hold.
+    """Numbers of sequences and tokens that vLLM asks the model to hold.
 
     Attributes:
         max_requests: Requests that run at one time.
@@ -199,7 +199,7 @@ def _state(
 ) -> torch.Tensor:
     dim = config.index_head_dim if kind == INDEX else config.head_dim
     overlap = config.layer_type(layer) == CSA
-    shape = state_shape(size.rows, config.compress_rate(layer), overlap, dim)
+    shape = state_shape(size.rows, config.compress_rate(layer), overlap, dim, ROLLBACK)
     state = torch.zeros(shape, dtype=torch.float32, device=device)
     state[:, :, 1] = -torch.inf
     return state

@@ -83,7 +83,7 @@ class Dsv4ForCausalLM(nn.Module):
     def get_kv_cache_groups(
         cls, vllm_config: VllmConfig, kv_cache_spec: dict[str, KVCacheSpec]
     ) -> list[KVCacheGroupSpec]:
-        """Which modules share a block table; vLLM calls it before it makes its scheduler.
+        """Group the modules that share a block table; vLLM calls it before it makes its scheduler.
 
         The scheduler may be in another process than the model: rows are registered here, too, and
         prefix caching ends here. A prefix that is found has no compressor state, which is per

@@ -1,4 +1,4 @@
-"""What ``--additional-config '{"dsv4": {...}}'`` says of the model."""
+"""Options of the model in ``--additional-config '{"dsv4": {...}}'``."""
 
 from __future__ import annotations
 

@@ -41,18 +41,18 @@ class BlockPages(nn.Module, AttentionLayerBase):
         self._bound(kv_cache)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
-        """Who makes the metadata."""
+        """Return the class that makes the metadata."""
         return PagesBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
-        """What a block is."""
+        """Describe a block to vLLM."""
         del vllm_config
         return self.spec
 
 
 @dataclass(frozen=True, eq=False)
 class GroupStep:
-    """What vLLM says of a step and a KV cache group; all on the device, padded for CUDA graphs.
+    """Metadata of a step for a KV cache group; all on the device, padded for CUDA graphs.
 
     Attributes:
         query_start_loc: ``[requests + 1]`` int, first new token of each request.
@@ -128,7 +128,7 @@ class PagesBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[GroupStepBuilder]:
-        """Who makes the metadata."""
+        """Return the class that makes the metadata."""
         return GroupStepBuilder
 
     @staticmethod

@@ -71,7 +71,7 @@ class PageLayout:
         return -(-self.pages.page_bytes() // unit) * unit
 
     def spec(self, sliding_window: int) -> AttentionSpec:
-        """As vLLM's KV cache spec."""
+        """Return vLLM's KV cache spec."""
         pages = self.pages
         common = {
             "block_size": self.block_tokens,

@@ -1,0 +1,105 @@
+"""Tables and chart of a whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dsv4.bench.pages.charts import Chart, Series
+from dsv4.bench.pages.tables import cell, paragraph, table
+from dsv4.bench.suites.model.document import DecodeRow, ModelResults, ProfileRow
+from dsv4.bench.suites.model.report import model_words
+
+_STEP: dict[str, Callable[[DecodeRow], float | None]] = {
+    "bound": lambda row: row.bound_ms,
+    "kernels' sum": lambda row: row.kernels_ms,
+    "captured step": lambda row: row.step_ms,
+    "runner's step": lambda row: row.runner_ms,
+    "generate": lambda row: row.generate_ms,
+}
+_EAGER: dict[str, Callable[[DecodeRow], float | None]] = {
+    "eager": lambda row: row.eager_ms,
+    "deterministic": lambda row: row.deterministic_ms,
+}
+
+
+def sections(results: ModelResults) -> list[str]:
+    """Return the tables of a file: steps, prompts, start, and kernels by operator."""
+    return [
+        *_steps(results),
+        *_prompts(results),
+        "",
+        *paragraph(start_words(results)),
+        *(line for row in results.profiles[:1] for line in _profile(row)),
+    ]
+
+
+def _steps(results: ModelResults) -> list[str]:
+    times = {**_STEP, **_EAGER}
+    shown = [n for n, time in times.items() if any(time(row) is not None for row in results.rows)]
+    body = [
+        [str(row.tokens), str(row.context), *(cell(times[name](row)) for name in shown)]
+        for row in results.rows
+    ]
+    named = model_words(results.rows[0].model) if results.rows else ""
+    return [
+        *paragraph(
+            f"{named}. Milliseconds of a step, in which each sequence gets a token; kernels on "
+            "several streams overlap, so their sum exceeds the step:"
+        ),
+        "",
+        *table(["sequences", "context", *shown], body, texts=0),
+    ]
+
+
+def _prompts(results: ModelResults) -> list[str]:
+    if not results.prompts:
+        return []
+    body = [
+        [str(row.prompt), *map(cell, (row.flops_ms, row.runner_ms, row.generate_ms, row.first_ms))]
+        for row in results.prompts
+    ]
+    headings = ["prompt tokens", "bound by operations", "runner", "generate", "first generate"]
+    return ["", "Milliseconds to the first token:", "", *table(headings, body, texts=0)]
+
+
+def start_words(results: ModelResults) -> str:
+    """Say how long a start took, in a sentence or two."""
+    start = results.start
+    words = f"Start: {start.source} in {start.weights_s:.1f} s"
+    words += f" ({start.weight_bytes / 1e9:.1f} GB)"
+    if start.kernels:
+        words += f", {start.kernels} kernels in {start.kernels_s:.1f} s"
+        words += f", {start.kernels_compiled or 'none'} of them compiled and the others loaded"
+    return words + "."
+
+
+def _profile(row: ProfileRow) -> list[str]:
+    profile = row.profile
+    body = [
+        [op.operator, cell(op.ms), f"{100 * op.ms / profile.ms:.1f}", f"{op.launches:.0f}"]
+        for op in profile.operators
+    ]
+    sequences = "1 sequence" if row.tokens == 1 else f"{row.tokens} sequences"
+    return [
+        "",
+        f"Kernels of the captured step of {sequences} at {row.context}, by operator:",
+        "",
+        *table(["operator", "ms", "%", "launches"], body),
+    ]
+
+
+def chart(results: ModelResults, gpu: str, date: str) -> Chart | None:
+    """Return bars of every row; None without rows."""
+    if not results.rows:
+        return None
+    labels = tuple(f"{row.tokens} at {row.context}" for row in results.rows)
+    series = []
+    for name, time in _STEP.items():
+        values = [time(row) for row in results.rows]
+        if any(value is not None for value in values):
+            rounded = tuple(None if value is None else round(value, 4) for value in values)
+            series.append(Series(name, rounded))
+    notes = (f"{gpu}, {date}", model_words(results.rows[0].model))
+    title = "Decoding: a step, in which each sequence gets one token"
+    across = "sequences at context"
+    return Chart("bars", title, notes, across, "ms per step", labels, tuple(series))

@@ -1,0 +1,153 @@
+"""Tables of the README, between markers.
+
+A marker is a comment, ``<!-- bench report: NAME -->``, and ``<!-- bench report: end -->`` closes
+the block. Text outside of the blocks is not touched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from dsv4.bench.pages.folder import Published, ResultFile, ResultsFolder
+from dsv4.bench.pages.tables import cell, paragraph, table
+from dsv4.bench.problem import UsageError
+from dsv4.bench.suites.model.document import DecodeRow, ModelResults
+
+GPU, SUITE, LONG_CONTEXT = "nvidia-h100", "model_flash_nvfp4", "model_flash_nvfp4_131072"
+_BLOCK = re.compile(r"<!-- bench report: (?P<name>\w+) -->\n.*?<!-- bench report: end -->", re.S)
+
+
+def rewritten(text: str, folder: ResultsFolder) -> str:
+    """Return a document with its blocks rewritten.
+
+    Raises:
+        UsageError: if it has no block, a block that is not known, or results are missing.
+    """
+    names = [match["name"] for match in _BLOCK.finditer(text)]
+    markers = text.count("<!-- bench report: ")
+    if not names or markers != 2 * len(names):
+        raise UsageError(
+            f"README: found {markers} markers and {len(names)} blocks, wanted blocks between "
+            "<!-- bench report: NAME --> and <!-- bench report: end -->"
+        )
+    unknown = [name for name in names if name not in _BLOCKS]
+    if unknown:
+        raise UsageError(f"README: the block is {unknown[0]!r}, wanted one of {', '.join(_BLOCKS)}")
+
+    def block(match: re.Match[str]) -> str:
+        lines = _BLOCKS[match["name"]](folder)
+        opening = f"<!-- bench report: {match['name']} -->"
+        return "\n".join([opening, *lines, "<!-- bench report: end -->"])
+
+    return _BLOCK.sub(block, text)
+
+
+def _file(folder: ResultsFolder, suite: str) -> tuple[ResultFile, ModelResults]:
+    file = folder.find(GPU, suite)
+    if file is None or file.model is None:
+        raise UsageError(f"README: {folder.root}/{GPU} has no results of {suite}")
+    return file, file.model
+
+
+def _row(results: ModelResults, tokens: int) -> DecodeRow:
+    rows = [row for row in results.rows if row.tokens == tokens and row.generate_ms is not None]
+    if not rows:
+        raise UsageError(f"README: the results have no generate of {tokens} sequences")
+    return rows[0]
+
+
+def _per_token(what: str, per_token: float, *, bold: bool = False) -> list[str]:
+    shown = f"{per_token:.1f}"
+    return [what, f"**{shown}**" if bold else shown, f"{1e3 / per_token:.0f}"]
+
+
+def _model(folder: ResultsFolder) -> list[str]:
+    """One request beside the published figures."""
+    file, results = _file(folder, SUITE)
+    near, far = _row(results, 1), _row(_file(folder, LONG_CONTEXT)[1], 1)
+    named = near.model
+    assert near.generate_ms is not None
+    assert far.generate_ms is not None
+    ours = (
+        f"**dsv4, 1 x H100**, {named.preset.capitalize()} with {named.experts} of "
+        f"{named.experts_of_model} experts \\*, context {near.context}, no drafts"
+    )
+    body = [
+        _per_token(ours, near.generate_ms, bold=True),
+        _per_token(f"the same, context {far.context}", far.generate_ms),
+        *(_per_token(_published(figure), figure.ms_per_token) for figure in _newest(folder)),
+    ]
+    reads = sorted({figure.read for figure in folder.published})
+    note = (
+        "\\* Random weights and routing. With one request a step reads the bytes that it would "
+        "read of the whole model; of many it does not. Bytes alone bound it to "
+        f"{near.bytes_ms:.1f} ms ([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
+        f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
+        "MTP and DSpark draft tokens; dsv4 does not yet."
+    )
+    headings = ["one request", "ms/token", "tokens/s"]
+    return [*table(headings, body), "", *paragraph(note)]
+
+
+def _newest(folder: ResultsFolder) -> list[Published]:
+    """Return the newest figure of each kind of GPUs, model and drafts."""
+    ordered = sorted(folder.published, key=lambda figure: figure.published)
+    by_kind = {(f.gpus, f.model, f.drafts): f for f in ordered}
+    return [figure for figure in folder.published if figure in by_kind.values()]
+
+
+def _published(figure: Published) -> str:
+    drafts = "no drafts" if figure.drafts == "none" else f"{figure.drafts} drafts"
+    source = _source(figure.source)
+    return f"{figure.system}, {figure.gpus}, {figure.model}, {drafts} ({source})"
+
+
+def _source(address: str) -> str:
+    """A source in short: ``"owner/name#1"`` for a thread on GitHub, else its host."""
+    thread = re.fullmatch(r"https://github\.com/([\w.-]+/[\w.-]+)/(?:pull|issues)/(\d+)", address)
+    return f"{thread[1]}#{thread[2]}" if thread else address.split("/")[2]
+
+
+def _speed(folder: ResultsFolder) -> list[str]:
+    """Steps of several sequences, prompts, and the start."""
+    _, results = _file(folder, SUITE)
+    body = [
+        [
+            f"{row.tokens}, {row.context}",
+            *map(cell, (row.bound_ms, row.step_ms, row.generate_ms, row.eager_ms)),
+        ]
+        for row in results.rows
+    ]
+    headings = ["sequences, context", "bound by bytes", "captured step", "`generate`", "eager"]
+    text = f"{_prompts(results)} {_start(results, _file(folder, LONG_CONTEXT)[1])}"
+    return [*table(headings, body), "", *paragraph(text)]
+
+
+def _prompts(results: ModelResults) -> str:
+    """Say when first tokens come."""
+    times = {row.prompt: row.generate_ms for row in results.prompts if row.generate_ms is not None}
+    lengths, shown = map(str, times), (f"{time:.0f}" for time in times.values())
+    return (
+        f"With prompts of {_listed(lengths)} tokens `generate` has the first token after "
+        f"{_listed(shown)} ms."
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _start(results: ModelResults, warm: ModelResults) -> str:
+    start, again = results.start, warm.start
+    words = (
+        f"`load` made {start.kernels} kernels ready in {start.kernels_s:.0f} s "
+        f"({start.kernels_compiled} compiled)"
+    )
+    if not again.kernels_compiled:
+        words += f", in {again.kernels_s:.1f} s with all on disk"
+    return words + "."
+
+
+_BLOCKS: dict[str, Callable[[ResultsFolder], Iterable[str]]] = {"model": _model, "speed": _speed}

@@ -1,0 +1,67 @@
+"""The processes of a command that ``torchrun`` started, one per GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a command runs.
+
+    Attributes:
+        device: Device of this process.
+        mesh: All processes, for ``dsv4.load``; None: this one alone.
+        leads: Whether this process prints.
+    """
+
+    device: str
+    mesh: Any = None
+    leads: bool = True
+
+    @property
+    def load_options(self) -> dict[str, Any]:
+        """Arguments of ``dsv4.load``."""
+        parallel = {} if self.mesh is None else {"device_mesh": self.mesh, "parallel": "tp"}
+        return {"device": self.device, **parallel}
+
+
+@contextmanager
+def joined_process(device: str) -> Iterator[Process]:
+    """Join the processes that ``torchrun`` started, if it did, for the time of a command.
+
+    Args:
+        device: ``cuda`` or ``cpu``; a process of several takes the GPU of its local rank.
+
+    Raises:
+        ValueError: if a GPU is named by its number beside several processes.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        yield Process(device)
+        return
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {size} processes")
+    import torch
+    import torch.distributed as dist
+
+    from dsv4.parallel import multicast
+
+    where = device
+    if device == "cuda":
+        where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(where)
+        multicast.turn_off()
+    is_new = not dist.is_initialized()
+    if is_new:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=("tp",))
+        yield Process(where, mesh, mesh.get_rank() == 0)
+    finally:
+        if is_new:
+            dist.destroy_process_group()

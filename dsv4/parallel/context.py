@@ -1,0 +1,68 @@
+"""The place of this process among the ranks that share a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+class RankError(RuntimeError):
+    """Another rank failed, ended or did not answer; this one cannot go on without it."""
+
+
+class Group(Protocol):
+    """Ranks that exchange tensors and small values; every rank makes the same calls in order.
+
+    Attributes:
+        name: ``group_name`` of a process group of these ranks; empty: there is none.
+    """
+
+    name: str
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in the order of ranks; shapes and dtypes are equal."""
+        ...
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return a small Python value of each rank, in the order of ranks."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the small Python value of rank 0; those of other ranks are ignored."""
+        ...
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, so that none waits for it for long."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelContext:
+    """A rank of a tensor-parallel group. Modules that hold one hold this rank's share of weights.
+
+    Attributes:
+        rank: Number of this rank, 0 to ``size - 1``.
+        size: Number of ranks.
+        group: How they exchange tensors.
+
+    Raises:
+        ValueError: if there is no such rank.
+    """
+
+    rank: int
+    size: int
+    group: Group
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(
+                f"ParallelContext: rank is {self.rank}, wanted 0 to size - 1 ({self.size - 1})"
+            )
+
+    def __repr__(self) -> str:
+        return f"ParallelContext(rank={self.rank}, size={self.size})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self  # a copy of a module belongs to the same group

@@ -1,0 +1,288 @@
+"""Groups of ranks over ``torch.distributed``: tensors by NCCL or gloo, host values by gloo.
+
+A rank that fails writes its error to the store of the processes and closes its connections. Every
+wait of the others ends then, and raises an error that quotes it. So does the wait for a process
+that was killed, whose connections the system closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsv4.parallel import multicast
+from dsv4.parallel.context import ParallelContext, RankError
+
+# Seconds that a rank waits for the others inside a step. Between steps it waits for longer, because
+# rank 0 may have no requests.
+STEP_PATIENCE = 45.0
+_IDLE_PATIENCE = timedelta(days=7)
+_MEETING_PATIENCE = 300.0  # seconds between the calls of ``load`` of two ranks
+_POLL = timedelta(seconds=0.5)  # time between two looks at the store
+_GRACE = 5.0  # seconds until connections to a rank that failed are closed
+_INLINE = 4096  # bytes of a host value that need no second message
+_KINDS = ("tp",)
+
+
+def context_of(
+    device_mesh: Any, parallel: str | None, device: torch.device
+) -> ParallelContext | None:
+    """Return this rank's context for the arguments of ``dsv4.load``; None for one process.
+
+    Args:
+        device_mesh: A one-dimensional ``DeviceMesh``, a ``ProcessGroup``, a ``ParallelContext``,
+            or None.
+        parallel: ``"tp"``, or None.
+        device: Device of the model.
+
+    Raises:
+        TypeError: if ``device_mesh`` is none of these.
+        ValueError: if one of the two is missing, ``parallel`` is unknown, the mesh has several
+            dimensions or is of another kind of device, or the environment asks for NVLink
+            multicast.
+    """
+    if parallel is not None and parallel not in _KINDS:
+        reason = {
+            "dp": "whole attention on each rank with exchanged experts does not exist yet",
+            "multicast": "NVLink multicast is never used",
+        }.get(parallel)
+        raise ValueError(
+            f"parallel is {parallel!r}, wanted 'tp' or None" + (f": {reason}" if reason else "")
+        )
+    if device_mesh is None and parallel is None:
+        return None
+    if device_mesh is None:
+        raise ValueError("parallel is 'tp' and device_mesh is None, wanted a DeviceMesh beside it")
+    if parallel is None:
+        raise ValueError("device_mesh is given and parallel is None, wanted 'tp' beside it")
+    if isinstance(device_mesh, ParallelContext):
+        return device_mesh
+    _refuse_multicast()
+    group = _process_group(device_mesh, device)
+    if group.size() == 1:
+        return None
+    return ParallelContext(group.rank(), group.size(), DistributedGroup(group))
+
+
+def _process_group(mesh: Any, device: torch.device) -> Any:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise TypeError(
+            f"device_mesh is {type(mesh).__name__}, wanted a torch.distributed DeviceMesh or a "
+            "ProcessGroup"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ()
+        raise ValueError(
+            f"device_mesh has {mesh.ndim} dimensions {tuple(names)}, wanted one, for instance "
+            "device_mesh['tp']"
+        )
+    if mesh.device_type != device.type:
+        raise ValueError(
+            f"device_mesh is of {mesh.device_type} and device is {device}, wanted the same kind"
+        )
+    return mesh.get_group()
+
+
+def _refuse_multicast() -> None:
+    reason = multicast.requested(os.environ)
+    if reason is not None:
+        raise ValueError(reason)
+
+
+class DistributedGroup:
+    """The ranks of a process group.
+
+    Attributes:
+        name: ``group_name`` of the process group.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Make the groups for host values; every rank of ``group`` does so at the same time."""
+        self._rank = group.rank()
+        self._size = group.size()
+        self._store = _store()
+        self._group = group
+        self.name: str = group.group_name
+        # How often this rank made an object for the group; the same number on all of its ranks.
+        members = "-".join(map(str, dist.get_process_group_ranks(group)))
+        count = self._store.add(f"dsv4/{members}/made by {self._rank}", 1)
+        prefix = f"dsv4/{members}/{count}"
+        self._key = f"{prefix}/failed"
+        self._failure: RankError | None = None
+        self._meet(prefix)
+        # Both have time limits of their own, whatever those of the caller's group are.
+        self._steps = self._gloo(f"{prefix}/steps", timedelta(seconds=STEP_PATIENCE))
+        self._control = self._gloo(f"{prefix}/control", _IDLE_PATIENCE)
+
+    def _meet(self, prefix: str) -> None:
+        """Wait until all ranks are here."""
+        keys = [f"{prefix}/here/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self._rank], "here")
+        try:
+            self._store.wait(keys, timedelta(seconds=_MEETING_PATIENCE))
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise RankError(
+                f"ranks {absent} did not come within {_MEETING_PATIENCE:.0f} s, wanted all "
+                f"{self._size} ranks of the device_mesh"
+            ) from error
+
+    def _gloo(self, prefix: str, timeout: timedelta) -> Any:
+        store = dist.PrefixStore(prefix, self._store)
+        return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("a model of several ranks cannot be pickled: save the whole model's files")
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks, in the order of ranks.
+
+        Raises:
+            RankError: if another rank failed or does not answer.
+        """
+        own = tensor.contiguous()
+        if own.numel() == 0:
+            return [own] * self._size
+        if own.is_cuda:
+            whole = own.new_empty((self._size, *own.shape))
+            dist.all_gather_into_tensor(whole, own, group=self._group)
+            return list(whole.unbind(0))
+        # As bytes: not every version of gloo knows every dtype.
+        flat = own.view(-1).view(torch.uint8)
+        parts = [torch.empty_like(flat) for _ in range(self._size)]
+        self._run(lambda: self._steps.allgather(parts, flat))
+        return [part.view(own.dtype).view(own.shape) for part in parts]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return a value of each rank; waits for as long as no rank fails.
+
+        Raises:
+            RankError: if another rank failed.
+        """
+        data = pickle.dumps(value)
+        head = _head(data)
+        heads = [torch.empty_like(head) for _ in range(self._size)]
+        self._run(lambda: self._control.allgather(heads, head))
+        lengths = [_length(part) for part in heads]
+        if max(lengths) > _INLINE:
+            body = _padded(data, max(lengths))
+            bodies = [torch.empty_like(body) for _ in range(self._size)]
+            self._run(lambda: self._control.allgather(bodies, body))
+        else:
+            bodies = [part[8:] for part in heads]
+        return [_value(part, length) for part, length in zip(bodies, lengths, strict=True)]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0; waits for as long as no rank fails.
+
+        Raises:
+            RankError: if another rank failed.
+        """
+        data = pickle.dumps(value) if self._rank == 0 else b""
+        head = _head(data)
+        self._run(lambda: self._control.broadcast(head, 0))
+        length = _length(head)
+        if length <= _INLINE:
+            return _value(head[8:], length)
+        body = _padded(data, length)
+        self._run(lambda: self._control.broadcast(body, 0))
+        return _value(body, length)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the others that this rank failed, and close its connections."""
+        if self._failure is None:
+            record = {"rank": self._rank, "error": f"{type(error).__name__}: {error}"}
+            with contextlib.suppress(RuntimeError):  # the store's process may be gone
+                if not self._store.check([self._key]):
+                    self._store.set(self._key, json.dumps(record))
+            self._close(RankError(f"this rank failed before, with {record['error']}"))
+
+    def _close(self, failure: RankError) -> None:
+        self._failure = failure
+        self._steps = self._control = None  # their connections with them
+
+    def _run(self, collective: Callable[[], Any]) -> None:
+        """Run a collective that the function starts; look for failures while it waits."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._wait(collective())
+        except RuntimeError as error:
+            failure = self._failed(error)
+            self._close(failure)
+            raise failure from error
+
+    def _wait(self, work: Any) -> None:
+        failed_at: float | None = None
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            if failed_at is None and self._store.check([self._key]):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > _GRACE:
+                raise RuntimeError("it waits for a rank that failed")
+
+    def _failed(self, error: RuntimeError) -> RankError:
+        """Return the error that says which rank failed, and why if it is known."""
+        try:
+            # The failing rank's neighbours may see its closed connection before its report.
+            deadline = time.monotonic() + _POLL.total_seconds()
+            while not self._store.check([self._key]) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self._store.check([self._key]):
+                record = json.loads(self._store.get(self._key))
+                return RankError(f"rank {record['rank']} failed: {record['error']}")
+        except RuntimeError as gone:  # the store's process, too
+            error = gone
+        first = str(error).partition("\n")[0]
+        record = {
+            "rank": self._rank,
+            "error": f"RankError: a rank ended or did not answer: {first}",
+        }
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key, json.dumps(record))
+        return RankError(
+            f"a rank ended without a report, or did not answer for {STEP_PATIENCE:.0f} s, as rank "
+            f"{self._rank} sees it: {first}"
+        )
+
+
+def _store() -> Any:
+    """Return the store that the processes met in; torch has no public function for it."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _head(data: bytes) -> torch.Tensor:
+    """Return the first message for a value: its length, and the value if it is short."""
+    short = data if len(data) <= _INLINE else b""
+    return _padded(len(data).to_bytes(8, "little") + short, 8 + _INLINE)
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    buffer = bytearray(data.ljust(size, b"\0"))
+    return torch.frombuffer(buffer, dtype=torch.uint8)
+
+
+def _length(head: torch.Tensor) -> int:
+    return int.from_bytes(head[:8].numpy().tobytes(), "little")
+
+
+def _value(data: torch.Tensor, length: int) -> Any:
+    return pickle.loads(data[:length].numpy().tobytes())

@@ -1,0 +1,135 @@
+"""Two and four processes over gloo: from files to tokens, and failures that end all of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dsv4
+from dsv4 import __main__ as command_line
+from dsv4.checkpoint import save
+from dsv4.serving.sampling import Sampler
+from tests.parallel.cases import CONFIG, model
+from tests.parallel.ranks_program import COMMAND, NEW, PROMPTS, start
+from tests.text.tokenizers import small_table
+
+_LIMIT = 150  # seconds until processes that hang are ended
+
+
+def checkpoint(folder: Path) -> Path:
+    config = CONFIG.replace(vocab_size=288, num_nextn_predict_layers=0)
+    save(model(config, torch.float32), folder, layout="bf16")
+    (folder / "tokenizer.json").write_text(json.dumps(small_table()), encoding="utf-8")
+    (folder / "generation_config.json").write_text('{"temperature": 0.0}')
+    return folder
+
+
+def run(size: int, last: str, folder: Path) -> list[dict[str, Any]]:
+    """Start the processes; return what each found."""
+    path = checkpoint(folder / "checkpoint").parent
+    spawn = multiprocessing.get_context("spawn")
+    processes = [
+        spawn.Process(target=start, args=(rank, size, str(path), last)) for rank in range(size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(_LIMIT)
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+    reports = [torch.load(path / f"rank{rank}.pt") for rank in range(size)]
+    assert hanging == [], reports
+    for report in reports:
+        assert "traceback" not in report, report["traceback"]
+    return reports
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    return run(2, "exception", folder), folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
+    return run(4, "kill", folder), folder / "checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_tokens_are_equal_on_all_ranks_and_those_of_one(ranks, request):
+    """In float32. Prefill without pools, too, whose logits are equal up to rounding."""
+    reports, path = request.getfixturevalue(ranks)
+    whole = dsv4.load(path, dtype="float32", progress=False)
+    sampler = Sampler(temperature=1.0, top_p=0.9, generator=torch.Generator().manual_seed(7))
+    greedy = whole.generate(PROMPTS, NEW, stop_ids=[])
+    drawn = whole.generate(PROMPTS, NEW, stop_ids=[], sampler=sampler, chunk=8)
+    cache = whole.new_cache(2, 64, max_chunk=8)
+    logits = whole.prefill(PROMPTS[:2], cache, [cache.allocate(), cache.allocate()])
+    first = reports[0]["whole_life"]
+    for report in reports:
+        assert report["tensors"]
+        assert report["whole_life"][:2] == (greedy, drawn)
+        assert torch.equal(report["whole_life"][2], first[2])
+        torch.testing.assert_close(report["whole_life"][2], logits, rtol=1e-3, atol=1e-3)
+        assert report["whole_life"][3] == (1, 0, CONFIG.hidden_size)
+        assert report["whole_life"][4] < 0.75 * whole.load_report.bytes_read
+    assert [report["several_requests"] for report in reports] == [
+        greedy,
+        *[None] * len(reports[1:]),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_the_command_prints_on_rank_0_alone(ranks, request, capsys):
+    reports, path = request.getfixturevalue(ranks)
+    assert command_line.main(["generate", str(path), *COMMAND]) == 0
+    printed = capsys.readouterr().out
+    assert [report["command"] for report in reports] == [
+        (0, printed),
+        *[(0, "")] * len(reports[1:]),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_meshes_of_the_wrong_kind(ranks, request):
+    reports, _ = request.getfixturevalue(ranks)
+    for report in reports:
+        dimensions, kind = report["meshes"]
+        assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
+        assert "is of cpu and device is cuda, wanted the same kind" in kind
+
+
+@pytest.mark.slow
+def test_an_exception_on_a_rank_ends_all_with_its_error(two):
+    (first, last), _ = two
+    kinds = [kind for kind, _, _ in last["an_exception"]]
+    assert kinds[:2] == ["MissingCheckpointError", "ZeroDivisionError"]
+    texts = ["rank 1 failed: MissingCheckpointError", "rank 1 failed: ZeroDivisionError: by the te"]
+    texts = [*texts, texts[1], "did not answer for 1 s, as rank 0 sees it"]
+    for text, (kind, message, seconds) in zip(texts, first["an_exception"], strict=True):
+        assert kind == "RankError"
+        assert text in message
+        assert seconds < 30
+    assert "this rank failed before, with ZeroDivisionError" in last["an_exception"][2][1]
+    assert "rank 0 failed: RankError: a rank ended or did not answer" in last["an_exception"][3][1]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_all(four):
+    reports, _ = four
+    assert "a_killed_rank" not in reports[3]
+    for report in reports[:3]:
+        kind, message, seconds = report["a_killed_rank"][0]
+        assert kind == "RankError"
+        assert "ended" in message
+        assert seconds < 60
