@@ -82,8 +82,8 @@ def all_reduce(partial: torch.Tensor, group: str = "", *, backend: str = "auto")
     backend               additions               the same bits on all ranks
     ====================  ======================  ==============================================
     ``push``              float32, rank order     yes: those of the reference
-    ``symm_one_shot``     bfloat16, rank order    yes: every addition is rounded to bfloat16
-    ``symm_two_shot``     bfloat16, rank order    yes: each element is summed by one rank
+    ``one_shot``          bfloat16, rank order    yes: every addition is rounded to bfloat16
+    ``two_shot``          bfloat16, rank order    yes: each element is summed by one rank
     ``nccl``              NCCL's                  yes with one NCCL version and topology on all
                                                   ranks: each element is summed once, then copied
     ``gloo``              float32, rank order     yes: those of the reference

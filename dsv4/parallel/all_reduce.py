@@ -19,7 +19,7 @@ def nccl(args: AllReduceArgs) -> torch.Tensor:
     return total
 
 
-def symm_one_shot(args: AllReduceArgs) -> torch.Tensor:
+def one_shot(args: AllReduceArgs) -> torch.Tensor:
     """Copy to symmetric memory and read all ranks' copies, in one launch.
 
     torch adds in rank order, whatever the rank, and rounds every addition to bfloat16.
@@ -30,7 +30,7 @@ def symm_one_shot(args: AllReduceArgs) -> torch.Tensor:
     )
 
 
-def symm_two_shot(args: AllReduceArgs) -> torch.Tensor:
+def two_shot(args: AllReduceArgs) -> torch.Tensor:
     """Sum a part of the elements on each rank in symmetric memory, then collect all parts.
 
     torch adds in rank order and rounds every addition to bfloat16.

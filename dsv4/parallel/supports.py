@@ -113,7 +113,7 @@ def _push(call: Call, rows: int, width: int) -> str | None:
 def push_is_slower(call: Call) -> str | None:
     """Return why another implementation than the push kernel is faster, or None."""
     received = _received(call)
-    if received <= ONE_SHOT_RECEIVED or (symm_two_shot(call) and nccl(call)):
+    if received <= ONE_SHOT_RECEIVED or (two_shot(call) and nccl(call)):
         return None
     return f"each rank would receive {received} bytes, and two passes move fewer"
 
@@ -136,7 +136,7 @@ def _symmetric(call: Call) -> str | None:
     return None
 
 
-def symm_one_shot(call: Call) -> str | None:
+def one_shot(call: Call) -> str | None:
     """Return why torch's one-shot kernel cannot run a call, or None."""
     return _symmetric(call)
 
@@ -146,7 +146,7 @@ def one_shot_is_slower(call: Call) -> str | None:
     return push_is_slower(call)
 
 
-def symm_two_shot(call: Call) -> str | None:
+def two_shot(call: Call) -> str | None:
     """Return why torch's two-shot kernel cannot run a call, or None."""
     reason = _symmetric(call)
     if reason is None and groups.size(call.args.group) not in _TWO_SHOT_RANKS:

@@ -48,11 +48,12 @@ class MtpDraft:
         """Make drafts for a model that holds an MTP layer.
 
         Raises:
-            ValueError: if it holds none, or several, which no published model has.
+            ValueError: if it holds none, several, which no published model has, or a DSpark draft.
         """
-        if len(model.mtp) != 1:
+        layers = 0 if model.dspark is not None else len(model.mtp)
+        if layers != 1:
             raise ValueError(
-                f"MtpDraft: the model holds {len(model.mtp)} MTP layers, wanted 1 (mtp=True, and "
+                f"MtpDraft: the model holds {layers} MTP layers, wanted 1 (mtp=True, and "
                 "num_nextn_predict_layers 1)"
             )
         self.model = model

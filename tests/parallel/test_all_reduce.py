@@ -216,14 +216,14 @@ class TestChoice:
 
     def test_of_many_bytes_each_element_is_summed_by_one_rank(self):
         name, reasons = chosen(131072 + 8)
-        assert name == "symm_two_shot"
+        assert name == "two_shot"
         assert "each rank would receive 2097280 bytes" in reasons["push"]
 
     def test_of_most_bytes_nccl(self):
         name, reasons = chosen(1 << 24)
         assert name == "nccl"
         assert "a slot holds 524288" in reasons["push"]
-        assert "from 33554432 on NCCL is chosen" in reasons["symm_two_shot"]
+        assert "from 33554432 on NCCL is chosen" in reasons["two_shot"]
 
     def test_other_dtypes_go_to_nccl(self):
         name, reasons = chosen(4096, torch.float32)
@@ -233,7 +233,7 @@ class TestChoice:
     def test_a_kernel_that_failed_its_check_is_passed_over(self, eight_gpus):
         eight_gpus.defect = "its check found wrong sums on 1 of 8 ranks"
         name, reasons = chosen(4096)
-        assert name == "symm_one_shot"
+        assert name == "one_shot"
         assert reasons["push"] == eight_gpus.defect
 
     def test_without_workspace_torchs_kernels_are_passed_over(self, eight_gpus):

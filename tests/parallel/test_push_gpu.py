@@ -182,5 +182,5 @@ def test_symmetric_memory_and_nccl_on_two_gpus(tmp_path):
     command += ["-m", "dsv4.bench", "run", "all_reduce", "--repeat", "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    for name in ("push", "symm_one_shot", "symm_two_shot", "nccl"):
+    for name in ("push", "one_shot", "two_shot", "nccl"):
         assert f"  {name} " in done.stdout, done.stdout

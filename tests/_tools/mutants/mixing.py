@@ -310,17 +310,17 @@ MUTANTS = (
     Mutant(
         "pitfall 40",
         "the two norms of the MTP block are exchanged",
-        LAYERS + "decoder:DeepseekV4MTP.forward",
+        LAYERS + "decoder:DeepseekV4MTP.combine",
         "embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)\n"
-        "streams = embedded + self.h_proj(self.hnorm(streams))",
+        "return embedded + self.h_proj(self.hnorm(streams))",
         "embedded = self.e_proj(self.hnorm(next_embeddings)).unsqueeze(-2)\n"
-        "streams = embedded + self.h_proj(self.enorm(streams))",
+        "return embedded + self.h_proj(self.enorm(streams))",
         DRAFT,
     ),
     Mutant(
         "pitfall 40",
         "the MTP block is fed collapsed streams",
-        LAYERS + "decoder:DeepseekV4MTP.forward",
+        LAYERS + "decoder:DeepseekV4MTP.combine",
         "self.hnorm(streams)",
         "self.hnorm(streams.mean(-2, keepdim=True).expand_as(streams))",
         DRAFT,
