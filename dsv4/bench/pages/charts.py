@@ -97,7 +97,7 @@ def draw(chart: Chart) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style = {
+    style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": "dsv4",
         "font.family": ["DejaVu Sans"],  # comes with matplotlib, so its widths are everywhere
