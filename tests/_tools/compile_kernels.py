@@ -140,7 +140,7 @@ def _select_with_few_heads() -> None:
 def _push() -> None:
     """Sum over ranks, alone and before a hyper-connection, in all forms of its kernels."""
     for ranks in (2, 8):
-        mailbox = mailboxes.virtual(ranks, 1 << 16)[0]
+        mailbox = mailboxes.virtual(ranks, 1 << 20)[0]
         for tokens in (1, 80):
             [case] = cases("hc_post_pre_norm", "flash", tokens)
             problem = case.build(_Unfilled(0, torch.device("cpu")))
