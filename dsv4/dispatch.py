@@ -179,6 +179,14 @@ def _over_ranks(
     return Implementation(op, name, f"dsv4.{target}", f"dsv4.parallel.{supports}", slower)
 
 
+def _reduced(op: str) -> tuple[Implementation, ...]:
+    """Make the rows of an operator that goes on with a sum over ranks."""
+    return (
+        _over_ranks(op, "push", f"triton.all_reduce:{op}", "supports:push_rows", "push_is_slower"),
+        _over_ranks(op, "parts", f"parallel.all_reduce:{op}", "supports:parts"),
+    )
+
+
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
@@ -254,20 +262,9 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _over_ranks("all_reduce", "gloo", "reference.all_reduce:all_reduce", "supports:gloo"),
     _over_ranks("all_reduce", "multimem", "parallel.multicast:refused", "multicast:unsupported"),
     *_reference("all_reduce", "all_reduce"),
-    _over_ranks(
-        "hc_reduce_post_pre_norm",
-        "push",
-        "triton.all_reduce:hc_reduce_post_pre_norm",
-        "supports:push_rows",
-        "push_is_slower",
-    ),
-    _over_ranks(
-        "hc_reduce_post_pre_norm",
-        "parts",
-        "parallel.all_reduce:hc_reduce_post_pre_norm",
-        "supports:parts",
-    ),
-    *_reference("all_reduce", "hc_reduce_post_pre_norm"),
+    *_reduced("hc_reduce_post"),
+    *_reduced("hc_reduce_post_pre_norm"),
+    *_reference("all_reduce", "hc_reduce_post", "hc_reduce_post_pre_norm"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),
     *_triton("compressor", "compress_write", "compress_write"),

@@ -38,6 +38,7 @@ from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
 from dsv4.overlap import is_launch_bound
+from dsv4.parallel.context import ParallelContext
 from dsv4.plans.recorded import WholeOperator
 from dsv4.plans.recorder import Recorder
 from dsv4.plans.tape import Again, tape_of
@@ -61,7 +62,10 @@ _IGNORED = frozenset((*nn.Module().__dict__, "_kept", _ATTRIBUTE))
 _GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in _HOOKS]
 _forward = attrgetter("forward")
 # Types of attributes that nobody changes in place.
-_CONSTANTS = (type(None), bool, int, float, str, torch.dtype, Format, ModelConfig)
+_CONSTANTS = (
+    *(type(None), bool, int, float, str, torch.dtype, Format, ModelConfig),
+    ParallelContext,  # the group of an operator's sum, by its name
+)
 # The only attributes of other types: the last is a table, the others change with it.
 _FREQUENCIES = "_frequencies"
 _ROTARY = frozenset({"parameters_of", "_own_values", _FREQUENCIES})

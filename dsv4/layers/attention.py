@@ -96,6 +96,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         past_key_values: Any = None,
         *,
         cache: Any = None,
+        reduce: bool = True,
     ) -> tuple[torch.Tensor, None]:
         """Attend.
 
@@ -109,6 +110,8 @@ class DeepseekV4Attention(FixedDtypeModule):
                 less hides it. None: the window that ends with the query.
             past_key_values: See the class.
             cache: transformers' name of ``past_key_values`` from 5.24 on.
+            reduce: Whether to sum over the ranks, where there are several; else the result is this
+                rank's part of the sum.
 
         Returns:
             ``[B, S, H]`` and None: attention weights are never materialised.
@@ -122,18 +125,21 @@ class DeepseekV4Attention(FixedDtypeModule):
         self._check(hidden_states, attention_mask)
         if hasattr(past, "packed_rows"):
             out = self._forward_packed(hidden_states, position_ids, attention_mask, past)
-            return out, None
+            return self._summed(out, reduce), None
         label = self.rope_layer_type
         tables = None if position_embeddings is None else position_embeddings[label]
         if isinstance(past, CacheStep):
             _refuse_with_step(position_ids, attention_mask)
             out = self._attend_paged(hidden_states[0], tables, past)
-            return self._up(out).unsqueeze(0), None
+            return self._summed(self._up(out).unsqueeze(0), reduce), None
         if position_ids is None:
             position_ids = following_positions(hidden_states, past, self.layer_idx)
         tables = tables or self.rotary_emb(hidden_states, position_ids, label)
         out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
-        return self._up(out), None
+        return self._summed(self._up(out), reduce), None
+
+    def _summed(self, partial: torch.Tensor, reduce: bool) -> torch.Tensor:
+        return all_reduce(self.parallel, partial) if reduce else partial
 
     def _forward_packed(
         self,
@@ -145,7 +151,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         """Attend for ``[B, S]`` as the flat batch of a paged cache, at the cache's positions."""
         rows = past.packed_rows(self.layer_idx, hidden_states, mask, position_ids)
         packed = rows.pack(hidden_states)
-        out, _ = DeepseekV4Attention.forward(self, packed, past_key_values=rows.step)
+        out, _ = DeepseekV4Attention.forward(self, packed, past_key_values=rows.step, reduce=False)
         past.finished(self.layer_idx, hidden_states)
         return rows.unpack(out, hidden_states)
 
@@ -162,10 +168,10 @@ class DeepseekV4Attention(FixedDtypeModule):
             )
 
     def _up(self, out: torch.Tensor) -> torch.Tensor:
-        """Project ``[..., heads, D]`` to ``[..., H]``."""
+        """Project ``[..., heads, D]`` to ``[..., H]``, this rank's part of the sum."""
         o_a_proj = self.o_a_proj
         grouped = out.reshape(*out.shape[:-2], o_a_proj.n_groups, o_a_proj.in_features)
-        return all_reduce(self.parallel, self.o_b_proj(o_a_proj(grouped).flatten(-2)))
+        return self.o_b_proj(o_a_proj(grouped).flatten(-2))
 
     def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return q_residual ``[..., q_lora]``, normed, and kv ``[..., D]``, as projected."""

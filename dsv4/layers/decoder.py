@@ -21,7 +21,11 @@ from dsv4.parallel.context import ParallelContext
 
 
 class DeepseekV4DecoderLayer(nn.Module):
-    """Attention and experts, each in a hyper-connection (specification, section 2)."""
+    """Attention and experts, each in a hyper-connection (specification, section 2).
+
+    With ``parallel`` its sublayers return this rank's parts, which hyper-connections sum over the
+    ranks, so that a hook on a sublayer sees a part.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class DeepseekV4DecoderLayer(nn.Module):
         super().__init__()
         config = ModelConfig.of(config)
         self.layer_idx = layer_idx
+        self.parallel = parallel
         self.self_attn = attention(config, layer_idx, parallel)
         self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx, parallel=parallel)
         self.input_layernorm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -91,14 +96,15 @@ class DeepseekV4DecoderLayer(nn.Module):
         input_ids: torch.Tensor | None,
         options: Mapping[str, Any],
     ) -> torch.Tensor:
-        attn_hc, ffn_hc = self.attn_hc, self.ffn_hc
+        attn_hc, ffn_hc, parallel = self.attn_hc, self.ffn_hc, self.parallel
+        of_rank = {} if parallel is None else {"reduce": False}
         post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)
-        output, _ = self.self_attn(normed, **options)
+        output, _ = self.self_attn(normed, **options, **of_rank)
         hidden_states, (post, comb, normed) = attn_hc.post_pre(
-            output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm
+            output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
-        output = self.mlp(normed, input_ids=input_ids)
-        return ffn_hc.post(output, hidden_states, post, comb)
+        output = self.mlp(normed, input_ids=input_ids, **of_rank)
+        return ffn_hc.post(output, hidden_states, post, comb, parallel)
 
 
 class DeepseekV4MTP(nn.Module):

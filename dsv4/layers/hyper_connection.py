@@ -10,7 +10,10 @@ from torch import nn
 from dsv4.config import ModelConfig
 from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked, wide_dtype
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
+from dsv4.ops.all_reduce import hc_reduce_post, hc_reduce_post_pre_norm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.reduce import all_reduce, by_operator
 
 PreResult = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -75,16 +78,26 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         comb: torch.Tensor,
         following: DeepseekV4HyperConnection,
         norm: DeepseekV4RMSNorm,
+        parallel: ParallelContext | None = None,
     ) -> tuple[torch.Tensor, PreResult]:
-        """Run ``post``, then ``following.pre``; return the new streams and its results."""
+        """Run ``post``, then ``following.pre``; return the new streams and its results.
+
+        With ``parallel``, ``output`` is this rank's part of what is written back, see ``post``.
+        """
         if norm.variance_epsilon != following.norm_eps or hooked(following, norm):
-            streams = self.post(output, streams, post, comb)
+            streams = self.post(output, streams, post, comb, parallel)
             return streams, following.pre(streams, norm)
         post, comb = self._rounded(streams, post, comb)
         parameters = following.fn, following.scale, following.base, norm.weight
-        streams, normed, post, comb = hc_post_pre_norm(
-            output, streams, post, comb, *parameters, **following._settings()
-        )
+        arguments = (streams, post, comb, *parameters)
+        if parallel is not None and by_operator(parallel, output):
+            streams, normed, post, comb = hc_reduce_post_pre_norm(
+                output, *arguments, **following._settings(), group=parallel.group.name
+            )
+        else:
+            streams, normed, post, comb = hc_post_pre_norm(
+                all_reduce(parallel, output), *arguments, **following._settings()
+            )
         return streams, (post, comb, normed)
 
     def _settings(self) -> dict[str, Any]:
@@ -102,13 +115,23 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         return post, comb
 
     def post(
-        self, output: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+        self,
+        output: torch.Tensor,
+        streams: torch.Tensor,
+        post: torch.Tensor,
+        comb: torch.Tensor,
+        parallel: ParallelContext | None = None,
     ) -> torch.Tensor:
         """Write a sublayer's output back: ``X'_k = post_k y + sum_j comb_jk X_j``.
 
-        transformers' numerics round post and comb to the dtype of the streams first.
+        transformers' numerics round post and comb to the dtype of the streams first. With
+        ``parallel``, ``output`` is this rank's part of y, and y the sum over the ranks, rounded
+        once: the same bits as ``all_reduce`` before.
         """
-        return hc_post(output, streams, *self._rounded(streams, post, comb))
+        post, comb = self._rounded(streams, post, comb)
+        if parallel is not None and by_operator(parallel, output):
+            return hc_reduce_post(output, streams, post, comb, group=parallel.group.name)
+        return hc_post(all_reduce(parallel, output), streams, post, comb)
 
 
 class DeepseekV4HyperHead(FixedDtypeModule):

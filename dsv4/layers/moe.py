@@ -78,16 +78,24 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         self.shared_experts = DeepseekV4MLP(config, parallel) if has_shared else None
 
     def forward(
-        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        *,
+        reduce: bool = True,
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
+
+        Without ``reduce`` the result on several ranks is this rank's part of the sum.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        partial = self._partial(flat, hidden_states, input_ids)
-        return all_reduce(self.parallel, partial).view(hidden_states.shape)
+        output = self._partial(flat, hidden_states, input_ids)
+        if reduce:
+            output = all_reduce(self.parallel, output)
+        return output.view(hidden_states.shape)
 
     def _partial(
         self, flat: torch.Tensor, hidden_states: torch.Tensor, input_ids: torch.Tensor | None

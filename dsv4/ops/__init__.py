@@ -6,7 +6,7 @@ this package is the function, and ``from dsv4.ops.gemm import gemm`` works as we
 
 from __future__ import annotations
 
-from dsv4.ops.all_reduce import all_reduce, hc_reduce_post_pre_norm
+from dsv4.ops.all_reduce import all_reduce, hc_reduce_post, hc_reduce_post_pre_norm
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.compressor_paged import compress_write_paged
@@ -53,6 +53,7 @@ __all__ = [
     "hc_pre",
     "hc_pre_norm",
     "hc_pre_norm_quantize",
+    "hc_reduce_post",
     "hc_reduce_post_pre_norm",
     "head_norm_rope_",
     "indexer_queries",

@@ -7,7 +7,12 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops._hyper_connection_operands import empty_pre, expected_post, expected_pre
+from dsv4.ops._hyper_connection_operands import (
+    check_rank,
+    empty_pre,
+    expected_post,
+    expected_pre,
+)
 from dsv4.ops._library import define
 
 
@@ -20,6 +25,24 @@ class AllReduceArgs(NamedTuple):
     """
 
     partial: torch.Tensor
+    group: str
+
+
+class HcReducePostArgs(NamedTuple):
+    """Arguments of ``hc_reduce_post``: ``all_reduce``, then ``hc_post``.
+
+    Attributes:
+        partial: ``[..., H]`` floating, this rank's part of the output of the sublayer before.
+        streams: ``[..., n, H]`` floating.
+        post: ``[..., n]`` floating.
+        comb: ``[..., n, n]`` floating.
+        group: ``group_name`` of a process group; empty: this process alone.
+    """
+
+    partial: torch.Tensor
+    streams: torch.Tensor
+    post: torch.Tensor
+    comb: torch.Tensor
     group: str
 
 
@@ -59,6 +82,10 @@ def _fake(args: AllReduceArgs) -> torch.Tensor:
     return torch.empty_like(args.partial, memory_format=torch.contiguous_format)
 
 
+def _fake_reduce_post(args: HcReducePostArgs) -> torch.Tensor:
+    return torch.empty_like(args.streams, memory_format=torch.contiguous_format)
+
+
 def _fake_reduce_post_pre_norm(
     args: HcReducePostPreNormArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,6 +94,7 @@ def _fake_reduce_post_pre_norm(
 
 
 _all_reduce = define("all_reduce", AllReduceArgs, _fake)
+_hc_reduce_post = define("hc_reduce_post", HcReducePostArgs, _fake_reduce_post)
 _hc_reduce_post_pre_norm = define(
     "hc_reduce_post_pre_norm", HcReducePostPreNormArgs, _fake_reduce_post_pre_norm
 )
@@ -94,7 +122,8 @@ def all_reduce(partial: torch.Tensor, group: str = "", *, backend: str = "auto")
 
     Args:
         partial: This rank's part: bfloat16, float16, float32 or float64, any shape.
-        group: ``group_name`` of a process group; empty: this process alone.
+        group: ``group_name`` of a process group; empty: this process alone; ``"emulated:4"``: one
+            of four ranks that are copies of this process, for measurements.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -106,6 +135,42 @@ def all_reduce(partial: torch.Tensor, group: str = "", *, backend: str = "auto")
     """
     _check.floating("all_reduce", "partial", partial)
     return _all_reduce(AllReduceArgs(partial, group), backend)
+
+
+def hc_reduce_post(
+    partial: torch.Tensor,
+    streams: torch.Tensor,
+    post: torch.Tensor,
+    comb: torch.Tensor,
+    *,
+    group: str = "",
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Sum a sublayer's partial outputs over ranks, then write them back to the streams.
+
+    The same numbers as ``hc_post(all_reduce(partial, group), ...)``: the sum is rounded to the
+    dtype of ``partial`` first.
+
+    Args:
+        partial: ``[..., H]``, this rank's part of the output of the sublayer before.
+        streams: ``[..., n, H]`` that its ``hc_pre`` saw.
+        post: ``[..., n]`` from there.
+        comb: ``[..., n, n]`` from there.
+        group: See ``all_reduce``.
+        backend: Implementation name, see ``dsv4.dispatch``.
+
+    Returns:
+        ``[..., n, H]`` as ``hc_post``; the same on all ranks if their streams are.
+
+    Raises:
+        TypeError: if a dtype is not a floating type of at least 16 bits.
+        ValueError: if a shape does not fit, a tensor is on another device, or no group has that
+            name.
+    """
+    op = "hc_reduce_post"
+    check_rank(op, streams)
+    _check.tensors(op, *expected_post(partial, streams, post, comb, name="partial"))
+    return _hc_reduce_post(HcReducePostArgs(partial, streams, post, comb, group), backend)
 
 
 def hc_reduce_post_pre_norm(

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from dsv4 import dispatch
 from dsv4.ops._library import as_record
-from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostPreNormArgs
-from dsv4.ops.hyper_connection import HcPostPreNormArgs
+from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostArgs, HcReducePostPreNormArgs
+from dsv4.ops.hyper_connection import HcPostArgs, HcPostPreNormArgs
 from dsv4.parallel import groups, mailboxes
 
 
@@ -47,6 +47,12 @@ def _workspace(args: AllReduceArgs) -> torch.Tensor:
     assert mailbox is not None, "supports asks for it"
     assert mailbox.workspace is not None, "supports asks for it"
     return mailbox.workspace[: args.partial.numel()].view(args.partial.shape)
+
+
+def hc_reduce_post(args: HcReducePostArgs) -> torch.Tensor:
+    """Run both operators, one after the other, as ``"auto"`` chooses each."""
+    y = dispatch.first("all_reduce", as_record(AllReduceArgs, args))
+    return dispatch.first("hc_post", as_record(HcPostArgs, args, y=y))
 
 
 def hc_reduce_post_pre_norm(

@@ -1,5 +1,8 @@
 """Process groups by name, as operators take them: ``""`` is this process alone.
 
+``"emulated:4"`` is a group of four ranks of which this process is rank 0 and the others are copies
+of it, for measurements on one GPU and for tests: what they send is what this process sends.
+
 The one place of this package that calls torch's private function for the group of a name, which is
 what torch's own functional collectives do (tested in tests/parallel/test_groups.py).
 """
@@ -12,6 +15,18 @@ import torch
 import torch.distributed as dist
 
 ALONE = ""
+_EMULATED = "emulated:"
+
+
+def emulated_name(ranks: int) -> str:
+    """Return the name of the group of ``ranks`` ranks that are copies of this process."""
+    return f"{_EMULATED}{ranks}"
+
+
+def emulated_ranks(name: str) -> int | None:
+    """Return the number of ranks of an emulated group; None for the name of another one."""
+    head, _, ranks = name.partition(":")
+    return int(ranks) if f"{head}:" == _EMULATED and ranks.isdecimal() else None
 
 
 def resolve(name: str) -> Any:
@@ -38,20 +53,20 @@ def resolve(name: str) -> Any:
 
 def size(name: str) -> int:
     """Return the number of ranks of a group."""
-    return 1 if name == ALONE else resolve(name).size()
+    return 1 if name == ALONE else emulated_ranks(name) or resolve(name).size()
 
 
 def rank(name: str) -> int:
     """Return this process's rank within a group."""
-    return 0 if name == ALONE else resolve(name).rank()
+    return 0 if name == ALONE or emulated_ranks(name) else resolve(name).rank()
 
 
 def transport(name: str, device: torch.device) -> str | None:
     """Return what carries tensors of a device between the ranks: ``"gloo"``, ``"nccl"``, or None.
 
-    None: nothing does, as with NCCL and tensors of the CPU.
+    None: nothing does, as with NCCL and tensors of the CPU, or in an emulated group.
     """
-    if name == ALONE:
+    if name == ALONE or emulated_ranks(name):
         return None
     group = resolve(name)
     kinds = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
@@ -62,6 +77,9 @@ def gather(tensor: torch.Tensor, name: str) -> list[torch.Tensor]:
     """Return the tensors of all ranks, in the order of the ranks; all have one shape and dtype."""
     if name == ALONE:
         return [tensor]
+    copies = emulated_ranks(name)
+    if copies:
+        return [tensor] * copies
     group = resolve(name)
     own = tensor.contiguous()
     gathered = [torch.empty_like(own) for _ in range(group.size())]

@@ -45,7 +45,7 @@ class Mailbox:
         slots: Of each rank, in their order, bfloat16 ``[3, N, capacity]``.
         flags: Likewise int32 ``[3, N, chunks]``.
         counter: int32 ``[2]`` of this rank alone, see ``_COUNTERS``.
-        kind: ``"symmetric"``, ``"ipc"`` or ``"virtual"``.
+        kind: ``"symmetric"``, ``"ipc"``, ``"virtual"`` or ``"emulated"``.
         workspace: Symmetric bfloat16 buffer of torch's own all-reduce kernels; None without.
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
         owner: What keeps the memory alive.
@@ -180,6 +180,52 @@ def virtual(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list
     shape = _shape(ranks, nbytes)
     memories = [torch.zeros(shape.nbytes, dtype=torch.uint8, device=device) for _ in range(ranks)]
     return [_mailbox(rank, shape, memories, "virtual", memories) for rank in range(ranks)]
+
+
+def emulated(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> Mailbox:
+    """Make rank 0's mailboxes in an emulated group, which rank 0 fills itself.
+
+    The mailboxes of the peers lie in its own memory, each a slot further than the one before: what
+    it pushes to peer ``i`` arrives in its own slot ``i``, as if peer ``i`` had pushed the same. So
+    a launch stores, waits and adds as often as with peers, and nothing crosses NVLink.
+
+    Operators find them by ``groups.emulated_name(ranks)`` for as long as the result is kept.
+
+    Args:
+        ranks: Number of ranks, 1 to 16.
+        nbytes: Bytes of the largest partial sum.
+        device: Where they are.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+    shape = _shape(ranks, nbytes)
+    beyond = shape.ranks - 1  # slots behind the last one, for the mailbox that lies furthest
+    slots = torch.zeros(
+        shape.slot_elements + beyond * shape.capacity, dtype=torch.bfloat16, device=device
+    )
+    flags = torch.zeros(
+        shape.flag_elements + beyond * shape.chunks, dtype=torch.int32, device=device
+    )
+    counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+    slot_shape = (GENERATIONS, shape.ranks, shape.capacity)
+    flag_shape = (GENERATIONS, shape.ranks, shape.chunks)
+    mailbox = Mailbox(
+        0,
+        tuple(
+            slots[i * shape.capacity :][: shape.slot_elements].view(slot_shape)
+            for i in range(shape.ranks)
+        ),
+        tuple(
+            flags[i * shape.chunks :][: shape.flag_elements].view(flag_shape)
+            for i in range(shape.ranks)
+        ),
+        counter,
+        "emulated",
+        owner=(slots, flags),
+    )
+    _OPEN[groups.emulated_name(ranks)] = mailbox
+    return mailbox
 
 
 def ipc(group: str, nbytes: int, device: torch.device) -> Mailbox:

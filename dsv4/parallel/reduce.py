@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from dsv4.ops.all_reduce import all_reduce as all_reduce_operator
+from dsv4.parallel import groups
 from dsv4.parallel.context import ParallelContext
+from dsv4.plans.recorder import current_recorder
 
 
 def all_reduce(context: ParallelContext | None, partial: torch.Tensor) -> torch.Tensor:
@@ -26,15 +28,25 @@ def all_reduce(context: ParallelContext | None, partial: torch.Tensor) -> torch.
     """
     if context is None:
         return partial
-    if partial.is_cuda and context.group.name:
+    if by_operator(context, partial):
         return all_reduce_operator(partial, context.group.name)
-    # On the host by the group's own exchange, which ends when another rank fails.
+    # On the host by the group's own exchange, which ends when another rank fails. Plans do not see
+    # it, so that they could not repeat it.
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.refuse("a sum over ranks on the host")
     parts = context.group.all_gather(partial)
     wide = torch.promote_types(partial.dtype, torch.float32)
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = total + part.to(wide)
     return total.to(partial.dtype)
+
+
+def by_operator(context: ParallelContext, partial: torch.Tensor) -> bool:
+    """Return whether operators of this package sum a tensor over the ranks of a context."""
+    name = context.group.name
+    return bool(name) and (partial.is_cuda or groups.emulated_ranks(name) is not None)
 
 
 def sum_integers(context: ParallelContext, values: torch.Tensor) -> torch.Tensor:

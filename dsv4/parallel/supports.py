@@ -28,6 +28,11 @@ _SYMM_ALIGNMENT = 16
 _TWO_SHOT_RANKS = (2, 4, 8)
 
 
+def pushed_bytes(ranks: int) -> int:
+    """Return the bytes of the largest sum over ``ranks`` ranks that is pushed, by choice."""
+    return ONE_SHOT_RECEIVED // ranks
+
+
 def _received(call: Call) -> int:
     """Return the bytes that a rank gets where every rank sends all it has to everybody."""
     partial = call.args.partial
@@ -74,7 +79,12 @@ def _no_mailbox(call: Call) -> str | None:
             f"group {call.args.group!r} has no mailboxes, which "
             "dsv4.parallel.mailboxes.symmetric makes"
         )
-    if reason is None and mailbox is not None and mailbox.device != call.device:
+    # While kernels are listed both are on the meta device, whatever device the call is for.
+    if (
+        reason is None
+        and mailbox is not None
+        and mailbox.device not in (call.device, partial.device)
+    ):
         return f"the mailboxes are on {mailbox.device}, the tensor is on {call.device}"
     return reason
 
@@ -91,11 +101,12 @@ def push(call: Call) -> str | None:
 
 
 def push_rows(call: Call) -> str | None:
-    """Return why the push kernel cannot run ``hc_reduce_post_pre_norm``, or None."""
+    """Return why the push kernel cannot run a sum with the hyper-connection behind it, or None."""
     partial, streams = call.args.partial, call.args.streams
     if streams.shape[-2] != 4:
         return f"there are {streams.shape[-2]} streams, the kernels mix 4"
-    if torch.float64 in (streams.dtype, call.args.fn.dtype):
+    floats = [value.dtype for value in call.args if isinstance(value, torch.Tensor)]
+    if torch.float64 in floats:
         return "a tensor is float64, which only the reference computes in"
     return _push(call, partial.shape[:-1].numel(), partial.shape[-1])
 

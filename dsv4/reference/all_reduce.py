@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from dsv4.ops._library import as_record
-from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostPreNormArgs
-from dsv4.ops.hyper_connection import HcPostPreNormArgs
+from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostArgs, HcReducePostPreNormArgs
+from dsv4.ops.hyper_connection import HcPostArgs, HcPostPreNormArgs
 from dsv4.parallel import groups
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference.hyper_connection import hc_post_pre_norm
+from dsv4.reference.hyper_connection import hc_post, hc_post_pre_norm
 
 
 def all_reduce(args: AllReduceArgs) -> torch.Tensor:
@@ -24,6 +24,12 @@ def rank_ordered_sum(partials: list[torch.Tensor]) -> torch.Tensor:
     for partial in others:
         total += partial
     return total.to(first.dtype).contiguous()
+
+
+def hc_reduce_post(args: HcReducePostArgs) -> torch.Tensor:
+    """See ``dsv4.ops.all_reduce.hc_reduce_post``."""
+    y = all_reduce(as_record(AllReduceArgs, args))
+    return hc_post(as_record(HcPostArgs, args, y=y))
 
 
 def hc_reduce_post_pre_norm(

@@ -3,8 +3,8 @@
 A program has one chunk of up to 1024 elements of a row: it stores the chunk in the N mailboxes over
 NVLink, sets one flag in each, waits for the N flags of this chunk in its own mailbox, and adds the
 slots in rank order in float32. One launch, no barrier over the GPU, one trip over NVLink between
-the last rank's store and everybody's sum. For ``hc_reduce_post_pre_norm`` the launch only pushes,
-and the kernel of the hyper-connection waits and adds.
+the last rank's store and everybody's sum. For ``hc_reduce_post`` and ``hc_reduce_post_pre_norm``
+the launch only pushes, and the kernel of the hyper-connection waits and adds.
 
 No deadlock: a program pushes before it waits, and what it waits for are programs of the same number
 on the peers, of launches whose programs all fit on a GPU (``supports.push`` bounds their number).
@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops._library import as_record
-from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostPreNormArgs
-from dsv4.ops.hyper_connection import HcPostPreNormArgs
+from dsv4.ops.all_reduce import AllReduceArgs, HcReducePostArgs, HcReducePostPreNormArgs
+from dsv4.ops.hyper_connection import HcPostArgs, HcPostPreNormArgs
 from dsv4.parallel import mailboxes
 from dsv4.parallel.mailboxes import Mailbox
 from dsv4.triton._lib.mailbox import (
     CHUNK,
+    GENERATIONS,
     PushedSum,
     add_slots,
     count_call,
@@ -33,7 +34,12 @@ from dsv4.triton._lib.mailbox import (
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.hyper_connection import hc_post_pre_norm, reduced_post_pre_norm
+from dsv4.triton.hyper_connection import (
+    hc_post,
+    hc_post_pre_norm,
+    reduced_post,
+    reduced_post_pre_norm,
+)
 
 _WARPS = 4  # 16 bytes of a chunk to a thread
 
@@ -56,9 +62,13 @@ def _push_kernel(
     RANKS: tl.constexpr,
     PUSH: tl.constexpr,
     SUM: tl.constexpr,
+    GATHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Push a chunk (PUSH), and wait for it and add it up (SUM); without PUSH another launch did."""
+    """Push a chunk (PUSH), and wait for it and add it up (SUM); without PUSH another launch did.
+
+    With GATHER ``out`` gets what each rank pushed, one after another, in place of the sum.
+    """
     wait_for_inputs(PDL)
     chunk = tl.program_id(0)
     row = (chunk // chunks_of_row).to(tl.int64)
@@ -76,12 +86,24 @@ def _push_kernel(
         dtype: tl.constexpr = out.dtype.element_ty
         total = add_slots(own_slots, call, offset, inside, capacity, dtype, RANKS)
         tl.store(out + offset, total, mask=inside)
+    if GATHER:
+        wait_for_chunk(own_flags, call, chunk, chunks, RANKS)
+        at = own_slots + ((call % GENERATIONS) * RANKS).to(tl.int64) * capacity + offset
+        for i in tl.static_range(RANKS):
+            bits = tl.load(at + i * capacity, mask=inside)
+            tl.store(out + i * width + offset, bits, mask=inside)
     if PUSH:
         count_call(counter, call)
 
 
 def _launch(
-    mailbox: Mailbox, rows: torch.Tensor, out: torch.Tensor | None, *, is_push: bool, is_sum: bool
+    mailbox: Mailbox,
+    rows: torch.Tensor,
+    out: torch.Tensor | None,
+    *,
+    is_push: bool,
+    is_sum: bool,
+    is_gather: bool = False,
 ) -> None:
     """Launch for a contiguous ``rows [R, W]``.
 
@@ -111,6 +133,7 @@ def _launch(
             RANKS=mailbox.ranks,
             PUSH=is_push,
             SUM=is_sum,
+            GATHER=is_gather,
             num_warps=_WARPS,
             **launch_options.options(rows),
         )
@@ -143,6 +166,13 @@ def exchange(mailbox: Mailbox, partial: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def gathered(mailbox: Mailbox, values: torch.Tensor) -> torch.Tensor:
+    """Push bfloat16 ``values [n]`` and return those of all ranks ``[N, n]``, in one launch."""
+    out = values.new_empty((mailbox.ranks, values.shape[0]))
+    _launch(mailbox, _flat(values), out, is_push=True, is_sum=False, is_gather=True)
+    return out
+
+
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1, tensor.shape[-1]).contiguous()
 
@@ -170,3 +200,11 @@ def hc_reduce_post_pre_norm(
     if args.partial.numel() == 0:
         return hc_post_pre_norm(after)
     return reduced_post_pre_norm(after, push(_mailbox(args.group), args.partial))
+
+
+def hc_reduce_post(args: HcReducePostArgs) -> torch.Tensor:
+    """See ``dsv4.ops.all_reduce.hc_reduce_post``."""
+    after = as_record(HcPostArgs, args, y=args.partial)
+    if args.partial.numel() == 0:
+        return hc_post(after)
+    return reduced_post(after, push(_mailbox(args.group), args.partial))

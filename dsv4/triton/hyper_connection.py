@@ -108,6 +108,11 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     return _post(args, None)
 
 
+def reduced_post(args: HcPostArgs, pushed: PushedSum) -> torch.Tensor:
+    """Run ``hc_post`` with the sum of what the ranks pushed; ``args.y`` is not read."""
+    return _post(args, pushed)
+
+
 def _post(args: HcPostArgs, pushed: PushedSum | None) -> torch.Tensor:
     """Write back ``args.y``, or in its place what the ranks pushed."""
     out = torch.empty_like(args.streams, memory_format=torch.contiguous_format)

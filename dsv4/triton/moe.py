@@ -71,7 +71,7 @@ def _local_expert(ids, slot, slots, first, EXPERTS: tl.constexpr):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "first"])
 def _count_kernel(
     ids,
     order,
@@ -106,7 +106,7 @@ def _count_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "first"])
 def _histogram_kernel(
     ids,
     counts,
@@ -150,7 +150,7 @@ def _scan_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "first"])
 def _scatter_kernel(
     ids,
     counts,
@@ -332,7 +332,7 @@ def _gather(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["slots", "copying"])
+@triton.jit(do_not_specialize=["slots", "first", "copying"])
 def _sort_kernel(
     x,
     ids,

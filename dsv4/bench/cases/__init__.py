@@ -81,6 +81,7 @@ MAKERS: dict[str, Maker] = {
     "hc_pre_norm_quantize": fused.hc_pre_norm_quantize,
     "hc_post_pre_norm_quantize": fused.hc_post_pre_norm_quantize,
     "all_reduce": elementwise.all_reduce,
+    "hc_reduce_post": elementwise.hc_reduce_post,
     "hc_reduce_post_pre_norm": fused.hc_reduce_post_pre_norm,
     "pool_windows": sequence.pool_windows,
     "compressor_update": sequence.compressor_update,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -119,6 +120,16 @@ def hc_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.hc_post, args, {}, within(budgets.write_back), nbytes(*args))
 
     yield Case("hc_post", "", {"n": n, "H": hidden}, tokens, build)
+
+
+def hc_reduce_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs after a sublayer, as of a group of one rank: there is no other."""
+    [case] = hc_post(c, tokens)
+
+    def build(draw: Draw) -> Problem:
+        return dataclasses.replace(case.build(draw), function=ops.hc_reduce_post)
+
+    yield dataclasses.replace(case, op="hc_reduce_post", build=build)
 
 
 def hc_head(c: ModelConfig, tokens: int) -> Iterator[Case]:

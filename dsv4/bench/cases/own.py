@@ -62,6 +62,7 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "rope_quantize": ({**_HEADS, **_ROTATED, "G": "o_groups"},),
     "swiglu_quantize": (_INNER,),
     "hc_post_pre_norm": (_STREAMS,),
+    "hc_reduce_post": (_STREAMS,),
     "hc_reduce_post_pre_norm": (_STREAMS,),
     "hc_pre_norm": (_STREAMS,),
     "hc_pre_norm_quantize": (_STREAMS,),

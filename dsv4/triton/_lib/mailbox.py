@@ -23,7 +23,7 @@ from dsv4.parallel.mailboxes import Mailbox
 from dsv4.triton._lib.numerics import INTERPRETED, narrow, widen
 
 CHUNK = tl.constexpr(mailboxes.CHUNK)
-_GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
+GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
 # Calls are counted up to here and then from 1 again: a multiple of the generations, so that their
 # order stays, and reached after a day of decoding.
 _LAST_CALL = tl.constexpr(3 << 28)
@@ -83,7 +83,7 @@ def push_chunk(
     ``slots`` and ``flags`` are tuples in the order of ``Mailbox.peers``. A program pushes one
     chunk.
     """
-    slot = (call % _GENERATIONS) * RANKS + rank
+    slot = (call % GENERATIONS) * RANKS + rank
     at = slot.to(tl.int64) * capacity + offset
     for i in tl.static_range(RANKS):
         tl.store(slots[i] + at, values, mask=inside)
@@ -104,9 +104,9 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
     SOURCES: tl.constexpr = triton.next_power_of_2(RANKS)
     lane = tl.arange(0, 4 * SOURCES)
     generation, source = lane // SOURCES, lane % SOURCES
-    exists = (generation < _GENERATIONS) & (source < RANKS)
+    exists = (generation < GENERATIONS) & (source < RANKS)
     flag = tl.where(exists, (generation * RANKS + source) * chunks + chunk, chunk)
-    expected = exists & (generation == call % _GENERATIONS)
+    expected = exists & (generation == call % GENERATIONS)
     missing = tl.sum((expected & (_acquire(flags + flag) != call)).to(tl.int32), 0)
     if INTERPRETED:
         tl.static_assert(missing == 0, "a rank has not pushed yet, and nothing else runs")
@@ -123,7 +123,7 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
 @triton.jit
 def add_slots(slots, call, offset, inside, capacity, dtype: tl.constexpr, RANKS: tl.constexpr):
     """Add what all ranks pushed, in float32 in rank order, and round once."""
-    at = slots + ((call % _GENERATIONS) * RANKS).to(tl.int64) * capacity + offset
+    at = slots + ((call % GENERATIONS) * RANKS).to(tl.int64) * capacity + offset
     total = widen(tl.load(at, mask=inside, other=0.0))
     for _ in tl.static_range(RANKS - 1):
         at += capacity

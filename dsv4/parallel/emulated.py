@@ -1,0 +1,65 @@
+"""Rank 0 of several whose other ranks are copies of this process: one rank's share on one GPU.
+
+For times of a rank's share without a second GPU, and for lists of its kernels. Sums over ranks are
+N times what this process has, so logits mean nothing; sizes, launches and bytes are those of a
+rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsv4.parallel import groups, mailboxes, supports
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.gather import gather
+
+
+class EmulatedGroup:
+    """A group whose other ranks send what this process sends.
+
+    Attributes:
+        name: Its name for operators (``groups.emulated_name``).
+        mailbox: Its mailboxes, which the process fills itself; None: sums use none.
+    """
+
+    def __init__(self, size: int, mailbox: mailboxes.Mailbox | None = None) -> None:
+        self.name = groups.emulated_name(size)
+        self.mailbox = mailbox
+        self._size = size
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensor N times, by the mailboxes where a group of GPUs would use them."""
+        return gather(tensor, self.name)
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the value N times."""
+        return [value] * self._size
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def report(self, error: BaseException) -> None:
+        """Do nothing: nobody waits."""
+
+
+def emulated_context(
+    size: int, device: torch.device | str = "cpu", *, with_mailboxes: bool = True
+) -> ParallelContext:
+    """Return rank 0 of an emulated group.
+
+    Args:
+        size: Number of ranks, 2 to 16.
+        device: Where the mailboxes are.
+        with_mailboxes: Whether there are mailboxes; else sums are made as without.
+
+    Raises:
+        ValueError: if there cannot be so many ranks.
+    """
+    if not 2 <= size <= mailboxes.MOST_RANKS:
+        raise ValueError(f"emulated ranks: {size}, wanted 2 to {mailboxes.MOST_RANKS}")
+    nbytes = supports.pushed_bytes(size)
+    mailbox = mailboxes.emulated(size, nbytes, device) if with_mailboxes else None
+    return ParallelContext(0, size, EmulatedGroup(size, mailbox))
