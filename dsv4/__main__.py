@@ -27,6 +27,7 @@ CuTeDSL."""
 _EXAMPLES = """\
 examples:
   python -m dsv4 warmup --arch sm_90a --preset flash
+  python -m dsv4 warmup --arch sm_90a --preset flash --ranks 4
   python -m dsv4 warmup --arch sm_90a --preset both --out sm_90a.dsv4
   python -m dsv4 warmup --arch sm_100a --config DeepSeek-V4-Flash --activation nvfp4"""
 
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         default="both",
         help="inputs of NVFP4 layers (both)",
     )
+    add("--ranks", type=_positive, default=1, metavar="N", help="of one of N GPUs (1)")
     add("--max-tokens", type=_positive, default=8192, metavar="N", help="of a step (8192)")
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
@@ -133,6 +135,7 @@ def _warmup(options: argparse.Namespace) -> int:
             progress=not options.quiet,
             workers=options.workers,
             use_list=options.out is None,
+            ranks=options.ranks,
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")

@@ -131,6 +131,7 @@ def load(
             config = _configuration(checkpoint, numerics, activation, drafts)
             if context is not None:
                 _check_ranks(checkpoint, config, request, context)
+                _open_mailboxes(context, torch.device(device))
                 checkpoint.entries = entries_of_rank(checkpoint.entries, context)
                 progress = progress and context.rank == 0
             model = _filled(checkpoint, config, request, progress, context)
@@ -185,6 +186,12 @@ def _context(mesh: Any, parallel: str | None, device: torch.device) -> ParallelC
     from dsv4.parallel.process_group import context_of  # imports torch.distributed
 
     return context_of(mesh, parallel, device)
+
+
+def _open_mailboxes(context: ParallelContext, device: torch.device) -> None:
+    from dsv4.parallel.opening import open_mailboxes  # imports torch.distributed
+
+    open_mailboxes(context, device)
 
 
 def _drafts_of_ranks(checkpoint: Checkpoint, mtp: bool | None) -> bool | None:
@@ -247,16 +254,10 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
     """Load or compile the kernels of steps, and make the runner of ``generate`` if requested."""
     from dsv4 import serving
-    from dsv4.compilation.warmup import warm_loaded
+    from dsv4.compilation.warmup import warm_ranks
 
-    if model.parallel is not None:
-        # The list of kernels is that of the whole model's sizes; captures compile those of ranks.
-        if generation:
-            serving.prepare(model)
-        return
-    warmed = warm_loaded(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
-    if generation and warmed is not None and not warmed.failed:
+    if warm_ranks(model, tokens, progress) and generation:
         serving.prepare(model)
 
 

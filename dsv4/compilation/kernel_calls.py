@@ -25,6 +25,7 @@ from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.emulated import emulated_context
 from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
@@ -150,9 +151,12 @@ def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> 
     return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
 
 
-def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
-    """GEMMs of linear layers and of routed experts, the indexer, and attention."""
-    dense, grouped = packed_gemms(model, arch), grouped_gemms(model, arch)
+def every_call(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[Call]:
+    """GEMMs of linear layers and of routed experts, the indexer, and attention.
+
+    Of a configuration those of one of ``ranks`` ranks.
+    """
+    dense, grouped = packed_gemms(model, arch, ranks), grouped_gemms(model, arch, ranks)
     return [*dense, *fp8_gemms(model), *grouped, *indexers(model), *attentions(model)]
 
 
@@ -163,13 +167,13 @@ def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
     return packed_layout_of(arch, layer.activation)
 
 
-def packed_gemms(model: Any, arch: str = HOPPER) -> list[PackedGemm]:
+def packed_gemms(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[PackedGemm]:
     """GEMMs of packed weights, each shape once; see ``warmup`` for which layers count."""
     if isinstance(model, nn.Module):
         if _not_bfloat16(model):
             return []
         return _packed_gemms(model, arch, lambda layer: layer.format == NVFP4)
-    return _packed_gemms(_empty(model), arch, lambda layer: True)
+    return _packed_gemms(_empty(model, ranks), arch, lambda layer: True)
 
 
 def fp8_gemms(model: Any) -> list[Fp8Gemm]:
@@ -198,13 +202,13 @@ def _scale_dtype(layer: Linear) -> torch.dtype:
     return layer.weight_scale.dtype
 
 
-def grouped_gemms(model: Any, arch: str = HOPPER) -> list[GroupedGemm]:
+def grouped_gemms(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[GroupedGemm]:
     """Return the GEMMs of packed routed experts, each shape once."""
     if isinstance(model, nn.Module):
         layers = [] if _not_bfloat16(model) else _experts_of(model)
         layers = [layer for layer in layers if layer.format == NVFP4]
     else:
-        layers = _experts_of(_empty(model))
+        layers = _experts_of(_empty(model, ranks))
     return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer, arch)))
 
 
@@ -238,9 +242,15 @@ def _not_bfloat16(model: nn.Module) -> bool:
     return bool(getattr(model, "dtype", torch.bfloat16) != torch.bfloat16)
 
 
-def _empty(config: Any) -> DeepseekV4ForCausalLM:
+def _empty(config: Any, ranks: int = 1) -> DeepseekV4ForCausalLM:
+    config = ModelConfig.of(config)
+    if ranks == 1:
+        with torch.device("meta"):
+            return DeepseekV4ForCausalLM(config)
+    context = emulated_context(ranks, with_mailboxes=False)
     with torch.device("meta"):
-        return DeepseekV4ForCausalLM(ModelConfig.of(config))
+        # A DSpark draft is not split over ranks.
+        return DeepseekV4ForCausalLM(config, mtp=config.dspark is None, parallel=context)
 
 
 def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:

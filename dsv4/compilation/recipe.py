@@ -16,6 +16,8 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel import mailboxes
+from dsv4.parallel.emulated import emulated_context
 from dsv4.quant.formats import FP8_BLOCK, NVFP4
 
 
@@ -59,20 +61,28 @@ class Recipe:
         config: Configuration of these layers alone.
         dtype: Dtype of what is not quantised.
         weights: Weights of each linear layer and of routed experts, by name.
+        ranks: Ranks that the model is split over; modules have the sizes of one of them.
     """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     weights: tuple[tuple[str, Weight], ...] = ()
+    ranks: int = 1
 
     @classmethod
-    def of(cls, model: Any) -> Recipe:
-        """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4."""
+    def of(cls, model: Any, ranks: int = 1) -> Recipe:
+        """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4.
+
+        Args:
+            model: Either of them.
+            ranks: Ranks that a configuration is split over; a model has its own.
+        """
         if not isinstance(model, nn.Module):
             short = steps.of_each_kind(ModelConfig.of(model))
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short, mtp=False))]
-            return cls(short, weights=tuple((name, Weight(NVFP4.name)) for name in names))
+            weights = tuple((name, Weight(NVFP4.name)) for name in names)
+            return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
         config, layers = model.config, model.model.layers
         kinds = zip(config.layer_types, config.mlp_layer_types, map(_weights, layers), strict=True)
@@ -92,17 +102,22 @@ class Recipe:
             mlp_layer_types=tuple(config.mlp_layer_types[i] for i in chosen),
             dspark=None,
         )
-        return cls(short, model.dtype, (*named, *others))
+        own = 1 if model.parallel is None else model.parallel.size
+        return cls(short, model.dtype, (*named, *others), own)
 
     def build(self, arch: str) -> DeepseekV4ForCausalLM:
-        """The model on the meta device, packed for a GPU."""
-        return _built(self, arch)
+        """The model on the meta device, packed for a GPU; of several ranks, an emulated one."""
+        model = _built(self, arch)
+        if model.parallel is not None:
+            mailboxes.announce(model.parallel.group.name, model.parallel.group.mailbox)
+        return model
 
 
 @functools.lru_cache(maxsize=4)
 def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
+    context = emulated_context(recipe.ranks, "meta") if recipe.ranks > 1 else None
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(recipe.config, mtp=False).to(recipe.dtype)
+        model = DeepseekV4ForCausalLM(recipe.config, mtp=False, parallel=context).to(recipe.dtype)
         for name, weight in recipe.weights:
             layer = model.get_submodule(name)
             assert isinstance(layer, Linear | DeepseekV4Experts)

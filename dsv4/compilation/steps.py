@@ -36,6 +36,7 @@ from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.parallel.context import ParallelContext
 from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 from dsv4.serving.prompts import BUCKETS
@@ -203,7 +204,10 @@ def find_steps(
     steps = Steps()
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
-        _sample(config)
+        if model.parallel is None:
+            _sample(config)
+        else:
+            _gather(model.parallel)
         with _Recorder(steps, names):
             for shape in shapes:
                 _step(model, shape)
@@ -313,6 +317,12 @@ def _sample(config: ModelConfig) -> None:
     for filters in (False, True):
         for mask in (None, present):
             sampling.sample(logits, rows, numbers, integers, rows, mask, filters=filters)
+
+
+def _gather(context: ParallelContext) -> None:
+    """The kernel that gathers candidates of the sampler, of sizes that compile differently."""
+    for count in (1, 4):  # 4 and 16 elements of a mailbox
+        context.group.all_gather(torch.empty(count, dtype=torch.float64, device="meta"))
 
 
 def _pack(steps: Steps, names: list[str]) -> None:

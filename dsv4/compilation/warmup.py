@@ -24,10 +24,13 @@ from dsv4.compilation.kernel_calls import every_call, kernel_plans
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.progress_line import progress as progress_line
 from dsv4.compilation.recipe import Recipe
+from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel import mailboxes
+from dsv4.parallel.split import check_divides
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def warmup(
     progress: bool = True,
     bundle: str | os.PathLike[str] | None = None,
     workers: int | None = None,
+    ranks: int = 1,
 ) -> Warmup:
     """Compile every kernel that a model would launch, or load it, before the first step.
 
@@ -134,13 +138,16 @@ def warmup(
         progress: Whether to show progress on stderr, as a bar if rich is installed.
         bundle: A file that ``python -m dsv4 warmup`` wrote.
         workers: Processes that compile; None: as many as processors, at most 32.
+        ranks: Ranks that a configuration is split over (``load(parallel="tp")``): the kernels are
+            those of one rank's sizes. A model has its own.
 
     Returns:
         Counts, all 0 on a GPU that these kernels are not for, and what runs each operator.
 
     Raises:
         ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
-            ``device`` is no GPU, or ``max_tokens`` or ``workers`` is below 1.
+            ``device`` is no GPU, ``max_tokens`` or ``workers`` is below 1, or the model cannot be
+            split over ``ranks``.
         RuntimeError: if there is no GPU and no ``arch``, ``bundle`` cannot be used, or a CuTeDSL
             kernel has to be compiled and nvidia-cutlass-dsl is not installed.
     """
@@ -156,7 +163,9 @@ def warmup(
     if bundle is not None:
         _bundle.use(bundle, chosen)
     ready = None if gpu is None else functools.partial(_load, gpu)
-    done, outcome = compile_model(model, chosen, max_tokens, gpu, progress, workers, ready=ready)
+    done, outcome = compile_model(
+        model, chosen, max_tokens, gpu, progress, workers, ready=ready, ranks=ranks
+    )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
     return replace(done, seconds=time.perf_counter() - start)
@@ -177,6 +186,30 @@ def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | N
         return None
 
 
+def warm_ranks(model: DeepseekV4ForCausalLM, max_tokens: int, progress: bool) -> bool:
+    """Do ``warm_loaded`` for a model of one or several ranks.
+
+    Rank 0 compiles first, in as many processes as there are processors; the others then find its
+    kernels, which are theirs, on disk.
+
+    Returns:
+        Whether all kernels are there, on all ranks; False on a CPU.
+    """
+    context = model.parallel
+    if context is None:
+        return _is_warm(warm_loaded(model, max_tokens, progress))
+    done = None
+    for ranks in (range(1), range(1, context.size)):
+        if context.rank in ranks:
+            done = warm_loaded(model, max_tokens, progress)
+        context.group.exchange(None)
+    return all(context.group.exchange(_is_warm(done)))
+
+
+def _is_warm(done: Warmup | None) -> bool:
+    return done is not None and not done.failed
+
+
 def compile_model(
     model: Any,
     arch: str,
@@ -187,6 +220,7 @@ def compile_model(
     *,
     use_list: bool = True,
     ready: Callable[[KernelJob], None] | None = None,
+    ranks: int = 1,
 ) -> tuple[Warmup, Outcome]:
     """Do what ``warmup`` does without loading the kernels; see there.
 
@@ -200,9 +234,12 @@ def compile_model(
         use_list: Whether a list of Triton kernels that was kept will do. Their files are then not
             among those of the outcome.
         ready: Called with each kernel of which there is a file, while others are compiled.
+        ranks: See ``warmup``.
     """
     start = time.perf_counter()
-    listing, skipped = _listing(model, arch, max_tokens, gpu)
+    if ranks != 1:
+        check_ranks(model, ranks)
+    listing, skipped = _listing(model, arch, max_tokens, gpu, ranks)
     stored = listing.stored() if listing is not None and use_list else None
     with (
         _compile_pool.Pool(workers, arch) as pool,
@@ -211,7 +248,7 @@ def compile_model(
         work = _compile.Compilation(pool, count, ready)
         if listing is not None and stored is None:
             work.find(listing)  # begins before plans are made, which takes a second
-        plans = kernel_plans(every_call(model, arch), max_tokens, arch)
+        plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
         work.add(CuteJob(plan, arch) for plan in plans)
         work.finish()
     outcome, steps = work.outcome, stored or _steps.Steps()
@@ -231,8 +268,21 @@ def compile_model(
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
 
 
+def check_ranks(model: Any, ranks: int) -> None:
+    """Raise unless a configuration can be split over that many ranks.
+
+    Raises:
+        ValueError: naming the number, or for a module, which has the sizes of its own rank.
+    """
+    if isinstance(model, nn.Module):
+        raise ValueError(f"warmup: ranks is {ranks} and model a module, wanted a configuration")
+    if not 1 <= ranks <= mailboxes.MOST_RANKS:
+        raise ValueError(f"warmup: ranks is {ranks}, wanted 1 to {mailboxes.MOST_RANKS}")
+    check_divides(ModelConfig.of(model), ranks)
+
+
 def _listing(
-    model: Any, arch: str, max_tokens: int, gpu: torch.device | None
+    model: Any, arch: str, max_tokens: int, gpu: torch.device | None, ranks: int = 1
 ) -> tuple[Listing | None, str]:
     """Return the list of a whole model, or why there is none."""
     if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
@@ -242,7 +292,7 @@ def _listing(
     if reason:
         return None, reason
     target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
-    return Listing(Recipe.of(model), target, max_tokens), ""
+    return Listing(Recipe.of(model, ranks), target, max_tokens), ""
 
 
 def _steps_of(work: _compile.Compilation) -> tuple[_steps.Steps, str]:

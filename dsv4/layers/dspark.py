@@ -118,6 +118,7 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
         past_key_values: Any = None,
         *,
         cache: Any = None,
+        reduce: bool = True,
     ) -> tuple[torch.Tensor, None]:
         """Attend for the rows ``[1, T, H]`` of blocks; return as many.
 
@@ -128,6 +129,7 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
             attention_mask: None.
             past_key_values: The ``DraftBlocks``.
             cache: None.
+            reduce: Without effect: a draft is not split over ranks.
 
         Raises:
             TypeError: if ``past_key_values`` are not blocks.

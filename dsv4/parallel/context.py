@@ -17,9 +17,11 @@ class Group(Protocol):
 
     Attributes:
         name: ``group_name`` of a process group of these ranks; empty: there is none.
+        mailbox: Its ``dsv4.parallel.mailboxes.Mailbox`` on this rank, or None.
     """
 
     name: str
+    mailbox: Any
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in the order of ranks; shapes and dtypes are equal."""

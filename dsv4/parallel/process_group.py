@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from dsv4.parallel import multicast
 from dsv4.parallel.context import ParallelContext, RankError
+from dsv4.parallel.gather import pushed_gather
+from dsv4.parallel.mailboxes import Mailbox
 
 # Seconds that a rank waits for the others inside a step. Between steps it waits for longer, because
 # rank 0 may have no requests.
@@ -105,6 +107,8 @@ class DistributedGroup:
 
     Attributes:
         name: ``group_name`` of the process group.
+        mailbox: This rank's mailboxes (``dsv4.parallel.opening``), which live as long as the group;
+            None without.
     """
 
     def __init__(self, group: Any) -> None:
@@ -114,6 +118,7 @@ class DistributedGroup:
         self._store = _store()
         self._group = group
         self.name: str = group.group_name
+        self.mailbox: Mailbox | None = None
         # How often this rank made an object for the group; the same number on all of its ranks.
         members = "-".join(map(str, dist.get_process_group_ranks(group)))
         count = self._store.add(f"dsv4/{members}/made by {self._rank}", 1)
@@ -155,6 +160,9 @@ class DistributedGroup:
         if own.numel() == 0:
             return [own] * self._size
         if own.is_cuda:
+            pushed = pushed_gather(own, self.name)
+            if pushed is not None:
+                return pushed
             whole = own.new_empty((self._size, *own.shape))
             dist.all_gather_into_tensor(whole, own, group=self._group)
             return list(whole.unbind(0))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from dsv4 import dispatch
 from dsv4.layers.experts import DeepseekV4Experts
@@ -71,7 +72,7 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     first: list[BaseException] = []  # the end of the capture may raise another error
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=_error_mode()):
             try:
                 out = work()
             except BaseException as error:
@@ -81,6 +82,14 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
         _clean_up(current, pool)
         raise _failure(first.pop() if first else error)  # noqa: B904  (it has its cause)
     return graph, out
+
+
+def _error_mode() -> str:
+    """Return which threads' calls end a capture: with NCCL only this one's.
+
+    NCCL's watchdog is a thread that asks for the state of events at any time.
+    """
+    return "thread_local" if dist.is_available() and dist.is_initialized() else "global"
 
 
 def _failure(cause: BaseException) -> BaseException:

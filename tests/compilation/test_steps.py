@@ -73,12 +73,72 @@ STEP_OPS = {
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
 
 
+# The same for ranks of a group of four: the first, the last, and a whole model.
+RANKS = """
+import json
+import torch
+from dsv4 import ModelConfig
+from dsv4.compilation import steps as _steps
+from dsv4.compilation.recipe import Recipe
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import ParallelContext
+
+config = ModelConfig.flash().replace(n_routed_experts=24)  # 18, the last's first, is no multiple
+shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
+
+def found(model):
+    steps = _steps.find_steps(model, _steps.Target("sm_90a"), 256, shapes)
+    experts = {
+        value
+        for request in steps.requests.values() if request.name == "_sort_kernel"
+        for value in request.constants.values() if value in (6, 24)
+    }
+    ran = {f"{op} {name}": sorted(ran.kernels) for (op, name), ran in steps.ran.items()}
+    names = sorted({request.name for request in steps.requests.values()})
+    return {"keys": sorted(key.hex() for key in steps.requests), "ran": ran, "names": names,
+            "experts": sorted(experts)}
+
+first = Recipe.of(config, 4).build("sm_90a")
+with torch.device("meta"):
+    context = ParallelContext(3, 4, first.parallel.group)
+    last = DeepseekV4ForCausalLM(first.config, mtp=False, parallel=context).to(torch.bfloat16)
+    for name, weight in Recipe.of(config, 4).weights:
+        weight.declare(last.get_submodule(name), "sm_90a")
+    _steps.join_packed_(last)
+models = {"first": first, "last": last, "whole": Recipe.of(config).build("sm_90a")}
+print(json.dumps({name: found(model) for name, model in models.items()}))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_of_ranks_are_those_of_their_sizes():
+    """Every rank launches the same ones, and after the first rank's list none is compiled."""
+    ranks = json.loads(printed(RANKS))
+    first, whole = ranks["first"], ranks["whole"]
+    assert first["keys"] == ranks["last"]["keys"]
+    assert first["ran"] == ranks["last"]["ran"]
+    assert (first["experts"], whole["experts"]) == ([6], [6, 24])  # 6 is also K
+    assert "_push_kernel" in first["ran"]["hc_reduce_post_pre_norm push"]
+    assert "_push_kernel" in first["ran"]["hc_reduce_post push"]
+    assert first["ran"]["all_reduce push"] == ["_push_kernel"]
+    # 256 tokens are more than a slot holds, and NCCL sums them.
+    assert "_post_kernel" in first["ran"]["hc_reduce_post parts"]
+    assert "_push_kernel" not in whole["names"]
+    sampler = {"_largest_kernel", "_scores_kernel", "_filter_kernel"}
+    assert sampler <= set(whole["names"])
+    assert not sampler & set(first["names"])
+
+
 def traced(points, *, real=False):
+    return json.loads(printed(SOURCE, json.dumps(real), json.dumps(points)))
+
+
+def printed(source, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", SOURCE, json.dumps(real), json.dumps(points)]
+    command = [sys.executable, "-c", source, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 def check(name, compiled, ran):

@@ -1,4 +1,4 @@
-"""One rank of an emulated group: mailboxes that it fills itself, sums, gathers, layers and plans."""
+"""One rank of an emulated group: its own mailboxes, sums, gathers, layers and plans."""
 
 from __future__ import annotations
 
