@@ -150,6 +150,13 @@ def _model(model: argparse.ArgumentParser) -> None:
         help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
     )
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
+    add(
+        "--emulate-peers",
+        type=_positive,
+        metavar="N",
+        help="rank 0's share of a model on N GPUs, with the mailboxes of the others on this one: "
+        "times without NVLink. Several GPUs: start the command by torchrun",
+    )
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")
     model.set_defaults(command="model")

@@ -387,8 +387,10 @@ def _model(options: argparse.Namespace) -> int:
     device = _device(options)
     measured = ModelResults()
     measured.start.process_s = command.seconds_since_process_start()
+    if command.processes() > 1:
+        device, _ = all_reduce.begin(device)
     request = command.prepare(options, device)
-    header = _print_header(options)
+    header = _print_header(options) if command.leads() else {}
     command.measure(request, environment.rates(device), measured)
     good = command.finish(options, request, header, measured)
     if measured.stopped:

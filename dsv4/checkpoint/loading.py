@@ -256,8 +256,9 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
+    warmed = warm_ranks(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
-    if warm_ranks(model, tokens, progress) and generation:
+    if generation and warmed is not None and not warmed.failed:
         serving.prepare(model)
 
 

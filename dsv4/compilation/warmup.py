@@ -186,28 +186,29 @@ def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | N
         return None
 
 
-def warm_ranks(model: DeepseekV4ForCausalLM, max_tokens: int, progress: bool) -> bool:
+def warm_ranks(model: DeepseekV4ForCausalLM, max_tokens: int, progress: bool) -> Warmup | None:
     """Do ``warm_loaded`` for a model of one or several ranks.
 
     Rank 0 compiles first, in as many processes as there are processors; the others then find its
     kernels, which are theirs, on disk.
 
     Returns:
-        Whether all kernels are there, on all ranks; False on a CPU.
+        What this rank did, with the failures of other ranks, too; None if it is not on a GPU.
     """
     context = model.parallel
     if context is None:
-        return _is_warm(warm_loaded(model, max_tokens, progress))
+        return warm_loaded(model, max_tokens, progress)
     done = None
     for ranks in (range(1), range(1, context.size)):
         if context.rank in ranks:
             done = warm_loaded(model, max_tokens, progress)
         context.group.exchange(None)
-    return all(context.group.exchange(_is_warm(done)))
-
-
-def _is_warm(done: Warmup | None) -> bool:
-    return done is not None and not done.failed
+    failed: dict[str, str] = {}
+    for theirs in context.group.exchange(None if done is None else done.failed):
+        if theirs is None:
+            return None
+        failed |= theirs
+    return done and replace(done, failed=failed)
 
 
 def compile_model(

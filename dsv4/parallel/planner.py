@@ -312,19 +312,45 @@ def _indivisible(config: ModelConfig, ranks: int, mode: str) -> str | None:
     return f"{ranks} ranks do not divide {' and '.join(wrong)}" if wrong else None
 
 
+@dataclass(frozen=True)
+class StepParts:
+    """Milliseconds of a decode step of one sequence, by the model of ``token_ms``.
+
+    Attributes:
+        latency: What does not shrink with bytes.
+        bytes: What memory needs.
+        sums: Sums over ranks.
+    """
+
+    latency: float
+    bytes: float
+    sums: float
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return self.latency + self.bytes + self.sums
+
+    @classmethod
+    def of(cls, layers: int, ranks: int, bytes_ms: float) -> StepParts | None:
+        """Return the parts for a number of layers; None where sums have no figure."""
+        if ranks not in _ALL_REDUCE_US:
+            return None
+        sums = _SUMS_OF_LAYER * layers * _ALL_REDUCE_US[ranks]
+        return cls(layers * _LAYER_US / 1e3, bytes_ms, sums / 1e3)
+
+
 def token_ms(config: ModelConfig, weights: Weights, machine: Machine) -> float | None:
     """Return the milliseconds of a decode step of one sequence with ``parallel="tp"``.
 
     ``layers * latency + bytes / rate + sums * latency of a sum``; None for a number of ranks whose
     sums have no figure. The latency of a layer is one H100's, taken for every GPU.
     """
-    if machine.ranks not in _ALL_REDUCE_US:
-        return None
     layers, ranks = config.num_hidden_layers, machine.ranks
     experts = layers * largest_share(config, ranks) * weights.expert
     read = weights.replicated + (weights.split + weights.head) / ranks + experts
-    sums = _SUMS_OF_LAYER * layers * _ALL_REDUCE_US[ranks]
-    return (layers * _LAYER_US + sums) / 1e3 + read / machine.gpu.rate * 1e3
+    parts = StepParts.of(layers, ranks, read / machine.gpu.rate * 1e3)
+    return None if parts is None else parts.total
 
 
 def lines(config: ModelConfig, weights: Weights, machine: Machine) -> Iterator[str]:

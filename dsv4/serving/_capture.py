@@ -72,7 +72,7 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     first: list[BaseException] = []  # the end of the capture may raise another error
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=_error_mode()):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode()):
             try:
                 out = work()
             except BaseException as error:
@@ -84,7 +84,7 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     return graph, out
 
 
-def _error_mode() -> str:
+def error_mode() -> str:
     """Return which threads' calls end a capture: with NCCL only this one's.
 
     NCCL's watchdog is a thread that asks for the state of events at any time.

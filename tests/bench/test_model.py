@@ -18,7 +18,7 @@ from dsv4.bench import environment
 from dsv4.bench.cli import main
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
-from dsv4.bench.suites.model.document import DecodeRow, validate
+from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
 from dsv4.bench.suites.model.memory import ModelBytes, model_bytes
 from dsv4.bench.suites.model.profile import Launch
 from dsv4.bench.suites.model.request import COLUMNS, Budget, ModelRequest
@@ -83,6 +83,7 @@ class TestOnCpu:
             "layers_of_model": 4,
         }
         expected |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
+        expected |= {"ranks": 1, "emulated": False}
         for row in (*document["rows"], *document["prompts"]):
             assert row["model"] == expected
             assert row["failed"] == []
@@ -100,6 +101,48 @@ class TestOnCpu:
         assert printed[-1] == "MEASURED: 2 rows, 1 prompts"
         assert max(map(len, printed)) <= 120
         assert f"wrote {path}" in printed
+
+    def test_a_rank_with_emulated_peers(self, tmp_path: Path, capsys):
+        """Rank 0's share: its bytes, its experts, and the step that the planner computes."""
+        paths = [tmp_path / "whole.json", tmp_path / "rank.json"]
+        sizes = ["--layers", "1", "--tokens", "1,2", "--context", "8", "--prompts", "none"]
+        for path, more in zip(paths, ([], ["--emulate-peers", "2"]), strict=True):
+            columns = ["--columns", "eager,runner", "--out", str(path)]
+            assert run(*sizes, *columns, *more) == 0
+        whole, rank = map(document_of, paths)
+        assert {(r["model"]["ranks"], r["model"]["emulated"]) for r in rank["rows"]} == {(2, True)}
+        assert rank["start"]["weight_bytes"] < 0.9 * whole["start"]["weight_bytes"]
+        for row, of_whole in zip(rank["rows"], whole["rows"], strict=True):
+            assert row["failed"] == []
+            assert row["bytes"] < of_whole["bytes"]
+            assert row["experts_read"] <= min(4, 2 * row["tokens"])
+            assert row["experts_uniform"] == of_whole["experts_uniform"] / 2
+        (expected,) = rank["expected"]
+        parts = [expected[name] for name in ("latency", "bytes", "sums")]
+        assert expected["bytes"] == rank["rows"][0]["bytes_ms"]
+        assert expected["sums"] == pytest.approx(2 * 5e-3)
+        assert expected["total"] == pytest.approx(sum(parts))
+        assert whole["expected"] == []
+        printed = capsys.readouterr().out
+        assert "rank 0 of 2 with emulated peers on" in printed
+        parsed = parse(rank)
+        assert parsed.rows[0].model.emulated
+        assert output_path("out/", rank["header"], parsed.rows[0].model).name.endswith(
+            "-model_tiny_nvfp4_emulated_tp2.json"
+        )
+        # Files of before have none of the fields.
+        del whole["expected"]
+        for row in whole["rows"]:
+            del row["model"]["ranks"], row["model"]["emulated"]
+        assert parse(whole).rows[0].model.ranks == 1
+
+    @pytest.mark.parametrize(
+        ("ranks", "message"),
+        [("1", "wanted 2 to 16 ranks"), ("3", "3 ranks, wanted a number that divides vocab_size")],
+    )
+    def test_ranks_that_there_cannot_be(self, capsys, ranks, message):
+        assert run("--emulate-peers", ranks) == 2
+        assert message in capsys.readouterr().err
 
     def test_a_folder_is_named_after_the_device(self, tmp_path: Path):
         assert run("--prompts", "none", "--columns", "eager", "--out", f"{tmp_path}/") == 0

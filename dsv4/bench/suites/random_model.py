@@ -15,6 +15,7 @@ from torch import nn
 from dsv4.config import ModelConfig
 from dsv4.layers import DeepseekV4Experts, Linear, pack_
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import ParallelContext
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
 from dsv4.testing.models import random_values
 
@@ -55,7 +56,12 @@ class Weights:
 
 @torch.no_grad()
 def random_model(
-    config: ModelConfig, device: torch.device, weights: Weights, *, pack: bool = True
+    config: ModelConfig,
+    device: torch.device,
+    weights: Weights,
+    *,
+    pack: bool = True,
+    parallel: ParallelContext | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Build a bfloat16 model for inference.
 
@@ -66,9 +72,11 @@ def random_model(
         device: Where the weights are drawn and stay.
         weights: How they are stored.
         pack: Whether to pack each layer as soon as it is drawn.
+        parallel: The rank whose part is drawn; all ranks draw the same numbers, so that what is not
+            split is equal on all of them.
     """
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
+        model = DeepseekV4ForCausalLM(config, mtp=False, parallel=parallel).to(torch.bfloat16)
     draw = _Draw(config, device, weights)
     for name, part in _parts(model):
         _fill(part, name, draw)

@@ -18,10 +18,13 @@ import torch
 from dsv4.bench.environment import Rates
 from dsv4.config import CSA, ModelConfig
 from dsv4.kv_cache.layer_cache import BLOCK
-from dsv4.kv_cache.paged_cache import PagedCache
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.kv_cache.pages import entry_layout
 from dsv4.layers import DeepseekV4Experts, DeepseekV4SparseMoeBlock, Linear
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel import groups
+from dsv4.parallel.split import LocalSizes
+from dsv4.serving._capture import error_mode
 
 INDEX_FORMAT = "index_mxfp4"
 _REPLAYS = 20
@@ -71,17 +74,18 @@ def step_cost(
         model: With its weights.
         sequences: One token of each is computed.
         context: Tokens that each sequence has, the new one included.
-        experts_read: Distinct experts of a layer that the tokens choose, on average over layers;
-            None: what uniform routing is expected to choose.
+        experts_read: Distinct experts of a layer, of those held here, that the tokens choose, on
+            average over layers; None: what uniform routing is expected to choose.
     """
     config = model.config
     experts = [m for m in model.modules() if isinstance(m, DeepseekV4Experts)]
     expert_bytes = [_nbytes(module) for module in experts]
     embedding = model.model.embed_tokens.weight
     plain = _nbytes(model) - sum(expert_bytes) - embedding.nbytes
+    held = experts[0].num_local_experts
     if experts_read is None:
-        experts_read = uniform_experts(config, sequences)
-    share = experts_read / config.n_routed_experts
+        experts_read = uniform_experts(config, sequences) * held / config.n_routed_experts
+    share = experts_read / held
     embedded = sequences * embedding[0].nbytes
     reads = [_reads(config, i, context) for i in range(config.num_hidden_layers)]
     entry = entry_layout("fp8", config.head_dim, config.qk_rope_head_dim)
@@ -130,14 +134,15 @@ def _reads(config: ModelConfig, layer: int, context: int) -> _Reads:
 
 def _flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
     """Operations of one token: linear layers, chosen experts, attention and indexer."""
-    return _gemm_flops(model) + _attention_flops(model.config, reads)
+    return _gemm_flops(model) + _attention_flops(model, reads)
 
 
 def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
     """Operations of linear layers and chosen experts."""
     config = model.config
     linear = sum(map(_linear_flops, model.modules()))
-    expert = 6 * config.hidden_size * config.moe_intermediate_size
+    ranks = 1 if model.parallel is None else model.parallel.size
+    expert = 6 * config.hidden_size * config.moe_intermediate_size // ranks  # by chance a share
     return linear + config.num_hidden_layers * config.num_experts_per_tok * expert
 
 
@@ -145,8 +150,9 @@ def _linear_flops(module: torch.nn.Module) -> int:
     return 2 * module.out_features * module.in_features if isinstance(module, Linear) else 0
 
 
-def _attention_flops(config: ModelConfig, reads: Sequence[_Reads]) -> int:
-    attended = sum(read.entries for read in reads) * config.num_attention_heads * config.head_dim
+def _attention_flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
+    config, heads = model.config, LocalSizes.of(model.config, model.parallel).heads
+    attended = sum(read.entries for read in reads) * heads * config.head_dim
     scanned = sum(read.keys for read in reads) * config.index_n_heads * config.index_head_dim
     return 2 * (2 * attended + scanned)
 
@@ -166,7 +172,7 @@ def prompt_flops(model: DeepseekV4ForCausalLM, tokens: int) -> int:
     for kind in dict.fromkeys(kinds):
         layer = kinds.index(kind)
         reads = [_reads(config, layer, context) for context in range(1, tokens + 1)]
-        attention += kinds.count(kind) * _attention_flops(config, reads)
+        attention += kinds.count(kind) * _attention_flops(model, reads)
     return tokens * (_gemm_flops(model) - head) + head + attention
 
 
@@ -233,7 +239,7 @@ class DecodeStep:
         self.model = model
         self.fill = fill or Fill.plan(sequences, context)
         generator = torch.Generator().manual_seed(seed)
-        vocabulary = model.config.vocab_size
+        vocabulary = drawn_vocabulary(model)
         shape = (self.fill.prompts, self.fill.prompt_tokens)
         prompts = torch.randint(2, vocabulary, shape, generator=generator).tolist()
         chunk = min(shape[1], max(1, _FILL_CHUNK // shape[0]))
@@ -251,9 +257,15 @@ class DecodeStep:
         self.tokens = self.tokens.to(model.device)
 
     def __call__(self) -> torch.Tensor:
-        """Run it; logits ``[sequences, vocabulary]``."""
+        """Run it; logits ``[sequences, vocabulary]``, on several ranks those of this one."""
         self.cache.lengths.copy_(self.lengths)
-        return self.model.decode(self.tokens, self.cache, self.rows)
+        if self.model.parallel is None:
+            return self.model.decode(self.tokens, self.cache, self.rows)
+        batch = Batch.decode(self.cache.lengths[self.rows], self.rows)
+        ids = self.tokens.unsqueeze(0)
+        hidden, _ = self.model.model(ids, None, CacheStep(self.cache, batch))
+        self.cache.advance(batch)
+        return self.model.local_logits(hidden[0])
 
     def captured(self) -> torch.cuda.CUDAGraph:
         """Capture it in a CUDA graph."""
@@ -263,16 +275,21 @@ class DecodeStep:
             self()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=error_mode()):
             self.logits = self()
         return graph
 
     def experts_read(self) -> float:
-        """Run it and count the distinct experts that its tokens choose, averaged over layers."""
+        """Run it and count the distinct experts that its tokens choose, averaged over layers.
+
+        On several ranks those that are held here.
+        """
         chosen: list[torch.Tensor] = []
+        held = LocalSizes.of(self.model.config, self.model.parallel).experts
 
         def remember(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            chosen.append(output[2].unique())
+            ids = output[2].unique()
+            chosen.append(ids[(ids >= held.start) & (ids < held.stop)])
 
         with ExitStack() as stack:
             for module in self.model.modules():
@@ -281,6 +298,18 @@ class DecodeStep:
                     stack.callback(handle.remove)
             self()
         return statistics.mean(len(ids) for ids in chosen)
+
+
+def drawn_vocabulary(model: DeepseekV4ForCausalLM) -> int:
+    """Return the number of token ids that prompts are drawn from.
+
+    Of an emulated group, rank 0's: no rank has the embeddings of others, and a token without one
+    would have streams of 0, which all choose the same experts.
+    """
+    context = model.parallel
+    if context is not None and groups.emulated_ranks(context.group.name):
+        return len(model.model.vocabulary)
+    return model.config.vocab_size
 
 
 def _repeat_pages(cache: PagedCache, rows: Sequence[int], fill: Fill) -> None:

@@ -25,10 +25,13 @@ from dsv4.bench.suites.model.measure import Measurement, synchronize
 from dsv4.bench.suites.model.memory import check_memory
 from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.random_model import random_model
-from dsv4.compilation.warmup import warm_loaded
+from dsv4.compilation.warmup import warm_ranks
 from dsv4.debug import compilations
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.agreement import reported
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.emulated import emulated_context
 
 
 def seconds_since_process_start() -> float | None:
@@ -51,22 +54,12 @@ def measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
 def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None:
     before = compilations()
     try:
-        model = _build(request, results)
-        _warm(model, results)
-        before = compilations()
-        measurement = Measurement(model, request, rates)
-        results.profiles = measurement.profiles
-        for tokens in request.prompts:
-            results.prompts.append(measurement.prompt(tokens))
-            _take_prepared(measurement, results)
-            _say(f"prompt of {tokens} tokens")
-        for context in request.contexts:
-            for tokens in request.tokens:
-                results.rows.append(measurement.decode(tokens, context))
-                _say(f"{tokens} sequences at {context}")
-        for row in results.rows:
-            measurement.kernels(row)
-        _say("kernels")
+        context = _ranks(request)
+        with reported(context):
+            model = _build(request, results, context)
+            _warm(model, results)
+            before = compilations()
+            _measure_rows(Measurement(model, request, rates), results)
     except KeyboardInterrupt:
         rows = len(results.rows) + len(results.prompts)
         asked = len(request.prompts) + len(request.contexts) * len(request.tokens)
@@ -74,18 +67,63 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
     results.start.compiled_later = dict(compilations() - before)
 
 
-def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalLM:
+def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
+    request = measurement.request
+    results.profiles = measurement.profiles
+    for tokens in request.prompts:
+        results.prompts.append(measurement.prompt(tokens))
+        _take_prepared(measurement, results)
+        _say(f"prompt of {tokens} tokens")
+    for context in request.contexts:
+        for tokens in request.tokens:
+            row = measurement.decode(tokens, context)
+            results.rows.append(row)
+            expected = measurement.expected(row)
+            if expected is not None:
+                results.expected.append(expected)
+            _say(f"{tokens} sequences at {context}")
+    for row in results.rows:
+        measurement.kernels(row)
+    _say("kernels")
+
+
+def _ranks(request: ModelRequest) -> ParallelContext | None:
+    """Return this process's rank; None for a model of one GPU."""
+    if request.ranks == 1:
+        return None
+    if request.emulated:
+        return emulated_context(request.ranks, request.device)
+    import torch.distributed as dist
+
+    from dsv4.parallel.opening import open_mailboxes
+    from dsv4.parallel.process_group import context_of
+
+    context = context_of(dist.group.WORLD, "tp", request.device)
+    assert context is not None
+    open_mailboxes(context, request.device)
+    return context
+
+
+def _build(
+    request: ModelRequest, results: ModelResults, context: ParallelContext | None
+) -> DeepseekV4ForCausalLM:
     device, start = request.device, results.start
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of measuring rates
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
     if request.checkpoint is None:
-        model = random_model(request.config, device, request.weights)
+        model = random_model(request.config, device, request.weights, parallel=context)
         start.source = "weights drawn on the device and packed"
     else:
         model = checkpoint.load(
-            request.checkpoint, device=device, mtp=False, prepare=False, progress=False
+            request.checkpoint,
+            device=device,
+            mtp=False,
+            prepare=False,
+            progress=False,
+            device_mesh=context,
+            parallel=None if context is None else "tp",
         )
         start.source = "checkpoint loaded"
     synchronize(device)
@@ -100,7 +138,7 @@ def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalL
 
 def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
     """Compile or load kernels as ``dsv4.load`` does."""
-    done, start = warm_loaded(model, STEP_TOKENS, progress=False), results.start
+    done, start = warm_ranks(model, STEP_TOKENS, progress=False), results.start
     if done is not None:
         start.kernels = done.kernels + done.triton
         start.kernels_compiled = done.compiled + done.triton_compiled
@@ -116,8 +154,20 @@ def _take_prepared(measurement: Measurement, results: ModelResults) -> None:
 
 
 def _say(what: str) -> None:
+    if not leads():
+        return
     age = seconds_since_process_start()
     print(f"{'' if age is None else f'{age:6.1f} s  '}{what}", flush=True)
+
+
+def processes() -> int:
+    """Return the number of processes that ``torchrun`` started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def leads() -> bool:
+    """Return whether this process prints and writes, which of several the first does."""
+    return os.environ.get("RANK", "0") == "0" or processes() == 1
 
 
 def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
@@ -126,7 +176,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     Raises:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
-    request = ModelRequest.of(options, device)
+    request = ModelRequest.of(options, device, processes())
     check_memory(request)
     return request
 
@@ -137,7 +187,9 @@ def finish(
     header: dict[str, Any],
     results: ModelResults,
 ) -> bool:
-    """Print and write; whether no measurement failed."""
+    """Print and write, on rank 0; whether no measurement failed."""
+    if not leads():
+        return not report.failures(results)
     print()
     print("\n".join(report.lines(results, profile=options.profile)))
     print()

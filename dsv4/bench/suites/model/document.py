@@ -11,6 +11,7 @@ from dsv4.bench.results import file_name, text_of
 from dsv4.bench.suites.model.profile import OperatorTime, Profile
 
 SCHEMA = "dsv4.bench.model/1"
+_ADDED = frozenset({"ranks", "emulated", "expected"})  # fields that older files do not have
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Named:
         weights: ``"random"``, ``"mxfp4-cast"`` or ``"checkpoint"``.
         recipe: Which matrices have which format: ``"nvfp4"``, ``"nvidia"`` or ``"checkpoint"``.
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
+        ranks: GPUs or processes that share the model; figures are rank 0's.
+        emulated: Whether the other ranks are emulated on rank 0's GPU, without NVLink.
     """
 
     preset: str
@@ -36,6 +39,8 @@ class Named:
     weights: str
     recipe: str
     routing: str
+    ranks: int = 1
+    emulated: bool = False
 
 
 @dataclass
@@ -172,6 +177,27 @@ class ProfileRow:
     profile: Profile
 
 
+@dataclass(frozen=True)
+class ExpectedRow:
+    """A step of one sequence on several ranks by the model of ``dsv4.parallel.planner``, in ms.
+
+    Attributes:
+        model: The model.
+        context: Tokens before the step.
+        latency: What does not shrink with bytes; an H100's.
+        bytes: What memory needs for the row's bytes, at its measured rate.
+        sums: Sums over ranks, planned from published figures.
+        total: All three.
+    """
+
+    model: Named
+    context: int
+    latency: float
+    bytes: float
+    sums: float
+    total: float
+
+
 @dataclass
 class ModelResults:
     """All that one command measured.
@@ -181,6 +207,7 @@ class ModelResults:
         rows: Decode steps.
         prompts: Times to the first token.
         profiles: Kernels by operator.
+        expected: Computed steps, on several ranks.
         stopped: Why the command ended early; empty if it did not.
     """
 
@@ -188,6 +215,7 @@ class ModelResults:
     rows: list[DecodeRow] = field(default_factory=list)
     prompts: list[PromptRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
+    expected: list[ExpectedRow] = field(default_factory=list)
     stopped: str = ""
 
 
@@ -206,6 +234,9 @@ def validate(content: Any) -> None:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"results: wanted a file of {SCHEMA}")
     _fields("results", content, {"schema", "header", *_names(ModelResults)})
+    for i, row in enumerate(content.get("expected", ())):
+        _fields(f"expected[{i}]", row, _names(ExpectedRow))
+        _fields(f"expected[{i}].model", row["model"], _names(Named))
     _fields("start", content["start"], _names(Start))
     for name, kind in (("rows", DecodeRow), ("prompts", PromptRow), ("profiles", ProfileRow)):
         for i, row in enumerate(content[name]):
@@ -234,7 +265,7 @@ def _figures(kind: type) -> list[str]:
 def _fields(where: str, content: Any, names: set[str]) -> None:
     if not isinstance(content, dict):
         raise ValueError(f"results: {where} is {type(content).__name__}, wanted named fields")
-    for name in [*sorted(names - set(content)), *sorted(set(content) - names)]:
+    for name in [*sorted(names - _ADDED - set(content)), *sorted(set(content) - names)]:
         kind = "missing" if name in names else "unknown"
         raise ValueError(f"results: {where}.{name} is {kind}")
 
@@ -255,7 +286,11 @@ def parse(content: Any) -> ModelResults:
         profile = Profile(kernels["ms"], kernels["launches"], operators)
         profiles.append(ProfileRow(Named(**row["model"]), row["tokens"], row["context"], profile))
     start = Start(**content["start"])
-    return ModelResults(start, rows, prompts, profiles, content["stopped"])
+    expected = [
+        ExpectedRow(**{**row, "model": Named(**row["model"])})
+        for row in content.get("expected", ())
+    ]
+    return ModelResults(start, rows, prompts, profiles, expected, content["stopped"])
 
 
 def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
@@ -272,6 +307,8 @@ def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
         return path
     base = path if path.name == "results" else path / "results"
     suite = f"model_{slug(model.preset)}_{model.recipe}"
+    if model.ranks > 1:
+        suite += f"_{'emulated_' * model.emulated}tp{model.ranks}"
     return base / slug(str(header["gpu"])) / file_name(header, suite)
 
 

@@ -13,7 +13,14 @@ import torch
 from dsv4.bench.environment import Rates
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import profile
-from dsv4.bench.suites.model.document import DecodeRow, Measured, Named, ProfileRow, PromptRow
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    ExpectedRow,
+    Measured,
+    Named,
+    ProfileRow,
+    PromptRow,
+)
 from dsv4.bench.suites.model.marks import decode_ms, marked
 from dsv4.bench.suites.model.request import (
     DETERMINISTIC,
@@ -29,6 +36,7 @@ from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.bench.tables import short
 from dsv4.kv_cache.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.planner import StepParts
 from dsv4.serving import Prepared, Request, Runner, prepare, release
 
 NOT_ASKED = "not in --columns"
@@ -94,7 +102,7 @@ class Measurement:
 
     def decode(self, tokens: int, context: int) -> DecodeRow:
         """Decode steps of some sequences at a context."""
-        uniform = whole_model.uniform_experts(self.request.config, tokens)
+        uniform = whole_model.uniform_experts(self.request.config, tokens) / self.request.ranks
         row = DecodeRow(self._named, tokens=tokens, context=context, experts_uniform=uniform)
         self._model_steps(row)
         if self._is_requested(row, RUNNER, "runner_ms", "capture_s"):
@@ -127,14 +135,17 @@ class Measurement:
 
     def _take(self, row: Measured, names: Sequence[str], measure: Callable[[], object]) -> None:
         """Measure figures of a row; the row says why one of them is missing."""
-        reason, failed = self.request.budget.spent(), False
+        reason, failed = self._spent(), False
         if reason is None:
             try:
                 with torch.inference_mode():
                     measure()
             except SkippedError as error:
                 reason = str(error)
-            except Exception as error:  # whatever it is, other figures are still measured
+            except Exception as error:
+                if self._has_peers:  # they wait for this rank, and all of them end
+                    raise
+                # Whatever it is, other figures are still measured.
                 traceback.print_exc()
                 reason, failed = short(f"{type(error).__name__}: {error}", _REASON), True
             self._free()
@@ -142,6 +153,16 @@ class Measurement:
             if getattr(row, name) is None and name not in row.missing:
                 row.missing[name] = reason or "not measured"
                 row.failed += [name] * failed
+
+    @property
+    def _has_peers(self) -> bool:
+        return self.request.ranks > 1 and not self.request.emulated
+
+    def _spent(self) -> str | None:
+        """Return why nothing more is started, on all ranks what rank 0 says."""
+        spent = self.request.budget.spent()
+        context = self.model.parallel
+        return spent if context is None else context.group.broadcast(spent)
 
     def _free(self) -> None:
         """Give back what ``generate`` keeps, and memory that nothing uses."""
@@ -151,8 +172,20 @@ class Measurement:
 
     def _prompts(self, count: int, tokens: int) -> list[list[int]]:
         shape = (count, tokens)
-        vocabulary = self.request.config.vocab_size
+        vocabulary = whole_model.drawn_vocabulary(self.model)
         return torch.randint(2, vocabulary, shape, generator=self._generator).tolist()
+
+    def expected(self, row: DecodeRow) -> ExpectedRow | None:
+        """Compute a row's step by the model of several GPUs; None for one, or several sequences."""
+        request = self.request
+        if request.ranks == 1 or row.tokens > 1 or row.bytes_ms is None:
+            return None
+        layers = request.config.num_hidden_layers
+        parts = StepParts.of(layers, request.ranks, row.bytes_ms)
+        if parts is None:
+            return None
+        figures = (parts.latency, parts.bytes, parts.sums, parts.total)
+        return ExpectedRow(self._named, row.context, *figures)
 
     # Prompts
 

@@ -15,6 +15,7 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.emulated import emulated_context
 
 _ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
 
@@ -48,9 +49,11 @@ class ModelBytes:
 @torch.no_grad()
 def model_bytes(request: ModelRequest) -> ModelBytes:
     """Count the weights, without memory for them."""
-    config = request.config
+    config, context = request.config, None
+    if request.ranks > 1:
+        context = emulated_context(request.ranks, with_mailboxes=False)
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
+        model = DeepseekV4ForCausalLM(config, mtp=False, parallel=context).to(torch.bfloat16)
     experts = 0
     for name, module in model.named_modules():
         stored = quantised_format(name, module, request.weights)
@@ -60,7 +63,7 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         module.to_format(stored)
         if isinstance(module, DeepseekV4Experts):
             experts += _nbytes(module)
-    count = config.n_routed_experts
+    count = config.n_routed_experts // request.ranks
     layer_expert = experts // (count * config.num_hidden_layers)
     return ModelBytes(experts // count, layer_expert, _nbytes(model) - experts, count)
 
@@ -117,13 +120,14 @@ def check_memory(request: ModelRequest) -> None:
     need = size.peak + cache + reserve
     if need <= free:
         return
+    experts = size.experts * request.ranks
     problem = (
         f"the model needs {_gb(need)} and {_gb(free)} are free on {request.device}: weights "
-        f"{_gb(size.peak)} with --preset {request.preset} --experts {size.experts} --layers "
+        f"{_gb(size.peak)} with --preset {request.preset} --experts {experts} --layers "
         f"{request.config.num_hidden_layers}, cache {_gb(cache)} with --tokens {sequences} "
         f"--context {context}, activations {_gb(reserve)}; "
     )
-    most = size.experts_within(free - cache - reserve)
+    most = size.experts_within(free - cache - reserve) * request.ranks
     if most >= request.config.num_experts_per_tok:
         raise UsageError(f"{problem}wanted --experts {most} at most")
     raise UsageError(

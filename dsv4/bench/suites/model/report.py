@@ -28,6 +28,7 @@ def lines(results: ModelResults, *, profile: bool) -> list[str]:
     return [
         *_start(results),
         *_decode(results.rows),
+        *_expected(results),
         *_prompts(results),
         *(line for row in results.profiles if profile for line in profile_lines(row)),
         *_missing(results),
@@ -36,10 +37,15 @@ def lines(results: ModelResults, *, profile: bool) -> list[str]:
 
 def model_words(named: Named) -> str:
     """A model in a line."""
-    return (
+    words = (
         f"{named.preset}, {_experts(named)} experts, {_layers(named)} layers, {named.recipe} "
         f"recipe, weights {named.weights}, routing {named.routing}"
     )
+    if named.ranks > 1:
+        words += f", rank 0 of {named.ranks}"
+    if named.emulated:
+        words += " with emulated peers on the same GPU"
+    return words
 
 
 def _experts(named: Named) -> str:
@@ -114,6 +120,23 @@ def _decode(rows: Sequence[DecodeRow]) -> list[str]:
                 + (f"; of the runner: {row.runner_fill}" if row.runner_fill else "")
             )
     return lines
+
+
+def _expected(results: ModelResults) -> list[str]:
+    """Return computed steps of several ranks beside the measured ones."""
+    body = []
+    for row in results.expected:
+        measured = [r for r in results.rows if r.tokens == 1 and r.context == row.context]
+        step = measured[0].step_ms if measured else None
+        cells = [f"{ms:.2f}" for ms in (row.latency, row.bytes, row.sums, row.total)]
+        body.append([str(row.context), str(row.model.ranks), *cells, _ms(step)])
+    if not body:
+        return []
+    return [
+        "",
+        "ms of one sequence's step by the model of dsv4 inspect --gpus, computed, and measured",
+        *plain(("context", "ranks", "latency", "bytes", "sums", "computed", "step"), body, 0),
+    ]
 
 
 def _prompts(results: ModelResults) -> list[str]:

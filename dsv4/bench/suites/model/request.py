@@ -15,6 +15,8 @@ from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.config import ModelConfig
+from dsv4.parallel.mailboxes import MOST_RANKS
+from dsv4.parallel.split import check_divides
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
 DETERMINISTIC = "deterministic"
@@ -87,6 +89,8 @@ class ModelRequest:
         prefill_limit: Most prompt tokens that are processed to bring a batch to its context.
         budget: Seconds after which no measurement begins.
         device: Where.
+        ranks: Ranks that share the model.
+        emulated: Whether this process is one of them and emulates the others.
     """
 
     preset: str
@@ -102,10 +106,19 @@ class ModelRequest:
     prefill_limit: int
     budget: Budget
     device: torch.device
+    ranks: int = 1
+    emulated: bool = False
 
     @classmethod
-    def of(cls, options: argparse.Namespace, device: torch.device) -> ModelRequest:
+    def of(
+        cls, options: argparse.Namespace, device: torch.device, processes: int = 1
+    ) -> ModelRequest:
         """Check the command's options.
+
+        Args:
+            options: The options.
+            device: Where.
+            processes: Processes that ``torchrun`` started.
 
         Raises:
             UsageError: naming the argument, the value found and the value expected.
@@ -113,6 +126,7 @@ class ModelRequest:
         _check_output(options)
         usual = USUAL_GPU if device.type == "cuda" else USUAL_CPU
         source = _source(options, usual)
+        ranks = _ranks(options, processes)
         request = cls(
             preset=source.preset,
             config=source.config,
@@ -127,8 +141,11 @@ class ModelRequest:
             prefill_limit=options.prefill_limit,
             budget=Budget(options.limit),
             device=device,
+            ranks=ranks,
+            emulated=options.emulate_peers is not None,
         )
         request.check_positions()
+        request.check_ranks()
         if options.profile and KERNELS not in request.columns:
             columns = ",".join(request.columns)
             raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
@@ -183,6 +200,13 @@ class ModelRequest:
                     "less two)"
                 )
 
+    def check_ranks(self) -> None:
+        """Raise if the model cannot be split over the ranks."""
+        try:
+            check_divides(self.config, self.ranks)
+        except ValueError as error:
+            raise UsageError(f"model: {error}") from error
+
     def named(self) -> dict[str, Any]:
         """Return the fields that say which model a row is about."""
         loaded = self.checkpoint is not None
@@ -195,6 +219,8 @@ class ModelRequest:
             "weights": CHECKPOINT if loaded else self.weights.values,
             "recipe": CHECKPOINT if loaded else self.weights.recipe,
             "routing": CHECKPOINT if loaded else ROUTING,
+            "ranks": self.ranks,
+            "emulated": self.emulated,
         }
 
 
@@ -230,6 +256,18 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
         if value not in known:
             raise UsageError(f"--{name} is {value!r}, wanted one of {', '.join(known)}")
     return _Source(preset, config, Weights(values, recipe, seed))
+
+
+def _ranks(options: argparse.Namespace, processes: int) -> int:
+    """Return the number of ranks: those of ``--emulate-peers``, or the processes."""
+    emulated: int | None = options.emulate_peers
+    if emulated is None:
+        return processes
+    if processes > 1:
+        raise UsageError(f"--emulate-peers is {emulated} in {processes} processes, wanted one")
+    if not 2 <= emulated <= MOST_RANKS:
+        raise UsageError(f"--emulate-peers is {emulated}, wanted 2 to {MOST_RANKS} ranks")
+    return emulated
 
 
 def _check_output(options: argparse.Namespace) -> None:
