@@ -23,16 +23,20 @@ def lines(results: ModelResults, *, profile: bool) -> list[str]:
 
     Args:
         results: What was measured.
-        profile: Whether to print kernels by operator.
+        profile: Whether to print kernels by operator; of several ranks they are always printed.
     """
     return [
         *_start(results),
         *_decode(results.rows),
         *_expected(results),
         *_prompts(results),
-        *(line for row in results.profiles if profile for line in profile_lines(row)),
+        *(line for row in _profiled(results, profile) for line in profile_lines(row)),
         *_missing(results),
     ]
+
+
+def _profiled(results: ModelResults, profile: bool) -> list[ProfileRow]:
+    return [row for row in results.profiles if profile or row.model.ranks > 1]
 
 
 def model_words(named: Named) -> str:
