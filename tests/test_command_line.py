@@ -33,8 +33,8 @@ def asked(monkeypatch):
     """Nothing is compiled; return the configurations that would be."""
     result = []
 
-    def compile_model(config, arch, max_tokens, progress, workers, use_list):
-        result.append((config, arch, max_tokens, workers))
+    def compile_model(config, arch, max_tokens, progress, workers, use_list, ranks):
+        result.append((config, arch, max_tokens, workers, ranks))
         outcome = compiler.Outcome([], failed=dict(failed))
         monkeypatch.setattr(outcome, "images", lambda: IMAGES)
         return Warmup(3, 1, 2.0, 5, 4), outcome
@@ -101,7 +101,7 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
     out = tmp_path / "kernels.dsv4"
     assert command_line.main(["warmup", "--arch", ARCH, "--out", str(out), "--workers", "3"]) == 0
     assert asked[1:] == [
-        (getattr(dsv4.ModelConfig, preset)(activation=activation), ARCH, 8192, 3)
+        (getattr(dsv4.ModelConfig, preset)(activation=activation), ARCH, 8192, 3, 1)
         for activation in ("bf16", "nvfp4")
         for preset in ("flash", "pro")
     ]
@@ -110,6 +110,12 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
     printed = capsys.readouterr().out
     assert "flash, bf16 activations: 3 CuTeDSL kernels, 1 of them compiled now; 5 Tri" in printed
     assert printed.splitlines()[-1].endswith("kernels.dsv4: 3 kernels, 0.0 MB")
+
+
+def test_the_kernels_of_one_of_several_ranks(asked):
+    arguments = ["warmup", "--arch", ARCH, "--preset", "flash", "--activation", "bf16", "--quiet"]
+    assert command_line.main([*arguments, "--ranks", "4"]) == 0
+    assert asked[1:] == [(dsv4.ModelConfig.flash(activation="bf16"), ARCH, 8192, None, 4)]
 
 
 def test_a_configuration_file(asked, tmp_path, capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import layers, ops
 from dsv4.config import CSA, ModelConfig
@@ -166,6 +167,30 @@ def test_a_step_by_mailboxes_has_the_bits_of_sums_without():
     assert counter == [2 * 4, 0]
     for result, right in zip(results, expected, strict=True):
         assert_bitwise(result, right)
+
+
+class Operators(TorchDispatchMode):
+    """Names of this package's operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "dsv4":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_decoder_sums_where_it_writes_back():
+    """Only the embedding's sum is an operator of its own."""
+    model = tiny_rank(with_mailboxes=False)
+    with Operators() as called:
+        model.model(torch.tensor([[1, 2, 3]]))
+    counts = {name: called.names.count(name) for name in called.names}
+    assert counts["hc_reduce_post_pre_norm"] == counts["hc_reduce_post"] == 1
+    assert counts["all_reduce"] == 1
+    assert not {"hc_post", "hc_post_pre_norm"} & set(counts)
 
 
 def test_layers_of_a_rank_are_planned():
