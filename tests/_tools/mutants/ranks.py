@@ -12,8 +12,33 @@ SUM = _SPLIT + "test_sums_are_wide_and_rounded_once"
 TOKENS = "tests/parallel/test_split_sampler.py::test_tokens_are_those_of_one_process"
 RUNNER = "tests/parallel/test_runner.py::"
 LOAD = "tests/parallel/test_load.py::"
+EMULATED = "tests/parallel/test_emulated.py::"
 
 MUTANTS = (
+    Mutant(
+        "ranks",
+        "the decoder adds up sublayers that are summed already",
+        "dsv4.layers.decoder:DeepseekV4DecoderLayer._run",
+        "{'reduce': False}",
+        "{'reduce': True}",
+        LOGITS,
+    ),
+    Mutant(
+        "ranks",
+        "what is pushed to a peer of an emulated group arrives in the first slot",
+        "dsv4.parallel.mailboxes:emulated",
+        "slots[i * shape.capacity:]",
+        "slots[0 * i * shape.capacity:]",
+        EMULATED + "test_what_is_pushed_to_a_peer_arrives_as_if_it_had_pushed_it",
+    ),
+    Mutant(
+        "ranks",
+        "the sampler of all logits is listed for ranks, which have a part of them",
+        "dsv4.compilation.steps:find_steps",
+        "_gather(model.parallel)",
+        "_sample(config)",
+        "tests/compilation/test_steps.py::test_kernels_of_ranks_are_those_of_their_sizes",
+    ),
     Mutant(
         "ranks",
         "every rank has the sinks of rank 0",
