@@ -56,7 +56,7 @@ def emulated_context(
         with_mailboxes: Whether there are mailboxes; else sums are made as without.
 
     Raises:
-        ValueError: if there cannot be so many ranks.
+        ValueError: if the number of ranks is out of range.
     """
     if not 2 <= size <= mailboxes.MOST_RANKS:
         raise ValueError(f"emulated ranks: {size}, wanted 2 to {mailboxes.MOST_RANKS}")

@@ -102,7 +102,7 @@ def test_what_mailboxes_do_not_gather():
 def test_operators_with_a_sum_have_the_bits_of_their_parts(device, ranks, tokens, hidden):
     """The fused operators, chosen by dispatch, and ``all_reduce`` before the plain ones."""
     name = emulated_context(ranks, device).group.name
-    kept = mailboxes.emulated(ranks, 1 << 16, device)
+    mailbox = mailboxes.emulated(ranks, 1 << 16, device)
     args = between_sublayers(tokens, hidden, device, 0)
     (partial,) = partial_sums(1, (tokens, hidden), device)
     fields = {key: value for key, value in args._asdict().items() if key != "y"}
@@ -118,20 +118,20 @@ def test_operators_with_a_sum_have_the_bits_of_their_parts(device, ranks, tokens
             results, expected = (results,), (expected,)
         for result, right in zip(results, expected, strict=True):
             assert_bitwise(result, right)
-    assert kept.counter.tolist() == [4, 0]
+    assert mailbox.counter.tolist() == [4, 0]
 
 
 def test_where_the_mailboxes_are_too_small_the_operators_say_so(device):
     name = groups.emulated_name(2)
-    kept = mailboxes.emulated(2, 2048, device)
+    mailbox = mailboxes.emulated(2, 2048, device)
     args = between_sublayers(3, 1024, device, 0)
     partial = torch.ones(3, 1024, device=device).bfloat16()
-    found = explain(ops.hc_reduce_post, partial, args.streams, args.post, args.comb, group=name)
-    assert found.chosen != "push"
-    assert dict(found.candidates)["push"] == "the sum has 3072 elements, and a slot holds 1024"
+    explanation = explain(ops.hc_reduce_post, partial, args.streams, args.post, args.comb, group=name)
+    assert explanation.chosen != "push"
+    assert dict(explanation.candidates)["push"] == "the sum has 3072 elements, and a slot holds 1024"
     result = ops.hc_reduce_post(partial, args.streams, args.post, args.comb, group=name)
     assert_bitwise(result, ops.hc_post(2 * partial, args.streams, args.post, args.comb))
-    assert kept.counter.tolist() == [0, 0]
+    assert mailbox.counter.tolist() == [0, 0]
 
 
 def tiny_rank(*, with_mailboxes: bool) -> DeepseekV4ForCausalLM:
