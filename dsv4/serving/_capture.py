@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from dsv4 import dispatch
 from dsv4.layers.experts import DeepseekV4Experts
@@ -72,7 +72,9 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     first: list[BaseException] = []  # the end of the capture may raise another error
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode=error_mode()):
+        # Calls of other threads that a capture forbids do not end this one.
+        mode = "thread_local"
+        with _uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             try:
                 out = work()
             except BaseException as error:
@@ -84,12 +86,21 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     return graph, out
 
 
-def error_mode() -> str:
-    """Return which threads' calls end a capture: with NCCL only this one's.
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Run no garbage collection inside the block.
 
-    NCCL's watchdog is a thread that asks for the state of events at any time.
+    A collection may destroy what earlier runners left in circles of references: CUDA graphs and
+    loaded kernels, whose release CUDA forbids while this thread captures. The capture would fail,
+    and whether it does would depend on how many objects the process has made so far.
     """
-    return "thread_local" if dist.is_available() and dist.is_initialized() else "global"
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _failure(cause: BaseException) -> BaseException:

@@ -126,9 +126,13 @@ def test_where_the_mailboxes_are_too_small_the_operators_say_so(device):
     mailbox = mailboxes.emulated(2, 2048, device)
     args = between_sublayers(3, 1024, device, 0)
     partial = torch.ones(3, 1024, device=device).bfloat16()
-    explanation = explain(ops.hc_reduce_post, partial, args.streams, args.post, args.comb, group=name)
+    explanation = explain(
+        ops.hc_reduce_post, partial, args.streams, args.post, args.comb, group=name
+    )
     assert explanation.chosen != "push"
-    assert dict(explanation.candidates)["push"] == "the sum has 3072 elements, and a slot holds 1024"
+    assert (
+        dict(explanation.candidates)["push"] == "the sum has 3072 elements, and a slot holds 1024"
+    )
     result = ops.hc_reduce_post(partial, args.streams, args.post, args.comb, group=name)
     assert_bitwise(result, ops.hc_post(2 * partial, args.streams, args.post, args.comb))
     assert mailbox.counter.tolist() == [0, 0]

@@ -160,7 +160,7 @@ def _latency(call: Callable[[], Any], request: Request) -> tuple[float, str]:
         return 1e6 * statistics.median(times), "clock"
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread
         for _ in range(_CAPTURED):
             call()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(request.repeat + 1)]
