@@ -151,6 +151,7 @@ def _push() -> None:
         all_reduce.push_flat(mailbox, partial)
         all_reduce.sum_pushed(mailbox, partial)
         all_reduce.exchange(mailbox, partial)
+        all_reduce.gathered(mailbox, partial)
 
 
 # Launches that are no case of the bench.
