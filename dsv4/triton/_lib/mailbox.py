@@ -23,7 +23,7 @@ from dsv4.parallel.mailboxes import Mailbox
 from dsv4.triton._lib.numerics import INTERPRETED, narrow, widen
 
 CHUNK = tl.constexpr(mailboxes.CHUNK)
-_GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
+GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
 # Calls are counted up to here and then from 1 again: a multiple of the generations, so that their
 # order stays, and reached after a day of decoding.
 _LAST_CALL = tl.constexpr(3 << 28)
@@ -83,15 +83,30 @@ def push_chunk(
     ``slots`` and ``flags`` are tuples in the order of ``Mailbox.peers``. A program pushes one
     chunk.
     """
-    slot = (call % _GENERATIONS) * RANKS + rank
+    slot = (call % GENERATIONS) * RANKS + rank
     at = slot.to(tl.int64) * capacity + offset
     for i in tl.static_range(RANKS):
         tl.store(slots[i] + at, values, mask=inside)
+    set_flags(flags, slot * chunks + chunk, call, RANKS)
+
+
+@triton.jit
+def set_flags(flags, flag, call, RANKS: tl.constexpr):
+    """Set a flag in all mailboxes, behind what the program's threads stored there."""
     tl.debug_barrier()
-    flag = slot * chunks + chunk
     _fence(call)
     for i in tl.static_range(RANKS):
         _store_flag(flags[i] + flag, call, i)
+
+
+@triton.jit
+def set_flag_of(flags, peer, flag, call, RANKS: tl.constexpr):
+    """Set a flag in the mailbox of one peer, the number ``peer`` in the order of the tuple."""
+    tl.debug_barrier()
+    _fence(call)
+    for i in tl.static_range(RANKS):
+        if i == peer:
+            _store_flag(flags[i] + flag, call, i)
 
 
 @triton.jit
@@ -104,9 +119,9 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
     SOURCES: tl.constexpr = triton.next_power_of_2(RANKS)
     lane = tl.arange(0, 4 * SOURCES)
     generation, source = lane // SOURCES, lane % SOURCES
-    exists = (generation < _GENERATIONS) & (source < RANKS)
+    exists = (generation < GENERATIONS) & (source < RANKS)
     flag = tl.where(exists, (generation * RANKS + source) * chunks + chunk, chunk)
-    expected = exists & (generation == call % _GENERATIONS)
+    expected = exists & (generation == call % GENERATIONS)
     missing = tl.sum((expected & (_acquire(flags + flag) != call)).to(tl.int32), 0)
     if INTERPRETED:
         tl.static_assert(missing == 0, "a rank has not pushed yet, and nothing else runs")
@@ -123,7 +138,7 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
 @triton.jit
 def add_slots(slots, call, offset, inside, capacity, dtype: tl.constexpr, RANKS: tl.constexpr):
     """Add what all ranks pushed, in float32 in rank order, and round once."""
-    at = slots + ((call % _GENERATIONS) * RANKS).to(tl.int64) * capacity + offset
+    at = slots + ((call % GENERATIONS) * RANKS).to(tl.int64) * capacity + offset
     total = widen(tl.load(at, mask=inside, other=0.0))
     for _ in tl.static_range(RANKS - 1):
         at += capacity
