@@ -107,7 +107,9 @@ def load(
             reads and holds its share alone.
         parallel: ``"tp"``: attention is split by heads, the routed experts in ranges, the shared
             expert by its intermediate size, embedding and head by the vocabulary
-            (``dsv4.parallel.split``); the KV cache is on every rank.
+            (``dsv4.parallel.split``); the KV cache is on every rank. ``"dp"``: each rank has
+            sequences of its own, a range of the routed experts, to which the ranks send their
+            tokens, and the whole of everything else.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the
@@ -138,6 +140,7 @@ def load(
         model.eval()
         if context is not None:
             context.group.exchange(None)  # a rank that failed ends all of them here
+            _open_mailboxes(model, context)
         if prepare:
             _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
             _reserve_again(model, reserve_tokens)
@@ -207,6 +210,7 @@ def _check_ranks(
     agree(
         context,
         {
+            "parallel": context.mode,
             "the version of dsv4": dsv4.__version__,
             "the version of torch": torch.__version__,
             **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
@@ -219,7 +223,7 @@ def _check_ranks(
         },
     )
     device = torch.device("cpu") if options.device is None else options.device
-    check_split(checkpoint.entries, config, context.size, choice, device)
+    check_split(checkpoint.entries, config, context, choice, device)
 
 
 def _filled(
@@ -242,6 +246,14 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
 
     with torch.device("meta"):
         return DeepseekV4ForCausalLM(config, parallel=context)
+
+
+def _open_mailboxes(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
+    """Make what tokens are pushed through between ranks, before any graph is captured."""
+    from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
+
+    if context.group.mailbox is None:
+        context.group.mailbox = open_for(context, model.config, model.device, model.dtype)
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:

@@ -12,7 +12,8 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from dsv4.overlap import side_streams
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
+from dsv4.parallel.expert_exchange import ExpertExchange
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import LocalSizes
 
@@ -34,15 +35,16 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     all-reduce for instance, is the layer's output, each part rounded to the dtype of its input.
 
     With ``parallel`` a block holds this rank's range and its part of the shared expert, whose
-    intermediate size is split, and returns the sum over the ranks.
+    intermediate size is split, and returns the sum over the ranks. Where each rank has tokens of
+    its own (``mode="dp"``), it has the whole shared expert, and tokens and results are exchanged
+    with the ranks of their experts (``dsv4.parallel.expert_exchange``).
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
         layer_idx: Index of the layer, which decides how it routes.
         first_expert: The first expert held here.
         num_local_experts: Number of experts held here; None for all from ``first_expert`` on.
-        parallel: This rank of a tensor-parallel group, which decides what is held; None: this
-            process alone.
+        parallel: This rank of several, which decides what is held; None: this process alone.
 
     Raises:
         ValueError: if there are no such experts, or a range is given beside ``parallel``.
@@ -61,7 +63,10 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
-        self.parallel = parallel
+        self.parallel = tensor_parallel(parallel)
+        self.exchange: ExpertExchange | None = None
+        if parallel is not None and has_own_tokens(parallel):
+            self.exchange = ExpertExchange(parallel, config.n_routed_experts)
         if parallel is not None:
             if first_expert or num_local_experts is not None:
                 raise ValueError(
@@ -75,7 +80,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         self.gate = router(config)
         self.experts = DeepseekV4Experts(config, first_expert, num_local_experts)
         has_shared = first_expert == 0 or parallel is not None
-        self.shared_experts = DeepseekV4MLP(config, parallel) if has_shared else None
+        self.shared_experts = DeepseekV4MLP(config, self.parallel) if has_shared else None
 
     def forward(
         self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -109,4 +114,6 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
                 else:  # another module may not take the argument
                     shared = mlp(flat)
+        if self.exchange is not None:
+            return self.exchange.run(self.experts, flat, indices, weights, shared, streams)
         return self.experts(flat, indices, weights, shared, streams)

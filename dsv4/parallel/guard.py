@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dsv4.parallel.agreement import reported
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 
 _EVERY = 64  # steps between two checks
 _MULTIPLIERS = (0x1F8B0C5D3A7E9B47, 0x5851F42D4C957F2D)  # odd
@@ -40,6 +40,11 @@ def guard(model: Any, every: int = _EVERY) -> Iterator[None]:
     context = getattr(model, "parallel", None)
     if context is None:
         raise ValueError("guard: the model is in one process, wanted one of several ranks")
+    if has_own_tokens(context):
+        raise ValueError(
+            "guard: the model has parallel='dp', wanted 'tp': with 'dp' each rank has tokens, and "
+            "so streams, of its own"
+        )
     if every < 1:
         raise ValueError(f"guard: every is {every}, wanted 1 or more")
     watch = _Watch(context, every)
