@@ -11,7 +11,7 @@ import torch
 
 import dsv4
 from dsv4.checkpoint import Checkpoint, save
-from dsv4.config import ModelConfig
+from dsv4.config import CSA, SLIDING, ModelConfig
 from dsv4.layers import reserve_experts
 from dsv4.layers.reserve import step_buffers
 from dsv4.model import DeepseekV4ForCausalLM
@@ -37,6 +37,14 @@ OPTIONS = (
 )
 
 
+SMALL = ModelConfig.tiny(
+    layer_types=(SLIDING, CSA),
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    num_nextn_predict_layers=0,
+)
+
+
 def own(context: ParallelContext) -> ParallelContext:
     return replace(context, mode=DATA)
 
@@ -48,7 +56,7 @@ def ranks_of(whole: Any, size: int, work: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def whole():
-    return model(CONFIG.replace(num_nextn_predict_layers=0), torch.float64)
+    return model(SMALL, torch.float64)
 
 
 class TestSums:
@@ -70,7 +78,7 @@ class TestSums:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_sums_are_bitwise_those_of_ranges_in_one_process(self, size, dtype):
         """All tokens of all ranks through one range after another, added in order."""
-        config = CONFIG.replace(n_routed_experts=24, num_nextn_predict_layers=0)
+        config = SMALL.replace(n_routed_experts=24)
         large = model(config, dtype)
         ranges = ranks_of(large, size, lambda m, rank: m.model.layers[0].mlp.experts)
         generator = torch.Generator().manual_seed(size)
@@ -109,7 +117,7 @@ class TestSums:
     def test_no_tokens_at_all(self, whole):
         empty = torch.zeros(1, 0, dtype=torch.long)
         for logits in ranks_of(whole, 2, lambda m, rank: m(empty)):
-            assert logits.shape == (1, 0, CONFIG.vocab_size)
+            assert logits.shape == (1, 0, SMALL.vocab_size)
 
     def test_other_numbers_of_tokens_on_a_rank(self, whole):
         with pytest.raises(ValueError, match="a step has 3 tokens on rank 0 and 4 on rank 1, want"):
@@ -283,9 +291,9 @@ class TestLoad:
     def test_memory_of_a_step_is_for_the_tokens_of_all_ranks(self, whole):
         [local, _] = ranks_of(whole, 2, lambda m, rank: m)
         [shapes] = step_buffers(local, 100).values()
-        assert shapes[0] == (200 * CONFIG.num_experts_per_tok, CONFIG.hidden_size)
+        assert shapes[0] == (200 * SMALL.num_experts_per_tok, SMALL.hidden_size)
         [shapes] = step_buffers(local, 100_000).values()
-        assert shapes[0][0] == 8192 * CONFIG.num_experts_per_tok
+        assert shapes[0][0] == 8192 * SMALL.num_experts_per_tok
 
     def test_what_is_refused(self, nvidia, tmp_path):
         with pytest.raises(ValueError, match=r"3 ranks, wanted a number that divides n_routed_exp"):
