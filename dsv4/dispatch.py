@@ -231,9 +231,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
     _over_ranks("moe_send", "push", "triton.moe_exchange:moe_send", "exchange_supports:push_send"),
-    _over_ranks(
-        "moe_send", "nccl", "parallel.moe_exchange:nccl_send", "exchange_supports:nccl"
-    ),
+    _over_ranks("moe_send", "nccl", "parallel.moe_exchange:nccl_send", "exchange_supports:nccl"),
     _over_ranks("moe_send", "gloo", "reference.moe_exchange:moe_send", "exchange_supports:gloo"),
     *_reference("moe_exchange", "moe_send"),
     _over_ranks(

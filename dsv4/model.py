@@ -20,6 +20,7 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
+from dsv4.layers.moe import UNROUTED
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
@@ -55,6 +56,7 @@ class DeepseekV4Model(nn.Module):
         self.config = ModelConfig.of(config)
         config = self.config
         self.parallel = tensor_parallel(parallel)
+        self.own_tokens = has_own_tokens(parallel)
         self.vocabulary = LocalSizes.of(config, parallel).vocabulary
         self.embed_tokens = _embedding(len(self.vocabulary), config.hidden_size)
         self.layers = nn.ModuleList(
@@ -96,10 +98,14 @@ class DeepseekV4Model(nn.Module):
         tables = {
             label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
         }
+        routed = input_ids
+        if step and self.own_tokens:
+            is_padding = past_key_values.batch.sequence_of_token < 0
+            routed = input_ids.masked_fill(is_padding, UNROUTED)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
-                input_ids,
+                routed,
                 position_embeddings=tables,
                 position_ids=None if step else positions,
                 past_key_values=past_key_values,

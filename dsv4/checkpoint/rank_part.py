@@ -32,9 +32,7 @@ def check_split(
     check_divides(config, context.size, context.mode)
     matrices = [(entry.name, entry.shape, entry.format) for entry in entries.values()]
     quantised = [(name, shape, fmt) for name, shape, fmt in matrices if fmt is not None]
-    check_matrices(
-        quantised, context.size, tiles=_packs(choice, device), mode=context.mode
-    )
+    check_matrices(quantised, context.size, tiles=_packs(choice, device), mode=context.mode)
 
 
 def _packs(choice: PackChoice, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from dsv4.parallel.split import LocalSizes
 # and gathering rows takes. It is then launched after the router and leaves SMs for these, which
 # memory bounds; the CTAs of the routed experts start there and count the tiles they take.
 _RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
+UNROUTED = -1  # token id of padding that no rank's experts are to process
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
@@ -87,10 +88,14 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
+        Where each rank has tokens of its own, those whose id is ``UNROUTED`` go to no expert.
+
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.exchange is not None:
+            return self._exchanged(self.exchange, flat, input_ids).view(hidden_states.shape)
         partial = self._partial(flat, hidden_states, input_ids)
         return all_reduce(self.parallel, partial).view(hidden_states.shape)
 
@@ -114,6 +119,19 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
                 else:  # another module may not take the argument
                     shared = mlp(flat)
-        if self.exchange is not None:
-            return self.exchange.run(self.experts, flat, indices, weights, shared, streams)
         return self.experts(flat, indices, weights, shared, streams)
+
+    def _exchanged(
+        self, exchange: ExpertExchange, flat: torch.Tensor, input_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the output ``[T, H]`` for this rank's tokens, by the experts of all ranks."""
+        mlp, streams = self.shared_experts, side_streams(flat)
+        assert mlp is not None, "every rank has it"
+        with streams.on("shared"):
+            shared = mlp(flat)
+        own = None if input_ids is None else input_ids.reshape(-1)
+        arguments = (flat, own if own is None else own.clamp(min=0)) if self.is_hash else (flat,)
+        _, weights, indices = self.gate(*arguments)
+        if own is not None:
+            indices = indices.masked_fill((own == UNROUTED).unsqueeze(1), -1)
+        return exchange.run(self.experts, flat, indices, weights, shared, streams)

@@ -106,8 +106,8 @@ def warm_allocator(
 
 def _exchange_of(model: nn.Module) -> ExpertExchange | None:
     """Return how the experts of a model get tokens of other ranks, or None."""
-    found = (getattr(module, "exchange", None) for module in model.modules())
-    return next((value for value in found if isinstance(value, ExpertExchange)), None)
+    exchanges = (getattr(module, "exchange", None) for module in model.modules())
+    return next((e for e in exchanges if isinstance(e, ExpertExchange)), None)
 
 
 def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple[int, int]]]:

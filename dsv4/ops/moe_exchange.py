@@ -67,7 +67,7 @@ def _fake_send(args: MoeSendArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 def empty_rows(args: MoeSendArgs, ranks: int) -> Received:
-    """Return results of ``moe_send`` over so many ranks, without contents."""
+    """Return results of ``moe_send`` over a number of ranks, without contents."""
     (tokens, hidden), top_k = args.x.shape, args.ids.shape[1]
     return (
         args.x.new_empty([ranks * tokens, hidden]),
@@ -196,6 +196,7 @@ def experts_of_rank(num_experts: int, ranks: int, op: str) -> int:
     """
     if num_experts < 1 or num_experts % ranks:
         raise ValueError(
-            f"{op}: num_experts is {num_experts}, wanted a multiple of the number of ranks ({ranks})"
+            f"{op}: num_experts is {num_experts}, wanted a multiple of the number of ranks "
+            f"({ranks})"
         )
     return num_experts // ranks

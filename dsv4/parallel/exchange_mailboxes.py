@@ -79,8 +79,6 @@ def _random_tokens(
     x = torch.randn(
         (_CHECKED_TOKENS, layout.hidden), generator=generator, dtype=torch.float32, device=device
     )
-    ids = torch.randint(
-        num_experts, shape, generator=generator, dtype=torch.int64, device=device
-    )
+    ids = torch.randint(num_experts, shape, generator=generator, dtype=torch.int64, device=device)
     weights = torch.rand(shape, generator=generator, dtype=torch.float32, device=device)
     return MoeSendArgs(x.bfloat16(), ids, weights, num_experts, group)

@@ -40,11 +40,11 @@ class RowLayout:
         return self.head + _aligned(self.hidden)
 
     def nbytes(self, tokens: int) -> int:
-        """Return the bytes of a slot for so many tokens."""
+        """Return the bytes of a slot for a number of tokens."""
         return 2 * tokens * self.elements
 
     def unfit(self, mailbox: Mailbox, tokens: int) -> str | None:
-        """Return why so many tokens do not fit a slot, or None."""
+        """Return why these tokens do not fit a slot, or None."""
         most = min(mailbox.capacity // self.elements, mailbox.chunks)
         if tokens > most:
             return f"each rank has {tokens} tokens, and a slot holds {most}"

@@ -209,7 +209,7 @@ class PromptStep:
         return self.size_of(sum(len(part.tokens) for part in parts), len(parts))
 
     def size_of(self, tokens: int, prompts: int) -> Size:
-        """Return ``size`` for so many tokens of so many prompts."""
+        """Return ``size`` for numbers of tokens and prompts."""
         for size in self.sizes:
             if size.tokens >= tokens and size.sequences >= prompts:
                 return size

@@ -344,9 +344,7 @@ class Runner:
         if shared is None:
             return None
         tokens, decodes = sum(p.count for p in pieces), self._scheduler.most_decodes(pieces)
-        return shared.agree(
-            Needs(self._has_requests, shared.closes, tokens, len(pieces), decodes)
-        )
+        return shared.agree(Needs(self._has_requests, shared.closes, tokens, len(pieces), decodes))
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[SamplingOptions] = (SamplingOptions(),)) -> int:
@@ -577,9 +575,7 @@ class Runner:
         own = replace(sequence.variant, logprobs=variant.logprobs)
         return self._decoded([sequence.row], own).copied(1)
 
-    def _decoded(
-        self, rows: Sequence[int], variant: Variant, size: int | None = None
-    ) -> Chosen:
+    def _decoded(self, rows: Sequence[int], variant: Variant, size: int | None = None) -> Chosen:
         """Decode one token more for each row, captured if possible."""
         if self._replays:
             try:

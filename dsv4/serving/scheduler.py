@@ -61,7 +61,7 @@ class RunningSequence:
         return self.decodes_after(0)
 
     def decodes_after(self, count: int) -> bool:
-        """Return what ``decoding`` is when so many tokens more are fed."""
+        """Return what ``decoding`` is when ``count`` tokens more are fed."""
         fed = self.fed + count
         limit = len(self.request.prompt) + self.request.options.max_new_tokens
         # The token after the last fed one was sampled; it is fed unless it is the answer's last.

@@ -3,7 +3,7 @@
 Four launches: ``_send_kernel`` stores each token in the mailbox of every rank that holds one of its
 experts, and its ids and weights in all; ``_receive_kernel`` waits for them and copies them to
 tensors whose addresses a CUDA graph knows. ``_return_kernel`` stores each row's result in the
-mailbox of the token's rank, and ``_sum_kernel`` waits and adds.
+mailbox of the token's rank, and ``_collect_kernel`` waits and adds.
 
 Row t of a slot of rank s holds token t of rank s on its way out, and on its way back the part of
 rank s of the receiver's token t. Every row has a flag, which is set whether the row was stored or
@@ -199,7 +199,7 @@ def _return_kernel(
 
 @fast_launch
 @triton.jit(do_not_specialize=["experts"])
-def _sum_kernel(
+def _collect_kernel(
     out,
     ids,
     shared,
@@ -228,7 +228,7 @@ def _sum_kernel(
     inside = column < hidden
     choice = tl.arange(0, LANES)
     at = token.to(tl.int64) * CHOICES + choice
-    chosen, owners = _owner(ids, at, choice < CHOICES, experts)
+    _, owners = _owner(ids, at, choice < CHOICES, experts)
     offset = token.to(tl.int64) * hidden + column
     call = tl.load(counter)
     wait_for_chunk(flags, call, token, chunks, RANKS)
@@ -252,7 +252,7 @@ def _constants(mailbox: Mailbox, layout: RowLayout) -> dict[str, int]:
     }
 
 
-def _places(mailbox: Mailbox, layout: RowLayout) -> tuple[int, ...]:
+def _sizes(mailbox: Mailbox, layout: RowLayout) -> tuple[int, ...]:
     return layout.hidden, layout.elements, mailbox.capacity, mailbox.chunks
 
 
@@ -295,7 +295,7 @@ def push_tokens(mailbox: Mailbox, args: MoeSendArgs) -> None:
             *_peers(mailbox),
             mailbox.rank,
             experts,
-            *_places(mailbox, layout),
+            *_sizes(mailbox, layout),
             **_constants(mailbox, layout),
             HEAD=layout.head,
             BLOCK=_ROW_BLOCK,
@@ -316,7 +316,7 @@ def receive_tokens(mailbox: Mailbox, args: MoeSendArgs) -> Received:
                 mailbox.rank,
                 args.num_experts // mailbox.ranks,
                 tokens,
-                *_places(mailbox, layout),
+                *_sizes(mailbox, layout),
                 **_constants(mailbox, layout),
                 HEAD=layout.head,
                 BLOCK=_ROW_BLOCK,
@@ -344,7 +344,7 @@ def push_results(mailbox: Mailbox, args: MoeReturnArgs) -> None:
             *_peers(mailbox),
             mailbox.rank,
             tokens,
-            *_places(mailbox, layout),
+            *_sizes(mailbox, layout),
             **_constants(mailbox, layout),
             BLOCK=_ROW_BLOCK,
             num_warps=_ROW_WARPS,
@@ -358,13 +358,13 @@ def sum_results(mailbox: Mailbox, args: MoeReturnArgs) -> torch.Tensor:
     out = args.y.new_empty((tokens, layout.hidden))
     if out.numel():
         with launch_options.on(out):
-            _sum_kernel[(tokens, triton.cdiv(layout.hidden, _SUM_BLOCK))](
+            _collect_kernel[(tokens, triton.cdiv(layout.hidden, _SUM_BLOCK))](
                 out,
                 args.ids.contiguous(),
                 None if args.shared is None else args.shared.contiguous(),
                 *_own(mailbox),
                 experts_of_rank(args.num_experts, mailbox.ranks, "moe_return"),
-                *_places(mailbox, layout),
+                *_sizes(mailbox, layout),
                 **_constants(mailbox, layout),
                 SHARED=args.shared is not None,
                 BLOCK=_SUM_BLOCK,

@@ -1,4 +1,4 @@
-"""Push kernels of tokens on a GPU: ranks that really wait for each other, in graphs and processes."""
+"""Push kernels of tokens on a GPU: ranks that wait for each other, in graphs and processes."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ class TestPush:
         for box in boxes:
             box.slots[box.rank].view(torch.int16).fill_(-1)  # NaN, and ids of -1
         for step, (tokens, hidden) in enumerate(steps):
-            check_push(
-                boxes, exchange(ranks, tokens, hidden, 3, 2, seed + step, device, weights)
-            )
+            check_push(boxes, exchange(ranks, tokens, hidden, 3, 2, seed + step, device, weights))
 
     def test_a_token_goes_once_to_each_rank_that_needs_it(self, device):
         """Two of its experts are on rank 2, none on rank 1."""

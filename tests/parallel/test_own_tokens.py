@@ -131,9 +131,7 @@ def runner_of(model, **changes):
 def texts(model, prompts, **changes):
     """Requests with other options each, and their log-probabilities."""
     with runner_of(model, **changes) as runner:
-        requests = [
-            runner.add(p, stop_ids=(), **OPTIONS[i % 3]) for i, p in enumerate(prompts)
-        ]
+        requests = [runner.add(p, stop_ids=(), **OPTIONS[i % 3]) for i, p in enumerate(prompts)]
         return [(r.result(), [entry.logprob for entry in r.logprobs]) for r in requests]
 
 
@@ -165,6 +163,22 @@ class TestRunner:
             assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in expected]
             for (_, ours), (_, theirs) in zip(answers, expected, strict=True):
                 assert ours == pytest.approx(theirs, abs=1e-5)
+
+    def test_padding_goes_to_no_expert(self, whole):
+        """Rank 1 has no requests; rank 0 has one token of two in each decode step."""
+
+        def work(model, rank):
+            chosen = []
+            for layer in model.model.layers:
+                layer.mlp.experts.register_forward_pre_hook(lambda m, args: chosen.append(args[1]))
+            texts(model, [[5, 9, 2]] if rank == 0 else [], buckets=[2], prompt_buckets=[4, 16])
+            return chosen
+
+        for chosen in ranks_of(whole, 2, work):
+            assert {len(ids) for ids in chosen} == {4, 8}
+            for ids in chosen:
+                tokens = 3 if len(ids) == 8 else 1
+                assert bool((ids[tokens:] == -1).all())
 
     def test_run_ends_when_the_requests_of_all_ranks_have(self, whole):
         """And again with requests of another rank; requests that are cancelled; a follower."""
@@ -302,9 +316,7 @@ class TestLoad:
         with pytest.raises(ValueError, match="parallel is 'tp' on rank 0 and 'dp' on rank 1"):
             run_ranks(
                 2,
-                lambda c: dsv4.load(
-                    nvidia, device_mesh=c, parallel=modes[c.rank], progress=False
-                ),
+                lambda c: dsv4.load(nvidia, device_mesh=c, parallel=modes[c.rank], progress=False),
             )
         with pytest.raises(ValueError, match="parallel is 'dp' and device_mesh is None"):
             dsv4.load(tmp_path, parallel="dp")
