@@ -15,8 +15,8 @@ MUTANTS = (
         "ranks",
         "results come back in the order of the ranks after this one",
         REFERENCE + "moe_exchange:collect",
-        "[rank.rank]",
-        "[rank.rank - 1]",
+        "rank.rank",
+        "rank.rank - 1",
         LOGITS,
     ),
     Mutant(
