@@ -26,8 +26,8 @@ def open_for(
 ) -> Mailbox | None:
     """Make the mailboxes of a rank, if it exchanges bfloat16 tokens over NCCL's GPUs.
 
-    Collective over the ranks. Where the GPUs cannot share memory, that is logged on rank 0, and
-    NCCL moves the tokens.
+    Collective over the ranks. Those of an earlier model of the group are used again. Where the GPUs
+    cannot share memory, that is logged on rank 0, and NCCL moves the tokens.
     """
     if context is None or not has_own_tokens(context) or dtype != torch.bfloat16:
         return None
@@ -35,7 +35,10 @@ def open_for(
     if device.type != "cuda" or not group or groups.transport(group, device) != "nccl":
         return None
     layout = RowLayout(config.num_experts_per_tok, config.hidden_size)
-    mailbox, reason = None, ""
+    mailbox, reason = mailboxes.of_group(group), ""
+    holds = mailbox is not None and layout.unfit(mailbox, PUSHED_TOKENS) is None
+    if all(context.group.exchange(holds)):
+        return mailbox
     try:
         mailbox = mailboxes.symmetric(group, layout.nbytes(PUSHED_TOKENS), device)
     except RuntimeError as error:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4 import dispatch, ops
+from dsv4.config import ModelConfig
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
-from dsv4.parallel import groups, mailboxes
+from dsv4.parallel import exchange_mailboxes, groups, mailboxes
+from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.token_rows import RowLayout
 from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.ranks import run_ranks
 from tests.parallel.exchange_cases import Exchange, exchange
 
 KERNELS = ("triton",)
@@ -200,3 +205,41 @@ class TestChoice:
         assert name == "reference"
         assert "this process alone" in reasons["push"]
         assert reasons["push"] == reasons["nccl"] == reasons["gloo"]
+
+
+class TestMailboxes:
+    def test_on_a_cpu_there_are_none(self):
+        def work(context):
+            own, cpu = replace(context, mode="dp"), torch.device("cpu")
+            assert exchange_mailboxes.open_for(own, ModelConfig.tiny(), cpu, torch.bfloat16) is None
+
+        run_ranks(2, work)
+        gpu = torch.device("cuda", 0)
+        assert exchange_mailboxes.open_for(None, ModelConfig.tiny(), gpu, torch.bfloat16) is None
+
+    @pytest.mark.usefixtures("eight_gpus")
+    def test_those_of_an_earlier_model_are_used_again(self, monkeypatch):
+        """They must have room on all ranks; else all make new ones."""
+
+        class Group:
+            name, others = GROUP, True
+
+            def exchange(self, value):
+                return [value, self.others if value is True or value is False else value]
+
+        def refuse(*arguments):
+            raise RuntimeError("no peer access")
+
+        monkeypatch.setattr(mailboxes, "symmetric", refuse)
+        group, gpu = Group(), torch.device("cuda", 0)
+        context = ParallelContext(0, 2, group, "dp")
+
+        def opened():
+            return exchange_mailboxes.open_for(context, ModelConfig.flash(), gpu, torch.bfloat16)
+
+        assert opened() is None  # for 64 tokens: too small
+        box = mailboxes.virtual(8, RowLayout(6, 4096).nbytes(exchange_mailboxes.PUSHED_TOKENS))[0]
+        monkeypatch.setitem(mailboxes._OPEN, GROUP, box)
+        assert opened() is box
+        group.others = False
+        assert opened() is None

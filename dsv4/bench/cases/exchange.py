@@ -40,7 +40,7 @@ def moe_return(c: ModelConfig, tokens: int) -> Iterator[Case]:
             ops.moe_return,
             (*args, experts),
             {"shared": shared},
-            within(budgets.combination),
+            within(budgets.returned),
             nbytes(*args, shared),
         )
 
