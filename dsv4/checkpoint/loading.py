@@ -140,7 +140,7 @@ def load(
         model.eval()
         if context is not None:
             context.group.exchange(None)  # a rank that failed ends all of them here
-            _open_mailboxes(model, context)
+            _open_exchange(model, context)
         if prepare:
             _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
             _reserve_again(model, reserve_tokens)
@@ -248,12 +248,13 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
         return DeepseekV4ForCausalLM(config, parallel=context)
 
 
-def _open_mailboxes(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
+def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
     """Make what tokens are pushed through between ranks, before any graph is captured."""
     from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
 
-    if context.group.mailbox is None:
-        context.group.mailbox = open_for(context, model.config, model.device, model.dtype)
+    mailbox = open_for(context, model.config, model.device, model.dtype)
+    if mailbox is not None:
+        context.group.mailbox = mailbox
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
