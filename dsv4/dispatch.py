@@ -238,6 +238,20 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference(
         "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
+    _over_ranks("moe_send", "push", "triton.moe_exchange:moe_send", "exchange_supports:push_send"),
+    _over_ranks("moe_send", "nccl", "parallel.moe_exchange:nccl_send", "exchange_supports:nccl"),
+    _over_ranks("moe_send", "gloo", "reference.moe_exchange:moe_send", "exchange_supports:gloo"),
+    *_reference("moe_exchange", "moe_send"),
+    _over_ranks(
+        "moe_return", "push", "triton.moe_exchange:moe_return", "exchange_supports:push_return"
+    ),
+    _over_ranks(
+        "moe_return", "nccl", "parallel.moe_exchange:nccl_return", "exchange_supports:nccl"
+    ),
+    _over_ranks(
+        "moe_return", "gloo", "reference.moe_exchange:moe_return", "exchange_supports:gloo"
+    ),
+    *_reference("moe_exchange", "moe_return"),
     *_triton("hyper_connection", "hyper_connection", *_HYPER),
     *_triton("hyper_connection", "hyper_connection_quantize", *_HYPER_QUANTIZE),
     *_reference("hyper_connection", *_HYPER, *_HYPER_QUANTIZE),

@@ -20,9 +20,10 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
+from dsv4.layers.moe import UNROUTED
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import LocalSizes
 from dsv4.serving.arguments import (
@@ -54,7 +55,8 @@ class DeepseekV4Model(nn.Module):
         super().__init__()
         self.config = ModelConfig.of(config)
         config = self.config
-        self.parallel = parallel
+        self.parallel = tensor_parallel(parallel)
+        self.own_tokens = has_own_tokens(parallel)
         self.vocabulary = LocalSizes.of(config, parallel).vocabulary
         self.embed_tokens = _embedding(len(self.vocabulary), config.hidden_size)
         self.layers = nn.ModuleList(
@@ -96,10 +98,14 @@ class DeepseekV4Model(nn.Module):
         tables = {
             label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
         }
+        routed = input_ids
+        if step and self.own_tokens:
+            is_padding = past_key_values.batch.sequence_of_token < 0
+            routed = input_ids.masked_fill(is_padding, UNROUTED)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
-                input_ids,
+                routed,
                 position_embeddings=tables,
                 position_ids=None if step else positions,
                 past_key_values=past_key_values,
@@ -140,8 +146,8 @@ class DeepseekV4ForCausalLM(nn.Module):
     Args:
         config: ``ModelConfig``, or transformers' ``DeepseekV4Config``.
         mtp: Whether to hold the draft layers.
-        parallel: This rank of a tensor-parallel group; None: this process alone. The modules then
-            have this rank's sizes (``dsv4.parallel.split``), ``config`` has those of the model.
+        parallel: This rank of several; None: this process alone. The modules then have this rank's
+            sizes (``dsv4.parallel.split``), ``config`` has those of the model.
 
     Attributes:
         load_report: Findings of ``dsv4.load``; None for a model that it did not make.
@@ -202,10 +208,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         Specification, section 2, step 5. On several ranks the logits of all are gathered, which
         ``dsv4.serving`` does not do: it chooses tokens from the ``local_logits`` of each rank.
         """
-        logits = self.local_logits(hidden)
-        if self.parallel is None:
+        logits, parallel = self.local_logits(hidden), self.model.parallel
+        if parallel is None:
             return logits
-        return torch.cat(self.parallel.group.all_gather(logits), dim=-1)
+        return torch.cat(parallel.group.all_gather(logits), dim=-1)
 
     def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map ``[..., H]`` to the logits of this rank's part of the vocabulary."""
@@ -430,6 +436,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         for one sequence of 8192 tokens, ``dsv4.serving.prepare`` for more. A call that needs more
         makes them again, at least twice as large, which takes about a second and is logged.
 
+        With ``parallel="tp"`` all ranks call it with the same prompts; with ``"dp"`` with prompts
+        of their own, of any number, at the same time, and each gets its own tokens.
+
         Args:
             prompts: Token ids per sequence, at least one each.
             max_new_tokens: Most tokens to add, 0 and up.
@@ -454,9 +463,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         stops = frozenset(_eos_ids(self.config))
         if stop_ids is not None:
             stops = checked_stops("generate", stop_ids, vocabulary)
-        if not checked or most == 0:
+        if (most == 0 or not checked) and not has_own_tokens(self.parallel):
             return [[] for _ in checked]
-        self._check_total(max(map(len, checked)), most)
+        self._check_total(max(map(len, checked), default=0), most)
         from dsv4.serving.generation import generate  # it imports this module
 
         return generate(self, checked, most, sampler=sampler, stop_ids=stops, chunk=size)

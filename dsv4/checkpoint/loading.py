@@ -18,7 +18,7 @@ from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 from dsv4.parallel.agreement import agree, digest, reported
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -107,7 +107,9 @@ def load(
             reads and holds its share alone.
         parallel: ``"tp"``: attention is split by heads, the routed experts in ranges, the shared
             expert by its intermediate size, embedding and head by the vocabulary
-            (``dsv4.parallel.split``); the KV cache is on every rank.
+            (``dsv4.parallel.split``); the KV cache is on every rank. ``"dp"``: each rank has
+            sequences of its own, a range of the routed experts, to which the ranks send their
+            tokens, and the whole of everything else.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the
@@ -131,7 +133,8 @@ def load(
             config = _configuration(checkpoint, numerics, activation, drafts)
             if context is not None:
                 _check_ranks(checkpoint, config, request, context)
-                _open_mailboxes(context, torch.device(device))
+                if not has_own_tokens(context):
+                    _open_mailboxes(context, torch.device(device))
                 checkpoint.entries = entries_of_rank(checkpoint.entries, context)
                 progress = progress and context.rank == 0
             model = _filled(checkpoint, config, request, progress, context)
@@ -139,6 +142,7 @@ def load(
         model.eval()
         if context is not None:
             context.group.exchange(None)  # a rank that failed ends all of them here
+            _open_exchange(model, context)
         if prepare:
             _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
             _reserve_again(model, reserve_tokens)
@@ -214,6 +218,7 @@ def _check_ranks(
     agree(
         context,
         {
+            "parallel": context.mode,
             "the version of dsv4": dsv4.__version__,
             "the version of torch": torch.__version__,
             **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
@@ -226,7 +231,7 @@ def _check_ranks(
         },
     )
     device = torch.device("cpu") if options.device is None else options.device
-    check_split(checkpoint.entries, config, context.size, choice, device)
+    check_split(checkpoint.entries, config, context, choice, device)
 
 
 def _filled(
@@ -251,11 +256,25 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
         return DeepseekV4ForCausalLM(config, parallel=context)
 
 
+def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
+    """Make what tokens are pushed through between ranks, before any graph is captured."""
+    from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
+
+    mailbox = open_for(context, model.config, model.device, model.dtype)
+    if mailbox is not None:
+        context.group.mailbox = mailbox
+
+
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
     """Load or compile the kernels of steps, and make the runner of ``generate`` if requested."""
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
+    if has_own_tokens(model.parallel):
+        # A step on the meta device, of which kernels are listed, could not exchange its tokens.
+        if generation:
+            serving.prepare(model)
+        return
     warmed = warm_ranks(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:

@@ -67,6 +67,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     option("--seed", type=int, metavar="N", help="of random numbers")
     option("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeats")
     option("--device", metavar="NAME", help="where the model runs (cuda if there is a GPU, or cpu)")
+    option(
+        "--parallel",
+        choices=("tp", "dp"),
+        default="tp",
+        help="how several processes share the model (tp); dp is for many sequences",
+    )
     option("--stats", action="store_true", help="print counts and times to stderr")
 
 
@@ -97,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         task = _task(options)
     except TypeError as error:  # of a field in a file of messages
         raise ValueError(str(error)) from error
-    with joined_process(_device(options.device)) as process:
+    with joined_process(_device(options.device), options.parallel) as process:
         _generate(options, task, process)
     return 0
 

@@ -17,25 +17,28 @@ class Process:
         device: Device of this process.
         mesh: All processes, for ``dsv4.load``; None: this one alone.
         leads: Whether this process prints.
+        parallel: How they share the model.
     """
 
     device: str
     mesh: Any = None
     leads: bool = True
+    parallel: str = "tp"
 
     @property
     def load_options(self) -> dict[str, Any]:
         """Arguments of ``dsv4.load``."""
-        parallel = {} if self.mesh is None else {"device_mesh": self.mesh, "parallel": "tp"}
-        return {"device": self.device, **parallel}
+        several = {} if self.mesh is None else {"device_mesh": self.mesh, "parallel": self.parallel}
+        return {"device": self.device, **several}
 
 
 @contextmanager
-def joined_process(device: str) -> Iterator[Process]:
+def joined_process(device: str, parallel: str = "tp") -> Iterator[Process]:
     """Join the processes that ``torchrun`` started, if it did, for the time of a command.
 
     Args:
         device: ``cuda`` or ``cpu``; a process of several takes the GPU of its local rank.
+        parallel: How they share the model, ``"tp"`` or ``"dp"``.
 
     Raises:
         ValueError: if a GPU is named by its number beside several processes.
@@ -60,8 +63,8 @@ def joined_process(device: str) -> Iterator[Process]:
     if is_new:
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=("tp",))
-        yield Process(where, mesh, mesh.get_rank() == 0)
+        mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=(parallel,))
+        yield Process(where, mesh, mesh.get_rank() == 0, parallel)
     finally:
         if is_new:
             dist.destroy_process_group()

@@ -30,6 +30,7 @@ from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
+from dsv4.parallel.context import has_own_tokens
 from dsv4.parallel.split import check_divides
 
 
@@ -146,8 +147,8 @@ def warmup(
 
     Raises:
         ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
-            ``device`` is no GPU, ``max_tokens`` or ``workers`` is below 1, or the model cannot be
-            split over ``ranks``.
+            ``device`` is no GPU, ``max_tokens`` or ``workers`` is below 1, the model cannot be
+            split over ``ranks``, or is one of ``load(parallel="dp")``.
         RuntimeError: if there is no GPU and no ``arch``, ``bundle`` cannot be used, or a CuTeDSL
             kernel has to be compiled and nvidia-cutlass-dsl is not installed.
     """
@@ -156,6 +157,11 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     if workers is not None and workers < 1:
         raise ValueError(f"warmup: workers is {workers}, wanted at least 1 or None")
+    if has_own_tokens(getattr(model, "parallel", None)):
+        raise ValueError(
+            "warmup: the model has parallel='dp', wanted one process or parallel='tp': a step whose "
+            "kernels are listed cannot exchange its tokens with other ranks"
+        )
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
     if chosen is None:

@@ -17,7 +17,7 @@ from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4Hy
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.norm import DeepseekV4RMSNorm
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, tensor_parallel
 
 
 class DeepseekV4DecoderLayer(nn.Module):
@@ -38,8 +38,8 @@ class DeepseekV4DecoderLayer(nn.Module):
         super().__init__()
         config = ModelConfig.of(config)
         self.layer_idx = layer_idx
-        self.parallel = parallel
-        self.self_attn = attention(config, layer_idx, parallel)
+        self.parallel = tensor_parallel(parallel)
+        self.self_attn = attention(config, layer_idx, self.parallel)
         self.mlp = DeepseekV4SparseMoeBlock(config, layer_idx, parallel=parallel)
         self.input_layernorm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = DeepseekV4RMSNorm(

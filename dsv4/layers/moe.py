@@ -12,7 +12,8 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 from dsv4.overlap import side_streams
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
+from dsv4.parallel.expert_exchange import ExpertExchange
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import LocalSizes
 
@@ -20,6 +21,7 @@ from dsv4.parallel.split import LocalSizes
 # and gathering rows takes. It is then launched after the router and leaves SMs for these, which
 # memory bounds; the CTAs of the routed experts start there and count the tiles they take.
 _RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
+UNROUTED = -1  # token id of padding that no rank's experts are to process
 
 
 class DeepseekV4SparseMoeBlock(nn.Module):
@@ -34,15 +36,16 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     all-reduce for instance, is the layer's output, each part rounded to the dtype of its input.
 
     With ``parallel`` a block holds this rank's range and its part of the shared expert, whose
-    intermediate size is split, and returns the sum over the ranks.
+    intermediate size is split, and returns the sum over the ranks. Where each rank has tokens of
+    its own (``mode="dp"``), it has the whole shared expert, and tokens and results are exchanged
+    with the ranks of their experts (``dsv4.parallel.expert_exchange``).
 
     Args:
         config: A ``ModelConfig`` or transformers' configuration.
         layer_idx: Index of the layer, which decides how it routes.
         first_expert: The first expert held here.
         num_local_experts: Number of experts held here; None for all from ``first_expert`` on.
-        parallel: This rank of a tensor-parallel group, which decides what is held; None: this
-            process alone.
+        parallel: This rank of several, which decides what is held; None: this process alone.
 
     Raises:
         ValueError: if there are no such experts, or a range is given beside ``parallel``.
@@ -61,7 +64,10 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     ) -> None:
         super().__init__()
         config = ModelConfig.of(config)
-        self.parallel = parallel
+        self.parallel = tensor_parallel(parallel)
+        self.exchange: ExpertExchange | None = None
+        if parallel is not None and has_own_tokens(parallel):
+            self.exchange = ExpertExchange(parallel, config.n_routed_experts)
         if parallel is not None:
             if first_expert or num_local_experts is not None:
                 raise ValueError(
@@ -75,7 +81,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         self.gate = router(config)
         self.experts = DeepseekV4Experts(config, first_expert, num_local_experts)
         has_shared = first_expert == 0 or parallel is not None
-        self.shared_experts = DeepseekV4MLP(config, parallel) if has_shared else None
+        self.shared_experts = DeepseekV4MLP(config, self.parallel) if has_shared else None
 
     def forward(
         self,
@@ -86,12 +92,16 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
-        Without ``reduce`` the result on several ranks is this rank's part of the sum.
+        Without ``reduce`` the result on several ranks is this rank's part of the sum. Where each rank
+        has tokens of its own, which it sums whole, ``reduce`` is without effect and those whose id
+        is ``UNROUTED`` go to no expert.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if self.exchange is not None:
+            return self._exchanged(self.exchange, flat, input_ids).view(hidden_states.shape)
         output = self._partial(flat, hidden_states, input_ids)
         if reduce:
             output = all_reduce(self.parallel, output)
@@ -118,3 +128,18 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                 else:  # another module may not take the argument
                     shared = mlp(flat)
         return self.experts(flat, indices, weights, shared, streams)
+
+    def _exchanged(
+        self, exchange: ExpertExchange, flat: torch.Tensor, input_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the output ``[T, H]`` for this rank's tokens, by the experts of all ranks."""
+        mlp, streams = self.shared_experts, side_streams(flat)
+        assert mlp is not None, "every rank has it"
+        with streams.on("shared"):
+            shared = mlp(flat)
+        own = None if input_ids is None else input_ids.reshape(-1)
+        arguments = (flat, own if own is None else own.clamp(min=0)) if self.is_hash else (flat,)
+        _, weights, indices = self.gate(*arguments)
+        if own is not None:
+            indices = indices.masked_fill((own == UNROUTED).unsqueeze(1), -1)
+        return exchange.run(self.experts, flat, indices, weights, shared, streams)

@@ -7,6 +7,7 @@ from torch import nn
 
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.parallel.expert_exchange import ExpertExchange
 
 
 def reserve_experts(
@@ -37,11 +38,17 @@ def reserve_experts(
         The bytes reserved on all devices; layers of equal sizes on one device share memory.
 
     Raises:
-        ValueError: if ``max_tokens`` is below 1 or the model has no routed experts.
+        ValueError: if ``max_tokens`` is below 1, the model has no routed experts, or they get
+            tokens of other ranks.
     """
     layers = [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
     if not layers:
         raise ValueError("reserve_experts: the model has no DeepseekV4Experts, wanted at least one")
+    if _exchange_of(model) is not None:
+        raise ValueError(
+            "reserve_experts: the model has parallel='dp', wanted one whose experts get the tokens "
+            "of this process alone"
+        )
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"reserve_experts: max_tokens is {max_tokens}, wanted at least 1 or None")
     for layer in layers:
@@ -97,9 +104,18 @@ def warm_allocator(
     return total
 
 
+def _exchange_of(model: nn.Module) -> ExpertExchange | None:
+    """Return how the experts of a model get tokens of other ranks, or None."""
+    exchanges = (getattr(module, "exchange", None) for module in model.modules())
+    return next((e for e in exchanges if isinstance(e, ExpertExchange)), None)
+
+
 def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple[int, int]]]:
     """Return the shapes of the largest expert buffers that are alive together, per device."""
     largest: dict[torch.device, list[tuple[int, int]]] = {}
+    exchange = _exchange_of(model)
+    if exchange is not None:
+        tokens = exchange.rows_of(tokens)
     for layer in model.modules():
         if isinstance(layer, DeepseekV4Experts):
             rows, device = tokens * layer.num_experts_per_tok, layer.gate_up_proj.device

@@ -24,6 +24,7 @@ from dsv4.ops.indexer import (
 )
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.moe import moe_combine, moe_gather, moe_gather_quantize, moe_permute, moe_sort
+from dsv4.ops.moe_exchange import moe_return, moe_send
 from dsv4.ops.nonfinite import mark_nonfinite_
 from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
@@ -64,6 +65,8 @@ __all__ = [
     "moe_gather",
     "moe_gather_quantize",
     "moe_permute",
+    "moe_return",
+    "moe_send",
     "moe_sort",
     "norm_rope_write_kv",
     "pool_windows",

@@ -237,8 +237,8 @@ def out_of_range(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
     return (ids < -1) | (ids > num_experts)
 
 
-def check_ids(ids: torch.Tensor, num_experts: int) -> None:
-    """Check ids for ``moe_permute``'s CPU implementations, which know the values.
+def check_ids(ids: torch.Tensor, num_experts: int, op: str = "moe_permute") -> None:
+    """Check ids for an operator's CPU implementations, which know the values.
 
     On another device, and while ``torch.compile`` traces, it does nothing: values are not known
     there.
@@ -252,7 +252,7 @@ def check_ids(ids: torch.Tensor, num_experts: int) -> None:
     if bool(bad.any()):
         token, slot = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"moe_permute: ids[{token}, {slot}] is {int(ids[token, slot])}, wanted an expert, 0 to "
+            f"{op}: ids[{token}, {slot}] is {int(ids[token, slot])}, wanted an expert, 0 to "
             f"{num_experts - 1}, or -1 or {num_experts} for none"
         )
 

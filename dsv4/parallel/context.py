@@ -17,7 +17,8 @@ class Group(Protocol):
 
     Attributes:
         name: ``group_name`` of a process group of these ranks; empty: there is none.
-        mailbox: Its ``dsv4.parallel.mailboxes.Mailbox`` on this rank, or None.
+        mailbox: This rank's ``dsv4.parallel.mailboxes.Mailbox`` of that group, kept alive here; None
+            without.
     """
 
     name: str
@@ -40,31 +41,51 @@ class Group(Protocol):
         ...
 
 
+TENSOR, DATA = "tp", "dp"
+MODES = (TENSOR, DATA)
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
-    """A rank of a tensor-parallel group. Modules that hold one hold this rank's share of weights.
+    """A rank of several. Modules that hold one hold this rank's share of weights.
 
     Attributes:
         rank: Number of this rank, 0 to ``size - 1``.
         size: Number of ranks.
         group: How they exchange tensors.
+        mode: ``"tp"``: all ranks process the same tokens with parts of all matrices. ``"dp"``: each
+            rank has tokens of its own and whole matrices, but for the routed experts, of which it
+            has a range.
 
     Raises:
-        ValueError: if there is no such rank.
+        ValueError: if there is no such rank or mode.
     """
 
     rank: int
     size: int
     group: Group
+    mode: str = TENSOR
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:
             raise ValueError(
                 f"ParallelContext: rank is {self.rank}, wanted 0 to size - 1 ({self.size - 1})"
             )
+        if self.mode not in MODES:
+            raise ValueError(f"ParallelContext: mode is {self.mode!r}, wanted one of {MODES}")
 
     def __repr__(self) -> str:
-        return f"ParallelContext(rank={self.rank}, size={self.size})"
+        return f"ParallelContext(mode={self.mode!r}, rank={self.rank}, size={self.size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self  # a copy of a module belongs to the same group
+
+
+def tensor_parallel(context: ParallelContext | None) -> ParallelContext | None:
+    """Return the context of modules of which each rank has a part; None: it has the whole."""
+    return None if context is None or context.mode == DATA else context
+
+
+def has_own_tokens(context: ParallelContext | None) -> bool:
+    """Return whether each of several ranks processes tokens of its own."""
+    return context is not None and context.mode == DATA

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dsv4.parallel.agreement import reported
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 
 _EVERY = 64  # steps between two checks
 _MULTIPLIERS = (0x1F8B0C5D3A7E9B47, 0x5851F42D4C957F2D)  # odd
@@ -35,13 +35,19 @@ def guard(model: Any, every: int = _EVERY) -> Iterator[None]:
 
     Raises:
         StreamsDifferError: on all ranks, naming the first module behind which streams differ.
-        ValueError: if the model is not on several ranks, or ``every`` is below 1.
+        ValueError: if the model is not on several ranks, these have tokens of their own, or
+            ``every`` is below 1.
     """
     context = getattr(model, "parallel", None)
     if context is None:
         raise ValueError("guard: the model is in one process, wanted one of several ranks")
     if every < 1:
         raise ValueError(f"guard: every is {every}, wanted 1 or more")
+    if has_own_tokens(context):
+        raise ValueError(
+            "guard: the model has parallel='dp', wanted 'tp': with 'dp' each rank has tokens, and "
+            "so streams, of its own"
+        )
     watch = _Watch(context, every)
     handles = [model.model.register_forward_hook(watch.end)]
     for i, layer in enumerate(model.model.layers):

@@ -13,7 +13,7 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext
-from dsv4.parallel.split import check_matrices, rule_of, share
+from dsv4.parallel.split import axis_of, check_matrices, share
 from dsv4.parallel.windows import part_of
 from dsv4.quant.formats import LINEAR
 
@@ -35,7 +35,7 @@ def local_model(whole: DeepseekV4ForCausalLM, context: ParallelContext) -> Deeps
         if isinstance(layer, Linear) and layer.format is not None
     ]
     packed = any(isinstance(m, Linear) and m.layout != LINEAR for _, m in pairs)
-    check_matrices(quantised, context.size, tiles=packed)
+    check_matrices(quantised, context.size, tiles=packed, mode=context.mode)
     with torch.device("meta"):
         local = DeepseekV4ForCausalLM(whole.config, mtp=bool(whole.mtp), parallel=context)
     for name, module in local.named_modules():
@@ -59,7 +59,7 @@ def _take_linear(name: str, local: Linear, whole: Linear, context: ParallelConte
     if whole.format is not None:
         value = whole.quantized_weight() if whole.layout == LINEAR else whole._unpacked()
     scale = None if whole.input_scale is None else whole.input_scale.clone()
-    part = part_of(value, rule_of(f"{name}.weight").axis, context)
+    part = part_of(value, axis_of(f"{name}.weight", context.mode), context)
     local.set_weight(part.requires_grad_(False) if isinstance(part, torch.Tensor) else part, scale)
     if whole.layout != LINEAR:
         local.pack(whole.layout)
@@ -85,5 +85,5 @@ def _take_plain(
         if tensor is None or name in whole._non_persistent_buffers_set:
             own[name] = tensor
             continue
-        part = part_of(tensor.detach(), rule_of(f"{prefix}.{name}").axis, context)
+        part = part_of(tensor.detach(), axis_of(f"{prefix}.{name}", context.mode), context)
         own[name] = frozen(part) if table == "_parameters" else part

@@ -13,6 +13,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dsv4.parallel import multicast
-from dsv4.parallel.context import ParallelContext, RankError
+from dsv4.parallel.context import MODES, ParallelContext, RankError
 from dsv4.parallel.gather import pushed_gather
 from dsv4.parallel.mailboxes import Mailbox
 
@@ -32,7 +33,6 @@ _MEETING_PATIENCE = 300.0  # seconds between the calls of ``load`` of two ranks
 _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
-_KINDS = ("tp",)
 
 
 def context_of(
@@ -43,7 +43,7 @@ def context_of(
     Args:
         device_mesh: A one-dimensional ``DeviceMesh``, a ``ProcessGroup``, a ``ParallelContext``,
             or None.
-        parallel: ``"tp"``, or None.
+        parallel: ``"tp"``, ``"dp"``, or None.
         device: Device of the model.
 
     Raises:
@@ -52,27 +52,24 @@ def context_of(
             dimensions or is of another kind of device, or the environment asks for NVLink
             multicast.
     """
-    if parallel is not None and parallel not in _KINDS:
-        reason = {
-            "dp": "whole attention on each rank with exchanged experts does not exist yet",
-            "multicast": "NVLink multicast is never used",
-        }.get(parallel)
-        raise ValueError(
-            f"parallel is {parallel!r}, wanted 'tp' or None" + (f": {reason}" if reason else "")
-        )
+    if parallel is not None and parallel not in MODES:
+        reason = ": NVLink multicast is never used" if parallel == "multicast" else ""
+        raise ValueError(f"parallel is {parallel!r}, wanted 'tp', 'dp' or None{reason}")
     if device_mesh is None and parallel is None:
         return None
     if device_mesh is None:
-        raise ValueError("parallel is 'tp' and device_mesh is None, wanted a DeviceMesh beside it")
+        raise ValueError(
+            f"parallel is {parallel!r} and device_mesh is None, wanted a DeviceMesh beside it"
+        )
     if parallel is None:
-        raise ValueError("device_mesh is given and parallel is None, wanted 'tp' beside it")
+        raise ValueError("device_mesh is given and parallel is None, wanted 'tp' or 'dp' beside it")
     if isinstance(device_mesh, ParallelContext):
-        return device_mesh
+        return replace(device_mesh, mode=parallel)
     _refuse_multicast()
     group = _process_group(device_mesh, device)
     if group.size() == 1:
         return None
-    return ParallelContext(group.rank(), group.size(), DistributedGroup(group))
+    return ParallelContext(group.rank(), group.size(), DistributedGroup(group), parallel)
 
 
 def _process_group(mesh: Any, device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""How each parameter of a model is split over the ranks of a tensor-parallel group.
+"""How each parameter of a model is split over the ranks that share it.
 
 ``RULES`` has one line per kind of parameter, by canonical name (``dsv4.checkpoint.names``); every
 parameter fits exactly one. ``LocalSizes`` has the sizes that follow for the modules of a rank.
@@ -8,7 +8,8 @@ Attention is split by groups of heads: each rank has the query heads, sinks and 
 of its groups, and the columns of ``o_b_proj`` that read them; the sum over ranks is the output. The
 KV cache, compressors and indexer are on every rank, because all heads share one KV head. Routed
 experts are split in contiguous ranges, and the shared expert by its intermediate size: every rank
-routes all tokens and adds up its part.
+routes all tokens and adds up its part. With ``mode="dp"`` a rank has its range of routed experts,
+and the whole of everything else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dsv4.config import ModelConfig
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import DATA, TENSOR, ParallelContext
 from dsv4.quant import fragments
 from dsv4.quant.formats import NVFP4, Format
 
@@ -87,6 +88,15 @@ def rule_of(name: str) -> Rule:
     raise ValueError(f"{name}: no rule says how it is split over ranks")
 
 
+def axis_of(name: str, mode: str) -> Axis:
+    """Return what a rank holds of the parameter with a canonical name, in a mode."""
+    return _axis_in(rule_of(name), mode)
+
+
+def _axis_in(rule: Rule, mode: str) -> Axis:
+    return Axis.WHOLE if mode == DATA and rule.axis is not Axis.EXPERTS else rule.axis
+
+
 def share(total: int, context: ParallelContext) -> slice:
     """Return this rank's range of ``total`` things, of which all ranks have as many."""
     size = total // context.size
@@ -126,14 +136,11 @@ class LocalSizes:
             ValueError: if the number of ranks does not divide what is split.
         """
         if context is None:
-            return cls(
-                config.num_attention_heads,
-                config.o_groups,
-                range(config.n_routed_experts),
-                config.moe_intermediate_size,
-                range(config.vocab_size),
-            )
-        check_divides(config, context.size)
+            return cls._whole(config, range(config.n_routed_experts))
+        check_divides(config, context.size, context.mode)
+        if context.mode == DATA:
+            part = share(config.n_routed_experts, context)
+            return cls._whole(config, range(part.start, part.stop))
         groups = config.o_groups // context.size
         experts, vocabulary = (
             share(total, context) for total in (config.n_routed_experts, config.vocab_size)
@@ -146,14 +153,25 @@ class LocalSizes:
             range(vocabulary.start, vocabulary.stop),
         )
 
+    @classmethod
+    def _whole(cls, config: ModelConfig, experts: range) -> LocalSizes:
+        return cls(
+            config.num_attention_heads,
+            config.o_groups,
+            experts,
+            config.moe_intermediate_size,
+            range(config.vocab_size),
+        )
 
-def check_divides(config: ModelConfig, size: int) -> None:
+
+def check_divides(config: ModelConfig, size: int, mode: str = TENSOR) -> None:
     """Raise if a model cannot be split over ``size`` ranks.
 
     Raises:
         ValueError: naming the first field that ``size`` does not divide.
     """
-    for name in dict.fromkeys(rule.divided for rule in RULES if rule.divided):
+    split = [rule for rule in RULES if _axis_in(rule, mode) is not Axis.WHOLE]
+    for name in dict.fromkeys(rule.divided for rule in split):
         total = getattr(config, name)
         if total % size:
             raise ValueError(
@@ -161,7 +179,9 @@ def check_divides(config: ModelConfig, size: int) -> None:
             )
 
 
-def check_blocks(name: str, shape: Sequence[int], fmt: Format, size: int, *, tiles: bool) -> None:
+def check_blocks(
+    name: str, shape: Sequence[int], fmt: Format, size: int, *, tiles: bool, mode: str = TENSOR
+) -> None:
     """Raise if the parts of a quantised matrix are not whole blocks of its format.
 
     Args:
@@ -171,11 +191,12 @@ def check_blocks(name: str, shape: Sequence[int], fmt: Format, size: int, *, til
         size: Number of ranks.
         tiles: Whether NVFP4 weights are to be packed, so that the parts of a matrix of whole tiles
             must be whole tiles.
+        mode: How the ranks share the model.
 
     Raises:
         ValueError: naming the matrix, the size of a part and the block.
     """
-    axis = rule_of(name).axis
+    axis = axis_of(name, mode)
     if axis not in (Axis.ROWS, Axis.COLUMNS):
         return
     number = 0 if axis is Axis.ROWS else 1
@@ -192,20 +213,26 @@ def check_blocks(name: str, shape: Sequence[int], fmt: Format, size: int, *, til
 
 
 def check_matrices(
-    matrices: Iterable[tuple[str, Sequence[int], Format]], size: int, *, tiles: bool
+    matrices: Iterable[tuple[str, Sequence[int], Format]],
+    size: int,
+    *,
+    tiles: bool,
+    mode: str = TENSOR,
 ) -> None:
     """Call ``check_blocks`` for the name, shape and format of each quantised matrix."""
     for name, shape, fmt in matrices:
-        check_blocks(name, shape, fmt, size, tiles=tiles)
+        check_blocks(name, shape, fmt, size, tiles=tiles, mode=mode)
 
 
-def local_bytes(sizes: Mapping[str, int], size: int) -> float:
+def local_bytes(sizes: Mapping[str, int], size: int, mode: str = TENSOR) -> float:
     """Return the bytes of one rank's share, given those of each entry of a checkpoint.
 
     Args:
         sizes: Bytes of each parameter, by canonical name.
         size: Number of ranks.
+        mode: How they share the model.
     """
     return sum(
-        count if rule_of(name).axis is Axis.WHOLE else count / size for name, count in sizes.items()
+        count if axis_of(name, mode) is Axis.WHOLE else count / size
+        for name, count in sizes.items()
     )

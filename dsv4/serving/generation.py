@@ -8,6 +8,7 @@ import torch
 
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import agree, digest, reported
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.serving.arguments import check_choice
 from dsv4.serving.kept_runner import Capacity, Lease, lease
 from dsv4.serving.options import SamplingOptions
@@ -29,8 +30,8 @@ def generate(
 
     Args:
         model: The model, on its device.
-        prompts: Token ids per sequence, at least one each.
-        max_new_tokens: Most tokens to add, at least 1.
+        prompts: Token ids per sequence, at least one each; of this rank where each has its own.
+        max_new_tokens: Most tokens to add, at least 1; 0 where each rank has its own prompts.
         sampler: Sampler, whose generator draws one seed for each prompt; greedy if None.
         stop_ids: Tokens that end a sequence; None: ``eos_token_id`` of the configuration.
         chunk: Most prompt tokens per step; None: the runner's own.
@@ -39,20 +40,22 @@ def generate(
         RuntimeError: if logits are not finite, naming the prompt.
         TypeError: if ``sampler`` is no sampler.
     """
-    if not prompts:
+    shares = has_own_tokens(model.parallel)
+    if not prompts and not shares:
         return []
     sampler = Sampler() if sampler is None else sampler
     if not isinstance(sampler, Sampler):
         raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     stops = None if stop_ids is None else tuple(stop_ids)
-    if model.parallel is not None:
+    if model.parallel is not None and not shares:
         with reported(model.parallel):
             values = {"max_new_tokens": max_new_tokens, "stop_ids": stops, "chunk": chunk}
             sampling = {"temperature": sampler.temperature, "top_p": sampler.top_p}
             lengths = {"lengths of prompts": [len(prompt) for prompt in prompts]}
             tokens = {"a hash of the prompts": digest([list(prompt) for prompt in prompts])}
             agree(model.parallel, {**lengths, **tokens, **values, **sampling})
-    seeds = _seeds(sampler, len(prompts), model.device)
+    asked = prompts if max_new_tokens else []  # a rank without a request takes part all the same
+    seeds = _seeds(sampler, len(asked), model.device)
     options = [
         SamplingOptions(
             temperature=sampler.temperature,
@@ -63,14 +66,30 @@ def generate(
         )
         for seed in seeds
     ]
-    need = Capacity.of_prompts(prompts, max_new_tokens)
+    need = Capacity.of_prompts(asked, max_new_tokens)
+    if model.parallel is not None and shares:
+        need = _need_of_all(model.parallel, need, chunk)
+        if need.sequences == 0:
+            return [[] for _ in prompts]
     with lease(model, need, chunk) as held:
-        answers = _answers(held, prompts, options)
+        answers = _answers(held, asked, options)
         if answers is None:
             held.renew(need, chunk)
-            answers = _answers(held, prompts, options)
+            answers = _answers(held, asked, options)
         assert answers is not None
-        return answers
+        return answers or [[] for _ in prompts]
+
+
+def _need_of_all(context: ParallelContext, own: Capacity, chunk: int | None) -> Capacity:
+    """Return the largest capacity that a rank needs: the runners of all have one size."""
+    with reported(context):
+        agree(context, {"chunk": chunk})
+        needs: list[Capacity] = context.group.exchange(own)
+    return Capacity(
+        max(need.sequences for need in needs),
+        max(need.tokens for need in needs),
+        max(need.pool for need in needs),
+    )
 
 
 def _answers(
@@ -85,6 +104,8 @@ def _answers(
         # The GPU works on that step meanwhile, so the comparison costs no time.
         if not held.is_current():
             return None
+        if has_own_tokens(held.runner.model.parallel):
+            held.runner.run()  # until the requests of all ranks have ended
         return [_result(i, request) for i, request in enumerate(requests)]
     finally:
         for request in requests:

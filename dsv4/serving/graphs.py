@@ -177,13 +177,16 @@ class DecodeStep:
         """The number of graphs captured so far, without the sampler's."""
         return len(self._captured)
 
-    def run(self, rows: Sequence[int], variant: Variant, captured: bool) -> Chosen:
+    def run(
+        self, rows: Sequence[int], variant: Variant, captured: bool, size: int | None = None
+    ) -> Chosen:
         """Decode one token more for each of the cache rows, which the cache is prepared for.
 
         Args:
             rows: Distinct cache rows.
             variant: Variant that covers the needs of every row.
             captured: Whether to replay graphs, captured at their first use.
+            size: Bucket that the step is padded to; None: the smallest.
 
         Returns:
             The tokens, those of padding included; on the device, until the next step.
@@ -191,7 +194,7 @@ class DecodeStep:
         Raises:
             CaptureError: if a capture failed; nothing has changed then.
         """
-        size = self._sampler.bucket(len(rows))
+        size = self._sampler.bucket(len(rows)) if size is None else size
         if captured:
             self.capture(size, variant)
         self._sampler.write(rows)

@@ -18,6 +18,7 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._setup import why_eager
 from dsv4.serving._weights import Weights
 from dsv4.serving.arguments import checked_count
@@ -56,7 +57,7 @@ class Capacity:
     def of_prompts(cls, prompts: Sequence[Sequence[int]], new: int) -> Capacity:
         """Return the capacity for prompts and ``new`` tokens after each."""
         totals = [len(prompt) + new for prompt in prompts]
-        return cls(len(prompts), max(totals), sum(map(_in_blocks, totals)))
+        return cls(len(prompts), max(totals, default=0), sum(map(_in_blocks, totals)))
 
     @classmethod
     def of_equal(cls, sequences: int, tokens: int) -> Capacity:
@@ -244,10 +245,15 @@ class Lease:
     _is_new: bool = True
 
     def is_current(self) -> bool:
-        """Return whether the runner was made for the weights as they are now."""
+        """Return whether the runner was made for the weights as they are now, on all ranks."""
         if self._owner is None or self._is_new:
             return True
-        return self._owner.weights is not None and self._owner.weights.are_those_of(self._model)
+        weights = self._owner.weights
+        is_current = weights is not None and weights.are_those_of(self._model)
+        parallel = self._model.parallel
+        if parallel is None or not has_own_tokens(parallel):
+            return is_current
+        return all(parallel.group.exchange(is_current))
 
     def renew(self, need: Capacity, chunk: int | None) -> None:
         """Replace the runner: it is not current."""

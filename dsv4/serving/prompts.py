@@ -152,7 +152,9 @@ class PromptStep:
         """Graphs captured so far."""
         return len(self._captured)
 
-    def run(self, parts: Sequence[Part], variant: Variant, captured: bool) -> Chosen | None:
+    def run(
+        self, parts: Sequence[Part], variant: Variant, captured: bool, size: Size | None = None
+    ) -> Chosen | None:
         """Process tokens for which the cache is prepared.
 
         Args:
@@ -160,6 +162,7 @@ class PromptStep:
             variant: Variant that covers the needs of every such part.
             captured: Whether to replay graphs: those of ``capture``, if there is one, and the
                 sampler's, captured at their first use.
+            size: Sizes that the step is padded to; None: those of ``size``.
 
         Returns:
             Tokens of the parts that end their prompts, followed by padding; on the device, until
@@ -168,7 +171,7 @@ class PromptStep:
         Raises:
             CaptureError: if a capture of the sampler failed; nothing has changed then.
         """
-        size = self.size(parts)
+        size = self.size(parts) if size is None else size
         ending = [part.row for part in parts if part.is_last]
         if captured and ending:
             self._sampler.capture(size.sequences, variant)
@@ -203,11 +206,14 @@ class PromptStep:
 
     def size(self, parts: Sequence[Part]) -> Size:
         """Return the padded sizes of a step: the smallest of ``sizes``, or the sampler's bucket."""
-        tokens = sum(len(part.tokens) for part in parts)
+        return self.size_of(sum(len(part.tokens) for part in parts), len(parts))
+
+    def size_of(self, tokens: int, prompts: int) -> Size:
+        """Return ``size`` for numbers of tokens and prompts."""
         for size in self.sizes:
-            if size.tokens >= tokens and size.sequences >= len(parts):
+            if size.tokens >= tokens and size.sequences >= prompts:
                 return size
-        return Size(tokens, self._sampler.bucket(len(parts)))
+        return Size(tokens, self._sampler.bucket(prompts))
 
     def release(self) -> None:
         """Free the graphs."""

@@ -15,7 +15,7 @@ from dsv4 import dispatch
 from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import agree, reported
-from dsv4.parallel.context import RankError
+from dsv4.parallel.context import RankError, has_own_tokens
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
@@ -35,10 +35,11 @@ from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.prompts import Part, PromptStep, Size
 from dsv4.serving.rank_link import Orders, RankLink
 from dsv4.serving.readback import Pending, Readback
-from dsv4.serving.request import Emitted, LogitsError, Request
+from dsv4.serving.request import Emitted, LogitsError, Request, RequestError
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
+from dsv4.serving.shared_steps import Needs, SharedSteps
 from dsv4.serving.split_sampler import VocabularyPart
 
 _PREFIX_SEQUENCES = 4
@@ -66,10 +67,16 @@ class Runner:
     tokens that they have; random numbers depend on positions alone, so their text stays the same.
     A runner is not safe for use by several threads at once.
 
-    With a model on several ranks, each rank makes a runner with the same arguments and calls the
-    same methods in the same order. Requests are those of rank 0: others may add the same ones, to
-    have their tokens, or none, and ``follow`` until rank 0 closes its runner. An error in a step
-    ends the runners of all ranks.
+    With a model on several ranks, each rank makes a runner with the same arguments. An error in a
+    step ends the runners of all ranks. With ``parallel="tp"`` ranks call the same methods in the
+    same order. Requests are those of rank 0: others may add the same ones, to have their tokens, or
+    none, and ``follow`` until rank 0 closes its runner.
+
+    With ``parallel="dp"`` each rank has requests of its own, or none. A step is one of all ranks,
+    with the sizes of the largest: ranks with less to do process padding. So a rank that steps waits
+    until all others do, by ``step``, ``run`` or ``result``. ``run`` returns on all ranks when the
+    requests of all have ended. A rank that expects no more requests calls ``follow`` or ``close``,
+    which take part until all ranks do so.
 
     Attributes:
         model: The model.
@@ -125,11 +132,17 @@ class Runner:
 
         Raises:
             TypeError: if ``model`` is no model of this package.
-            ValueError: if a size is wrong, ``capture`` is true where nothing can be captured, or
-                buckets are given with ``deterministic``.
+            ValueError: if a size is wrong, ``capture`` is true where nothing can be captured,
+                buckets are given with ``deterministic``, or that with ``parallel="dp"``.
         """
         if not isinstance(deterministic, bool):
             raise TypeError(f"Runner: deterministic is {deterministic!r}, wanted True or False")
+        has_own = has_own_tokens(getattr(model, "parallel", None))
+        if deterministic and has_own:
+            raise ValueError(
+                "Runner: deterministic is True, wanted False with parallel='dp', whose steps have "
+                "the sizes of all ranks' requests"
+            )
         limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
         if window_pages is None:
             window_pages = default_window_pages(model.config, limits)
@@ -146,8 +159,10 @@ class Runner:
         )
         grid = limits.max_chunk if deterministic else None
         self._one_by_one = deterministic
-        self._link, part = None, None
-        if model.parallel is not None:
+        self._link, self._shared, part = None, None, None
+        if model.parallel is not None and has_own:
+            self._shared = SharedSteps(model.parallel)
+        elif model.parallel is not None:
             self._link = RankLink(model.parallel)
             part = VocabularyPart(model.parallel, model.model.vocabulary)
         with reported(model.parallel):
@@ -194,7 +209,7 @@ class Runner:
             ValueError: if the prompt is empty or has a token outside the vocabulary, an option is
                 out of range, or the request could never fit the cache.
         """
-        if self._closed:
+        if self._closed or (self._shared is not None and self._shared.closes):
             raise RuntimeError("Runner.add: the runner is closed")
         options = SamplingOptions.of(options, changes)
         vocab_size = self.model.config.vocab_size
@@ -231,12 +246,16 @@ class Runner:
     @property
     def has_work(self) -> bool:
         """Return whether a step has something to do."""
+        return self._unfinished or self._has_requests
+
+    @property
+    def _has_requests(self) -> bool:
+        """Return whether there are requests, or results that were not read."""
         scheduler = self._scheduler
-        queues = (self._arrivals, scheduler.waiting, scheduler.running, self._launched)
-        return self._unfinished or any(queues)
+        return any((self._arrivals, scheduler.waiting, scheduler.running, self._launched))
 
     def run(self) -> None:
-        """Run steps until all requests have ended."""
+        """Run steps until all requests have ended, those of other ranks, too."""
         while self.step():
             pass
 
@@ -245,23 +264,29 @@ class Runner:
         """Process prompt tokens, decode one token of each sequence, and read the step before.
 
         Returns:
-            Whether requests are left.
+            Whether requests are left, with ``parallel="dp"`` on any rank before the step.
         """
         if self._closed:
             return False
-        if self._link is None:
-            return self._step()
-        with reported(self._link.context):
-            self._obey(self._link)
+        with reported(self.model.parallel):
+            if self._link is not None:
+                self._obey(self._link)
             return not self._closed and self._step()
 
     def follow(self) -> None:
         """Take part in the steps of rank 0, on another rank, until rank 0 closes its runner.
 
+        With ``parallel="dp"``, on any rank: in the steps of all others, until all follow or close.
+
         Raises:
             RankError: if another rank failed.
             ValueError: on rank 0, or without several ranks.
         """
+        if self._shared is not None:
+            self._shared.closes = True
+            while not self._closed:
+                self.step()
+            return
         if self._link is None or self._link.leads:
             raise ValueError("Runner.follow is for other ranks than 0 of several")
         while not self._closed:
@@ -299,13 +324,27 @@ class Runner:
         self._take_arrivals()
         self._scheduler.sweep()
         self._scheduler.admit()
-        prefilled = self._prefill_step()
-        decoded = self._decode_step()
+        pieces = self._scheduler.prefill_pieces(self.limits.max_chunk)
+        pieces = self._scheduler.reserve(pieces)
+        common = self._common(pieces)
+        if common is not None and common.closes:
+            self._shut()
+            return False
+        prefilled = self._prefill_step(pieces, common)
+        decoded = self._decode_step(common)
         # The host waits for earlier steps while the device works on the latest one.
         self._read(1 if prefilled or decoded else 0)
         self._scheduler.sweep()
         self._unfinished = False
-        return self.has_work
+        return self.has_work if common is None else common.has_work
+
+    def _common(self, pieces: Sequence[Piece]) -> Needs | None:
+        """Return the needs of a step of all ranks; None if this one decides alone."""
+        shared = self._shared
+        if shared is None:
+            return None
+        tokens, decodes = sum(p.count for p in pieces), self._scheduler.most_decodes(pieces)
+        return shared.agree(Needs(self._has_requests, shared.closes, tokens, len(pieces), decodes))
 
     @torch.inference_mode()
     def warm_up(self, variants: Iterable[SamplingOptions] = (SamplingOptions(),)) -> int:
@@ -327,10 +366,20 @@ class Runner:
         """
         if self._capture and not self._closed:
             distinct = sorted({Variant.of(options) for options in variants}, key=repr)
-            context = None if self._link is None else self._link.context
-            with reported(context):
+            with reported(self.model.parallel):
+                if self._shared is not None:
+                    self._check_idle(self._shared, distinct)
                 self._warm_up(distinct)
         return self.captures
+
+    def _check_idle(self, shared: SharedSteps, variants: Sequence[Variant]) -> None:
+        """Raise on all ranks unless they warm up the same, and none has requests."""
+        if any(shared.context.group.exchange(self._has_requests)):
+            raise ValueError(
+                "Runner.warm_up: a rank has requests, wanted none with parallel='dp', where all "
+                "ranks run the same steps"
+            )
+        agree(shared.context, {"variants of warm_up": variants})
 
     def _warm_up(self, distinct: Sequence[Variant]) -> None:
         try:
@@ -379,11 +428,15 @@ class Runner:
     def close(self) -> None:
         """Cancel the open requests and release all rows and pages.
 
-        Rank 0 of several closes the runners of all; others wait for that.
+        Rank 0 of several closes the runners of all; others wait for that. With ``parallel="dp"``
+        all wait until all close.
         """
         if self._closed:
             return
-        if self._link is None:
+        if self._shared is not None:
+            self._cancel_all()
+            self.follow()
+        elif self._link is None:
             self._shut()
         elif self._link.leads:
             self._link.close()
@@ -391,9 +444,12 @@ class Runner:
         else:
             self.follow()
 
-    def _shut(self) -> None:
+    def _cancel_all(self) -> None:
         for request in (*self._open, *self._arrivals):
             request.cancel()
+
+    def _shut(self) -> None:
+        self._cancel_all()
         self._arrivals.clear()
         self._recover()
         self._closed = True
@@ -407,11 +463,13 @@ class Runner:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None or self._link is None:
+        parallel = self.model.parallel
+        own = self._shared is not None and isinstance(error, RequestError)  # of one request alone
+        if error is None or parallel is None or own:
             self.close()
             return
         if not isinstance(error, RankError):  # the others do not come to close theirs
-            self._link.context.group.report(error)
+            parallel.group.report(error)
         self._shut()
 
     def _new_readback(self) -> Readback:
@@ -443,17 +501,18 @@ class Runner:
         self._scheduler.reset(request for request in self._open if not request.done)
         self._unfinished = False
 
-    def _prefill_step(self) -> bool:
+    def _prefill_step(self, pieces: list[Piece], common: Needs | None) -> bool:
         """Process prompt tokens; return whether there were any."""
-        pieces = self._scheduler.prefill_pieces(self.limits.max_chunk)
-        pieces = self._scheduler.reserve(pieces)
-        if not pieces:
+        if not pieces and (common is None or not common.prompts):
             return False
         pieces.sort(key=lambda piece: not piece.is_last)  # the order of the sampler
         ending = [piece.sequence for piece in pieces if piece.is_last]
         for sequence in ending:
             self._join(sequence)
-        chosen = self._prompted([_part(piece) for piece in pieces], _variant(ending))
+        size = None
+        if common is not None:
+            size = self._prompts.size_of(common.prompt_tokens, common.prompts)
+        chosen = self._prompted([_part(piece) for piece in pieces], _variant(ending), size)
         for piece in pieces:
             sequence = piece.sequence
             sequence.fed += piece.count
@@ -461,17 +520,20 @@ class Runner:
                 self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
         if chosen is not None:
             self._launch(ending, chosen)
-        return True
+        return bool(pieces)
 
-    def _prompted(self, parts: Sequence[Part], variant: Variant) -> Chosen | None:
+    def _prompted(
+        self, parts: Sequence[Part], variant: Variant, size: Size | None = None
+    ) -> Chosen | None:
         """Return the tokens after the prompts that end, captured if possible."""
+        size = self._prompts.size(parts) if size is None else size
         if self._replays:
-            self._capture_prompt(self._prompts.size(parts))
+            self._capture_prompt(size)
             try:
-                return self._prompts.run(parts, variant, captured=True)
+                return self._prompts.run(parts, variant, captured=True, size=size)
             except CaptureError as error:
                 self._go_on_eagerly(error)
-        return self._prompts.run(parts, variant, captured=False)
+        return self._prompts.run(parts, variant, captured=False, size=size)
 
     def _capture_prompt(self, size: Size) -> None:
         """Capture steps of prompts; if that fails, decode steps do not change."""
@@ -480,7 +542,7 @@ class Runner:
         try:
             self._prompts.capture(size)
         except CaptureError as error:
-            if self._link is not None:
+            if self.model.parallel is not None:
                 raise
             self._capture_prompts = False
             self._prompts.release()
@@ -490,35 +552,37 @@ class Runner:
         request = sequence.request
         self._state.join(sequence.row, request.options, request.seed, sequence.fill)
 
-    def _decode_step(self) -> bool:
+    def _decode_step(self, common: Needs | None) -> bool:
         """Decode one token of every sequence past its prompt; return whether there were any."""
         pieces = self._scheduler.reserve(self._scheduler.decode_pieces())
-        if not pieces:
+        if not pieces and (common is None or not common.decodes):
             return False
         sequences = [piece.sequence for piece in pieces]
         variant = _variant(sequences)
         if self._one_by_one:
             chosen = Chosen.joined([self._decoded_alone(s, variant) for s in sequences])
         else:
-            chosen = self._decoded([sequence.row for sequence in sequences], variant)
+            size = None if common is None else self._sampler.bucket(common.decodes)
+            chosen = self._decoded([sequence.row for sequence in sequences], variant, size)
         for sequence in sequences:
             sequence.fed += 1
-        self._launch(sequences, chosen)
-        return True
+        if sequences:
+            self._launch(sequences, chosen)
+        return bool(sequences)
 
     def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
         """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
         own = replace(sequence.variant, logprobs=variant.logprobs)
         return self._decoded([sequence.row], own).copied(1)
 
-    def _decoded(self, rows: Sequence[int], variant: Variant) -> Chosen:
+    def _decoded(self, rows: Sequence[int], variant: Variant, size: int | None = None) -> Chosen:
         """Decode one token more for each row, captured if possible."""
         if self._replays:
             try:
-                return self._decode.run(rows, variant, captured=True)
+                return self._decode.run(rows, variant, captured=True, size=size)
             except CaptureError as error:
                 self._go_on_eagerly(error)
-        return self._decode.run(rows, variant, captured=False)
+        return self._decode.run(rows, variant, captured=False, size=size)
 
     @property
     def _replays(self) -> bool:
@@ -526,7 +590,7 @@ class Runner:
         return self._capture and dispatch.is_free(dispatch.AUTO)
 
     def _go_on_eagerly(self, error: CaptureError) -> None:
-        if self._link is not None:
+        if self.model.parallel is not None:
             raise error  # other ranks would replay their graphs
         self._capture = False
         for step in (self._decode, self._prompts, self._sampler, self._graphs):

@@ -58,9 +58,14 @@ class RunningSequence:
     @property
     def decoding(self) -> bool:
         """Return whether another token is to be sampled by a decode step."""
+        return self.decodes_after(0)
+
+    def decodes_after(self, count: int) -> bool:
+        """Return what ``decoding`` is when ``count`` tokens more are fed."""
+        fed = self.fed + count
         limit = len(self.request.prompt) + self.request.options.max_new_tokens
         # The token after the last fed one was sampled; it is fed unless it is the answer's last.
-        return not self.prefilling and self.fed + 1 < limit and not self.request.done
+        return len(self.fill) <= fed < limit - 1 and not self.request.done
 
     def held(self) -> tuple[int, ...]:
         """The tokens that the row holds.
@@ -216,6 +221,11 @@ class Scheduler:
     def decode_pieces(self) -> list[Piece]:
         """Return one token of every sequence that decodes."""
         return [Piece(sequence, 1) for sequence in self.running if sequence.decoding]
+
+    def most_decodes(self, pieces: Sequence[Piece]) -> int:
+        """Return the most sequences that decode when these prompt tokens are processed."""
+        counts = {piece.sequence: piece.count for piece in pieces}
+        return sum(sequence.decodes_after(counts.get(sequence, 0)) for sequence in self.running)
 
     def reserve(self, pieces: list[Piece]) -> list[Piece]:
         """Prepare the cache for a step; pages come from kept prefixes, then from the youngest.

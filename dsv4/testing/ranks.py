@@ -27,7 +27,7 @@ class ThreadGroup:
     """A group whose ranks are threads of ``run_ranks``; it counts the tensors that it gathered."""
 
     name = ""
-    mailbox = None
+    mailbox: Any = None
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank

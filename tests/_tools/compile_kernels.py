@@ -29,9 +29,10 @@ from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw
 from dsv4.device import interpret_triton
+from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
-from dsv4.triton import all_reduce, hyper_connection
+from dsv4.triton import all_reduce, hyper_connection, moe_exchange
 from dsv4.triton._runtime import launch_options
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
@@ -152,6 +153,19 @@ def _push() -> None:
         all_reduce.sum_pushed(mailbox, partial)
         all_reduce.exchange(mailbox, partial)
         all_reduce.gathered(mailbox, partial)
+        _exchange_tokens(mailbox)
+
+
+def _exchange_tokens(mailbox: mailboxes.Mailbox) -> None:
+    """Tokens to the ranks of their experts, and results back."""
+    x = torch.empty(2, 4096, dtype=torch.bfloat16)
+    ids, weights = torch.empty(2, 6, dtype=torch.int64), torch.empty(2, 6, dtype=torch.float32)
+    sent = MoeSendArgs(x, ids, weights, 256, "")
+    moe_exchange.push_tokens(mailbox, sent)
+    rows, received, _ = moe_exchange.receive_tokens(mailbox, sent)
+    returned = MoeReturnArgs(rows, received, ids, x, 256, "")
+    moe_exchange.push_results(mailbox, returned)
+    moe_exchange.sum_results(mailbox, returned)
 
 
 # Launches that are no case of the bench.

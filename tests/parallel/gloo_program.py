@@ -16,6 +16,7 @@ import torch.distributed as dist
 from dsv4 import explain, ops
 from dsv4.bench import cli as bench
 from dsv4.parallel import groups
+from tests.parallel.exchange_cases import exchange
 
 
 def partial_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -64,6 +65,28 @@ def sums(rank: int) -> dict[str, Any]:
     result["nccl"] = message_of(lambda: ops.all_reduce(partial, group, backend="nccl"))
     result["unknown"] = message_of(lambda: ops.all_reduce(partial, "no such group"))
     return result
+
+
+def exchanged(rank: int) -> dict[str, Any]:
+    """Tokens to the ranks of their experts and back, and what is chosen."""
+    group, case = dist.group.WORLD.group_name, exchange(2, 3, 8, seed=5)
+    args, back = case.sent[rank], case.returning(rank)
+    received = ops.moe_send(args.x, args.ids, args.weights, args.num_experts, group)
+    total = ops.moe_return(
+        back.y, received[1], args.ids, args.num_experts, group, shared=back.shared
+    )
+    refused = message_of(
+        lambda: ops.moe_send(args.x, args.ids, args.weights, 4, group, backend="push")
+    )
+    uneven = message_of(lambda: ops.moe_send(args.x, args.ids, args.weights, 5, group))
+    chosen = explain(ops.moe_send, args.x, args.ids, args.weights, 4, group).chosen
+    return {
+        "received": received,
+        "total": total,
+        "push": refused,
+        "uneven": uneven,
+        "chosen": chosen,
+    }
 
 
 def transformers_model(folder: Path) -> dict[str, Any]:
@@ -126,6 +149,7 @@ def main(checkpoint: Path, folder: Path) -> None:
     rank = dist.get_rank()
     result = {
         "sums": sums(rank),
+        "exchanged": exchanged(rank),
         "model": transformers_model(checkpoint),
         "plain": plain_experts(rank),
         "bench": bench.main(

@@ -43,6 +43,8 @@ def start(rank: int, size: int, folder: str, last: str) -> None:
     report: dict[str, Any] = {}
     file = path / f"rank{rank}.pt"
     checks = [tensors, whole_life, command, several_requests, meshes, FAILURES[last]]
+    if size == 2:  # starting processes takes most of the time
+        checks.insert(-1, own_tokens)
     try:
         for check in checks:
             report[check.__name__] = check(path, rank, size)
@@ -116,6 +118,25 @@ def several_requests(path: Path, rank: int, size: int) -> Any:
         requests = [runner.add(p, max_new_tokens=NEW, stop_ids=()) for p in PROMPTS]
         runner.run()
         return [request.result() for request in requests]
+
+
+def own_tokens(path: Path, rank: int, size: int) -> Any:
+    """``parallel="dp"``: prompts of each rank, the command, and an error on the last rank."""
+    model = loaded(path, size, dtype="float32", parallel="dp")
+    tokens = model.generate(PROMPTS[rank:], NEW, stop_ids=[])
+    read = model.load_report.bytes_read
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        line = ["generate", str(path / "checkpoint"), "--parallel", "dp", *COMMAND]
+        status = command_line.main(line)
+
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("by the test")
+
+    if rank == size - 1:
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(fail)
+    failure = _failed(lambda: model.generate(PROMPTS[rank:], NEW))
+    return tokens, read, (status, out.getvalue()), failure
 
 
 def meshes(path: Path, rank: int, size: int) -> Any:

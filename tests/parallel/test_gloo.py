@@ -15,6 +15,7 @@ from dsv4 import ops
 from dsv4.reference.all_reduce import rank_ordered_sum
 from dsv4.testing.assertions import assert_bitwise
 from tests.parallel import gloo_program
+from tests.parallel.exchange_cases import exchange
 
 transformers = pytest.importorskip("transformers")
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
@@ -93,6 +94,18 @@ def test_the_choice_and_its_reasons(ranks):
         assert (sums["rank"], sums["size"], sums["chosen"]) == (number, 2, "gloo")
         assert "NCCL sums tensors of CUDA GPUs, the tensor is on cpu" in sums["nccl"]
         assert "group is 'no such group', wanted the group_name" in sums["unknown"]
+
+
+def test_tokens_reach_the_ranks_of_their_experts(ranks):
+    case = exchange(2, 3, 8, seed=5)
+    for number, rank in enumerate(ranks):
+        result = rank["exchanged"]
+        for tensor, right in zip(result["received"], case.received(number), strict=True):
+            assert_bitwise(tensor, right)
+        assert_bitwise(result["total"], case.result(number))
+        assert result["chosen"] == "gloo"
+        assert "has no mailboxes" in result["push"]
+        assert "num_experts is 5, wanted a multiple of the number of ranks (2)" in result["uneven"]
 
 
 def test_logits_are_those_of_one_process(ranks, checkpoint):

@@ -199,9 +199,9 @@ class TestRefusals:
         [
             (None, "tp", "device_mesh is None"),
             (object(), None, "parallel is None, wanted 'tp'"),
-            (None, "dp", "parallel is 'dp', wanted 'tp' or None: whole attention"),
+            (None, "dp", "parallel is 'dp' and device_mesh is None, wanted a DeviceMesh"),
             (None, "multicast", "NVLink multicast is never used"),
-            (None, "ep", "parallel is 'ep', wanted 'tp' or None"),
+            (None, "ep", "parallel is 'ep', wanted 'tp', 'dp' or None"),
         ],
     )
     def test_arguments(self, mesh, parallel, message, tmp_path):

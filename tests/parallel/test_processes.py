@@ -100,6 +100,24 @@ def test_the_command_prints_on_rank_0_alone(ranks, request, capsys):
 
 
 @pytest.mark.slow
+def test_ranks_with_tokens_of_their_own(two, capsys):
+    """``parallel="dp"``: each rank has the tokens of its prompts, and rank 0 prints."""
+    reports, path = two
+    whole = dsv4.load(path, dtype="float32", progress=False)
+    assert command_line.main(["generate", str(path), *COMMAND]) == 0
+    printed = capsys.readouterr().out
+    kinds = ["RankError", "ZeroDivisionError"]
+    for rank, report in enumerate(reports):
+        tokens, read, command, (kind, message, seconds) = report["own_tokens"]
+        assert tokens == whole.generate(PROMPTS[rank:], NEW, stop_ids=[])
+        assert read < 0.95 * whole.load_report.bytes_read
+        assert command == (0, "" if rank else printed)
+        assert kind == kinds[rank]
+        assert "ZeroDivisionError: by the test" in message or rank
+        assert seconds < 30
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", ["two", "four"])
 def test_meshes_of_the_wrong_kind(ranks, request):
     reports, _ = request.getfixturevalue(ranks)

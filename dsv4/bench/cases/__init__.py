@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsv4.bench.cases import elementwise, fused, gemm, moe, paged, sequence
+from dsv4.bench.cases import elementwise, exchange, fused, gemm, moe, paged, sequence
 from dsv4.bench.problem import Case, UsageError
 from dsv4.config import ModelConfig
 
@@ -70,6 +70,8 @@ MAKERS: dict[str, Maker] = {
     "moe_gather": moe.moe_gather,
     "moe_sort": moe.moe_sort,
     "moe_combine": moe.moe_combine,
+    "moe_send": exchange.moe_send,
+    "moe_return": exchange.moe_return,
     "hc_pre": elementwise.hc_pre,
     "hc_post": elementwise.hc_post,
     "hc_head": elementwise.hc_head,

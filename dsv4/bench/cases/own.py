@@ -55,6 +55,8 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "moe_gather": ({**_HIDDEN, **_CHOSEN},),
     "moe_sort": ({**_EXPERTS, **_HIDDEN, **_CHOSEN},),
     "moe_combine": ({**_HIDDEN, **_CHOSEN},),
+    "moe_send": ({**_EXPERTS, **_HIDDEN, **_CHOSEN},),
+    "moe_return": ({**_EXPERTS, **_HIDDEN, **_CHOSEN},),
     "hc_pre": (_STREAMS,),
     "hc_post": (_STREAMS,),
     "hc_head": (_STREAMS,),

@@ -97,6 +97,12 @@ def combination(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     return sum_error(weights.shape[1] + 1) * magnitude
 
 
+def returned(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
+    """A sum of one rank's part and the shared expert, on magnitudes."""
+    magnitude = widen(problem.args[0]).abs() + widen(problem.kwargs["shared"]).abs()
+    return sum_error(2) * magnitude
+
+
 def pooled(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     """See ``_pooling_error``."""
     kv, score = (widen(value) for value in problem.args[:2])

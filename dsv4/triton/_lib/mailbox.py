@@ -87,11 +87,26 @@ def push_chunk(
     at = slot.to(tl.int64) * capacity + offset
     for i in tl.static_range(RANKS):
         tl.store(slots[i] + at, values, mask=inside)
+    set_flags(flags, slot * chunks + chunk, call, RANKS)
+
+
+@triton.jit
+def set_flags(flags, flag, call, RANKS: tl.constexpr):
+    """Set a flag in all mailboxes, behind what the program's threads stored there."""
     tl.debug_barrier()
-    flag = slot * chunks + chunk
     _fence(call)
     for i in tl.static_range(RANKS):
         _store_flag(flags[i] + flag, call, i)
+
+
+@triton.jit
+def set_flag_of(flags, peer, flag, call, RANKS: tl.constexpr):
+    """Set a flag in the mailbox of one peer, the number ``peer`` in the order of the tuple."""
+    tl.debug_barrier()
+    _fence(call)
+    for i in tl.static_range(RANKS):
+        if i == peer:
+            _store_flag(flags[i] + flag, call, i)
 
 
 @triton.jit

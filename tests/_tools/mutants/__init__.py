@@ -17,6 +17,7 @@ from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
 from .drafts import MUTANTS as _DRAFTS
 from .dropin import MUTANTS as _DROPIN
+from .exchange import MUTANTS as _EXCHANGE
 from .files import MUTANTS as _FILES
 from .kernels import MUTANTS as _KERNELS
 from .launching import MUTANTS as _LAUNCHING
@@ -50,5 +51,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_STARTING,
     *_TEXTS,
     *_RANKS,
+    *_EXCHANGE,
 )
 REQUIRED = tuple(f"pitfall {n}" for n in (*range(1, 23), *range(25, 34), 35, 41))

@@ -52,8 +52,8 @@ MUTANTS = (
         "ranks",
         "every rank has the rows of wo_a of the first groups",
         "dsv4.parallel.local_model:_take_linear",
-        "part_of(value, rule_of(f'{name}.weight').axis, context)",
-        "part_of(value, rule_of(f'{name}.weight').axis, type(context)("
+        "part_of(value, axis_of(f'{name}.weight', context.mode), context)",
+        "part_of(value, axis_of(f'{name}.weight', context.mode), type(context)("
         "0 if 'o_a_proj' in name else context.rank, context.size, context.group))",
         LOGITS,
     ),

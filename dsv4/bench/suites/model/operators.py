@@ -9,6 +9,7 @@ ATTENTION, INDEXER, ROUTER = "attention", "indexer", "router"
 PERMUTATION, HYPER = "expert permutation", "hyper-connection"
 COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
 CHECKS, SUMS = "checks for NaN", "sums over ranks"
+EXCHANGE = "tokens over ranks"
 SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
 SAMPLING, PACKING = "sampling", "weight packing"
 CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
@@ -98,6 +99,10 @@ FUNCTIONS = {
     "_decode_fp8_kernel": DEQUANTIZE,
     "_pack_kernel": PACKING,
     "_push_kernel": SUMS,
+    "_send_kernel": EXCHANGE,
+    "_receive_kernel": EXCHANGE,
+    "_return_kernel": EXCHANGE,
+    "_collect_kernel": EXCHANGE,
     "_mark_kernel": CHECKS,
     "_largest_kernel": SAMPLING,
     "_scores_kernel": SAMPLING,
