@@ -159,8 +159,8 @@ def warmup(
         raise ValueError(f"warmup: workers is {workers}, wanted at least 1 or None")
     if has_own_tokens(getattr(model, "parallel", None)):
         raise ValueError(
-            "warmup: the model has parallel='dp', wanted one process or parallel='tp': a step whose "
-            "kernels are listed cannot exchange its tokens with other ranks"
+            "warmup: the model has parallel='dp', wanted one process or parallel='tp': a step "
+            "whose kernels are listed cannot exchange its tokens with other ranks"
         )
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)

@@ -92,9 +92,9 @@ class DeepseekV4SparseMoeBlock(nn.Module):
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
-        Without ``reduce`` the result on several ranks is this rank's part of the sum. Where each rank
-        has tokens of its own, which it sums whole, ``reduce`` is without effect and those whose id
-        is ``UNROUTED`` go to no expert.
+        Without ``reduce`` the result on several ranks is this rank's part of the sum. Where each
+        rank has tokens of its own, their sums are whole in any case, and tokens whose id is
+        ``UNROUTED`` go to no expert.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.

@@ -17,8 +17,8 @@ class Group(Protocol):
 
     Attributes:
         name: ``group_name`` of a process group of these ranks; empty: there is none.
-        mailbox: This rank's ``dsv4.parallel.mailboxes.Mailbox`` of that group, kept alive here; None
-            without.
+        mailbox: This rank's ``dsv4.parallel.mailboxes.Mailbox`` of that group, kept alive here;
+            None without.
     """
 
     name: str
