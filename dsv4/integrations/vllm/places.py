@@ -209,10 +209,13 @@ HYPER_CONNECTION: tuple[Place, ...] = (
 )
 _STATE = "vllm.v1.worker.gpu.model_states"
 _PREPROCESS = "self, input_batch, block_tables, kv_cache_config, num_computed_tokens"
-CHECK: tuple[Place, ...] = (
+CHECK_STATE: tuple[Place, ...] = (
     Place(_STATE, "resolve_model_state_cls", "vllm_config, model"),
     Place(f"{_STATE}.default", "DefaultModelState.preprocess_state", _PREPROCESS),
     Place(f"{_STATE}.default", "DefaultModelState.remove_request", "self, req_id"),
+)
+CHECK: tuple[Place, ...] = (
+    *CHECK_STATE,
     Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits", "self, hidden_states"),
     Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits_local", "self, hidden_states"),
     Place(
