@@ -200,7 +200,7 @@ def checkpoint(path: Path, layout: str, **changes: object) -> ModelConfig:
     return config
 
 
-def engine_config(path: Path) -> VllmConfig:
+def engine_config(path: Path, **options: object) -> VllmConfig:
     """What ``vllm serve`` makes of a checkpoint."""
     arguments = EngineArgs(
         model=str(path),
@@ -209,6 +209,7 @@ def engine_config(path: Path) -> VllmConfig:
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        **options,
     )
     config = arguments.create_engine_config()
     config.cache_config.cache_dtype = "fp8"
