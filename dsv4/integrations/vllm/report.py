@@ -10,6 +10,8 @@ from pathlib import Path
 
 from dsv4.cute.runtime import cubin_cache
 
+DRAFT = "draft"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -99,7 +101,12 @@ def folder() -> Path | None:
     return None if caches is None else caches / "vllm"
 
 
-def path_of_stage(stage: int, stages: int) -> Path | None:
-    """Return the file of a pipeline stage's report, of the last engine that was started."""
+def path_of_stage(stage: int | str, stages: int) -> Path | None:
+    """Return the file of a report of the last engine that was started.
+
+    Args:
+        stage: Number of the pipeline stage, or ``DRAFT``.
+        stages: How many there are.
+    """
     reports = folder()
     return None if reports is None else reports / f"report-{stage}-of-{stages}.json"
