@@ -201,6 +201,7 @@ class Attention(DeepseekV4FlashMLAAttention):
         return Tokens(metadata[self.swa_cache_layer.prefix], positions)
 
     def window_pages(self) -> Pages:
+        """Pages of raw entries, in vLLM's cache."""
         cache = self.swa_cache_layer.kv_cache
         return self.dsv4_state.window.kv(cache, self.head_dim, self.rope_head_dim)
 

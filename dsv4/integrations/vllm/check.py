@@ -24,6 +24,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.models.common.ops import sequence_parallel
+
 from dsv4.boundaries import INPUT, OUTPUT, Boundaries, Boundary, Finding, Rows, Steps
 from dsv4.integrations.vllm import places
 from dsv4.integrations.vllm._log import logger

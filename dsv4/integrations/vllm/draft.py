@@ -22,7 +22,12 @@ from vllm.models.deepseek_v4.nvidia import mtp as vllm_mtp
 from dsv4.integrations.vllm import deepseek, norm, places
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.attention import Attention
-from dsv4.integrations.vllm.hyper_connection import shard_padding, spread, streams_reason, write_back
+from dsv4.integrations.vllm.hyper_connection import (
+    shard_padding,
+    spread,
+    streams_reason,
+    write_back,
+)
 from dsv4.integrations.vllm.switches import ATTENTION, HYPER_CONNECTION
 from dsv4.ops.hyper_connection import hc_head
 from dsv4.ops.kv_cache import norm_rope_write_kv
@@ -99,7 +104,7 @@ class Dspark(vllm_dspark.DSparkDeepseekV4Model):
         if self.use_sequence_parallel:
             shard_padding(x)
             x, input_ids = sequence_parallel.sp_shard(x), sequence_parallel.sp_shard(input_ids)
-        output: tuple[torch.Tensor | None, ...] = (None, None, None)
+        output: Any = (None, None, None)
         x = spread(x, self.hc_mult)
         for layer in self.layers:
             streams, post, comb = output

@@ -329,6 +329,7 @@ def _adopt(
 
 
 def streams_reason(streams: int) -> str:
+    """Say why this package's operators cannot take the streams; empty: they can."""
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is 1: the sums of the mixing depend on the number of tokens"
     return "" if streams == _STREAMS else f"{streams} residual streams, the kernels have {_STREAMS}"

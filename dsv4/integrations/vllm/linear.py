@@ -6,8 +6,8 @@ copying codes, and multiply with it. Inputs stay bfloat16: nothing is quantised 
 over ranks, gathering and reductions stay vLLM's.
 
 ``wo_a`` of the attention is multiplied by the attention's own code. Its ``dsv4_linear`` is a
-``DeepseekV4GroupedLinear``, made if the part ``attention`` has replaced that code. Without that part
-nothing asks for it, and vLLM's matrix stays, also with ``DSV4_VLLM_STRICT=1``.
+``DeepseekV4GroupedLinear``, made if the part ``attention`` has replaced that code. Without that
+part nothing asks for it, and vLLM's matrix stays, also with ``DSV4_VLLM_STRICT=1``.
 """
 
 from __future__ import annotations

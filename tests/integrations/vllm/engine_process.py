@@ -148,9 +148,9 @@ def _listen() -> list[str]:
 def _incidents(vllm: Any, llm: Any, model: Any) -> None:
     """Break a weight for two requests; the next step logs what became of it."""
     weight = model.model.model.layers[1].self_attn.q_a_norm.weight
-    kept = weight.data.clone()
+    stored = weight.data.clone()
     batch = {"prompts": [[5, 6, 7], [8, 9]], "new": [2, 2]}
-    for values in (kept * float("nan"), kept):
+    for values in (stored * float("nan"), stored):
         weight.data.copy_(values)
         _generate(vllm, llm, batch)
 

@@ -1,8 +1,9 @@
 """One rank of vLLM's DeepSeek-V4 with this package's modules, on a CPU over gloo.
 
 ``python -m tests.integrations.vllm.ranks_process RANK RANKS PORT FOLDER OUT`` builds vLLM's model
-for NVIDIA's GPUs under vLLM's own groups, first tensor-parallel, then with expert parallelism, loads
-the checkpoint in FOLDER and saves what its sublayers give, summed over the ranks by vLLM, in OUT.
+for NVIDIA's GPUs under vLLM's own groups, first tensor-parallel, then with expert parallelism. It
+loads the checkpoint in FOLDER and saves what its sublayers give, summed over the ranks by vLLM, in
+OUT.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ def run(config: Any) -> list[dict[str, Any]]:
         build.load_model(model, config)
     assert model.dsv4.report.complete, model.dsv4.report
     sizes = config.model_config.hf_config
-    given = inputs(sizes.hidden_size, sizes.n_routed_experts, sizes.num_experts_per_tok)
-    found = []
+    data = inputs(sizes.hidden_size, sizes.n_routed_experts, sizes.num_experts_per_tok)
+    outputs = []
     for layer in model.model.layers:
         experts = layer.ffn.experts.routed_experts.dsv4_experts
-        answer = (given["weights"], given["ids"])
+        answer = (data["weights"], data["ids"])
         routed = mock.patch.object(
             layer.ffn.experts.router, "_compute_routing", return_value=answer
         )
         with set_forward_context(None, config), routed, torch.inference_mode():
-            qr = layer.attn.fused_wqa_wkv(given["x"])[0][:, : layer.attn.q_lora_rank]
+            qr = layer.attn.fused_wqa_wkv(data["x"])[0][:, : layer.attn.q_lora_rank]
             heads = layer.attn.wq_b(qr.contiguous())
-            found.append(
+            outputs.append(
                 {
-                    "ffn": layer.ffn(given["x"], torch.arange(TOKENS)),
+                    "ffn": layer.ffn(data["x"], torch.arange(TOKENS)),
                     "heads": heads,
                     "out": layer.attn.wo_b(heads[:, : layer.attn.wo_b.input_size_per_partition]),
                     "range": (experts.first_expert, experts.num_local_experts),
                     "inner": experts.intermediate_dim,
                 }
             )
-    return found
+    return outputs
 
 
 def main(rank: int, ranks: int, port: int, folder: Path, out: Path) -> None:

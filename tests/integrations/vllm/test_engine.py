@@ -134,7 +134,8 @@ def test_tokens_on_two_ranks_are_those_of_one(
     options |= {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     batches = [{"prompts": prompts, "new": new}]
     request = {"options": options, "batches": batches}
-    result = _run("V1", checkpoint, request, **_plugin(tmp_path), VLLM_CPU_OMP_THREADS_BIND="nobind")
+    environment = {**_plugin(tmp_path), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    result = _run("V1", checkpoint, request, **environment)
     assert result["tokens"] == [checkpoint.texts(prompts, new)]
     assert result["ranks"] == [[0, 2], [1, 2]]
 

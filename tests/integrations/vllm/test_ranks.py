@@ -22,7 +22,7 @@ _PATIENCE = 600
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def outputs(tmp_path_factory):
     """What each rank gives, by the way of splitting, and this package's whole model."""
     folder = tmp_path_factory.mktemp("ranks")
     build.checkpoint(folder / "model", "nvidia", num_hidden_layers=2, moe_intermediate_size=256)
@@ -67,11 +67,11 @@ def close(actual, expected):
 
 @pytest.mark.parametrize("split", ["tensor", "expert"])
 @torch.inference_mode()
-def test_sums_over_ranks_are_those_of_one(found, split):
+def test_sums_over_ranks_are_those_of_one(outputs, split):
     """And the same bits on both ranks."""
-    ranks, own = found
+    ranks, own = outputs
     sizes = own.config
-    given = ranks_process.inputs(
+    data = ranks_process.inputs(
         sizes.hidden_size, sizes.n_routed_experts, sizes.num_experts_per_tok
     )
     for number, layer in enumerate(own.model.layers):
@@ -83,8 +83,8 @@ def test_sums_over_ranks_are_those_of_one(found, split):
         firsts = [0, experts] if split == "expert" else [0, 0]
         assert [part["range"] for part in parts] == [(first, experts) for first in firsts]
 
-        mlp, attention, x = layer.mlp, layer.self_attn, given["x"]
-        expected = mlp.shared_experts(x) + mlp.experts(x, given["ids"].long(), given["weights"])
+        mlp, attention, x = layer.mlp, layer.self_attn, data["x"]
+        expected = mlp.shared_experts(x) + mlp.experts(x, data["ids"].long(), data["weights"])
         assert torch.equal(parts[0]["ffn"], parts[1]["ffn"])
         assert close(parts[0]["ffn"], expected)
 

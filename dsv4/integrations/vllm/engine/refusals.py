@@ -60,7 +60,7 @@ def _features(config: Any) -> Iterator[str]:
     if config.lora_config is not None:
         yield "LoRA is on, expected off: packed weights take no adapters"
     if config.speculative_config is not None:
-        yield "speculative decoding is on, expected off: a rejected token cannot be taken back"
+        yield "speculative decoding is on, expected off: the model gives a draft nothing to read"
     if config.kv_transfer_config is not None:
         yield "a KV connector is set, expected none: compressor state is not in vLLM's blocks"
     if config.ec_transfer_config is not None:
