@@ -119,7 +119,7 @@ class Attention(DeepseekV4FlashMLAAttention):
         slots = attn_metadata[self.swa_cache_layer.prefix].slot_mapping
         count = min(slots.shape[0], kv.shape[0])
         norm_rope_write_kv(
-            self._window_pages(),
+            self.window_pages(),
             kv[:count],
             self.kv_norm.weight,
             cos[:count],
@@ -200,7 +200,8 @@ class Attention(DeepseekV4FlashMLAAttention):
     def _tokens(self, metadata: dict[str, Any], positions: torch.Tensor) -> Tokens:
         return Tokens(metadata[self.swa_cache_layer.prefix], positions)
 
-    def _window_pages(self) -> Pages:
+    def window_pages(self) -> Pages:
+        """Pages of raw entries, in vLLM's cache."""
         cache = self.swa_cache_layer.kv_cache
         return self.dsv4_state.window.kv(cache, self.head_dim, self.rope_head_dim)
 
@@ -247,7 +248,7 @@ class Attention(DeepseekV4FlashMLAAttention):
         cos, sin = tables(self.rotary_emb.cos_sin_cache, tokens.positions)
         return sparse_attention(
             q[part],
-            self._window_pages(),
+            self.window_pages(),
             tokens.window_slots[part],
             self._compressed_pages(),
             None if slots is None else slots[part],

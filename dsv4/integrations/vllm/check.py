@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.models.common.ops import sequence_parallel
-from vllm.models.deepseek_v4.nvidia import model as vllm_model
 
 from dsv4.boundaries import INPUT, OUTPUT, Boundaries, Boundary, Finding, Rows, Steps
 from dsv4.integrations.vllm import places
@@ -32,12 +32,16 @@ from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.batch import Batch, Token
 
 LOGITS = ("compute_logits", "compute_logits_local")
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, vllm_model.PPMissingLayer)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, PPMissingLayer)
 _ALL = Rows()  # rows of logits: none is padding
 
 
 def adopt(model: nn.Module, context: Adoption) -> None:
     """Watch a model, if ``DSV4_VLLM_CHECK=1``. To be called after all parts have adopted theirs.
+
+    Args:
+        model: vLLM's model, or this package's under vLLM's engine.
+        context: Its configuration and report.
 
     Raises:
         RuntimeError: if this vLLM has not the places that are hooked.
@@ -46,7 +50,7 @@ def adopt(model: nn.Module, context: Adoption) -> None:
     """
     if not context.switches.check:
         return
-    places.require(places.CHECK)
+    places.require(places.CHECK_STATE if context.switches.model else places.CHECK)
     parallel = context.vllm_config.parallel_config
     if parallel.use_ubatching or parallel.prefill_context_parallel_size > 1:
         raise ValueError(

@@ -8,10 +8,11 @@ of what was replaced and what was not is logged, and saved where ``report.path_o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 from vllm.models.deepseek_v4.nvidia import model as vllm_model
@@ -19,7 +20,7 @@ from vllm.models.deepseek_v4.nvidia import model as vllm_model
 from dsv4.integrations.vllm import check, places, switches
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
-from dsv4.integrations.vllm.report import path_of_stage
+from dsv4.integrations.vllm.report import DRAFT, path_of_stage
 from dsv4.integrations.vllm.warm import warm_replaced
 
 # A part and a module of this package with ``adopt(model, context)``, in the order of the calls.
@@ -41,12 +42,8 @@ class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.dsv4 = Adoption(vllm_config)
         self._dsv4_loading = False
-        for module in known_adopters(self.dsv4):
-            module.adopt(self, self.dsv4)
-        check.adopt(self, self.dsv4)
-        check_strict(self.dsv4)
+        self.dsv4 = adopt_parts(self, vllm_config, check.adopt)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load as vLLM does; it calls ``process_weights_after_loading`` in here, too."""
@@ -60,9 +57,48 @@ class DeepseekV4ForCausalLM(vllm_model.DeepseekV4ForCausalLM):
         """Finish as vLLM does, and when all layers are processed log and save the report."""
         super().process_weights_after_loading()
         if not self._dsv4_loading:
-            check_strict(self.dsv4)
-            warm_replaced(self, self.dsv4)
-            publish(self.dsv4)
+            finish(self, self.dsv4)
+
+
+def adopt_parts(
+    model: nn.Module, vllm_config: VllmConfig, last: Callable[[nn.Module, Adoption], None]
+) -> Adoption:
+    """Let every part that is switched on replace its modules of a model that was just built.
+
+    Args:
+        model: vLLM's model or draft.
+        vllm_config: Its configuration.
+        last: Called after all parts.
+
+    Returns:
+        The context, whose report has what is known before weights are loaded.
+
+    Raises:
+        RuntimeError: as ``check_strict``.
+    """
+    context = Adoption(vllm_config)
+    for module in known_adopters(context):
+        module.adopt(model, context)
+    last(model, context)
+    check_strict(context)
+    return context
+
+
+def finish(model: nn.Module, context: Adoption, *, draft: bool = False) -> None:
+    """Warm the kernels of a loaded model, log its report and save it.
+
+    Args:
+        model: vLLM's model or draft.
+        context: Of ``adopt_parts``.
+        draft: Whether it is a draft: its kernels are those that the main model's layers have
+            compiled, but for sizes of its own.
+
+    Raises:
+        RuntimeError: as ``check_strict``.
+    """
+    check_strict(context)
+    warm_replaced(model, context, compile_first=not draft)
+    publish(context, draft=draft)
 
 
 def known_adopters(context: Adoption) -> Iterator[ModuleType]:
@@ -89,15 +125,21 @@ def check_strict(context: Adoption) -> None:
         )
 
 
-def publish(context: Adoption) -> None:
-    """Log and save the report, in one process of each pipeline stage."""
+def publish(context: Adoption, *, draft: bool = False) -> None:
+    """Log and save the report, in one process of each pipeline stage.
+
+    The report of a draft has a file of its own; that of an engine before goes with the model's.
+    """
     if get_tensor_model_parallel_rank() != 0:
         return
     report, stage, stages = context.report, get_pp_group().rank_in_group, get_pp_group().world_size
-    logger().info("dsv4 in vLLM's DeepSeek-V4, pipeline stage %d of %d:\n%s", stage, stages, report)
-    path = path_of_stage(stage, stages)
-    if path is not None:
+    what = "draft of DeepSeek-V4" if draft else "DeepSeek-V4"
+    where = f"pipeline stage {stage} of {stages}"
+    logger().info("dsv4 in vLLM's %s, %s:\n%s", what, where, report)
+    path, path_of_draft = path_of_stage(stage, stages), path_of_stage(DRAFT, stages)
+    if path is not None and path_of_draft is not None:
         try:
-            report.save(path)
+            path_of_draft.unlink(missing_ok=True)
+            report.save(path_of_draft if draft else path)
         except OSError as error:
             logger().warning("dsv4's report was not saved: %s", error)

@@ -197,7 +197,7 @@ class Model(vllm_model.DeepseekV4Model):
         if self.use_native_mega_moe:
             input_ids = input_ids.to(torch.int64)
         if self.use_sequence_parallel:
-            _shard_padding(x)
+            shard_padding(x)
             x, input_ids = sequence_parallel.sp_shard(x), sequence_parallel.sp_shard(input_ids)
         auxiliary = self.collect_remote_aux_hidden_states(intermediate_tensors)
         streams, local = self._run_layers(x, positions, input_ids)
@@ -234,11 +234,11 @@ class Model(vllm_model.DeepseekV4Model):
             output = layer(y, positions, input_ids, post, comb, streams, mega_gate_metadata=gate)
             written = None
             if layer_number in self.aux_hidden_state_layers:
-                written = _write_back(*output)
+                written = write_back(*output)
                 auxiliary.append(self._gathered(written.mean(dim=1), positions.shape[0]))
         if output is None:
             return spread(x, self.hc_mult), auxiliary
-        return _write_back(*output) if written is None else written, auxiliary
+        return write_back(*output) if written is None else written, auxiliary
 
     def _gate_metadata(self, input_ids: torch.Tensor) -> Any:
         if not self.use_native_mega_moe:
@@ -278,7 +278,7 @@ class Model(vllm_model.DeepseekV4Model):
             self.norm(self._head(self.hc_head_fn.new_zeros(size, dtype=torch.bfloat16)))
 
 
-def _write_back(
+def write_back(
     y: torch.Tensor, streams: torch.Tensor, post_mix: torch.Tensor, res_mix: torch.Tensor
 ) -> torch.Tensor:
     """Streams ``[T, n, H]`` after a layer, of what the layer returns."""
@@ -292,7 +292,7 @@ def spread(x: torch.Tensor, streams: int) -> torch.Tensor:
     return x.unsqueeze(1).expand(-1, streams, -1).contiguous()
 
 
-def _shard_padding(x: torch.Tensor) -> None:
+def shard_padding(x: torch.Tensor) -> None:
     """Leave to the experts this rank's part of the mask of padding."""
     if envs.VLLM_MOE_SKIP_PADDING and is_forward_context_available():
         context = get_forward_context()
@@ -309,7 +309,7 @@ def adopt(model: nn.Module, context: Adoption) -> None:
         if type(module) is vllm_model.DeepseekV4DecoderLayer:
             _adopt(module, DecoderLayer, name, _LAYER_KERNEL, _layer_reason(module), context)
         elif type(module) is vllm_model.DeepseekV4Model:
-            reason = _streams_reason(module.hc_mult)
+            reason = streams_reason(module.hc_mult)
             _adopt(module, Model, name, _MODEL_KERNEL, reason, context)
 
 
@@ -328,7 +328,8 @@ def _adopt(
     context.report.replaced(HYPER_CONNECTION, name, kernel)
 
 
-def _streams_reason(streams: int) -> str:
+def streams_reason(streams: int) -> str:
+    """Say why this package's operators cannot take the streams; empty: they can."""
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is 1: the sums of the mixing depend on the number of tokens"
     return "" if streams == _STREAMS else f"{streams} residual streams, the kernels have {_STREAMS}"
@@ -342,4 +343,4 @@ def _layer_reason(layer: Any) -> str:
         eps = getattr(layer, name).variance_epsilon
         if eps != layer.rms_norm_eps:
             return f"{name} has the epsilon {eps}, the mixing {layer.rms_norm_eps}: one is taken"
-    return _streams_reason(layer.hc_mult)
+    return streams_reason(layer.hc_mult)

@@ -6,7 +6,8 @@ copying codes, and multiply with it. Inputs stay bfloat16: nothing is quantised 
 over ranks, gathering and reductions stay vLLM's.
 
 ``wo_a`` of the attention is multiplied by the attention's own code. Its ``dsv4_linear`` is a
-``DeepseekV4GroupedLinear``, made if the part ``attention`` has replaced that code.
+``DeepseekV4GroupedLinear``, made if the part ``attention`` has replaced that code. Without that
+part nothing asks for it, and vLLM's matrix stays, also with ``DSV4_VLLM_STRICT=1``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Stat
 
 from dsv4.cute import supports
 from dsv4.integrations.vllm.adoption import Adoption
-from dsv4.integrations.vllm.switches import LINEAR
+from dsv4.integrations.vllm.switches import ATTENTION, LINEAR
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
 from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, QuantizedTensor
@@ -32,6 +33,7 @@ from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, QuantizedTensor
 _BLOCK = [128, 128]
 _OURS = "dsv4.integrations.vllm"
 _PARAMETERS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+_NO_ATTENTION = "the attention multiplies it itself, and DSV4_VLLM has not attention"
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,12 @@ def adopt(model: nn.Module, context: Adoption) -> None:
     for name, layer in modules.items():
         if not isinstance(layer, LinearBase) or type(layer.quant_method) not in _METHODS:
             continue
+        kernel = type(layer.quant_method).__name__
         reason = unsupported_reason(layer)
-        if reason:
-            context.report.left(LINEAR, name, type(layer.quant_method).__name__, reason)
+        if _is_grouped(layer) and ATTENTION not in context.switches.parts:
+            context.report.not_asked(LINEAR, name, kernel, _NO_ATTENTION)
+        elif reason:
+            context.report.left(LINEAR, name, kernel, reason)
         else:
             owner = modules[name.rpartition(".")[0]]
             _replace_method(layer, Source(name, layer.quant_method, owner, context))

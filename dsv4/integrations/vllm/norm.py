@@ -71,9 +71,12 @@ def adopt(model: nn.Module, context: Adoption) -> None:
 
 
 def _adopt_final_norm(model: Any, name: str, context: Adoption) -> None:
-    norm, where = model.norm, f"{name}.norm"
-    if isinstance(norm, vllm_model.PPMissingLayer):
-        return  # another pipeline stage has it
+    if not isinstance(model.norm, vllm_model.PPMissingLayer):  # another pipeline stage has it
+        adopt_norm(model.norm, f"{name}.norm", context)
+
+
+def adopt_norm(norm: Any, where: str, context: Adoption) -> None:
+    """Replace one RMS norm without a residual, or say why not."""
     if type(norm) is not layernorm.RMSNorm:
         _left(context, where, norm, "not vLLM's RMSNorm")
     elif envs.VLLM_BATCH_INVARIANT:

@@ -209,10 +209,44 @@ HYPER_CONNECTION: tuple[Place, ...] = (
 )
 _STATE = "vllm.v1.worker.gpu.model_states"
 _PREPROCESS = "self, input_batch, block_tables, kv_cache_config, num_computed_tokens"
-CHECK: tuple[Place, ...] = (
+_MTP, _DSPARK = f"{_V4}.nvidia.mtp", f"{_V4}.nvidia.dspark"
+DRAFT: tuple[Place, ...] = (
+    Place(
+        _MTP,
+        "DeepSeekV4MultiTokenPredictorLayer.forward",
+        "self, input_ids, positions, previous_hidden_states, inputs_embeds, spec_step_index",
+    ),
+    Place(
+        _MTP,
+        "DeepSeekV4MultiTokenPredictor.compute_logits",
+        "self, hidden_states, spec_step_idx",
+    ),
+    Place(_MTP, "DeepSeekV4MTP.__init__", "self, vllm_config, prefix"),
+    Place(
+        _DSPARK,
+        "DSparkDeepseekV4Model.forward",
+        "self, input_ids, positions, inputs_embeds",
+    ),
+    Place(
+        _DSPARK,
+        "DSparkDeepseekV4Model.precompute_and_store_context_kv",
+        "self, main_x, context_positions, context_slot_mappings",
+    ),
+    Place(_DSPARK, "DSparkDeepseekV4ForCausalLM.__init__", "self, vllm_config, prefix"),
+    # Not called: what stands in their place was compared with them.
+    Place(
+        _DSPARK,
+        "_insert_context_kv",
+        "attn, kv, positions, slot_mapping",
+    ),
+)
+CHECK_STATE: tuple[Place, ...] = (
     Place(_STATE, "resolve_model_state_cls", "vllm_config, model"),
     Place(f"{_STATE}.default", "DefaultModelState.preprocess_state", _PREPROCESS),
     Place(f"{_STATE}.default", "DefaultModelState.remove_request", "self, req_id"),
+)
+CHECK: tuple[Place, ...] = (
+    *CHECK_STATE,
     Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits", "self, hidden_states"),
     Place(_MODEL, "DeepseekV4ForCausalLM.compute_logits_local", "self, hidden_states"),
     Place(
@@ -281,13 +315,14 @@ def is_supported(version: str) -> bool:
 
 
 def of_part(part: str) -> tuple[Place, ...]:
-    """Places of a part of ``switches.PARTS``, or of ``"core"`` or ``"model"``."""
+    """Places of a part of ``switches.PARTS``, or of ``"core"``, ``"draft"`` or ``"model"``."""
     return {
         "core": CORE,
         switches.EXPERTS: EXPERTS,
         switches.LINEAR: LINEAR,
         switches.ATTENTION: ATTENTION,
         switches.HYPER_CONNECTION: HYPER_CONNECTION,
+        "draft": DRAFT,
         "model": MODEL,
     }[part]
 

@@ -10,14 +10,19 @@ from dsv4.integrations.vllm.switches import Switches
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 PARTS_CLASS = "dsv4.integrations.vllm.deepseek:DeepseekV4ForCausalLM"
+# Drafts that vLLM's own proposers build, by the names of vLLM's registry.
+DRAFT_CLASSES = {
+    "DeepSeekV4MTPModel": "dsv4.integrations.vllm.draft:DeepSeekV4MTP",
+    "DSparkDraftModel": "dsv4.integrations.vllm.draft:DSparkDeepseekV4ForCausalLM",
+}
 MODEL_CLASS = "dsv4.integrations.vllm.engine.model:Dsv4ForCausalLM"
 MINIMUM_CAPABILITY = 90
 
 
 def register_models(switches: Switches | None = None) -> None:
-    """Register the class that serves DeepSeek-V4; may be called again.
+    """Register the classes that serve DeepSeek-V4 and its drafts; may be called again.
 
-    The class is registered by name and is imported by the processes that build the model. There
+    A class is registered by name and is imported by the processes that build the model. There
     the signatures of what it calls are compared, too.
 
     Args:
@@ -38,8 +43,10 @@ def register_models(switches: Switches | None = None) -> None:
 
     if switches.model:
         cpu_ops.provide()
-    registered_class = MODEL_CLASS if switches.model else PARTS_CLASS
-    ModelRegistry.register_model(ARCHITECTURE, registered_class)
+        ModelRegistry.register_model(ARCHITECTURE, MODEL_CLASS)
+        return
+    for architecture, name in {ARCHITECTURE: PARTS_CLASS, **DRAFT_CLASSES}.items():
+        ModelRegistry.register_model(architecture, name)
 
 
 def unsupported_reason(switches: Switches) -> str:

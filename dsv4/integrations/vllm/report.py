@@ -10,6 +10,8 @@ from pathlib import Path
 
 from dsv4.cute.runtime import cubin_cache
 
+DRAFT = "draft"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -20,12 +22,15 @@ class Row:
         place: Qualified name of the module, with the layer's number.
         kernel: What runs there: an operator of this package, or vLLM's class.
         reason: Why it was not replaced; empty: it was.
+        asked: Whether ``DSV4_VLLM`` asks for it. A place of two parts of which one is switched off
+            is not asked for: nothing is missing if it stays.
     """
 
     part: str
     place: str
     kernel: str
     reason: str = ""
+    asked: bool = True
 
     @property
     def replaced(self) -> bool:
@@ -48,10 +53,15 @@ class Report:
         assert reason
         self.rows.append(Row(part, place, kernel, reason))
 
+    def not_asked(self, part: str, place: str, kernel: str, reason: str) -> None:
+        """Note that vLLM's ``kernel`` stays because another part that it needs is switched off."""
+        assert reason
+        self.rows.append(Row(part, place, kernel, reason, asked=False))
+
     @property
     def complete(self) -> bool:
-        """Whether every place was replaced."""
-        return all(row.replaced for row in self.rows)
+        """Whether every place that is asked for was replaced."""
+        return all(row.replaced or not row.asked for row in self.rows)
 
     def __str__(self) -> str:
         """The table, one line per part, kernel and reason, with the number of places."""
@@ -63,8 +73,8 @@ class Report:
         return "\n".join(lines)
 
     def _kinds(self) -> Iterator[tuple[Row, int]]:
-        def kind(row: Row) -> tuple[str, str, str]:
-            return row.part, row.kernel, row.reason
+        def kind(row: Row) -> tuple[str, str, str, bool]:
+            return row.part, row.kernel, row.reason, row.asked
 
         for _, rows in groupby(sorted(self.rows, key=kind), key=kind):
             same = list(rows)
@@ -91,7 +101,12 @@ def folder() -> Path | None:
     return None if caches is None else caches / "vllm"
 
 
-def path_of_stage(stage: int, stages: int) -> Path | None:
-    """Return the file of a pipeline stage's report, of the last engine that was started."""
+def path_of_stage(stage: int | str, stages: int) -> Path | None:
+    """Return the file of a report of the last engine that was started.
+
+    Args:
+        stage: Number of the pipeline stage, or ``DRAFT``.
+        stages: How many there are.
+    """
     reports = folder()
     return None if reports is None else reports / f"report-{stage}-of-{stages}.json"

@@ -21,13 +21,20 @@ from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 
 
-def warm_replaced(model: nn.Module, context: Adoption) -> None:
-    """Run every kind of replaced layer once for each choice of kernels, on a GPU."""
+def warm_replaced(model: nn.Module, context: Adoption, *, compile_first: bool = True) -> None:
+    """Run every kind of replaced layer once for each choice of kernels, on a GPU.
+
+    Args:
+        model: vLLM's model with replaced modules.
+        context: Of the adoption.
+        compile_first: Whether to compile the kernels of all steps in parallel before.
+    """
     layers, parts = list(kinds(model)), list(self_warming(model))
     if not (layers or parts) or next(model.parameters()).device.type != "cuda":
         return
     begin = time.perf_counter()
-    compile_replaced(model, context, most_tokens(context))
+    if compile_first:
+        compile_replaced(model, context, most_tokens(context))
     for layer in layers:
         run(layer, most_tokens(context))
     for part in parts:

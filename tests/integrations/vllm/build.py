@@ -175,7 +175,7 @@ def in_model(layer: nn.Module, name: str = NAME) -> nn.Module:
     return model
 
 
-def checkpoint(path: Path, layout: str, **changes: object) -> ModelConfig:
+def checkpoint(path: Path, layout: str, mtp: bool = False, **changes: object) -> ModelConfig:
     """Write a small model whose sizes vLLM's FP8 blocks, heads and pages admit."""
     sizes = {
         "num_hidden_layers": 4,
@@ -196,11 +196,11 @@ def checkpoint(path: Path, layout: str, **changes: object) -> ModelConfig:
         "compress_rates": CompressRates(4, 128),
     }
     config = ModelConfig.tiny(**{**sizes, **changes})
-    save(random_model(config), path, layout=layout)
+    save(random_model(config, mtp=mtp), path, layout=layout)
     return config
 
 
-def engine_config(path: Path) -> VllmConfig:
+def engine_config(path: Path, **options: object) -> VllmConfig:
     """What ``vllm serve`` makes of a checkpoint."""
     arguments = EngineArgs(
         model=str(path),
@@ -209,6 +209,7 @@ def engine_config(path: Path) -> VllmConfig:
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=64,
+        **options,
     )
     config = arguments.create_engine_config()
     config.cache_config.cache_dtype = "fp8"

@@ -7,6 +7,7 @@ standard output. vLLM reads its environment when it is imported, so every engine
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -16,9 +17,11 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions that workers run
     "VLLM_PLUGINS": "",
     "DSV4_VLLM": "model",
     "DSV4_VLLM_STRICT": "1",
+    "DSV4_VLLM_CHECK": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -64,8 +67,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         additional_config=FLOAT32,
         **request["options"],
     )
+    if request["options"].get("tensor_parallel_size", 1) > 1:
+        tokens = [_generate(vllm, llm, batch) for batch in request["batches"]]
+        return {"tokens": tokens, "ranks": llm.apply_model(_rank)}
     core = llm.llm_engine.engine_core.engine_core
     model = core.model_executor.driver_worker.get_model()
+    said = _listen()
     checks: list[bool] = []
     _watch(model, checks)
     free = _free(core)
@@ -75,13 +82,17 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         _poison(model)
         tokens.append(_generate(vllm, llm, batch))
     metrics = {metric.name: metric for metric in llm.get_metrics()}
+    finite, steps, free_after = all(checks), len(checks), _free(core)
+    assert not said, said
+    _incidents(vllm, llm, model)
     return {
         "tokens": tokens,
+        "incidents": said,
         "preemptions": metrics["vllm:num_preemptions"].value,
         "free": free,
-        "free_after": _free(core),
-        "finite": all(checks),
-        "steps": len(checks),
+        "free_after": free_after,
+        "finite": finite,
+        "steps": steps,
         "runner": type(core.model_executor.driver_worker.worker.model_runner).__module__,
         "prefix_caching": core.vllm_config.cache_config.enable_prefix_caching,
         "chunk": core.vllm_config.scheduler_config.max_num_batched_tokens,
@@ -114,6 +125,34 @@ def _poison(model: Any) -> None:
         state.fill_(float("nan"))
     for table in model.cache.tables.values():
         table.fill_(-1)
+
+
+def _rank(model: Any) -> list[int]:
+    """Return number and size of a worker's rank; runs there."""
+    context = model.model.parallel
+    assert model.model.model.layers[0].mlp.experts.num_local_experts * context.size == (
+        model.model.config.n_routed_experts
+    )
+    return [context.rank, context.size]
+
+
+def _listen() -> list[str]:
+    """What ``DSV4_VLLM_CHECK`` logs from now on."""
+    said: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("vllm.plugins.dsv4").addHandler(handler)
+    return said
+
+
+def _incidents(vllm: Any, llm: Any, model: Any) -> None:
+    """Break a weight for two requests; the next step logs what became of it."""
+    weight = model.model.model.layers[1].self_attn.q_a_norm.weight
+    stored = weight.data.clone()
+    batch = {"prompts": [[5, 6, 7], [8, 9]], "new": [2, 2]}
+    for values in (stored * float("nan"), stored):
+        weight.data.copy_(values)
+        _generate(vllm, llm, batch)
 
 
 def _free(core: Any) -> list[int]:

@@ -41,7 +41,7 @@ def _settings(folder: str, **changes: Any) -> SimpleNamespace:
     """A configuration that is served, with some attributes changed."""
     values: dict[str, dict[str, Any]] = {
         "parallel_config": {
-            **dict.fromkeys(refusals._PARALLEL, 1),
+            **dict.fromkeys((*refusals._PARALLEL, "tensor_parallel_size"), 1),
             **dict.fromkeys(("enable_expert_parallel", "enable_eplb", "use_ubatching"), False),
         },
         "model_config": {
@@ -77,16 +77,17 @@ def _settings(folder: str, **changes: Any) -> SimpleNamespace:
 def test_settings_that_are_supported_pass(tmp_path: Any) -> None:
     refusals.check(_settings(str(tmp_path)))
     refusals.check(_settings(str(tmp_path), user_specified_block_size=True, block_size=256))
+    ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    refusals.check(_settings(str(tmp_path), **ranks))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, expected 1"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, expected 1"),
         ({"data_parallel_size": 2}, "data_parallel_size is 2, expected 1"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel is True"),
-        ({"enable_eplb": True}, "enable_eplb is True"),
+        ({"enable_expert_parallel": True}, "enable_expert_parallel is True.*has all experts"),
+        ({"enable_eplb": True}, "enable_eplb is True.*packed experts cannot move"),
         ({"use_ubatching": True}, "microbatches"),
         ({"lora_config": object()}, "LoRA is on"),
         ({"speculative_config": object()}, "speculative decoding is on"),
@@ -131,12 +132,6 @@ def test_options_are_read_and_unknown_ones_refused() -> None:
         Options.of({"dsv4": {"speed": 1}})
     with pytest.raises(ValueError, match="is 7, expected a dictionary"):
         Options.of({"dsv4": 7})
-
-
-def test_watching_vllms_model_is_refused(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DSV4_VLLM_CHECK", "1")
-    with pytest.raises(ValueError, match="DSV4_VLLM_CHECK is 1, expected 0"):
-        refusals.check(_settings(str(tmp_path)))
 
 
 # The class that vLLM builds

@@ -22,7 +22,7 @@ from dsv4.integrations.vllm import places, plugin, register, switches
 from dsv4.integrations.vllm.switches import Switches
 
 ARCHITECTURE = plugin.ARCHITECTURE
-PARTS = ("core", *switches.PARTS, "model")
+PARTS = ("core", *switches.PARTS, "draft", "model")
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,11 @@ def test_a_class_is_registered_by_name_as_often_as_one_likes(monkeypatch, gpu, v
     assert registered() == name
     models, methods, configs = everything()
     assert models.keys() == before[0].keys()
-    assert [k for k in models if models[k] is not before[0][k]] == [ARCHITECTURE]
+    drafts = {} if value == "model" else plugin.DRAFT_CLASSES
+    changed = {k: models[k] for k in models if models[k] is not before[0][k]}
+    assert changed.keys() == {ARCHITECTURE, *drafts}
+    classes = {k: f"{model.module_name}:{model.class_name}" for k, model in changed.items()}
+    assert classes == {ARCHITECTURE: name, **drafts}
     assert (methods, configs) == before[1:]
 
 

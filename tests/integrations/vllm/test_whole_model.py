@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm h
 
 from vllm.forward_context import set_forward_context
 
-from dsv4.integrations.vllm import compile_kernels, deepseek, places, warm
+from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, warm
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
@@ -104,6 +104,7 @@ def test_the_report_names_every_place_and_is_saved(loaded):
     assert len(set(replaced)) == len(replaced)
     others = [row for row in report.rows if not row.replaced]
     assert {row.place.rpartition(".")[2] for row in others} == {"wo_a"}
+    assert report.complete, "wo_a is read by the attention alone, which is not asked for"
     path = path_of_stage(0, 1)
     assert path.name == "report-0-of-1.json"
     assert Report.read(path) == report
@@ -176,12 +177,20 @@ def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, capl
 
 
 def test_strict_refuses_what_is_left(tmp_path):
+    """Parts that need no other part are all replaced; one matrix that is not is an error."""
     build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
     config = build.engine_config(tmp_path)
     environment = {"DSV4_VLLM": "experts,linear", "DSV4_VLLM_STRICT": "1"}
     with mock.patch.dict("os.environ", environment), build.hopper(config):
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
-        with pytest.raises(RuntimeError, match=r"(?s)did not replace everything.*multiplies it"):
+        build.load_model(model, config)
+        (left,) = (row for row in model.dsv4.report.rows if not row.replaced)
+        assert left.place == "model.layers.0.attn.wo_a"
+        assert left.reason in str(model.dsv4.report)
+        unread = mock.patch.object(linear, "_unread", return_value="nobody reads it")
+        config.compilation_config.static_forward_context.clear()
+        model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)
+        with unread, pytest.raises(RuntimeError, match=r"(?s)not replace everything.*nobody"):
             build.load_model(model, config)
 
 

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
 
 import dsv4
+from dsv4.integrations.vllm import check
 from dsv4.integrations.vllm._log import logger
+from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.engine import refusals, rows, specs
 from dsv4.integrations.vllm.engine.cache import EngineCache, EngineSize
 from dsv4.integrations.vllm.engine.options import Options
@@ -43,6 +46,7 @@ class Dsv4ForCausalLM(nn.Module):
             self.model = _load(vllm_config, options, device)
             self.cache = self._cache(options, device)
         self._register(vllm_config, prefix)
+        check.adopt(self, Adoption(vllm_config))
 
     def _cache(self, options: Options, device: torch.device) -> EngineCache:
         config = self.model.config
@@ -196,4 +200,12 @@ def _load(vllm_config: VllmConfig, options: Options, device: torch.device) -> De
         reserve_tokens=0,  # vLLM runs a step of its largest size before it allocates its KV cache
         prepare="kernels",  # graphs are vLLM's
         progress=False,
+        **_ranks(vllm_config),
     )
+
+
+def _ranks(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Arguments that split the model over vLLM's tensor-parallel group, if it has several ranks."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return {}
+    return {"device_mesh": get_tp_group().device_group, "parallel": "tp"}

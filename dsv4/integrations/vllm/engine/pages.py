@@ -52,17 +52,19 @@ class BlockPages(nn.Module, AttentionLayerBase):
 
 @dataclass(frozen=True, eq=False)
 class GroupStep:
-    """Metadata of a step for a KV cache group; all on the device, padded for CUDA graphs.
+    """Metadata of a step for a KV cache group; on the device, padded for CUDA graphs.
 
     Attributes:
         query_start_loc: ``[requests + 1]`` int, first new token of each request.
         seq_lens: ``[requests]`` int, tokens of each with the new ones.
         block_table: ``[requests, columns]`` int, its blocks; 0 where it has none.
+        query_start_loc_cpu: ``query_start_loc`` on the host, for messages; None: not known.
     """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     block_table: torch.Tensor
+    query_start_loc_cpu: torch.Tensor | None = None
 
 
 class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
@@ -107,6 +109,7 @@ class GroupStepBuilder(AttentionMetadataBuilder[GroupStep]):
             common.query_start_loc[: requests + 1],
             common.seq_lens[:requests],
             common.block_table_tensor[:requests],
+            common.query_start_loc_cpu[: requests + 1],
         )
 
 

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 
 from dsv4.integrations.vllm import places
-from dsv4.integrations.vllm.switches import Switches
 from dsv4.kv_cache.layer_cache import BLOCK
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _PARALLEL = (
-    "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
     "decode_context_parallel_size",
@@ -33,11 +31,6 @@ def check(vllm_config: Any) -> None:
     unknown = places.mismatches(places.MODEL)
     if unknown:
         raise RuntimeError(f"DSV4_VLLM=model: this vLLM is not known: {'; '.join(unknown)}")
-    if Switches.of().check:
-        raise ValueError(
-            "DSV4_VLLM_CHECK is 1, expected 0 with DSV4_VLLM=model: it watches the modules of "
-            "vLLM's model"
-        )
     for sentence in refusals(vllm_config):
         raise ValueError(f"DSV4_VLLM=model: {sentence}")
 
@@ -54,10 +47,11 @@ def _parallel(parallel: Any) -> Iterator[str]:
     for name in _PARALLEL:
         value = getattr(parallel, name)
         if value != 1:
-            yield f"{name} is {value}, expected 1: the model runs on one device; {_INSTEAD}"
-    for name in ("enable_expert_parallel", "enable_eplb"):
-        if getattr(parallel, name):
-            yield f"{name} is True, expected False: the model runs on one device; {_INSTEAD}"
+            yield f"{name} is {value}, expected 1: ranks are tensor-parallel ones; {_INSTEAD}"
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
+        yield "enable_expert_parallel is True, expected False with one rank, which has all experts"
+    if parallel.enable_eplb:
+        yield f"enable_eplb is True, expected False: packed experts cannot move; {_INSTEAD}"
     if parallel.use_ubatching:
         yield "microbatches (enable_dbo, ubatch_size) are on, expected off: a step is one batch"
 
@@ -66,7 +60,7 @@ def _features(config: Any) -> Iterator[str]:
     if config.lora_config is not None:
         yield "LoRA is on, expected off: packed weights take no adapters"
     if config.speculative_config is not None:
-        yield "speculative decoding is on, expected off: a rejected token cannot be taken back"
+        yield "speculative decoding is on, expected off: the model gives a draft nothing to read"
     if config.kv_transfer_config is not None:
         yield "a KV connector is set, expected none: compressor state is not in vLLM's blocks"
     if config.ec_transfer_config is not None:
