@@ -1,6 +1,6 @@
 """Triton's interpreter without work that it repeats, and whether it computes as a GPU does.
 
-Three quarters of a kernel's time there are not arithmetic. For every launch and every call of a
+More than half of a kernel's time there is no arithmetic. For every launch and every call of a
 device function it looks through all of ``triton.language`` for functions to replace by its own;
 for every operation it makes types and shapes again; and for every sum of integers it computes the
 sum in int64, whether it overflows, and throws both away. What replaces this gives the same bits:
