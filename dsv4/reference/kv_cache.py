@@ -48,9 +48,8 @@ def read_kv(args: ReadKvArgs) -> torch.Tensor:
         out = args.data[slot // args.page_size, slot % args.page_size].to(args.dtype)
     else:
         layout = entry_layout(args.entry_format, args.head_dim, args.rope_dim)
-        page, column = _bytes_of(layout, args.page_size, slot)
-        out = _decode(args.data[page, column], layout).to(args.dtype)
-    return out.masked_fill((args.slots < 0).unsqueeze(-1), 0)
+        out = _decode(_entries_of(args.data, layout, args.page_size, slot), layout).to(args.dtype)
+    return out.masked_fill_((args.slots < 0).unsqueeze(-1), 0)
 
 
 def fake_quantize_kv(args: FakeQuantizeKvArgs) -> torch.Tensor:
@@ -64,6 +63,17 @@ def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     normed = rms_norm(RmsNormArgs(args.kv, args.weight, args.eps))
     entries = rope(RopeArgs(normed, args.cos, args.sin, False))
     write_kv(as_record(WriteKvArgs, args, entries=entries))
+
+
+def _entries_of(
+    data: torch.Tensor, layout: EntryLayout | IndexLayout, page_size: int, slots: torch.Tensor
+) -> torch.Tensor:
+    # Bytes of each entry, data, then scales: whole rows of each part of the page.
+    page, entry = slots // page_size, slots % page_size
+    middle, end = layout.scale_offset(0, page_size), layout.scale_offset(page_size, page_size)
+    rows = data[:, :middle].unflatten(1, (page_size, layout.data_bytes))
+    scales = data[:, middle:end].unflatten(1, (page_size, layout.scale_bytes))
+    return torch.cat((rows[page, entry], scales[page, entry]), dim=-1)
 
 
 def _bytes_of(

@@ -500,10 +500,19 @@ class TestDevices:
         with machine.pretend(capability=(9, 0)):
             yield result
 
+    @pytest.fixture(scope="class")
+    def kernels(self, tmp_path_factory):
+        """A folder where they are compiled once: where they are loaded does not depend on it."""
+        return tmp_path_factory.mktemp("kernels")
+
     @pytest.mark.slow
     @pytest.mark.parametrize(("argument", "index"), [(None, 1), ("cuda", 1), ("cuda:0", 0), (0, 0)])
-    def test_kernels_are_loaded(self, argument, index, loaded):
+    def test_kernels_are_loaded(self, argument, index, loaded, kernels, monkeypatch):
+        monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(kernels))
+        first = not any(kernels.iterdir())
         done = dsv4.warmup(dsv4.ModelConfig.tiny(), argument, progress=False)
+        assert done.kernels > 0
+        assert done.compiled == (done.kernels if first else 0)
         assert loaded == [torch.device("cuda", index)] * done.kernels
 
     def test_another_gpu_has_no_kernels(self, loaded):

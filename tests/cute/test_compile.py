@@ -649,16 +649,16 @@ def test_a_kept_kernel_needs_no_compiler(tmp_path, monkeypatch):
         "image = cubin_cache.image(small_m_plan(2, 2, 128, 1, False, False), 'sm_90a'); "
         "print(time.perf_counter() - start, 'cutlass' in sys.modules, len(image.cubin))"
     )
-    seconds = []
-    for _ in range(5):  # the fastest: other processes may hold the processor
+    for _ in range(5):  # until it is quick: other processes may hold the processor
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
         )
         taken, imported, size = done.stdout.split()
         assert imported == "False"
         assert int(size) == len(first.cubin)
-        seconds.append(float(taken))
-    assert min(seconds) < 0.05
+        if float(taken) < 0.05:
+            return
+    pytest.fail(f"took {taken} s, wanted 0.05 at most in one of five processes")
 
 
 def test_a_damaged_file_is_made_again(tmp_path, monkeypatch):

@@ -260,7 +260,7 @@ MUTANTS = (
         "pitfall 20",
         "slot -1 reads entry 0",
         REFERENCE + "kv_cache:read_kv",
-        "out.masked_fill((args.slots < 0).unsqueeze(-1), 0)",
+        "out.masked_fill_((args.slots < 0).unsqueeze(-1), 0)",
         "out",
         KV + "20_slot_minus_one_changes_nothing",
     ),
