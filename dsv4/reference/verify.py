@@ -45,11 +45,14 @@ def verify_sampled(args: VerifySampledArgs) -> Pair:
     batch, count, vocab = logits.shape
     step = torch.arange(count, device=drafts.device).repeat(batch)
     rows = Parameters(
-        *(x.repeat_interleave(count) for x in (args.temperature, args.top_p, args.log_min_p)),
-        args.temperature.new_ones(batch * count),
-        *(x.repeat_interleave(count) for x in (args.top_k, args.seed)),
-        args.position.repeat_interleave(count) + step,
-        None,
+        temperature=args.temperature.repeat_interleave(count),
+        top_p=args.top_p.repeat_interleave(count),
+        log_min_p=args.log_min_p.repeat_interleave(count),
+        penalty=args.temperature.new_ones(batch * count),
+        top_k=args.top_k.repeat_interleave(count),
+        seed=args.seed.repeat_interleave(count),
+        position=args.position.repeat_interleave(count) + step,
+        present=None,
     )
     variant = Variant(draw=True, filters=args.filters)
     flat = logits.flatten(0, 1)
