@@ -122,7 +122,8 @@ class DSparkDraft:
         layers, count = self._layers(cache), taps.tokens
         if batch.positions.shape[0] != count:
             raise ValueError(
-                f"commit: batch has {batch.positions.shape[0]} tokens, wanted {count}, those of taps"
+                f"commit: batch has {batch.positions.shape[0]} tokens, wanted {count}, those of "
+                "taps"
             )
         # Tokens before a window can be read again once the last ones are taken back.
         reach = self.model.config.sliding_window + cache.rollback
