@@ -16,7 +16,7 @@ from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.dspark import Taps
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.sampler import Parameters, Variant
-from dsv4.speculation.draft_head import OWN
+from dsv4.speculation.draft_head import COPY, OWN, DraftHead
 from dsv4.speculation.dspark import DSparkDraft
 from dsv4.speculation.mtp import MtpDraft
 from dsv4.speculation.verify import draw_draft, verify_greedy, verify_sampled
@@ -78,6 +78,7 @@ def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: Draft
     """
     rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
     if shape.prompt:
+        _quantise_head(model)
         _store_prompt(model, cache, rows, shape.tokens)
         return
     batch = Batch.from_lengths([shape.tokens] * shape.sequences, cache.lengths[rows], rows)
@@ -99,6 +100,13 @@ def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: Draft
     else:
         MtpDraft(model, OWN).write(ids[0], streams, step)
         _mtp(model, cache, rows, streams)
+
+
+def _quantise_head(model: DeepseekV4ForCausalLM) -> None:
+    """Quantise the head if drafts take an NVFP4 copy on the GPU; its packing is listed anyway."""
+    head = model.lm_head
+    if head.format is None and head.weight.dtype == torch.bfloat16 and not head.in_features % 64:
+        DraftHead.of(model, COPY)
 
 
 def _store_prompt(
