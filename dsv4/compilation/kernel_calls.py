@@ -154,7 +154,7 @@ def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> 
 def every_call(model: Any, arch: str = HOPPER) -> list[Call]:
     """GEMMs of linear layers and of routed experts, the indexer, and attention."""
     dense, grouped = packed_gemms(model, arch), grouped_gemms(model, arch)
-    others = [*indexers(model), *attentions(model), *draft_heads(model, arch)]
+    others: list[Call] = [*indexers(model), *attentions(model), *draft_heads(model, arch)]
     return [*dense, *fp8_gemms(model), *grouped, *others]
 
 

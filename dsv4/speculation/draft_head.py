@@ -38,19 +38,21 @@ class DraftHead:
     reason: str = ""
 
     @classmethod
-    def of(cls, model: DeepseekV4ForCausalLM, choice: str = AUTO) -> DraftHead:
+    def of(cls, model: DeepseekV4ForCausalLM, choice: str | DraftHead = AUTO) -> DraftHead:
         """Make the head of a model's drafts.
 
         Args:
             model: The model, on its device.
             choice: ``"nvfp4"``: an NVFP4 copy, packed where its size allows; ``"model"``: the
                 model's head; ``"auto"``: the copy where a kernel that was measured multiplies by
-                it, which is on Hopper.
+                it, which is on Hopper. Or a head that was made, which is returned.
 
         Raises:
             ValueError: if there is no such choice, or a copy is asked for of a head that is
                 quantised already, or split over ranks.
         """
+        if isinstance(choice, DraftHead):
+            return choice
         if choice not in CHOICES:
             words = ", ".join(map(repr, CHOICES))
             raise ValueError(f"draft_head is {choice!r}, wanted one of {words}")

@@ -79,9 +79,7 @@ class DSparkDraft:
     def __post_init__(self) -> None:
         if self.model.dspark is None:
             raise ValueError("DSparkDraft: model has no DSpark draft, wanted one with its stages")
-        head = self.draft_head
-        made = head if isinstance(head, DraftHead) else DraftHead.of(self.model, head)
-        object.__setattr__(self, "head", made)
+        object.__setattr__(self, "head", DraftHead.of(self.model, self.draft_head))
 
     @property
     def config(self) -> DSparkConfig:

@@ -66,8 +66,7 @@ class MtpDraft:
         layer = model.mtp[0]
         assert isinstance(layer, DeepseekV4MTP)
         self.layer = layer
-        made = isinstance(draft_head, DraftHead)
-        self.head = draft_head if made else DraftHead.of(model, draft_head)
+        self.head = DraftHead.of(model, draft_head)
 
     def write(
         self,

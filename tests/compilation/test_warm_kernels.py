@@ -149,12 +149,12 @@ def test_any_step_of_a_draft_launches_what_was_found(dspark, shape, kernels_of):
     if dspark is not None:
         recipe = Recipe.of(dsv4.ModelConfig.flash(dspark=dspark))
     assert recipe.has_draft
-    found = kernels_of(recipe, target, *draft_shapes(MOST, 65536))
-    added = {name for key, name in found.items() if key not in warm}
+    of_drafts = kernels_of(recipe, target, *draft_shapes(MOST, 65536))
+    added = {name for key, name in of_drafts.items() if key not in warm}
     assert {"_candidates_kernel", "_distribution_kernel", "_floors_kernel"} <= added
-    assert len(set(found) - set(warm)) < 30
+    assert len(set(of_drafts) - set(warm)) < 30
     asked = kernels_of(recipe, target, shape)
-    assert [name for key, name in asked.items() if key not in {**warm, **found}] == []
+    assert [name for key, name in asked.items() if key not in {**warm, **of_drafts}] == []
 
 
 def test_a_model_s_draft_is_in_its_list():
@@ -177,10 +177,10 @@ def test_a_model_s_draft_is_in_its_list():
     assert set(every_shape(64, 256, drafts=False)) < set(shapes)
     assert any(isinstance(shape, DraftShape) and shape.tokens == 9 for shape in shapes)
     layers = {"layer_types": ("sliding_attention",) * 2, "mlp_layer_types": ("moe",) * 2}
-    few = dsv4.ModelConfig.tiny(
+    short = dsv4.ModelConfig.tiny(
         num_hidden_layers=2, **layers, dspark=dataclasses.replace(DSPARK, target_layer_ids=(0, 1))
     )
-    assert Recipe.of(few).config.num_hidden_layers == 2, "as many as the draft reads"
+    assert Recipe.of(short).config.num_hidden_layers == 2, "as many as the draft reads"
 
 
 def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):

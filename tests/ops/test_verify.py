@@ -87,8 +87,8 @@ def assert_decides_as_the_reference(case: Draw) -> None:
     with use_backend("reference"):
         expected = (*case.sampled(), *verify_greedy(case.logits, case.drafts), *case.drawn())
     names = ("accepted", "tokens", "greedy accepted", "greedy tokens", "drawn")
-    for name, one, other in zip(names, got, expected, strict=False):
-        assert_bitwise(one, other, name)
+    for name, actual, wanted in zip(names, got, expected, strict=False):
+        assert_bitwise(actual, wanted, name)
     p, truth = got[-1], expected[-1]
     assert torch.equal(p.isnan(), truth.isnan())
     error = (p - truth).abs().nan_to_num()
@@ -193,8 +193,8 @@ def test_strided_inputs(device) -> None:
     drafts = case.drafts.t().contiguous().t()
     numbers = tuple(torch.stack((x, x), 1)[:, 0] for x in case.numbers)
     other = replace(case, logits=wide, drafts=drafts, q=case.q.expand_as(case.q), numbers=numbers)
-    for one, two in zip(case.sampled(), other.sampled(), strict=True):
-        assert_bitwise(one, two)
+    for plain, strided in zip(case.sampled(), other.sampled(), strict=True):
+        assert_bitwise(plain, strided)
 
 
 @pytest.mark.parametrize(

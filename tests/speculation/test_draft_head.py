@@ -60,13 +60,13 @@ def test_the_target_s_logits_are_untouched(mtp_model, dspark_model) -> None:
     for model, draft in ((mtp_model, MtpDraft), (dspark_model, DSparkDraft)):
         before, state = model(ids), model.state_dict()
         names = list(state)
-        kept = {name: tensor.clone() for name, tensor in state.items()}
+        values = {name: tensor.clone() for name, tensor in state.items()}
         made = draft(model, draft_head="nvfp4")
         assert made.head.copy is not None
         assert torch.equal(model(ids), before)
         after = model.state_dict()
         assert list(after) == names
-        assert all(torch.equal(after[name], kept[name]) for name in names)
+        assert all(torch.equal(after[name], values[name]) for name in names)
         assert all(after[name].data_ptr() == state[name].data_ptr() for name in names)
 
 

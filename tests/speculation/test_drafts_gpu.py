@@ -162,8 +162,8 @@ def test_a_captured_dspark_draft_is_the_eager_one(head: str) -> None:
         graph.replay()
         got = [x.clone() for x in (result.tokens, result.logits, result.survival)]
         eager = run()
-        for one, other in zip(got, (eager.tokens, eager.logits, eager.survival), strict=True):
-            assert torch.equal(one, other)
+        for mine, other in zip(got, (eager.tokens, eager.logits, eager.survival), strict=True):
+            assert torch.equal(mine, other)
         seen |= set(eager.lengths.tolist())
     assert len(seen) > 1, "theta has to cut some drafts"
     assert_holds_no_memory(graph.replay)

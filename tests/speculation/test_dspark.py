@@ -317,14 +317,14 @@ def test_a_chunk_stores_only_what_a_draft_can_read():
 )  # fmt: skip
 def test_last_tokens_are_those_that_a_loop_finds(entries, count, all_stay):
     lengths = [length for length, *_ in entries]
-    stay = [length if all_stay else min(kept, length) for length, kept, *_ in entries]
+    stay = [length if all_stay else min(accepted, length) for length, accepted, *_ in entries]
     starts = torch.tensor([start for _, _, start, _ in entries])
     rows = torch.tensor([-1 if pad else i for i, (*_, pad) in enumerate(entries)])
     batch = Batch.from_lengths(lengths, starts, rows)
     chosen = last_tokens(batch, None if all_stay else torch.tensor(stay), count)
     tokens = torch.arange(sum(lengths)) if chosen.tokens is None else chosen.tokens
     assert len(tokens) == min(sum(lengths), count * len(entries))
-    found = {
+    chosen_positions = {
         (row, position)
         for row, position in zip(chosen.sequences.tolist(), chosen.positions.tolist(), strict=True)
         if row >= 0
@@ -337,10 +337,9 @@ def test_last_tokens_are_those_that_a_loop_finds(entries, count, all_stay):
         for i in range(max(0, n - count), n)
         if row >= 0
     }
-    assert found >= expected
-    read = {(int(r), int(s) + n) for r, s, n in zip(rows, starts, stay, strict=True)}
-    ends = dict(read)
-    assert all(ends[row] - count <= position < ends[row] for row, position in found)
+    assert chosen_positions >= expected
+    ends = {int(r): int(s) + n for r, s, n in zip(rows, starts, stay, strict=True)}
+    assert all(ends[row] - count <= position < ends[row] for row, position in chosen_positions)
 
 
 def test_pools_keep_the_page_of_the_oldest_position_that_a_draft_reads():

@@ -53,7 +53,7 @@ def logits_of(model: DeepseekV4ForCausalLM, steps: list[tuple[int, int]]) -> tor
     )  # fmt: skip
     row, done = paged.allocate(), PROMPT
     model.prefill([tokens[:PROMPT].tolist()], paged, [row])
-    fixed, rows, kept = FixedRows(model, ROWS), torch.tensor([row], device=device), []
+    fixed, rows, staying = FixedRows(model, ROWS), torch.tensor([row], device=device), []
     for rejected, accepted in steps:
         wrong = (tokens[:rejected] + 7) % model.config.vocab_size
         ids = torch.cat((tokens[done : done + accepted], wrong))
@@ -61,12 +61,12 @@ def logits_of(model: DeepseekV4ForCausalLM, steps: list[tuple[int, int]]) -> tor
         batch = Batch.from_lengths([len(ids)], paged.lengths[rows], rows)
         logits, streams = fixed.logits(ids, paged, batch)
         assert streams.shape[1] == len(ids)
-        kept.append(logits[:accepted])
+        staying.append(logits[:accepted])
         paged.advance(batch, torch.tensor([accepted], device=device))
         done += accepted
         if rejected:
             paged.confirm([row], [done])
-    return torch.cat(kept)
+    return torch.cat(staying)
 
 
 @cache
