@@ -69,8 +69,8 @@ def verify_sampled(args: VerifySampledArgs) -> Pair:
     right = there & (p_draft.double() > uniform * q_draft.double())  # false for NaN
     residual = (p[:, :-1] - q).clamp(min=0)
     # Where p and q differ by roundings alone nothing may be left.
-    some = (residual > 0).any(-1, keepdim=True)
-    residual = torch.where(some, residual, p[:, :-1])
+    is_left = (residual > 0).any(-1, keepdim=True)
+    residual = torch.where(is_left, residual, p[:, :-1])
     corrected = _draw(residual.flatten(0, 1), seeds, positions, RESIDUAL).view(batch, count - 1)
     corrected = torch.where(there & (plain[:, :-1] != FAILED), corrected, plain[:, :-1])
     return up_to_first_wrong(right, drafts, torch.cat((corrected, plain[:, -1:]), 1))

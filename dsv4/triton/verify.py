@@ -45,10 +45,10 @@ def _is_finite(top):
 
 
 @triton.jit
-def _top_of(tops, top_tokens, row, SPLITS: tl.constexpr):
+def _top_of(tops, top_ids, row, SPLITS: tl.constexpr):
     """Largest logit of a row, +inf if there is a NaN, and the lowest token that has it."""
     split = row * SPLITS + tl.arange(0, SPLITS)
-    return best_of(tl.load(tops + split), tl.load(top_tokens + split))
+    return best_of(tl.load(tops + split), tl.load(top_ids + split))
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def _words(seed, position, quad, PURPOSE: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span"])
-def _largest_kernel(logits, tops, top_tokens, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _largest_kernel(logits, tops, top_ids, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Largest logit of a split of a row, +inf for NaN, and its token."""
     wait_for_inputs(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -87,13 +87,13 @@ def _largest_kernel(logits, tops, top_tokens, vocab, span, BLOCK: tl.constexpr, 
     best, at = best_of(best, at)
     address = row * tl.num_programs(1) + split
     tl.store(tops + address, best)
-    tl.store(top_tokens + address, at)
+    tl.store(top_ids + address, at)
 
 
 @fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _greedy_kernel(
-    tops, top_tokens, drafts, accepted, tokens, count, SPLITS: tl.constexpr, PDL: tl.constexpr
+    tops, top_ids, drafts, accepted, tokens, count, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
     """The drafts of a sequence that are their rows' largest logits, and the token after them."""
     wait_for_inputs(PDL)
@@ -102,7 +102,7 @@ def _greedy_kernel(
     number = tl.full([], 0, tl.int64)
     for i in range(count):
         row = entry * count + i
-        top, at = _top_of(tops, top_tokens, row, SPLITS)
+        top, at = _top_of(tops, top_ids, row, SPLITS)
         best = tl.where(_is_finite(top), at, -1).to(tl.int64)
         draft = tl.load(drafts + entry * (count - 1) + i, mask=i < count - 1, other=-1)
         tl.store(tokens + row, tl.where(live != 0, best, -1))
@@ -114,14 +114,14 @@ def _greedy_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span", "count"])
 def _relatives_kernel(
-    logits, temperatures, tops, top_tokens, relatives, vocab, span, count,
+    logits, temperatures, tops, top_ids, relatives, vocab, span, count,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Relative logits of a split of a row, for the filters."""
     wait_for_inputs(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row // count).to(tl.float32)
-    top, _ = _top_of(tops, top_tokens, row, SPLITS)
+    top, _ = _top_of(tops, top_ids, row, SPLITS)
     end = tl.minimum((split + 1) * span, vocab)
     for first in range(split * span, end, BLOCK):
         token = first + tl.arange(0, BLOCK)
@@ -133,7 +133,7 @@ def _relatives_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "count"])
 def _floors_kernel(
-    temperatures, top_ps, log_min_ps, top_ks, tops, top_tokens, relatives, floors, vocab, count,
+    temperatures, top_ps, log_min_ps, top_ks, tops, top_ids, relatives, floors, vocab, count,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Lowest relative logit that the filters of a row keep.
@@ -146,7 +146,7 @@ def _floors_kernel(
     temperature, top_p = tl.load(temperatures + entry), tl.load(top_ps + entry)
     top_k = tl.load(top_ks + entry)
     floor = tl.load(log_min_ps + entry).to(tl.float32)
-    top, _ = _top_of(tops, top_tokens, row, SPLITS)
+    top, _ = _top_of(tops, top_ids, row, SPLITS)
     if _is_finite(top) & (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
         relatives += row * vocab
         needed = needed_mass(relatives, top_k, top_p, vocab, BLOCK)
@@ -164,7 +164,7 @@ def _floors_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span", "count"])
 def _masses_kernel(
-    logits, q, temperatures, tops, top_tokens, floors, masses, broken, vocab, span, count,
+    logits, q, temperatures, tops, top_ids, floors, masses, broken, vocab, span, count,
     HAS_Q: tl.constexpr, FILTERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -173,7 +173,7 @@ def _masses_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     entry = row // count
     temperature = tl.load(temperatures + entry).to(tl.float32)
-    top, _ = _top_of(tops, top_tokens, row, SPLITS)
+    top, _ = _top_of(tops, top_ids, row, SPLITS)
     floor = tl.load(floors + row) if FILTERS else float("-inf")
     end = tl.minimum((split + 1) * span, vocab)
     mass = tl.zeros([BLOCK], tl.int64)
@@ -185,8 +185,8 @@ def _masses_kernel(
         inside = token < end
         x = widen(tl.load(logits + row * vocab + token, mask=inside, other=float("-inf")))
         relative = (x - top) / tl.where(temperature > 0, temperature, 1.0)
-        kept = inside & (relative >= floor)
-        mass += tl.where(kept, weigh(tl.where(kept, relative, 0.0)), 0)
+        stays = inside & (relative >= floor)
+        mass += tl.where(stays, weigh(tl.where(stays, relative, 0.0)), 0)
         if HAS_Q:
             value = tl.load(proposed + token, mask=token < last, other=0.0)
             bad |= (tl.abs(value) < float("inf")).to(tl.int32) ^ 1
@@ -209,7 +209,7 @@ def _is_there(drafts, broken, entry, i, count, vocab, HAS_Q: tl.constexpr, SPLIT
 
 @triton.jit
 def _accepted_drafts(
-    logits, q, drafts, tops, top_tokens, floors, masses, broken, temperature, seed, position, entry,
+    logits, q, drafts, tops, top_ids, floors, masses, broken, temperature, seed, position, entry,
     count, vocab,
     HAS_Q: tl.constexpr, FILTERS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +218,7 @@ def _accepted_drafts(
     number = tl.full([], 0, tl.int64)
     for i in range(count - 1):
         row = entry * count + i
-        top, best = _top_of(tops, top_tokens, row, SPLITS)
+        top, best = _top_of(tops, top_ids, row, SPLITS)
         draft, there = _is_there(drafts, broken, entry, i, count, vocab, HAS_Q, SPLITS)
         floor = tl.load(floors + row) if FILTERS else float("-inf")
         total = _sum_of(masses, row, SPLITS)
@@ -247,7 +247,7 @@ def _store_best(scores, chosen, address, best, at):
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span", "count"])
 def _candidates_kernel(
-    logits, q, drafts, temperatures, seeds, positions, tops, top_tokens, floors, masses, broken,
+    logits, q, drafts, temperatures, seeds, positions, tops, top_ids, floors, masses, broken,
     accepted, scores, chosen, vocab, span, count,
     HAS_Q: tl.constexpr, FILTERS: tl.constexpr, SPLITS: tl.constexpr, QUADS: tl.constexpr,
     PDL: tl.constexpr,
@@ -261,12 +261,12 @@ def _candidates_kernel(
     temperature = tl.load(temperatures + entry).to(tl.float32)
     seed, position = tl.load(seeds + entry), tl.load(positions + entry)
     number = _accepted_drafts(
-        logits, q, drafts, tops, top_tokens, floors, masses, broken, temperature, seed, position,
+        logits, q, drafts, tops, top_ids, floors, masses, broken, temperature, seed, position,
         entry, count, vocab, HAS_Q, FILTERS, SPLITS,
     )  # fmt: skip
     row = entry * count + number
     draft, there = _is_there(drafts, broken, entry, number, count, vocab, HAS_Q, SPLITS)
-    top, _ = _top_of(tops, top_tokens, row, SPLITS)
+    top, _ = _top_of(tops, top_ids, row, SPLITS)
     floor = tl.load(floors + row) if FILTERS else float("-inf")
     total = _sum_of(masses, row, SPLITS)
     purpose = tl.where(there, _RESIDUAL, 0).to(tl.uint32)
@@ -308,14 +308,14 @@ def _candidates_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["count"])
 def _emit_kernel(
-    drafts, temperatures, tops, top_tokens, accepted, scores, chosen, tokens, count,
+    drafts, temperatures, tops, top_ids, accepted, scores, chosen, tokens, count,
     SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The accepted drafts of a sequence and the token after them."""
     wait_for_inputs(PDL)
     entry = tl.program_id(0).to(tl.int64)
     number = tl.load(accepted + entry)
-    top, largest = _top_of(tops, top_tokens, entry * count + number, SPLITS)
+    top, largest = _top_of(tops, top_ids, entry * count + number, SPLITS)
     split = (entry * SPLITS + tl.arange(0, SPLITS)) * 2
     residual, first = best_of(tl.load(scores + split), tl.load(chosen + split))
     _, second = best_of(tl.load(scores + split + 1), tl.load(chosen + split + 1))
@@ -330,7 +330,7 @@ def _emit_kernel(
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span"])
 def _distribution_kernel(
-    logits, temperatures, seeds, positions, tops, top_tokens, floors, masses, probabilities, scores,
+    logits, temperatures, seeds, positions, tops, top_ids, floors, masses, probabilities, scores,
     chosen, vocab, span,
     FILTERS: tl.constexpr, SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -339,7 +339,7 @@ def _distribution_kernel(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row).to(tl.float32)
     seed, position = tl.load(seeds + row), tl.load(positions + row)
-    top, largest = _top_of(tops, top_tokens, row, SPLITS)
+    top, largest = _top_of(tops, top_ids, row, SPLITS)
     floor = tl.load(floors + row) if FILTERS else float("-inf")
     total = _sum_of(masses, row, SPLITS)
     finite = _is_finite(top)
@@ -365,13 +365,11 @@ def _distribution_kernel(
 
 @fast_launch
 @triton.jit
-def _drawn_kernel(
-    tops, top_tokens, scores, chosen, tokens, SPLITS: tl.constexpr, PDL: tl.constexpr
-):
+def _drawn_kernel(tops, top_ids, scores, chosen, tokens, SPLITS: tl.constexpr, PDL: tl.constexpr):
     """The best token of a row."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
-    top, _ = _top_of(tops, top_tokens, row, SPLITS)
+    top, _ = _top_of(tops, top_ids, row, SPLITS)
     _, token = _top_of(scores, chosen, row, SPLITS)
     tl.store(tokens + row, tl.where(_is_finite(top), token, -1).to(tl.int64))
 
@@ -385,14 +383,14 @@ class _Rows:
         count: Rows of each sequence.
         splits: CTAs of a row.
         tops: ``[R, splits]`` float32.
-        top_tokens: ``[R, splits]`` int32.
+        top_ids: ``[R, splits]`` int32.
     """
 
     logits: torch.Tensor
     count: int
     splits: int
     tops: torch.Tensor
-    top_tokens: torch.Tensor
+    top_ids: torch.Tensor
 
     @classmethod
     def of(cls, logits: torch.Tensor, count: int) -> _Rows:
@@ -409,7 +407,7 @@ class _Rows:
         )
         with launch_options.on(logits):
             _largest_kernel[(rows, splits)](
-                logits, self.tops, self.top_tokens, vocab, self.span,
+                logits, self.tops, self.top_ids, vocab, self.span,
                 BLOCK=4 * self.quads, num_warps=4, **launch_options.options(logits),
             )  # fmt: skip
         return self
@@ -439,12 +437,12 @@ class _Rows:
         temperature = args.temperature.contiguous()
         with launch_options.on(logits):
             _relatives_kernel[(rows, self.splits)](
-                logits, temperature, self.tops, self.top_tokens, relatives, self.vocab, self.span,
+                logits, temperature, self.tops, self.top_ids, relatives, self.vocab, self.span,
                 self.count, SPLITS=self.splits, BLOCK=4 * self.quads, num_warps=4, **options,
             )  # fmt: skip
             _floors_kernel[(rows,)](
                 temperature, args.top_p.contiguous(), args.log_min_p.contiguous(),
-                args.top_k.contiguous(), self.tops, self.top_tokens, relatives, floors, self.vocab,
+                args.top_k.contiguous(), self.tops, self.top_ids, relatives, floors, self.vocab,
                 self.count, SPLITS=self.splits,
                 BLOCK=min(_BLOCK, launch_options.power_of_two(self.vocab)), num_warps=16, **options,
             )  # fmt: skip
@@ -459,7 +457,7 @@ class _Rows:
         broken = logits.new_empty((rows if q is not None else 0, self.splits), dtype=torch.int32)
         with launch_options.on(logits):
             _masses_kernel[(rows, self.splits)](
-                logits, self.tops if q is None else q, temperature, self.tops, self.top_tokens, floors,
+                logits, self.tops if q is None else q, temperature, self.tops, self.top_ids, floors,
                 masses, broken, self.vocab, self.span, self.count,
                 HAS_Q=q is not None, FILTERS=floors.numel() > 0, SPLITS=self.splits,
                 BLOCK=4 * self.quads, num_warps=4, **launch_options.options(logits),
@@ -482,7 +480,7 @@ def verify_greedy(args: VerifyGreedyArgs) -> Pair:
     rows = _Rows.of(args.logits.flatten(0, 1), count)
     with launch_options.on(tokens):
         _greedy_kernel[(batch,)](
-            rows.tops, rows.top_tokens, args.drafts.contiguous(), accepted, tokens, count,
+            rows.tops, rows.top_ids, args.drafts.contiguous(), accepted, tokens, count,
             SPLITS=rows.splits, num_warps=1, **launch_options.options(tokens),
         )  # fmt: skip
     return accepted, tokens
@@ -505,13 +503,13 @@ def verify_sampled(args: VerifySampledArgs) -> Pair:
     with launch_options.on(tokens):
         _candidates_kernel[(batch, rows.splits)](
             rows.logits, rows.tops if q is None else q, drafts, temperature,
-            args.seed.contiguous(), args.position.contiguous(), rows.tops, rows.top_tokens, floors,
+            args.seed.contiguous(), args.position.contiguous(), rows.tops, rows.top_ids, floors,
             masses, broken, accepted, scores, chosen, rows.vocab, rows.span, count,
             HAS_Q=q is not None, FILTERS=args.filters, SPLITS=rows.splits, QUADS=rows.quads,
             num_warps=4, **options,
         )  # fmt: skip
         _emit_kernel[(batch,)](
-            drafts, temperature, rows.tops, rows.top_tokens, accepted, scores, chosen, tokens, count,
+            drafts, temperature, rows.tops, rows.top_ids, accepted, scores, chosen, tokens, count,
             SPLITS=rows.splits, num_warps=1, **options,
         )  # fmt: skip
     return accepted, tokens
@@ -535,12 +533,12 @@ def draw_draft(args: DrawDraftArgs) -> Pair:
     with launch_options.on(tokens):
         _distribution_kernel[(batch, rows.splits)](
             rows.logits, temperature, args.seed.contiguous(), args.position.contiguous(),
-            rows.tops, rows.top_tokens, floors, masses, probabilities, scores, chosen, vocab,
+            rows.tops, rows.top_ids, floors, masses, probabilities, scores, chosen, vocab,
             rows.span, FILTERS=args.filters, SPLITS=rows.splits, QUADS=rows.quads, num_warps=4,
             **options,
         )  # fmt: skip
         _drawn_kernel[(batch,)](
-            rows.tops, rows.top_tokens, scores, chosen, tokens,
+            rows.tops, rows.top_ids, scores, chosen, tokens,
             SPLITS=rows.splits, num_warps=1, **options,
         )  # fmt: skip
     return tokens, probabilities

@@ -87,8 +87,8 @@ def assert_decides_as_the_reference(case: Draw) -> None:
     with use_backend("reference"):
         expected = (*case.sampled(), *verify_greedy(case.logits, case.drafts), *case.drawn())
     names = ("accepted", "tokens", "greedy accepted", "greedy tokens", "drawn")
-    for name, actual, wanted in zip(names, got, expected, strict=False):
-        assert_bitwise(actual, wanted, name)
+    for name, actual, truth in zip(names, got, expected, strict=False):
+        assert_bitwise(actual, truth, name)
     p, truth = got[-1], expected[-1]
     assert torch.equal(p.isnan(), truth.isnan())
     error = (p - truth).abs().nan_to_num()
