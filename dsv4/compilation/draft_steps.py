@@ -143,7 +143,7 @@ def _mtp(
 
 def _dspark(model: DeepseekV4ForCausalLM, cache: PagedCache, rows: torch.Tensor) -> None:
     draft = DSparkDraft(model, OWN)
-    theta = torch.empty((), device="meta")
+    theta = torch.empty((), dtype=torch.float32, device="meta")
     logits = draft.draft(rows, cache, rows, rows, theta=theta).logits
     for variant, parameters in _drawn(rows):
         draw_draft(logits[:, 0], parameters, variant)
