@@ -191,6 +191,7 @@ _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
 _SLOTS = ("entry_slots", "prefix_slots", "window_slots")
+_VERIFY = ("verify_greedy", "verify_sampled", "draw_draft")
 
 # Rows of one operator stand in the order in which "auto" tries them: fastest first, reference last.
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
@@ -304,6 +305,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("nonfinite", "mark_nonfinite_"),
     *_triton("slots", "any_call", *_SLOTS),
     *_reference("slots", *_SLOTS),
+    *_triton("verify", "verify", *_VERIFY),
+    *_reference("verify", *_VERIFY),
     *_triton("kv_cache", "write_kv", "write_kv"),
     *_triton("kv_cache", "read_kv", "read_kv"),
     *_triton("kv_cache", "fake_quantize_kv", "fake_quantize_kv"),

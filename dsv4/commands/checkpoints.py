@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from dsv4.config import ModelConfig
 from dsv4.parallel import planner
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 # Memory in GB, as sold.
 _GPUS = {"H100": 80, "H200": 141, "B200": 180, "B300": 288}
+_HOPPER = ("H100", "H200")
 _PRESETS = ("flash", "pro")
 _USUAL = ("2xH200", "4xH100", "8xH200")  # GPUs that a preset is planned for, if none are named
 
@@ -124,6 +127,9 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
         confidence = "with" if checkpoint.has_confidence_head else "without"
         draft = f"{checkpoint.dspark_stages} DSpark stages, {confidence} a confidence head"
     yield f"for speculation: {draft}"
+    copy = _head_copy(checkpoint)
+    if copy:
+        yield f"an NVFP4 copy of the head for drafts, by default on Hopper: {_size(copy)}"
     groups: dict[str, _Group] = {}
     for entry in checkpoint.entries.values():
         name = str(entry.weight.dtype).removeprefix("torch.")
@@ -139,10 +145,21 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield from _files(checkpoint.path)
     yield f"weights: {_size(checkpoint.nbytes)}, to which the KV cache and a step's memory come"
     for name, memory in _GPUS.items():
-        left = memory - checkpoint.nbytes / 1e9
+        left = memory - (checkpoint.nbytes + (copy if name in _HOPPER else 0)) / 1e9
         yield f"  {name} ({memory} GB): " + (
             f"{left:.1f} GB left" if left > 0 else f"{-left:.1f} GB too few"
         )
+
+
+def _head_copy(checkpoint: Checkpoint) -> int:
+    """Return the bytes of the NVFP4 copy of the head that drafts use; 0 if they use none."""
+    from dsv4.speculation.draft_head import copy_bytes
+
+    head = checkpoint.entries.get("lm_head.weight")
+    if not (checkpoint.has_mtp or checkpoint.has_dspark) or head is None:
+        return 0
+    plain = head.format is None and head.weight.dtype == torch.bfloat16
+    return copy_bytes(checkpoint.config()) if plain else 0
 
 
 def _size(nbytes: int) -> str:

@@ -11,7 +11,7 @@ from dsv4.compilation.jobs import CuteJob, FindJob, KernelJob, TritonJob
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.pool import Finished, Pool
 from dsv4.compilation.progress_line import Count
-from dsv4.compilation.steps import Steps, step_shapes
+from dsv4.compilation.steps import Steps, every_shape
 from dsv4.cute.runtime import cubin_cache
 
 _SHARE = 50  # steps of a list at least, which take less than the start of another one
@@ -78,7 +78,7 @@ class Compilation:
             listing: Says of what.
         """
         most = listing.recipe.config.max_position_embeddings
-        shapes = step_shapes(listing.max_tokens, most)
+        shapes = every_shape(listing.max_tokens, most, listing.recipe.has_draft)
         count = max(1, min(self._pool.workers, len(shapes) // _SHARE))
         where = (listing.recipe, listing.target, listing.max_tokens)
         jobs = [FindJob(*where, tuple(shapes[i::count])) for i in range(count)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4.compilation import draft_steps
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
@@ -157,7 +158,8 @@ def every_call(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[Call]:
     Of a configuration those of one of ``ranks`` ranks.
     """
     dense, grouped = packed_gemms(model, arch, ranks), grouped_gemms(model, arch, ranks)
-    return [*dense, *fp8_gemms(model), *grouped, *indexers(model), *attentions(model)]
+    others: list[Call] = [*indexers(model), *attentions(model), *draft_heads(model, arch)]
+    return [*dense, *fp8_gemms(model), *grouped, *others]
 
 
 def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
@@ -222,6 +224,22 @@ def attentions(model: Any) -> list[Attention]:
             and config.numerics == "deepseek"
         )
     )
+
+
+def draft_heads(model: Any, arch: str = HOPPER) -> list[PackedGemm]:
+    """GEMM of the NVFP4 copy of the head that drafts take; none of a configuration.
+
+    There all layers count as NVFP4, the head too.
+    """
+    if not isinstance(model, DeepseekV4ForCausalLM) or not draft_steps.has_draft(model):
+        return []
+    head = model.lm_head
+    if head.format is not None or head.weight.dtype != torch.bfloat16 or arch != HOPPER:
+        return []
+    if not fragments.fits(head.out_features, head.in_features):
+        return []
+    wide = torch.float32 if model.config.numerics == "deepseek" else torch.bfloat16
+    return [PackedGemm(head.out_features, head.in_features, 1, "bf16", wide)]
 
 
 def indexers(model: Any) -> list[Indexer]:

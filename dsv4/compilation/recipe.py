@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dsv4.compilation import steps
+from dsv4.compilation import draft_steps, steps
 from dsv4.config import ModelConfig
 from dsv4.cute.supports import packed_layout_of
 from dsv4.layers.experts import DeepseekV4Experts
@@ -78,32 +79,32 @@ class Recipe:
             ranks: Ranks that a configuration is split over; a model has its own.
         """
         if not isinstance(model, nn.Module):
-            short = steps.of_each_kind(ModelConfig.of(model))
+            config = ModelConfig.of(model)
+            has_one = config.dspark is not None or config.num_nextn_predict_layers == 1
+            draft = has_one and ranks == 1  # several ranks draft nothing
+            short = _of_layers(config, _first_of_each(_kinds(config), config, draft), draft)
             with torch.device("meta"):
-                names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short, mtp=False))]
+                names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]
             weights = tuple((name, Weight(NVFP4.name)) for name in names)
             return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
-        config, layers = model.config, model.model.layers
-        kinds = zip(config.layer_types, config.mlp_layer_types, map(_weights, layers), strict=True)
-        firsts: dict[Any, int] = {}
-        for i, kind in enumerate(kinds):
-            firsts.setdefault(kind, i)
-        chosen = list(firsts.values())
+        config, layers, draft = model.config, model.model.layers, draft_steps.has_draft(model)
+        kinds = list(zip(_kinds(config), map(_weights, layers), strict=True))
+        chosen = _first_of_each(kinds, config, draft)
         named = [
             (f"model.layers.{position}.{name}", weight)
             for position, i in enumerate(chosen)
             for name, weight in _weights(layers[i])
         ]
-        others = [(n, w) for n, w in _weights(model) if not n.startswith(("model.layers.", "mtp."))]
-        short = config.replace(
-            num_hidden_layers=len(chosen),
-            layer_types=tuple(config.layer_types[i] for i in chosen),
-            mlp_layer_types=tuple(config.mlp_layer_types[i] for i in chosen),
-            dspark=None,
-        )
+        elsewhere = ("model.layers.",) if draft else ("model.layers.", "mtp.")
+        others = [(n, w) for n, w in _weights(model) if not n.startswith(elsewhere)]
         own = 1 if model.parallel is None else model.parallel.size
-        return cls(short, model.dtype, (*named, *others), own)
+        return cls(_of_layers(config, chosen, draft), model.dtype, (*named, *others), own)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the model has a draft."""
+        return self.config.draft_layers > 0
 
     def build(self, arch: str) -> DeepseekV4ForCausalLM:
         """The model on the meta device, packed for a GPU; of several ranks, an emulated one."""
@@ -117,13 +118,39 @@ class Recipe:
 def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
     context = emulated_context(recipe.ranks, "meta") if recipe.ranks > 1 else None
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(recipe.config, mtp=False, parallel=context).to(recipe.dtype)
+        model = DeepseekV4ForCausalLM(recipe.config, parallel=context).to(recipe.dtype)
         for name, weight in recipe.weights:
             layer = model.get_submodule(name)
             assert isinstance(layer, Linear | DeepseekV4Experts)
             weight.declare(layer, arch)
         join_packed_(model)
     return model
+
+
+def _kinds(config: ModelConfig) -> list[Any]:
+    return list(zip(config.layer_types, config.mlp_layer_types, strict=True))
+
+
+def _first_of_each(kinds: Sequence[Any], config: ModelConfig, draft: bool) -> list[int]:
+    """Return the first layer of each kind, and others if a DSpark draft reads more layers."""
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    stages = config.dspark.stages if draft and config.dspark is not None else 0
+    others = [i for i in range(len(kinds)) if i not in chosen]
+    return chosen + others[: max(0, stages - len(chosen))]
+
+
+def _of_layers(config: ModelConfig, chosen: Sequence[int], draft: bool) -> ModelConfig:
+    """Return the configuration of some main layers, with the draft or without."""
+    dspark = config.dspark if draft else None
+    if dspark is not None:
+        dspark = replace(dspark, target_layer_ids=tuple(range(dspark.stages)))
+    return config.replace(
+        num_hidden_layers=len(chosen),
+        layer_types=tuple(config.layer_types[i] for i in chosen),
+        mlp_layer_types=tuple(config.mlp_layer_types[i] for i in chosen),
+        num_nextn_predict_layers=1 if draft and dspark is None else 0,
+        dspark=dspark,
+    )
 
 
 def _weights(module: nn.Module) -> tuple[tuple[str, Weight], ...]:

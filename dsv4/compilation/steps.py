@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4 import device as machine
 from dsv4 import dispatch
+from dsv4.compilation.draft_steps import DraftShape, draft_shapes, has_draft, run_draft_step
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
 from dsv4.cute.runtime.architectures import ARCHITECTURES
@@ -168,6 +169,12 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     return list(dict.fromkeys(shapes))
 
 
+def every_shape(max_tokens: int, context: int, drafts: bool) -> list[StepShape | DraftShape]:
+    """Return the shapes of a model's steps, of those that draft and verify if there is a draft."""
+    shapes: list[StepShape | DraftShape] = [*step_shapes(max_tokens, context)]
+    return [*shapes, *draft_shapes(max_tokens, context)] if drafts else shapes
+
+
 def token_counts(most: int) -> list[int]:
     """Return numbers of tokens up to ``most`` at which launchers may choose other kernels."""
     powers = [1 << i for i in range(most.bit_length())]
@@ -186,7 +193,7 @@ def find_steps(
     model: DeepseekV4ForCausalLM,
     target: Target,
     max_tokens: int,
-    shapes: Sequence[StepShape] | None = None,
+    shapes: Sequence[StepShape | DraftShape] | None = None,
 ) -> Steps:
     """Find what steps of decoding and prefill launch, what packing does, and the sampler.
 
@@ -196,11 +203,11 @@ def find_steps(
         model: On the meta device, packed for the GPU where it can be.
         target: The GPU.
         max_tokens: Most tokens of a step.
-        shapes: Shapes of the steps; None: ``step_shapes``.
+        shapes: Shapes of the steps; None: ``every_shape``.
     """
     config = model.config
     if shapes is None:
-        shapes = step_shapes(max_tokens, config.max_position_embeddings)
+        shapes = every_shape(max_tokens, config.max_position_embeddings, has_draft(model))
     steps = Steps()
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
@@ -268,13 +275,16 @@ def _declare_experts(layer: DeepseekV4Experts, layout: str) -> None:
         layer.to_format(NVFP4)
 
 
-def _step(model: DeepseekV4ForCausalLM, shape: StepShape) -> None:
+def _step(model: DeepseekV4ForCausalLM, shape: StepShape | DraftShape) -> None:
     """A step as ``dsv4.serving.Runner`` runs it."""
     context = min(shape.context, model.config.max_position_embeddings)
     # The number of a cache's sequences decides nothing.
     limits = Limits(2, context, min(context, STEP_TOKENS), 0)
-    index_format = shape.index_format or default_index_format(model.config)
-    cache = _pools(model.config, model.dtype, limits, index_format)
+    default = default_index_format(model.config)
+    if isinstance(shape, DraftShape):
+        run_draft_step(model, _pools(model.config, model.dtype, limits, default), shape)
+        return
+    cache = _pools(model.config, model.dtype, limits, shape.index_format or default)
     rows = torch.zeros(shape.sequences, dtype=torch.int64, device="meta")
     if shape.sequences == shape.tokens:
         batch = Batch.decode(cache.lengths[rows], rows)

@@ -18,7 +18,7 @@ from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.cute.sm90.topk_plan import is_long
 from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
-from dsv4.dispatch import Call
+from dsv4.dispatch import Call, implementations
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -35,6 +35,7 @@ from dsv4.ops.unsupported import (
     not_swizzled,
     ragged_groups,
 )
+from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
 from dsv4.triton import supports as triton
 
@@ -99,6 +100,21 @@ def _packed_sizes(
     if isinstance(plan, SmallMPlan) and tokens > MOST_FEW_TOKENS:
         return _many_tokens(arch, tokens, rows // groups, columns)
     return None
+
+
+def few_token_gemm(device: torch.device, rows: int, columns: int) -> str | None:
+    """Return why no measured kernel multiplies few tokens by an NVFP4 weight of a size, or None.
+
+    The weight is in fragments, tokens are bfloat16 and results float32, as of an output head.
+    """
+    if not fragments.fits(rows, columns):
+        return f"the weight is {rows} x {columns}, wanted multiples of 16 x 64"
+    kind = (torch.bfloat16, torch.float32, 0, torch.Size((rows, columns // 2)), 1, 1)
+    reason = _packed_sizes(device, FRAGMENTS, *kind)
+    proven = next(row.proven for row in implementations("gemm") if row.name == "cute")
+    if reason is None and proven is not None and capability(device) not in proven:
+        return f"the kernel was never measured on compute capability {dotted(device)}"
+    return reason
 
 
 def _many_tokens(arch: str, tokens: int, rows: int, columns: int) -> str:

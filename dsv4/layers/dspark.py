@@ -47,18 +47,37 @@ class Taps:
         if layer in self.layers:
             self.values.append(streams.mean(dim=-2))
 
-    def joined(self) -> torch.Tensor:
-        """Return the means of all layers, one after another: ``[B, S, layers * H]``.
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of the forward.
 
         Raises:
             ValueError: unless one forward filled the object.
         """
+        self._check()
+        return self.values[0].shape[:-1].numel()
+
+    def joined(self, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the means of all layers, one after another: ``[B, S, layers * H]``.
+
+        Args:
+            tokens: ``[N]`` int64, which tokens of all ``B * S``: the result is ``[N, layers * H]``.
+                None: all.
+
+        Raises:
+            ValueError: unless one forward filled the object.
+        """
+        self._check()
+        if tokens is None:
+            return torch.cat(self.values, dim=-1)
+        return torch.cat([value.flatten(0, -2)[tokens] for value in self.values], dim=-1)
+
+    def _check(self) -> None:
         if len(self.values) != len(self.layers):
             raise ValueError(
                 f"Taps: {len(self.values)} layers were read, wanted {len(self.layers)}: an object "
                 "serves one forward of a model with all of these layers"
             )
-        return torch.cat(self.values, dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,6 +32,7 @@ from dsv4.ops.rope import rope, rope_quantize, rope_tables
 from dsv4.ops.router import route_hash, route_topk
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
+from dsv4.ops.verify import draw_draft, verify_greedy, verify_sampled
 
 __all__ = [
     "Pages",
@@ -40,6 +41,7 @@ __all__ = [
     "compress_write_paged",
     "compressor_update",
     "dequantize",
+    "draw_draft",
     "entry_slots",
     "fake_quantize_kv",
     "gemm",
@@ -85,6 +87,8 @@ __all__ = [
     "sparse_attention",
     "swiglu",
     "swiglu_quantize",
+    "verify_greedy",
+    "verify_sampled",
     "window_slots",
     "write_kv",
 ]

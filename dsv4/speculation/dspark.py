@@ -8,7 +8,7 @@ the host, and all shapes follow from the number of sequences, so a step can be c
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,6 +23,7 @@ from dsv4.layers.dspark import (
     Taps,
 )
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.speculation.draft_head import AUTO, DraftHead
 
 # Chooses a token for each sequence by logits [B, vocab] and the tokens' positions [B].
 Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -62,15 +63,23 @@ class DSparkDraft:
 
     The cache has one layer per stage after the main layers, see ``PagedCache.layers``.
 
+    Attributes:
+        model: The model.
+        draft_head: Output head of the drafts, see ``DraftHead.of``; or one that was made.
+        head: That head.
+
     Raises:
-        ValueError: if the model has no DSpark draft.
+        ValueError: if the model has no DSpark draft, or the head cannot be made.
     """
 
     model: DeepseekV4ForCausalLM
+    draft_head: str | DraftHead = AUTO
+    head: DraftHead = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.model.dspark is None:
             raise ValueError("DSparkDraft: model has no DSpark draft, wanted one with its stages")
+        object.__setattr__(self, "head", DraftHead.of(self.model, self.draft_head))
 
     @property
     def config(self) -> DSparkConfig:
@@ -108,17 +117,21 @@ class DSparkDraft:
         Raises:
             ValueError: if a shape is wrong or the cache has no layers for the stages.
         """
-        layers, joined = self._layers(cache), taps.joined().flatten(0, -2)
-        if batch.positions.shape != joined.shape[:1]:
+        layers, count = self._layers(cache), taps.tokens
+        if batch.positions.shape[0] != count:
             raise ValueError(
-                f"commit: batch has {batch.positions.shape[0]} tokens, wanted {joined.shape[0]}, "
-                "those of taps"
+                f"commit: batch has {batch.positions.shape[0]} tokens, wanted {count}, those of "
+                "taps"
             )
-        context = self._stages.context(joined)
-        tables = self._attention.rotary_emb(context, batch.positions)
-        sequences = _context_rows(batch, accepted, self.model.config.sliding_window)
+        # Tokens before a window can be read again once the last ones are taken back.
+        reach = self.model.config.sliding_window + cache.rollback
+        reach = min([reach, *(layer.window_capacity for layer in layers)])
+        chosen = last_tokens(batch, accepted, reach)
+        context = self._stages.context(taps.joined(chosen.tokens).flatten(0, -2))
+        positions, sequences = chosen.positions, chosen.sequences
+        tables = self._attention.rotary_emb(context, positions)
         for attention, layer in zip(self._stages.attentions(), layers, strict=True):
-            slots = layer.window_write_slots(sequences, batch.positions)
+            slots = layer.window_write_slots(sequences, positions)
             attention.write_context(context, tables, layer, slots)
 
     @torch.inference_mode()
@@ -225,7 +238,7 @@ class DSparkDraft:
     ) -> _Rows:
         """Choose the tokens one row after another: each adds to the logits of the next."""
         last, rows = self._stages.last, _Rows([], [], [])
-        base = self.model.logits(last.norm(hidden))
+        base = self.head(last.norm(hidden))
         base = base.to(torch.promote_types(base.dtype, torch.float32))
         before = anchors
         for row in range(self.config.block_size):
@@ -254,15 +267,49 @@ class _Rows:
     confidence: list[torch.Tensor]
 
 
-def _context_rows(batch: Batch, accepted: torch.Tensor | None, window: int) -> torch.Tensor:
-    """Return the cache row of each token that a later draft may read, -1 for others: ``[T]``."""
+@dataclass(frozen=True, eq=False)
+class LastTokens:
+    """The last tokens of each entry of a batch that a later draft may read.
+
+    Attributes:
+        tokens: ``[N]`` int64, which tokens of the batch; None: all of them, in their order.
+        positions: ``[N]`` int64.
+        sequences: ``[N]`` int64, rows of the cache, -1 for what is not to be read.
+    """
+
+    tokens: torch.Tensor | None
+    positions: torch.Tensor
+    sequences: torch.Tensor
+
+
+def last_tokens(batch: Batch, accepted: torch.Tensor | None, count: int) -> LastTokens:
+    """Choose the last ``count`` tokens of each entry, without those that are not accepted.
+
+    Nothing is read on the host. The number N follows from that of entries: there are ``count`` rows
+    for each, or all tokens of the batch if these are fewer.
+
+    Args:
+        batch: The tokens.
+        accepted: ``[B]`` int, how many of each entry's are accepted; None: all.
+        count: Most tokens of an entry.
+    """
     new = batch.cu_seqlens.diff()
-    ends = batch.starts + (new if accepted is None else accepted)
-    token = torch.arange(batch.positions.shape[0], device=ends.device)
-    entry = torch.searchsorted(batch.cu_seqlens, token, right=True) - 1
-    last = ends[entry.clamp(max=ends.shape[0] - 1)]
-    read = (batch.positions < last) & (batch.positions >= last - window)
-    return torch.where(read, batch.sequence_of_token, -1)
+    stay = new if accepted is None else accepted
+    ends = batch.starts + stay
+    total, device = batch.positions.shape[0], ends.device
+    if new.shape[0] * count >= total:
+        token = torch.arange(total, device=device)
+        entry = torch.searchsorted(batch.cu_seqlens, token, right=True) - 1
+        last = ends[entry.clamp(max=ends.shape[0] - 1)]
+        read = (batch.positions < last) & (batch.positions >= last - count)
+        sequences = torch.where(read, batch.sequence_of_token, -1)
+        return LastTokens(None, batch.positions, sequences)
+    back = torch.arange(count, 0, -1, device=device)
+    number = stay.unsqueeze(1) - back  # of the token in its entry
+    token = (batch.cu_seqlens[:-1].unsqueeze(1) + number.clamp(min=0)).flatten()
+    token = token.clamp(max=total - 1)  # an entry without tokens may be the last
+    sequences = torch.where(number.flatten() >= 0, batch.sequence_of_token[token], -1)
+    return LastTokens(token, batch.positions[token], sequences)
 
 
 def _pages_like(window: Pages, blocks: int, rows: int) -> Pages:

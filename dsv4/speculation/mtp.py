@@ -17,6 +17,7 @@ from dsv4.kv_cache.page_tables import to_device
 from dsv4.layers.decoder import DeepseekV4MTP
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.sampler import Parameters, Variant, greedy
+from dsv4.speculation.draft_head import AUTO, DraftHead
 from dsv4.speculation.verify import draw_draft
 
 
@@ -44,11 +45,16 @@ class MtpDraft:
     wrong.
     """
 
-    def __init__(self, model: DeepseekV4ForCausalLM) -> None:
+    def __init__(self, model: DeepseekV4ForCausalLM, draft_head: str | DraftHead = AUTO) -> None:
         """Make drafts for a model that holds an MTP layer.
 
+        Args:
+            model: The model.
+            draft_head: Output head of the drafts, see ``DraftHead.of``; or one that was made.
+
         Raises:
-            ValueError: if it holds none, several, which no published model has, or a DSpark draft.
+            ValueError: if it holds none, several, which no published model has, or a DSpark draft,
+                or the head cannot be made.
         """
         layers = 0 if model.dspark is not None else len(model.mtp)
         if layers != 1:
@@ -60,6 +66,7 @@ class MtpDraft:
         layer = model.mtp[0]
         assert isinstance(layer, DeepseekV4MTP)
         self.layer = layer
+        self.head = DraftHead.of(model, draft_head)
 
     def write(
         self,
@@ -91,7 +98,7 @@ class MtpDraft:
                 ),
             )
             next_ids, streams = next_ids[tokens], streams[:, tokens]
-        embedded = self.model.model.embed_tokens(next_ids).unsqueeze(0)
+        embedded = self.model.model.embed(next_ids).unsqueeze(0)
         self.layer.write_window(streams, embedded, step)
 
     def draft(
@@ -122,9 +129,9 @@ class MtpDraft:
         tokens, probabilities = [], []
         for j in range(count):
             step = CacheStep(cache, Batch.decode(positions + j, sequences))
-            embedded = self.model.model.embed_tokens(ids.clamp(min=0)).unsqueeze(0)
+            embedded = self.model.model.embed(ids.clamp(min=0)).unsqueeze(0)
             hidden, streams = self.layer(streams, embedded, past_key_values=step)
-            logits = self.model.logits(hidden)[0]
+            logits = self.head(hidden)[0]
             if parameters is None or variant is None:
                 ids = greedy(logits)
             else:

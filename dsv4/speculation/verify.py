@@ -1,34 +1,23 @@
 """Verify drafted tokens: which are accepted, and the token after them.
 
-All functions are tensor operations of fixed shapes, so that a captured graph can hold them. A step
-has n = D + 1 rows of logits per sequence: row j is of the token after draft j, row 0 of the token
-after the one that was sampled last. Random numbers are hashes of (seed, position, token), with a
-purpose of their own, so that the batch, its order and the cut into steps change no draw.
+No function reads a tensor on the host, and all shapes are fixed, so a captured graph can hold it.
+A step has n = D + 1 rows of logits per sequence: row j is of the token after draft j, row 0 of the
+token after the one that was sampled last. Random numbers are hashes of (seed, position, token),
+with a purpose of their own, so that the batch, its order and the cut into steps change no draw.
+Verification and drawn drafts are operators (``dsv4.ops.verify``), with kernels on a GPU.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 
-from dsv4.serving.philox import token_words
-from dsv4.serving.sampler import (
-    FAILED,
-    Parameters,
-    Variant,
-    exponential_log,
-    greedy,
-    keep_mask,
-    penalized,
-    relative_to_largest,
-    sample,
-)
+from dsv4 import ops
+from dsv4.reference.verify import certain, up_to_first_wrong
+from dsv4.serving.sampler import Parameters, Variant, penalized, sample
 
 NO_DRAFT = -1  # in place of a draft; never accepted
-# Purposes of random words; 0 is that of a plain draw.
-_ACCEPT, _RESIDUAL, _DRAFT = 1, 2, 3
 
 
 class Verified(NamedTuple):
@@ -65,9 +54,9 @@ def draw_draft(logits: torch.Tensor, parameters: Parameters, variant: Variant) -
         parameters: Of the requests; ``position`` is that of the drafted token.
         variant: Variant that covers the needs of every row.
     """
-    p = probabilities(logits, parameters, variant)
-    drawn = _draw(p, parameters.seed, parameters.position, _DRAFT)
-    return Drafted(torch.where(p.isnan().any(-1), NO_DRAFT, drawn), p)
+    if variant.penalty:
+        logits = penalized(_wide(logits), parameters)
+    return Drafted(*ops.draw_draft(logits, *_numbers(parameters, variant), filters=variant.filters))
 
 
 def verify_equal(targets: torch.Tensor, drafts: torch.Tensor) -> Verified:
@@ -81,7 +70,7 @@ def verify_equal(targets: torch.Tensor, drafts: torch.Tensor) -> Verified:
         drafts: ``[B, D]`` int64, ``NO_DRAFT`` where there is none.
     """
     right = (drafts == targets[:, :-1]) & (drafts >= 0)
-    return _verified(right, drafts, targets)
+    return Verified(*up_to_first_wrong(right, drafts, targets))
 
 
 def verify_greedy(logits: torch.Tensor, drafts: torch.Tensor) -> Verified:
@@ -92,7 +81,7 @@ def verify_greedy(logits: torch.Tensor, drafts: torch.Tensor) -> Verified:
         drafts: ``[B, D]`` int64, ``NO_DRAFT`` where there is none.
     """
     _check(logits, drafts, None)
-    return verify_equal(greedy(logits), drafts)
+    return Verified(*ops.verify_greedy(logits, drafts))
 
 
 def verify_same_draws(
@@ -140,27 +129,18 @@ def verify_sampled(
     _check(logits, drafts, draft_probabilities)
     if variant.plain:
         return verify_greedy(logits, drafts)
-    batch, count, vocab = logits.shape
-    rows = _rows_of(parameters, drafts, vocab)
-    p = probabilities(logits.flatten(0, 1), rows, variant)
-    plain = sample(logits.flatten(0, 1), rows, variant).view(batch, count)
-    p = p.view(batch, count, vocab)
-    q = _certain(drafts, vocab, p.dtype) if draft_probabilities is None else draft_probabilities
-    q = q.to(p.dtype)
-    there = (drafts >= 0) & q.isfinite().all(-1)
-    chosen = drafts.clamp(min=0).unsqueeze(-1)
-    p_draft, q_draft = (x.gather(-1, chosen).squeeze(-1) for x in (p[:, :-1], q))
-    seeds, positions = (x.view(batch, count)[:, :-1].flatten() for x in (rows.seed, rows.position))
-    words = token_words(seeds, positions, range(1), _ACCEPT).view(batch, count - 1)
-    uniform = (words.to(torch.float64) + 0.5) * 2.0**-32
-    right = there & (p_draft.double() > uniform * q_draft.double())  # false for NaN
-    residual = (p[:, :-1] - q).clamp(min=0)
-    # Where p and q differ by roundings alone nothing may be left.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p[:, :-1])
-    corrected = _draw(residual.flatten(0, 1), seeds, positions, _RESIDUAL).view(batch, count - 1)
-    corrected = torch.where(there & (plain[:, :-1] != FAILED), corrected, plain[:, :-1])
-    targets = torch.cat((corrected, plain[:, -1:]), 1)
-    return _verified(right, drafts, targets)
+    if variant.penalty:
+        rows = _rows_of(parameters, drafts, logits.shape[-1])
+        logits = penalized(_wide(logits).flatten(0, 1), rows).view(logits.shape)
+    return Verified(
+        *ops.verify_sampled(
+            logits,
+            drafts,
+            draft_probabilities,
+            *_numbers(parameters, variant),
+            filters=variant.filters,
+        )
+    )
 
 
 def probabilities(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> torch.Tensor:
@@ -174,31 +154,24 @@ def probabilities(logits: torch.Tensor, parameters: Parameters, variant: Variant
     Returns:
         ``[B, vocab]``; NaN for a row whose logits have no finite maximum.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    finite = logits.amax(-1, keepdim=True).isfinite()
-    if variant.penalty:
-        logits = penalized(logits, parameters)
-    best = _certain(logits.argmax(-1), logits.shape[-1], logits.dtype)
-    if not variant.draw:
-        return torch.where(finite, best, torch.nan)
-    relative = relative_to_largest(logits, parameters)
-    if variant.filters:
-        relative = torch.where(keep_mask(relative, parameters), relative, -math.inf)
-    drawn = parameters.temperature.unsqueeze(1) > 0
-    return torch.where(finite, torch.where(drawn, relative.softmax(-1), best), torch.nan)
+    return draw_draft(logits, parameters, variant).probabilities
 
 
-def _certain(tokens: torch.Tensor, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return distributions ``[..., vocab]`` with all probability on a token; 0 for no token."""
-    return (tokens.unsqueeze(-1) == torch.arange(vocab, device=tokens.device)).to(dtype)
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _draw(
-    weights: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, purpose: int
-) -> torch.Tensor:
-    """Draw a token of each row with probabilities in proportion to ``weights [R, vocab]``."""
-    words = token_words(seeds, positions, range(weights.shape[-1]), purpose)
-    return (weights.log() - exponential_log(words, weights.dtype)).argmax(-1)
+def _numbers(parameters: Parameters, variant: Variant) -> tuple[torch.Tensor, ...]:
+    """Return the parameters that the operators take; without a draw all rows are greedy."""
+    temperature = parameters.temperature
+    return (
+        temperature if variant.draw else torch.zeros_like(temperature),
+        parameters.top_p,
+        parameters.log_min_p,
+        parameters.top_k,
+        parameters.seed,
+        parameters.position,
+    )
 
 
 def _rows_of(parameters: Parameters, drafts: torch.Tensor, vocab: int) -> Parameters:
@@ -216,19 +189,9 @@ def _rows_of(parameters: Parameters, drafts: torch.Tensor, vocab: int) -> Parame
     if repeated.present is None:
         return repeated
     # A row counts only if all drafts before it are accepted.
-    drafted = _certain(drafts, vocab, torch.int64).cumsum(1) > 0
+    drafted = certain(drafts, vocab, torch.int64).cumsum(1) > 0
     seen = torch.cat((drafted.new_zeros(drafts.shape[0], 1, vocab), drafted), 1)
     return repeated._replace(present=repeated.present | seen.flatten(0, 1))
-
-
-def _verified(right: torch.Tensor, drafts: torch.Tensor, targets: torch.Tensor) -> Verified:
-    """Cut at the first draft that is not right; ``targets [B, D + 1]`` stand there."""
-    accepted = right.long().cumprod(1).sum(1)
-    column = torch.arange(targets.shape[1], device=targets.device)
-    last = accepted.unsqueeze(1)
-    padded = torch.cat((drafts, torch.full_like(targets[:, :1], NO_DRAFT)), 1)
-    tokens = torch.where(column < last, padded, torch.where(column == last, targets, NO_DRAFT))
-    return Verified(accepted, tokens)
 
 
 def _check(

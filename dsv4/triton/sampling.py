@@ -15,6 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4.triton._lib.draws import (
+    NONE,
+    best_of,
+    better_of,
+    log_exponential,
+    mass_above,
+    needed_mass,
+)
 from dsv4.triton._lib.numerics import wait_for_inputs, widen
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -22,7 +30,6 @@ from dsv4.triton._runtime.launcher import fast_launch
 _SPLITS = 16  # most CTAs per row
 _BLOCK = 8192  # tokens of a tile of the filters
 _QUADS = 512  # groups of four tokens, which share a call of Philox, of a tile of the scores
-_NONE = tl.constexpr(2147483647)  # no token
 
 
 @triton.jit
@@ -35,29 +42,6 @@ def _penalised(logits, present, mask, penalty, row, entry, token, vocab, PENALTY
         repeated = tl.load(present + entry * vocab + token, mask=mask, other=0) != 0
         changed = tl.where(x > 0, x / penalty, x * penalty)
         return x, tl.where(repeated, changed, x)
-
-
-@triton.jit
-def _log_exponential(word):
-    """``log(E)`` of a random word; see ``dsv4.serving.sampler.exponential_log``."""
-    v = (word.to(tl.float32) + 0.5) * (2.0**-32)
-    v = tl.minimum(v, 1 - 2.0**-24)
-    series = v + v * v * (0.5 + v * (1.0 / 3))
-    return tl.log(tl.where(v < 2.0**-8, series, -tl.log(1 - v)))
-
-
-@triton.jit
-def _better(best, at, score, token):
-    """The better of two candidates in each lane; the one before, if they are equal."""
-    better = score > best
-    return tl.where(better, score, best), tl.where(better, token, at)
-
-
-@triton.jit
-def _best(best, at):
-    """The best of all lanes, the lowest token of equal ones."""
-    top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, at, _NONE), 0)
 
 
 @fast_launch
@@ -88,7 +72,7 @@ def _largest_kernel(
 def _scored(x, top, temperature, word, mask):
     """Relative logits and scores; scores are logits where the row is greedy."""
     relative = (x - top) / tl.where(temperature > 0, temperature, 1.0)
-    score = tl.where(temperature > 0, relative - _log_exponential(word), x)
+    score = tl.where(temperature > 0, relative - log_exponential(word), x)
     return relative, tl.where(mask, score, float("-inf"))
 
 
@@ -111,7 +95,7 @@ def _scores_kernel(
     top = tl.max(tops, 0)
     end = tl.minimum((split + 1) * span, vocab)
     best = tl.full([QUADS], float("-inf"), tl.float32)
-    at = tl.full([QUADS], _NONE, tl.int32)
+    at = tl.full([QUADS], NONE, tl.int32)
     for first in range(split * span, end, 4 * QUADS):
         quad = first // 4 + tl.arange(0, QUADS)
         zero = tl.zeros([QUADS], tl.uint32)
@@ -121,93 +105,26 @@ def _scores_kernel(
             mask = token < end
             _, x = _penalised(logits, present, mask, penalty, row, entry, token, vocab, PENALTY)
             relative, score = _scored(x, top, temperature, words[i], mask)
-            best, at = _better(best, at, score, token)
+            best, at = better_of(best, at, score, token)
             if FILTERS:
                 tl.store(relatives + row * vocab + token, relative, mask=mask)
                 tl.store(scores + row * vocab + token, score, mask=mask)
-    best, at = _best(best, at)
+    best, at = best_of(best, at)
     tl.store(best_scores + row * SPLITS + split, best)
     tl.store(best_tokens + row * SPLITS + split, at)
-
-
-@triton.jit
-def _weight(relative):
-    return (tl.exp(relative) * (2.0**40)).to(tl.int64)
-
-
-@triton.jit
-def _above(relatives, bound, vocab, BLOCK: tl.constexpr):
-    """Return how many tokens lie above ``bound``, and the sum of their weights."""
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, vocab, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
-        above = x > bound
-        count += above.to(tl.int32)
-        mass += tl.where(above, _weight(x), 0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
 
 
 @triton.jit
 def _best_above(relatives, scores, bound, vocab, BLOCK: tl.constexpr):
     """The token with the best score of those above ``bound``."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    at = tl.full([BLOCK], _NONE, tl.int32)
+    at = tl.full([BLOCK], NONE, tl.int32)
     for first in range(0, vocab, BLOCK):
         token = first + tl.arange(0, BLOCK)
         x = tl.load(relatives + token, mask=token < vocab, other=float("-inf"))
         score = tl.load(scores + token, mask=token < vocab, other=float("-inf"))
-        best, at = _better(best, at, tl.where(x > bound, score, float("-inf")), token)
-    return _best(best, at)[1]
-
-
-@triton.jit
-def _reach(relatives, key, vocab, BLOCK: tl.constexpr):
-    """Return how many tokens have a key up to ``key``, and the sum of their weights.
-
-    The key of a token is the bits of its negated relative logit: the more probable, the lower.
-    """
-    count = tl.zeros([BLOCK], tl.int32)
-    mass = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, vocab, BLOCK):
-        token = first + tl.arange(0, BLOCK)
-        inside = token < vocab
-        x = tl.load(relatives + token, mask=inside, other=0)
-        reached = inside & ((0.0 - x).to(tl.int32, bitcast=True) <= key)
-        count += reached.to(tl.int32)
-        mass += tl.where(reached, _weight(x), 0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
-
-
-@triton.jit
-def _top_k_mass(relatives, top_k, vocab, BLOCK: tl.constexpr):
-    """Sum of the weights that top-k keeps: of the lowest key that ``top_k`` tokens reach."""
-    low, high = tl.full([], 0, tl.int32), tl.full([], 0x7F800000, tl.int32)
-    while low < high:
-        middle = low + (high - low) // 2
-        count, _ = _reach(relatives, middle, vocab, BLOCK)
-        low = tl.where(count >= top_k, low, middle + 1)
-        high = tl.where(count >= top_k, middle, high)
-        low = tl.where(count == top_k, middle, low)
-    return _reach(relatives, high, vocab, BLOCK)[1]
-
-
-@triton.jit
-def _needed(relatives, top_k, top_p, vocab, BLOCK: tl.constexpr):
-    """Tokens stay while those above them weigh less than this."""
-    needed = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
-    if top_p < 1:
-        total = tl.full([], 0, tl.int64)
-        if top_k < vocab:
-            total = _top_k_mass(relatives, top_k, vocab, BLOCK)
-        else:
-            total = _above(relatives, float("-inf"), vocab, BLOCK)[1]
-        part = total.to(tl.float64) * top_p
-        needed = part.to(tl.int64)
-        needed = tl.where(needed.to(tl.float64) < part, needed + 1, needed)
-        needed = tl.maximum(needed, 1)
-    return needed
+        best, at = better_of(best, at, tl.where(x > bound, score, float("-inf")), token)
+    return best_of(best, at)[1]
 
 
 @fast_launch
@@ -221,7 +138,7 @@ def _filter_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = row * SPLITS + tl.arange(0, SPLITS)
     top = tl.max(tl.load(largest + split * 2), 0)
-    _, token = _best(tl.load(best_scores + split), tl.load(best_tokens + split))
+    _, token = best_of(tl.load(best_scores + split), tl.load(best_tokens + split))
     finite = (top < float("inf")) & (top > float("-inf"))
     if FILTERS:
         entry = tl.load(entries + row)
@@ -233,13 +150,13 @@ def _filter_kernel(
         if finite & (temperature > 0) & filtered:
             relatives += row * vocab
             scores += row * vocab
-            needed = _needed(relatives, top_k, top_p, vocab, BLOCK)
+            needed = needed_mass(relatives, top_k, top_p, vocab, BLOCK)
             passes = tl.full([], 0, tl.int32)
             while passes == 0:
                 bound = tl.load(relatives + token)
                 passes = (bound >= lowest).to(tl.int32)
                 if (passes != 0) & ((top_k < vocab) | (top_p < 1)):
-                    count, mass = _above(relatives, bound, vocab, BLOCK)
+                    count, mass = mass_above(relatives, bound, vocab, BLOCK)
                     passes = ((count < top_k) & (mass < needed)).to(tl.int32)
                 if passes == 0:
                     token = _best_above(relatives, scores, bound, vocab, BLOCK)

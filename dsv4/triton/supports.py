@@ -28,6 +28,7 @@ from dsv4.ops.unsupported import (
     too_many,
     wide_row,
 )
+from dsv4.ops.verify import DrawDraftArgs, VerifyGreedyArgs, VerifySampledArgs
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
@@ -330,3 +331,10 @@ def _pages(call: Call) -> str | None:
     if reason is None and args.entry_format != "plain" and args.data.data_ptr() % 2:
         reason = "the pages begin at an odd address"
     return reason
+
+
+def verify(call: Call) -> str | None:
+    """Return why verification and drawn drafts are unsupported; parameters are float64 always."""
+    args: VerifyGreedyArgs | VerifySampledArgs | DrawDraftArgs = call.args
+    probabilities = getattr(args, "probabilities", None)
+    return no_triton(call.device) or float64_tensor((args.logits, probabilities))

@@ -197,7 +197,7 @@ def test_they_all_compile(preset):
 def test_a_model_without_values_is_packed_as_one_with_values(layout):
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "hc_mult": 4, "q_lora_rank": 128}
     activation = "nvfp4" if layout == SWIZZLED else "bf16"
-    config = dsv4.ModelConfig.tiny(**sizes, activation=activation)
+    config = dsv4.ModelConfig.tiny(**sizes, activation=activation).without_draft()
     model = random_model(config, 0, mtp=False).to(torch.bfloat16)
     plain = [n for n, m in model.named_modules() if isinstance(m, layers.Linear) and not m.format]
     layers.quantize_(model, names=[*plain, "*.experts"])

@@ -21,11 +21,15 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4 import layers
 from dsv4.compilation import pool, sealed_file
+from dsv4.compilation.draft_steps import MOST_SEQUENCES, DraftShape, draft_shapes
 from dsv4.compilation.jobs import FindJob, TritonJob
+from dsv4.compilation.kernel_calls import PackedGemm, every_call
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.compilation.steps import Ran, Steps, StepShape, Target, step_shapes
+from dsv4.compilation.steps import Ran, Steps, StepShape, Target, every_shape, step_shapes
+from dsv4.config import DSparkConfig
 from dsv4.cute.runtime import cubin_cache
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
 
@@ -112,6 +116,71 @@ def test_the_number_of_kernels_is_bounded(kernels_of):
     names = set(warm.values())
     assert {"_small_m_logits_kernel", "_slots_kernel", "_filter_kernel", "_pack_kernel"} <= names
     assert len(warm) < 320
+
+
+@st.composite
+def draft_step(draw):
+    """A step that verifies and drafts, of any number of sequences, or a prompt before drafts."""
+    sequences = draw(st.integers(1, MOST_SEQUENCES))
+    context = draw(st.sampled_from((256, 4096, 65536)))
+    if draw(st.booleans()):
+        return DraftShape(sequences, draw(st.integers(sequences, MOST)), context, prompt=True)
+    return DraftShape(sequences, draw(st.integers(2, ROLLBACK + 1)), context)
+
+
+DSPARK = DSparkConfig(
+    block_size=5, noise_token_id=0, target_layer_ids=(40, 41, 42), markov_rank=256
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dspark", [None, DSPARK], ids=["mtp", "dspark"])
+@given(shape=draft_step())
+@example(shape=DraftShape(1, 2, 4096))
+@example(shape=DraftShape(1, 9, 65536))
+@example(shape=DraftShape(7, 6, 4096))
+@example(shape=DraftShape(64, 3, 65536))
+@example(shape=DraftShape(3, 4095, 65536, prompt=True))
+@settings(deadline=None, max_examples=8)
+def test_any_step_of_a_draft_launches_what_was_found(dspark, shape, kernels_of):
+    """Verification, drafting, and what is stored of prompts."""
+    recipe, target = Recipe.of(dsv4.ModelConfig.flash()), Target("sm_90a")
+    warm = dict(kernels_of(recipe, target))
+    if dspark is not None:
+        recipe = Recipe.of(dsv4.ModelConfig.flash(dspark=dspark))
+    assert recipe.has_draft
+    of_drafts = kernels_of(recipe, target, *draft_shapes(MOST, 65536))
+    added = {name for key, name in of_drafts.items() if key not in warm}
+    assert {"_candidates_kernel", "_distribution_kernel", "_floors_kernel"} <= added
+    assert len(set(of_drafts) - set(warm)) < 30
+    asked = kernels_of(recipe, target, shape)
+    assert [name for key, name in asked.items() if key not in {**warm, **of_drafts}] == []
+
+
+def test_a_model_s_draft_is_in_its_list():
+    """With the formats of the draft's own weights, and its head's copy among the GEMMs."""
+    config = dsv4.ModelConfig.tiny(**WHOLE, num_nextn_predict_layers=1)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    model.mtp[0].layer.mlp.experts.quantize("mxfp4")
+    recipe = Recipe.of(model)
+    assert recipe.has_draft
+    assert dict(recipe.weights)["mtp.0.layer.mlp.experts"] == Weight("mxfp4")
+    built = recipe.build("sm_90a")
+    assert len(built.mtp) == 1
+    rows, columns = config.vocab_size, config.hidden_size
+    copy = PackedGemm(rows, columns, 1, "bf16", torch.float32)
+    assert copy in every_call(model)
+    assert copy not in every_call(model, "sm_100a"), "it is not taken there"
+    without = Recipe.of(random_model(config, 0, mtp=False).to(torch.bfloat16))
+    assert not without.has_draft
+    shapes = every_shape(64, 256, drafts=True)
+    assert set(every_shape(64, 256, drafts=False)) < set(shapes)
+    assert any(isinstance(shape, DraftShape) and shape.tokens == 9 for shape in shapes)
+    layers = {"layer_types": ("sliding_attention",) * 2, "mlp_layer_types": ("moe",) * 2}
+    short = dsv4.ModelConfig.tiny(
+        num_hidden_layers=2, **layers, dspark=dataclasses.replace(DSPARK, target_layer_ids=(0, 1))
+    )
+    assert Recipe.of(short).config.num_hidden_layers == 2, "as many as the draft reads"
 
 
 def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4.config import HCA, SLIDING
 from dsv4.kv_cache.paged_cache import Batch
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.kv_cache import fake_quantize_kv
-from dsv4.speculation.dspark import DSparkDraft
+from dsv4.speculation.dspark import DSparkDraft, last_tokens
 from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
 from tests.speculation.dspark_oracle import Oracle
 
@@ -291,11 +293,53 @@ def test_the_context_of_rejected_tokens_is_never_stored(accepted):
 
 
 def test_a_chunk_stores_only_what_a_draft_can_read():
+    """Also after the last tokens were taken back; of others not even the context is computed."""
+    rows: list[int] = []
+    watch = MODEL.mtp[0].main_proj.register_forward_hook(lambda *call: rows.append(len(call[-1])))
     sequences = after(40)
+    watch.remove()
+    reach = WINDOW + sequences.cache.rollback
+    assert rows == [reach]
     layer = sequences.cache.layers[-1]
     slots = layer.window_write_slots(torch.zeros(40, dtype=torch.int64), torch.arange(40))
     stored = layer.window.data.view(-1, CONFIG.head_dim)[slots].abs().amax(1) > 0
-    assert stored.tolist() == [False] * (40 - WINDOW) + [True] * WINDOW
+    assert stored.tolist() == [False] * (40 - reach) + [True] * reach
+    shorter = plain()
+    shorter.step({0: prompt(40)[:32]})
+    sequences.cache.roll_back([0], [32])
+    same(sequences.propose({0: 3}).logits, shorter.propose({0: 3}).logits)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 30), st.booleans()),
+             min_size=1, max_size=4),
+    st.integers(1, 12), st.booleans(),
+)  # fmt: skip
+def test_last_tokens_are_those_that_a_loop_finds(entries, count, all_stay):
+    lengths = [length for length, *_ in entries]
+    stay = [length if all_stay else min(accepted, length) for length, accepted, *_ in entries]
+    starts = torch.tensor([start for _, _, start, _ in entries])
+    rows = torch.tensor([-1 if pad else i for i, (*_, pad) in enumerate(entries)])
+    batch = Batch.from_lengths(lengths, starts, rows)
+    chosen = last_tokens(batch, None if all_stay else torch.tensor(stay), count)
+    tokens = torch.arange(sum(lengths)) if chosen.tokens is None else chosen.tokens
+    assert len(tokens) == min(sum(lengths), count * len(entries))
+    chosen_positions = {
+        (row, position)
+        for row, position in zip(chosen.sequences.tolist(), chosen.positions.tolist(), strict=True)
+        if row >= 0
+    }
+    if sum(lengths):
+        assert torch.equal(chosen.positions, batch.positions[tokens])
+    expected = {
+        (int(row), int(start) + i)
+        for row, start, n in zip(rows, starts, stay, strict=True)
+        for i in range(max(0, n - count), n)
+        if row >= 0
+    }
+    assert chosen_positions >= expected
+    ends = {int(r): int(s) + n for r, s, n in zip(rows, starts, stay, strict=True)}
+    assert all(ends[row] - count <= position < ends[row] for row, position in chosen_positions)
 
 
 def test_pools_keep_the_page_of_the_oldest_position_that_a_draft_reads():

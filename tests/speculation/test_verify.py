@@ -188,6 +188,20 @@ def test_a_sequence_is_what_it_is_alone(batch, count, seed, certain) -> None:
         assert int(alone.accepted) == int(whole.accepted[i])
 
 
+def test_the_token_after_accepted_drafts_is_that_of_plain_sampling() -> None:
+    """By the random numbers of its own position, whatever the cut into steps."""
+    logits, parameters = noise(4, 300, 3, VOCAB), request(300)
+    drafted = [
+        draw_draft(logits[:, i], parameters._replace(position=parameters.position + i), DRAWN)
+        for i in range(2)
+    ]
+    drafts, q = (torch.stack(x, 1) for x in zip(*drafted, strict=True))
+    verified = verify_sampled(logits, drafts, parameters, DRAWN, q)
+    assert bool((verified.accepted == 2).all())
+    plain = sample(logits[:, 2], parameters._replace(position=parameters.position + 2), DRAWN)
+    assert torch.equal(verified.tokens[:, 2], plain)
+
+
 def test_same_draws_are_those_without_drafts() -> None:
     """Whatever the drafts: the text of a seed."""
     logits, parameters = noise(8, 500, 4, VOCAB), request(500)

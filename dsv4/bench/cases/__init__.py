@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from dsv4.bench.cases import elementwise, exchange, fused, gemm, moe, paged, sequence
+from dsv4.bench.cases import (
+    elementwise,
+    exchange,
+    fused,
+    gemm,
+    moe,
+    paged,
+    sequence,
+    speculation,
+)
 from dsv4.bench.problem import Case, UsageError
 from dsv4.config import ModelConfig
 
@@ -101,4 +110,7 @@ MAKERS: dict[str, Maker] = {
     "write_kv": sequence.write_kv,
     "read_kv": sequence.read_kv,
     "fake_quantize_kv": sequence.fake_quantize_kv,
+    "verify_greedy": speculation.verify_greedy,
+    "verify_sampled": speculation.verify_sampled,
+    "draw_draft": speculation.draw_draft,
 }

@@ -25,6 +25,7 @@ _HEADS = {"h": "num_attention_heads", "D": "head_dim"}
 _ENTRY = {"D": "head_dim", "R": "qk_rope_head_dim"}
 _INDEX = {"h": "index_n_heads", "d": "index_head_dim"}
 _ROTATED = {"R": "qk_rope_head_dim"}
+_VOCABULARY = {"V": "vocab_size"}
 _WINDOWS = (
     {"m": "csa", "d": "head_dim"},
     {"m": "hca", "d": "head_dim"},
@@ -81,6 +82,9 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "write_kv": (_ENTRY,),
     "read_kv": ({"D": "head_dim", "window": "sliding_window"},),
     "fake_quantize_kv": (_ENTRY,),
+    "verify_greedy": (_VOCABULARY,),
+    "verify_sampled": (_VOCABULARY,),
+    "draw_draft": (_VOCABULARY,),
 }
 # Sizes that are arguments of a maker.
 _ATTENTION = {**_HEADS, "window": "sliding_window", "entries": ""}

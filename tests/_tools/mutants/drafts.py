@@ -79,8 +79,8 @@ MUTANTS = (
         "draft",
         "the context rotated as in compressed layers",
         DRAFT + "DSparkDraft.commit",
-        "self._attention.rotary_emb(context, batch.positions)",
-        "self._attention.rotary_emb(context, batch.positions, 'compress')",
+        "self._attention.rotary_emb(context, positions)",
+        "self._attention.rotary_emb(context, positions, 'compress')",
         DRAFTING + "stages_rotate_as_sliding_layers_whatever_the_tapped_layers_are",
     ),
     Mutant(
@@ -120,10 +120,27 @@ MUTANTS = (
     Mutant(
         "draft",
         "the context of rejected tokens is stored",
-        DRAFT + "_context_rows",
+        DRAFT + "last_tokens",
         "new if accepted is None else accepted",
         "new",
         DRAFTING + "the_context_of_rejected_tokens_is_never_stored",
+    ),
+    Mutant(
+        "draft",
+        "the first tokens of a prompt in the context in place of the last",
+        DRAFT + "last_tokens",
+        "stay.unsqueeze(1) - back",
+        "count - back.unsqueeze(0).expand(len(stay), -1)",
+        DRAFTING + "last_tokens_are_those_that_a_loop_finds",
+    ),
+    Mutant(
+        "draft",
+        "tokens of two steps drawn by the same random numbers",
+        "dsv4.reference.verify:verify_sampled",
+        "args.position.repeat_interleave(count) + step",
+        "args.position.repeat_interleave(count)",
+        "tests/speculation/test_verify.py"
+        "::test_the_token_after_accepted_drafts_is_that_of_plain_sampling",
     ),
     Mutant(
         "draft",

@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a rejected draft that is replaced by a draw from the target's whole distribution",
-        "dsv4.speculation.verify:verify_sampled",
+        "dsv4.reference.verify:verify_sampled",
         "(p[:, :-1] - q).clamp(min=0)",
         "p[:, :-1]",
         "tests/speculation/test_verify.py::test_tokens_have_the_target_s_distribution",

@@ -1,0 +1,145 @@
+"""Rows of a verified step are those of single-token steps, bit for bit, in steps of equal size."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.device import interpret_triton
+from dsv4.kv_cache.paged_cache import Batch, PagedCache
+from dsv4.layers.pack import pack_
+from dsv4.layers.quantize import quantize_
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.speculation.fixed_rows import FixedRows
+from dsv4.testing.models import random_model
+
+ROWS, TOKENS, PROMPT = 9, 40, 13
+LAYERS = (SLIDING, CSA, HCA)
+
+
+@cache
+def model_of(device: str = "cpu", packed: bool = False) -> DeepseekV4ForCausalLM:
+    """All types of layers, with windows that close several times."""
+    sizes = {"hidden_size": 128, "q_lora_rank": 64, "moe_intermediate_size": 64}
+    changes = {**sizes, "o_lora_rank": 32} if packed else {}
+    config = ModelConfig.tiny(layer_types=LAYERS, sliding_window=8, **changes)
+    model = random_model(config, 5, torch.bfloat16).to(device)
+    if packed:
+        quantize_(model, names=["model.*"])
+        pack_(model)
+    return model
+
+
+def text(count: int, vocabulary: int) -> torch.Tensor:
+    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(3))
+
+
+@torch.inference_mode()
+def logits_of(model: DeepseekV4ForCausalLM, steps: list[tuple[int, int]]) -> torch.Tensor:
+    """Logits of the tokens that stay, of steps of (rejected, accepted) tokens.
+
+    A step processes the accepted tokens of the text and then wrong ones, which are taken back.
+    """
+    tokens = text(PROMPT + sum(accepted for _, accepted in steps), model.config.vocab_size)
+    tokens, device = tokens.to(model.device), model.device
+    paged = PagedCache(
+        model.config, max_sequences=1, max_tokens=128, max_chunk=16, device=device,
+        dtype=model.dtype,
+    )  # fmt: skip
+    row, done = paged.allocate(), PROMPT
+    model.prefill([tokens[:PROMPT].tolist()], paged, [row])
+    fixed, rows, staying = FixedRows(model, ROWS), torch.tensor([row], device=device), []
+    for rejected, accepted in steps:
+        wrong = (tokens[:rejected] + 7) % model.config.vocab_size
+        ids = torch.cat((tokens[done : done + accepted], wrong))
+        paged.prepare([row], [len(ids)], [done], certain=[accepted])
+        batch = Batch.from_lengths([len(ids)], paged.lengths[rows], rows)
+        logits, streams = fixed.logits(ids, paged, batch)
+        assert streams.shape[1] == len(ids)
+        staying.append(logits[:accepted])
+        paged.advance(batch, torch.tensor([accepted], device=device))
+        done += accepted
+        if rejected:
+            paged.confirm([row], [done])
+    return torch.cat(staying)
+
+
+@cache
+def one_by_one(device: str = "cpu", packed: bool = False) -> torch.Tensor:
+    return logits_of(model_of(device, packed), [(0, 1)] * TOKENS)
+
+
+def steps_of(numbers: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Cut steps off where the text ends."""
+    steps, left = [], TOKENS
+    for rejected, accepted in numbers:
+        accepted = min(accepted, left)
+        if accepted:
+            steps.append((min(rejected, ROWS - accepted), accepted))
+            left -= accepted
+    return steps
+
+
+STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=4, max_size=16)
+
+
+@settings(max_examples=6)
+@given(numbers=STEPS)
+@example(numbers=[(0, 9)] * 4)
+@example(numbers=[(8, 1)] * 12)
+def test_rows_are_those_of_single_tokens(numbers: list[tuple[int, int]]) -> None:
+    """Any steps of up to 9 tokens, some rejected, over the borders of all windows."""
+    logits = logits_of(model_of(), steps_of(numbers))
+    assert torch.equal(logits, one_by_one()[: len(logits)])
+
+
+def test_rows_of_packed_weights_are_those_of_single_tokens() -> None:
+    model = model_of(packed=True)
+    together = logits_of(model, [(3, 6), (1, 2)])
+    assert torch.equal(together, logits_of(model, [(0, 1)] * 8))
+
+
+def test_steps_of_their_own_size_are_near_alone() -> None:
+    """Why rows are fixed: bits depend on their number, here by torch's own products."""
+    model, tokens = model_of(), text(9, model_of().config.vocab_size)
+    with torch.inference_mode():
+        together = model(tokens.unsqueeze(0))[0]
+        alone = torch.stack([model(tokens[: i + 1].unsqueeze(0))[0, -1] for i in range(9)])
+    assert torch.allclose(together, alone, atol=0.1)
+
+
+@pytest.mark.nightly
+def test_rows_are_those_of_single_tokens_in_the_interpreter() -> None:
+    """By the Triton kernels; two steps of the fewest rows that differ."""
+    with interpret_triton():
+        config = ModelConfig.tiny(layer_types=(CSA,), num_hidden_layers=1, sliding_window=8)
+        model = random_model(config, 5, torch.bfloat16)
+        assert torch.equal(logits_of(model, [(1, 3)]), logits_of(model, [(0, 1)] * 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("numbers", [[(0, 9)] * 4, [(8, 1)] * 12, [(2, 3), (0, 7), (4, 5)] * 3])
+def test_rows_are_those_of_single_tokens_on_a_gpu(packed: bool, numbers: list) -> None:
+    steps = steps_of(numbers)
+    logits = logits_of(model_of("cuda", packed), steps)
+    assert torch.equal(logits, one_by_one("cuda", packed)[: len(logits)])
+
+
+def test_steps_that_do_not_fit_are_said() -> None:
+    zero = torch.zeros(1, dtype=torch.int64)
+    batch = Batch.from_lengths([4], zero, zero)
+    with pytest.raises(ValueError, match="batch has 4 tokens, wanted at most 3"):
+        FixedRows(model_of(), 3).padded(batch)
+    with pytest.raises(ValueError, match="ids are 2, wanted 4, those of batch"):
+        FixedRows(model_of(), 4).logits(torch.zeros(2, dtype=torch.int64), None, batch)
+    with pytest.raises(ValueError, match="rows is 0, wanted 1 or more"):
+        FixedRows(model_of(), 0)
+    padded = FixedRows(model_of(), 6).padded(batch)
+    assert padded.cu_seqlens.tolist() == [0, 4, 5, 6]
+    assert padded.sequence_of_token.tolist() == [0, 0, 0, 0, -1, -1]
