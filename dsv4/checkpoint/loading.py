@@ -261,7 +261,9 @@ def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> No
     from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
 
     mailbox = open_for(context, model.config, model.device, model.dtype)
-    if mailbox is not None:
+    earlier = context.group.mailbox
+    if mailbox is not None and mailbox is not earlier:
+        mailbox.owner = (mailbox.owner, earlier)  # captured steps of earlier models write to it
         context.group.mailbox = mailbox
 
 
