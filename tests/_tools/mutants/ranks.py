@@ -117,9 +117,9 @@ MUTANTS = (
     Mutant(
         "ranks",
         "attention is not summed over the ranks",
-        LAYERS + "attention:DeepseekV4Attention._up",
-        "all_reduce(self.parallel, self.o_b_proj(o_a_proj(grouped).flatten(-2)))",
-        "self.o_b_proj(o_a_proj(grouped).flatten(-2))",
+        LAYERS + "hyper_connection:DeepseekV4HyperConnection.post_pre",
+        "all_reduce(parallel, output), *arguments",
+        "output, *arguments",
         LOGITS,
     ),
     Mutant(
