@@ -293,10 +293,10 @@ class PagedCache(Rollback):
         if source == target:
             return
         self._trim()
+        count = self._counts[source]
+        kept = min(count.reach(self.rollback), count.low)  # of open steps the certain tokens alone
         sealed = {
-            ratio: self._counts[source].reach(self.rollback) // ratio // table.page_size
-            if ratio
-            else 0
+            ratio: kept // ratio // table.page_size if ratio else 0
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():

@@ -224,7 +224,8 @@ def test_starts_confirm_open_steps() -> None:
     row = cache.allocate()
     cache.prepare([row], [9], certain=[1])
     cache.prepare([row], [9], certain=[1])
-    assert cache._counts[row] == RowCount(2, 18, 18, 1, (OpenStep(1, 9), OpenStep(1, 9)))
+    assert cache._counts[row] == RowCount(2, 18, 0, 1, (OpenStep(1, 9), OpenStep(1, 9)))
+    assert cache._counts[row].written == 18
     for start in (1, 19):
         with pytest.raises(ValueError, match=rf"starts\[0\] is {start}, wanted 18"):
             cache.prepare([row], [1], [start])
