@@ -84,7 +84,6 @@ class Batch:
         cu = torch.arange(starts.shape[0] + 1, device=starts.device)
         return cls(cu, starts, sequences, starts, sequences)
 
-
     @classmethod
     def equal(cls, starts: torch.Tensor, sequences: torch.Tensor, count: int) -> Batch:
         """Make a batch of ``count`` new tokens per sequence, without a number of the host.

@@ -156,7 +156,9 @@ class Rollback(CacheChecks):
             return
         reason = f"it has {count.high} tokens"
         if length < least:
-            reason += f" and had {count.written}, of which rollback ({self.rollback}) can be taken back"
+            reason += (
+                f" and had {count.written}, of which rollback ({self.rollback}) can be taken back"
+            )
         if length < count.floor:
             reason += "; prepare gave window pages back or to later tokens before the last step"
         raise ValueError(

@@ -17,7 +17,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.sampler import Parameters, Variant
 from dsv4.speculation.dspark import DSparkDraft, argmax
 from dsv4.speculation.mtp import Drafts, MtpDraft
-from dsv4.speculation.verify import Verified, draw_draft
+from dsv4.speculation.verify import Verified, draw_draft, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
@@ -30,6 +30,20 @@ _logger = logging.getLogger(__name__)
 Verification = Callable[
     [torch.Tensor, torch.Tensor, Parameters, Variant, torch.Tensor | None], Verified
 ]
+
+
+def same_draws(
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    parameters: Parameters,
+    variant: Variant,
+    draft_probabilities: torch.Tensor | None,
+) -> Verified:
+    """Accept the drafts that plain sampling would draw: a seed has the text that it has without.
+
+    An argument ``verify`` of ``Runner``. It accepts fewer drafts of drawn tokens than its default.
+    """
+    return verify_same_draws(logits, drafts, parameters, variant)
 
 
 @dataclass(frozen=True)

@@ -168,9 +168,7 @@ class KeptRunner:
     def __reduce__(self) -> tuple[type[KeptRunner], tuple[()]]:
         return KeptRunner, ()
 
-    def fit(
-        self, model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind
-    ) -> tuple[Runner, bool]:
+    def fit(self, model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind) -> tuple[Runner, bool]:
         """Return a runner with room for ``need`` whose graphs read memory of the model.
 
         Returns:

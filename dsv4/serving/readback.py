@@ -13,6 +13,7 @@ from dsv4.serving.sampler import Logprobs
 
 NOTHING = -2  # where a verified step has fewer tokens than it has room for
 
+
 @dataclass(eq=False)
 class _Slot:
     """Host memory for one step's results; pinned for a GPU, always filled as a whole."""
@@ -39,9 +40,7 @@ class Results:
     def emitted(self, rows: range) -> list[Emitted]:
         """Return the tokens of some rows, without those of which there are none."""
         reports = self.logprobs or [None] * len(self.tokens)
-        return [
-            Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] != NOTHING
-        ]
+        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] != NOTHING]
 
 
 class Readback:

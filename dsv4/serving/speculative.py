@@ -69,9 +69,7 @@ class DraftCounts:
         self.accepted += accepted
 
     def __str__(self) -> str:
-        return (
-            f"{self.accepted} of {self.drafted} drafts accepted, {self.length:.2f} tokens a step"
-        )
+        return f"{self.accepted} of {self.drafted} drafts accepted, {self.length:.2f} tokens a step"
 
 
 class SpeculativeStep:

@@ -1,0 +1,274 @@
+"""Models with draft layers are served as without: MTP and DSpark in a runner, sampled text too."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.batch import Batch, CacheStep
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving import Runner, SamplingOptions
+from dsv4.serving.drafting import Drafter, DraftPlan, drafting_of
+from dsv4.serving.graphs import Graphs, SamplerStep
+from dsv4.serving.readback import NOTHING
+from dsv4.serving.row_state import RowState
+from dsv4.serving.sampler import Variant
+from dsv4.serving.speculative import SpeculativeStep
+from dsv4.speculation.mtp import Drafts
+from dsv4.speculation.verify import draw_draft, verify_sampled
+from dsv4.testing.models import random_model
+from tests._tools.taped import taped
+from tests.serving.cases import assert_empty
+from tests.serving.test_sampler import chi_square
+from tests.speculation.dspark_cases import DSPARK, model_of, small
+
+METHODS = ("mtp", "dspark")
+PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
+
+
+@functools.cache
+def model(method: str) -> DeepseekV4ForCausalLM:
+    """Windows of 8, 4 and 8 tokens; no rounding, so that no order of a sum moves a code."""
+    types = (SLIDING, CSA, HCA)
+    if method == "dspark":
+        return model_of(small(numerics="transformers"), 0, torch.float32)
+    config = ModelConfig.tiny(
+        layer_types=types, num_nextn_predict_layers=1, sliding_window=8,
+        numerics="transformers",
+    )  # fmt: skip
+    return random_model(config, 4, torch.float32, mtp=True)
+
+
+@functools.cache
+def plain(method: str) -> list[list[int]]:
+    return model(method).generate(PROMPTS, 24, stop_ids=(), speculate=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_drafts_and_has_the_same_text(method) -> None:
+    served = model(method)
+    assert served.generate(PROMPTS, 24, stop_ids=()) == plain(method)
+    one = served.generate(PROMPTS[:1], 9, stop_ids=(), speculate=method, draft_tokens=1)
+    assert one == [plain(method)[0][:9]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_parts_read_nothing_on_the_host(monkeypatch, method) -> None:
+    """Torch's operations alone are repeated; drafts, lengths and tokens are in tensors."""
+    served = model(method)
+    kinds = [
+        SamplingOptions(max_new_tokens=16, stop_ids=()),
+        SamplingOptions(
+            max_new_tokens=16, stop_ids=(), temperature=0.8, top_p=0.9, seed=5, logprobs=2,
+            repetition_penalty=1.2,
+        ),
+    ]  # fmt: skip
+    results = []
+    for captured in (False, True):
+        if captured:
+            monkeypatch.setattr(Graphs, "captured", taped)
+        runner = Runner(
+            served, max_sequences=2, max_tokens=64, max_chunk=24, prompt_buckets=(24,),
+            buckets=(2,), prefix_sequences=0,
+        )  # fmt: skip
+        runner._capture = runner._speculative._captures_drafts = captured
+        requests = [runner.add(p, kinds[i % 2]) for i, p in enumerate(PROMPTS)]
+        runner.run()
+        results.append([(r.tokens, r.logprobs) for r in requests])
+        assert_empty(runner)
+    assert results[0] == results[1]
+    assert results[0][0][0] == plain(method)[0][:16]
+    assert runner.captures > 5
+
+
+def poisoned(method: str) -> DeepseekV4ForCausalLM:
+    """The model, whose draft makes NaN."""
+    import copy
+
+    broken = copy.deepcopy(model(method))
+    with torch.no_grad():
+        if method == "mtp":
+            broken.mtp[0].norm.weight[0] = torch.nan
+        else:
+            broken.dspark.last.norm.weight[0] = torch.nan
+    return broken
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_in_the_draft_costs_drafts_alone(method) -> None:
+    with Runner(poisoned(method), max_sequences=3, max_tokens=64) as runner:
+        greedy = SamplingOptions(max_new_tokens=10, stop_ids=())
+        drawn = SamplingOptions(max_new_tokens=6, stop_ids=(), temperature=1.0, seed=2)
+        requests = [runner.add(PROMPTS[0], greedy), runner.add(PROMPTS[2], drawn)]
+        runner.run()
+        assert runner.draft_counts.accepted == 0
+    assert requests[0].tokens == plain(method)[0][:10]
+    with Runner(model(method), max_sequences=3, max_tokens=64, speculate=None) as runner:
+        assert runner.add(PROMPTS[2], drawn).result() == requests[1].tokens
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_drafts_do_not_depend_on_chunks_of_the_prompt_or_on_a_step_without(method) -> None:
+    """Whatever came before, the same tokens are drafted; without entries they would be others."""
+    first: list[list[list[int]]] = []
+    for chunk in (64, 5):
+        runner = Runner(model(method), max_sequences=1, max_tokens=64, max_chunk=chunk)
+        assert runner._speculative is not None
+        request = runner.add(PROMPTS[1], max_new_tokens=12, stop_ids=())
+        while not request.tokens:
+            runner.step()
+        drafts = runner._drafts
+        if chunk == 64:
+            runner._drafts = 0
+        while len(request.tokens) < 5:
+            runner.step()
+        runner._drafts, drawn = drafts, []
+        while not request.done:
+            runner.step()
+            at, ids = int(runner.cache.lengths[0]), runner._speculative._ids
+            drawn.append([at - len(request.prompt), *ids[0].tolist()])
+        first.append(drawn)
+        assert request.tokens == plain(method)[1][:12]
+    # Steps whose anchors meet propose the same.
+    meeting = {tuple(d[1:]) for d in first[0]} & {tuple(d[1:]) for d in first[1]}
+    assert len(meeting) > 2
+
+
+# Which drafts ---------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_draft_that_is_there(caplog) -> None:
+    none = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    assert drafting_of(none, "auto").plan is None
+    assert drafting_of(none, "auto").reason == "the model holds no draft layers"
+    assert str(drafting_of(none, None)) == "no drafts: none are asked for"
+    assert drafting_of(model("mtp"), "auto").plan == DraftPlan("mtp", 2)
+    assert drafting_of(model("dspark"), "auto").plan == DraftPlan("dspark", DSPARK.block_size)
+    assert drafting_of(model("mtp"), "mtp", 8).plan == DraftPlan("mtp", 8)
+    assert str(drafting_of(model("mtp"), "mtp", 1)) == "1 mtp draft a step"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            runner = Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True)
+            assert "deterministic runner's bits" in str(runner.drafting)
+    assert caplog.text.count("tokens are generated without drafts") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("mtp", {"speculate": "dspark"}, "'dspark', but the model holds layers of multi-token"),
+        ("dspark", {"speculate": "mtp"}, "'mtp', but the model holds a DSpark draft"),
+        ("mtp", {"speculate": "eagle"}, "speculate is 'eagle', wanted 'auto', 'mtp', 'dspark'"),
+        ("mtp", {"draft_tokens": 9}, "draft_tokens is 9, wanted 1 to 8 of mtp"),
+        ("dspark", {"draft_tokens": 6}, "draft_tokens is 6, wanted 1 to 5 of dspark"),
+        ("mtp", {"draft_tokens": 0}, "draft_tokens is 0, wanted 1 or more"),
+        ("mtp", {"speculate": None, "draft_tokens": 2}, "2 and speculate None, wanted a method"),
+    ],
+)
+def test_what_is_not_possible_raises_with_the_reason(method, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        model(method).generate(PROMPTS, 4, **options)
+    with pytest.raises(ValueError, match=words):
+        Runner(model(method), max_sequences=1, max_tokens=64, **options)
+
+
+def test_other_reasons() -> None:
+    with pytest.raises(ValueError, match="deterministic runner's bits"):
+        Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True, speculate="mtp")
+    with pytest.raises(TypeError, match="draft_tokens is True, wanted an int or None"):
+        model("mtp").generate(PROMPTS, 4, draft_tokens=True)
+    plain_model = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="'mtp', but the model holds no draft layers; wanted"):
+        plain_model.generate(PROMPTS, 4, speculate="mtp")
+
+
+# Sampled text ---------------------------------------------------------------------------------
+
+
+VOCAB, DRAWS = 6, 20_000
+
+
+class _Lengths:
+    """What a step needs of a cache: the lengths of its rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.lengths, self.max_sequences = torch.ones(rows, dtype=torch.int64), rows
+
+    def advance(self, batch: Batch, accepted: torch.Tensor) -> None:
+        self.lengths += accepted
+
+
+class _Chain(Drafter):
+    """A model whose next token depends on the last one alone, and a draft that is another one."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (2, VOCAB, VOCAB)
+        self.target, self.proposal = 1.3 * torch.randn(
+            shape, generator=generator, dtype=torch.float64
+        )
+        self.config = ModelConfig.tiny(vocab_size=VOCAB, hidden_size=VOCAB)
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def draft(self, anchors, rows, lengths, count, parameters, variant) -> Drafts:
+        tokens, q = [anchors], []
+        for i in range(count):
+            at = parameters._replace(position=parameters.position + i)
+            drawn = draw_draft(self.proposal[tokens[-1]], at, variant)
+            tokens.append(drawn.tokens)
+            q.append(drawn.probabilities)
+        return Drafts(torch.stack(tokens[1:], 1), torch.stack(q, 1))
+
+    def skip(self, anchors, rows, lengths) -> None:
+        pass
+
+    def forward(self, ids, following, step: CacheStep, stored=None) -> tuple[Any, Any]:
+        hidden = self.target[ids[0]].unsqueeze(0)
+        assert step.batch.positions.shape[0] == ids.shape[1]
+        return hidden, torch.zeros(1, ids.shape[1], self.config.hc_mult, VOCAB)
+
+    def keep(self, rows, streams) -> None:
+        pass
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "temperature": 0.7}])
+def test_sampled_text_has_the_distribution_of_plain_sampling(options) -> None:
+    """Three tokens after the first of 20,000 requests, by their joint distribution."""
+    chain = _Chain()
+    state, cache = RowState(DRAWS, VOCAB, chain.device), _Lengths(DRAWS)
+    sampling = SamplingOptions(**{"temperature": 1.0, **options})
+    variant = Variant.of(sampling)
+    state.numbers[:DRAWS] = torch.tensor(
+        [sampling.temperature, 1.0, -math.inf, 1.0], dtype=torch.float64
+    )
+    state.integers[:DRAWS, 0] = sampling.top_k or VOCAB
+    state.integers[:DRAWS, 1] = torch.arange(DRAWS)
+    state.tokens[:DRAWS] = 2
+    sampler = SamplerStep(chain, cache, state, (DRAWS,), Graphs())
+    step = SpeculativeStep(chain, cache, state, sampler, Graphs(), chain, 2, verify_sampled)
+    texts = [list[int]() for _ in range(DRAWS)]
+    for _ in range(3):  # at least one token each
+        chosen = step.run(range(DRAWS), 2, variant, captured=False)
+        for text, new in zip(texts, chosen.tokens.view(DRAWS, 3).tolist(), strict=True):
+            text.extend(token for token in new if token != NOTHING)
+    assert state.tokens[:DRAWS].tolist() == [text[-1] for text in texts]
+    assert cache.lengths.tolist() == [1 + len(text) for text in texts]
+    assert 1.1 < sum(map(len, texts)) / DRAWS / 3 < 2.8
+    scaled = chain.target / sampling.temperature
+    if sampling.top_k is not None:
+        smallest = scaled.topk(sampling.top_k).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < smallest, -math.inf)
+    p = scaled.softmax(-1)
+    expected = (p[2].view(-1, 1, 1) * p.unsqueeze(2) * p.unsqueeze(0)).flatten()
+    drawn = torch.tensor([text[:3] for text in texts])
+    cells = (drawn * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+    assert chi_square(torch.bincount(cells, minlength=VOCAB**3).double(), expected) < 4.5
