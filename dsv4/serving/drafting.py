@@ -21,7 +21,7 @@ from dsv4.speculation.verify import Verified, draw_draft, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
-_MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
+MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _count(model: DeepseekV4ForCausalLM, method: str, draft_tokens: int | None) 
         assert model.config.dspark is not None
         most = min(most, model.config.dspark.block_size)
     if draft_tokens is None:
-        return most if method == DSPARK else _MTP_TOKENS
+        return most if method == DSPARK else MTP_TOKENS
     if draft_tokens > most:
         raise ValueError(f"draft_tokens is {draft_tokens}, wanted 1 to {most} of {method}")
     return draft_tokens

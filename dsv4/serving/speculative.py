@@ -165,6 +165,21 @@ class SpeculativeStep:
         self._sampler.write([])
         self._run(size, drafts, variant, captured=True)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the steps run."""
+        return self._model.device
+
+    def work(self, name: str, size: int, drafts: int) -> Callable[[], object]:
+        """Return a part of a greedy step on the sampler's rows, to be timed alone.
+
+        Args:
+            name: ``"draft"`` or ``"forward"``, which change no length.
+            size: Sequences.
+            drafts: Drafts of each.
+        """
+        return self._work(_Part(name, size, drafts))
+
     def release(self) -> None:
         """Free the graphs."""
         self._captured.clear()

@@ -13,7 +13,7 @@ import torch
 
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
-from dsv4.bench.suites.model import report
+from dsv4.bench.suites.model import report, speculation
 from dsv4.bench.suites.model.document import (
     ModelResults,
     Named,
@@ -64,6 +64,12 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
             for tokens in request.tokens:
                 results.rows.append(measurement.decode(tokens, context))
                 _say(f"{tokens} sequences at {context}")
+        if request.drafts is not None:
+            for context in request.contexts:
+                for tokens in request.tokens:
+                    row = speculation.measure(measurement, request.drafts, tokens, context)
+                    results.speculation.append(row)
+                    _say(f"drafts of {tokens} sequences at {context}")
         for row in results.rows:
             measurement.kernels(row)
         _say("kernels")
@@ -81,11 +87,17 @@ def _build(request: ModelRequest, results: ModelResults) -> DeepseekV4ForCausalL
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
     if request.checkpoint is None:
-        model = random_model(request.config, device, request.weights)
+        model = random_model(
+            request.config, device, request.weights, mtp=request.drafts is not None
+        )
         start.source = "weights drawn on the device and packed"
     else:
         model = checkpoint.load(
-            request.checkpoint, device=device, mtp=False, prepare=False, progress=False
+            request.checkpoint,
+            device=device,
+            mtp=request.drafts is not None,
+            prepare=False,
+            progress=False,
         )
         start.source = "checkpoint loaded"
     synchronize(device)

@@ -50,7 +50,7 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
     """Count the weights, without memory for them."""
     config = request.config
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config, mtp=False).to(torch.bfloat16)
+        model = DeepseekV4ForCausalLM(config, mtp=request.drafts is not None).to(torch.bfloat16)
     experts = 0
     for name, module in model.named_modules():
         stored = quantised_format(name, module, request.weights)
@@ -61,7 +61,8 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         if isinstance(module, DeepseekV4Experts):
             experts += _nbytes(module)
     count = config.n_routed_experts
-    layer_expert = experts // (count * config.num_hidden_layers)
+    layers = sum(isinstance(module, DeepseekV4Experts) for module in model.modules())
+    layer_expert = experts // (count * layers)
     return ModelBytes(experts // count, layer_expert, _nbytes(model) - experts, count)
 
 
