@@ -14,7 +14,7 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
-from dsv4.serving.drafting import Drafter, DraftPlan, drafting_of
+from dsv4.serving.drafting import Drafter, DraftPlan, DSparkDrafter, drafting_of
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
@@ -26,7 +26,9 @@ from dsv4.testing.models import random_model
 from tests._tools.taped import taped
 from tests.serving.cases import assert_empty
 from tests.serving.test_sampler import chi_square
-from tests.speculation.dspark_cases import DSPARK, model_of, small
+from tests.speculation import test_mtp
+from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
+from tests.speculation.test_verify import request as sampled
 
 METHODS = ("mtp", "dspark")
 PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
@@ -113,31 +115,80 @@ def test_nan_in_the_draft_costs_drafts_alone(method) -> None:
         assert runner.add(PROMPTS[2], drawn).result() == requests[1].tokens
 
 
+def whole_mtp(text: list[int], count: int) -> list[int]:
+    """Drafts after a text over the whole sequence, without a cache."""
+    return test_mtp.expected_drafts(text, count)
+
+
+def whole_dspark(text: list[int], count: int) -> list[int]:
+    """Drafts after a text that was processed in one step."""
+    sequences = Sequences.of(wide_dspark(), 1)
+    sequences.step({0: text[:-1]})
+    return sequences.propose({0: text[-1]}).tokens[0, :count].tolist()
+
+
+@functools.cache
+def wide_dspark() -> DeepseekV4ForCausalLM:
+    return model_of(small(numerics="transformers"), 0, torch.float64)
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_drafts_do_not_depend_on_chunks_of_the_prompt_or_on_a_step_without(method) -> None:
-    """Whatever came before, the same tokens are drafted; without entries they would be others."""
-    first: list[list[list[int]]] = []
-    for chunk in (64, 5):
-        runner = Runner(model(method), max_sequences=1, max_tokens=64, max_chunk=chunk)
-        assert runner._speculative is not None
-        request = runner.add(PROMPTS[1], max_new_tokens=12, stop_ids=())
-        while not request.tokens:
-            runner.step()
-        drafts = runner._drafts
-        if chunk == 64:
-            runner._drafts = 0
-        while len(request.tokens) < 5:
-            runner.step()
-        runner._drafts, drawn = drafts, []
-        while not request.done:
-            runner.step()
-            at, ids = int(runner.cache.lengths[0]), runner._speculative._ids
-            drawn.append([at - len(request.prompt), *ids[0].tolist()])
-        first.append(drawn)
-        assert request.tokens == plain(method)[1][:12]
-    # Steps whose anchors meet propose the same.
-    meeting = {tuple(d[1:]) for d in first[0]} & {tuple(d[1:]) for d in first[1]}
-    assert len(meeting) > 2
+def test_a_runner_drafts_what_whole_sequences_draft(method) -> None:
+    """After chunks of prompts, accepted and rejected drafts, and a step without drafts."""
+    served = test_mtp.model() if method == "mtp" else wide_dspark()
+    expected = whole_mtp if method == "mtp" else whole_dspark
+    runner = Runner(served, max_sequences=2, max_tokens=64, max_chunk=6, draft_tokens=3)
+    assert runner._speculative is not None
+    drafter: Any = runner._speculative._drafter
+    inner, seen = drafter.draft, list[tuple[Any, int, list[int]]]()
+
+    def recorded(anchors: Any, rows: Any, lengths: Any, *rest: Any) -> Drafts:
+        drafts = inner(anchors, rows, lengths, *rest)
+        request_of = {s.row: s.request for s in runner._scheduler.running}
+        for row, length, tokens in zip(
+            rows.tolist(), lengths.tolist(), drafts.tokens.tolist(), strict=True
+        ):
+            if row >= 0:
+                seen.append((request_of[row], length, tokens))
+        return drafts
+
+    drafter.draft = recorded
+    requests = [runner.add(prompt, max_new_tokens=11, stop_ids=()) for prompt in PROMPTS[1:]]
+    steps = 0
+    while runner.step():
+        steps += 1
+        runner._drafts = 0 if steps == 8 else 3
+    checked = 0
+    for request, length, tokens in seen:
+        text = [*request.prompt, *request.tokens]
+        if length < len(text):
+            assert tokens == expected(text[: length + 1], 3)
+            checked += 1
+    assert checked > 12
+    assert all(len(request.tokens) == 11 for request in requests)
+
+
+def test_dspark_draws_each_row_by_its_own_random_numbers() -> None:
+    """Each draft is drawn at its own position, and kept with what it was drawn from."""
+    served, count = wide_dspark(), 3
+    cache = served.new_cache(2, 64, max_chunk=8)
+    rows = torch.tensor([cache.allocate(), cache.allocate()])
+    drafter, kept = DSparkDrafter(served, cache), list[torch.Tensor]()
+    with torch.inference_mode():
+        served.prefill([[1, 2, 3], [4, 5]], cache, rows.tolist())
+        assert served.dspark is not None
+        head: Any = served.dspark.last.markov_head
+        hook = head.register_forward_hook(lambda *call: kept.append(call[-1]))
+        at = sampled(2, top_k=served.config.vocab_size)._replace(position=cache.lengths[rows] + 1)
+        drafts = drafter.draft(
+            torch.tensor([7, 8]), rows, cache.lengths[rows], count, at, Variant(draw=True)
+        )
+        hook.remove()
+    assert drafts.probabilities is not None
+    for j in range(count):
+        drawn = draw_draft(kept[j], at._replace(position=at.position + j), Variant(draw=True))
+        assert torch.equal(drafts.tokens[:, j], drawn.tokens)
+        assert torch.equal(drafts.probabilities[:, j], drawn.probabilities)
 
 
 # Which drafts ---------------------------------------------------------------------------------

@@ -246,5 +246,5 @@ def test_forced_acceptance_accepts_its_share(share, count) -> None:
         assert tokens[accepted + 1 :] == [NO_DRAFT] * (count - accepted)
     drafts[:, 0] = NO_DRAFT
     assert not forced(logits, drafts, parameters, Variant(), None).accepted.any()
-    with pytest.raises(ValueError, match="share is 1.5, wanted 0 to 1"):
+    with pytest.raises(ValueError, match=r"share is 1\.5, wanted 0 to 1"):
         ForcedAcceptance(1.5)

@@ -67,8 +67,8 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
         if request.drafts is not None:
             for context in request.contexts:
                 for tokens in request.tokens:
-                    row = speculation.measure(measurement, request.drafts, tokens, context)
-                    results.speculation.append(row)
+                    drafted = speculation.measure(measurement, request.drafts, tokens, context)
+                    results.speculation.append(drafted)
                     _say(f"drafts of {tokens} sequences at {context}")
         for row in results.rows:
             measurement.kernels(row)
