@@ -10,7 +10,7 @@ from torch import nn
 
 from dsv4 import layers
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.kv_cache.paged_cache import CacheStep, LayerCache
+from dsv4.kv_cache.paged_cache import CacheStep, LayerCache, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.quant.formats import FRAGMENTS
 from dsv4.serving import Request, Runner, SamplingOptions
@@ -97,6 +97,13 @@ class ToyModel(DeepseekV4ForCausalLM):
         logits = 3 * torch.sin(hidden * number)
         broken = torch.tensor([int(value) in self.failing for value in hidden[:, 0]])
         return logits.masked_fill(broken.unsqueeze(1), torch.nan)
+
+
+def last_hash(cache: PagedCache, row: int) -> int:
+    """The toy's hash of all tokens of a row."""
+    state = cache.layers[1].state
+    assert state is not None
+    return int(state[row, (int(cache.lengths[row]) - 1) % state.shape[1], 0, 0])
 
 
 def wide(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
+from dsv4.layers import pack_, quantize_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving.drafting import Drafter, DraftPlan, DSparkDrafter, drafting_of
@@ -20,10 +22,12 @@ from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Variant
 from dsv4.serving.speculative import SpeculativeStep
+from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.speculation.mtp import Drafts
 from dsv4.speculation.verify import draw_draft, verify_sampled
 from dsv4.testing.models import random_model
 from tests._tools.taped import taped
+from tests.serving import test_graphs
 from tests.serving.cases import assert_empty
 from tests.serving.test_sampler import chi_square
 from tests.speculation import test_mtp
@@ -323,3 +327,58 @@ def test_sampled_text_has_the_distribution_of_plain_sampling(options) -> None:
     drawn = torch.tensor([text[:3] for text in texts])
     cells = (drawn * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
     assert chi_square(torch.bincount(cells, minlength=VOCAB**3).double(), expected) < 4.5
+
+
+# On a GPU -------------------------------------------------------------------------------------
+
+
+def packed(method: str) -> DeepseekV4ForCausalLM:
+    """Small, but wide enough for the kernels of a published model, its draft layers too."""
+    config = ModelConfig.tiny(
+        layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512, qk_rope_head_dim=64,
+        num_attention_heads=16, index_head_dim=128, q_lora_rank=64, o_groups=2, o_lora_rank=32,
+        moe_intermediate_size=128, sliding_window=128, compress_rates={CSA: 4, HCA: 128},
+        num_nextn_predict_layers=int(method == "mtp"),
+        dspark=replace(DSPARK, markov_rank=32) if method == "dspark" else None,
+    )  # fmt: skip
+    served = random_model(config, 3, torch.bfloat16, mtp=True)
+    quantize_(served)
+    pack_(served)
+    return served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
+    """Bit for bit, log-probabilities too, while requests join, leave, fork and wait."""
+    served, results = packed(method).cuda(), []
+    size = test_graphs.sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
+    for capture in (False, None):
+        runner = Runner(
+            served, **size, capture=capture, speculate=method, verify=ForcedAcceptance(0.6)
+        )
+        results.append(test_graphs.results_of(test_graphs.story(runner, 400)))
+    assert results[0] == results[1]
+    assert sum(len(tokens) for _, tokens, _ in results[0]) > 400
+    assert 0.4 < runner.draft_counts.accepted / runner.draft_counts.drafted < 0.8
+    assert runner._speculative is not None
+    assert runner._speculative._captures_drafts
+    assert runner._speculative.captures > 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_drafts_that_are_nan_change_no_text(method) -> None:
+    served = packed(method).cuda()
+    last = served.mtp[0] if method == "mtp" else served.dspark.last
+    options = SamplingOptions(max_new_tokens=20, stop_ids=())
+    with Runner(served, max_sequences=2, max_tokens=64) as runner:
+        expected = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
+        runner.run()
+        with torch.no_grad():
+            last.norm.weight[0] = torch.nan
+        requests = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
+        before = runner.draft_counts.accepted
+        runner.run()
+    assert runner.draft_counts.accepted == before
+    assert [r.tokens for r in requests] == [r.tokens for r in expected]
