@@ -66,10 +66,7 @@ class KnownDrafts(Drafter):
         if not running:
             return [NO_DRAFT] * count
         request, vocab = running[0].request, self.model.config.vocab_size
-        if request.number not in self._texts:
-            text = whole_text(self.model, list(request.prompt), request.options, request.seed)
-            self._texts[request.number] = [*request.prompt, *text]
-        text, drafts = self._texts[request.number], []
+        text, drafts = self.know(request), list[int]()
         for position in range(length + 1, length + 1 + count):
             kind = self.pattern(position, request.number)
             if position >= len(text) or kind == "none":
@@ -77,6 +74,13 @@ class KnownDrafts(Drafter):
             else:
                 drafts.append((text[position] + (kind == "wrong")) % vocab)
         return drafts
+
+    def know(self, request: Request) -> list[int]:
+        """The prompt of a request and its answer without drafts."""
+        if request.number not in self._texts:
+            text = whole_text(self.model, list(request.prompt), request.options, request.seed)
+            self._texts[request.number] = [*request.prompt, *text]
+        return self._texts[request.number]
 
     def skip(self, anchors: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
         self.steps.append((int((rows >= 0).sum()), 0))

@@ -12,14 +12,16 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dsv4.kv_cache import rollback
 from dsv4.kv_cache.paged_cache import Batch
-from dsv4.serving import LogitsError, SamplingOptions
+from dsv4.serving import LogitsError, SamplingOptions, speculative
 from dsv4.serving.drafting import same_draws
 from dsv4.serving.graphs import Graphs
 from tests._tools.taped import replayed
 from tests.serving import test_graphs
 from tests.serving.cases import ToyModel, assert_empty, option_sets, plain_text
 from tests.serving.drafts import drafting, mixed, text_of
+from tests.serving.test_recovery import Interrupts
 from tests.serving.test_runner import prompts, sizes
 
 GREEDY = SamplingOptions(max_new_tokens=60, stop_ids=())
@@ -34,7 +36,7 @@ def right(position: int, number: int) -> str:
     return "right"
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly(8)
 @given(
     st.data(),
     sizes(),
@@ -59,7 +61,7 @@ def test_the_text_of_a_request_is_that_without_drafts(monkeypatch, data, size, a
     assert_empty(runner)
 
 
-@pytest.mark.costly(5)
+@pytest.mark.costly(8)
 @given(st.data(), st.lists(option_sets(30), min_size=2, max_size=4), st.sampled_from([1, 3, 5]))
 def test_a_conversation_goes_on_where_accepted_tokens_ended(monkeypatch, data, options, count):
     """Kept rows hold confirmed tokens alone, also of requests cancelled amid steps."""
@@ -186,6 +188,32 @@ def test_logits_that_are_not_finite_end_their_request_alone(monkeypatch) -> None
         assert requests[0].tokens == text[:17]
         assert requests[1].tokens == other
         assert_empty(runner)
+
+
+@pytest.mark.costly(10)
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    st.lists(option_sets(12), min_size=2, max_size=3),
+)
+@example([1500, 900], [GREEDY, GREEDY])
+def test_an_interrupt_anywhere_changes_no_text(monkeypatch, gaps, options):
+    """Also between the tokens of a step, and between their number and the cache's."""
+    model = toy()
+    runner, drafts = drafting(
+        monkeypatch, model, mixed(0.7), 3, max_sequences=3, max_tokens=600, max_chunk=200,
+        pool_tokens=1024, verify=same_draws,
+    )  # fmt: skip
+    stem = [(7 * i + 3) % 128 for i in range(250)]
+    requests = [runner.add([*stem, i], sampling) for i, sampling in enumerate(options)]
+    for request in requests:
+        drafts.know(request)
+    files = (speculative.__file__.removesuffix("speculative.py"), rollback.__file__)
+    interrupts = Interrupts(gaps, files)
+    while interrupts.run(runner.step) is not False:
+        pass
+    for request in requests:
+        assert request.tokens == text_of(model, request)
+    assert_empty(runner)
 
 
 def results_of(requests: list[Any]) -> list[tuple[object, ...]]:
