@@ -294,9 +294,10 @@ class PagedCache(Rollback):
             return
         self._trim()
         count = self._counts[source]
-        kept = min(count.reach(self.rollback), count.low)  # of open steps the certain tokens alone
+        # Of open steps the certain tokens alone are never written again.
+        fewest = min(count.reach(self.rollback), count.low)
         sealed = {
-            ratio: kept // ratio // table.page_size if ratio else 0
+            ratio: fewest // ratio // table.page_size if ratio else 0
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():

@@ -105,7 +105,7 @@ class Rollback(CacheChecks):
             self._counts[row] = self._counts[row].confirmed(length)
             self._grown.add(row)
 
-    def settle(self, sequence: int, length: int) -> bool:
+    def truncate(self, sequence: int, length: int) -> bool:
         """Give a sequence exactly ``length`` tokens, though steps of it may be under way.
 
         The lengths that these steps set are replaced, in stream order and without waiting, so they
@@ -119,10 +119,10 @@ class Rollback(CacheChecks):
             RuntimeError: if the cache has no pools.
             ValueError: if the row is not allocated.
         """
-        self._outside("settle")
-        self._check_allocated("settle", sequence)
+        self._outside("truncate")
+        self._check_allocated("truncate", sequence)
         if not self.pooled:
-            raise RuntimeError("PagedCache.settle: the cache has no pools, wanted pool_tokens")
+            raise RuntimeError("PagedCache.truncate: the cache has no pools, wanted pool_tokens")
         count = self._counts[sequence]
         if not count.reach(self.rollback) <= length <= count.low:
             return False

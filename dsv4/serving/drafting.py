@@ -336,9 +336,9 @@ class DSparkDrafter(Drafter):
 
         def drawn(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             assert parameters is not None
-            one = draw_draft(logits, parameters._replace(position=positions), variant)
-            distributions.append(one.probabilities)
-            return one.tokens
+            drafted = draw_draft(logits, parameters._replace(position=positions), variant)
+            distributions.append(drafted.probabilities)
+            return drafted.tokens
 
         sample = argmax if parameters is None else drawn
         drafts = self._draft.draft(anchors, self.cache, rows, lengths, sample=sample)

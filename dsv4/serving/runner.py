@@ -601,7 +601,7 @@ class Runner:
         return self._decoded([sequence.row], 0, own).copied(1)
 
     def _decoded(self, rows: Sequence[int], drafts: int, variant: Variant) -> Chosen:
-        """Decode each row, with so many drafts, captured if possible."""
+        """Decode each row, with ``drafts`` of each, captured if possible."""
         if self._replays:
             try:
                 return self._run_decode(rows, drafts, variant, captured=True)
@@ -678,17 +678,17 @@ class Runner:
 
     def _give(self, sequence: RunningSequence, emitted: Sequence[Emitted]) -> None:
         """Give tokens to a request; those behind its end are surplus."""
-        for one in emitted:
+        for new in emitted:
             if sequence.request.done:
                 return
-            if one.token == FAILED:
+            if new.token == FAILED:
                 position = len(sequence.request.prompt) + len(sequence.request.tokens)
                 reason = f"the logits of position {position} are not finite"
                 sequence.request.fail(reason, LogitsError)
             elif sequence.repeats:
-                _repeat(sequence, one.token)
+                _repeat(sequence, new.token)
             else:
-                sequence.request.emit(one)
+                sequence.request.emit(new)
 
 
 def _part(piece: Piece) -> Part:

@@ -150,18 +150,18 @@ class Scheduler:
         """Take the rows of requests that have ended, and drop those that waited."""
         for sequence in [s for s in self.running if s.request.done]:
             self._close(sequence)
-            if sequence.request.error is None and self._settled(sequence):
+            if sequence.request.error is None and self._truncated(sequence):
                 self._prefixes.keep(sequence.row, sequence.held())
             else:
                 self._cache.free(sequence.row)
         if any(request.done for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.done)
 
-    def _settled(self, sequence: RunningSequence) -> bool:
+    def _truncated(self, sequence: RunningSequence) -> bool:
         """Return whether the row holds ``held``; tokens of drafts behind them are taken back."""
         if not sequence.drafted:
             return True
-        return self._cache.settle(sequence.row, len(sequence.held()))
+        return self._cache.truncate(sequence.row, len(sequence.held()))
 
     def _close(self, sequence: RunningSequence) -> None:
         sequence.closed = True

@@ -314,7 +314,7 @@ def test_a_captured_verification_is_the_eager_one(numerics: str) -> None:
         assert_bitwise(actual, expected)
 
 
-def test_a_row_is_settled_while_steps_are_under_way() -> None:
+def test_a_row_is_truncated_while_steps_are_under_way() -> None:
     """To what is certainly there and whose window and slots no step can have taken."""
     stack = Stack(published(), 0)
     cache = stack.cache(2, 600, pool_tokens=1200, max_chunk=300)
@@ -322,18 +322,18 @@ def test_a_row_is_settled_while_steps_are_under_way() -> None:
     cache.prepare([row], [270])
     for _ in range(2):  # 278 at most, 272 at least
         cache.prepare([row], [4], certain=[1])
-    assert not cache.settle(row, 273)
+    assert not cache.truncate(row, 273)
     cache.confirm([row], [273])
     assert (cache._counts[row].low, cache._counts[row].written) == (274, 277)
-    assert not cache.settle(row, 270)
-    assert cache.settle(row, 272)
+    assert not cache.truncate(row, 270)
+    assert cache.truncate(row, 272)
     assert cache.lengths.tolist()[row] == 272
     assert cache._counts[row] == RowCount(272, 272, 277, 271)
-    with pytest.raises(ValueError, match="settle: sequence is 1, wanted one that is allocated"):
-        cache.settle(1, 0)
+    with pytest.raises(ValueError, match="truncate: sequence is 1, wanted one that is allocated"):
+        cache.truncate(1, 0)
     rings = stack.cache(1, 300)
     with pytest.raises(RuntimeError, match="has no pools, wanted pool_tokens"):
-        rings.settle(rings.allocate(), 0)
+        rings.truncate(rings.allocate(), 0)
 
 
 def test_a_fork_shares_no_page_that_an_open_step_may_leave_unfinished() -> None:

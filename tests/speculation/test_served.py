@@ -60,8 +60,8 @@ def plain(method: str) -> list[list[int]]:
 def test_generate_drafts_and_has_the_same_text(method) -> None:
     served = model(method)
     assert served.generate(PROMPTS, 24, stop_ids=()) == plain(method)
-    one = served.generate(PROMPTS[:1], 9, stop_ids=(), speculate=method, draft_tokens=1)
-    assert one == [plain(method)[0][:9]]
+    single = served.generate(PROMPTS[:1], 9, stop_ids=(), speculate=method, draft_tokens=1)
+    assert single == [plain(method)[0][:9]]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -177,12 +177,12 @@ def test_dspark_draws_each_row_by_its_own_random_numbers() -> None:
     served, count = wide_dspark(), 3
     cache = served.new_cache(2, 64, max_chunk=8)
     rows = torch.tensor([cache.allocate(), cache.allocate()])
-    drafter, kept = DSparkDrafter(served, cache), list[torch.Tensor]()
+    drafter, seen = DSparkDrafter(served, cache), list[torch.Tensor]()
     with torch.inference_mode():
         served.prefill([[1, 2, 3], [4, 5]], cache, rows.tolist())
         assert served.dspark is not None
         head: Any = served.dspark.last.markov_head
-        hook = head.register_forward_hook(lambda *call: kept.append(call[-1]))
+        hook = head.register_forward_hook(lambda *call: seen.append(call[-1]))
         at = sampled(2, top_k=served.config.vocab_size)._replace(position=cache.lengths[rows] + 1)
         drafts = drafter.draft(
             torch.tensor([7, 8]), rows, cache.lengths[rows], count, at, Variant(draw=True)
@@ -190,7 +190,7 @@ def test_dspark_draws_each_row_by_its_own_random_numbers() -> None:
         hook.remove()
     assert drafts.probabilities is not None
     for j in range(count):
-        drawn = draw_draft(kept[j], at._replace(position=at.position + j), Variant(draw=True))
+        drawn = draw_draft(seen[j], at._replace(position=at.position + j), Variant(draw=True))
         assert torch.equal(drafts.tokens[:, j], drawn.tokens)
         assert torch.equal(drafts.probabilities[:, j], drawn.probabilities)
 

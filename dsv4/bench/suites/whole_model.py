@@ -214,7 +214,7 @@ class DecodeStep:
         context: Tokens of each before the step, at least 1.
         seed: Seed of the prompts.
         fill: How the cache is filled; None: ``Fill.plan``.
-        room: Tokens of each that a step may have; it has one unless somebody else makes more.
+        new_tokens: Most tokens of each that the cache takes; the step itself has one.
 
     Attributes:
         fill: How the cache was filled.
@@ -230,7 +230,7 @@ class DecodeStep:
         context: int,
         seed: int = 0,
         fill: Fill | None = None,
-        room: int = 1,
+        new_tokens: int = 1,
     ) -> None:
         self.model = model
         self.fill = fill or Fill.plan(sequences, context)
@@ -240,7 +240,7 @@ class DecodeStep:
         prompts = torch.randint(2, vocabulary, shape, generator=generator).tolist()
         chunk = min(shape[1], max(1, _FILL_CHUNK // shape[0]))
         self.cache = model.new_cache(
-            sequences, context + room, max(chunk, room), index_format=INDEX_FORMAT
+            sequences, context + new_tokens, max(chunk, new_tokens), index_format=INDEX_FORMAT
         )
         rows = [self.cache.allocate() for _ in range(sequences)]
         model.prefill(prompts, self.cache, rows[: len(prompts)])
@@ -248,7 +248,7 @@ class DecodeStep:
         for i, row in enumerate(rows[len(prompts) :]):
             self.cache.copy(rows[i % len(prompts)], row)
         self.cache.lengths[rows] = context
-        self.cache.prepare(rows, [room] * sequences, [context] * sequences)
+        self.cache.prepare(rows, [new_tokens] * sequences, [context] * sequences)
         self.rows = torch.tensor(rows, device=model.device)
         self.lengths = self.cache.lengths.clone()
         self.tokens = torch.randint(2, vocabulary, (sequences,), generator=generator)

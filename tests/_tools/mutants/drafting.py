@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         "served",
         "rows of ended requests are kept as they are",
-        "dsv4.serving.scheduler:Scheduler._settled",
-        "self._cache.settle(sequence.row, len(sequence.held()))",
+        "dsv4.serving.scheduler:Scheduler._truncated",
+        "self._cache.truncate(sequence.row, len(sequence.held()))",
         "True",
         STEPS + "a_conversation_goes_on_where_accepted_tokens_ended",
     ),
@@ -109,11 +109,11 @@ MUTANTS = (
     ),
     Mutant(
         "served",
-        "a row is settled beyond what is certainly there",
-        "dsv4.kv_cache.rollback:Rollback.settle",
+        "a row is truncated beyond what is certainly there",
+        "dsv4.kv_cache.rollback:Rollback.truncate",
         "count.low",
         "count.high",
-        "tests/kv_cache/test_rollback.py::test_a_row_is_settled_while_steps_are_under_way",
+        "tests/kv_cache/test_rollback.py::test_a_row_is_truncated_while_steps_are_under_way",
     ),
     Mutant(
         "served",

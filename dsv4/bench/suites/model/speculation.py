@@ -78,7 +78,7 @@ class Parts:
         seed: int = 0,
     ) -> None:
         self._size, self._drafts = sequences, plan.tokens
-        filled = DecodeStep(model, sequences, context, seed, room=most)
+        filled = DecodeStep(model, sequences, context, seed, new_tokens=most)
         cache = filled.cache
         state = RowState(sequences, model.config.vocab_size, model.device)
         self._graphs = Graphs()
@@ -175,9 +175,9 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
 
     total = 1e3 * seconds_of(device, steps)
     row.drafted, row.accepted = counts.drafted - drafted, counts.accepted - accepted
-    for one in requests:
-        if one.error is not None:
-            raise one.error
-        if one.done:
+    for added in requests:
+        if added.error is not None:
+            raise added.error
+        if added.done:
             raise SkippedError("a sequence ended before all of them were timed")
     return total
