@@ -428,6 +428,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         sampler: Sampler | None = None,
         stop_ids: Iterable[int] | torch.Tensor | None = None,
         chunk: int | None = None,
+        speculate: str | None = "auto",
+        draft_tokens: int | None = None,
     ) -> list[list[int]]:
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
@@ -446,6 +448,10 @@ class DeepseekV4ForCausalLM(nn.Module):
             stop_ids: Tokens that end a sequence, kept in the output; the default is the
                 configuration's ``eos_token_id``.
             chunk: Most prompt tokens per step; the default is 4096.
+            speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
+                holds any; ``"mtp"`` or ``"dspark"``: by these; None: draft nothing. Greedy text
+                does not depend on it.
+            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block.
 
         Returns:
             The new tokens of each prompt.
@@ -454,7 +460,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             RuntimeError: if logits hold NaN or infinity, naming the prompt.
             TypeError: if a prompt is no list of ints, or another argument has the wrong type.
             ValueError: if a prompt is empty, an id is not of the vocabulary, a number is too small,
-                or prompt and new tokens are more than ``max_position_embeddings``.
+                ``speculate`` names drafts that cannot be used, or prompt and new tokens are more
+                than ``max_position_embeddings``.
         """
         vocabulary = self.config.vocab_size
         checked = checked_prompts("generate", prompts, vocabulary)
@@ -468,7 +475,16 @@ class DeepseekV4ForCausalLM(nn.Module):
         self._check_total(max(map(len, checked), default=0), most)
         from dsv4.serving.generation import generate  # it imports this module
 
-        return generate(self, checked, most, sampler=sampler, stop_ids=stops, chunk=size)
+        return generate(
+            self,
+            checked,
+            most,
+            sampler=sampler,
+            stop_ids=stops,
+            chunk=size,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
+        )
 
     def _check_total(self, longest: int, new: int) -> None:
         most = self.config.max_position_embeddings

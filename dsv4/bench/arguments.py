@@ -149,6 +149,15 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
     )
+    add("--speculate", metavar="METHOD", help="mtp or dspark: steps with drafts, too")
+    add("--draft-tokens", type=_positive, help="drafts per step; default 2 of mtp, 5 of dspark")
+    add(
+        "--accept",
+        type=_share,
+        metavar="SHARE",
+        help="count drafts as right by a seed, so that this share of them is accepted, 0 to 1; "
+        "default: as the model verifies them, which with random weights accepts none",
+    )
     add("--limit", type=_limit, metavar="SECONDS", help="no measurement begins after it")
     add(
         "--emulate-peers",
@@ -292,6 +301,16 @@ def _limit(text: str) -> float:
         value = -1.0
     if not value >= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time, wanted 0 seconds or more")
+    return value
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share, wanted 0 to 1")
     return value
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4.commands.ranks import Process, joined_process
 
 if TYPE_CHECKING:
-    from dsv4.serving import SamplingOptions
+    from dsv4.serving import Runner, SamplingOptions
     from dsv4.text import Answer, EffortTable, TextGenerator, Tokenizer
     from dsv4.text.generate import ChatRequest, TextRequest
 
@@ -66,6 +66,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     option("--top-p", type=float, metavar="P", help="probability to choose from")
     option("--seed", type=int, metavar="N", help="of random numbers")
     option("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; repeats")
+    option(
+        "--speculate",
+        choices=("auto", "mtp", "dspark", "none"),
+        default="auto",
+        help="draft tokens by the checkpoint's draft layers, if it has any (auto), or by these",
+    )
+    option("--draft-tokens", type=int, metavar="N", help="per step (2 of MTP, all of DSpark)")
     option("--device", metavar="NAME", help="where the model runs (cuda if there is a GPU, or cpu)")
     option(
         "--parallel",
@@ -103,6 +110,8 @@ def run(options: argparse.Namespace) -> int:
         task = _task(options)
     except TypeError as error:  # of a field in a file of messages
         raise ValueError(str(error)) from error
+    if options.draft_tokens is not None and options.speculate == "none":
+        raise ValueError("--draft-tokens is given and --speculate none, wanted a draft")
     with joined_process(_device(options.device), options.parallel) as process:
         _generate(options, task, process)
     return 0
@@ -115,20 +124,41 @@ def _generate(options: argparse.Namespace, task: Task, process: Process) -> None
     from dsv4.text import TextGenerator
 
     began = time.perf_counter()
+    speculate = None if options.speculate == "none" else options.speculate
     # The runner below has graphs of its own.
     model = dsv4.load(
-        options.path, prepare="kernels", progress=sys.stderr.isatty(), **process.load_options
+        options.path,
+        prepare="kernels",
+        mtp=None if speculate else False,
+        progress=sys.stderr.isatty(),
+        **process.load_options,
     )
     loaded = time.perf_counter() - began
-    tokens = task.prompt_tokens + task.options.max_new_tokens
-    with Runner(model, max_sequences=1, max_tokens=max(tokens, 2), prefix_sequences=0) as runner:
+    tokens = max(task.prompt_tokens + task.options.max_new_tokens, 2)
+    with Runner(
+        model,
+        max_sequences=1,
+        max_tokens=tokens,
+        prefix_sequences=0,
+        speculate=speculate,
+        draft_tokens=options.draft_tokens,
+    ) as runner:
         if not process.leads:
             runner.follow()
             return
         generator = TextGenerator(runner, task.tokenizer, efforts=task.efforts)
         request, times = _stream(generator, task, options.stop)
+        drafts = _drafts(runner)
     if options.stats:
         print(_statistics(request, times, loaded, process.device), file=sys.stderr)
+        print(drafts, file=sys.stderr)
+
+
+def _drafts(runner: Runner) -> str:
+    """What the drafts brought, or why there were none."""
+    if runner.drafting.plan is None:
+        return str(runner.drafting)
+    return f"{runner.drafting}: {runner.draft_counts}"
 
 
 def _task(options: argparse.Namespace) -> Task:

@@ -84,6 +84,24 @@ class Batch:
         cu = torch.arange(starts.shape[0] + 1, device=starts.device)
         return cls(cu, starts, sequences, starts, sequences)
 
+    @classmethod
+    def equal(cls, starts: torch.Tensor, sequences: torch.Tensor, count: int) -> Batch:
+        """Make a batch of ``count`` new tokens per sequence, without a number of the host.
+
+        An entry with ``sequences`` -1 is padding: the slots of its tokens are all -1.
+
+        Args:
+            starts: ``[B]`` int.
+            sequences: ``[B]`` int.
+            count: New tokens of each, 1 and up.
+        """
+        starts, sequences = starts.to(torch.int64), sequences.to(torch.int64)
+        device = starts.device
+        cu = torch.arange(starts.shape[0] + 1, device=device) * count
+        positions = starts.unsqueeze(1) + torch.arange(count, device=device)
+        rows = sequences.unsqueeze(1).expand(-1, count)
+        return cls(cu, starts, sequences, positions.flatten(), rows.flatten())
+
 
 @dataclass(frozen=True, eq=False)
 class CacheStep:

@@ -293,10 +293,11 @@ class PagedCache(Rollback):
         if source == target:
             return
         self._trim()
+        count = self._counts[source]
+        # Of open steps the certain tokens alone are never written again.
+        fewest = min(count.reach(self.rollback), count.low)
         sealed = {
-            ratio: self._counts[source].reach(self.rollback) // ratio // table.page_size
-            if ratio
-            else 0
+            ratio: fewest // ratio // table.page_size if ratio else 0
             for ratio, table in self._tables.items()
         }
         for ratio, table in self._tables.items():

@@ -61,7 +61,7 @@ class Rollback(CacheChecks):
         if not self.pooled:
             held, tops = torch.stack((self.lengths, self._tops)).tolist()
             counts = [
-                RowCount(held[row], held[row], max(self._counts[row].top, held[row], tops[row]))
+                RowCount(held[row], held[row], max(self._counts[row].written, held[row], tops[row]))
                 for row in sequences
             ]
         for row, length, count in zip(sequences, lengths, counts, strict=True):
@@ -105,6 +105,33 @@ class Rollback(CacheChecks):
             self._counts[row] = self._counts[row].confirmed(length)
             self._grown.add(row)
 
+    def truncate(self, sequence: int, length: int) -> bool:
+        """Give a sequence exactly ``length`` tokens, though steps of it may be under way.
+
+        The lengths that these steps set are replaced, in stream order and without waiting, so they
+        need no confirmation. For caches with pools, whose host knows what steps certainly keep.
+
+        Returns:
+            Whether the sequence had as many tokens, and the others can be taken back (see
+            ``roll_back``); if not, nothing is changed.
+
+        Raises:
+            RuntimeError: if the cache has no pools.
+            ValueError: if the row is not allocated.
+        """
+        self._outside("truncate")
+        self._check_allocated("truncate", sequence)
+        if not self.pooled:
+            raise RuntimeError("PagedCache.truncate: the cache has no pools, wanted pool_tokens")
+        count = self._counts[sequence]
+        if not count.reach(self.rollback) <= length <= count.low:
+            return False
+        self._records.clear()
+        row, there = to_device([[sequence], [length]], self.lengths.device).unbind(0)
+        self.lengths.index_copy_(0, row, there)
+        self._counts[sequence] = count.at(length)
+        return True
+
     def _check_lengths(self, what: str, sequences: Sequence[int], lengths: Sequence[int]) -> None:
         if len(sequences) != len(lengths):
             raise ValueError(
@@ -129,7 +156,9 @@ class Rollback(CacheChecks):
             return
         reason = f"it has {count.high} tokens"
         if length < least:
-            reason += f" and had {count.top}, of which rollback ({self.rollback}) can be taken back"
+            reason += (
+                f" and had {count.written}, of which rollback ({self.rollback}) can be taken back"
+            )
         if length < count.floor:
             reason += "; prepare gave window pages back or to later tokens before the last step"
         raise ValueError(

@@ -30,7 +30,8 @@ class RowCount:
     Attributes:
         low: Tokens that it has at least: confirmed ones, and those that open steps certainly keep.
         high: Tokens that it may have; pages are reserved for them.
-        top: Most tokens that were ever written since the row was empty, taken back or not.
+        top: Most tokens that were ever written since the row was empty, taken back or not; without
+            open steps, see ``written``.
         floor: Fewest tokens whose window still has all of its entries.
         open: Steps since the last confirmed length, if any of them may keep fewer tokens.
     """
@@ -51,15 +52,21 @@ class RowCount:
         low, high = self.low if self.open else start, start + step.new
         exact = step.exact and not self.open
         steps = () if exact else (*self.open, step)
-        return RowCount(low + step.certain, high, max(self.top, high), self.floor, steps)
+        top = max(self.top, high) if exact else self.top
+        return RowCount(low + step.certain, high, top, self.floor, steps)
+
+    @property
+    def written(self) -> int:
+        """The most tokens that can ever have been written."""
+        return max(self.top, self.high)
 
     def reach(self, rollback: int) -> int:
         """Return the fewest tokens that the row can go back to."""
-        return max(0, self.floor, self.top - rollback)
+        return max(0, self.floor, self.written - rollback)
 
     def at(self, length: int) -> RowCount:
         """Return the count of the row with exactly ``length`` tokens."""
-        return RowCount(length, length, max(self.top, length), min(self.floor, length))
+        return RowCount(length, length, max(self.written, length), min(self.floor, length))
 
     def oldest(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that the row had after its oldest open step."""
@@ -73,15 +80,18 @@ class RowCount:
         Steps after it that keep all tokens need no confirmation.
         """
         low, high, rest = length, length, self.open[1:]
+        top = max(self.top, self.oldest()[1])
         while rest and rest[0].exact:
             low, high, rest = low + rest[0].new, high + rest[0].new, rest[1:]
+            top = max(top, high)
         low += sum(step.certain for step in rest)
         high += sum(step.new for step in rest)
-        return replace(self, low=low, high=high, open=rest)
+        return RowCount(low, high, top, self.floor, rest)
 
     def undone(self, before: RowCount) -> RowCount:
         """Return the count before a step that was not completed.
 
         Entries that it has overwritten or whose pages it has released stay lost.
         """
-        return replace(before, top=max(self.top, before.top), floor=max(self.floor, before.floor))
+        top = before.top if self == before else max(self.written, before.top)
+        return replace(before, top=top, floor=max(self.floor, before.floor))

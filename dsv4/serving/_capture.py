@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,11 +31,27 @@ def obstacle(
         tokens: Batch sizes of the steps.
         device: GPU on which they would run.
     """
-    for name, layer in model.model.named_modules(prefix="model"):
+    return _obstacle(model.model.named_modules(prefix="model"), tokens, model.dtype, device)
+
+
+def draft_obstacle(
+    model: DeepseekV4ForCausalLM, tokens: Sequence[int], device: torch.device
+) -> str | None:
+    """Return why drafts of a model cannot be captured, or None; see ``obstacle``."""
+    return _obstacle(model.mtp.named_modules(prefix="mtp"), tokens, model.dtype, device)
+
+
+def _obstacle(
+    modules: Iterable[tuple[str, torch.nn.Module]],
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    for name, layer in modules:
         if _observed(layer):
             return f"{name} is being calibrated, and its observer reads activations on the host"
         if isinstance(layer, DeepseekV4Experts):
-            reason = _wait(layer, tokens, model.dtype, device)
+            reason = _wait(layer, tokens, dtype, device)
             if reason is not None:
                 return (
                     f"{name}: {reason}, which reads the number of rows of each expert on the "

@@ -17,7 +17,7 @@ from dsv4.layers._workspace import Workspace
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import prompts
-from dsv4.serving._capture import obstacle
+from dsv4.serving._capture import draft_obstacle, obstacle
 from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import token_ids
 from dsv4.serving.prefix_cache import BLOCK
@@ -233,6 +233,15 @@ def why_eager(model: DeepseekV4ForCausalLM, max_sequences: int) -> str | None:
     if is_compiled(model):
         return "the model is compiled by torch.compile"
     return obstacle(model, sorted({1, max_sequences}), model.device)
+
+
+def captures_drafts(model: DeepseekV4ForCausalLM, max_sequences: int) -> bool:
+    """Return whether drafts of a model whose steps are captured are, too; log why not."""
+    rows = 1 if model.config.dspark is None else model.config.dspark.block_size
+    reason = draft_obstacle(model, sorted({rows, rows * max_sequences}), model.device)
+    if reason is not None:
+        warn_eager(model, reason, "draft")
+    return reason is None
 
 
 def warn_eager(model: DeepseekV4ForCausalLM, reason: str, steps: str = "decode") -> None:

@@ -10,7 +10,8 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import agree, digest, reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.serving.arguments import check_choice
-from dsv4.serving.kept_runner import Capacity, Lease, lease
+from dsv4.serving.drafting import AUTO, drafting_of
+from dsv4.serving.kept_runner import Capacity, Kind, Lease, lease
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.request import LogitsError, Request
 from dsv4.serving.sampler import FAILED
@@ -25,6 +26,8 @@ def generate(
     sampler: Sampler | None = None,
     stop_ids: Iterable[int] | None = None,
     chunk: int | None = None,
+    speculate: str | None = AUTO,
+    draft_tokens: int | None = None,
 ) -> list[list[int]]:
     """Continue prompts; see ``DeepseekV4ForCausalLM.generate``.
 
@@ -35,10 +38,13 @@ def generate(
         sampler: Sampler, whose generator draws one seed for each prompt; greedy if None.
         stop_ids: Tokens that end a sequence; None: ``eos_token_id`` of the configuration.
         chunk: Most prompt tokens per step; None: the runner's own.
+        speculate: See ``Runner``.
+        draft_tokens: See ``Runner``.
 
     Raises:
         RuntimeError: if logits are not finite, naming the prompt.
         TypeError: if ``sampler`` is no sampler.
+        ValueError: if ``speculate`` names drafts that cannot be used.
     """
     shares = has_own_tokens(model.parallel)
     if not prompts and not shares:
@@ -50,10 +56,11 @@ def generate(
     if model.parallel is not None and not shares:
         with reported(model.parallel):
             values = {"max_new_tokens": max_new_tokens, "stop_ids": stops, "chunk": chunk}
+            drafts = {"speculate": speculate, "draft_tokens": draft_tokens}
             sampling = {"temperature": sampler.temperature, "top_p": sampler.top_p}
             lengths = {"lengths of prompts": [len(prompt) for prompt in prompts]}
             tokens = {"a hash of the prompts": digest([list(prompt) for prompt in prompts])}
-            agree(model.parallel, {**lengths, **tokens, **values, **sampling})
+            agree(model.parallel, {**lengths, **tokens, **values, **drafts, **sampling})
     asked = prompts if max_new_tokens else []  # a rank without a request takes part all the same
     seeds = _seeds(sampler, len(asked), model.device)
     options = [
@@ -71,10 +78,11 @@ def generate(
         need = _need_of_all(model.parallel, need, chunk)
         if need.sequences == 0:
             return [[] for _ in prompts]
-    with lease(model, need, chunk) as held:
+    kind = Kind(chunk, drafting_of(model, speculate, draft_tokens).plan)
+    with lease(model, need, kind) as held:
         answers = _answers(held, asked, options)
         if answers is None:
-            held.renew(need, chunk)
+            held.renew(need, kind)
             answers = _answers(held, asked, options)
         assert answers is not None
         return answers or [[] for _ in prompts]

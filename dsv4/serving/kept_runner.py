@@ -22,6 +22,7 @@ from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._setup import why_eager
 from dsv4.serving._weights import Weights
 from dsv4.serving.arguments import checked_count
+from dsv4.serving.drafting import AUTO, DraftPlan, drafting_of
 from dsv4.serving.graphs import default_buckets
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.prefix_cache import BLOCK
@@ -98,6 +99,19 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What a call of ``generate`` asks of its runner besides room.
+
+    Attributes:
+        chunk: Most prompt tokens of a step; None: the runner's own.
+        plan: How tokens are drafted; None: they are not.
+    """
+
+    chunk: int | None = None
+    plan: DraftPlan | None = None
+
+
+@dataclass(frozen=True)
 class Prepared:
     """The result of ``prepare``; ``print`` shows it.
 
@@ -133,14 +147,14 @@ class KeptRunner:
         runner: The runner, or None.
         capacity: Its capacity.
         weights: The weights whose addresses its graphs hold.
-        chunk: Requested most prompt tokens of a step.
+        kind: What was asked of it besides.
         lock: Lock held while the runner is used or replaced.
     """
 
     runner: Runner | None = None
     capacity: Capacity | None = None
     weights: Weights | None = None
-    chunk: int | None = None
+    kind: Kind | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -155,9 +169,7 @@ class KeptRunner:
     def __reduce__(self) -> tuple[type[KeptRunner], tuple[()]]:
         return KeptRunner, ()
 
-    def fit(
-        self, model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None
-    ) -> tuple[Runner, bool]:
+    def fit(self, model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind) -> tuple[Runner, bool]:
         """Return a runner with room for ``need`` whose graphs read memory of the model.
 
         Returns:
@@ -167,8 +179,10 @@ class KeptRunner:
         runner, capacity, most = self.runner, self.capacity, model.config.max_position_embeddings
         if runner is None or capacity is None or self.weights is None:
             grown = need.rounded(most)
-        elif not self.weights.are_in_place(model) or self.chunk != chunk:
-            _logger.info("the model's weights or chunk changed: generate captures graphs again")
+        elif not self.weights.are_in_place(model) or self.kind != kind:
+            _logger.info(
+                "the model's weights, chunk or drafts changed: generate captures graphs again"
+            )
             grown = need.rounded(most)
         elif capacity.holds(need):
             return runner, False
@@ -182,13 +196,13 @@ class KeptRunner:
             )
         runner = None
         self.drop()  # frees its memory before more is allocated
-        return self.make(model, grown, chunk, least=need), True
+        return self.make(model, grown, kind, least=need), True
 
     def make(
         self,
         model: DeepseekV4ForCausalLM,
         capacity: Capacity,
-        chunk: int | None = None,
+        kind: Kind,
         least: Capacity | None = None,
     ) -> Runner:
         """Make and keep a runner; there must be none.
@@ -198,15 +212,15 @@ class KeptRunner:
                 ``capacity``.
         """
         try:
-            runner = new_runner(model, capacity, chunk)
+            runner = new_runner(model, capacity, kind)
         except torch.OutOfMemoryError:
             if least is None or least == capacity or model.parallel is not None:
                 raise  # other ranks may have had the memory
             runner = None
         if runner is None and least is not None:  # nothing holds the failed allocations here
             capacity = least
-            runner = new_runner(model, capacity, chunk)
-        self.runner, self.capacity, self.chunk = runner, capacity, chunk
+            runner = new_runner(model, capacity, kind)
+        self.runner, self.capacity, self.kind = runner, capacity, kind
         self.weights = Weights(model)
         assert runner is not None
         return runner
@@ -219,15 +233,18 @@ class KeptRunner:
             runner.close()  # waits for the GPU
 
 
-def new_runner(model: DeepseekV4ForCausalLM, capacity: Capacity, chunk: int | None) -> Runner:
+def new_runner(model: DeepseekV4ForCausalLM, capacity: Capacity, kind: Kind) -> Runner:
     """Make a runner with the options that ``generate`` uses."""
+    plan = kind.plan
     return Runner(
         model,
         max_sequences=capacity.sequences,
         max_tokens=capacity.tokens,
-        max_chunk=chunk,
+        max_chunk=kind.chunk,
         pool_tokens=max(capacity.pool, _in_blocks(capacity.tokens)),
         prefix_sequences=0,
+        speculate=None if plan is None else plan.method,
+        draft_tokens=None if plan is None else plan.tokens,
     )
 
 
@@ -255,26 +272,26 @@ class Lease:
             return is_current
         return all(parallel.group.exchange(is_current))
 
-    def renew(self, need: Capacity, chunk: int | None) -> None:
+    def renew(self, need: Capacity, kind: Kind) -> None:
         """Replace the runner: it is not current."""
         assert self._owner is not None
         _logger.info("the model's weights changed: generate captures graphs again")
         self._owner.drop()
         del self.runner  # frees its memory before more is allocated
-        self.runner, self._is_new = self._owner.fit(self._model, need, chunk)
+        self.runner, self._is_new = self._owner.fit(self._model, need, kind)
 
 
 @contextmanager
-def lease(model: DeepseekV4ForCausalLM, need: Capacity, chunk: int | None) -> Iterator[Lease]:
+def lease(model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind) -> Iterator[Lease]:
     """Use the kept runner, on a GPU and if nobody else uses it, or another one."""
     owner = KeptRunner.of(model)
     if not _keeps(model) or not owner.lock.acquire(blocking=False):
         rounded = need.rounded(model.config.max_position_embeddings)
-        with new_runner(model, rounded, chunk) as runner:
+        with new_runner(model, rounded, kind) as runner:
             yield Lease(runner, model)
         return
     try:
-        runner, is_new = owner.fit(model, need, chunk)
+        runner, is_new = owner.fit(model, need, kind)
         yield Lease(runner, model, owner, is_new)
     finally:
         owner.lock.release()
@@ -290,7 +307,12 @@ def release(model: DeepseekV4ForCausalLM) -> None:
 
 @torch.inference_mode()
 def prepare(
-    model: DeepseekV4ForCausalLM, sequences: int = 1, tokens: int = _PREPARED_TOKENS
+    model: DeepseekV4ForCausalLM,
+    sequences: int = 1,
+    tokens: int = _PREPARED_TOKENS,
+    *,
+    speculate: str | None = AUTO,
+    draft_tokens: int | None = None,
 ) -> Prepared:
     """Make the kept runner and its graphs and launch each once, before ``generate`` needs them.
 
@@ -311,6 +333,8 @@ def prepare(
         sequences: Prompts of a call.
         tokens: Most tokens of a sequence, prompt and answer; at most
             ``max_position_embeddings`` are taken.
+        speculate: How the calls draft, see ``Runner``.
+        draft_tokens: See there.
 
     Returns:
         A report. Nothing is prepared where steps are not captured, for instance on a CPU, or, with
@@ -319,12 +343,14 @@ def prepare(
 
     Raises:
         TypeError: if ``model`` is no model, or a number is no int.
-        ValueError: if ``sequences`` is below 1 or ``tokens`` below 2.
+        ValueError: if ``sequences`` is below 1 or ``tokens`` below 2, or ``speculate`` names drafts
+            that cannot be used.
     """
     if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
         raise TypeError(f"prepare: model is {type(model).__name__}, wanted what dsv4.load gives")
     checked_count("prepare", "sequences", sequences, 1)
     checked_count("prepare", "tokens", tokens, 2)
+    kind = Kind(plan=drafting_of(model, speculate, draft_tokens).plan)
     capacity = Capacity.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
     reason = why_eager(model, sequences)
     if reason is None and not dispatch.is_free(dispatch.AUTO):
@@ -335,16 +361,18 @@ def prepare(
     held = KeptRunner.of(model)
     with held.lock, torch.cuda.device(model.device):
         held.drop()
-        return _prepared(held, model, capacity)
+        return _prepared(held, model, capacity, kind)
 
 
-def _prepared(held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity) -> Prepared:
+def _prepared(
+    held: KeptRunner, model: DeepseekV4ForCausalLM, capacity: Capacity, kind: Kind
+) -> Prepared:
     """Make the kept runner; warn with the reason if that fails."""
     device = model.device
     torch.cuda.empty_cache()  # as each capture does; else `bytes` would count what that gives back
     start, before, reason = time.perf_counter(), torch.cuda.memory_reserved(device), ""
     try:
-        runner = held.make(model, capacity)
+        runner = held.make(model, capacity, kind)
         graphs = runner.warm_up(_VARIANTS)
         # The first calls in Python and on the host took 4 ms of the first answer (H100). Logits
         # that are not finite make this request fail, and later ``generate`` reports them.

@@ -19,8 +19,10 @@ import torch
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving.drafting import Drafter
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep, step_logits
 from dsv4.serving.sampler import Variant
+from dsv4.speculation.mtp import latest
 
 # Beyond the largest bucket a GPU takes longer than the host: for Flash's 43 layers the host of an
 # H100 takes 100 ms for an eager step of 600 tokens, and the GPU computes 512 tokens in 39 ms. A
@@ -39,12 +41,14 @@ class Part:
         start: Tokens that the row holds.
         tokens: Token ids, at least one.
         is_last: Whether a token is to be chosen after them.
+        following: The token after them, if it is known; a draft reads it.
     """
 
     row: int
     start: int
     tokens: Sequence[int]
     is_last: bool
+    following: int = 0
 
 
 class Size(NamedTuple):
@@ -60,9 +64,10 @@ class Inputs:
 
     Attributes:
         memory: int64; the following tensors are parts of it.
-        spans: Their places: tokens, positions and rows of tokens, then bounds, starts, rows and
-            ends of sequences.
+        spans: Their places: tokens, those that follow them, positions and rows of tokens, then
+            bounds, starts, rows and ends of sequences.
         ids: ``[1, T]`` tokens.
+        following: ``[T]``, the token after each.
         ends: ``[B]`` index of each sequence's last token.
         batch: Positions and cache rows of the tokens, B sequences.
     """
@@ -70,6 +75,7 @@ class Inputs:
     memory: torch.Tensor
     spans: tuple[slice, ...]
     ids: torch.Tensor
+    following: torch.Tensor
     ends: torch.Tensor
     batch: Batch
 
@@ -78,29 +84,32 @@ class Inputs:
         """Allocate the memory, uninitialised."""
         tokens, sequences = size
         spans, begin = list[slice](), 0
-        for count in (*[tokens] * 3, sequences + 1, *[sequences] * 3):
+        for count in (*[tokens] * 4, sequences + 1, *[sequences] * 3):
             spans.append(slice(begin, begin + count))
             begin += -(-count // _ALIGNED) * _ALIGNED
         memory = torch.empty(begin, dtype=torch.int64, device=device)
-        ids, positions, rows_of_tokens, cu_seqlens, starts, rows, ends = (
+        ids, following, positions, rows_of_tokens, cu_seqlens, starts, rows, ends = (
             memory[span] for span in spans
         )
         batch = Batch(cu_seqlens, starts, rows, positions, rows_of_tokens)
-        return cls(memory, tuple(spans), ids.unsqueeze(0), ends, batch)
+        return cls(memory, tuple(spans), ids.unsqueeze(0), following, ends, batch)
 
     def write(self, parts: Sequence[Part]) -> None:
         """Write sequences, then padding, in stream order, without waiting for a GPU."""
         end, cu_seqlens = 0, [0]
-        ids, positions, rows_of_tokens = list[int](), list[int](), list[int]()
+        ids, following = list[int](), list[int]()
+        positions, rows_of_tokens = list[int](), list[int]()
         for part in parts:
             count = len(part.tokens)
             ids += part.tokens
+            following += [*part.tokens[1:], part.following]
             positions += range(part.start, part.start + count)
             rows_of_tokens += [part.row] * count
             end += count
             cu_seqlens.append(end)
         columns = (
             (ids, 0),
+            (following, 0),
             (positions, 0),
             (rows_of_tokens, -1),
             (cu_seqlens, end),
@@ -126,6 +135,7 @@ class PromptStep:
         sampler: Sampler that reads the logits.
         graphs: Makes the graphs of the steps.
         buckets: Numbers of tokens that steps are padded to, ascending.
+        drafter: Draft that reads what the steps compute; None: there is none.
 
     Attributes:
         sizes: Sizes that steps are padded to, ascending; larger steps are not padded.
@@ -138,8 +148,9 @@ class PromptStep:
         sampler: SamplerStep,
         graphs: Graphs,
         buckets: Sequence[int],
+        drafter: Drafter | None = None,
     ) -> None:
-        self._model, self._cache = model, cache
+        self._model, self._cache, self._drafter = model, cache, drafter
         self._sampler, self._graphs = sampler, graphs
         most = sampler.buckets[-1]
         sequences = sorted({sampler.bucket(min(count, most)) for count in _SEQUENCES})
@@ -180,7 +191,7 @@ class PromptStep:
         if captured and size in self._captured:
             self._captured[size].replay()
         else:
-            self._forward(inputs, logits=bool(ending))
+            self._forward(inputs, bool(ending), self._stored(parts, size))
         if not ending:
             return None
         self._sampler.write(ending)
@@ -226,10 +237,25 @@ class PromptStep:
             self._inputs[size] = Inputs.of_size(size, self._model.device)
         return self._inputs[size]
 
-    def _forward(self, inputs: Inputs, logits: bool) -> None:
-        """Run all layers; return logits of each sequence's last token if requested."""
+    def _stored(self, parts: Sequence[Part], size: Size) -> torch.Tensor | None:
+        """Return the tokens that a later draft may read; None: all, where a step is padded."""
+        if self._drafter is None or size in self.sizes:
+            return None
+        lengths = [len(part.tokens) for part in parts]
+        return latest(lengths, self._model.config.sliding_window, self._model.device)
+
+    def _forward(self, inputs: Inputs, logits: bool, stored: torch.Tensor | None = None) -> None:
+        """Run all layers; write logits of each sequence's last token if requested.
+
+        ``stored``: tokens that a later draft may read; None: all.
+        """
         cache, batch = self._cache, inputs.batch
-        hidden, _ = self._model.model(inputs.ids, None, CacheStep(cache, batch))
+        step = CacheStep(cache, batch)
+        if self._drafter is None:
+            hidden, _ = self._model.model(inputs.ids, None, step)
+        else:
+            hidden, streams = self._drafter.forward(inputs.ids, inputs.following, step, stored)
+            self._drafter.keep(batch.sequences, streams[0].index_select(0, inputs.ends))
         cache.advance(batch)
         if logits:
             last = hidden[0].index_select(0, inputs.ends)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.serving.options import MAX_LOGPROBS
-from dsv4.serving.request import TokenLogprobs
+from dsv4.serving.request import Emitted, TokenLogprobs
 from dsv4.serving.sampler import Logprobs
+
+NOTHING = -2  # where a verified step has fewer tokens than it has room for
 
 
 @dataclass(eq=False)
@@ -29,11 +31,16 @@ class Results:
 
     Attributes:
         tokens: One per row.
-        logprobs: One per row, or none.
+        logprobs: One per row, None for those that ask for none; or nothing.
     """
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]
+    logprobs: list[TokenLogprobs | None]
+
+    def emitted(self, rows: range) -> list[Emitted]:
+        """Return the tokens of some rows, without those of which there are none."""
+        reports = self.logprobs or [None] * len(self.tokens)
+        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] != NOTHING]
 
 
 class Readback:
@@ -100,13 +107,17 @@ class Pending:
 
     def _logprobs(
         self, tokens: Sequence[int], requested: Sequence[int | None], width: int
-    ) -> list[TokenLogprobs]:
+    ) -> list[TokenLogprobs | None]:
         chosen = self.slot.chosen[: self.count].tolist()
         values = self.slot.values[: self.count * width].view(-1, width).tolist()
         ids = self.slot.ids[: self.count * width].view(-1, width).tolist()
-        reports = []
+        reports: list[TokenLogprobs | None] = []
         for row, token in enumerate(tokens):
-            count = min(requested[row] or 0, width)
+            asked = requested[row]
+            if asked is None or token == NOTHING:
+                reports.append(None)
+                continue
+            count = min(asked, width)
             top = tuple(zip(ids[row][:count], values[row][:count], strict=True))
             reports.append(TokenLogprobs(token, chosen[row], top))
         return reports

@@ -157,6 +157,27 @@ class RowState:
                 here = here | present[entries, tokens]
             present.index_put_((entries, tokens), here)
 
+    def emitted(
+        self, entries: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor, penalty: bool
+    ) -> None:
+        """Store the tokens of a verified step; the last of each row is processed next.
+
+        Args:
+            entries: ``[B]``, see ``entries``.
+            tokens: ``[B, n]``; the first ``accepted + 1`` of a row are its tokens.
+            accepted: ``[B]`` int64.
+            penalty: Whether a row has a repetition penalty.
+        """
+        tokens = tokens.clamp(min=0)
+        self.tokens[entries] = tokens.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        self.tokens[self.padding :].zero_()
+        if penalty:
+            column = torch.arange(tokens.shape[1], device=tokens.device)
+            counts = column <= accepted.unsqueeze(1)
+            owners = torch.where(counts, entries.unsqueeze(1), self.padding)
+            present, here = self.with_present(), torch.ones_like(tokens, dtype=torch.bool)
+            present.index_put_((owners, tokens), here)
+
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor) -> Logprobs:
         """Return log-probabilities; see ``dsv4.serving.sampler.logprobs``."""
         if self.part is not None:

@@ -19,6 +19,7 @@ from dsv4.parallel.context import RankError, has_own_tokens
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
+    captures_drafts,
     check_buckets,
     check_fits,
     check_prompt_buckets,
@@ -29,18 +30,28 @@ from dsv4.serving._setup import (
     stop_tokens,
     warn_eager,
 )
+from dsv4.serving.drafting import (
+    AUTO,
+    Drafter,
+    Drafting,
+    Verification,
+    drafter_of,
+    drafting_of,
+)
 from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.prompts import Part, PromptStep, Size
 from dsv4.serving.rank_link import Orders, RankLink
-from dsv4.serving.readback import Pending, Readback
+from dsv4.serving.readback import NOTHING, Pending, Readback, Results
 from dsv4.serving.request import Emitted, LogitsError, Request, RequestError
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import FAILED, Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
 from dsv4.serving.shared_steps import Needs, SharedSteps
+from dsv4.serving.speculative import DraftCounts, SpeculativeStep
 from dsv4.serving.split_sampler import VocabularyPart
+from dsv4.speculation.verify import verify_sampled
 
 _PREFIX_SEQUENCES = 4
 _RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
@@ -49,10 +60,24 @@ _DEPTH = 4  # host buffers: three launches may be in flight before the oldest is
 
 @dataclass(frozen=True, eq=False)
 class _Launched:
-    """A launched step whose tokens have not been read: entry i belongs to sequence i."""
+    """A launched step whose tokens have not been read.
+
+    Attributes:
+        sequences: Its sequences.
+        results: ``1 + drafts`` rows of each sequence.
+        drafts: Drafts of each sequence.
+        decodes: Whether it is a decode step.
+    """
 
     sequences: tuple[RunningSequence, ...]
     results: Pending
+    drafts: int = 0
+    decodes: bool = False
+
+    def read(self) -> Results:
+        """Wait for the results."""
+        options = [sequence.request.options.logprobs for sequence in self.sequences]
+        return self.results.wait([o for o in options for _ in range(1 + self.drafts)])
 
 
 class Runner:
@@ -78,10 +103,16 @@ class Runner:
     requests of all have ended. A rank that expects no more requests calls ``follow`` or ``close``,
     which take part until all ranks do so.
 
+    With drafts a decode step processes a token of every sequence and some drafts after it, of which
+    those that are right count. Greedy text is that without drafts, and tokens that are drawn have
+    the same distribution; which ones a seed draws depends on the drafts.
+
     Attributes:
         model: The model.
         cache: The model's paged cache, with pools.
         limits: Most requests, tokens and chunks.
+        drafting: How tokens are drafted, or why not.
+        draft_counts: What the drafts brought so far.
     """
 
     def __init__(
@@ -99,6 +130,9 @@ class Runner:
         capture: bool | None = None,
         prefix_sequences: int = _PREFIX_SEQUENCES,
         deterministic: bool = False,
+        speculate: str | None = AUTO,
+        draft_tokens: int | None = None,
+        verify: Verification = verify_sampled,
     ) -> None:
         """Allocate the cache.
 
@@ -129,11 +163,18 @@ class Runner:
                 there is room for. Prompts are processed one after another, in chunks of
                 ``max_chunk`` tokens, and every decode step has one sequence, so eight sequences
                 take eight times as long as one.
+            speculate: ``"mtp"`` or ``"dspark"``: draft tokens by these layers of the model;
+                ``"auto"``: by those that it holds, if that can be done; None: not at all.
+                ``drafting`` says which.
+            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block. At most
+                ``max_tokens - 1`` are made.
+            verify: How drafts are accepted; another function is for measurements.
 
         Raises:
             TypeError: if ``model`` is no model of this package.
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured,
-                buckets are given with ``deterministic``, or that with ``parallel="dp"``.
+                buckets are given with ``deterministic``, or that with ``parallel="dp"``, or
+                ``speculate`` names drafts that cannot be used here.
         """
         if not isinstance(deterministic, bool):
             raise TypeError(f"Runner: deterministic is {deterministic!r}, wanted True or False")
@@ -152,6 +193,8 @@ class Runner:
             pool_tokens = limits.pool_tokens()
         self.model = model
         self.limits = limits
+        self.drafting, self._drafts = self._drafting(speculate, draft_tokens, deterministic)
+        self.draft_counts = DraftCounts()
         self._capture = resolve_capture(model, capture, max_sequences)
         sizes = check_buckets(buckets, max_sequences, self._capture, deterministic)
         prompt_sizes = check_prompt_buckets(
@@ -170,15 +213,35 @@ class Runner:
                 rest = {"buckets": sizes, "prompt_buckets": prompt_sizes, "capture": self._capture}
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
+            chunk = max(limits.max_chunk, 1 + self._drafts)
             self.cache: PagedCache = model.new_cache(
-                limits.rows, max_tokens, limits.max_chunk, index_format, pool_tokens, window_pages
+                limits.rows, max_tokens, chunk, index_format, pool_tokens, window_pages
             )
             check_window(self.cache, limits.max_chunk)
             self._state = RowState(limits.rows, model.config.vocab_size, model.device, part)
             self._graphs = Graphs()
             self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
         self._decode = DecodeStep(model, self.cache, self._state, self._sampler, self._graphs)
-        self._prompts = PromptStep(model, self.cache, self._sampler, self._graphs, prompt_sizes)
+        drafter: Drafter | None = None
+        self._speculative: SpeculativeStep | None = None
+        if self.drafting.plan is not None:
+            drafter = drafter_of(self.drafting.plan, model, self.cache)
+            self._speculative = SpeculativeStep(
+                model,
+                self.cache,
+                self._state,
+                self._sampler,
+                self._graphs,
+                drafter,
+                self._drafts,
+                verify,
+                self._capture and captures_drafts(model, max_sequences),
+            )
+        self._prompts = PromptStep(
+            model, self.cache, self._sampler, self._graphs, prompt_sizes, drafter
+        )
+        # With fewer pages drafts may be dropped, in steps that have graphs of their own.
+        self._scarce = pool_tokens < limits.pool_tokens()
         self._capture_prompts = True  # unless a capture failed
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
         self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain, grid)
@@ -189,6 +252,16 @@ class Runner:
         self._count = 0  # requests so far
         self._unfinished = False  # whether a step began and did not end
         self._closed = False
+
+    def _drafting(
+        self, speculate: str | None, draft_tokens: int | None, deterministic: bool
+    ) -> tuple[Drafting, int]:
+        """Return how tokens are drafted, and how many per step."""
+        drafting = drafting_of(self.model, speculate, draft_tokens, deterministic=deterministic)
+        if drafting.plan is None:
+            return drafting, 0
+        plan = drafting.plan.within(self.limits.max_tokens)
+        return Drafting(plan), plan.tokens
 
     def add(
         self, prompt: Sequence[int], options: SamplingOptions | None = None, **changes: Any
@@ -241,7 +314,13 @@ class Runner:
     @property
     def captures(self) -> int:
         """The number of CUDA graphs captured so far."""
-        return self._decode.captures + self._sampler.captures + self._prompts.captures
+        return sum(step.captures for step in self._steps)
+
+    @property
+    def _steps(self) -> list[DecodeStep | SpeculativeStep | SamplerStep | PromptStep]:
+        """All that has graphs."""
+        decode = self._decode if self._speculative is None else self._speculative
+        return [decode, self._sampler, self._prompts]
 
     @property
     def has_work(self) -> bool:
@@ -261,7 +340,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Process prompt tokens, decode one token of each sequence, and read the step before.
+        """Process prompt tokens, decode each sequence, and read the step before.
 
         Returns:
             Whether requests are left, with ``parallel="dp"`` on any rank before the step.
@@ -396,8 +475,14 @@ class Runner:
             self._prompts.replay_padding(size)
         for batch in reversed(self._sampler.buckets):
             for variant in variants:
-                self._decode.capture(batch, variant)
-                self._decode.replay_padding(batch, variant)
+                if self._speculative is None:
+                    self._decode.capture(batch, variant)
+                    self._decode.replay_padding(batch, variant)
+                    continue
+                self._sampler.capture(batch, variant)
+                for drafts in (self._drafts, 0) if self._scarce else (self._drafts,):
+                    self._speculative.capture(batch, drafts, variant)
+                    self._speculative.replay_padding(batch, drafts, variant)
 
     def _rehearse(self, variants: Sequence[Variant]) -> None:
         """Process a long prompt, decode a token, and forget the sequence."""
@@ -418,9 +503,10 @@ class Runner:
             self._state.join(row, SamplingOptions(), 0, ())
             self.cache.prepare([row], [len(tokens)])
             self._prompted([Part(row, 0, tokens, is_last=True)], variants[0])
-            self.cache.prepare([row], [1])
-            chosen = self._decoded([row], variants[0])
-            self._readback.start(chosen.tokens[:1], None).wait([None])
+            count = 1 + self._drafts
+            self.cache.prepare([row], [count], certain=[1])
+            chosen = self._decoded([row], self._drafts, variants[0])
+            self._readback.start(chosen.tokens[:count], None).wait([None] * count)
         finally:
             self.cache.free(row)
 
@@ -473,7 +559,8 @@ class Runner:
         self._shut()
 
     def _new_readback(self) -> Readback:
-        return Readback(self.limits.max_sequences, _DEPTH, self.model.device)
+        rows = self.limits.max_sequences * (1 + self._drafts)
+        return Readback(rows, _DEPTH, self.model.device)
 
     def _take_arrivals(self) -> None:
         if self._arrivals:
@@ -553,36 +640,55 @@ class Runner:
         self._state.join(sequence.row, request.options, request.seed, sequence.fill)
 
     def _decode_step(self, common: Needs | None) -> bool:
-        """Decode one token of every sequence past its prompt; return whether there were any."""
-        pieces = self._scheduler.reserve(self._scheduler.decode_pieces())
+        """Decode every sequence past its prompt; return whether there were any."""
+        pieces = self._scheduler.reserve(self._scheduler.decode_pieces(self._drafts))
         if not pieces and (common is None or not common.decodes):
             return False
         sequences = [piece.sequence for piece in pieces]
+        drafts = pieces[0].drafts if pieces else 0
         variant = _variant(sequences)
         if self._one_by_one:
             chosen = Chosen.joined([self._decoded_alone(s, variant) for s in sequences])
         else:
             size = None if common is None else self._sampler.bucket(common.decodes)
-            chosen = self._decoded([sequence.row for sequence in sequences], variant, size)
+            rows = [sequence.row for sequence in sequences]
+            chosen = self._decoded(rows, drafts, variant, size)
         for sequence in sequences:
             sequence.fed += 1
+            sequence.unread += 1
+            sequence.drafted |= drafts > 0
         if sequences:
-            self._launch(sequences, chosen)
+            self._launch(sequences, chosen, drafts, decodes=True)
         return bool(sequences)
 
     def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
         """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
         own = replace(sequence.variant, logprobs=variant.logprobs)
-        return self._decoded([sequence.row], own).copied(1)
+        return self._decoded([sequence.row], 0, own).copied(1)
 
-    def _decoded(self, rows: Sequence[int], variant: Variant, size: int | None = None) -> Chosen:
-        """Decode one token more for each row, captured if possible."""
+    def _decoded(
+        self, rows: Sequence[int], drafts: int, variant: Variant, size: int | None = None
+    ) -> Chosen:
+        """Decode each row, with ``drafts`` of each, captured if possible."""
         if self._replays:
             try:
-                return self._decode.run(rows, variant, captured=True, size=size)
+                return self._run_decode(rows, drafts, variant, size, captured=True)
             except CaptureError as error:
                 self._go_on_eagerly(error)
-        return self._decode.run(rows, variant, captured=False, size=size)
+        return self._run_decode(rows, drafts, variant, size, captured=False)
+
+    def _run_decode(
+        self,
+        rows: Sequence[int],
+        drafts: int,
+        variant: Variant,
+        size: int | None,
+        captured: bool,
+    ) -> Chosen:
+        if self._speculative is None:
+            return self._decode.run(rows, variant, captured, size=size)
+        assert size is None  # several ranks draft nothing
+        return self._speculative.run(rows, drafts, variant, captured)
 
     @property
     def _replays(self) -> bool:
@@ -593,17 +699,24 @@ class Runner:
         if self.model.parallel is not None:
             raise error  # other ranks would replay their graphs
         self._capture = False
-        for step in (self._decode, self._prompts, self._sampler, self._graphs):
+        for step in (*self._steps, self._graphs):
             step.release()
         warn_eager(self.model, f"a capture failed with {error}")
 
-    def _launch(self, sequences: Sequence[RunningSequence], chosen: Chosen) -> None:
+    def _launch(
+        self,
+        sequences: Sequence[RunningSequence],
+        chosen: Chosen,
+        drafts: int = 0,
+        *,
+        decodes: bool = False,
+    ) -> None:
         """Start to read back the tokens of a step."""
-        count, logprobs = len(sequences), chosen.logprobs
+        count, logprobs = len(sequences) * (1 + drafts), chosen.logprobs
         if logprobs is not None:
             logprobs = type(logprobs)(*(tensor[:count] for tensor in logprobs))
         results = self._readback.start(chosen.tokens[:count], logprobs)
-        self._launched.append(_Launched(tuple(sequences), results))
+        self._launched.append(_Launched(tuple(sequences), results, drafts, decodes))
 
     def _drain(self) -> None:
         """Read every step that was launched."""
@@ -613,30 +726,50 @@ class Runner:
         """Give tokens to their requests, except those of the ``newest`` launches."""
         while len(self._launched) > newest:
             launched = self._launched[0]
-            requested = [s.request.options.logprobs for s in launched.sequences]
-            results = launched.results.wait(requested)
-            for i, (sequence, token) in enumerate(
-                zip(launched.sequences, results.tokens, strict=True)
-            ):
-                if sequence.request.done:
-                    continue  # a surplus token: the request ended while the step ran
-                if token == FAILED:
-                    position = len(sequence.request.prompt) + len(sequence.request.tokens)
-                    reason = f"the logits of position {position} are not finite"
-                    sequence.request.fail(reason, LogitsError)
-                    continue
-                if sequence.repeats:
-                    _repeat(sequence, token)
-                    continue
-                report = None if requested[i] is None else results.logprobs[i]
-                sequence.request.emit(Emitted(token, report))
+            results, width = launched.read(), 1 + launched.drafts
+            if launched.decodes:
+                self._count_kept(launched, results)
+            for i, sequence in enumerate(launched.sequences):
+                self._give(sequence, results.emitted(range(i * width, (i + 1) * width)))
             self._launched.popleft()
+
+    def _count_kept(self, launched: _Launched, results: Results) -> None:
+        """Note how many tokens the sequences of a decode step have, and tell the cache."""
+        rows, lengths, width = [], [], 1 + launched.drafts
+        for i, sequence in enumerate(launched.sequences):
+            sequence.unread -= 1
+            if not launched.drafts or sequence.closed:
+                continue
+            tokens = results.tokens[i * width : (i + 1) * width]
+            accepted = width - tokens.count(NOTHING) - 1
+            sequence.fed += accepted
+            rows.append(sequence.row)
+            lengths.append(sequence.fed - sequence.unread)
+            if not sequence.request.done:
+                self.draft_counts.add(launched.drafts, accepted)
+        if rows:
+            self.cache.confirm(rows, lengths)
+
+    def _give(self, sequence: RunningSequence, emitted: Sequence[Emitted]) -> None:
+        """Give tokens to a request; those behind its end are surplus."""
+        for new in emitted:
+            if sequence.request.done:
+                return
+            if new.token == FAILED:
+                position = len(sequence.request.prompt) + len(sequence.request.tokens)
+                reason = f"the logits of position {position} are not finite"
+                sequence.request.fail(reason, LogitsError)
+            elif sequence.repeats:
+                _repeat(sequence, new.token)
+            else:
+                sequence.request.emit(new)
 
 
 def _part(piece: Piece) -> Part:
     sequence, fed = piece.sequence, piece.sequence.fed
     tokens = sequence.fill[fed : fed + piece.count]
-    return Part(sequence.row, fed, tokens, piece.is_last)
+    following = 0 if piece.is_last else sequence.fill[fed + piece.count]
+    return Part(sequence.row, fed, tokens, piece.is_last, following)
 
 
 def _variant(sequences: Sequence[RunningSequence]) -> Variant:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
 from dsv4.serving.prefix_cache import CachedRow, PrefixCache
@@ -31,10 +31,13 @@ class RunningSequence:
         fill: Tokens to process before the first new one: the prompt, and after a preemption the
             answer so far, unless there is a grid.
         repeats: Tokens of the answer so far that are still to be decoded again.
-        fed: Tokens that the cache row holds, or will hold after the steps that were launched.
+        fed: Tokens that the cache row holds, or will hold after the steps that were launched; of
+            steps with drafts that were not read those that it certainly will.
         cut: Token at which prefill stops to keep a prefix for other prompts; 0: it does not stop.
         joined: Whether its sampling parameters are on the device.
         closed: Whether it lost its row; it has no part in later steps.
+        drafted: Whether it had a step with drafts, after which the row may hold more tokens.
+        unread: Decode steps that were launched and whose tokens were not read.
     """
 
     request: Request
@@ -45,6 +48,8 @@ class RunningSequence:
     joined: bool = False
     closed: bool = False
     repeats: int = 0
+    drafted: bool = False
+    unread: int = 0
     variant: Variant = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,22 +73,38 @@ class RunningSequence:
         return len(self.fill) <= fed < limit - 1 and not self.request.done
 
     def held(self) -> tuple[int, ...]:
-        """The tokens that the row holds.
+        """The tokens that the row holds, or with drafts those of them that belong to the request.
 
         They have all arrived on the host: a step feeds the tokens that the step before sampled, and
         those are read before the next step is launched.
         """
         tokens = self.request.sequence()
-        assert self.fed <= len(tokens)
+        assert self.drafted or self.fed <= len(tokens)
         return tokens[: self.fed]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """New tokens of one sequence in a step."""
+    """New tokens of one sequence in a step.
+
+    Attributes:
+        sequence: The sequence.
+        count: New tokens, drafts included.
+        drafts: How many of them are drafts, which may be wrong.
+    """
 
     sequence: RunningSequence
     count: int
+    drafts: int = 0
+
+    @property
+    def certain(self) -> int:
+        """The tokens that are certainly kept."""
+        return self.count - self.drafts
+
+    def without_drafts(self) -> Piece:
+        """Return the piece with its certain tokens alone."""
+        return replace(self, count=self.certain, drafts=0)
 
     @property
     def is_last(self) -> bool:
@@ -134,12 +155,18 @@ class Scheduler:
         """Take the rows of requests that have ended, and drop those that waited."""
         for sequence in [s for s in self.running if s.request.done]:
             self._close(sequence)
-            if sequence.request.error is None:
+            if sequence.request.error is None and self._truncated(sequence):
                 self._prefixes.keep(sequence.row, sequence.held())
             else:
                 self._cache.free(sequence.row)
         if any(request.done for request in self.waiting):
             self.waiting = deque(request for request in self.waiting if not request.done)
+
+    def _truncated(self, sequence: RunningSequence) -> bool:
+        """Return whether the row holds ``held``; tokens of drafts behind them are taken back."""
+        if not sequence.drafted:
+            return True
+        return self._cache.truncate(sequence.row, len(sequence.held()))
 
     def _close(self, sequence: RunningSequence) -> None:
         sequence.closed = True
@@ -218,9 +245,10 @@ class Scheduler:
                 budget -= count
         return pieces
 
-    def decode_pieces(self) -> list[Piece]:
-        """Return one token of every sequence that decodes."""
-        return [Piece(sequence, 1) for sequence in self.running if sequence.decoding]
+    def decode_pieces(self, drafts: int = 0) -> list[Piece]:
+        """Return one token of every sequence that decodes, and drafts after it."""
+        decoding = [sequence for sequence in self.running if sequence.decoding]
+        return [Piece(sequence, 1 + drafts, drafts) for sequence in decoding]
 
     def most_decodes(self, pieces: Sequence[Piece]) -> int:
         """Return the most sequences that decode when these prompt tokens are processed."""
@@ -228,24 +256,30 @@ class Scheduler:
         return sum(sequence.decodes_after(counts.get(sequence, 0)) for sequence in self.running)
 
     def reserve(self, pieces: list[Piece]) -> list[Piece]:
-        """Prepare the cache for a step; pages come from kept prefixes, then from the youngest.
+        """Prepare the cache for a step.
+
+        Pages come from kept prefixes, then all drafts are dropped, and then pages come from the
+        youngest sequence.
 
         Returns:
-            The pieces whose sequences still have a row; the cache is prepared for these.
+            The pieces whose sequences still have a row, with drafts or without; the cache is
+            prepared for these.
         """
         while pieces:
             rows, counts = [p.sequence.row for p in pieces], [p.count for p in pieces]
             try:
-                self._cache.prepare(rows, counts)
+                self._cache.prepare(rows, counts, certain=[p.certain for p in pieces])
                 return pieces
             except CacheFullError as error:
-                self._reclaim(error)
+                if not self._prefixes.evict():
+                    if any(piece.drafts for piece in pieces):
+                        pieces = [piece.without_drafts() for piece in pieces]
+                        continue
+                    self._reclaim(error)
             pieces = [p for p in pieces if not p.sequence.closed]
         return pieces
 
     def _reclaim(self, error: CacheFullError) -> None:
-        if self._prefixes.evict():
-            return
         before = len(self.running)
         self._drain()  # ended sequences release their pages, and no result is lost
         self.sweep()

@@ -197,6 +197,26 @@ class TestOnCpu:
         assert sum("deterministic" in line.split() for line in printed) == 1
         assert max(map(len, printed)) <= 120
 
+    @pytest.mark.parametrize("method", ["mtp", "dspark"])
+    def test_drafts_are_timed_with_a_forced_share(self, method: str, tmp_path: Path, capsys):
+        path = tmp_path / "m.json"
+        drafts = ["--speculate", method, "--draft-tokens", "2", "--accept", "0.5"]
+        sizes = ["--tokens", "2", "--context", "9", "--layers", "3", "--prompts", "none"]
+        assert run(*sizes, *drafts, "--steps", "8", "--columns", "eager", "--out", str(path)) == 0
+        (row,) = document_of(path)["speculation"]
+        assert (row["method"], row["drafts"], row["forced"], row["share"]) == (method, 2, True, 0.5)
+        assert row["drafted"] == 2 * 2 * 8
+        assert 0 < row["accepted"] < row["drafted"]
+        assert row["length"] == pytest.approx(1 + row["accepted"] / 16)
+        assert row["token_ms"] == pytest.approx(row["step_ms"] / row["length"])
+        assert set(row["verify_ms"]) == {"1", "2", "3", "4", "6"}
+        assert min(row["draft_ms"], row["plain_ms"], *row["verify_ms"].values()) > 0
+        assert (row["missing"], row["failed"]) == ({}, [])
+        printed = capsys.readouterr().out
+        assert f"2 {method}" in printed
+        assert "0.5 forced" in printed
+        assert printed.splitlines()[-1] == "MEASURED: 1 rows, 0 prompts, 1 with drafts"
+
     def test_a_checkpoint_is_loaded(self, tmp_path: Path, capsys):
         folder = tmp_path / "weights"
         config = ModelConfig.tiny(num_hidden_layers=2)
@@ -349,6 +369,10 @@ class TestOptions:
             (["--tokens", "1,x"], "argument --tokens: 'x' is no integer, wanted 1 or more"),
             (["--limit", "-1"], "argument --limit: '-1' is no time, wanted 0 seconds or more"),
             (["--limit", "nan"], "argument --limit: 'nan' is no time"),
+            (["--speculate", "eagle"], "--speculate is 'eagle', wanted one of mtp, dspark"),
+            (["--accept", "0.5"], "--accept is 0.5, wanted --speculate with it"),
+            (["--speculate", "mtp", "--accept", "2"], "argument --accept: '2' is no share, wanted"),
+            (["--speculate", "mtp", "--draft-tokens", "9"], "--draft-tokens is 9, wanted 1 to 8"),
             (["--tokens", "1,1"], "--tokens is 1,1, wanted distinct numbers"),
             (["--weights", "zero"], "--weights is 'zero', wanted one of random, mxfp4-cast"),
             (["--recipe", "fp8"], "--recipe is 'fp8', wanted one of nvfp4, nvidia"),

@@ -27,9 +27,13 @@ CHAT = ["--chat", "Hello", "--max-new-tokens", "6"]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint with a tokenizer."""
-    path = tmp_path_factory.mktemp("checkpoint")
-    config = ModelConfig.tiny(vocab_size=288, num_nextn_predict_layers=0)
-    save(random_model(config, 5), path, layout="bf16")
+    return written(tmp_path_factory.mktemp("checkpoint"), 0)
+
+
+def written(path, mtp_layers):
+    """A folder with a small checkpoint."""
+    config = ModelConfig.tiny(vocab_size=288, num_nextn_predict_layers=mtp_layers)
+    save(random_model(config, 5, mtp=True), path, layout="bf16")
     (path / "tokenizer.json").write_text(json.dumps(small_table()), encoding="utf-8")
     (path / "generation_config.json").write_text('{"temperature": 0.0}')
     (path / "encoding").mkdir()
@@ -63,6 +67,20 @@ def test_statistics_and_stop_strings(folder, capsys):
     printed = capsys.readouterr()
     assert printed.out.rstrip("\n") == text[: text.find(stop)].rstrip("\n")
     assert "ended by stop" in printed.err
+
+
+def test_drafts_change_no_greedy_text(tmp_path, capsys):
+    folder, texts = written(tmp_path, 1), set()
+    for options, words in (
+        (["--speculate", "none"], "no drafts: none are asked for"),
+        ([], "2 mtp drafts a step: "),
+        (["--speculate", "mtp", "--draft-tokens", "3"], "3 mtp drafts a step: "),
+    ):
+        assert run(folder, *PROMPT, *options, "--stats") == 0
+        printed = capsys.readouterr()
+        texts.add(printed.out)
+        assert words in printed.err
+    assert len(texts) == 1
 
 
 def test_seeds_repeat(folder, capsys):
@@ -118,6 +136,8 @@ def test_content_and_calls_go_to_stdout_and_reasoning_to_stderr(folder, capsys):
         ([*PROMPT, "--seed", "-1"], "seed is -1"),
         ([*PROMPT, "--max-new-tokens", "0"], "max_new_tokens is 0, wanted 1 or more"),
         ([*PROMPT, "--stop", ""], "stop[0] is empty"),
+        ([*PROMPT, "--speculate", "mtp"], "'mtp', but the model holds no draft layers; wanted"),
+        ([*PROMPT, "--speculate", "none", "--draft-tokens", "2"], "--speculate none, wanted a"),
         ([*PROMPT, "--device", "tpu"], "--device is 'tpu', wanted cuda, cuda:N or cpu"),
         ([*PROMPT, "--max-new-tokens", "99999999"], "max_tokens is 100000005, wanted at most"),
         ([*CHAT, "--effort", "low"], "effort is 'low', wanted one of high, max"),

@@ -224,7 +224,8 @@ def test_starts_confirm_open_steps() -> None:
     row = cache.allocate()
     cache.prepare([row], [9], certain=[1])
     cache.prepare([row], [9], certain=[1])
-    assert cache._counts[row] == RowCount(2, 18, 18, 1, (OpenStep(1, 9), OpenStep(1, 9)))
+    assert cache._counts[row] == RowCount(2, 18, 0, 1, (OpenStep(1, 9), OpenStep(1, 9)))
+    assert cache._counts[row].written == 18
     for start in (1, 19):
         with pytest.raises(ValueError, match=rf"starts\[0\] is {start}, wanted 18"):
             cache.prepare([row], [1], [start])
@@ -311,3 +312,40 @@ def test_a_captured_verification_is_the_eager_one(numerics: str) -> None:
         runs.append(outs)
     for actual, expected in zip(*runs, strict=True):
         assert_bitwise(actual, expected)
+
+
+def test_a_row_is_truncated_while_steps_are_under_way() -> None:
+    """To what is certainly there and whose window and slots no step can have taken."""
+    stack = Stack(published(), 0)
+    cache = stack.cache(2, 600, pool_tokens=1200, max_chunk=300)
+    row = cache.allocate()
+    cache.prepare([row], [270])
+    for _ in range(2):  # 278 at most, 272 at least
+        cache.prepare([row], [4], certain=[1])
+    assert not cache.truncate(row, 273)
+    cache.confirm([row], [273])
+    assert (cache._counts[row].low, cache._counts[row].written) == (274, 277)
+    assert not cache.truncate(row, 270)
+    assert cache.truncate(row, 272)
+    assert cache.lengths.tolist()[row] == 272
+    assert cache._counts[row] == RowCount(272, 272, 277, 271)
+    with pytest.raises(ValueError, match="truncate: sequence is 1, wanted one that is allocated"):
+        cache.truncate(1, 0)
+    rings = stack.cache(1, 300)
+    with pytest.raises(RuntimeError, match="has no pools, wanted pool_tokens"):
+        rings.truncate(rings.allocate(), 0)
+
+
+def test_a_fork_shares_no_page_that_an_open_step_may_leave_unfinished() -> None:
+    """Of steps under way the certain tokens count: others may be rejected and written again."""
+    config = published()
+    cache = Stack(config, 0).cache(2, 600, pool_tokens=1200, max_chunk=300)
+    row = cache.allocate()
+    cache.prepare([row], [246])
+    for _ in range(2):  # 248 to 264 tokens: the page of the first 256 may not be full
+        cache.prepare([row], [9], certain=[1])
+    free = cache.free_pages
+    cache.fork(row)
+    taken = {name: free[name] - count for name, count in cache.free_pages.items()}
+    assert taken["compressed (ratio 4)"] == 2
+    assert taken["compressed (ratio 128)"] == 1

@@ -17,7 +17,7 @@ from tests.text.tokenizers import small_table
 ROOT = Path(dsv4.__file__).resolve().parent.parent
 README = ROOT / "README.md"
 GUIDES = ("quickstart", "checkpoints", "transformers", "vllm", "numerics", "debugging_nan",
-          "benchmarking", "text")  # fmt: skip
+          "benchmarking", "text", "speculation")  # fmt: skip
 pytestmark = pytest.mark.skipif(not README.exists(), reason="no README beside the package")
 
 

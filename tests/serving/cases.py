@@ -10,7 +10,7 @@ from torch import nn
 
 from dsv4 import layers
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.kv_cache.paged_cache import CacheStep, LayerCache
+from dsv4.kv_cache.paged_cache import CacheStep, LayerCache, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.quant.formats import FRAGMENTS
 from dsv4.serving import Request, Runner, SamplingOptions
@@ -23,8 +23,9 @@ _PRIME = 1_000_003
 class Recurrence(nn.Module):
     """A replacement of the layers: a hash of all tokens, kept where the layers keep theirs.
 
-    The hash of a sequence lies in the compressor state of its row, and its tokens in the window
-    pages and the compressed entries. A wrong fork, a stale row or a lost page changes the text.
+    The hashes of a sequence lie in the compressor state of its row, where those of the layers lie,
+    and its tokens in the window pages and the compressed entries. A wrong fork, a stale row, a lost
+    page or a rollback that takes back too little changes the text.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -52,14 +53,14 @@ class Recurrence(nn.Module):
         for b, row in enumerate(batch.sequences.tolist()):
             if row < 0 or cu[b] == cu[b + 1]:
                 continue
-            value = int(state[row, 0, 0, 0]) if starts[b] else 0
+            slots = state.shape[1]
+            value = int(state[row, (starts[b] - 1) % slots, 0, 0]) if starts[b] else 0
             for t in range(cu[b], cu[b + 1]):
                 seen = [int(window[slot, 0]) for slot in read[t] if slot >= 0]
                 assert seen[-1] == tokens[t]
                 value = value * 31 + tokens[t] + sum(i * x for i, x in enumerate(seen, 1))
                 value = (value + self._entries(layer, row, indices[t], value)) % _PRIME
-                hashes[t] = value
-            state[row, 0, 0, 0] = value
+                hashes[t] = state[row, indices[t] % slots, 0, 0] = value
         return hashes.view(1, -1, 1), None
 
     def _entries(self, layer: LayerCache, row: int, position: int, value: int) -> int:
@@ -67,7 +68,7 @@ class Recurrence(nn.Module):
         assert layer.compressed is not None
         assert layer.compressed_table is not None
         count = (position + 1) // layer.ratio
-        if not count:
+        if not count or count > layer.compressed_capacity:  # of a draft beyond the longest text
             return 0
         size, data = layer.compressed.page_size, layer.compressed.data.numpy()
         first, last = (
@@ -96,6 +97,13 @@ class ToyModel(DeepseekV4ForCausalLM):
         logits = 3 * torch.sin(hidden * number)
         broken = torch.tensor([int(value) in self.failing for value in hidden[:, 0]])
         return logits.masked_fill(broken.unsqueeze(1), torch.nan)
+
+
+def last_hash(cache: PagedCache, row: int) -> int:
+    """The toy's hash of all tokens of a row."""
+    state = cache.layers[1].state
+    assert state is not None
+    return int(state[row, (int(cache.lengths[row]) - 1) % state.shape[1], 0, 0])
 
 
 def wide(

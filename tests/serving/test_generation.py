@@ -13,7 +13,7 @@ from dsv4.serving import Runner, SamplingOptions, kept_runner, release
 from dsv4.serving.generation import generate
 from dsv4.serving.kept_runner import KeptRunner
 from dsv4.serving.sampling import Sampler
-from tests.serving.cases import ToyModel, packed, plain_text
+from tests.serving.cases import ToyModel, last_hash, packed, plain_text
 
 GREEDY = SamplingOptions(max_new_tokens=9, stop_ids=())
 
@@ -60,7 +60,7 @@ def test_logits_that_are_not_finite_raise() -> None:
     model.lm_head.weight.zero_()
     cache = model.new_cache(1, 8)
     model.prefill([[1, 2]], cache, [cache.allocate()])
-    model.failing = {int(cache.layers[1].state[0, 0, 0, 0])}
+    model.failing = {last_hash(cache, 0)}
     with pytest.raises(RuntimeError, match="the logits of prompt 1 for new token 1 have no finite"):
         generate(model, [[5], [1, 2]], 4, stop_ids=())
 

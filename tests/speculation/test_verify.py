@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.serving.sampler import FAILED, Parameters, Variant, sample
+from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.speculation.verify import (
     NO_DRAFT,
     draw_draft,
@@ -238,3 +239,26 @@ def test_wrong_shapes_are_named(logits, drafts, q, words) -> None:
             DRAWN,
             proposals,
         )
+
+
+# Forced ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 3), (0.5, 5), (0.88, 2), (1.0, 4)])
+def test_forced_acceptance_accepts_its_share(share, count) -> None:
+    """Wrong drafts count as right, missing ones never do; the token after them is the target's."""
+    forced = ForcedAcceptance(share)
+    logits, parameters = noise(2, 4000, count + 1, VOCAB), request(4000, temperature=0.0)
+    drafts = torch.randint(VOCAB, (4000, count), generator=generator(1))
+    verified = forced(logits, drafts, parameters, Variant(), None)
+    assert abs(float(verified.accepted.double().mean()) / count - share) < 0.02
+    best = logits.argmax(-1)
+    for row in range(50):
+        accepted, tokens = int(verified.accepted[row]), verified.tokens[row].tolist()
+        assert tokens[:accepted] == drafts[row, :accepted].tolist()
+        assert tokens[accepted] == int(best[row, accepted])
+        assert tokens[accepted + 1 :] == [NO_DRAFT] * (count - accepted)
+    drafts[:, 0] = NO_DRAFT
+    assert not forced(logits, drafts, parameters, Variant(), None).accepted.any()
+    with pytest.raises(ValueError, match=r"share is 1\.5, wanted 0 to 1"):
+        ForcedAcceptance(1.5)

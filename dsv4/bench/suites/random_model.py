@@ -62,21 +62,23 @@ def random_model(
     *,
     pack: bool = True,
     parallel: ParallelContext | None = None,
+    mtp: bool = False,
 ) -> DeepseekV4ForCausalLM:
     """Build a bfloat16 model for inference.
 
     Memory holds the model and at most one unpacked layer.
 
     Args:
-        config: The model's; its multi-token-prediction layers are left out.
+        config: The model's.
         device: Where the weights are drawn and stay.
         weights: How they are stored.
         pack: Whether to pack each layer as soon as it is drawn.
         parallel: The rank whose part is drawn; all ranks draw the same numbers, so that what is not
             split is equal on all of them.
+        mtp: Whether the model has its draft layers.
     """
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config, mtp=False, parallel=parallel).to(torch.bfloat16)
+        model = DeepseekV4ForCausalLM(config, mtp=mtp, parallel=parallel).to(torch.bfloat16)
     draw = _Draw(config, device, weights)
     for name, part in _parts(model):
         _fill(part, name, draw)
@@ -86,14 +88,15 @@ def random_model(
 
 
 def _parts(model: DeepseekV4ForCausalLM) -> list[tuple[str, nn.Module]]:
-    """The decoder layers one by one, then what is around them."""
+    """The decoder layers and draft layers one by one, then what is around them."""
     layers = [(f"model.layers.{i}", layer) for i, layer in enumerate(model.model.layers)]
     others = [
         (f"model.{name}", module)
         for name, module in model.model.named_children()
         if name != "layers"
     ]
-    return [*layers, *others, ("lm_head", model.lm_head)]
+    drafts = [(f"mtp.{i}", layer) for i, layer in enumerate(model.mtp)]
+    return [*layers, *drafts, *others, ("lm_head", model.lm_head)]
 
 
 def _fill(part: nn.Module, name: str, draw: _Draw) -> None:
@@ -130,7 +133,7 @@ def quantised_format(name: str, module: nn.Module, weights: Weights) -> Format |
 
 def _is_quantised(path: str) -> bool:
     """Return whether published checkpoints quantise a linear layer."""
-    if path == "lm_head":
+    if path == "lm_head" or path.endswith(("markov_w2", "confidence_head.proj")):
         return False
     return "compressor" not in path or path.endswith("q_b_proj")
 

@@ -77,10 +77,10 @@ def step_cost(
             average over layers; None: what uniform routing is expected to choose.
     """
     config = model.config
-    experts = [m for m in model.modules() if isinstance(m, DeepseekV4Experts)]
+    experts = [m for m in model.model.modules() if isinstance(m, DeepseekV4Experts)]
     expert_bytes = [_nbytes(module) for module in experts]
     embedding = model.model.embed_tokens.weight
-    plain = _nbytes(model) - sum(expert_bytes) - embedding.nbytes
+    plain = _nbytes(model.model) + _nbytes(model.lm_head) - sum(expert_bytes) - embedding.nbytes
     held = experts[0].num_local_experts
     if experts_read is None:
         experts_read = uniform_experts(config, sequences) * held / config.n_routed_experts
@@ -139,7 +139,7 @@ def _flops(model: DeepseekV4ForCausalLM, reads: Sequence[_Reads]) -> int:
 def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
     """Operations of linear layers and chosen experts."""
     config = model.config
-    linear = sum(map(_linear_flops, model.modules()))
+    linear = sum(map(_linear_flops, [*model.model.modules(), model.lm_head]))
     ranks = 1 if model.parallel is None else model.parallel.size
     expert = 6 * config.hidden_size * config.moe_intermediate_size // ranks  # by chance a share
     return linear + config.num_hidden_layers * config.num_experts_per_tok * expert
@@ -219,6 +219,7 @@ class DecodeStep:
         context: Tokens of each before the step, at least 1.
         seed: Seed of the prompts.
         fill: How the cache is filled; None: ``Fill.plan``.
+        new_tokens: Most tokens of each that the cache takes; the step itself has one.
 
     Attributes:
         fill: How the cache was filled.
@@ -234,6 +235,7 @@ class DecodeStep:
         context: int,
         seed: int = 0,
         fill: Fill | None = None,
+        new_tokens: int = 1,
     ) -> None:
         self.model = model
         self.fill = fill or Fill.plan(sequences, context)
@@ -242,14 +244,16 @@ class DecodeStep:
         shape = (self.fill.prompts, self.fill.prompt_tokens)
         prompts = torch.randint(2, vocabulary, shape, generator=generator).tolist()
         chunk = min(shape[1], max(1, _FILL_CHUNK // shape[0]))
-        self.cache = model.new_cache(sequences, context + 1, chunk, index_format=INDEX_FORMAT)
+        self.cache = model.new_cache(
+            sequences, context + new_tokens, max(chunk, new_tokens), index_format=INDEX_FORMAT
+        )
         rows = [self.cache.allocate() for _ in range(sequences)]
         model.prefill(prompts, self.cache, rows[: len(prompts)])
         _repeat_pages(self.cache, rows[: len(prompts)], self.fill)
         for i, row in enumerate(rows[len(prompts) :]):
             self.cache.copy(rows[i % len(prompts)], row)
         self.cache.lengths[rows] = context
-        self.cache.prepare(rows, [1] * sequences, [context] * sequences)
+        self.cache.prepare(rows, [new_tokens] * sequences, [context] * sequences)
         self.rows = torch.tensor(rows, device=model.device)
         self.lengths = self.cache.lengths.clone()
         self.tokens = torch.randint(2, vocabulary, (sequences,), generator=generator)

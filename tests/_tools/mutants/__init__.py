@@ -6,7 +6,8 @@ drop-in for transformers; "files" are errors with files that are replaced, or co
 "load" are errors of packing while a checkpoint is read; P1 to P4 are errors of plans, tapes and
 launches;
 "start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams;
-"ranks" are errors of models on several ranks; "draft" are errors of DSpark.
+"ranks" are errors of models on several ranks; "draft" are errors of DSpark, "served"
+of steps with drafts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .attention import MUTANTS as _ATTENTION
 from .bench import MUTANTS as _BENCH
 from .checkpoints import MUTANTS as _CHECKPOINTS
 from .cubins import MUTANTS as _CUBINS
+from .drafting import MUTANTS as _DRAFTING
 from .drafts import MUTANTS as _DRAFTS
 from .dropin import MUTANTS as _DROPIN
 from .exchange import MUTANTS as _EXCHANGE
@@ -41,6 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_KERNELS,
     *_CUBINS,
     *_BENCH,
+    *_DRAFTING,
     *_DRAFTS,
     *_DROPIN,
     *_CHECKPOINTS,

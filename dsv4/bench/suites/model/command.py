@@ -13,7 +13,7 @@ import torch
 
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
-from dsv4.bench.suites.model import report
+from dsv4.bench.suites.model import report, speculation
 from dsv4.bench.suites.model.document import (
     ModelResults,
     Named,
@@ -82,6 +82,12 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
             if expected is not None:
                 results.expected.append(expected)
             _say(f"{tokens} sequences at {context}")
+    if request.drafts is not None:
+        for context in request.contexts:
+            for tokens in request.tokens:
+                drafted = speculation.measure(measurement, request.drafts, tokens, context)
+                results.speculation.append(drafted)
+                _say(f"drafts of {tokens} sequences at {context}")
     for row in results.rows:
         measurement.kernels(row)
     _say("kernels")
@@ -113,13 +119,19 @@ def _build(
         torch.cuda.reset_peak_memory_stats(device)
     begin = time.perf_counter()
     if request.checkpoint is None:
-        model = random_model(request.config, device, request.weights, parallel=context)
+        model = random_model(
+            request.config,
+            device,
+            request.weights,
+            parallel=context,
+            mtp=request.drafts is not None,
+        )
         start.source = "weights drawn on the device and packed"
     else:
         model = checkpoint.load(
             request.checkpoint,
             device=device,
-            mtp=False,
+            mtp=request.drafts is not None,
             prepare=False,
             progress=False,
             device_mesh=context,

@@ -137,6 +137,53 @@ class PromptRow(Measured):
 
 
 @dataclass
+class SpeculationRow(Measured):
+    """Steps of a runner that drafts tokens. Times of steps are of all sequences together.
+
+    Attributes:
+        tokens: Sequences.
+        context: Tokens of each before the steps.
+        method: ``"mtp"`` or ``"dspark"``.
+        drafts: Drafts of a sequence per step.
+        forced: Whether drafts counted as right by a seed, and not as the model verified them.
+        share: The share of drafts that was to be accepted, if it was forced.
+        steps: Timed steps.
+        drafted: Drafts that were verified in them.
+        accepted: Drafts that were accepted in them.
+        length: Tokens of a sequence per step.
+        plain_ms: ``Runner.step`` without drafts, in which each sequence gets a token.
+        step_ms: ``Runner.step`` with drafts.
+        token_ms: The time per token of each sequence, with drafts.
+        draft_ms: The draft alone: on a GPU a replay.
+        verify_ms: The main model's part of a step, by the number of tokens of each sequence, with
+            what the draft stores of them: on a GPU a replay.
+    """
+
+    tokens: int = 0
+    context: int = 0
+    method: str = ""
+    drafts: int = 0
+    forced: bool = False
+    share: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    length: float | None = None
+    plain_ms: float | None = None
+    step_ms: float | None = None
+    token_ms: float | None = None
+    draft_ms: float | None = None
+    verify_ms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gain(self) -> float | None:
+        """How many times as many tokens per second there are as without drafts."""
+        if self.plain_ms is None or self.token_ms is None:
+            return None
+        return self.plain_ms / self.token_ms
+
+
+@dataclass
 class Start:
     """Seconds until the model could be used.
 
@@ -208,6 +255,7 @@ class ModelResults:
         prompts: Times to the first token.
         profiles: Kernels by operator.
         expected: Computed steps, on several ranks.
+        speculation: Steps with drafts.
         stopped: Why the command ended early; empty if it did not.
     """
 
@@ -216,6 +264,7 @@ class ModelResults:
     prompts: list[PromptRow] = field(default_factory=list)
     profiles: list[ProfileRow] = field(default_factory=list)
     expected: list[ExpectedRow] = field(default_factory=list)
+    speculation: list[SpeculationRow] = field(default_factory=list)
     stopped: str = ""
 
 
@@ -233,12 +282,14 @@ def validate(content: Any) -> None:
     """
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f"results: wanted a file of {SCHEMA}")
+    content = _whole(content)
     _fields("results", content, {"schema", "header", *_names(ModelResults)})
     for i, row in enumerate(content.get("expected", ())):
         _fields(f"expected[{i}]", row, _names(ExpectedRow))
         _fields(f"expected[{i}].model", row["model"], _names(Named))
     _fields("start", content["start"], _names(Start))
-    for name, kind in (("rows", DecodeRow), ("prompts", PromptRow), ("profiles", ProfileRow)):
+    kinds = {"rows": DecodeRow, "prompts": PromptRow, "speculation": SpeculationRow}
+    for name, kind in {**kinds, "profiles": ProfileRow}.items():
         for i, row in enumerate(content[name]):
             where = f"{name}[{i}]"
             _fields(where, row, _names(kind))
@@ -251,6 +302,11 @@ def validate(content: Any) -> None:
                     raise ValueError(
                         f"results: {where}.{figure} is {value}, and missing has it: {reason}"
                     )
+
+
+def _whole(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content with the lists that files of before 2026-11-28 have not."""
+    return {"speculation": [], **content}
 
 
 def _names(kind: type) -> set[str]:
@@ -277,6 +333,7 @@ def parse(content: Any) -> ModelResults:
         ValueError: if the content does not fit the schema.
     """
     validate(content)
+    content = _whole(content)
     rows = [DecodeRow(**{**row, "model": Named(**row["model"])}) for row in content["rows"]]
     prompts = [PromptRow(**{**row, "model": Named(**row["model"])}) for row in content["prompts"]]
     profiles = []
@@ -285,12 +342,17 @@ def parse(content: Any) -> ModelResults:
         operators = tuple(OperatorTime(**operator) for operator in kernels["operators"])
         profile = Profile(kernels["ms"], kernels["launches"], operators)
         profiles.append(ProfileRow(Named(**row["model"]), row["tokens"], row["context"], profile))
+    speculation = [
+        SpeculationRow(**{**row, "model": Named(**row["model"])}) for row in content["speculation"]
+    ]
     start = Start(**content["start"])
     expected = [
         ExpectedRow(**{**row, "model": Named(**row["model"])})
         for row in content.get("expected", ())
     ]
-    return ModelResults(start, rows, prompts, profiles, expected, content["stopped"])
+    return ModelResults(
+        start, rows, prompts, profiles, expected, speculation, stopped=content["stopped"]
+    )
 
 
 def output_path(out: str, header: dict[str, Any], model: Named) -> Path:

@@ -80,6 +80,7 @@ class Measurement:
     Attributes:
         profiles: Kernels of the steps that were captured.
         prepared: What ``dsv4.serving.prepare`` did before each prompt length.
+        named: The model, for rows.
     """
 
     def __init__(self, model: DeepseekV4ForCausalLM, request: ModelRequest, rates: Rates) -> None:
@@ -88,29 +89,29 @@ class Measurement:
         self.rates = rates
         self.profiles: list[ProfileRow] = []
         self.prepared: list[Prepared] = []
-        self._named = Named(**request.named())
+        self.named = Named(**request.named())
         self._generator = torch.Generator().manual_seed(request.weights.seed + 1)
 
     def prompt(self, tokens: int) -> PromptRow:
         """Time to the first token of a prompt."""
         flops = whole_model.prompt_flops(self.model, tokens)
-        row = PromptRow(self._named, prompt=tokens, flops=flops)
+        row = PromptRow(self.named, prompt=tokens, flops=flops)
         row.flops_ms = 1e-3 * self.rates.bound_us(0, flops)
-        self._take(row, ("first_ms", "generate_ms"), lambda: self._first_tokens(row))
-        self._take(row, ("runner_ms",), lambda: self._runner_first_tokens(row))
+        self.take(row, ("first_ms", "generate_ms"), lambda: self._first_tokens(row))
+        self.take(row, ("runner_ms",), lambda: self._runner_first_tokens(row))
         return row
 
     def decode(self, tokens: int, context: int) -> DecodeRow:
         """Decode steps of some sequences at a context."""
         uniform = whole_model.uniform_experts(self.request.config, tokens) / self.request.ranks
-        row = DecodeRow(self._named, tokens=tokens, context=context, experts_uniform=uniform)
+        row = DecodeRow(self.named, tokens=tokens, context=context, experts_uniform=uniform)
         self._model_steps(row)
         if self._is_requested(row, RUNNER, "runner_ms", "capture_s"):
-            self._take(row, ("runner_ms", "capture_s"), lambda: self._runner_steps(row))
+            self.take(row, ("runner_ms", "capture_s"), lambda: self._runner_steps(row))
         if self._is_requested(row, GENERATE, "generate_ms"):
-            self._take(row, ("generate_ms",), lambda: self._generate_steps(row))
+            self.take(row, ("generate_ms",), lambda: self._generate_steps(row))
         if self._is_requested(row, DETERMINISTIC, "deterministic_ms"):
-            self._take(row, ("deterministic_ms",), lambda: self._deterministic_steps(row))
+            self.take(row, ("deterministic_ms",), lambda: self._deterministic_steps(row))
         if self._is_requested(row, KERNELS, *_KERNELS):
             row.missing.update(dict.fromkeys(_KERNELS, "the command ended before"))
         return row
@@ -124,7 +125,7 @@ class Measurement:
         if self._is_requested(row, KERNELS, *_KERNELS):
             for name in _KERNELS:
                 row.missing.pop(name, None)
-            self._take(row, _KERNELS, lambda: self._profiled_step(row))
+            self.take(row, _KERNELS, lambda: self._profiled_step(row))
 
     def _is_requested(self, row: Measured, column: str, *figures: str) -> bool:
         """Return whether a column was asked for; if not, the row says so."""
@@ -133,7 +134,7 @@ class Measurement:
         row.missing.update(dict.fromkeys(figures, NOT_ASKED))
         return False
 
-    def _take(self, row: Measured, names: Sequence[str], measure: Callable[[], object]) -> None:
+    def take(self, row: Measured, names: Sequence[str], measure: Callable[[], object]) -> None:
         """Measure figures of a row; the row says why one of them is missing."""
         reason, failed = self._spent(), False
         if reason is None:
@@ -170,7 +171,8 @@ class Measurement:
         if self.request.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _prompts(self, count: int, tokens: int) -> list[list[int]]:
+    def draw_prompts(self, count: int, tokens: int) -> list[list[int]]:
+        """Draw prompts of some tokens."""
         shape = (count, tokens)
         vocabulary = whole_model.drawn_vocabulary(self.model)
         return torch.randint(2, vocabulary, shape, generator=self._generator).tolist()
@@ -185,7 +187,7 @@ class Measurement:
         if parts is None:
             return None
         figures = (parts.latency, parts.bytes, parts.sums, parts.total)
-        return ExpectedRow(self._named, row.context, *figures)
+        return ExpectedRow(self.named, row.context, *figures)
 
     # Prompts
 
@@ -194,22 +196,24 @@ class Measurement:
 
         The first call, and the median of later ones.
         """
-        self.prepared.append(prepare(self.model))
+        self.prepared.append(prepare(self.model, speculate=None))
         times = [
             1e3 * seconds_of(self.request.device, partial(self._generate, [prompt], 1))
-            for prompt in self._prompts(1 + _PROMPTS, row.prompt)
+            for prompt in self.draw_prompts(1 + _PROMPTS, row.prompt)
         ]
         row.first_ms, row.generate_ms = times[0], statistics.median(times[1:])
 
     def _generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        return self.model.generate(prompts, count, stop_ids=())
+        return self.model.generate(prompts, count, stop_ids=(), speculate=None)
 
     def _runner_first_tokens(self, row: PromptRow) -> None:
         """Time to first token of a runner, median, without its first prompt."""
         times = []
         tokens = row.prompt + 1
-        with Runner(self.model, max_sequences=1, max_tokens=tokens, prefix_sequences=0) as runner:
-            for prompt in self._prompts(1 + _PROMPTS, row.prompt):
+        with Runner(
+            self.model, max_sequences=1, max_tokens=tokens, prefix_sequences=0, speculate=None
+        ) as runner:
+            for prompt in self.draw_prompts(1 + _PROMPTS, row.prompt):
                 seconds = seconds_of(self.request.device, partial(_run_alone, runner, prompt))
                 times.append(1e3 * seconds)
         row.runner_ms = statistics.median(times[1:])
@@ -221,7 +225,7 @@ class Measurement:
         columns = {STEP: "step_ms", EAGER: "eager_ms"}
         asked = [name for name, figure in columns.items() if self._is_requested(row, name, figure)]
         figures = [columns[name] for name in asked]
-        self._take(row, ("experts_read", *figures), lambda: self._of_step(row, asked))
+        self.take(row, ("experts_read", *figures), lambda: self._of_step(row, asked))
         cost = whole_model.step_cost(self.model, row.tokens, row.context + 1, row.experts_read)
         row.bytes, row.flops = round(cost.weight_bytes + cost.kv_bytes), round(cost.flops)
         row.bytes_ms, row.flops_ms = cost.bytes_ms(self.rates), cost.flops_ms(self.rates)
@@ -263,7 +267,7 @@ class Measurement:
         except profile.NoKernelsError as error:
             raise SkippedError(str(error)) from error
         row.kernels_ms, row.launches = kernels.ms, kernels.launches
-        self.profiles.append(ProfileRow(self._named, row.tokens, row.context, kernels))
+        self.profiles.append(ProfileRow(self.named, row.tokens, row.context, kernels))
 
     # Steps of a runner and of generate
 
@@ -281,6 +285,7 @@ class Measurement:
             pool_tokens=(count + (not own)) * -(-tokens // BLOCK) * BLOCK,
             buckets=(count,) if has_graphs(request.device) else None,
             prefix_sequences=0 if own else 1,
+            speculate=None,
         )
         with runner:
             self._capture(runner, row)
@@ -311,9 +316,10 @@ class Measurement:
             max_tokens=context + new,
             prefix_sequences=0,
             deterministic=True,
+            speculate=None,
         ) as runner:
             runner.warm_up()
-            row.deterministic_ms = self._step_ms(runner, self._prompts(count, context), new)
+            row.deterministic_ms = self._step_ms(runner, self.draw_prompts(count, context), new)
 
     def _step_ms(self, runner: Runner, prompts: list[list[int]], new: int) -> float:
         """Milliseconds per step, with ``new`` tokens to each prompt.
@@ -323,7 +329,7 @@ class Measurement:
         """
         steps = self.request.steps
         requests = [runner.add(prompt, max_new_tokens=new, stop_ids=()) for prompt in prompts]
-        _step_until(runner, requests, WARM_STEPS)
+        step_until(runner, requests, WARM_STEPS)
         before = [len(request.tokens) for request in requests]
         total = seconds_of(self.request.device, lambda: _steps(runner, steps))
         gained = {len(request.tokens) - n for request, n in zip(requests, before, strict=True)}
@@ -336,11 +342,11 @@ class Measurement:
         count, context = row.tokens, row.context
         if own:
             row.runner_fill = f"{count} prompt{'s' * (count > 1)} of {context} tokens"
-            return self._prompts(count, context)
+            return self.draw_prompts(count, context)
         row.runner_fill = f"1 prompt of {context - _TAIL} tokens, its pages shared"
-        (stem,) = self._prompts(1, context - _TAIL)
+        (stem,) = self.draw_prompts(1, context - _TAIL)
         runner.add(stem, max_new_tokens=1, stop_ids=()).result()
-        return [stem + tail for tail in self._prompts(count, _TAIL)]
+        return [stem + tail for tail in self.draw_prompts(count, _TAIL)]
 
     def _generate_steps(self, row: DecodeRow) -> None:
         """Time the decode steps of one call of ``generate``, all sequences together."""
@@ -350,9 +356,11 @@ class Measurement:
         new = request.new_tokens(count, context)
         # Compiles and captures: the same batch and the same longest sequence, few tokens.
         longest = context + new - WARM_STEPS
-        self._generate([*self._prompts(count - 1, 1), *self._prompts(1, longest)], WARM_STEPS)
+        self._generate(
+            [*self.draw_prompts(count - 1, 1), *self.draw_prompts(1, longest)], WARM_STEPS
+        )
         with marked() as marks:
-            self._generate(self._prompts(count, context), new)
+            self._generate(self.draw_prompts(count, context), new)
         row.generate_ms = decode_ms(marks, count, WARM_STEPS // 2, request.steps)
         if row.generate_ms is None:
             raise WrongError(f"found fewer than {request.steps} decode steps in a call of generate")
@@ -371,7 +379,7 @@ def _steps(runner: Runner, count: int) -> None:
         runner.step()
 
 
-def _step_until(runner: Runner, requests: Sequence[Request], tokens: int) -> None:
+def step_until(runner: Runner, requests: Sequence[Request], tokens: int) -> None:
     """Run steps until every request has some tokens.
 
     Raises:

@@ -53,7 +53,8 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
     if request.ranks > 1:
         context = emulated_context(request.ranks, with_mailboxes=False)
     with torch.device("meta"):
-        model = DeepseekV4ForCausalLM(config, mtp=False, parallel=context).to(torch.bfloat16)
+        drafted = request.drafts is not None
+        model = DeepseekV4ForCausalLM(config, mtp=drafted, parallel=context).to(torch.bfloat16)
     experts = 0
     for name, module in model.named_modules():
         stored = quantised_format(name, module, request.weights)
@@ -64,7 +65,8 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         if isinstance(module, DeepseekV4Experts):
             experts += _nbytes(module)
     count = config.n_routed_experts // request.ranks
-    layer_expert = experts // (count * config.num_hidden_layers)
+    layers = sum(isinstance(module, DeepseekV4Experts) for module in model.modules())
+    layer_expert = experts // (count * layers)
     return ModelBytes(experts // count, layer_expert, _nbytes(model) - experts, count)
 
 

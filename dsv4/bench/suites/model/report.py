@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dsv4.bench.report import number
-from dsv4.bench.suites.model.document import DecodeRow, Measured, ModelResults, Named, ProfileRow
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    Measured,
+    ModelResults,
+    Named,
+    ProfileRow,
+    SpeculationRow,
+)
 from dsv4.bench.suites.model.measure import NOT_ASKED
 from dsv4.bench.suites.model.request import NOT_BEGUN
 from dsv4.bench.tables import WIDTH, plain, short, wrapped
@@ -15,6 +22,10 @@ _DECODE = ("tokens", "context", *_MODEL)
 _TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
 _MORE = ("deterministic",)  # where it was asked for
 _PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
+_SPECULATION = (
+    "tokens", "context", "drafts", "accept", "plain", "step", "tokens / step", "per token", "gain",
+    "draft",
+)  # fmt: skip
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
 
 
@@ -30,6 +41,7 @@ def lines(results: ModelResults, *, profile: bool) -> list[str]:
         *_decode(results.rows),
         *_expected(results),
         *_prompts(results),
+        *_speculation(results.speculation),
         *(line for row in _profiled(results, profile) for line in profile_lines(row)),
         *_missing(results),
     ]
@@ -69,7 +81,7 @@ def _ms(value: float | None) -> str:
 
 
 def _start(results: ModelResults) -> list[str]:
-    every: Sequence[Measured] = [*results.rows, *results.prompts]
+    every = _measured(results)
     start, words = results.start, []
     if every:
         words.append(f"model  {model_words(every[0].model)}")
@@ -158,6 +170,35 @@ def _prompts(results: ModelResults) -> list[str]:
     ]
 
 
+def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
+    if not rows:
+        return []
+    counts = list(dict.fromkeys(name for row in rows for name in row.verify_ms))
+    body = []
+    for row in rows:
+        accepted = f"{row.share:g} forced" if row.forced else "verified"
+        numbers = [_ms(row.plain_ms), _ms(row.step_ms)]
+        numbers += ["-" if x is None else f"{x:.2f}" for x in (row.length,)]
+        numbers += [_ms(row.token_ms), "-" if row.gain is None else f"{row.gain:.2f}"]
+        numbers += [_ms(row.draft_ms), *(_ms(row.verify_ms.get(count)) for count in counts)]
+        cells = [str(row.tokens), str(row.context), f"{row.drafts} {row.method}", accepted]
+        body.append([*cells, *numbers])
+    header = (*_SPECULATION, *(f"verify {count}" for count in counts))
+    lines = [
+        "",
+        "ms with drafts: plain: a step without, step: with, per token of a sequence; verify: the",
+        "main model's part of a step, by tokens of each sequence",
+        *plain(header, body, 4),
+    ]
+    for row in rows:
+        if row.length is not None:
+            lines += wrapped(
+                f"{row.tokens} at {row.context}: {row.accepted} of {row.drafted} drafts accepted "
+                f"in {row.steps} steps"
+            )
+    return lines
+
+
 def profile_lines(row: ProfileRow) -> list[str]:
     """Kernels of a step by operator."""
     profile, body = row.profile, []
@@ -182,6 +223,8 @@ def profile_lines(row: ProfileRow) -> list[str]:
 
 
 def _where(row: Measured) -> str:
+    if isinstance(row, SpeculationRow):
+        return f"drafts of {row.tokens} at {row.context}"
     if isinstance(row, DecodeRow):
         return f"{row.tokens} at {row.context}"
     return f"prompt of {getattr(row, 'prompt', '?')}"
@@ -190,7 +233,7 @@ def _where(row: Measured) -> str:
 def _missing(results: ModelResults) -> list[str]:
     """Return why figures are missing, figures of one reason together."""
     said = []
-    for row in (*results.rows, *results.prompts):
+    for row in _measured(results):
         reasons: dict[str, list[str]] = {}
         for figure, reason in row.missing.items():
             if reason != NOT_ASKED:
@@ -199,9 +242,13 @@ def _missing(results: ModelResults) -> list[str]:
     return ["", *(line for text in said for line in wrapped(text))] if said else []
 
 
+def _measured(results: ModelResults) -> list[Measured]:
+    return [*results.rows, *results.prompts, *results.speculation]
+
+
 def failures(results: ModelResults) -> list[str]:
     """Figures whose measurement failed."""
-    rows = (*results.rows, *results.prompts)
+    rows = _measured(results)
     return [f"{_where(row)}: {name}: {row.missing[name]}" for row in rows for name in row.failed]
 
 
@@ -210,10 +257,12 @@ def verdict(results: ModelResults) -> str:
     failed = failures(results)
     stopped = f"; {results.stopped}" if results.stopped else ""
     counts = f"{len(results.rows)} rows, {len(results.prompts)} prompts"
+    if results.speculation:
+        counts += f", {len(results.speculation)} with drafts"
     if failed:
         return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
     parts = [counts, *_worst(results.rows)]
-    rows = (*results.rows, *results.prompts)
+    rows = _measured(results)
     late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
     if late:
         parts.append(f"{late} figures not begun (--limit)")

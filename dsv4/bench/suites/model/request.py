@@ -14,9 +14,11 @@ import torch
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
-from dsv4.config import ModelConfig
+from dsv4.config import DSparkConfig, ModelConfig
+from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
+from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
 
 STEP, KERNELS, RUNNER, GENERATE, EAGER = "step", "kernels", "runner", "generate", "eager"
 DETERMINISTIC = "deterministic"
@@ -72,6 +74,21 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class DraftRequest:
+    """Drafts that are measured.
+
+    Attributes:
+        method: ``"mtp"`` or ``"dspark"``.
+        tokens: Drafts per step.
+        share: Share of drafts that counts as right; None: what the model verifies.
+    """
+
+    method: str
+    tokens: int
+    share: float | None = None
+
+
+@dataclass(frozen=True)
 class ModelRequest:
     """The model, its storage, and the measurements asked for.
 
@@ -91,6 +108,7 @@ class ModelRequest:
         device: Where.
         ranks: Ranks that share the model.
         emulated: Whether this process is one of them and emulates the others.
+        drafts: Drafts to measure; None: none.
     """
 
     preset: str
@@ -108,6 +126,7 @@ class ModelRequest:
     device: torch.device
     ranks: int = 1
     emulated: bool = False
+    drafts: DraftRequest | None = None
 
     @classmethod
     def of(
@@ -143,6 +162,7 @@ class ModelRequest:
             device=device,
             ranks=ranks,
             emulated=options.emulate_peers is not None,
+            drafts=_drafts(options, source.config),
         )
         request.check_positions()
         request.check_ranks()
@@ -172,7 +192,8 @@ class ModelRequest:
         past their prompts, so the first sequences decode while later prompts are processed.
         """
         ramp = sequences * -(-context // CHUNK)
-        return ramp + WARM_STEPS + self.steps + _SPARE
+        drafts = 0 if self.drafts is None else self.drafts.tokens
+        return (ramp + WARM_STEPS + self.steps + _SPARE) * (1 + drafts)
 
     def too_long(self, sequences: int, context: int) -> str:
         """Return why a batch is not brought to a context."""
@@ -202,6 +223,10 @@ class ModelRequest:
 
     def check_ranks(self) -> None:
         """Raise if the model cannot be split over the ranks."""
+        if self.drafts is not None and self.ranks > 1:
+            raise UsageError(
+                f"--speculate is {self.drafts.method!r} on {self.ranks} ranks, wanted one"
+            )
         try:
             check_divides(self.config, self.ranks)
         except ValueError as error:
@@ -245,12 +270,13 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
             config = ModelConfig.from_path(path)
         except (OSError, ValueError) as error:
             raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
-        config = config.without_draft()
+        if options.speculate is None:
+            config = config.without_draft()
         return _Source(path.resolve().name, config, Weights(seed=seed), path)
     preset = options.preset or usual.preset
     if preset not in PRESETS:
         raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
-    config = _cut(preset, options.experts, options.layers)
+    config = _with_draft(_cut(preset, options.experts, options.layers), options.speculate)
     values, recipe = options.weights or WEIGHTS[0], options.recipe or RECIPES[0]
     for name, value, known in (("weights", values, WEIGHTS), ("recipe", recipe, RECIPES)):
         if value not in known:
@@ -268,6 +294,44 @@ def _ranks(options: argparse.Namespace, processes: int) -> int:
     if not 2 <= emulated <= MOST_RANKS:
         raise UsageError(f"--emulate-peers is {emulated}, wanted 2 to {MOST_RANKS} ranks")
     return emulated
+
+
+def _with_draft(config: ModelConfig, method: str | None) -> ModelConfig:
+    """The configuration with the draft layers of published checkpoints."""
+    if method == MTP:
+        return config.replace(num_nextn_predict_layers=1)
+    if method != DSPARK:
+        return config
+    layers = range(config.num_hidden_layers)
+    rank = min(512 if config.hidden_size > 4096 else 256, config.hidden_size)
+    dspark = DSparkConfig(
+        block_size=5,
+        noise_token_id=config.vocab_size - 1,
+        target_layer_ids=tuple(layers[-3:]),
+        markov_rank=rank,
+    )
+    return config.replace(dspark=dspark)
+
+
+def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | None:
+    """The drafts asked for."""
+    method, count, share = options.speculate, options.draft_tokens, options.accept
+    if method is None:
+        for name, value in (("draft-tokens", count), ("accept", share)):
+            if value is not None:
+                raise UsageError(f"--{name} is {value:g}, wanted --speculate with it")
+        return None
+    if method not in METHODS[1:]:
+        raise UsageError(f"--speculate is {method!r}, wanted one of {', '.join(METHODS[1:])}")
+    held = MTP if config.num_nextn_predict_layers == 1 else None
+    held = DSPARK if config.dspark is not None else held
+    if method != held:
+        raise UsageError(f"--speculate is {method!r}, and the model's drafts are {held}")
+    most = ROLLBACK if config.dspark is None else min(ROLLBACK, config.dspark.block_size)
+    usual = most if method == DSPARK else MTP_TOKENS
+    if count is not None and count > most:
+        raise UsageError(f"--draft-tokens is {count}, wanted 1 to {most} of {method}")
+    return DraftRequest(method, count or usual, share)
 
 
 def _check_output(options: argparse.Namespace) -> None:

@@ -1,0 +1,391 @@
+"""Models with draft layers are served as without: MTP and DSpark in a runner, sampled text too."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.kv_cache.batch import Batch, CacheStep
+from dsv4.layers import pack_, quantize_
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving import Runner, SamplingOptions
+from dsv4.serving.drafting import Drafter, DraftPlan, DSparkDrafter, drafting_of
+from dsv4.serving.graphs import Graphs, SamplerStep
+from dsv4.serving.readback import NOTHING
+from dsv4.serving.row_state import RowState
+from dsv4.serving.sampler import Variant
+from dsv4.serving.speculative import SpeculativeStep
+from dsv4.speculation.forced import ForcedAcceptance
+from dsv4.speculation.mtp import Drafts
+from dsv4.speculation.verify import draw_draft, verify_sampled
+from dsv4.testing.models import random_model
+from tests._tools.taped import taped
+from tests.serving import test_graphs
+from tests.serving.cases import assert_empty
+from tests.serving.test_sampler import chi_square
+from tests.speculation import test_mtp
+from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
+from tests.speculation.test_verify import request as sampled
+
+METHODS = ("mtp", "dspark")
+PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
+
+
+@functools.cache
+def model(method: str) -> DeepseekV4ForCausalLM:
+    """Windows of 8, 4 and 8 tokens; no rounding, so that no order of a sum moves a code."""
+    types = (SLIDING, CSA, HCA)
+    if method == "dspark":
+        return model_of(small(numerics="transformers"), 0, torch.float32)
+    config = ModelConfig.tiny(
+        layer_types=types, num_nextn_predict_layers=1, sliding_window=8,
+        numerics="transformers",
+    )  # fmt: skip
+    return random_model(config, 4, torch.float32, mtp=True)
+
+
+@functools.cache
+def plain(method: str) -> list[list[int]]:
+    return model(method).generate(PROMPTS, 24, stop_ids=(), speculate=None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generate_drafts_and_has_the_same_text(method) -> None:
+    served = model(method)
+    assert served.generate(PROMPTS, 24, stop_ids=()) == plain(method)
+    single = served.generate(PROMPTS[:1], 9, stop_ids=(), speculate=method, draft_tokens=1)
+    assert single == [plain(method)[0][:9]]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_parts_read_nothing_on_the_host(monkeypatch, method) -> None:
+    """Torch's operations alone are repeated; drafts, lengths and tokens are in tensors."""
+    served = model(method)
+    kinds = [
+        SamplingOptions(max_new_tokens=16, stop_ids=()),
+        SamplingOptions(
+            max_new_tokens=16, stop_ids=(), temperature=0.8, top_p=0.9, seed=5, logprobs=2,
+            repetition_penalty=1.2,
+        ),
+    ]  # fmt: skip
+    results = []
+    for captured in (False, True):
+        if captured:
+            monkeypatch.setattr(Graphs, "captured", taped)
+        runner = Runner(
+            served, max_sequences=2, max_tokens=64, max_chunk=24, prompt_buckets=(24,),
+            buckets=(2,), prefix_sequences=0,
+        )  # fmt: skip
+        runner._capture = runner._speculative._captures_drafts = captured
+        requests = [runner.add(p, kinds[i % 2]) for i, p in enumerate(PROMPTS)]
+        runner.run()
+        results.append([(r.tokens, r.logprobs) for r in requests])
+        assert_empty(runner)
+    assert results[0] == results[1]
+    assert results[0][0][0] == plain(method)[0][:16]
+    assert runner.captures > 5
+
+
+def poisoned(method: str) -> DeepseekV4ForCausalLM:
+    """The model, whose draft makes NaN."""
+    import copy
+
+    broken = copy.deepcopy(model(method))
+    with torch.no_grad():
+        if method == "mtp":
+            broken.mtp[0].norm.weight[0] = torch.nan
+        else:
+            broken.dspark.last.norm.weight[0] = torch.nan
+    return broken
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_in_the_draft_costs_drafts_alone(method) -> None:
+    with Runner(poisoned(method), max_sequences=3, max_tokens=64) as runner:
+        greedy = SamplingOptions(max_new_tokens=10, stop_ids=())
+        drawn = SamplingOptions(max_new_tokens=6, stop_ids=(), temperature=1.0, seed=2)
+        requests = [runner.add(PROMPTS[0], greedy), runner.add(PROMPTS[2], drawn)]
+        runner.run()
+        assert runner.draft_counts.accepted == 0
+    assert requests[0].tokens == plain(method)[0][:10]
+    with Runner(model(method), max_sequences=3, max_tokens=64, speculate=None) as runner:
+        assert runner.add(PROMPTS[2], drawn).result() == requests[1].tokens
+
+
+def whole_mtp(text: list[int], count: int) -> list[int]:
+    """Drafts after a text over the whole sequence, without a cache."""
+    return test_mtp.expected_drafts(text, count)
+
+
+def whole_dspark(text: list[int], count: int) -> list[int]:
+    """Drafts after a text that was processed in one step."""
+    sequences = Sequences.of(wide_dspark(), 1)
+    sequences.step({0: text[:-1]})
+    return sequences.propose({0: text[-1]}).tokens[0, :count].tolist()
+
+
+@functools.cache
+def wide_dspark() -> DeepseekV4ForCausalLM:
+    return model_of(small(numerics="transformers"), 0, torch.float64)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_runner_drafts_what_whole_sequences_draft(method) -> None:
+    """After chunks of prompts, accepted and rejected drafts, and a step without drafts."""
+    served = test_mtp.model() if method == "mtp" else wide_dspark()
+    expected = whole_mtp if method == "mtp" else whole_dspark
+    runner = Runner(served, max_sequences=2, max_tokens=64, max_chunk=6, draft_tokens=3)
+    assert runner._speculative is not None
+    drafter: Any = runner._speculative._drafter
+    inner, seen = drafter.draft, list[tuple[Any, int, list[int]]]()
+
+    def recorded(anchors: Any, rows: Any, lengths: Any, *rest: Any) -> Drafts:
+        drafts = inner(anchors, rows, lengths, *rest)
+        request_of = {s.row: s.request for s in runner._scheduler.running}
+        for row, length, tokens in zip(
+            rows.tolist(), lengths.tolist(), drafts.tokens.tolist(), strict=True
+        ):
+            if row >= 0:
+                seen.append((request_of[row], length, tokens))
+        return drafts
+
+    drafter.draft = recorded
+    requests = [runner.add(prompt, max_new_tokens=11, stop_ids=()) for prompt in PROMPTS[1:]]
+    steps = 0
+    while runner.step():
+        steps += 1
+        runner._drafts = 0 if steps == 8 else 3
+    checked = 0
+    for request, length, tokens in seen:
+        text = [*request.prompt, *request.tokens]
+        if length < len(text):
+            assert tokens == expected(text[: length + 1], 3)
+            checked += 1
+    assert checked > 12
+    assert all(len(request.tokens) == 11 for request in requests)
+
+
+def test_dspark_draws_each_row_by_its_own_random_numbers() -> None:
+    """Each draft is drawn at its own position, and kept with what it was drawn from."""
+    served, count = wide_dspark(), 3
+    cache = served.new_cache(2, 64, max_chunk=8)
+    rows = torch.tensor([cache.allocate(), cache.allocate()])
+    drafter, seen = DSparkDrafter(served, cache), list[torch.Tensor]()
+    with torch.inference_mode():
+        served.prefill([[1, 2, 3], [4, 5]], cache, rows.tolist())
+        assert served.dspark is not None
+        head: Any = served.dspark.last.markov_head
+        hook = head.register_forward_hook(lambda *call: seen.append(call[-1]))
+        at = sampled(2, top_k=served.config.vocab_size)._replace(position=cache.lengths[rows] + 1)
+        drafts = drafter.draft(
+            torch.tensor([7, 8]), rows, cache.lengths[rows], count, at, Variant(draw=True)
+        )
+        hook.remove()
+    assert drafts.probabilities is not None
+    for j in range(count):
+        drawn = draw_draft(seen[j], at._replace(position=at.position + j), Variant(draw=True))
+        assert torch.equal(drafts.tokens[:, j], drawn.tokens)
+        assert torch.equal(drafts.probabilities[:, j], drawn.probabilities)
+
+
+# Which drafts ---------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_draft_that_is_there(caplog) -> None:
+    none = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    assert drafting_of(none, "auto").plan is None
+    assert drafting_of(none, "auto").reason == "the model holds no draft layers"
+    assert str(drafting_of(none, None)) == "no drafts: none are asked for"
+    assert drafting_of(model("mtp"), "auto").plan == DraftPlan("mtp", 2)
+    assert drafting_of(model("dspark"), "auto").plan == DraftPlan("dspark", DSPARK.block_size)
+    assert drafting_of(model("mtp"), "mtp", 8).plan == DraftPlan("mtp", 8)
+    assert str(drafting_of(model("mtp"), "mtp", 1)) == "1 mtp draft a step"
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            runner = Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True)
+            assert "deterministic runner's bits" in str(runner.drafting)
+    assert caplog.text.count("tokens are generated without drafts") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "words"),
+    [
+        ("mtp", {"speculate": "dspark"}, "'dspark', but the model holds layers of multi-token"),
+        ("dspark", {"speculate": "mtp"}, "'mtp', but the model holds a DSpark draft"),
+        ("mtp", {"speculate": "eagle"}, "speculate is 'eagle', wanted 'auto', 'mtp', 'dspark'"),
+        ("mtp", {"draft_tokens": 9}, "draft_tokens is 9, wanted 1 to 8 of mtp"),
+        ("dspark", {"draft_tokens": 6}, "draft_tokens is 6, wanted 1 to 5 of dspark"),
+        ("mtp", {"draft_tokens": 0}, "draft_tokens is 0, wanted 1 or more"),
+        ("mtp", {"speculate": None, "draft_tokens": 2}, "2 and speculate None, wanted a method"),
+    ],
+)
+def test_what_is_not_possible_raises_with_the_reason(method, options, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        model(method).generate(PROMPTS, 4, **options)
+    with pytest.raises(ValueError, match=words):
+        Runner(model(method), max_sequences=1, max_tokens=64, **options)
+
+
+def test_other_reasons() -> None:
+    with pytest.raises(ValueError, match="deterministic runner's bits"):
+        Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True, speculate="mtp")
+    with pytest.raises(TypeError, match="draft_tokens is True, wanted an int or None"):
+        model("mtp").generate(PROMPTS, 4, draft_tokens=True)
+    ranks: Any = SimpleNamespace(parallel=SimpleNamespace(size=4), dspark=None, mtp=[object()])
+    with pytest.raises(
+        ValueError, match="'mtp', but the model is split over 4 ranks, where drafts"
+    ):
+        drafting_of(ranks, "mtp")
+    assert "split over 4 ranks" in drafting_of(ranks, "auto").reason
+    plain_model = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
+    with pytest.raises(ValueError, match="'mtp', but the model holds no draft layers; wanted"):
+        plain_model.generate(PROMPTS, 4, speculate="mtp")
+
+
+# Sampled text ---------------------------------------------------------------------------------
+
+
+VOCAB, DRAWS = 6, 20_000
+
+
+class _Lengths:
+    """What a step needs of a cache: the lengths of its rows."""
+
+    def __init__(self, rows: int) -> None:
+        self.lengths, self.max_sequences = torch.ones(rows, dtype=torch.int64), rows
+
+    def advance(self, batch: Batch, accepted: torch.Tensor) -> None:
+        self.lengths += accepted
+
+
+class _Chain(Drafter):
+    """A model whose next token depends on the last one alone, and a draft that is another one."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        shape = (2, VOCAB, VOCAB)
+        self.target, self.proposal = 1.3 * torch.randn(
+            shape, generator=generator, dtype=torch.float64
+        )
+        self.config = ModelConfig.tiny(vocab_size=VOCAB, hidden_size=VOCAB)
+        self.device, self.dtype = torch.device("cpu"), torch.float64
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def draft(self, anchors, rows, lengths, count, parameters, variant) -> Drafts:
+        tokens, q = [anchors], []
+        for i in range(count):
+            at = parameters._replace(position=parameters.position + i)
+            drawn = draw_draft(self.proposal[tokens[-1]], at, variant)
+            tokens.append(drawn.tokens)
+            q.append(drawn.probabilities)
+        return Drafts(torch.stack(tokens[1:], 1), torch.stack(q, 1))
+
+    def skip(self, anchors, rows, lengths) -> None:
+        pass
+
+    def forward(self, ids, following, step: CacheStep, stored=None) -> tuple[Any, Any]:
+        hidden = self.target[ids[0]].unsqueeze(0)
+        assert step.batch.positions.shape[0] == ids.shape[1]
+        return hidden, torch.zeros(1, ids.shape[1], self.config.hc_mult, VOCAB)
+
+    def keep(self, rows, streams) -> None:
+        pass
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3, "temperature": 0.7}])
+def test_sampled_text_has_the_distribution_of_plain_sampling(options) -> None:
+    """Three tokens after the first of 20,000 requests, by their joint distribution."""
+    chain = _Chain()
+    state, cache = RowState(DRAWS, VOCAB, chain.device), _Lengths(DRAWS)
+    sampling = SamplingOptions(**{"temperature": 1.0, **options})
+    variant = Variant.of(sampling)
+    state.numbers[:DRAWS] = torch.tensor(
+        [sampling.temperature, 1.0, -math.inf, 1.0], dtype=torch.float64
+    )
+    state.integers[:DRAWS, 0] = sampling.top_k or VOCAB
+    state.integers[:DRAWS, 1] = torch.arange(DRAWS)
+    state.tokens[:DRAWS] = 2
+    sampler = SamplerStep(chain, cache, state, (DRAWS,), Graphs())
+    step = SpeculativeStep(chain, cache, state, sampler, Graphs(), chain, 2, verify_sampled)
+    texts = [list[int]() for _ in range(DRAWS)]
+    for _ in range(3):  # at least one token each
+        chosen = step.run(range(DRAWS), 2, variant, captured=False)
+        for text, new in zip(texts, chosen.tokens.view(DRAWS, 3).tolist(), strict=True):
+            text.extend(token for token in new if token != NOTHING)
+    assert state.tokens[:DRAWS].tolist() == [text[-1] for text in texts]
+    assert cache.lengths.tolist() == [1 + len(text) for text in texts]
+    assert 1.1 < sum(map(len, texts)) / DRAWS / 3 < 2.8
+    scaled = chain.target / sampling.temperature
+    if sampling.top_k is not None:
+        smallest = scaled.topk(sampling.top_k).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < smallest, -math.inf)
+    p = scaled.softmax(-1)
+    expected = (p[2].view(-1, 1, 1) * p.unsqueeze(2) * p.unsqueeze(0)).flatten()
+    drawn = torch.tensor([text[:3] for text in texts])
+    cells = (drawn * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+    assert chi_square(torch.bincount(cells, minlength=VOCAB**3).double(), expected) < 4.5
+
+
+# On a GPU -------------------------------------------------------------------------------------
+
+
+def packed(method: str) -> DeepseekV4ForCausalLM:
+    """Small, but wide enough for the kernels of a published model, its draft layers too."""
+    config = ModelConfig.tiny(
+        layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512, qk_rope_head_dim=64,
+        num_attention_heads=16, index_head_dim=128, q_lora_rank=64, o_groups=2, o_lora_rank=32,
+        moe_intermediate_size=128, sliding_window=128, compress_rates={CSA: 4, HCA: 128},
+        num_nextn_predict_layers=int(method == "mtp"),
+        dspark=replace(DSPARK, markov_rank=32) if method == "dspark" else None,
+    )  # fmt: skip
+    served = random_model(config, 3, torch.bfloat16, mtp=True)
+    quantize_(served)
+    pack_(served)
+    return served
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
+    """Bit for bit, log-probabilities too, while requests join, leave, fork and wait."""
+    served, results = packed(method).cuda(), []
+    size = test_graphs.sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
+    for capture in (False, None):
+        runner = Runner(
+            served, **size, capture=capture, speculate=method, verify=ForcedAcceptance(0.6)
+        )
+        results.append(test_graphs.results_of(test_graphs.story(runner, 400)))
+    assert results[0] == results[1]
+    assert sum(len(tokens) for _, tokens, _ in results[0]) > 400
+    assert 0.4 < runner.draft_counts.accepted / runner.draft_counts.drafted < 0.8
+    assert runner._speculative is not None
+    assert runner._speculative._captures_drafts
+    assert runner._speculative.captures > 12
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_captured_drafts_that_are_nan_change_no_text(method) -> None:
+    served = packed(method).cuda()
+    last = served.mtp[0] if method == "mtp" else served.dspark.last
+    options = SamplingOptions(max_new_tokens=20, stop_ids=())
+    with Runner(served, max_sequences=2, max_tokens=64) as runner:
+        expected = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
+        runner.run()
+        with torch.no_grad():
+            last.norm.weight[0] = torch.nan
+        requests = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
+        before = runner.draft_counts.accepted
+        runner.run()
+    assert runner.draft_counts.accepted == before
+    assert [r.tokens for r in requests] == [r.tokens for r in expected]
