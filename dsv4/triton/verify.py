@@ -1,6 +1,6 @@
 """Kernels of ``dsv4.ops.verify``: drafts are accepted, corrected and drawn without a host read.
 
-A row is split over several CTAs. ``_largest_kernel`` finds its largest logit, ``_masses_kernel``
+A row is split over several CTAs. ``_highest_kernel`` finds its largest logit, ``_masses_kernel``
 the sum of its weights, which are integers, so no order of a sum changes a decision. A CTA of
 ``_candidates_kernel`` finds the first draft of its sequence that is not accepted, which takes one
 probability a draft, and draws from its part of that row alone; ``_emit_kernel`` takes the best of
@@ -73,7 +73,7 @@ def _words(seed, position, quad, PURPOSE: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["vocab", "span"])
-def _largest_kernel(logits, tops, top_ids, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _highest_kernel(logits, tops, top_ids, vocab, span, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Largest logit of a split of a row, +inf for NaN, and its token."""
     wait_for_inputs(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -406,7 +406,7 @@ class _Rows:
             logits.new_empty((rows, splits), dtype=torch.int32),
         )
         with launch_options.on(logits):
-            _largest_kernel[(rows, splits)](
+            _highest_kernel[(rows, splits)](
                 logits, self.tops, self.top_ids, vocab, self.span,
                 BLOCK=4 * self.quads, num_warps=4, **launch_options.options(logits),
             )  # fmt: skip

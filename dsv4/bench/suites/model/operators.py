@@ -11,7 +11,7 @@ COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
 CHECKS, SUMS = "checks for NaN", "sums over ranks"
 EXCHANGE = "tokens over ranks"
 SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
-SAMPLING, PACKING = "sampling", "weight packing"
+SAMPLING, VERIFICATION, PACKING = "sampling", "drafts, verification", "weight packing"
 CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
 
 # CuTeDSL: the class of a kernel, whose name the entry contains.
@@ -107,6 +107,15 @@ FUNCTIONS = {
     "_largest_kernel": SAMPLING,
     "_scores_kernel": SAMPLING,
     "_filter_kernel": SAMPLING,
+    "_highest_kernel": VERIFICATION,
+    "_greedy_kernel": VERIFICATION,
+    "_relatives_kernel": VERIFICATION,
+    "_floors_kernel": VERIFICATION,
+    "_masses_kernel": VERIFICATION,
+    "_candidates_kernel": VERIFICATION,
+    "_emit_kernel": VERIFICATION,
+    "_distribution_kernel": VERIFICATION,
+    "_drawn_kernel": VERIFICATION,
 }
 # Libraries: the first pattern that the name contains, in lower case.
 _LIBRARIES = (
