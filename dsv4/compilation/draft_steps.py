@@ -1,7 +1,7 @@
 """Steps that verify and draft tokens, as ``dsv4.compilation.steps`` runs them on the meta device.
 
 A step of a model with a draft has n = D + 1 rows per sequence; then drafts are verified, and the
-next ones drafted. After a prompt the draft stores what it will read of the prompt's tokens.
+next ones drafted. After a prompt the draft stores its entries of the prompt's tokens.
 """
 
 from __future__ import annotations

@@ -195,8 +195,8 @@ def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | N
 def warm_ranks(model: DeepseekV4ForCausalLM, max_tokens: int, progress: bool) -> Warmup | None:
     """Do ``warm_loaded`` for a model of one or several ranks.
 
-    Rank 0 compiles first, in as many processes as there are processors; the others then find its
-    kernels, which are theirs, on disk.
+    Rank 0 compiles first, in one process per processor. The other ranks need the same kernels and
+    then load them from disk.
 
     Returns:
         What this rank did, with the failures of other ranks, too; None if it is not on a GPU.

@@ -1,8 +1,8 @@
 """Tokens on their way to the ranks that hold their experts, and results on their way back.
 
 With data-parallel attention each rank has tokens of its own, and a range of the routed experts.
-``moe_send`` brings each token once to every rank that holds one of its experts; the experts of a
-rank add up what they make of a token; ``moe_return`` brings these sums back and adds them.
+``moe_send`` brings each token once to every rank that holds one of its experts; each
+rank sums its experts' outputs for a token; ``moe_return`` brings these sums back and adds them.
 
 All ranks have as many tokens, T, and buffers have room for all tokens of all ranks: row ``s T + t``
 is token t of rank s. So no size depends on the choice of experts, nothing is read on the host, and

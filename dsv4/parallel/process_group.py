@@ -58,11 +58,9 @@ def context_of(
     if device_mesh is None and parallel is None:
         return None
     if device_mesh is None:
-        raise ValueError(
-            f"parallel is {parallel!r} and device_mesh is None, wanted a DeviceMesh beside it"
-        )
+        raise ValueError(f"parallel is {parallel!r} and device_mesh is None, wanted a DeviceMesh")
     if parallel is None:
-        raise ValueError("device_mesh is given and parallel is None, wanted 'tp' or 'dp' beside it")
+        raise ValueError("device_mesh is given and parallel is None, wanted 'tp' or 'dp'")
     if isinstance(device_mesh, ParallelContext):
         return replace(device_mesh, mode=parallel)
     _refuse_multicast()

@@ -100,7 +100,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a call of ``generate`` asks of its runner besides room.
+    """Options of a call of ``generate`` that its runner must have, apart from its capacity.
 
     Attributes:
         chunk: Most prompt tokens of a step; None: the runner's own.
@@ -147,7 +147,7 @@ class KeptRunner:
         runner: The runner, or None.
         capacity: Its capacity.
         weights: The weights whose addresses its graphs hold.
-        kind: What was asked of it besides.
+        kind: Its other options.
         lock: Lock held while the runner is used or replaced.
     """
 

@@ -1,7 +1,7 @@
 """What runners agree on where each rank has requests of its own (``parallel="dp"``).
 
 Ranks exchange tokens in every layer, so they take the same steps with the same sizes. Before each
-step every rank says what it needs of it, and all take the largest: a rank with fewer tokens adds
+step every rank sends the sizes it needs, and all take the largest: a rank with fewer tokens adds
 padding, and one without any processes padding alone. Everything else, which requests run in which
 cache rows and which tokens are chosen, each rank decides for itself.
 """

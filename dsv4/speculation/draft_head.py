@@ -75,7 +75,7 @@ class DraftHead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copy takes beside the model."""
+        """Bytes of the copy, which are not among the model's."""
         return 0 if self.copy is None else self.copy.quantized_weight().nbytes
 
 

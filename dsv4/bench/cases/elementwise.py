@@ -123,7 +123,7 @@ def hc_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def hc_reduce_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Cases of what runs after a sublayer, as of a group of one rank: there is no other."""
+    """Cases of ``hc_post`` behind a sum over the ranks of a group, which has one rank."""
     [case] = hc_post(c, tokens)
 
     def build(draw: Draw) -> Problem:

@@ -1,9 +1,9 @@
 """vLLM's draft models for DeepSeek-V4, MTP and DSpark, with modules on this package's kernels.
 
 vLLM's proposers build them, call them and verify what they draft. The layers of a draft are those
-of the main model and take the same parts (``deepseek.adopt_parts``). What a draft has besides, its
-norms, the last write-back, the head and DSpark's context entries, belongs to the part
-``hyper_connection``, DSpark's entries to ``attention``.
+of the main model and take the same parts (``deepseek.adopt_parts``). The rest of
+a draft, its norms, the last write-back and the head, belongs to the part ``hyper_connection``, and
+DSpark's context entries to ``attention``.
 
 Drafts have a report of their own, and are not watched by ``DSV4_VLLM_CHECK``.
 """
@@ -194,7 +194,7 @@ def _head(streams: torch.Tensor, owner: Any) -> torch.Tensor:
 
 
 def adopt(model: nn.Module, context: Adoption) -> None:
-    """Replace what a draft has besides its layers, of the parts that are switched on."""
+    """Replace the modules of a draft outside its layers, for the parts that are switched on."""
     parts = context.switches.parts
     different = places.mismatches(places.DRAFT) if HYPER_CONNECTION in parts else []
     for reason in different:

@@ -1,7 +1,7 @@
-"""What kernels that draw tokens share: noise, the best of candidates, the borders of filters.
+"""Device functions of kernels that draw tokens: noise, best candidates, borders of filters.
 
-See ``dsv4.serving.sampler`` for what they compute. Relative logits are those less the largest of
-their row, over the temperature, and weights are probabilities relative to the largest as integers.
+``dsv4.serving.sampler`` has the formulas. A relative logit is a logit less the largest of its row,
+over the temperature. A weight is a probability relative to the largest one, as an integer.
 """
 
 from __future__ import annotations

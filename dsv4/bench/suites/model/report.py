@@ -139,7 +139,7 @@ def _decode(rows: Sequence[DecodeRow]) -> list[str]:
 
 
 def _expected(results: ModelResults) -> list[str]:
-    """Return computed steps of several ranks beside the measured ones."""
+    """Return lines with computed and measured steps of several ranks."""
     body = []
     for row in results.expected:
         measured = [r for r in results.rows if r.tokens == 1 and r.context == row.context]
