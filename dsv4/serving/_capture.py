@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -71,7 +72,9 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
     current, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
     first: list[BaseException] = []  # the end of the capture may raise another error
     try:
-        with torch.cuda.graph(graph, pool=pool):
+        # Calls of other threads that a capture forbids do not end this one.
+        mode = "thread_local"
+        with _uncollected(), torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             try:
                 out = work()
             except BaseException as error:
@@ -81,6 +84,23 @@ def captured(work: Callable[[], _Output], pool: Any) -> tuple[torch.cuda.CUDAGra
         _clean_up(current, pool)
         raise _failure(first.pop() if first else error)  # noqa: B904  (it has its cause)
     return graph, out
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Run no garbage collection inside the block.
+
+    A collection may destroy what earlier runners left in circles of references: CUDA graphs and
+    loaded kernels, whose release CUDA forbids while this thread captures. The capture would fail,
+    and whether it does would depend on how many objects the process has made so far.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _failure(cause: BaseException) -> BaseException:

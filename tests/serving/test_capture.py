@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -269,14 +271,18 @@ class FakeGraphs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[Any] = []
         self.end: Exception | None = None
+        self.modes: list[str] = []
         outer = self
 
         class Stream:
             device_index, device = 0, torch.device("cpu")
 
         class Graph:
-            def __init__(self, graph: Any, pool: Any = None) -> None:
+            def __init__(
+                self, graph: Any, pool: Any = None, capture_error_mode: str = "global"
+            ) -> None:
                 self.pool = pool
+                outer.modes.append(capture_error_mode)
 
             def __enter__(self) -> None:
                 outer.log.append(("begin", self.pool))
@@ -304,6 +310,48 @@ def test_a_capture_gives_what_the_work_gives(monkeypatch: pytest.MonkeyPatch) ->
     fake = FakeGraphs(monkeypatch)
     assert captured(lambda: 7, "pool")[1] == 7
     assert fake.log == [("begin", "pool"), ("end", "pool")]
+    assert fake.modes == ["thread_local"]
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    """A garbage collector that runs at nearly every new object, as before afterwards."""
+    before, enabled = gc.get_threshold(), gc.isenabled()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+    (gc.enable if enabled else gc.disable)()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_in_a_capture(
+    monkeypatch: pytest.MonkeyPatch, collector: None, enabled: bool, fails: bool
+) -> None:
+    FakeGraphs(monkeypatch)
+    (gc.enable if enabled else gc.disable)()
+    destroyed, in_capture = [], []
+
+    class Circle:
+        """What an earlier runner leaves: only the collector destroys it."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            destroyed.append(self)
+
+    def work() -> None:
+        for _ in range(100):
+            Circle()
+        in_capture.extend(destroyed)
+        if fails:
+            raise ValueError("no")
+
+    with pytest.raises(CaptureError) if fails else contextlib.nullcontext():
+        captured(work, "pool")
+    assert not in_capture
+    assert gc.isenabled() == enabled
 
 
 @pytest.mark.parametrize("end", [None, RuntimeError("capturing stream has unjoined work")])

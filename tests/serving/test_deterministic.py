@@ -155,14 +155,16 @@ def test_a_model_that_changed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 @pytest.mark.parametrize("capture", [True, False])
-def test_a_request_has_the_bits_it_has_alone_on_a_gpu(numerics: str, capture: bool) -> None:
+def test_a_request_has_the_bits_it_has_alone_on_a_gpu(
+    caplog: pytest.LogCaptureFixture, numerics: str, capture: bool
+) -> None:
     model = packed(numerics).cuda()
     plain = [alone(model, *asked) for asked in ASKED]
     for seed in range(4):
         sizes = {"max_sequences": 1 + seed, "prefix_sequences": seed, "pool_tokens": 600}
         result, runner = together(model, seed, **sizes, capture=capture)
         assert result == plain
-        assert (runner._decode.captures > 0) == capture
+        assert (runner._decode.captures > 0) == capture, caplog.text
 
 
 def test_what_cannot_be_deterministic_is_refused() -> None:
