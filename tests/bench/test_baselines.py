@@ -213,10 +213,14 @@ def test_equal_sizes_are_compiled_once():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a C++ compiler on a CPU")
-def test_inductor_itself():
+def test_inductor_itself(tmp_path, monkeypatch):
+    """With a folder of its own: by default all processes of a user share what is compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     problem = _problem("swiglu")
-    able = baselines.prepare_baselines("swiglu", problem, ("inductor",))
-    assert set(able) == {"inductor"}
+    with baselines.reasons() as reasons:
+        able = baselines.prepare_baselines("swiglu", problem, ("inductor",))
+    assert set(able) == {"inductor"}, reasons
+    assert any(tmp_path.iterdir()), "compiled elsewhere"
     torch.testing.assert_close(able["inductor"](), problem.run("reference")[0])
 
 
