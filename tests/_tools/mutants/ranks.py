@@ -118,8 +118,8 @@ MUTANTS = (
         "ranks",
         "attention is not summed over the ranks",
         LAYERS + "hyper_connection:DeepseekV4HyperConnection.post_pre",
-        "all_reduce(parallel, output), *arguments",
-        "output, *arguments",
+        "all_reduce(parallel, output)",
+        "output",
         LOGITS,
     ),
     Mutant(
