@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -39,14 +39,14 @@ from dsv4.serving.drafting import (
     drafting_of,
 )
 from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
+from dsv4.serving.launched_steps import LaunchedSteps
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.prompts import Part, PromptStep, Size
 from dsv4.serving.rank_link import Orders, RankLink
-from dsv4.serving.readback import NOTHING, Pending, Readback, Results
-from dsv4.serving.request import Emitted, LogitsError, Request, RequestError
+from dsv4.serving.request import Request, RequestError
 from dsv4.serving.row_state import RowState
-from dsv4.serving.sampler import FAILED, Variant
+from dsv4.serving.sampler import Variant
 from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
 from dsv4.serving.shared_steps import Needs, SharedSteps
 from dsv4.serving.speculative import DraftCounts, SpeculativeStep
@@ -55,29 +55,6 @@ from dsv4.speculation.verify import verify_sampled
 
 _PREFIX_SEQUENCES = 4
 _RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
-_DEPTH = 4  # host buffers: three launches may be in flight before the oldest is read
-
-
-@dataclass(frozen=True, eq=False)
-class _Launched:
-    """A launched step whose tokens have not been read.
-
-    Attributes:
-        sequences: Its sequences.
-        results: ``1 + drafts`` rows of each sequence.
-        drafts: Drafts of each sequence.
-        decodes: Whether it is a decode step.
-    """
-
-    sequences: tuple[RunningSequence, ...]
-    results: Pending
-    drafts: int = 0
-    decodes: bool = False
-
-    def read(self) -> Results:
-        """Wait for the results."""
-        options = [sequence.request.options.logprobs for sequence in self.sequences]
-        return self.results.wait([o for o in options for _ in range(1 + self.drafts)])
 
 
 class Runner:
@@ -244,9 +221,11 @@ class Runner:
         self._scarce = pool_tokens < limits.pool_tokens()
         self._capture_prompts = True  # unless a capture failed
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
-        self._scheduler = Scheduler(self.cache, self._prefixes, max_sequences, self._drain, grid)
-        self._readback = self._new_readback()
-        self._launched: deque[_Launched] = deque()
+        rows = max_sequences * (1 + self._drafts)
+        self._launched = LaunchedSteps(self.cache, rows, self.draft_counts)
+        self._scheduler = Scheduler(
+            self.cache, self._prefixes, max_sequences, self._launched.read, grid
+        )
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []
         self._count = 0  # requests so far
@@ -412,7 +391,7 @@ class Runner:
         prefilled = self._prefill_step(pieces, common)
         decoded = self._decode_step(common)
         # The host waits for earlier steps while the device works on the latest one.
-        self._read(1 if prefilled or decoded else 0)
+        self._launched.read(newest=1 if prefilled or decoded else 0)
         self._scheduler.sweep()
         self._unfinished = False
         return self.has_work if common is None else common.has_work
@@ -506,7 +485,7 @@ class Runner:
             count = 1 + self._drafts
             self.cache.prepare([row], [count], certain=[1])
             chosen = self._decoded([row], self._drafts, variants[0])
-            self._readback.start(chosen.tokens[:count], None).wait([None] * count)
+            self._launched.wait_for(chosen.tokens[:count])
         finally:
             self.cache.free(row)
 
@@ -558,10 +537,6 @@ class Runner:
             parallel.group.report(error)
         self._shut()
 
-    def _new_readback(self) -> Readback:
-        rows = self.limits.max_sequences * (1 + self._drafts)
-        return Readback(rows, _DEPTH, self.model.device)
-
     def _take_arrivals(self) -> None:
         if self._arrivals:
             self._open = [request for request in self._open if not request.done]
@@ -579,8 +554,7 @@ class Runner:
             torch.cuda.synchronize(self.model.device)
         while self._arrivals and self._open and self._arrivals[0] is self._open[-1]:
             self._arrivals.popleft()
-        self._launched.clear()
-        self._readback = self._new_readback()
+        self._launched.forget()
         for request in self._open:
             request.check_end()
         self.cache.clear()
@@ -606,7 +580,7 @@ class Runner:
             if sequence.fed == sequence.cut:
                 self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
         if chosen is not None:
-            self._launch(ending, chosen)
+            self._launched.add(ending, chosen)
         return bool(pieces)
 
     def _prompted(
@@ -658,7 +632,7 @@ class Runner:
             sequence.unread += 1
             sequence.drafted |= drafts > 0
         if sequences:
-            self._launch(sequences, chosen, drafts, decodes=True)
+            self._launched.add(sequences, chosen, drafts, decodes=True)
         return bool(sequences)
 
     def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
@@ -703,67 +677,6 @@ class Runner:
             step.release()
         warn_eager(self.model, f"a capture failed with {error}")
 
-    def _launch(
-        self,
-        sequences: Sequence[RunningSequence],
-        chosen: Chosen,
-        drafts: int = 0,
-        *,
-        decodes: bool = False,
-    ) -> None:
-        """Start to read back the tokens of a step."""
-        count, logprobs = len(sequences) * (1 + drafts), chosen.logprobs
-        if logprobs is not None:
-            logprobs = type(logprobs)(*(tensor[:count] for tensor in logprobs))
-        results = self._readback.start(chosen.tokens[:count], logprobs)
-        self._launched.append(_Launched(tuple(sequences), results, drafts, decodes))
-
-    def _drain(self) -> None:
-        """Read every step that was launched."""
-        self._read(0)
-
-    def _read(self, newest: int) -> None:
-        """Give tokens to their requests, except those of the ``newest`` launches."""
-        while len(self._launched) > newest:
-            launched = self._launched[0]
-            results, width = launched.read(), 1 + launched.drafts
-            if launched.decodes:
-                self._count_kept(launched, results)
-            for i, sequence in enumerate(launched.sequences):
-                self._give(sequence, results.emitted(range(i * width, (i + 1) * width)))
-            self._launched.popleft()
-
-    def _count_kept(self, launched: _Launched, results: Results) -> None:
-        """Note how many tokens the sequences of a decode step have, and tell the cache."""
-        rows, lengths, width = [], [], 1 + launched.drafts
-        for i, sequence in enumerate(launched.sequences):
-            sequence.unread -= 1
-            if not launched.drafts or sequence.closed:
-                continue
-            tokens = results.tokens[i * width : (i + 1) * width]
-            accepted = width - tokens.count(NOTHING) - 1
-            sequence.fed += accepted
-            rows.append(sequence.row)
-            lengths.append(sequence.fed - sequence.unread)
-            if not sequence.request.done:
-                self.draft_counts.add(launched.drafts, accepted)
-        if rows:
-            self.cache.confirm(rows, lengths)
-
-    def _give(self, sequence: RunningSequence, emitted: Sequence[Emitted]) -> None:
-        """Give tokens to a request; those behind its end are surplus."""
-        for new in emitted:
-            if sequence.request.done:
-                return
-            if new.token == FAILED:
-                position = len(sequence.request.prompt) + len(sequence.request.tokens)
-                reason = f"the logits of position {position} are not finite"
-                sequence.request.fail(reason, LogitsError)
-            elif sequence.repeats:
-                _repeat(sequence, new.token)
-            else:
-                sequence.request.emit(new)
-
 
 def _part(piece: Piece) -> Part:
     sequence, fed = piece.sequence, piece.sequence.fed
@@ -777,15 +690,3 @@ def _variant(sequences: Sequence[RunningSequence]) -> Variant:
     for sequence in sequences:
         variant = variant | sequence.variant
     return variant
-
-
-def _repeat(sequence: RunningSequence, token: int) -> None:
-    """Count a token that was decoded again after a preemption."""
-    tokens = sequence.request.tokens
-    position = len(tokens) - sequence.repeats
-    sequence.repeats -= 1
-    if token != tokens[position]:
-        sequence.request.fail(
-            f"new token {position + 1} was {tokens[position]} and is {token} when decoded again: "
-            "the model has changed"
-        )

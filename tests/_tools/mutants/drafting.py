@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "served",
         "accepted tokens are not counted",
-        "dsv4.serving.runner:Runner._count_kept",
+        "dsv4.serving.launched_steps:LaunchedSteps._count_kept",
         "sequence.fed += accepted",
         "sequence.fed += 0",
         STEPS + "right_drafts_are_all_accepted",
@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant(
         "served",
         "tokens behind a stop token are given",
-        "dsv4.serving.runner:Runner._give",
+        "dsv4.serving.launched_steps:_give",
         "if sequence.request.done:\n    return",
         "pass",
         STEPS + "the_text_of_a_request_is_that_without_drafts",
