@@ -406,33 +406,3 @@ def test_errors_name_the_argument():
         attention(torch.zeros(1, 5, 32, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"config\.dspark is None"):
         DeepseekV4DSpark(CONFIG.without_draft())
-
-
-@pytest.mark.gpu
-def test_a_captured_draft_repeats_the_eager_one():
-    model = model_of(CONFIG, dtype=torch.bfloat16).cuda()
-    cache = model.new_cache(2, 256, max_chunk=64)
-    draft = DSparkDraft(model)
-    fill = torch.Generator("cuda").manual_seed(0)
-    rows = torch.arange(2, device="cuda")
-    anchors, positions = torch.tensor([[3, 4], [20, 9]], device="cuda")
-    width = 3 * CONFIG.hidden_size
-    values = torch.randn(1, 40, width, generator=fill, device="cuda").bfloat16()
-    starts = torch.zeros(2, dtype=torch.int64, device="cuda")
-    batch = Batch.from_lengths([20, 20], starts, rows)
-    draft.commit(Taps(DSPARK.target_layer_ids, list(values.chunk(3, -1))), cache, batch)
-    theta = torch.tensor(0.2, device="cuda")
-    draft.draft(anchors, cache, rows, positions, theta=theta)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = draft.draft(anchors, cache, rows, positions, theta=theta)
-    for anchor in range(10):
-        anchors.copy_(torch.tensor([anchor, anchor + 9]))
-        positions.copy_(torch.tensor([10 + anchor, 20 - anchor]))
-        theta.fill_(anchor / 10)
-        graph.replay()
-        eager = draft.draft(anchors, cache, rows, positions, theta=theta)
-        assert torch.equal(captured.tokens, eager.tokens)
-        assert torch.equal(captured.logits, eager.logits)
-        assert torch.equal(captured.survival, eager.survival)
