@@ -84,7 +84,7 @@ def _model(folder: ResultsFolder) -> list[str]:
         "read of the whole model; of many it does not. Bytes alone bound it to "
         f"{near.bytes_ms:.1f} ms ([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
-        "MTP and DSpark draft tokens; dsv4 [does, too](docs/speculation.md), not measured yet."
+        "dsv4 is without [drafts](docs/speculation.md)."
     )
     headings = ["one request", "ms/token", "tokens/s"]
     return [*table(headings, body), "", *paragraph(note)]
