@@ -1,4 +1,4 @@
-"""Which draft a runner uses, and what it has to keep of each sequence."""
+"""The choice of a runner's draft, and the state that the draft keeps of each sequence."""
 
 from __future__ import annotations
 

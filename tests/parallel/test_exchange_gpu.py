@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
 import sys
 
@@ -13,6 +11,7 @@ import torch
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.parallel import mailboxes
 from dsv4.parallel.token_rows import RowLayout
+from tests._tools.rank_processes import run_rank_processes
 from tests.parallel.exchange_cases import exchange
 from tests.parallel.test_moe_exchange import check_push
 
@@ -160,30 +159,7 @@ dist.barrier()
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_that_share_a_gpu(ranks, tmp_path):
     """Mailboxes by IPC handles; each process has the GPU for a slice of time at a time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-c", PROGRAM, str(rank), str(REPLAYS)]
-        output = (tmp_path / str(rank)).open("w")
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        )
-    try:
-        for process in processes:
-            process.wait(300)
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join((tmp_path / str(rank)).read_text()[-3000:] for rank in range(ranks))
-    assert [process.returncode for process in processes] == [0] * ranks, said
+    run_rank_processes(PROGRAM, ranks, REPLAYS, folder=tmp_path, seconds=300)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

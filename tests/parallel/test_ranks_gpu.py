@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -19,6 +14,7 @@ from dsv4.parallel import mailboxes
 from dsv4.parallel.emulated import emulated_context
 from dsv4.serving import Runner
 from dsv4.testing.assertions import assert_bitwise
+from tests._tools.rank_processes import run_rank_processes
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -140,27 +136,4 @@ assert compilations() == before, compilations() - before
 @pytest.mark.parametrize(("ranks", "replays"), [(2, 1000), (4, 100)])
 def test_processes_that_share_a_gpu_have_the_same_streams(ranks, replays, tmp_path):
     """A captured step of a model by IPC mailboxes, whose streams are bitwise equal on all ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-c", PROGRAM, str(rank), str(replays)]
-        output = (tmp_path / str(rank)).open("w")
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
-        )
-    try:
-        for process in processes:
-            process.wait(240)
-    finally:
-        for process in processes:
-            process.kill()
-    said = "\n".join((tmp_path / str(rank)).read_text()[-3000:] for rank in range(ranks))
-    assert [process.returncode for process in processes] == [0] * ranks, said
+    run_rank_processes(PROGRAM, ranks, replays, folder=tmp_path, seconds=240)

@@ -1,9 +1,9 @@
 """vLLM's draft models for DeepSeek-V4, MTP and DSpark, with modules on this package's kernels.
 
-vLLM's proposers build them, call them and verify what they draft. The layers of a draft are those
-of the main model and take the same parts (``deepseek.adopt_parts``). The rest of
-a draft, its norms, the last write-back and the head, belongs to the part ``hyper_connection``, and
-DSpark's context entries to ``attention``.
+vLLM's proposers build the models, call them and verify the drafted tokens. A draft has layers of
+the main model's classes, which take the same parts (``deepseek.adopt_parts``). Its norms, the last
+write-back and the head belong to the part ``hyper_connection``, and DSpark's context entries to
+``attention``.
 
 Drafts have a report of their own, and are not watched by ``DSV4_VLLM_CHECK``.
 """
