@@ -47,7 +47,7 @@ def open_for(
     group = context.group.name
     if device.type != "cuda" or not group or groups.transport(group, device) != "nccl":
         return None
-    layout = RowLayout(config.num_experts_per_tok, config.hidden_size)
+    layout = RowLayout.of_model(config)
     mailbox, reason = mailboxes.of_group(group), ""
     holds = mailbox is not None and layout.unfit(mailbox, PUSHED_TOKENS) is None
     if all(context.group.exchange(holds)):

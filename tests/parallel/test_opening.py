@@ -9,6 +9,7 @@ import torch
 
 from dsv4.compilation import warmup
 from dsv4.compilation.warmup import Warmup, warm_ranks
+from dsv4.parallel import context as contexts
 from dsv4.parallel import groups, mailboxes, opening
 from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.process_group import DistributedGroup
@@ -112,6 +113,9 @@ def test_a_configuration_that_cannot_be_split(ranks):
     from dsv4 import ModelConfig
 
     with pytest.raises(ValueError, match=f"{ranks}( ranks|, wanted 1 to 16)"):
-        warmup.check_ranks(ModelConfig.flash(), ranks)
+        warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(ranks))
     with pytest.raises(ValueError, match="model a module, wanted a configuration"):
-        warmup.check_ranks(torch.nn.Linear(2, 2), ranks)
+        warmup.check_ranks(torch.nn.Linear(2, 2), contexts.Ranks(ranks))
+    with pytest.raises(ValueError, match="parallel is 'ep', wanted one of tp, dp"):
+        warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(2, "ep"))
+    warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(16, "dp"))  # divides experts alone

@@ -13,7 +13,7 @@ import dsv4
 from dsv4.checkpoint import Checkpoint, save
 from dsv4.config import CSA, SLIDING, ModelConfig
 from dsv4.layers import reserve_experts
-from dsv4.layers.reserve import step_buffers
+from dsv4.layers.reserve import STEP_TOKENS, step_buffers
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import DATA, ParallelContext
 from dsv4.parallel.expert_exchange import ExpertExchange
@@ -301,6 +301,19 @@ class TestLoad:
             assert local.load_report.bytes_read == pytest.approx(rule, rel=0.05)
             held = sum(t.nbytes for t in local.state_dict().values())
             assert held == pytest.approx(rule, rel=0.05)
+
+    def test_kernels_are_ready_before_the_first_step(self, nvidia, monkeypatch):
+        """Those that a rank's own model needs, as ``load`` of one process does."""
+        warmed = []
+
+        def seen(model, max_tokens, progress):
+            warmed.append((model.parallel.rank, model.parallel.mode, max_tokens))
+
+        monkeypatch.setattr("dsv4.compilation.warmup.warm_ranks", seen)
+        self.ranks(nvidia, 2)
+        assert sorted(warmed) == [(0, DATA, STEP_TOKENS), (1, DATA, STEP_TOKENS)]
+        self.ranks(nvidia, 2, prepare=False)
+        assert len(warmed) == 2
 
     def test_memory_of_a_step_is_for_the_tokens_of_all_ranks(self, whole):
         [local, _] = ranks_of(whole, 2, lambda m, rank: m)

@@ -11,10 +11,12 @@ from dsv4.compilation.warmup import warm_ranks
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.debug import compilations
 from dsv4.parallel import mailboxes
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import MODES, Ranks
+from dsv4.parallel.emulated import emulated_rank
 from dsv4.serving import Runner
 from dsv4.testing.assertions import assert_bitwise
 from tests._tools.rank_processes import run_rank_processes
+from tests.plans.layer_plan_cases import plans_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -29,11 +31,12 @@ CONFIG = ModelConfig.flash().replace(
 )
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @torch.inference_mode()
-def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks):
+def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks, mode):
     """With emulated peers; eager steps are plans of layers from the third on."""
-    context = emulated_context(ranks, DEVICE)
+    context = emulated_rank(Ranks(ranks, mode), CONFIG, DEVICE)
     model = random_model(CONFIG, DEVICE, Weights(recipe="nvidia"), parallel=context)
     done = warm_ranks(model, 512, progress=False)
     assert done.failed == {}
@@ -47,6 +50,8 @@ def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks):
         for _ in range(20):
             graph.replay()
         assert_bitwise(step.logits, eager[0])
+        plans = [plan.again is not None for plan in plans_of(model)]
+        assert plans.count(True) >= len(model.model.layers)
     with Runner(model, max_sequences=4, max_tokens=128, max_chunk=64) as runner:
         runner.warm_up()
         request = runner.add(list(range(2, 40)), max_new_tokens=8, stop_ids=())
