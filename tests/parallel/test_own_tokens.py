@@ -248,7 +248,7 @@ class TestRunner:
         ],
     )
     def test_other_arguments_that_are_wrong_end_all(self, whole, changes, message):
-        """The others would wait for ever; here they are told by the group."""
+        """The others would wait for ever; here the group passes the error on."""
         waited = []
 
         def work(model, rank):

@@ -138,6 +138,54 @@ assert compilations() == before, compilations() - before
 """
 
 
+OWN_TOKENS = """
+import sys
+import torch
+import torch.distributed as dist
+from dsv4.bench.suites.random_model import Weights, random_model
+from dsv4.compilation.warmup import warm_ranks
+from dsv4.debug import compilations
+from dsv4.parallel.exchange_mailboxes import open_exchange
+from dsv4.parallel.process_group import context_of
+from dsv4.serving import Runner
+from tests.parallel.test_ranks_gpu import CONFIG
+
+rank = int(sys.argv[1])
+device = torch.device("cuda", 0)
+dist.init_process_group("gloo")
+context = context_of(dist.group.WORLD, "dp", device)
+model = random_model(CONFIG, device, Weights(), parallel=context)
+for layer in model.model.layers:
+    layer.mlp.experts.gate_up_proj_scale_2.mul_(1 + rank / 8)
+open_exchange(context, CONFIG, device, torch.bfloat16)
+assert context.group.mailbox.kind == "ipc"
+assert warm_ranks(model, 64, progress=False).failed == {}
+before = compilations()
+prompts = ([[5, 9, 2], list(range(1, 31))], [], [[7]], [[8, 8]])[rank]
+
+def answers(capture):
+    options = dict(max_sequences=2, max_tokens=64, max_chunk=32, capture=capture)
+    buckets = dict(buckets=(1, 2), prompt_buckets=(32,))
+    with Runner(model, **options, **buckets) as runner:
+        asked = [runner.add(p, max_new_tokens=6, stop_ids=(), seed=1, temperature=t)
+                 for p, t in zip(prompts, (0.0, 1.0))]
+        runner.run()
+        return [request.result() for request in asked]
+
+for _ in range(2):
+    assert (eager := answers(False)) == (captured := answers(True)), (eager, captured)
+assert context.group.mailbox.counter[0] > 0
+assert compilations() == before, compilations() - before
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_that_share_a_gpu_exchange_their_tokens(ranks, tmp_path):
+    """Requests on some ranks alone; captured steps by IPC mailboxes give the text of eager ones."""
+    run_rank_processes(OWN_TOKENS, ranks, folder=tmp_path, seconds=240)
+
+
 @pytest.mark.parametrize(("ranks", "replays"), [(2, 1000), (4, 100)])
 def test_processes_that_share_a_gpu_have_the_same_streams(ranks, replays, tmp_path):
     """A captured step of a model by IPC mailboxes, whose streams are bitwise equal on all ranks."""
