@@ -2,7 +2,7 @@
 
 ``RANK=r WORLD_SIZE=N ... python -m tests.parallel.multi_gpu_program PART FOLDER DEVICE``. A part is
 a list of checks, because starting processes and compiling kernels takes most of the time. What a
-check found goes to ``<folder>/<rank>.jsonl`` as soon as it is known: ``{"check", "seconds"}`` and
+check measured goes to ``<folder>/<rank>.jsonl`` as soon as it is known: ``{"check", "seconds"}`` and
 ``"error"``, empty if it passed, or whatever figures the check returns.
 
 With DEVICE ``cpu`` everything runs over gloo, without graphs and without what is of GPUs alone:
@@ -131,48 +131,48 @@ def counted(step: torch.Tensor, rank: int, numel: int) -> torch.Tensor:
     return ((step * (rank + 1) + ramp) % 32).bfloat16()
 
 
-def drawn(place: Place, rank: int, numel: int) -> torch.Tensor:
+def drawn(here: Place, rank: int, numel: int) -> torch.Tensor:
     """A partial sum; rank 2 cancels rank 0, so that another order has other bits."""
     generator = torch.Generator().manual_seed(rank % 2)
     part = torch.randn(numel, generator=generator) * (1.0, 1.5, -1.0, 2.5)[rank % 4]
-    if place.size > 2 and rank % 2 == 0:
+    if here.size > 2 and rank % 2 == 0:
         part *= 2.0**20
-    return part.bfloat16().to(place.device)
+    return part.bfloat16().to(here.device)
 
 
-def opened(place: Place) -> dict[str, Any]:
+def opened(here: Place) -> dict[str, Any]:
     """Mailboxes in symmetric memory, checked."""
-    box = mailboxes.symmetric(place.group, PUSHED, place.device, WORKSPACE)
-    place.kept["box"] = box
+    box = mailboxes.symmetric(here.group, PUSHED, here.device, WORKSPACE)
+    here.kept["box"] = box
     assert box.kind == "symmetric"
     assert box.defect is None, box.defect
     assert box.workspace is not None
-    assert len({part.data_ptr() for part in box.slots}) == place.size
-    own = torch.ones(4096, dtype=torch.bfloat16, device=place.device)
-    assert explain(ops.all_reduce, own, place.group).chosen == "push"
+    assert len({part.data_ptr() for part in box.slots}) == here.size
+    own = torch.ones(4096, dtype=torch.bfloat16, device=here.device)
+    assert explain(ops.all_reduce, own, here.group).chosen == "push"
     return {"capacity": box.capacity}
 
 
-def eager_sums(place: Place, backend: str) -> None:
+def eager_sums(here: Place, backend: str) -> None:
     """Sums of all sizes: equal bits on all ranks; those of push are the reference's."""
     for nbytes in SIZES:
         if backend == "push" and nbytes > PUSHED:
             continue
-        own = drawn(place, place.rank, nbytes // 2)
+        own = drawn(here, here.rank, nbytes // 2)
         for _ in range(4):
-            total = ops.all_reduce(own, place.group, backend=backend)
-        parts = [drawn(place, rank, nbytes // 2) for rank in range(place.size)]
+            total = ops.all_reduce(own, here.group, backend=backend)
+        parts = [drawn(here, rank, nbytes // 2) for rank in range(here.size)]
         if backend == "push":
             assert torch.equal(total, rank_ordered_sum(parts)), nbytes
         exact = torch.stack([part.double() for part in parts])
-        allowed = place.size * 2.0**-8 * exact.abs().sum(0)
+        allowed = here.size * 2.0**-8 * exact.abs().sum(0)
         assert bool(((total.double() - exact.sum(0)).abs() <= allowed).all()), nbytes
-        place.same((nbytes, int(hash64(total))))
+        here.same((nbytes, int(hash64(total))))
 
 
-def captured(place: Place, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(here: Place, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A graph of some work, which ran before; all ranks capture at the same time."""
-    place.synchronize()
+    here.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread
@@ -180,56 +180,56 @@ def captured(place: Place, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def graphs(place: Place, backend: str) -> dict[str, float]:
+def graphs(here: Place, backend: str) -> dict[str, float]:
     """Sums in graphs that are replayed, each of new numbers, compared on the device."""
     times = {}
     for nbytes in SIZES:
         if backend == "push" and nbytes > PUSHED:
             continue
         replays = MANY if nbytes == SIZES[0] else REPLAYS
-        step = torch.zeros((), dtype=torch.int64, device=place.device)
-        wrong = torch.zeros((), dtype=torch.int64, device=place.device)
+        step = torch.zeros((), dtype=torch.int64, device=here.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=here.device)
 
         def run(nbytes=nbytes, step=step, wrong=wrong) -> None:
             step.add_(1)
-            own = counted(step, place.rank, nbytes // 2)
-            total = ops.all_reduce(own, place.group, backend=backend)
-            every = [counted(step, rank, nbytes // 2) for rank in range(place.size)]
+            own = counted(step, here.rank, nbytes // 2)
+            total = ops.all_reduce(own, here.group, backend=backend)
+            every = [counted(step, rank, nbytes // 2) for rank in range(here.size)]
             wrong.add_((total != rank_ordered_sum(every)).sum())
 
         run()
-        graph = captured(place, run)
+        graph = captured(here, run)
         began = time.perf_counter()
         for _ in range(replays):
             graph.replay()
-        place.synchronize()
+        here.synchronize()
         times[f"{nbytes} B, us a replay"] = (time.perf_counter() - began) * 1e6 / replays
         assert int(wrong) == 0, (nbytes, int(wrong))
         assert int(step) == replays + 1
     return times
 
 
-def all_in_one_graph(place: Place) -> None:
+def all_in_one_graph(here: Place) -> None:
     """All implementations, one after another, in one graph."""
-    step = torch.zeros((), dtype=torch.int64, device=place.device)
-    wrong = torch.zeros((), dtype=torch.int64, device=place.device)
+    step = torch.zeros((), dtype=torch.int64, device=here.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=here.device)
 
     def run() -> None:
         for backend in (*BACKENDS, "push"):
             step.add_(1)
-            total = ops.all_reduce(counted(step, place.rank, 4096), place.group, backend=backend)
-            every = [counted(step, rank, 4096) for rank in range(place.size)]
+            total = ops.all_reduce(counted(step, here.rank, 4096), here.group, backend=backend)
+            every = [counted(step, rank, 4096) for rank in range(here.size)]
             wrong.add_((total != rank_ordered_sum(every)).sum())
 
     run()
-    graph = captured(place, run)
+    graph = captured(here, run)
     for _ in range(REPLAYS):
         graph.replay()
-    place.synchronize()
+    here.synchronize()
     assert int(wrong) == 0, int(wrong)
 
 
-def fused_sums(place: Place) -> None:
+def fused_sums(here: Place) -> None:
     """A sum with the hyper-connection behind it has the bits of both, one after the other."""
     from dsv4.triton import hyper_connection
 
@@ -238,17 +238,17 @@ def fused_sums(place: Place) -> None:
         shapes = {"streams": (tokens, 4, 1024), "post": (tokens, 4), "comb": (tokens, 4, 4)}
         shapes |= {"fn": (24, 4096), "scale": (3,), "base": (24,), "norm_weight": (1024,)}
         values = {
-            name: torch.randn(shape, generator=generator).to(place.device)
+            name: torch.randn(shape, generator=generator).to(here.device)
             for name, shape in shapes.items()
         }
         for name in ("streams", "norm_weight"):
             values[name] = values[name].bfloat16()
         rest = {"norm_eps": 1e-6, "hc_eps": 1e-6, "iterations": 3}
-        own = drawn(place, place.rank, tokens * 1024).view(tokens, 1024)
-        args = {"partial": own, **values, **rest, "group": place.group}
+        own = drawn(here, here.rank, tokens * 1024).view(tokens, 1024)
+        args = {"partial": own, **values, **rest, "group": here.group}
         results = ops.hc_reduce_post_pre_norm(**args)
         assert explain(ops.hc_reduce_post_pre_norm, **args).chosen == "push"
-        parts = [drawn(place, rank, tokens * 1024) for rank in range(place.size)]
+        parts = [drawn(here, rank, tokens * 1024) for rank in range(here.size)]
         y = rank_ordered_sum([part.view(tokens, 1024) for part in parts])
         record = HcReducePostPreNormArgs(**args)
         after = as_record(HcPostPreNormArgs, record, y=y)
@@ -256,67 +256,67 @@ def fused_sums(place: Place) -> None:
             assert torch.equal(result, right), tokens
 
 
-def gathered(place: Place) -> None:
+def gathered(here: Place) -> None:
     """Candidates of the sampler, as they are pushed."""
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        own = (torch.arange(40, device=place.device) * (place.rank + 1)).to(dtype)
-        pushed = pushed_gather(own, place.group)
+        own = (torch.arange(40, device=here.device) * (here.rank + 1)).to(dtype)
+        pushed = pushed_gather(own, here.group)
         assert pushed is not None
-        for part, right in zip(pushed, groups.gather(own, place.group), strict=True):
+        for part, right in zip(pushed, groups.gather(own, here.group), strict=True):
             assert torch.equal(part, right)
 
 
-def tokens(place: Place, backend: str) -> None:
+def tokens(here: Place, backend: str) -> None:
     """Tokens to the ranks of their experts and back, in graphs."""
     from tests.parallel.test_exchange_gpu import CHOICES, EXPERTS, tokens_of, wrong_rows, wrong_sums
 
     count, hidden = 8, 4096
     nbytes = RowLayout(CHOICES, hidden).nbytes(count)
-    box = mailboxes.symmetric(place.group, nbytes, place.device)
-    step = torch.zeros((), dtype=torch.int64, device=place.device)
-    wrong = torch.zeros((), dtype=torch.int64, device=place.device)
+    box = mailboxes.symmetric(here.group, nbytes, here.device)
+    step = torch.zeros((), dtype=torch.int64, device=here.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=here.device)
 
     def run() -> None:
         step.add_(1)
-        sent = tokens_of(step, place.rank, count, hidden)
+        sent = tokens_of(step, here.rank, count, hidden)
         received = ops.moe_send(
-            sent.x, sent.ids, sent.weights, EXPERTS, place.group, backend=backend
+            sent.x, sent.ids, sent.weights, EXPERTS, here.group, backend=backend
         )
-        wrong.add_(wrong_rows(step, place.rank, place.size, received, count))
+        wrong.add_(wrong_rows(step, here.rank, here.size, received, count))
         here = (received[1] >= 0).any(1, keepdim=True)  # what is not of this rank is not defined
         y = torch.where(here, received[0], 0)
-        total = ops.moe_return(y, received[1], sent.ids, EXPERTS, place.group, backend=backend)
-        wrong.add_(wrong_sums(sent, place.size, total))
+        total = ops.moe_return(y, received[1], sent.ids, EXPERTS, here.group, backend=backend)
+        wrong.add_(wrong_sums(sent, here.size, total))
 
     run()
-    graph = captured(place, run)
+    graph = captured(here, run)
     for _ in range(MANY):
         graph.replay()
-    place.synchronize()
+    here.synchronize()
     assert int(wrong) == 0, int(wrong)
     assert int(step) == MANY + 1
     del box
-    if "box" in place.kept:
-        mailboxes.announce(place.group, place.kept["box"])
+    if "box" in here.kept:
+        mailboxes.announce(here.group, here.kept["box"])
 
 
-def refusals(place: Place) -> None:
+def refusals(here: Place) -> None:
     """Multicast that is asked for, by name and by the environment: nothing is allocated."""
-    own = torch.ones(64, dtype=torch.bfloat16, device=place.device)
-    before = torch.cuda.memory_allocated() if place.has_gpu else 0
-    _refused("multicast", lambda: ops.all_reduce(own, place.group, backend="multimem"))
+    own = torch.ones(64, dtype=torch.bfloat16, device=here.device)
+    before = torch.cuda.memory_allocated() if here.has_gpu else 0
+    _refused("multicast", lambda: ops.all_reduce(own, here.group, backend="multimem"))
     mesh = {"device_mesh": dist.group.WORLD, "parallel": "multicast"}
-    _refused("multicast", lambda: dsv4.load(place.folder / "checkpoint", **mesh))
+    _refused("multicast", lambda: dsv4.load(here.folder / "checkpoint", **mesh))
     for name, off in multicast.OFF.items():
         old = os.environ[name]
         os.environ[name] = "1" if off == "0" else "0"
         try:
-            _refused(name, lambda: place.load("tp"))
-            if place.has_gpu:
-                _refused(name, lambda: mailboxes.symmetric(place.group, 64, place.device))
+            _refused(name, lambda: here.load("tp"))
+            if here.has_gpu:
+                _refused(name, lambda: mailboxes.symmetric(here.group, 64, here.device))
         finally:
             os.environ[name] = old
-    assert not place.has_gpu or torch.cuda.memory_allocated() == before
+    assert not here.has_gpu or torch.cuda.memory_allocated() == before
 
 
 def _refused(word: str, action: Callable[[], Any]) -> None:
@@ -327,28 +327,28 @@ def _refused(word: str, action: Callable[[], Any]) -> None:
 # A model of a checkpoint with parallel="tp".
 
 
-def loaded(place: Place) -> dict[str, float]:
+def loaded(here: Place) -> dict[str, float]:
     """A rank reads, holds and allocates its share; its mailboxes are in symmetric memory."""
-    with Checkpoint.open(place.folder / "checkpoint") as checkpoint:
+    with Checkpoint.open(here.folder / "checkpoint") as checkpoint:
         sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
-    rule, whole = local_bytes(sizes, place.size), sum(sizes.values())
+    rule, whole = local_bytes(sizes, here.size), sum(sizes.values())
     before = 0
-    if place.has_gpu:
+    if here.has_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    model = place.load("tp", prepare=False, reserve_tokens=0)
-    peak = torch.cuda.max_memory_allocated() - before if place.has_gpu else 0
+    model = here.load("tp", prepare=False, reserve_tokens=0)
+    peak = torch.cuda.max_memory_allocated() - before if here.has_gpu else 0
     held = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
     read = model.load_report.bytes_read
     figures = {"rule": rule, "whole": whole, "read": read, "held": held, "peak": peak}
-    place.kept["model"] = model
+    here.kept["model"] = model
     assert abs(read - rule) <= 0.05 * rule, figures
     assert abs(held - rule) <= 0.05 * rule, figures
     layer = max(
         sum(size for name, size in sizes.items() if f"layers.{i}." in name) for i in range(3)
     )
-    assert peak <= 1.05 * rule + layer / place.size, figures
-    if place.has_gpu:
+    assert peak <= 1.05 * rule + layer / here.size, figures
+    if here.has_gpu:
         box = model.parallel.group.mailbox
         assert box is not None
         assert (box.kind, box.defect) == ("symmetric", None)
@@ -356,28 +356,28 @@ def loaded(place: Place) -> dict[str, float]:
     return figures
 
 
-def kernels(place: Place) -> dict[str, Any]:
+def kernels(here: Place) -> dict[str, Any]:
     """All kernels of the rank's sizes are compiled ahead, by rank 0."""
     from dsv4.compilation.warmup import warm_ranks
 
-    done = warm_ranks(place.kept["model"], 2048, progress=False)
-    place.kept["compiled"] = compilations()
-    if not place.has_gpu:
+    done = warm_ranks(here.kept["model"], 2048, progress=False)
+    here.kept["compiled"] = compilations()
+    if not here.has_gpu:
         return {}
     assert done is not None
     assert done.failed == {}, done.failed
     return {"kernels": done.kernels + done.triton, "seconds of kernels": done.seconds}
 
 
-def logits(place: Place) -> dict[str, Any]:
+def logits(here: Place) -> dict[str, Any]:
     """Logits of prompts: equal bits on all ranks, and near those of the whole model on one GPU."""
-    model = place.kept["model"]
+    model = here.kept["model"]
     ours = _prefilled(model)
-    place.same(int(hash64(ours)))
+    here.same(int(hash64(ours)))
     errors, agree = [0.0], 1.0
-    if place.rank == 0:
-        whole = place.load(None, prepare=False, reserve_tokens=0)
-        with use_backend("reference") if place.has_gpu else use_backend("auto"):
+    if here.rank == 0:
+        whole = here.load(None, prepare=False, reserve_tokens=0)
+        with use_backend("reference") if here.has_gpu else use_backend("auto"):
             right = _prefilled(whole)
         errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
         agree = float((ours.argmax(-1) == right.argmax(-1)).float().mean())
@@ -407,47 +407,47 @@ def answers(model: Any, capture: bool | None) -> list[list[int]]:
             for p, t in zip(PROMPTS[:2], (0.0, 1.0), strict=True)
         ]
         runner.run()
-        found = [request.result() for request in asked]
+        results = [request.result() for request in asked]
         assert (runner.captures > 0) == bool(capture)
-        return found
+        return results
 
 
-def steps(place: Place) -> None:
+def steps(here: Place) -> None:
     """Eager steps under the guard of streams, and captured ones, give one text on all ranks."""
-    model = place.kept["model"]
+    model = here.kept["model"]
     with guard(model, every=1):
         eager = answers(model, False)
-    place.same(eager)
-    if place.has_gpu:
+    here.same(eager)
+    if here.has_gpu:
         captured_text = answers(model, True)
         assert captured_text == eager, (captured_text, eager)
 
 
-def generated(place: Place) -> dict[str, Any]:
+def generated(here: Place) -> dict[str, Any]:
     """``generate``, greedy and drawn: the same on all ranks."""
-    model = place.kept["model"]
+    model = here.kept["model"]
     texts = []
     for sampler in (None, Sampler(1.0, top_p=0.9, generator=torch.Generator().manual_seed(7))):
         options = {} if sampler is None else {"sampler": sampler}
         texts.append(model.generate(PROMPTS, NEW, stop_ids=[], **options))
-    place.same(texts)
+    here.same(texts)
     assert all(len(text) == NEW for half in texts for text in half)
-    graphs_of = KeptRunner.of(model).runner.captures if place.has_gpu else 0
-    assert not place.has_gpu or graphs_of > 0
+    graphs_of = KeptRunner.of(model).runner.captures if here.has_gpu else 0
+    assert not here.has_gpu or graphs_of > 0
     release(model)
     return {"graphs": graphs_of, "greedy": texts[0]}
 
 
-def compiled_nothing(place: Place) -> None:
+def compiled_nothing(here: Place) -> None:
     """Since ``kernels``."""
-    later = compilations() - place.kept["compiled"]
+    later = compilations() - here.kept["compiled"]
     assert not later, dict(later)
 
 
 @torch.inference_mode()
-def replays(place: Place) -> dict[str, float]:
+def replays(here: Place) -> dict[str, float]:
     """A captured decode step, replayed often with other tokens: streams have equal bits."""
-    model, device = place.kept["model"], place.device
+    model, device = here.kept["model"], here.device
     cache = model.new_cache(2, 64, 16)
     rows = [cache.allocate(), cache.allocate()]
     model.prefill([[1, 2, 3], [4, 5]], cache, rows)
@@ -465,84 +465,84 @@ def replays(place: Place) -> dict[str, float]:
 
     step()
     step()
-    again: Callable[[], Any] = captured(place, step).replay if place.has_gpu else step
-    count = MANY if place.has_gpu else 4
+    again: Callable[[], Any] = captured(here, step).replay if here.has_gpu else step
+    count = MANY if here.has_gpu else 4
     began = time.perf_counter()
     for _ in range(count):
         again()
-    place.synchronize()
+    here.synchronize()
     elapsed = time.perf_counter() - began
-    place.same(int(total))
+    here.same(int(total))
     return {"ms a step": 1e3 * elapsed / count}
 
 
 # A model with parallel="dp".
 
 
-def kernels_of_one(place: Place) -> None:
+def kernels_of_one(here: Place) -> None:
     """Compile what the whole model needs in parallel, of which a rank's steps are made."""
-    if place.rank == 0 and place.has_gpu:
-        whole = place.load(None, prepare="kernels", reserve_tokens=512)
-        place.kept["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
+    if here.rank == 0 and here.has_gpu:
+        whole = here.load(None, prepare="kernels", reserve_tokens=512)
+        here.kept["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
         release(whole)
         del whole
         torch.cuda.empty_cache()
     dist.barrier()
 
 
-def own_prompts(place: Place) -> list[list[int]]:
+def own_prompts(here: Place) -> list[list[int]]:
     """Fewer on each rank, and none on the last."""
-    return PROMPTS[: max(0, len(PROMPTS) - 2 * place.rank)] if place.rank < place.size - 1 else []
+    return PROMPTS[: max(0, len(PROMPTS) - 2 * here.rank)] if here.rank < here.size - 1 else []
 
 
-def loaded_dp(place: Place) -> dict[str, Any]:
+def loaded_dp(here: Place) -> dict[str, Any]:
     """Whole matrices but for the experts; tokens are pushed through symmetric memory."""
-    with Checkpoint.open(place.folder / "checkpoint") as checkpoint:
+    with Checkpoint.open(here.folder / "checkpoint") as checkpoint:
         sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
-    model = place.kept["model"] = place.load("dp", prepare=False, reserve_tokens=0)
-    rule, read = local_bytes(sizes, place.size, "dp"), model.load_report.bytes_read
+    model = here.kept["model"] = here.load("dp", prepare=False, reserve_tokens=0)
+    rule, read = local_bytes(sizes, here.size, "dp"), model.load_report.bytes_read
     assert abs(read - rule) <= 0.05 * rule, (read, rule)
-    if place.has_gpu:
+    if here.has_gpu:
         box = model.parallel.group.mailbox
         assert box is not None
         assert (box.kind, box.defect) == ("symmetric", None)
     return {"rule": rule, "read": read}
 
 
-def uneven(place: Place) -> dict[str, Any]:
+def uneven(here: Place) -> dict[str, Any]:
     """Uneven numbers of prompts, none on the last rank: captured, pushed and by NCCL."""
-    model, group = place.kept["model"], place.kept["model"].parallel.group
-    pushed = model.generate(own_prompts(place), NEW, stop_ids=[])
-    assert [len(text) for text in pushed] == [NEW] * len(own_prompts(place))
-    if place.has_gpu:
+    model, group = here.kept["model"], here.kept["model"].parallel.group
+    pushed = model.generate(own_prompts(here), NEW, stop_ids=[])
+    assert [len(text) for text in pushed] == [NEW] * len(own_prompts(here))
+    if here.has_gpu:
         kept = KeptRunner.of(model).runner
         assert kept is not None
         assert kept.captures > 0
     release(model)
     moved = pushed
-    if place.has_gpu:
+    if here.has_gpu:
         box = mailboxes._OPEN.pop(group.name)
-        moved = model.generate(own_prompts(place), NEW, stop_ids=[])
+        moved = model.generate(own_prompts(here), NEW, stop_ids=[])
         release(model)
         mailboxes.announce(group.name, box)
     assert moved == pushed, (moved, pushed)
-    alone = place.kept.get("alone", pushed)
+    alone = here.kept.get("alone", pushed)
     same = sum(a == b for a, b in zip(alone, pushed, strict=False))
     return {"texts as on one GPU": f"{same} of {len(pushed)}"}
 
 
-def dp_steps(place: Place) -> None:
+def dp_steps(here: Place) -> None:
     """Requests of each rank, in eager and captured steps of equal sizes, with late arrivals."""
-    model = place.kept["model"]
+    model = here.kept["model"]
     texts = []
-    for capture in (False, True) if place.has_gpu else (False,):
+    for capture in (False, True) if here.has_gpu else (False,):
         options: dict[str, Any] = {"max_sequences": 2, "max_tokens": 192, "max_chunk": 64}
         buckets = {"buckets": (2,), "prompt_buckets": (64,)}
         with Runner(model, capture=capture, **options, **buckets) as runner:
-            asked = [runner.add(p, max_new_tokens=NEW, stop_ids=()) for p in own_prompts(place)]
+            asked = [runner.add(p, max_new_tokens=NEW, stop_ids=()) for p in own_prompts(here)]
             for _ in range(3):
                 runner.step()
-            if place.rank == place.size - 1:
+            if here.rank == here.size - 1:
                 asked.append(runner.add([3, 1], max_new_tokens=NEW, stop_ids=()))
             runner.run()
             texts.append([request.result() for request in asked])
@@ -550,11 +550,11 @@ def dp_steps(place: Place) -> None:
     assert texts[0] == texts[-1], texts
 
 
-def dp_logits(place: Place) -> dict[str, Any]:
+def dp_logits(here: Place) -> dict[str, Any]:
     """Logits near those of the whole model on one GPU."""
-    ours = _prefilled(place.kept["model"])
-    whole = place.load(None, prepare=False, reserve_tokens=0)
-    with use_backend("reference") if place.has_gpu else use_backend("auto"):
+    ours = _prefilled(here.kept["model"])
+    whole = here.load(None, prepare=False, reserve_tokens=0)
+    with use_backend("reference") if here.has_gpu else use_backend("auto"):
         right = _prefilled(whole)
     errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     assert 2 * sum(error < 0.1 for error in errors) > len(errors), errors
@@ -564,10 +564,10 @@ def dp_logits(place: Place) -> dict[str, Any]:
 # A rank that ends.
 
 
-def killed(place: Place, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
+def killed(here: Place, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
     """The last rank ends in the middle of a step: the others get an error, and end, too."""
-    model = place.load(parallel, prepare=False, reserve_tokens=0)
-    if place.has_gpu and not with_mailboxes:
+    model = here.load(parallel, prepare=False, reserve_tokens=0)
+    if here.has_gpu and not with_mailboxes:
         mailboxes._OPEN.pop(model.parallel.group.name, None)
         model.parallel.group.mailbox = None
     began = time.monotonic()
@@ -576,9 +576,9 @@ def killed(place: Place, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
             request = runner.add(PROMPTS[0], max_new_tokens=200, stop_ids=())
             for _ in range(20):
                 runner.step()
-            assert (runner.captures > 0) == place.has_gpu
+            assert (runner.captures > 0) == here.has_gpu
             began = time.monotonic()
-            if place.rank == place.size - 1:
+            if here.rank == here.size - 1:
                 runner._decode_step = _end  # type: ignore[method-assign]
             runner.run()
             request.result()
@@ -631,16 +631,16 @@ def main(part: str, folder: str, kind: str) -> int:
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    place = Place(rank, size, Path(folder), device)
+    here = Place(rank, size, Path(folder), device)
     for check in PARTS[part]:
         began = time.perf_counter()
         report: dict[str, Any] = {"check": name_of(check), "error": ""}
         try:
-            report["found"] = check(place)
+            report["measured"] = check(here)
         except BaseException:
             report["error"] = traceback.format_exc()[-4000:]
         report["seconds"] = round(time.perf_counter() - began, 2)
-        with (place.folder / f"{rank}.jsonl").open("a") as file:
+        with (here.folder / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(report) + "\n")
         if report["error"]:
             print(report["error"], flush=True)
