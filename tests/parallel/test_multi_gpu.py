@@ -132,8 +132,8 @@ def outcome_of(checkpoint, tmp_path_factory):
     def of(part: str, ranks: int) -> Outcome:
         with ThreadPoolExecutor() as pool:
             if (part, ranks) not in runs:
-                for beside in _KILLED if part in _KILLED else (part,):
-                    start(pool, beside, ranks)
+                for name in _KILLED if part in _KILLED else (part,):
+                    start(pool, name, ranks)
             return runs[part, ranks].result()
 
     return of
