@@ -73,7 +73,7 @@ NEW = 8
 SIZES = (8192, 14336, 262144, 1 << 20, 8 << 20)  # bytes of sums
 BACKENDS = ("push", "one_shot", "two_shot", "nccl")
 PUSHED, WORKSPACE = 1 << 20, 64 << 20
-REPLAYS, REPLAYS = 200, 1000
+REPLAYS, LONG_REPLAYS = 200, 1000
 
 
 @dataclass(eq=False)
@@ -186,7 +186,7 @@ def graphs(worker: Worker, backend: str) -> dict[str, float]:
     for nbytes in SIZES:
         if backend == "push" and nbytes > PUSHED:
             continue
-        replays = REPLAYS if nbytes == SIZES[0] else REPLAYS
+        replays = LONG_REPLAYS if nbytes == SIZES[0] else REPLAYS
         step = torch.zeros((), dtype=torch.int64, device=worker.device)
         wrong = torch.zeros((), dtype=torch.int64, device=worker.device)
 
@@ -290,11 +290,11 @@ def tokens(worker: Worker, backend: str) -> None:
 
     run()
     graph = captured(worker, run)
-    for _ in range(REPLAYS):
+    for _ in range(LONG_REPLAYS):
         graph.replay()
     worker.synchronize()
     assert int(wrong) == 0, int(wrong)
-    assert int(step) == REPLAYS + 1
+    assert int(step) == LONG_REPLAYS + 1
     del box
     if "box" in worker.shared:
         mailboxes.announce(worker.group, worker.shared["box"])
@@ -466,7 +466,7 @@ def replays(worker: Worker) -> dict[str, float]:
     step()
     step()
     again: Callable[[], Any] = captured(worker, step).replay if worker.has_gpu else step
-    count = REPLAYS if worker.has_gpu else 4
+    count = LONG_REPLAYS if worker.has_gpu else 4
     began = time.perf_counter()
     for _ in range(count):
         again()
