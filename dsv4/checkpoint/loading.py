@@ -267,11 +267,6 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
-    if has_own_tokens(model.parallel):
-        # A step on the meta device, of which kernels are listed, could not exchange its tokens.
-        if generation:
-            serving.prepare(model)
-        return
     warmed = warm_ranks(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:

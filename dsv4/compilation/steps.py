@@ -37,7 +37,7 @@ from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import bfloat16_operand, block_values
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, tensor_parallel
 from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 from dsv4.serving.prompts import BUCKETS
@@ -211,10 +211,11 @@ def find_steps(
     steps = Steps()
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
-        if model.parallel is None:
+        split = tensor_parallel(model.parallel)
+        if split is None:
             _sample(config)
         else:
-            _gather(model.parallel)
+            _gather(split)
         with _Recorder(steps, names):
             for shape in shapes:
                 _step(model, shape)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from dsv4 import checkpoint
 from dsv4.bench import environment
+from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
@@ -136,6 +137,27 @@ class TestOnCpu:
         for row in whole["rows"]:
             del row["model"]["ranks"], row["model"]["emulated"], row["model"]["parallel"]
         assert parse(whole).rows[0].model.ranks == 1
+
+    def test_a_rank_with_tokens_of_its_own_and_emulated_peers(self, tmp_path: Path, capsys):
+        """It has everything but experts, of which its own get the tokens of both ranks."""
+        path, whole_path = tmp_path / "rank.json", tmp_path / "whole.json"
+        sizes = ["--layers", "1", "--tokens", "3", "--context", "8", "--prompts", "5"]
+        columns = ["--columns", "eager,runner,generate", "--out"]
+        assert run(*sizes, *columns, str(whole_path)) == 0
+        more = ["--emulate-peers", "2", "--parallel", "dp"]
+        assert run(*sizes, *columns, str(path), *more) == 0
+        document, whole = document_of(path), document_of(whole_path)
+        (row,), (of_whole,) = document["rows"], whole["rows"]
+        assert row["failed"] == document["prompts"][0]["failed"] == []
+        assert row["experts_uniform"] == whole_model.uniform_experts(PRESETS["tiny"](), 6) / 2
+        assert 0 < row["experts_read"] <= 4
+        assert row["flops"] == of_whole["flops"], "as many choices of an expert, of both ranks"
+        assert document["start"]["weight_bytes"] < whole["start"]["weight_bytes"]
+        assert "expected" not in document or document["expected"] == []
+        model = parse(document).rows[0].model
+        assert output_path("out/", document["header"], model).name.endswith("_emulated_dp2.json")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "(dp) with emulated peers on the same GPU; tokens are sequences of each" in printed
 
     @pytest.mark.parametrize(
         ("ranks", "message"),

@@ -31,7 +31,7 @@ from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.emulated import emulated_rank
 
 
 def seconds_since_process_start() -> float | None:
@@ -98,7 +98,7 @@ def _ranks(request: ModelRequest) -> ParallelContext | None:
     if request.ranks == 1:
         return None
     if request.emulated:
-        return emulated_context(request.ranks, request.device)
+        return emulated_rank(request.shared, request.config, request.device)
     import torch.distributed as dist
 
     from dsv4.parallel.exchange_mailboxes import open_exchange
@@ -154,8 +154,6 @@ def _build(
 
 def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
     """Compile or load kernels as ``dsv4.load`` does."""
-    if has_own_tokens(model.parallel):
-        return  # there is no list of their kernels: the first step compiles them
     done, start = warm_ranks(model, STEP_TOKENS, progress=False), results.start
     if done is not None:
         start.kernels = done.kernels + done.triton

@@ -16,7 +16,7 @@ from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.config import DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
-from dsv4.parallel.context import DATA, MODES, TENSOR
+from dsv4.parallel.context import DATA, MODES, TENSOR, Ranks
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
 from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
@@ -176,6 +176,11 @@ class ModelRequest:
         return request
 
     @property
+    def shared(self) -> Ranks:
+        """The ranks that share the model."""
+        return Ranks(self.ranks, self.parallel)
+
+    @property
     def experts_of_model(self) -> int:
         """Experts that the whole model has."""
         return self._whole.n_routed_experts
@@ -317,10 +322,6 @@ def _parallel(options: argparse.Namespace, ranks: int) -> str:
         raise UsageError(
             f"--parallel is {mode!r} in one process, wanted several, which torchrun starts, or "
             "--emulate-peers"
-        )
-    if mode == DATA and options.emulate_peers is not None:
-        raise UsageError(
-            "--parallel is 'dp' with --emulate-peers, wanted the processes of torchrun"
         )
     return mode
 
