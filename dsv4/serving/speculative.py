@@ -16,7 +16,8 @@ import torch
 
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving.drafting import Drafter, Verification
+from dsv4.serving.drafters import Drafter
+from dsv4.serving.drafting import Verification
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState

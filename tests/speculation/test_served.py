@@ -17,7 +17,8 @@ from dsv4.kv_cache.batch import Batch, CacheStep
 from dsv4.layers import pack_, quantize_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
-from dsv4.serving.drafting import Drafter, DraftPlan, DSparkDrafter, drafting_of
+from dsv4.serving.drafters import Drafter, DSparkDrafter
+from dsv4.serving.drafting import DraftPlan, drafting_of
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
@@ -84,7 +85,7 @@ def test_captured_parts_read_nothing_on_the_host(monkeypatch, method) -> None:
             served, max_sequences=2, max_tokens=64, max_chunk=24, prompt_buckets=(24,),
             buckets=(2,), prefix_sequences=0,
         )  # fmt: skip
-        runner._capture = runner._speculative._captures_drafts = captured
+        runner._steps.is_captured = runner._steps.speculative._captures_drafts = captured
         requests = [runner.add(p, kinds[i % 2]) for i, p in enumerate(PROMPTS)]
         runner.run()
         results.append([(r.tokens, r.logprobs) for r in requests])
@@ -143,8 +144,8 @@ def test_a_runner_drafts_what_whole_sequences_draft(method) -> None:
     served = test_mtp.model() if method == "mtp" else wide_dspark()
     expected = whole_mtp if method == "mtp" else whole_dspark
     runner = Runner(served, max_sequences=2, max_tokens=64, max_chunk=6, draft_tokens=3)
-    assert runner._speculative is not None
-    drafter: Any = runner._speculative._drafter
+    assert runner._steps.speculative is not None
+    drafter: Any = runner._steps.speculative._drafter
     inner, seen = drafter.draft, list[tuple[Any, int, list[int]]]()
 
     def recorded(anchors: Any, rows: Any, lengths: Any, *rest: Any) -> Drafts:
@@ -368,9 +369,9 @@ def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
     assert results[0] == results[1]
     assert sum(len(tokens) for _, tokens, _ in results[0]) > 400
     assert 0.4 < runner.draft_counts.accepted / runner.draft_counts.drafted < 0.8
-    assert runner._speculative is not None
-    assert runner._speculative._captures_drafts
-    assert runner._speculative.captures > 12
+    assert runner._steps.speculative is not None
+    assert runner._steps.speculative._captures_drafts
+    assert runner._steps.speculative.captures > 12
 
 
 @pytest.mark.gpu

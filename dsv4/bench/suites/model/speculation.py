@@ -19,7 +19,8 @@ from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest
 from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
-from dsv4.serving.drafting import DraftPlan, drafter_of
+from dsv4.serving.drafters import drafter_of
+from dsv4.serving.drafting import DraftPlan
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.row_state import RowState
 from dsv4.serving.speculative import SpeculativeStep
