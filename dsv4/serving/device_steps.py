@@ -13,7 +13,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import Limits, captures_drafts, warn_eager
 from dsv4.serving.drafters import Drafter, drafter_of
-from dsv4.serving.drafting import DraftPlan, Verification
+from dsv4.serving.drafting import Drafting, Verification
 from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
 from dsv4.serving.options import SamplingOptions
 from dsv4.serving.prompts import Part, PromptStep, Size
@@ -50,8 +50,9 @@ class DeviceSteps:
         sizes: Sizes of the steps.
         captured: Whether steps are CUDA graphs.
         part: The tokens whose logits this rank has; None: all.
-        plan: How tokens are drafted; None: they are not.
+        drafting: How tokens are drafted.
         verify: How drafts are accepted.
+        fixed: Whether steps of a sequence have the same number of rows whatever they draft.
 
     Attributes:
         is_captured: Whether steps are CUDA graphs; false after a failed capture.
@@ -60,7 +61,6 @@ class DeviceSteps:
         decode: Steps without drafts.
         speculative: Steps with drafts, in place of ``decode``; None: there are none.
         prompts: Steps of prompts.
-        drafts: Most drafts of a sequence in a step.
     """
 
     def __init__(
@@ -71,8 +71,9 @@ class DeviceSteps:
         sizes: StepSizes,
         captured: bool,
         part: VocabularyPart | None,
-        plan: DraftPlan | None,
+        drafting: Drafting,
         verify: Verification,
+        fixed: bool = False,
     ) -> None:
         self._model, self._cache, self._limits, self._sizes = model, cache, limits, sizes
         self.is_captured = captured
@@ -81,11 +82,14 @@ class DeviceSteps:
         self._graphs = Graphs()
         self.sampler = SamplerStep(model, cache, self.state, sizes.buckets, self._graphs)
         self.decode = DecodeStep(model, cache, self.state, self.sampler, self._graphs)
-        self.drafts = 0 if plan is None else plan.tokens
+        self._drafts = {size: drafting.drafts_at(size) for size in sizes.buckets}
+        plan = drafting.plan
         drafter: Drafter | None = None
         self.speculative: SpeculativeStep | None = None
         if plan is not None:
-            drafter = drafter_of(plan, model, cache)
+            least = {size: drafting.theta_at(size) for size in sizes.buckets}
+            thetas = {size: theta for size, theta in least.items() if theta is not None}
+            drafter = drafter_of(plan, model, cache, thetas)
             self.speculative = SpeculativeStep(
                 model,
                 cache,
@@ -95,7 +99,8 @@ class DeviceSteps:
                 drafter,
                 plan.tokens,
                 verify,
-                captured and captures_drafts(model, limits.max_sequences),
+                captures_drafts=captured and captures_drafts(model, limits.max_sequences),
+                fixed=fixed,
             )
         self.prompts = PromptStep(model, cache, self.sampler, self._graphs, sizes.prompts, drafter)
 
@@ -114,6 +119,10 @@ class DeviceSteps:
     def _replays(self) -> bool:
         """Return whether steps replay graphs now."""
         return self.is_captured and dispatch.is_free(dispatch.AUTO)
+
+    def drafts_of(self, sequences: int) -> int:
+        """Return the drafts of each sequence in a step of some."""
+        return self._drafts[self.sampler.bucket(sequences)]
 
     def process(
         self, parts: Sequence[Part], variant: Variant, size: Size | None = None
@@ -192,7 +201,8 @@ class DeviceSteps:
             return
         self.sampler.capture(batch, variant)
         # With fewer pages drafts may be dropped, in steps that have graphs of their own.
-        for drafts in (self.drafts, 0) if self._sizes.is_scarce else (self.drafts,):
+        counts = {self._drafts[batch]} | ({0} if self._sizes.is_scarce else set())
+        for drafts in sorted(counts, reverse=True):
             self.speculative.capture(batch, drafts, variant)
             self.speculative.replay_padding(batch, drafts, variant)
 
@@ -217,10 +227,10 @@ class DeviceSteps:
             self.state.join(row, SamplingOptions(), 0, ())
             self._cache.prepare([row], [len(tokens)])
             self.process([Part(row, 0, tokens, is_last=True)], variant)
-            count = 1 + self.drafts
-            self._cache.prepare([row], [count], certain=[1])
-            chosen = self.next_tokens([row], self.drafts, variant)
-            wait(chosen.tokens[:count])
+            drafts = self.drafts_of(1)
+            self._cache.prepare([row], [1 + drafts], certain=[1])
+            chosen = self.next_tokens([row], drafts, variant)
+            wait(chosen.tokens[: 1 + drafts])
         finally:
             self._cache.free(row)
 

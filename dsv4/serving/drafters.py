@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -70,6 +71,10 @@ class Drafter(ABC):
         Returns:
             Normalised hidden states ``[1, T, H]`` and residual streams ``[1, T, n, H]``.
         """
+
+    def leaves_out(self, sequences: int) -> bool:
+        """Return whether drafts of a step of some sequences may be missing, by confidence."""
+        return False
 
     @abstractmethod
     def keep(self, rows: torch.Tensor, streams: torch.Tensor) -> None:
@@ -151,10 +156,13 @@ class DSparkDrafter(Drafter):
     Attributes:
         model: The model.
         cache: Its cache.
+        thetas: By the number of sequences of a step, padding included: ``[]`` on the device, least
+            probability of acceptance of a draft; where there is none, all are verified.
     """
 
     model: DeepseekV4ForCausalLM
     cache: PagedCache
+    thetas: Mapping[int, torch.Tensor] = field(default_factory=dict)
     _draft: DSparkDraft = field(init=False)
 
     def __post_init__(self) -> None:
@@ -169,7 +177,10 @@ class DSparkDrafter(Drafter):
         parameters: Parameters | None,
         variant: Variant,
     ) -> Drafts:
-        """See ``Drafter.draft``; all rows of a block are computed, because they see each other."""
+        """See ``Drafter.draft``; all rows of a block are computed, because they see each other.
+
+        Drafts from the first on that is not likely enough to be accepted are ``NO_DRAFT``.
+        """
         distributions = list[torch.Tensor]()
 
         def drawn(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -179,7 +190,9 @@ class DSparkDrafter(Drafter):
             return drafted.tokens
 
         sample = argmax if parameters is None else drawn
-        drafts = self._draft.draft(anchors, self.cache, rows, lengths, sample=sample)
+        drafts = self._draft.draft(
+            anchors, self.cache, rows, lengths, sample=sample, theta=self.thetas.get(len(rows))
+        )
         q = torch.stack(distributions[:count], 1) if distributions else None
         return Drafts(drafts.tokens[:, :count], q)
 
@@ -199,11 +212,32 @@ class DSparkDrafter(Drafter):
         self._draft.commit(taps, self.cache, step.batch)
         return hidden, streams
 
+    def leaves_out(self, sequences: int) -> bool:
+        """See ``Drafter.leaves_out``."""
+        return sequences in self.thetas
+
     def keep(self, rows: torch.Tensor, streams: torch.Tensor) -> None:
         """Do nothing: a draft reads no streams."""
 
 
-def drafter_of(plan: DraftPlan, model: DeepseekV4ForCausalLM, cache: PagedCache) -> Drafter:
-    """Return the draft of a plan over a cache."""
-    kind = MtpDrafter if plan.method == MTP else DSparkDrafter
-    return kind(model, cache)
+def drafter_of(
+    plan: DraftPlan,
+    model: DeepseekV4ForCausalLM,
+    cache: PagedCache,
+    thetas: Mapping[int, float] | None = None,
+) -> Drafter:
+    """Return the draft of a plan over a cache.
+
+    Args:
+        plan: The plan.
+        model: The model.
+        cache: Its cache.
+        thetas: Least probabilities of acceptance, see ``DSparkDrafter``; only of DSpark.
+    """
+    if plan.method == MTP:
+        return MtpDrafter(model, cache)
+    tensors = {
+        size: torch.tensor(theta, dtype=torch.float32, device=model.device)
+        for size, theta in (thetas or {}).items()
+    }
+    return DSparkDrafter(model, cache, tensors)

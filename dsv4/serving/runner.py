@@ -27,7 +27,7 @@ from dsv4.serving._setup import (
     stop_tokens,
 )
 from dsv4.serving.device_steps import DeviceSteps, StepSizes
-from dsv4.serving.drafting import AUTO, Drafting, Verification, drafting_of
+from dsv4.serving.drafting import AUTO, Verification, drafting_of, same_draws
 from dsv4.serving.graphs import Chosen
 from dsv4.serving.launched_steps import LaunchedSteps
 from dsv4.serving.options import SamplingOptions, token_ids
@@ -97,7 +97,8 @@ class Runner:
         deterministic: bool = False,
         speculate: str | None = AUTO,
         draft_tokens: int | None = None,
-        verify: Verification = verify_sampled,
+        confidence_threshold: float | None = None,
+        verify: Verification | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -127,16 +128,25 @@ class Runner:
                 not on other requests, prefixes in the cache, preemptions, or how many sequences
                 there is room for. Prompts are processed one after another, in chunks of
                 ``max_chunk`` tokens, and every decode step has one sequence, so eight sequences
-                take eight times as long as one.
+                take eight times as long as one. With drafts the text depends on ``draft_tokens``,
+                too, up to rounding, because it decides on the rows of a step, and not on which
+                drafts are right.
             speculate: ``"mtp"`` or ``"dspark"``: draft tokens by these layers of the model;
-                ``"auto"``: by those that it holds, if that can be done; None: not at all.
-                ``drafting`` says which.
-            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block. At most
+                ``"auto"``: by those that it holds, if that can be done, in steps of as many
+                sequences as it pays for; None: not at all. ``drafting`` says which, and
+                ``drafting.explain()`` at how many sequences.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block. At most
                 ``max_tokens - 1`` are made.
-            verify: How drafts are accepted; another function is for measurements.
+            confidence_threshold: Of DSpark: drafts are verified while the probability that they
+                are accepted, which the draft estimates, is at least this; 0: all are verified, 1:
+                hardly any. None: by what a draft more costs at the number of sequences, see
+                ``drafting.explain()``; 0.28 for one sequence of Flash. (transformers'
+                ``assistant_confidence_threshold``, llama.cpp's ``--draft-p-min``.)
+            verify: How drafts are accepted; None: by rejection sampling, with ``deterministic`` if
+                plain sampling draws the same. Another function is for measurements.
 
         Raises:
-            TypeError: if ``model`` is no model of this package.
+            TypeError: if ``model`` is no model of this package, or an option of another type.
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured,
                 buckets are given with ``deterministic``, or that with ``parallel="dp"``, or
                 ``speculate`` names drafts that cannot be used here.
@@ -158,7 +168,15 @@ class Runner:
             pool_tokens = limits.pool_tokens()
         self.model = model
         self.limits = limits
-        self.drafting, self._drafts = self._drafting(speculate, draft_tokens, deterministic)
+        drafting = drafting_of(
+            model,
+            speculate,
+            draft_tokens,
+            threshold=confidence_threshold,
+            deterministic=deterministic,
+        )
+        if drafting.plan is not None:
+            drafting = replace(drafting, plan=drafting.plan.within(max_tokens))
         self.draft_counts = DraftCounts()
         captured = resolve_capture(model, capture, max_sequences)
         sizes = StepSizes(
@@ -166,6 +184,10 @@ class Runner:
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
             is_scarce=pool_tokens < limits.pool_tokens(),
         )
+        self.drafting = drafting.at_sizes(model, sizes.buckets)
+        width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
+        if verify is None:
+            verify = same_draws if deterministic else verify_sampled
         grid = limits.max_chunk if deterministic else None
         self._one_by_one = deterministic
         self._link, self._shared, part = None, None, None
@@ -183,17 +205,24 @@ class Runner:
                 }
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
-            chunk = max(limits.max_chunk, 1 + self._drafts)
+            chunk = max(limits.max_chunk, width)
             self.cache: PagedCache = model.new_cache(
                 limits.rows, max_tokens, chunk, index_format, pool_tokens, window_pages
             )
             check_window(self.cache, limits.max_chunk)
             self._steps = DeviceSteps(
-                model, self.cache, limits, sizes, captured, part, self.drafting.plan, verify
+                model,
+                self.cache,
+                limits,
+                sizes,
+                captured,
+                part,
+                self.drafting,
+                verify,
+                fixed=deterministic,
             )
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
-        rows = max_sequences * (1 + self._drafts)
-        self._launched = LaunchedSteps(self.cache, rows, self.draft_counts)
+        self._launched = LaunchedSteps(self.cache, max_sequences * width, self.draft_counts)
         self._scheduler = Scheduler(
             self.cache, self._prefixes, max_sequences, self._launched.read, grid
         )
@@ -202,16 +231,6 @@ class Runner:
         self._count = 0  # requests so far
         self._unfinished = False  # whether a step began and did not end
         self._closed = False
-
-    def _drafting(
-        self, speculate: str | None, draft_tokens: int | None, deterministic: bool
-    ) -> tuple[Drafting, int]:
-        """Return how tokens are drafted, and how many per step."""
-        drafting = drafting_of(self.model, speculate, draft_tokens, deterministic=deterministic)
-        if drafting.plan is None:
-            return drafting, 0
-        plan = drafting.plan.within(self.limits.max_tokens)
-        return Drafting(plan), plan.tokens
 
     def add(
         self, prompt: Sequence[int], options: SamplingOptions | None = None, **changes: Any
@@ -504,14 +523,15 @@ class Runner:
 
     def _decode_step(self, common: Needs | None) -> bool:
         """Decode every sequence past its prompt; return whether there were any."""
-        pieces = self._scheduler.reserve(self._scheduler.decode_pieces(self._drafts))
+        pieces = self._scheduler.decode_pieces(self._steps.drafts_of)
+        pieces = self._scheduler.reserve(pieces)
         if not pieces and (common is None or not common.decodes):
             return False
         sequences = [piece.sequence for piece in pieces]
         drafts = pieces[0].drafts if pieces else 0
         variant = _variant(sequences)
         if self._one_by_one:
-            chosen = Chosen.joined([self._decoded_alone(s, variant) for s in sequences])
+            chosen = Chosen.joined([self._decoded_alone(s, drafts, variant) for s in sequences])
         else:
             size = None if common is None else self._steps.sampler.bucket(common.decodes)
             rows = [sequence.row for sequence in sequences]
@@ -524,10 +544,10 @@ class Runner:
             self._launched.add(sequences, chosen, drafts, decodes=True)
         return bool(sequences)
 
-    def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
-        """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
+    def _decoded_alone(self, sequence: RunningSequence, drafts: int, variant: Variant) -> Chosen:
+        """Decode a sequence in a step of its own; log-probabilities are those of ``variant``."""
         own = replace(sequence.variant, logprobs=variant.logprobs)
-        return self._steps.next_tokens([sequence.row], 0, own).copied(1)
+        return self._steps.next_tokens([sequence.row], drafts, own).copied(1 + drafts)
 
 
 def _part(piece: Piece) -> Part:
