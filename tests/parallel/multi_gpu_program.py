@@ -305,13 +305,13 @@ def refusals(place: Place) -> None:
     own = torch.ones(64, dtype=torch.bfloat16, device=place.device)
     before = torch.cuda.memory_allocated() if place.has_gpu else 0
     _refused("multicast", lambda: ops.all_reduce(own, place.group, backend="multimem"))
-    mesh = {"device_mesh": dist.group.WORLD, "parallel": "multicast"}
-    _refused("multicast", lambda: dsv4.load(place.folder / "checkpoint", **mesh))
+    path, world = place.folder / "checkpoint", {"device_mesh": dist.group.WORLD}
+    _refused("multicast", lambda: dsv4.load(path, **world, parallel="multicast"))
     for name, off in multicast.OFF.items():
         old = os.environ[name]
         os.environ[name] = "1" if off == "0" else "0"
         try:
-            _refused(name, lambda: place.load("tp"))
+            _refused(name, lambda: dsv4.load(path, **world, parallel="tp", device=place.device))
             if place.has_gpu:
                 _refused(name, lambda: mailboxes.symmetric(place.group, 64, place.device))
         finally:
@@ -376,12 +376,9 @@ def logits(place: Place) -> dict[str, Any]:
     place.same(int(hash64(ours)))
     errors, agree = [0.0], 1.0
     if place.rank == 0:
-        whole = place.load(None, prepare=False, reserve_tokens=0)
-        with use_backend("reference") if place.has_gpu else use_backend("auto"):
-            right = _prefilled(whole)
+        right = _of_one(place)
         errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
         agree = float((ours.argmax(-1) == right.argmax(-1)).float().mean())
-        del whole
     dist.barrier()
     # A close call of the router in bfloat16 gives a token another expert, and other logits.
     near = [error for error in errors if error < 0.1]
@@ -395,6 +392,13 @@ def _prefilled(model: Any) -> torch.Tensor:
     cache = model.new_cache(len(PROMPTS), 256, 64)
     rows = [cache.allocate() for _ in PROMPTS]
     return model.prefill(PROMPTS, cache, rows).float()
+
+
+def _of_one(place: Place) -> torch.Tensor:
+    """Logits of the whole model on one device by the reference, which compiles no kernel."""
+    whole = place.load(None, prepare=False, reserve_tokens=0, pack=False)
+    with use_backend("reference"):
+        return _prefilled(whole)
 
 
 def answers(model: Any, capture: bool | None) -> list[list[int]]:
@@ -553,9 +557,7 @@ def dp_steps(place: Place) -> None:
 def dp_logits(place: Place) -> dict[str, Any]:
     """Logits near those of the whole model on one GPU."""
     ours = _prefilled(place.kept["model"])
-    whole = place.load(None, prepare=False, reserve_tokens=0)
-    with use_backend("reference") if place.has_gpu else use_backend("auto"):
-        right = _prefilled(whole)
+    right = _of_one(place)
     errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     assert 2 * sum(error < 0.1 for error in errors) > len(errors), errors
     return {"errors": [round(error, 4) for error in errors]}
