@@ -32,7 +32,7 @@ RANKS = [2] + [4] * (GPUS >= 4)
 
 
 @dataclass(frozen=True)
-class Found:
+class Outcome:
     """What the processes of a part reported.
 
     Attributes:
@@ -56,17 +56,17 @@ class Found:
                 failed = [
                     f"{check} on rank {other}"
                     for other, of_rank in enumerate(self.reports)
-                    for check, found in of_rank.items()
-                    if found["error"]
+                    for check, outcome_of in of_rank.items()
+                    if outcome_of["error"]
                 ]
                 why = f"it waited or did not run, after {failed or 'no failed check'}"
                 said = "\n".join(self.output)
                 pytest.fail(f"no report of rank {rank}: {why}\n{said}", pytrace=False)
-        print(f"{name}: {max(r['seconds'] for r in reports)} s, {reports[0].get('found')}")
+        print(f"{name}: {max(r['seconds'] for r in reports)} s, {reports[0].get('outcome_of')}")
         return reports
 
 
-def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Found:
+def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Outcome:
     """Start the processes of a part in a folder with the checkpoint; wait for all, or kill them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,9 +89,9 @@ def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Found:
     for rank in range(ranks):
         file = folder / f"{rank}.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        reports.append({found["check"]: found for found in map(json.loads, lines)})
+        reports.append({outcome_of["check"]: outcome_of for outcome_of in map(json.loads, lines)})
     output = [(folder / f"{rank}.txt").read_text()[-2500:] for rank in range(ranks)]
-    return Found(reports, output, ended)
+    return Outcome(reports, output, ended)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], one_ends: bool) -> list[float | None]:
@@ -120,16 +120,16 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(checkpoint, tmp_path_factory):
+def outcome_of(checkpoint, tmp_path_factory):
     """Runs a part once for each number of ranks; those that wait for an end all at once."""
-    runs: dict[tuple[str, int], Future[Found]] = {}
+    runs: dict[tuple[str, int], Future[Outcome]] = {}
 
     def start(pool: ThreadPoolExecutor, part: str, ranks: int) -> None:
         folder = tmp_path_factory.mktemp(f"{part}{ranks}")
         (folder / "checkpoint").symlink_to(checkpoint)
         runs[part, ranks] = pool.submit(run, part, ranks, folder)
 
-    def of(part: str, ranks: int) -> Found:
+    def of(part: str, ranks: int) -> Outcome:
         with ThreadPoolExecutor() as pool:
             if (part, ranks) not in runs:
                 for each in _KILLED if part in _KILLED else (part,):
@@ -145,27 +145,27 @@ CHECKS = [(part, name_of(check)) for part in ("sums", "tp", "dp") for check in P
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("part", "check"), CHECKS, ids=["-".join(pair) for pair in CHECKS])
-def test_ranks_on_gpus(part, check, ranks, found):
-    found(part, ranks).check(check)
+def test_ranks_on_gpus(part, check, ranks, outcome_of):
+    outcome_of(part, ranks).check(check)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("part", _KILLED)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_killed_rank_ends_the_others(part, ranks, found):
+def test_a_killed_rank_ends_the_others(part, ranks, outcome_of):
     """In the middle of captured steps; with an error, and without a process that stays."""
-    assert_killed(found(part, ranks))
+    assert_killed(outcome_of(part, ranks))
 
 
-def assert_killed(result: Found) -> None:
+def assert_killed(result: Outcome) -> None:
     """All ranks but the last have an error that says so, and their processes ended in time."""
     *others, last = result.reports
     assert last == {}
     for rank, report in enumerate(others):
         assert "killed" in report, (rank, result.output)
         assert report["killed"]["error"] == "", (rank, report)
-        assert report["killed"]["found"]["after"] < 60
-    print([report["killed"]["found"] for report in others], result.ended)
+        assert report["killed"]["outcome_of"]["after"] < 60
+    print([report["killed"]["outcome_of"] for report in others], result.ended)
     assert all(seconds is not None and seconds < 60 for seconds in result.ended), result
 
 
