@@ -15,7 +15,7 @@ from dsv4.serving.readback import Readback
 
 
 class Event:
-    """An event of a device that ends after so many looks, or with an error."""
+    """An event of a device that ends after some looks, or with an error."""
 
     def __init__(self, looks: int, error: str = "") -> None:
         self.looks, self.error = looks, error

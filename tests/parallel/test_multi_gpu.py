@@ -132,8 +132,8 @@ def outcome_of(checkpoint, tmp_path_factory):
     def of(part: str, ranks: int) -> Outcome:
         with ThreadPoolExecutor() as pool:
             if (part, ranks) not in runs:
-                for each in _KILLED if part in _KILLED else (part,):
-                    start(pool, each, ranks)
+                for started in _KILLED if part in _KILLED else (part,):
+                    start(pool, started, ranks)
             return runs[part, ranks].result()
 
     return of
