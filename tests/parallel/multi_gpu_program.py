@@ -2,7 +2,7 @@
 
 ``RANK=r WORLD_SIZE=N ... python -m tests.parallel.multi_gpu_program PART FOLDER DEVICE``. A part is
 a list of checks, because starting processes and compiling kernels takes most of the time. What a
-check found goes to ``<folder>/<rank>.jsonl`` as soon as it is known: ``{"check", "seconds"}`` and
+check measured goes to ``<folder>/<rank>.jsonl`` at once: ``{"check", "seconds"}`` and
 ``"error"``, empty if it passed, or whatever figures the check returns.
 
 With DEVICE ``cpu`` everything runs over gloo, without graphs and without what is of GPUs alone:
@@ -77,7 +77,7 @@ REPLAYS, LONG_REPLAYS = 200, 1000
 
 
 @dataclass(eq=False)
-class Process:
+class Worker:
     """A process of several, and what its checks share.
 
     Attributes:
@@ -131,48 +131,48 @@ def counted(step: torch.Tensor, rank: int, numel: int) -> torch.Tensor:
     return ((step * (rank + 1) + ramp) % 32).bfloat16()
 
 
-def drawn(process: Process, rank: int, numel: int) -> torch.Tensor:
+def drawn(worker: Worker, rank: int, numel: int) -> torch.Tensor:
     """A partial sum; rank 2 cancels rank 0, so that another order has other bits."""
     generator = torch.Generator().manual_seed(rank % 2)
     part = torch.randn(numel, generator=generator) * (1.0, 1.5, -1.0, 2.5)[rank % 4]
-    if process.size > 2 and rank % 2 == 0:
+    if worker.size > 2 and rank % 2 == 0:
         part *= 2.0**20
-    return part.bfloat16().to(process.device)
+    return part.bfloat16().to(worker.device)
 
 
-def opened(process: Process) -> dict[str, Any]:
+def opened(worker: Worker) -> dict[str, Any]:
     """Mailboxes in symmetric memory, checked."""
-    box = mailboxes.symmetric(process.group, PUSHED, process.device, WORKSPACE)
-    process.shared["box"] = box
+    box = mailboxes.symmetric(worker.group, PUSHED, worker.device, WORKSPACE)
+    worker.shared["box"] = box
     assert box.kind == "symmetric"
     assert box.defect is None, box.defect
     assert box.workspace is not None
-    assert len({part.data_ptr() for part in box.slots}) == process.size
-    own = torch.ones(4096, dtype=torch.bfloat16, device=process.device)
-    assert explain(ops.all_reduce, own, process.group).chosen == "push"
+    assert len({part.data_ptr() for part in box.slots}) == worker.size
+    own = torch.ones(4096, dtype=torch.bfloat16, device=worker.device)
+    assert explain(ops.all_reduce, own, worker.group).chosen == "push"
     return {"capacity": box.capacity}
 
 
-def eager_sums(process: Process, backend: str) -> None:
+def eager_sums(worker: Worker, backend: str) -> None:
     """Sums of all sizes: equal bits on all ranks; those of push are the reference's."""
     for nbytes in SIZES:
         if backend == "push" and nbytes > PUSHED:
             continue
-        own = drawn(process, process.rank, nbytes // 2)
+        own = drawn(worker, worker.rank, nbytes // 2)
         for _ in range(4):
-            total = ops.all_reduce(own, process.group, backend=backend)
-        parts = [drawn(process, rank, nbytes // 2) for rank in range(process.size)]
+            total = ops.all_reduce(own, worker.group, backend=backend)
+        parts = [drawn(worker, rank, nbytes // 2) for rank in range(worker.size)]
         if backend == "push":
             assert torch.equal(total, rank_ordered_sum(parts)), nbytes
         exact = torch.stack([part.double() for part in parts])
-        allowed = process.size * 2.0**-8 * exact.abs().sum(0)
+        allowed = worker.size * 2.0**-8 * exact.abs().sum(0)
         assert bool(((total.double() - exact.sum(0)).abs() <= allowed).all()), nbytes
-        process.same((nbytes, int(hash64(total))))
+        worker.same((nbytes, int(hash64(total))))
 
 
-def captured(process: Process, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+def captured(worker: Worker, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """A graph of some work, which ran before; all ranks capture at the same time."""
-    process.synchronize()
+    worker.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread
@@ -180,58 +180,56 @@ def captured(process: Process, work: Callable[[], None]) -> torch.cuda.CUDAGraph
     return graph
 
 
-def graphs(process: Process, backend: str) -> dict[str, float]:
+def graphs(worker: Worker, backend: str) -> dict[str, float]:
     """Sums in graphs that are replayed, each of new numbers, compared on the device."""
     times = {}
     for nbytes in SIZES:
         if backend == "push" and nbytes > PUSHED:
             continue
         replays = LONG_REPLAYS if nbytes == SIZES[0] else REPLAYS
-        step = torch.zeros((), dtype=torch.int64, device=process.device)
-        wrong = torch.zeros((), dtype=torch.int64, device=process.device)
+        step = torch.zeros((), dtype=torch.int64, device=worker.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=worker.device)
 
         def run(nbytes=nbytes, step=step, wrong=wrong) -> None:
             step.add_(1)
-            own = counted(step, process.rank, nbytes // 2)
-            total = ops.all_reduce(own, process.group, backend=backend)
-            every = [counted(step, rank, nbytes // 2) for rank in range(process.size)]
+            own = counted(step, worker.rank, nbytes // 2)
+            total = ops.all_reduce(own, worker.group, backend=backend)
+            every = [counted(step, rank, nbytes // 2) for rank in range(worker.size)]
             wrong.add_((total != rank_ordered_sum(every)).sum())
 
         run()
-        graph = captured(process, run)
+        graph = captured(worker, run)
         began = time.perf_counter()
         for _ in range(replays):
             graph.replay()
-        process.synchronize()
+        worker.synchronize()
         times[f"{nbytes} B, us a replay"] = (time.perf_counter() - began) * 1e6 / replays
         assert int(wrong) == 0, (nbytes, int(wrong))
         assert int(step) == replays + 1
     return times
 
 
-def all_in_one_graph(process: Process) -> None:
+def all_in_one_graph(worker: Worker) -> None:
     """All implementations, one after another, in one graph."""
-    step = torch.zeros((), dtype=torch.int64, device=process.device)
-    wrong = torch.zeros((), dtype=torch.int64, device=process.device)
+    step = torch.zeros((), dtype=torch.int64, device=worker.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=worker.device)
 
     def run() -> None:
         for backend in (*BACKENDS, "push"):
             step.add_(1)
-            total = ops.all_reduce(
-                counted(step, process.rank, 4096), process.group, backend=backend
-            )
-            every = [counted(step, rank, 4096) for rank in range(process.size)]
+            total = ops.all_reduce(counted(step, worker.rank, 4096), worker.group, backend=backend)
+            every = [counted(step, rank, 4096) for rank in range(worker.size)]
             wrong.add_((total != rank_ordered_sum(every)).sum())
 
     run()
-    graph = captured(process, run)
+    graph = captured(worker, run)
     for _ in range(REPLAYS):
         graph.replay()
-    process.synchronize()
+    worker.synchronize()
     assert int(wrong) == 0, int(wrong)
 
 
-def fused_sums(process: Process) -> None:
+def fused_sums(worker: Worker) -> None:
     """A sum with the hyper-connection behind it has the bits of both, one after the other."""
     from dsv4.triton import hyper_connection
 
@@ -240,17 +238,17 @@ def fused_sums(process: Process) -> None:
         shapes = {"streams": (tokens, 4, 1024), "post": (tokens, 4), "comb": (tokens, 4, 4)}
         shapes |= {"fn": (24, 4096), "scale": (3,), "base": (24,), "norm_weight": (1024,)}
         values = {
-            name: torch.randn(shape, generator=generator).to(process.device)
+            name: torch.randn(shape, generator=generator).to(worker.device)
             for name, shape in shapes.items()
         }
         for name in ("streams", "norm_weight"):
             values[name] = values[name].bfloat16()
         rest = {"norm_eps": 1e-6, "hc_eps": 1e-6, "iterations": 3}
-        own = drawn(process, process.rank, tokens * 1024).view(tokens, 1024)
-        args = {"partial": own, **values, **rest, "group": process.group}
+        own = drawn(worker, worker.rank, tokens * 1024).view(tokens, 1024)
+        args = {"partial": own, **values, **rest, "group": worker.group}
         results = ops.hc_reduce_post_pre_norm(**args)
         assert explain(ops.hc_reduce_post_pre_norm, **args).chosen == "push"
-        parts = [drawn(process, rank, tokens * 1024) for rank in range(process.size)]
+        parts = [drawn(worker, rank, tokens * 1024) for rank in range(worker.size)]
         y = rank_ordered_sum([part.view(tokens, 1024) for part in parts])
         record = HcReducePostPreNormArgs(**args)
         after = as_record(HcPostPreNormArgs, record, y=y)
@@ -258,67 +256,67 @@ def fused_sums(process: Process) -> None:
             assert torch.equal(result, right), tokens
 
 
-def gathered(process: Process) -> None:
+def gathered(worker: Worker) -> None:
     """Candidates of the sampler, as they are pushed."""
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
-        own = (torch.arange(40, device=process.device) * (process.rank + 1)).to(dtype)
-        pushed = pushed_gather(own, process.group)
+        own = (torch.arange(40, device=worker.device) * (worker.rank + 1)).to(dtype)
+        pushed = pushed_gather(own, worker.group)
         assert pushed is not None
-        for part, right in zip(pushed, groups.gather(own, process.group), strict=True):
+        for part, right in zip(pushed, groups.gather(own, worker.group), strict=True):
             assert torch.equal(part, right)
 
 
-def tokens(process: Process, backend: str) -> None:
+def tokens(worker: Worker, backend: str) -> None:
     """Tokens to the ranks of their experts and back, in graphs."""
     from tests.parallel.test_exchange_gpu import CHOICES, EXPERTS, tokens_of, wrong_rows, wrong_sums
 
     count, hidden = 8, 4096
     nbytes = RowLayout(CHOICES, hidden).nbytes(count)
-    box = mailboxes.symmetric(process.group, nbytes, process.device)
-    step = torch.zeros((), dtype=torch.int64, device=process.device)
-    wrong = torch.zeros((), dtype=torch.int64, device=process.device)
+    box = mailboxes.symmetric(worker.group, nbytes, worker.device)
+    step = torch.zeros((), dtype=torch.int64, device=worker.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=worker.device)
 
     def run() -> None:
         step.add_(1)
-        sent = tokens_of(step, process.rank, count, hidden)
+        sent = tokens_of(step, worker.rank, count, hidden)
         received = ops.moe_send(
-            sent.x, sent.ids, sent.weights, EXPERTS, process.group, backend=backend
+            sent.x, sent.ids, sent.weights, EXPERTS, worker.group, backend=backend
         )
-        wrong.add_(wrong_rows(step, process.rank, process.size, received, count))
+        wrong.add_(wrong_rows(step, worker.rank, worker.size, received, count))
         here = (received[1] >= 0).any(1, keepdim=True)  # what is not of this rank is not defined
         y = torch.where(here, received[0], 0)
-        total = ops.moe_return(y, received[1], sent.ids, EXPERTS, process.group, backend=backend)
-        wrong.add_(wrong_sums(sent, process.size, total))
+        total = ops.moe_return(y, received[1], sent.ids, EXPERTS, worker.group, backend=backend)
+        wrong.add_(wrong_sums(sent, worker.size, total))
 
     run()
-    graph = captured(process, run)
+    graph = captured(worker, run)
     for _ in range(LONG_REPLAYS):
         graph.replay()
-    process.synchronize()
+    worker.synchronize()
     assert int(wrong) == 0, int(wrong)
     assert int(step) == LONG_REPLAYS + 1
     del box
-    if "box" in process.shared:
-        mailboxes.announce(process.group, process.shared["box"])
+    if "box" in worker.shared:
+        mailboxes.announce(worker.group, worker.shared["box"])
 
 
-def refusals(process: Process) -> None:
+def refusals(worker: Worker) -> None:
     """Multicast that is asked for, by name and by the environment: nothing is allocated."""
-    own = torch.ones(64, dtype=torch.bfloat16, device=process.device)
-    before = torch.cuda.memory_allocated() if process.has_gpu else 0
-    _refused("multicast", lambda: ops.all_reduce(own, process.group, backend="multimem"))
-    path, world = process.folder / "checkpoint", {"device_mesh": dist.group.WORLD}
+    own = torch.ones(64, dtype=torch.bfloat16, device=worker.device)
+    before = torch.cuda.memory_allocated() if worker.has_gpu else 0
+    _refused("multicast", lambda: ops.all_reduce(own, worker.group, backend="multimem"))
+    path, world = worker.folder / "checkpoint", {"device_mesh": dist.group.WORLD}
     _refused("multicast", lambda: dsv4.load(path, **world, parallel="multicast"))
     for name, off in multicast.OFF.items():
         old = os.environ[name]
         os.environ[name] = "1" if off == "0" else "0"
         try:
-            _refused(name, lambda: dsv4.load(path, **world, parallel="tp", device=process.device))
-            if process.has_gpu:
-                _refused(name, lambda: mailboxes.symmetric(process.group, 64, process.device))
+            _refused(name, lambda: dsv4.load(path, **world, parallel="tp", device=worker.device))
+            if worker.has_gpu:
+                _refused(name, lambda: mailboxes.symmetric(worker.group, 64, worker.device))
         finally:
             os.environ[name] = old
-    assert not process.has_gpu or torch.cuda.memory_allocated() == before
+    assert not worker.has_gpu or torch.cuda.memory_allocated() == before
 
 
 def _refused(word: str, action: Callable[[], Any]) -> None:
@@ -329,28 +327,28 @@ def _refused(word: str, action: Callable[[], Any]) -> None:
 # A model of a checkpoint with parallel="tp".
 
 
-def loaded(process: Process) -> dict[str, float]:
+def loaded(worker: Worker) -> dict[str, float]:
     """A rank reads, holds and allocates its share; its mailboxes are in symmetric memory."""
-    with Checkpoint.open(process.folder / "checkpoint") as checkpoint:
+    with Checkpoint.open(worker.folder / "checkpoint") as checkpoint:
         sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
-    rule, whole = local_bytes(sizes, process.size), sum(sizes.values())
+    rule, whole = local_bytes(sizes, worker.size), sum(sizes.values())
     before = 0
-    if process.has_gpu:
+    if worker.has_gpu:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-    model = process.load("tp", prepare=False, reserve_tokens=0)
-    peak = torch.cuda.max_memory_allocated() - before if process.has_gpu else 0
+    model = worker.load("tp", prepare=False, reserve_tokens=0)
+    peak = torch.cuda.max_memory_allocated() - before if worker.has_gpu else 0
     held = sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values())
     read = model.load_report.bytes_read
     figures = {"rule": rule, "whole": whole, "read": read, "held": held, "peak": peak}
-    process.shared["model"] = model
+    worker.shared["model"] = model
     assert abs(read - rule) <= 0.05 * rule, figures
     assert abs(held - rule) <= 0.05 * rule, figures
     layer = max(
         sum(size for name, size in sizes.items() if f"layers.{i}." in name) for i in range(3)
     )
-    assert peak <= 1.05 * rule + layer / process.size, figures
-    if process.has_gpu:
+    assert peak <= 1.05 * rule + layer / worker.size, figures
+    if worker.has_gpu:
         box = model.parallel.group.mailbox
         assert box is not None
         assert (box.kind, box.defect) == ("symmetric", None)
@@ -358,27 +356,27 @@ def loaded(process: Process) -> dict[str, float]:
     return figures
 
 
-def kernels(process: Process) -> dict[str, Any]:
+def kernels(worker: Worker) -> dict[str, Any]:
     """All kernels of the rank's sizes are compiled ahead, by rank 0."""
     from dsv4.compilation.warmup import warm_ranks
 
-    done = warm_ranks(process.shared["model"], 2048, progress=False)
-    process.shared["compiled"] = compilations()
-    if not process.has_gpu:
+    done = warm_ranks(worker.shared["model"], 2048, progress=False)
+    worker.shared["compiled"] = compilations()
+    if not worker.has_gpu:
         return {}
     assert done is not None
     assert done.failed == {}, done.failed
     return {"kernels": done.kernels + done.triton, "seconds of kernels": done.seconds}
 
 
-def logits(process: Process) -> dict[str, Any]:
+def logits(worker: Worker) -> dict[str, Any]:
     """Logits of prompts: equal bits on all ranks, and near those of the whole model on one GPU."""
-    model = process.shared["model"]
+    model = worker.shared["model"]
     ours = _prefilled(model)
-    process.same(int(hash64(ours)))
+    worker.same(int(hash64(ours)))
     errors, agree = [0.0], 1.0
-    if process.rank == 0:
-        right = _of_one(process)
+    if worker.rank == 0:
+        right = _of_one(worker)
         errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
         agree = float((ours.argmax(-1) == right.argmax(-1)).float().mean())
     dist.barrier()
@@ -396,9 +394,9 @@ def _prefilled(model: Any) -> torch.Tensor:
     return model.prefill(PROMPTS, cache, rows).float()
 
 
-def _of_one(process: Process) -> torch.Tensor:
+def _of_one(worker: Worker) -> torch.Tensor:
     """Logits of the whole model on one device by the reference, which compiles no kernel."""
-    whole = process.load(None, prepare=False, reserve_tokens=0, pack=False)
+    whole = worker.load(None, prepare=False, reserve_tokens=0, pack=False)
     with use_backend("reference"):
         return _prefilled(whole)
 
@@ -418,42 +416,42 @@ def answers(model: Any, capture: bool | None) -> list[list[int]]:
         return texts
 
 
-def steps(process: Process) -> None:
+def steps(worker: Worker) -> None:
     """Eager steps under the guard of streams, and captured ones, give one text on all ranks."""
-    model = process.shared["model"]
+    model = worker.shared["model"]
     with guard(model, every=1):
         eager = answers(model, False)
-    process.same(eager)
-    if process.has_gpu:
+    worker.same(eager)
+    if worker.has_gpu:
         captured_text = answers(model, True)
         assert captured_text == eager, (captured_text, eager)
 
 
-def generated(process: Process) -> dict[str, Any]:
+def generated(worker: Worker) -> dict[str, Any]:
     """``generate``, greedy and drawn: the same on all ranks."""
-    model = process.shared["model"]
+    model = worker.shared["model"]
     texts = []
     for sampler in (None, Sampler(1.0, top_p=0.9, generator=torch.Generator().manual_seed(7))):
         options = {} if sampler is None else {"sampler": sampler}
         texts.append(model.generate(PROMPTS, NEW, stop_ids=[], **options))
-    process.same(texts)
+    worker.same(texts)
     assert all(len(text) == NEW for half in texts for text in half)
-    graphs_of = KeptRunner.of(model).runner.captures if process.has_gpu else 0
-    assert not process.has_gpu or graphs_of > 0
+    graphs_of = KeptRunner.of(model).runner.captures if worker.has_gpu else 0
+    assert not worker.has_gpu or graphs_of > 0
     release(model)
     return {"graphs": graphs_of, "greedy": texts[0]}
 
 
-def compiled_nothing(process: Process) -> None:
+def compiled_nothing(worker: Worker) -> None:
     """Since ``kernels``."""
-    later = compilations() - process.shared["compiled"]
+    later = compilations() - worker.shared["compiled"]
     assert not later, dict(later)
 
 
 @torch.inference_mode()
-def replays(process: Process) -> dict[str, float]:
+def replays(worker: Worker) -> dict[str, float]:
     """A captured decode step, replayed often with other tokens: streams have equal bits."""
-    model, device = process.shared["model"], process.device
+    model, device = worker.shared["model"], worker.device
     cache = model.new_cache(2, 64, 16)
     rows = [cache.allocate(), cache.allocate()]
     model.prefill([[1, 2, 3], [4, 5]], cache, rows)
@@ -471,88 +469,86 @@ def replays(process: Process) -> dict[str, float]:
 
     step()
     step()
-    again: Callable[[], Any] = captured(process, step).replay if process.has_gpu else step
-    count = LONG_REPLAYS if process.has_gpu else 4
+    again: Callable[[], Any] = captured(worker, step).replay if worker.has_gpu else step
+    count = LONG_REPLAYS if worker.has_gpu else 4
     began = time.perf_counter()
     for _ in range(count):
         again()
-    process.synchronize()
+    worker.synchronize()
     elapsed = time.perf_counter() - began
-    process.same(int(total))
+    worker.same(int(total))
     return {"ms a step": 1e3 * elapsed / count}
 
 
 # A model with parallel="dp".
 
 
-def kernels_of_one(process: Process) -> None:
+def kernels_of_one(worker: Worker) -> None:
     """Compile what the whole model needs in parallel, of which a rank's steps are made."""
-    if process.rank == 0 and process.has_gpu:
-        whole = process.load(None, prepare="kernels", reserve_tokens=512)
-        process.shared["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
+    if worker.rank == 0 and worker.has_gpu:
+        whole = worker.load(None, prepare="kernels", reserve_tokens=512)
+        worker.shared["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
         release(whole)
         del whole
         torch.cuda.empty_cache()
     dist.barrier()
 
 
-def own_prompts(process: Process) -> list[list[int]]:
+def own_prompts(worker: Worker) -> list[list[int]]:
     """Fewer on each rank, and none on the last."""
     return (
-        PROMPTS[: max(0, len(PROMPTS) - 2 * process.rank)]
-        if process.rank < process.size - 1
-        else []
+        PROMPTS[: max(0, len(PROMPTS) - 2 * worker.rank)] if worker.rank < worker.size - 1 else []
     )
 
 
-def loaded_dp(process: Process) -> dict[str, Any]:
+def loaded_dp(worker: Worker) -> dict[str, Any]:
     """Whole matrices but for the experts; tokens are pushed through symmetric memory."""
-    with Checkpoint.open(process.folder / "checkpoint") as checkpoint:
+    with Checkpoint.open(worker.folder / "checkpoint") as checkpoint:
         sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
-    model = process.shared["model"] = process.load("dp", prepare=False, reserve_tokens=0)
-    rule, read = local_bytes(sizes, process.size, "dp"), model.load_report.bytes_read
+    model = worker.shared["model"] = worker.load("dp", prepare=False, reserve_tokens=0)
+    rule, read = local_bytes(sizes, worker.size, "dp"), model.load_report.bytes_read
     assert abs(read - rule) <= 0.05 * rule, (read, rule)
-    if process.has_gpu:
+    if worker.has_gpu:
         box = model.parallel.group.mailbox
         assert box is not None
         assert (box.kind, box.defect) == ("symmetric", None)
     return {"rule": rule, "read": read}
 
 
-def uneven(process: Process) -> dict[str, Any]:
+def uneven(worker: Worker) -> dict[str, Any]:
     """Uneven numbers of prompts, none on the last rank: captured, pushed and by NCCL."""
-    model, group = process.shared["model"], process.shared["model"].parallel.group
-    pushed = model.generate(own_prompts(process), NEW, stop_ids=[])
-    assert [len(text) for text in pushed] == [NEW] * len(own_prompts(process))
-    if process.has_gpu:
+    model, group = worker.shared["model"], worker.shared["model"].parallel.group
+    pushed = model.generate(own_prompts(worker), NEW, stop_ids=[])
+    assert [len(text) for text in pushed] == [NEW] * len(own_prompts(worker))
+    if worker.has_gpu:
         runner = KeptRunner.of(model).runner
         assert runner is not None
         assert runner.captures > 0
     release(model)
     moved = pushed
-    if process.has_gpu:
+    if worker.has_gpu:
         box = mailboxes._OPEN.pop(group.name)
-        moved = model.generate(own_prompts(process), NEW, stop_ids=[])
+        moved = model.generate(own_prompts(worker), NEW, stop_ids=[])
         release(model)
         mailboxes.announce(group.name, box)
     assert moved == pushed, (moved, pushed)
-    alone = process.shared.get("alone", pushed)
+    alone = worker.shared.get("alone", pushed)
     same = sum(a == b for a, b in zip(alone, pushed, strict=False))
     return {"texts as on one GPU": f"{same} of {len(pushed)}"}
 
 
-def dp_steps(process: Process) -> None:
+def dp_steps(worker: Worker) -> None:
     """Requests of each rank, in eager and captured steps of equal sizes, with late arrivals."""
-    model = process.shared["model"]
+    model = worker.shared["model"]
     texts = []
-    for capture in (False, True) if process.has_gpu else (False,):
+    for capture in (False, True) if worker.has_gpu else (False,):
         options: dict[str, Any] = {"max_sequences": 2, "max_tokens": 192, "max_chunk": 64}
         buckets = {"buckets": (2,), "prompt_buckets": (64,)}
         with Runner(model, capture=capture, **options, **buckets) as runner:
-            asked = [runner.add(p, max_new_tokens=NEW, stop_ids=()) for p in own_prompts(process)]
+            asked = [runner.add(p, max_new_tokens=NEW, stop_ids=()) for p in own_prompts(worker)]
             for _ in range(3):
                 runner.step()
-            if process.rank == process.size - 1:
+            if worker.rank == worker.size - 1:
                 asked.append(runner.add([3, 1], max_new_tokens=NEW, stop_ids=()))
             runner.run()
             texts.append([request.result() for request in asked])
@@ -560,10 +556,10 @@ def dp_steps(process: Process) -> None:
     assert texts[0] == texts[-1], texts
 
 
-def dp_logits(process: Process) -> dict[str, Any]:
+def dp_logits(worker: Worker) -> dict[str, Any]:
     """Logits near those of the whole model on one GPU."""
-    ours = _prefilled(process.shared["model"])
-    right = _of_one(process)
+    ours = _prefilled(worker.shared["model"])
+    right = _of_one(worker)
     errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     assert 2 * sum(error < 0.1 for error in errors) > len(errors), errors
     return {"errors": [round(error, 4) for error in errors]}
@@ -572,10 +568,10 @@ def dp_logits(process: Process) -> dict[str, Any]:
 # A rank that ends.
 
 
-def killed(process: Process, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
+def killed(worker: Worker, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
     """The last rank ends in the middle of a step: the others get an error, and end, too."""
-    model = process.load(parallel, prepare=False, reserve_tokens=0)
-    if process.has_gpu and not with_mailboxes:
+    model = worker.load(parallel, prepare=False, reserve_tokens=0)
+    if worker.has_gpu and not with_mailboxes:
         mailboxes._OPEN.pop(model.parallel.group.name, None)
         model.parallel.group.mailbox = None
     began = time.monotonic()
@@ -584,9 +580,9 @@ def killed(process: Process, parallel: str, with_mailboxes: bool) -> dict[str, A
             request = runner.add(PROMPTS[0], max_new_tokens=200, stop_ids=())
             for _ in range(20):
                 runner.step()
-            assert (runner.captures > 0) == process.has_gpu
+            assert (runner.captures > 0) == worker.has_gpu
             began = time.monotonic()
-            if process.rank == process.size - 1:
+            if worker.rank == worker.size - 1:
                 runner._decode_step = _end  # type: ignore[method-assign]
             runner.run()
             request.result()
@@ -600,7 +596,7 @@ def _end(*args: Any) -> bool:
     os._exit(17)
 
 
-PARTS: dict[str, list[Callable[[Process], Any]]] = {
+PARTS: dict[str, list[Callable[[Worker], Any]]] = {
     "sums": [
         opened,
         *[partial(eager_sums, backend=name) for name in BACKENDS],
@@ -639,16 +635,16 @@ def main(part: str, folder: str, kind: str) -> int:
     if kind == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    process = Process(rank, size, Path(folder), device)
+    worker = Worker(rank, size, Path(folder), device)
     for check in PARTS[part]:
         began = time.perf_counter()
         report: dict[str, Any] = {"check": name_of(check), "error": ""}
         try:
-            report["found"] = check(process)
+            report["measured"] = check(worker)
         except BaseException:
             report["error"] = traceback.format_exc()[-4000:]
         report["seconds"] = round(time.perf_counter() - began, 2)
-        with (process.folder / f"{rank}.jsonl").open("a") as file:
+        with (worker.folder / f"{rank}.jsonl").open("a") as file:
             file.write(json.dumps(report) + "\n")
         if report["error"]:
             print(report["error"], flush=True)

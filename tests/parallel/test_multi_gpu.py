@@ -56,13 +56,13 @@ class Outcome:
                 failed = [
                     f"{check} on rank {other}"
                     for other, of_rank in enumerate(self.reports)
-                    for check, outcome_of in of_rank.items()
-                    if outcome_of["error"]
+                    for check, outcome in of_rank.items()
+                    if outcome["error"]
                 ]
                 why = f"it waited or did not run, after {failed or 'no failed check'}"
                 said = "\n".join(self.output)
                 pytest.fail(f"no report of rank {rank}: {why}\n{said}", pytrace=False)
-        print(f"{name}: {max(r['seconds'] for r in reports)} s, {reports[0].get('outcome_of')}")
+        print(f"{name}: {max(r['seconds'] for r in reports)} s, {reports[0].get('measured')}")
         return reports
 
 
@@ -89,7 +89,7 @@ def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Outcome:
     for rank in range(ranks):
         file = folder / f"{rank}.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        reports.append({outcome_of["check"]: outcome_of for outcome_of in map(json.loads, lines)})
+        reports.append({report["check"]: report for report in map(json.loads, lines)})
     output = [(folder / f"{rank}.txt").read_text()[-2500:] for rank in range(ranks)]
     return Outcome(reports, output, ended)
 
@@ -132,8 +132,8 @@ def outcome_of(checkpoint, tmp_path_factory):
     def of(part: str, ranks: int) -> Outcome:
         with ThreadPoolExecutor() as pool:
             if (part, ranks) not in runs:
-                for started in _KILLED if part in _KILLED else (part,):
-                    start(pool, started, ranks)
+                for name in _KILLED if part in _KILLED else (part,):
+                    start(pool, name, ranks)
             return runs[part, ranks].result()
 
     return of
@@ -164,8 +164,8 @@ def assert_killed(result: Outcome) -> None:
     for rank, report in enumerate(others):
         assert "killed" in report, (rank, result.output)
         assert report["killed"]["error"] == "", (rank, report)
-        assert report["killed"]["outcome_of"]["after"] < 60
-    print([report["killed"]["outcome_of"] for report in others], result.ended)
+        assert report["killed"]["measured"]["after"] < 60
+    print([report["killed"]["measured"] for report in others], result.ended)
     assert all(seconds is not None and seconds < 60 for seconds in result.ended), result
 
 
