@@ -197,8 +197,10 @@ _VERIFY = ("verify_greedy", "verify_sampled", "draw_draft")
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("quantize", "quantize_nvfp4", "quantize_nvfp4"),
     *_triton("quantize", "quantize_blocks", "quantize_mxfp4", "quantize_fp8_block"),
+    *_triton("quantize_fp8_token", "quantize_blocks", "quantize_fp8_token"),
     *_triton("dequantize", "dequantize", "dequantize"),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
+    *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
     *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER, reserves_sms=True),
     Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", "dsv4.triton.supports:packed_gemm"),

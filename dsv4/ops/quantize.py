@@ -1,4 +1,4 @@
-"""Quantise and dequantise NVFP4, MXFP4 and FP8 in 128x128 blocks."""
+"""Quantise and dequantise NVFP4, MXFP4 and FP8, by 128x128 blocks or by tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.quant.formats import (
+    ALL_FORMATS,
     FP8_BLOCK,
+    FP8_TOKEN,
     LINEAR,
     NVFP4,
     SWIZZLED,
@@ -67,6 +69,16 @@ class QuantizeFp8BlockArgs(NamedTuple):
 
     x: torch.Tensor
     scale_dtype: torch.dtype
+
+
+class QuantizeFp8TokenArgs(NamedTuple):
+    """Arguments of ``quantize_fp8_token``: quantisation to FP8 by tokens.
+
+    Attributes:
+        x: ``[*batch, N, K]`` floating.
+    """
+
+    x: torch.Tensor
 
 
 class DequantizeArgs(NamedTuple):
@@ -128,8 +140,24 @@ def _fake_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Ten
     return codes, args.x.new_empty(tiles, dtype=args.scale_dtype)
 
 
+def _fake_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_fp8_token(args.x, args.x.shape)
+
+
+def empty_fp8_token(x: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate codes and block scales of a matrix in ``"fp8_token"``, uninitialised.
+
+    Args:
+        x: Any tensor of the device.
+        shape: ``[*batch, N, K]``.
+    """
+    blocks = (*shape[:-1], (shape[-1] + 127) // 128)
+    codes = x.new_empty(tuple(shape), dtype=torch.float8_e4m3fn)
+    return codes, x.new_empty(blocks, dtype=torch.float8_e8m0fnu)
+
+
 def _fake_dequantize(args: DequantizeArgs) -> torch.Tensor:
-    packing = 2 if format_named(args.format).packed else 1
+    packing = 2 if format_named(args.format, ALL_FORMATS).packed else 1
     return args.codes.new_empty(
         (*args.codes.shape[:-1], args.codes.shape[-1] * packing), dtype=args.dtype
     )
@@ -138,6 +166,7 @@ def _fake_dequantize(args: DequantizeArgs) -> torch.Tensor:
 _quantize_nvfp4 = define("quantize_nvfp4", QuantizeNvfp4Args, _fake_nvfp4)
 _quantize_mxfp4 = define("quantize_mxfp4", QuantizeMxfp4Args, _fake_mxfp4)
 _quantize_fp8_block = define("quantize_fp8_block", QuantizeFp8BlockArgs, _fake_fp8_block)
+_quantize_fp8_token = define("quantize_fp8_token", QuantizeFp8TokenArgs, _fake_fp8_token)
 _dequantize = define("dequantize", DequantizeArgs, _fake_dequantize)
 
 
@@ -175,6 +204,9 @@ def quantize(
     **FP8**: blocks of 128 x 128, ragged at the borders, scale ``2 ^ ceil(log2(max(a, 448 * 2^-126)
     / 448))``, or with ``scale_dtype=torch.float32`` ``a / 448`` (at least 2^-126, 1 for a block of
     zeros).
+    **FP8 by tokens** (``"fp8_token"``, for activations; specification, section 11.7): 128 columns
+    of a row share the scale ``2 ^ ceil(log2(max(a, 1e-4) / 448))``, the last of a row may be fewer;
+    ``code = e4m3(x / scale)``, which never saturates.
 
     Non-finite values: E2M1 has no NaN, so a block of 16 (32) that holds one gets a NaN scale (0x7F;
     E8M0 0xFF) and codes 0, dequantises to NaN, and does not count towards ``amax``. In FP8 the
@@ -184,7 +216,7 @@ def quantize(
     Args:
         x: ``[*batch, N, K]``, bfloat16, float16, float32 or float64. K is a multiple of 16 (NVFP4)
             or 32 (MXFP4). N may be 0.
-        format: A ``Format`` or its name.
+        format: A ``Format`` or its name, also ``"fp8_token"``.
         global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
             ``[*batch, N]``.
         scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
@@ -200,7 +232,7 @@ def quantize(
         ValueError: if K is not a multiple of the block, the global scale is missing, superfluous,
             of another shape, or not finite and above 0, or a name is unknown.
     """
-    fmt = format_named(format)
+    fmt = format_named(format, ALL_FORMATS)
     _check.floating("quantize", "x", x)
     _check_matrix(x, fmt)
     check_scale_layout(fmt, layout)
@@ -211,6 +243,9 @@ def quantize(
         raise ValueError(f"quantize: scale_dtype is {scale_dtype}, wanted {fmt.scale_dtypes[0]}")
     if fmt == FP8_BLOCK:
         return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
+    if fmt == FP8_TOKEN:
+        codes, scales = _quantize_fp8_token(QuantizeFp8TokenArgs(x), backend)
+        return QuantizedTensor(codes, scales, None, fmt)
     if fmt == NVFP4:
         scale = given_scale("quantize", x, global_scale, scaling)
         codes, scales, total = _quantize_nvfp4(
@@ -310,6 +345,15 @@ def bfloat16_operand(
     assert q.global_scale is not None
     row_scale = q.global_scale.expand(flat.shape[0]).reshape(x.shape[:-1]).contiguous()
     return without_global_scale(q, torch.bfloat16).reshape(x.shape), row_scale
+
+
+def fp8_values(x: torch.Tensor) -> torch.Tensor:
+    """Round activations to FP8 by tokens, ``[..., K]`` in bfloat16: the operand of a GEMM.
+
+    bfloat16 holds each value exactly (specification, section 11.7).
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    return dequantize(quantize(flat, FP8_TOKEN), torch.bfloat16).reshape(x.shape)
 
 
 def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
