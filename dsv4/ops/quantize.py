@@ -357,7 +357,15 @@ def fp8_values(x: torch.Tensor) -> torch.Tensor:
 
 
 def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``code * block scale`` of NVFP4 with linear scales, exact in floating dtypes."""
+    """Return ``code * block scale`` of rows, exact in floating dtypes.
+
+    Args:
+        codes: NVFP4, uint8, with linear scales, or FP8 by tokens, float8_e4m3fn.
+        scales: Their block scales.
+        dtype: Dtype of the result.
+    """
+    if codes.dtype == FP8_TOKEN.codes_dtype:
+        return dequantize(QuantizedTensor(codes, scales, None, FP8_TOKEN), dtype)
     return without_global_scale(QuantizedTensor(codes, scales, None, NVFP4), dtype)
 
 

@@ -88,7 +88,8 @@ def _values(x: torch.Tensor, scales: torch.Tensor | None, out_dtype: torch.dtype
         return x
     dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
     compute = torch.promote_types(dtype, torch.float32)
-    return operand(x, scales, formats.NVFP4.name, formats.LINEAR, compute).to(dtype)
+    name = (formats.NVFP4 if x.dtype == torch.uint8 else formats.FP8_TOKEN).name
+    return operand(x, scales, name, formats.LINEAR, compute).to(dtype)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:
