@@ -373,6 +373,13 @@ def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool
     return no_cute(device) if experts else no_triton(device)
 
 
+def no_fp8_gemm(device: torch.device) -> str | None:
+    """Return why no GEMM on a device multiplies FP8 activations by FP8 tensor cores, or None."""
+    if not any(row.name == "fp8" for row in implementations("gemm")):
+        return "this version has no GEMM by FP8 tensor cores"
+    return not_hopper(device)
+
+
 def packed_layout(device: torch.device, activation: str) -> str:
     """The layout that kernels for these activations want on a device."""
     return packed_layout_of(ARCHITECTURES.get(capability(device)), activation)
