@@ -400,7 +400,7 @@ class _Recorder(TorchDispatchMode):
         """
         grouped = isinstance(args, _GROUPED_RECORDS)
         if grouped and args.x_scales is not None and row.name == "cute":
-            block_values(args.x, args.x_scales, torch.bfloat16)
+            block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
         if args.activation == "fp8":
             fp8_values(args.x)
         if args.activation != NVFP4.name:

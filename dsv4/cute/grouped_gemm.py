@@ -110,7 +110,7 @@ def grouped_gemm_swiglu_quantize(
 def _values(args: _AnyArgs) -> torch.Tensor:
     """The rows as the kernels multiply them: of codes the values without their global scales."""
     if args.x_scales is not None:
-        return block_values(args.x, args.x_scales, torch.bfloat16)
+        return block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
     return fp8_values(args.x) if args.activation == "fp8" else args.x
 
 

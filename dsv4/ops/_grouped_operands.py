@@ -35,12 +35,14 @@ class Rows(NamedTuple):
         scales: Linear block scales of codes, else None.
         row_scale: float32 ``[R]``, the global scale of each row of NVFP4 codes, else None.
         columns: K.
+        layout: Order of the columns of FP8 codes, linear of others.
     """
 
     x: torch.Tensor
     columns: int
     scales: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
+    layout: str = LINEAR
 
 
 def checked_rows(
@@ -56,9 +58,12 @@ def checked_rows(
         raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
     if not torch.compiler.is_compiling():
         x.validate()
-    linear = x.with_layout(LINEAR)
-    row_scale = linear.row_scale().contiguous() if x.format == NVFP4 else None
-    rows = Rows(linear.codes, x.columns, linear.scales, row_scale)
+    if x.format == NVFP4:
+        linear = x.with_layout(LINEAR)
+        row_scale = linear.row_scale().contiguous()
+        rows = Rows(linear.codes, x.columns, linear.scales, row_scale)
+    else:
+        rows = Rows(x.codes, x.columns, x.scales, None, x.layout)
     check_options(op, activation, out_dtype)
     return rows, torch.bfloat16 if out_dtype is None else out_dtype
 

@@ -43,6 +43,7 @@ class GroupedGemmArgs(NamedTuple):
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
             float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
         row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         out_dtype: Dtype of the result, floating.
         settled: Whether another GEMM already waited for the offsets.
@@ -60,6 +61,7 @@ class GroupedGemmArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     out_dtype: torch.dtype
     settled: bool
@@ -131,6 +133,7 @@ def grouped_gemm(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         out_dtype,
         settled,

@@ -39,6 +39,7 @@ class GroupedGemmSwigluArgs(NamedTuple):
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
             float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
         row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
@@ -57,6 +58,7 @@ class GroupedGemmSwigluArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     limit: float | None
     row_weight: torch.Tensor | None
@@ -81,6 +83,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
         x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
             float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
         row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
@@ -100,6 +103,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     limit: float | None
     row_weight: torch.Tensor | None
@@ -208,6 +212,7 @@ def grouped_gemm_swiglu(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         limit,
         row_weight,
@@ -298,6 +303,7 @@ def grouped_gemm_swiglu_quantize(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         limit,
         row_weight,

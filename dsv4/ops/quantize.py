@@ -24,6 +24,7 @@ from dsv4.quant.formats import (
     check_layout,
     check_positive,
     check_scale_layout,
+    check_token_columns,
     format_named,
 )
 from dsv4.quant.scales import swizzled_size
@@ -76,9 +77,11 @@ class QuantizeFp8TokenArgs(NamedTuple):
 
     Attributes:
         x: ``[*batch, N, K]`` floating.
+        layout: Order of the columns of codes, ``"linear"`` or ``"fragments_16x64"``.
     """
 
     x: torch.Tensor
+    layout: str
 
 
 class DequantizeArgs(NamedTuple):
@@ -220,7 +223,9 @@ def quantize(
         global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
             ``[*batch, N]``.
         scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
-        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``;
+            of ``"fp8_token"`` that of the codes, ``"linear"`` or ``"fragments_16x64"``, whose
+            columns are those of weights in that layout, K a multiple of 128.
         scale_dtype: FP8 only: float8_e8m0fnu (the default) or float32.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -244,8 +249,9 @@ def quantize(
     if fmt == FP8_BLOCK:
         return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
     if fmt == FP8_TOKEN:
-        codes, scales = _quantize_fp8_token(QuantizeFp8TokenArgs(x), backend)
-        return QuantizedTensor(codes, scales, None, fmt)
+        check_token_columns(layout, x.shape[-1])
+        codes, scales = _quantize_fp8_token(QuantizeFp8TokenArgs(x, layout), backend)
+        return QuantizedTensor(codes, scales, None, fmt, layout)
     if fmt == NVFP4:
         scale = given_scale("quantize", x, global_scale, scaling)
         codes, scales, total = _quantize_nvfp4(
@@ -356,16 +362,19 @@ def fp8_values(x: torch.Tensor) -> torch.Tensor:
     return dequantize(quantize(flat, FP8_TOKEN), torch.bfloat16).reshape(x.shape)
 
 
-def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def block_values(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, layout: str = LINEAR
+) -> torch.Tensor:
     """Return ``code * block scale`` of rows, exact in floating dtypes.
 
     Args:
         codes: NVFP4, uint8, with linear scales, or FP8 by tokens, float8_e4m3fn.
         scales: Their block scales.
         dtype: Dtype of the result.
+        layout: Order of the columns of FP8 codes.
     """
     if codes.dtype == FP8_TOKEN.codes_dtype:
-        return dequantize(QuantizedTensor(codes, scales, None, FP8_TOKEN), dtype)
+        return dequantize(QuantizedTensor(codes, scales, None, FP8_TOKEN, layout), dtype)
     return without_global_scale(QuantizedTensor(codes, scales, None, NVFP4), dtype)
 
 

@@ -19,6 +19,7 @@ import torch
 
 from dsv4.quant import fragments
 from dsv4.quant.elements import mxfp4_as_nvfp4
+from dsv4.quant.fragments import fragment_columns, linear_columns
 from dsv4.quant.scales import (
     e8m0_from_bytes,
     e8m0_to_float,
@@ -169,7 +170,8 @@ class QuantizedTensor:
             ``segments``, or N (one per row).
         format: The number format.
         layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
-            and scales moved for Hopper's tensor cores, NVFP4 only). Of a result for others also
+            and scales moved for Hopper's tensor cores, NVFP4 only; of ``"fp8_token"`` the columns
+            as weights in that layout have them). Of a result for others also
             ``"swizzled_128x4_experts"``, see ``swizzle_expert_scales``; no operator takes it.
         segments: Row counts that sum to N, one global scale each; ``()`` is one segment. A fused
             matrix keeps the global scale of each part: their maximum would mis-scale the others.
@@ -264,6 +266,9 @@ class QuantizedTensor:
             check_layout(self.format, name)
         if layout == self.layout:
             return self
+        if self.format == FP8_TOKEN:
+            order = fragment_columns if layout == FRAGMENTS else linear_columns
+            return replace(self, codes=order(self.codes), layout=layout)
         if self.layout == FRAGMENTS:
             codes, scales = fragments.unpack(self.codes, self.scales)
             linear = replace(self, codes=codes, scales=scales, layout=LINEAR)
@@ -314,7 +319,8 @@ def _check_storage(q: QuantizedTensor) -> None:
     name = q.format.name
     if q.codes.dtype != q.format.codes_dtype:
         raise TypeError(f"{name}: codes have dtype {q.codes.dtype}, wanted {q.format.codes_dtype}")
-    scale_dtypes = (torch.uint8,) if q.layout == FRAGMENTS else q.format.scale_dtypes
+    moved = q.layout == FRAGMENTS and q.format == NVFP4
+    scale_dtypes = (torch.uint8,) if moved else q.format.scale_dtypes
     if q.scales.dtype not in scale_dtypes:
         dtypes = " or ".join(map(str, scale_dtypes))
         raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {dtypes}")
@@ -323,6 +329,8 @@ def _check_storage(q: QuantizedTensor) -> None:
     check_layout(q.format, q.layout)
     shape = q.shape
     q.format.codes_shape(shape)
+    if q.format == FP8_TOKEN:
+        check_token_columns(q.layout, shape[-1])
     wanted_shape = q.format.scales_shape(shape)
     if q.layout == SWIZZLED:
         wanted_shape = (*wanted_shape[:-2], swizzled_size(*wanted_shape[-2:]))
@@ -381,13 +389,22 @@ def check_layout(fmt: Format, layout: str) -> None:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(map(repr, LAYOUTS))}")
     if layout == SWIZZLED and not fmt.packed:
         raise ValueError(f"layout is {SWIZZLED!r}, wanted 'linear': {fmt.name} has no swizzled one")
-    if layout == FRAGMENTS and fmt != NVFP4:
+    if layout == FRAGMENTS and fmt not in (NVFP4, FP8_TOKEN):
         raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': only nvfp4 has that one")
+
+
+def check_token_columns(layout: str, columns: int) -> None:
+    """Raise ValueError unless rows in ``"fp8_token"`` can have their columns in ``layout``."""
+    if layout == FRAGMENTS and columns % FP8_TOKEN.block[1]:
+        raise ValueError(
+            f"{FP8_TOKEN.name}: {columns} columns, wanted a multiple of {FP8_TOKEN.block[1]} for "
+            f"layout {layout!r}"
+        )
 
 
 def check_scale_layout(fmt: Format, layout: str) -> None:
     """Raise ValueError unless what quantises can write scales of ``fmt`` in ``layout``."""
-    if layout == FRAGMENTS:
+    if layout == FRAGMENTS and fmt != FP8_TOKEN:
         raise ValueError(
             f"layout is {layout!r}, wanted 'linear' or {SWIZZLED!r}: that one is for weights, "
             "QuantizedTensor.with_layout makes it"

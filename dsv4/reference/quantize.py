@@ -21,6 +21,7 @@ from dsv4.ops.quantize import (
 from dsv4.quant import formats
 from dsv4.quant.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
 from dsv4.quant.formats import ALL_FORMATS, FP8_TOKEN, NVFP4
+from dsv4.quant.fragments import fragment_columns, linear_columns
 from dsv4.quant.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 from dsv4.reference import fragments
 
@@ -140,7 +141,8 @@ def quantize_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.
     amax = torch.where(torch.isfinite(blocks), blocks.abs(), 0.0).amax(-1)
     scales = formats.e8m0_from_bytes(_power_of_two_scale(amax, 448.0, _LEAST_AMAX))
     values = torch.where(torch.isfinite(blocks), blocks / e8m0_to_float(scales)[..., None], torch.nan)
-    return encode_e4m3(values.flatten(-2)[..., :columns].contiguous()), scales
+    codes = encode_e4m3(values.flatten(-2)[..., :columns].contiguous())
+    return codes if args.layout == formats.LINEAR else fragment_columns(codes), scales
 
 
 def _expand_tiles(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -163,6 +165,7 @@ def operand(
     description = ALL_FORMATS[format]
     if description == FP8_TOKEN:
         columns = codes.shape[-1]
+        codes = codes if layout == formats.LINEAR else linear_columns(codes)
         return codes.to(dtype) * _expand_row(scales_to_float(scales), columns).to(dtype)
     if not description.packed:
         rows, columns = codes.shape[-2:]
@@ -190,7 +193,7 @@ def dequantize(args: DequantizeArgs) -> torch.Tensor:
 
 def fp8_rounded(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
     """Activations ``x [R, K]`` rounded to FP8 by tokens, in ``compute``."""
-    codes, scales = quantize_fp8_token(QuantizeFp8TokenArgs(x))
+    codes, scales = quantize_fp8_token(QuantizeFp8TokenArgs(x, formats.LINEAR))
     return operand(codes, scales, FP8_TOKEN.name, formats.LINEAR, compute)
 
 

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.quantize import QuantizeFp8TokenArgs, empty_fp8_token
+from dsv4.quant import formats
 from dsv4.triton._lib import row_tiles
-from dsv4.triton._lib.fp8_token import WIDTH, fp8_token_tile
+from dsv4.triton._lib.fp8_token import WIDTH, fp8_token_tile, fragment_order
 from dsv4.triton._lib.numerics import once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4_tile import as_bytes
 from dsv4.triton._runtime import launch_options
@@ -29,9 +30,10 @@ def _fp8_token_kernel(
     blocks,
     ROWS: tl.constexpr,
     WHOLE: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 columns of ROWS rows. WHOLE: no block is ragged."""
+    """128 columns of ROWS rows. WHOLE: no block is ragged. FRAGMENTS: in the order of fragments."""
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         block = tl.program_id(0) % blocks
@@ -42,6 +44,8 @@ def _fp8_token_kernel(
             inside = inside & (column < columns)
         loaded = tl.load(x + row[:, None] * stride + column, mask=inside, other=0.0)
         bits, byte = fp8_token_tile(widen(loaded))
+        if FRAGMENTS:
+            bits = fragment_order(bits)
         tl.store(codes + row[:, None] * columns + column, bits, mask=inside)
         tl.store(scales + row * blocks + block, byte, mask=row < rows)
 
@@ -68,6 +72,7 @@ def quantize_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.
             blocks,
             ROWS=tall,
             WHOLE=columns % 128 == 0,
+            FRAGMENTS=args.layout == formats.FRAGMENTS,
             num_warps=warps,
             **launch_options.options(x, small=launch_options.is_small(programs, warps)),
         )

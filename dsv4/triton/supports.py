@@ -68,7 +68,7 @@ def dequantize(call: Call) -> str | None:
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
     if reason is None and args.layout == FRAGMENTS:
-        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
+        reason = f"the matrix has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
 
 

@@ -379,8 +379,8 @@ class Grouped:
         )
         driver.kinds = [kinds[is_small_m] for is_small_m in small_m]
         driver.launches, driver.maps = [], []
-        parts = (self.codes, self.block, self.scale, segments, self.offsets)
-        named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
+        parts = (self.codes, self.block, self.scale, None, segments, self.offsets)
+        named = ("nvfp4", "fragments_16x64", activation, None, None, "linear", self.row_scale)
         if codes is not None:
             record, last = GroupedGemmSwigluQuantizeArgs, codes
         elif rest:

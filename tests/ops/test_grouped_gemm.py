@@ -236,7 +236,7 @@ class TestContract:
             scale = torch.ones(2, device=device) if activation == "nvfp4" else None
             args = (x, *parts, [], offsets, fmt, "linear", activation, scale)
             row_scale = None if activation == "nvfp4" else torch.ones(5, device=device)
-            args = (*args, None, row_scale, torch.bfloat16, False, "auto")
+            args = (*args, None, "linear", row_scale, torch.bfloat16, False, "auto")
             op = torch.ops.dsv4.grouped_gemm.default
             torch.library.opcheck(op, args, test_utils=OPCHECKS)
             assert_pure(op, *args)

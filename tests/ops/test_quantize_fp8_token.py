@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4.dispatch import use_backend
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, fp8_values, quantize
-from dsv4.quant.formats import FP8_TOKEN, QuantizedTensor
+from dsv4.quant.formats import FP8_TOKEN, FRAGMENTS, LINEAR, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 
@@ -36,9 +36,9 @@ def without_sign_of_nan(codes):
     return torch.where((codes & 0x7F) == 0x7F, 0x7F, codes)
 
 
-def by_reference(x):
+def by_reference(x, layout=LINEAR):
     with use_backend("reference"):
-        return quantize(x, FP8_TOKEN)
+        return quantize(x, FP8_TOKEN, layout=layout)
 
 
 def same(got, expected):
@@ -122,6 +122,22 @@ class TestQuantiser:
         assert_bitwise(fp8_values(x).double(), exact, "value")
         assert_bitwise(dequantize(quantize(exact, FP8_TOKEN), torch.float64), exact, "value")
 
+    @given(draw=strategies.draws(-9, 9), shape=st.sampled_from([(1, 128), (2, 3, 256), (19, 384)]))
+    def test_columns_in_the_order_of_fragments(self, device, draw, shape):
+        """Place 32 q + 16 u + 4 j + 2 e + 1 - k of 128 has column 64 u + 16 j + 8 k + 2 q + e."""
+        x = draw.build(shape, torch.bfloat16, device, block=128)
+        got, linear = (quantize(x, FP8_TOKEN, layout=way).validate() for way in (FRAGMENTS, LINEAR))
+        same(got, by_reference(x, FRAGMENTS))
+        same(got.with_layout(LINEAR), linear)
+        same(linear.with_layout(FRAGMENTS), got)
+        assert_bitwise(dequantize(got), dequantize(linear), "value")
+        codes, moved = (q.codes.view(torch.uint8).flatten(0, -2) for q in (linear, got))
+        for column in range(shape[-1]):
+            block, c = divmod(column, 128)
+            u, j, k, q, e = c // 64, c // 16 % 4, c // 8 % 2, c // 2 % 4, c % 2
+            place = 128 * block + 32 * q + 16 * u + 4 * j + 2 * e + 1 - k
+            assert torch.equal(moved[:, place], codes[:, column])
+
     def test_strided_rows_and_no_rows(self, device):
         wide = strategies.normal(5, (6, 384)).to(device)
         same(quantize(wide[:, :200], FP8_TOKEN), by_reference(wide[:, :200].contiguous()))
@@ -133,7 +149,8 @@ class TestQuantiser:
     @pytest.mark.rarely_interpreted
     def test_opcheck_and_compile(self, device):
         x = strategies.normal(0, (3, 256)).to(device)
-        torch.library.opcheck(torch.ops.dsv4.quantize_fp8_token.default, (x, "auto"))
+        operator = torch.ops.dsv4.quantize_fp8_token.default
+        torch.library.opcheck(operator, (x, "linear", "auto"))
         torch.compiler.reset()
         compiled = torch.compile(
             lambda x: dequantize(quantize(x, FP8_TOKEN)), fullgraph=True, backend="aot_eager"
@@ -147,4 +164,6 @@ def test_no_weight_has_the_format_of_activations():
         gemm(torch.ones(2, 128), q)
     with pytest.raises(ValueError, match="format is 'fp8'"):
         quantize(torch.ones(4, 128), "fp8")
+    with pytest.raises(ValueError, match="130 columns, wanted a multiple of 128"):
+        quantize(torch.ones(4, 130), FP8_TOKEN, layout=FRAGMENTS)
     assert isinstance(q, QuantizedTensor)

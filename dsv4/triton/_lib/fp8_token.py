@@ -43,3 +43,11 @@ def fp8_token_tile(values):
     byte = power_of_two_byte(amax, _LEAST, 0x600000, 8)
     scaled = tl.fma(values, inverse_of_byte(byte)[:, None], values * 0.0)
     return e4m3_tile(scaled), byte.to(tl.uint8)
+
+
+@triton.jit
+def fragment_order(bits):
+    """Codes ``[rows, 128]`` with their columns as ``dsv4.quant.fragments.fragment_columns`` has."""
+    parts = tl.reshape(bits, [bits.shape[0], 2, 4, 2, 4, 2])  # u, j, k, q, e
+    first, last = tl.split(tl.permute(parts, (0, 4, 1, 2, 5, 3)))
+    return tl.reshape(tl.join(last, first), [bits.shape[0], 128])

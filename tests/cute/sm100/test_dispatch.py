@@ -336,7 +336,9 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, quantized_rows)
         grouped_nvfp4, "quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
     )
     q = quantize(x, scaling="token")
-    of_x = (None, q.scales, q.global_scale) if quantized_rows else (of_rows, None, None)
+    of_x = (of_rows, None, LINEAR, None)
+    if quantized_rows:
+        of_x = (None, q.scales, LINEAR, q.global_scale)
     stored = (
         weight.codes,
         weight.scales,
@@ -455,7 +457,7 @@ def test_a_tape_repeats_launches_for_experts(grouped_driver, kind):
     }
     stored = (weight.codes, weight.scales, weight.global_scale, None, (), tensors["offsets"])
     formats = ("nvfp4", SWIZZLED, "bf16", None)
-    inputs = (q.codes, *stored, *formats, q.scales, q.global_scale)
+    inputs = (q.codes, *stored, *formats, q.scales, LINEAR, q.global_scale)
     results = ("out",)
     recorder = Recorder(list(tensors.values()), lambda name, args: None)
     with recorder.watching():
