@@ -14,6 +14,7 @@ from dsv4.ops.quantize import empty_fp8_token
 from dsv4.ops.swiglu import check_swiglu
 from dsv4.quant.formats import (
     FP8_TOKEN,
+    FRAGMENTS,
     LINEAR,
     QuantizedTensor,
     check_scale_layout,
@@ -208,6 +209,15 @@ def moe_gather_fp8(
     check_result_layout(op, result_layout, x.shape[1])
     codes, scales = _moe_gather_fp8(MoeGatherFp8Args(x, rows, result_layout), backend)
     return _result(codes, scales, result_layout)
+
+
+def code_layout(weight: QuantizedTensor) -> str:
+    """Return the layout in which FP8 tensor cores take the rows that a weight multiplies.
+
+    That of weights in fragments which are exact in FP8; a GEMM takes rows in either layout.
+    """
+    fits = weight.row_exponent is not None and weight.layout == FRAGMENTS
+    return FRAGMENTS if fits and weight.columns % FP8_TOKEN.block[1] == 0 else LINEAR
 
 
 def check_result_layout(op: str, layout: str, columns: int) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that round to FP8 by tokens behind a norm, SwiGLU and a gather: ``dsv4.ops.fp8_token``."""
+"""Kernels of ``dsv4.ops.fp8_token``: rounding to FP8 behind a norm, SwiGLU and a gather."""
 
 from __future__ import annotations
 
@@ -219,9 +219,10 @@ def _gather_kernel(
     if FRAGMENTS:
         bits = fragment_order(bits)
     for j in tl.static_range(K):
-        row = targets[j]  # type: ignore[misc]
-        tl.store(codes + row * columns + column, bits, mask=inside)
-        tl.store(scales + row * blocks + block, byte, mask=block < blocks)
+        target = codes + targets[j] * columns  # type: ignore[misc]
+        tl.store(target + column, bits, mask=inside)
+        target = scales + targets[j] * blocks  # type: ignore[misc]
+        tl.store(target + block, byte, mask=block < blocks)
 
 
 def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
