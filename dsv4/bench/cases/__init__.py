@@ -28,7 +28,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 }
 Maker = Callable[[ModelConfig, int], Iterator[Case]]
 # What a public function calls, where that is not the operator of its name.
-_SEVERAL = {"quantize": ("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token")}
+_SEVERAL = {
+    "quantize": ("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token")
+}
 
 
 def cases(op: str, preset: str, tokens: int) -> list[Case]:
