@@ -21,6 +21,8 @@ from dsv4.quant.formats import SWIZZLED
 
 __all__ = ["CacheUse", "HostExperts", "cache_use", "expert_counts", "host_experts_", "repin_"]
 
+_DRAFT = "mtp."
+
 
 @dataclass(frozen=True, eq=False)
 class HostExperts:
@@ -135,6 +137,10 @@ class Hosting:
     layers: int
     moved: int = 0
 
+    def takes(self, name: str, module: nn.Module) -> bool:
+        """Return whether a module is a main layer's experts."""
+        return isinstance(module, DeepseekV4Experts) and not name.startswith(_DRAFT)
+
     def move(self, experts: DeepseekV4Experts) -> int:
         """Move the next layer's; return the bytes of host memory. See ``host_experts_``."""
         check_layer(experts)
@@ -177,7 +183,20 @@ def experts_of(model: nn.Module) -> list[tuple[str, DeepseekV4Experts]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, DeepseekV4Experts) and not name.startswith("mtp.")
+        if isinstance(module, DeepseekV4Experts) and not name.startswith(_DRAFT)
+    ]
+
+
+def slot_tokens(model: nn.Module) -> list[int]:
+    """Return the most tokens of a step that reads nothing on the host, of each layer that has one.
+
+    Layers without experts in host memory, or with a slot for each of them, have none.
+    """
+    return [
+        experts.hosted.cached_slots // experts.num_experts_per_tok
+        for _, experts in experts_of(model)
+        if experts.hosted is not None
+        and experts.hosted.cached_slots < experts.num_experts - experts.hosted.static_slots
     ]
 
 
