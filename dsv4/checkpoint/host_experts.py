@@ -51,7 +51,7 @@ class ExpertSizes:
     def of(cls, checkpoint: Checkpoint, config: ModelConfig, request: FillRequest) -> ExpertSizes:
         """Return those of a checkpoint's model."""
         options, _ = request.resolved(checkpoint)
-        expert = routed = other = 0
+        routed = other = 0
         for name, entry in checkpoint.entries.items():
             nbytes = entry.nbytes
             if entry.format == MXFP4 and options.converts(entry):
@@ -127,8 +127,8 @@ class ExpertSizes:
         if most - static < least:
             raise MemoryError(
                 f"host_experts is {nbytes}, which leaves {static} static experts of each layer, "
-                f"wanted at most {max(0, most - least)} for {max(0, capacity) / _GB:.1f} GB that are "
-                "free on the GPU for routed experts"
+                f"wanted at most {max(0, most - least)}: {max(0, capacity) / _GB:.1f} GB are free "
+                "on the GPU for routed experts"
             )
         return HostExperts(static, min(number, most - static))
 

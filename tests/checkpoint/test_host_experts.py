@@ -127,7 +127,7 @@ class TestPlacement:
             placement = FLASH.with_host_bytes(nbytes * GB, None if gpu is None else gpu * GB)
         except MemoryError:
             assert gpu is not None
-            with pytest.raises(MemoryError, match="are free on the GPU"):
+            with pytest.raises(MemoryError, match="are free on the GPU for routed"):
                 FLASH.with_host_bytes(nbytes * GB, gpu * GB)
             return
         placement.check(256, 43, 6)
