@@ -259,6 +259,32 @@ class TestOnCpu:
         assert "0.5 forced" in printed
         assert printed.splitlines()[-1] == "MEASURED: 1 rows, 0 prompts, 1 with drafts"
 
+    def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
+        path = tmp_path / "m.json"
+        sizes = ["--tokens", "1", "--context", "9", "--layers", "1", "--prompts", "none"]
+        assert run(*sizes, "--host-experts", "2+3", "--steps", "12", "--out", str(path)) == 0
+        rows = document_of(path)["hosted"]
+        assert [row["routing"] for row in rows] == ["uniform", "zipf 0.7", "zipf 1"]
+        for row in rows:
+            assert (row["static"], row["slots"], row["steps"]) == (2, 3, 12)
+            assert (row["missing"], row["captured"]) == ({}, False)
+            assert 0 < row["hit_rate"] < 1
+            assert row["loaded_bytes"] > 0
+        assert rows[0]["hit_rate"] < rows[2]["hit_rate"]
+        assert "3 with experts in host memory" in capsys.readouterr().out.splitlines()[-1]
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("auto", "all experts fit"),
+            ("some", "wanted auto, or static experts and slots"),
+            ("2+1", "slots is 1, wanted 2 to 6"),
+        ],
+    )
+    def test_a_wrong_placement_is_refused(self, value: str, message: str, capsys):
+        assert run("--host-experts", value, "--layers", "1") == 2
+        assert message in capsys.readouterr().err
+
     def test_a_checkpoint_is_loaded(self, tmp_path: Path, capsys):
         folder = tmp_path / "weights"
         config = ModelConfig.tiny(num_hidden_layers=2)

@@ -13,7 +13,7 @@ import torch
 
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
-from dsv4.bench.suites.model import report, speculation
+from dsv4.bench.suites.model import hosted, report, speculation
 from dsv4.bench.suites.model.document import (
     ModelResults,
     Named,
@@ -74,6 +74,12 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
         results.prompts.append(measurement.prompt(tokens))
         _take_prepared(measurement, results)
         _say(f"prompt of {tokens} tokens")
+    if request.host_experts is not None:
+        for context in request.contexts:
+            for tokens in request.tokens:
+                results.hosted += hosted.measure(measurement, tokens, context)
+                _say(f"{tokens} sequences at {context}, experts in host memory")
+        return
     for context in request.contexts:
         for tokens in request.tokens:
             row = measurement.decode(tokens, context)
@@ -129,6 +135,7 @@ def _build(
             request.weights,
             parallel=context,
             mtp=request.drafts is not None,
+            hosting=hosted.hosting(request),
         )
         start.source = "weights drawn on the device and packed"
     else:
@@ -192,7 +199,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     Raises:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
-    request = ModelRequest.of(options, device, processes())
+    request = hosted.placed(ModelRequest.of(options, device, processes()))
     check_memory(request)
     return request
 
@@ -210,7 +217,8 @@ def finish(
     print("\n".join(report.lines(results, profile=options.profile)))
     print()
     if hasattr(options, "json"):
-        path = output_path(options.json, header, Named(**request.named()))
+        named, hosts = Named(**request.named()), request.host_experts is not None
+        path = output_path(options.json, header, named, hosted=hosts)
         write(path, document(header, results))
         print(f"wrote {path}")
     print(report.verdict(results), flush=True)
