@@ -65,7 +65,11 @@ def load(
         path: Folder with config.json and safetensors.
         device: Device of the model.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``: what quantised weights multiply. With
+            ``"fp8"`` activations are rounded to FP8, as DeepSeek's own code rounds them; weights
+            that are exact in FP8 lose nothing then on FP8 tensor cores, where there are kernels for
+            them (``load_report.packing.fp8``, and ``dsv4.explain`` of a GEMM). ``load`` logs in one
+            line when that is so and another activation was requested.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
             sinks, hyper-connections and biases are not rounded to it.
         mtp: Draft layers: those of multi-token prediction, or the stages of a DSpark draft, which

@@ -39,7 +39,7 @@ class PackedGemm:
         rows: N, of all groups.
         columns: K.
         groups: Groups of rows with an input each.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
         out_dtype: Dtype of the result.
         swiglu: Whether gate and up rows are interleaved and the result is their SwiGLU.
         layout: Layout of the weight.

@@ -36,7 +36,7 @@ from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
-from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values
 from dsv4.parallel.context import ParallelContext
 from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
@@ -394,13 +394,15 @@ class _Recorder(TorchDispatchMode):
         ran.kernels.update(self.names)
 
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
-        """Note how a GEMM quantises its input, with a scale per row and with a calibrated one.
+        """Note how a GEMM quantises its input, in NVFP4 with a scale per row and a calibrated one.
 
         Hopper's dequantize it again, and what comes quantised.
         """
         grouped = isinstance(args, _GROUPED_RECORDS)
         if grouped and args.x_scales is not None and row.name == "cute":
-            block_values(args.x, args.x_scales, torch.bfloat16)
+            block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
+        if args.activation == "fp8":
+            fp8_values(args.x)
         if args.activation != NVFP4.name:
             return
         experts = args.offsets.shape[0] - 1 if grouped else 1

@@ -55,7 +55,10 @@ class DeepseekV4Experts(ExpertWeights):
         layout: Layout of the weights: ``"linear"``, or ``"fragments_16x64"`` or
             ``"swizzled_128x4"`` when packed.
         activation: ``"bf16"`` leaves the inputs of both GEMMs as they are; ``"nvfp4"`` quantises
-            them, with the scales of their expert or, without those, with a scale per row.
+            them, with the scales of their expert or, without those, with a scale per row; ``"fp8"``
+            rounds them to FP8 by rows.
+        exactness: By name of packed weights for Hopper, whether FP8 tensor cores can multiply them
+            without a rounding, and what is in the way.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
     """
 
@@ -169,7 +172,7 @@ class DeepseekV4Experts(ExpertWeights):
 
     @property
     def _quantises(self) -> bool:
-        """Return whether GEMMs quantise their rows; not while an observer looks at them."""
+        """Return whether GEMMs quantise to NVFP4; not while an observer looks at their rows."""
         return self.activation == "nvfp4" and self.observers is None
 
     def _activated(
@@ -223,9 +226,11 @@ class DeepseekV4Experts(ExpertWeights):
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
-        if not self._quantises:
-            return "bf16", None
-        return "nvfp4", getattr(self, name + "_input_scale")
+        if self._quantises:
+            return "nvfp4", getattr(self, name + "_input_scale")
+        # Plain weights leave their rows as they are, as in ``Linear``.
+        rounds = self.activation == "fp8" and self.observers is None and self.format is not None
+        return "fp8" if rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.observers is not None

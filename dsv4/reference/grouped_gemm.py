@@ -17,6 +17,9 @@ from dsv4.reference.gemm import matmul
 from dsv4.reference.quantize import operand, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
+_AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
+_PLAIN = {"x_scales": None, "x_layout": formats.LINEAR}  # of rows that are no codes
+
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
@@ -25,7 +28,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     do that: it synchronises and cannot be captured in a CUDA graph.
     """
     bounds = _bounds(args.offsets, args.x.shape[0])
-    x = _values(args.x, args.x_scales, args.out_dtype)
+    x = _values(args, args.out_dtype)
     high = args.weight.shape[1]
     if out is None:
         out = x.new_empty((x.shape[0], high), dtype=args.out_dtype)
@@ -55,8 +58,8 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``. Reads the offsets on the host."""
-    x = _values(args.x, args.x_scales, args.out_dtype)
-    wide = {"x": x, "x_scales": None, "out_dtype": compute_dtype(x), "settled": False}
+    x = _values(args, args.out_dtype)
+    wide = {"x": x, **_PLAIN, "out_dtype": compute_dtype(x), "settled": False}
     gate_up = grouped_gemm(as_record(GroupedGemmArgs, args, **wide))
     result = swiglu(SwigluArgs(gate_up, args.limit, "interleaved", args.row_weight, args.out_dtype))
     result[int(args.offsets[-1]) :] = 0  # whatever such a row weighs
@@ -70,8 +73,8 @@ def grouped_gemm_swiglu_quantize(
 
     Reads the offsets on the host.
     """
-    x = _values(args.x, args.x_scales, torch.bfloat16)
-    rows = {"x": x, "x_scales": None, "out_dtype": x.dtype}
+    x = _values(args, torch.bfloat16)
+    rows = {"x": x, **_PLAIN, "out_dtype": x.dtype}
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, **rows))
     total = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
     for expert, (start, end) in enumerate(itertools.pairwise(_bounds(args.offsets, x.shape[0]))):
@@ -82,13 +85,15 @@ def grouped_gemm_swiglu_quantize(
     return codes, scales, total
 
 
-def _values(x: torch.Tensor, scales: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def _values(args: _AnyArgs, out_dtype: torch.dtype) -> torch.Tensor:
     """The rows, of codes without their global scales: in bfloat16, which is exact."""
+    x, scales = args.x, args.x_scales
     if scales is None:
         return x
     dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
     compute = torch.promote_types(dtype, torch.float32)
-    return operand(x, scales, formats.NVFP4.name, formats.LINEAR, compute).to(dtype)
+    name = (formats.NVFP4 if x.dtype == torch.uint8 else formats.FP8_TOKEN).name
+    return operand(x, scales, name, args.x_layout, compute).to(dtype)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

@@ -59,7 +59,7 @@ def _many_matrices(x: torch.Tensor) -> str | None:
 
 
 def quantize_blocks(call: Call) -> str | None:
-    """Return why ``quantize_mxfp4`` and ``quantize_fp8_block`` are unsupported, or None."""
+    """Return why quantisation to another format than NVFP4 is unsupported, or None."""
     return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
 
 
@@ -68,7 +68,7 @@ def dequantize(call: Call) -> str | None:
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
     if reason is None and args.layout == FRAGMENTS:
-        reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
+        reason = f"the matrix has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
 
 

@@ -21,7 +21,7 @@ from tests.layers.experts_cases import quantize_apart
 
 EXPERTS, HIDDEN = 6, 64
 KINDS = ("plain", "nvfp4", "packed")
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 NUMERICS = st.sampled_from(["deepseek", "transformers"])
 
 
