@@ -118,7 +118,9 @@ def report_fp8(path: Path, model: nn.Module, packing: Packing, activation: str) 
                 *(path, len(exact), len(packing.fp8)),
             )
         return
-    _logger.info("%s: %d of %d quantised weights are exact in FP8", path, len(exact), len(exact + others))
+    _logger.info(
+        "%s: %d of %d quantised weights are exact in FP8", path, len(exact), len(exact + others)
+    )
     if reason is not None:
         _logger.info("%s: FP8 activations are multiplied as bfloat16: %s", path, reason)
     if others:

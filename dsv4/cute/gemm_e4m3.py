@@ -88,7 +88,7 @@ def multiply(
 
     Args:
         x: float8_e4m3fn ``[T, K]``, or ``[T, G, K]`` with several groups, columns in fragment order
-            (``dsv4.quant.fragment_order``), K a multiple of 128.
+            (``dsv4.quant.fragments.fragment_columns``), K a multiple of 128.
         x_scales: float8_e8m0fnu ``[T, K/128]`` or ``[T, G, K/128]``, contiguous.
         weight: N rows; a multiple of 128 in each group if there are several.
         out_dtype: bfloat16 or float32.

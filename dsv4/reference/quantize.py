@@ -140,7 +140,9 @@ def quantize_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.
     blocks = padded.unflatten(-1, (padded.shape[-1] // 128, 128))
     amax = torch.where(torch.isfinite(blocks), blocks.abs(), 0.0).amax(-1)
     scales = formats.e8m0_from_bytes(_power_of_two_scale(amax, 448.0, _LEAST_AMAX))
-    values = torch.where(torch.isfinite(blocks), blocks / e8m0_to_float(scales)[..., None], torch.nan)
+    values = torch.where(
+        torch.isfinite(blocks), blocks / e8m0_to_float(scales)[..., None], torch.nan
+    )
     codes = encode_e4m3(values.flatten(-2)[..., :columns].contiguous())
     return codes if args.layout == formats.LINEAR else fragment_columns(codes), scales
 

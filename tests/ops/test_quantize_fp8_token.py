@@ -42,9 +42,7 @@ def by_reference(x, layout=LINEAR):
 
 
 def same(got, expected):
-    assert_bitwise(
-        without_sign_of_nan(got.codes), without_sign_of_nan(expected.codes), "code"
-    )
+    assert_bitwise(without_sign_of_nan(got.codes), without_sign_of_nan(expected.codes), "code")
     assert_bitwise(got.scales.view(torch.uint8), expected.scales.view(torch.uint8), "scale")
 
 

@@ -109,7 +109,10 @@ def test_a_weight_within_the_span_is_exact_and_comes_back(seed, spans, tiles, la
 
 
 @given(
-    seed=strategies.seeds(), beyond=st.integers(SPAN + 1, 17), row=st.integers(0, 15), layout=LAYOUTS
+    seed=strategies.seeds(),
+    beyond=st.integers(SPAN + 1, 17),
+    row=st.integers(0, 15),
+    layout=LAYOUTS,
 )
 def test_one_row_beyond_the_span_is_counted(seed, beyond, row, layout):
     spans = [3] * 16

@@ -6,8 +6,8 @@ an E4M3 number.
 
 The conversion is a multiplication in bfloat16. An E4M3 number of bits ``s eeee mmm`` has the value
 of the bfloat16 ``s 0000eeee mmm0000``, times ``2^120``, subnormals included: both formats have the
-same rule, and exponent 0 means the lowest binade in both. The bits of a code, masked in place, are
-the bfloat16 ``code * 2^-126``; times ``2^(k + 6)`` it is ``code * 2^k * 2^-120``: its bits 10 to 4
+same rule, and exponent 0 means the lowest binade in both. The bits of a code, masked in place,
+are the bfloat16 ``code * 2^-126``; times ``2^(k + 6)`` it is ``code * 2^k * 2^-120``: its bits 10 to 4
 are the E4M3 number without its sign. bfloat16 products keep subnormals, and these are exact.
 
 Two such pairs are merged into four bytes; signs come from the word of codes. 28 instructions for 8
@@ -60,7 +60,7 @@ def factors(words: tuple[Uint32, Uint32], block: int, biases: Uint32, opaque_16:
     return mad_u32(pair, opaque_16, biases)
 
 
-def expanded(word: Uint32, factor: Uint32, opaque_16: Uint32) -> tuple[Uint32, Uint32]:
+def dequantized(word: Uint32, factor: Uint32, opaque_16: Uint32) -> tuple[Uint32, Uint32]:
     """Eight codes as E4M3: four of row ``lane // 4``, four of row ``lane // 4 + 8``.
 
     Byte ``2 e + (1 - k)`` is column ``8 k + 2 (lane % 4) + e`` of the block of 16 columns.
@@ -71,16 +71,16 @@ def expanded(word: Uint32, factor: Uint32, opaque_16: Uint32) -> tuple[Uint32, U
         opaque_16: 16, unknown to the compiler.
     """
     mask = Uint32(_MAGNITUDE)
-    turned = rotate_right(word, 3)
+    other = rotate_right(word, 3)
     last = (word & Uint32(0x00190019)) * Uint32(0x108)
-    pairs = (word & mask, turned & mask, rotate_right(word, 6) & mask, last & mask)
+    pairs = (word & mask, other & mask, rotate_right(word, 6) & mask, last & mask)
     low0, low1, high0, high1 = (
         mul_bfloat16x2_by_half(pair, factor, i % 2) for i, pair in enumerate(pairs)
     )
     rows = []
     for of_k0, of_k1, signs, other_signs in (
         (low0, high0, word, rotate_right(word, 14)),
-        (low1, high1, turned, rotate_right(word, 26)),
+        (low1, high1, other, rotate_right(word, 26)),
     ):
         # Bits 10 to 4 become 14 to 8, or 6 to 0.
         merged = mad_u32(of_k0, opaque_16, of_k1 >> Uint32(4))

@@ -5,27 +5,27 @@ instruction is 64 tokens, N 128 rows of the weight, K 32 columns.
 
 Tiling and ownership. A CTA computes tiles of ``token_block`` tokens and 128 rows of the weight, one
 after another. Of its four warpgroups two multiply, each ``token_rows`` tiles of 64 tokens by all
-128 rows; one expands weights; one copies. Expanded weights are common to both MMA warpgroups, so
-their cost is spread over all tokens of the tile, and the scale of a token belongs to two rows of a
-lane's accumulators.
+128 rows; one dequantizes weights; one copies. Dequantized weights are common to both MMA
+warpgroups, so their cost is spread over all tokens of the tile. Tokens are the rows of accumulators
+because a lane has two rows of each fragment, so two scales, and 32 columns.
 
 Pipeline. The copy warp keeps a ring of ``stages`` stages of 128 columns full by TMA: X as E4M3
-codes, packed codes and scales of the weight. The warps that expand read the latter and write E4M3
-to a ring of ``expanded_stages`` stages, in the layout that ``wgmma`` reads (lines of 128 bytes, a
-row each, whose 16-byte pieces are exchanged by the row's number). A lane's codes of a row and 64
-columns become 16 consecutive bytes, so columns stand in *fragment order* there
-(``dsv4.quant.exact_fp8``), and in X, too.
+codes, packed codes and scales of the weight. The warps that dequantize read the latter and write
+E4M3 to a ring of ``dequantized_stages`` stages, in the layout that ``wgmma`` reads (lines of 128
+bytes, a row each, whose 16-byte pieces are exchanged by the row's number). A lane's codes of a row
+and 64 columns become 16 consecutive bytes, so columns stand in *fragment order* there
+(``dsv4.quant.fragments.fragment_columns``), and in X, too.
 
 Barriers:
 
 * ``full[stage]``: mbarrier with one arrival (with the expected bytes) and the bytes of a stage.
-* ``empty[stage]``: mbarrier with an arrival of every MMA warp and of every warp that expands.
-* ``ready[stage]``: mbarrier with an arrival of every warp that expands, which has written its rows.
-* ``free[stage]``: mbarrier with an arrival of every MMA warp that has read expanded weights.
+* ``empty[stage]``: mbarrier with an arrival of every MMA warp and of every warp that dequantizes.
+* ``ready[stage]``: mbarrier with an arrival of every warp that dequantizes; its rows are written.
+* ``free[stage]``: mbarrier with an arrival of every MMA warp that has read dequantized weights.
 
 Factors of rows (global scale times power of two) are written to shared memory by the warps that
-expand, before they signal the tile's first stage; there is room for those of all tiles that these
-warps may be ahead.
+dequantize, before they signal the tile's first stage; there is room for those of all tiles that
+these warps may be ahead.
 
 Numerics. Operands are exact E4M3 numbers. The tensor cores sum 128 columns with the precision that
 they have (about 14 bits below the largest term), in accumulators of their own; these sums times the
@@ -47,10 +47,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from dsv4.cute.device import exact_fp8, ptx
 from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.device.tile_walk import TileOrder, Walk
-from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, LINE, ROWS, E4m3Args, E4m3Plan, E4m3Tma
+from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, LINE, ROWS, E4m3Args, E4m3Plan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.wgmma_copies import WgmmaCopies, fake_weights, fake_x
 
-MMA_WARPS, EXPAND_WARPS = 8, 4
+MMA_WARPS, DEQUANT_WARPS = 8, 4
 K_STEPS = K_BLOCK // 32  # wgmma of a stage
 
 
@@ -60,7 +61,7 @@ class Rings(NamedTuple):
     Attributes:
         full: Those that say that a stage has arrived.
         empty: Those that say that it has been read.
-        ready: Those that say that a stage of weights is expanded.
+        ready: Those that say that a stage of weights is dequantized.
         free: Those that say that it has been read.
     """
 
@@ -70,7 +71,7 @@ class Rings(NamedTuple):
     free: Uint32
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A warp's position in a ring.
 
     Attributes:
@@ -83,7 +84,7 @@ class Place(NamedTuple):
 
 
 class Warp(NamedTuple):
-    """A thread's place.
+    """A thread's position.
 
     Attributes:
         thread: Thread of the CTA.
@@ -162,7 +163,7 @@ class E4m3Kernel(WgmmaCopies):
         x_atom, x_tensor = self._x_tma(x)
         codes_atom, codes_tensor = self._weights_tma(codes, self.plan.code_bytes)
         scales_atom, scales_tensor = self._weights_tma(scales, self.plan.scale_bytes)
-        tma = E4m3Tma(
+        tma = WgmmaTma(
             x_tma=x_atom,
             codes_tma=codes_atom,
             scales_tma=scales_atom,
@@ -181,7 +182,7 @@ class E4m3Kernel(WgmmaCopies):
         )
 
     @cute.kernel
-    def kernel(self, tma: E4m3Tma, args: E4m3Args) -> None:
+    def kernel(self, tma: WgmmaTma, args: E4m3Args) -> None:
         """Multiply the tiles of a CTA, one after another; see the module."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -194,7 +195,7 @@ class E4m3Kernel(WgmmaCopies):
         shared_x = smem.allocate_tensor(
             BFloat16, tma.x_layout.outer, byte_alignment=1024, swizzle=tma.x_layout.inner
         )
-        layout = self._layout(ROWS, self.plan.expanded_stages)
+        layout = self._layout(ROWS, self.plan.dequantized_stages)
         shared_weights = smem.allocate_tensor(
             BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
@@ -212,21 +213,21 @@ class E4m3Kernel(WgmmaCopies):
             full=full,
             empty=full + Uint32(8 * self.plan.stages),
             ready=ready,
-            free=ready + Uint32(8 * self.plan.expanded_stages),
+            free=ready + Uint32(8 * self.plan.dequantized_stages),
         )
         cute.arch.griddepcontrol_launch_dependents()
         if me.warp == 0:
             self._make_rings(rings, me.lane)
         cute.arch.sync_threads()
 
-        if me.warp >= MMA_WARPS + EXPAND_WARPS:
+        if me.warp >= MMA_WARPS + DEQUANT_WARPS:
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
-            if me.warp == MMA_WARPS + EXPAND_WARPS:
+            if me.warp == MMA_WARPS + DEQUANT_WARPS:
                 self._copy(tma, shared_x, packed, full_at, rings, walk, args, me.lane)
         elif me.warp >= MMA_WARPS:
-            cute.arch.setmaxregister_decrease(self.plan.expand_registers)
+            cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
             to = Uint32(shared_weights.iterator.toint())
-            self._expand(Uint32(packed.toint()), to, factors, rings, walk, args, me)
+            self._dequantize(Uint32(packed.toint()), to, factors, rings, walk, args, me)
         else:
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             operands = self._mma_operands(shared_x, shared_weights)
@@ -237,20 +238,20 @@ class E4m3Kernel(WgmmaCopies):
         """One warp: make the mbarriers."""
         if lane < self.plan.stages:
             ptx.mbarrier_init(rings.full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), MMA_WARPS + EXPAND_WARPS)
-        if lane < self.plan.expanded_stages:
-            ptx.mbarrier_init(rings.ready + Uint32(lane * 8), EXPAND_WARPS)
+            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), MMA_WARPS + DEQUANT_WARPS)
+        if lane < self.plan.dequantized_stages:
+            ptx.mbarrier_init(rings.ready + Uint32(lane * 8), DEQUANT_WARPS)
             ptx.mbarrier_init(rings.free + Uint32(lane * 8), MMA_WARPS)
         ptx.fence_mbarrier_init()
 
     @cute.jit
-    def _advanced(self, place: Place, stages: cutlass.Constexpr) -> Place:
+    def _advanced(self, position: Position, stages: cutlass.Constexpr) -> Position:
         """The position after this one."""
-        stage, parity = place.stage + 1, place.parity
+        stage, parity = position.stage + 1, position.parity
         if stage == stages:
             stage = Int32(0)
             parity = parity ^ 1
-        return Place(stage, parity)
+        return Position(stage, parity)
 
     @cute.jit
     def _next_slot(self, slot: Int32) -> Int32:
@@ -265,7 +266,7 @@ class E4m3Kernel(WgmmaCopies):
     @cute.jit
     def _copy(
         self,
-        tma: E4m3Tma,
+        tma: WgmmaTma,
         shared_x: cute.Tensor,
         packed: cute.Pointer,
         full_at: cute.Pointer,
@@ -284,32 +285,32 @@ class E4m3Kernel(WgmmaCopies):
             shared_x.iterator, self._layout(self.plan.tma_tokens, self.plan.stages).outer
         )
         x = self._partition(tma.x_tma, stages_of_x, x_tiles)
-        tile, place = walk.first, Place(Int32(0), Int32(1))
+        tile, position = walk.first, Position(Int32(0), Int32(1))
         while tile < walk.total:
             row_block, token_tile = tile_position(tile, walk.order, cutlass.min)
             weights = self._weight_copies(tma, packed, row_block * self.plan.cta_row_tiles)
             column = row_block // args.group_blocks * args.stages
             for k in cutlass.range(args.stages, unroll=1):
-                stage = place.stage
-                ptx.mbarrier_wait(rings.empty + Uint32(stage * 8), place.parity)
+                stage = position.stage
+                ptx.mbarrier_wait(rings.empty + Uint32(stage * 8), position.parity)
                 if lane == 0:
                     ptx.mbarrier_arrive_expect_tx(
                         rings.full + Uint32(stage * 8), self.plan.x_bytes + self.plan.weight_bytes
                     )
-                self._copy_weights(tma, weights, k, stage, full_at + stage)
+                self._copy_weights(tma, weights, Int32(k), stage, full_at + stage)
                 cute.copy(
                     tma.x_tma,
                     x.source[(None, token_tile, column + k)],
                     x.to[(None, stage)],
                     tma_bar_ptr=full_at + stage,
                 )
-                place = self._advanced(place, self.plan.stages)
+                position = self._advanced(position, self.plan.stages)
             tile += walk.stride
 
-    # The warps that expand weights.
+    # The warps that dequantize weights.
 
     @cute.jit
-    def _expand(
+    def _dequantize(
         self,
         packed: Uint32,
         to: Uint32,
@@ -319,11 +320,11 @@ class E4m3Kernel(WgmmaCopies):
         args: E4m3Args,
         me: Warp,
     ) -> None:
-        """Four warps: expand the weights of every stage, two row tiles each.
+        """Four warps: dequantize the weights of every stage, two row tiles each.
 
         Args:
             packed: Codes and scales of all stages.
-            to: Expanded weights of all stages.
+            to: Dequantized weights of all stages.
             factors: Factors of rows.
             rings: mbarriers.
             walk: The CTA's tiles.
@@ -341,7 +342,7 @@ class E4m3Kernel(WgmmaCopies):
         opaque_16 = Uint32(args.opaque_16)
         cute.arch.griddepcontrol_wait()
         tile, slot = walk.first, Int32(0)
-        place, target = Place(Int32(0), Int32(0)), Place(Int32(0), Int32(1))
+        position, target = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(1))
         while tile < walk.total:
             row_block, _ = tile_position(tile, walk.order, cutlass.min)
             of_thread = me.thread % ROWS
@@ -349,26 +350,28 @@ class E4m3Kernel(WgmmaCopies):
             ptx.store_shared_float(factors + Uint32(slot * (ROWS * 4) + of_thread * 4), factor)
             slot = self._next_slot(slot)
             biases = [
-                self._row_biases(args, row_block * ROWS + (warp + h * EXPAND_WARPS) * 16 + row)
+                self._row_biases(args, row_block * ROWS + (warp + h * DEQUANT_WARPS) * 16 + row)
                 for h in range(2)
             ]
             for _ in cutlass.range(args.stages, unroll=1):
-                ptx.mbarrier_wait(rings.full + Uint32(place.stage * 8), place.parity)
+                ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
                 ptx.mbarrier_wait(rings.free + Uint32(target.stage * 8), target.parity)
-                skip = Uint32(place.stage * self.plan.weight_bytes)
-                there = to + Uint32(target.stage * self.plan.expanded_bytes)
-                self._expand_stage(codes_from + skip, scales_from + skip, there, biases, opaque_16)
+                skip = Uint32(position.stage * self.plan.weight_bytes)
+                there = to + Uint32(target.stage * self.plan.dequantized_bytes)
+                self._dequantize_stage(
+                    codes_from + skip, scales_from + skip, there, biases, opaque_16
+                )
                 # Written by ordinary stores, read by wgmma.
                 ptx.fence_proxy_async_shared()
                 cute.arch.sync_warp()
                 if lane == 0:
                     ptx.mbarrier_arrive(rings.ready + Uint32(target.stage * 8))
-                    ptx.mbarrier_arrive(rings.empty + Uint32(place.stage * 8))
-                place = self._advanced(place, self.plan.stages)
-                target = self._advanced(target, self.plan.expanded_stages)
+                    ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
+                position = self._advanced(position, self.plan.stages)
+                target = self._advanced(target, self.plan.dequantized_stages)
             tile += walk.stride
 
-    def _expand_stage(
+    def _dequantize_stage(
         self,
         codes_from: Uint32,
         scales_from: Uint32,
@@ -376,7 +379,7 @@ class E4m3Kernel(WgmmaCopies):
         biases: list[Uint32],
         opaque_16: Uint32,
     ) -> None:
-        """One warp: expand two row tiles of a stage.
+        """One warp: dequantize two row tiles of a stage.
 
         Args:
             codes_from: The lane's codes.
@@ -386,14 +389,14 @@ class E4m3Kernel(WgmmaCopies):
             opaque_16: 16.
         """
         for h, u in itertools.product(range(2), repeat=2):
-            further = h * EXPAND_WARPS
+            further = h * DEQUANT_WARPS
             codes = ptx.load_shared(codes_from, 4, further * self.plan.code_bytes + u * 512)
             scales = ptx.load_shared(scales_from, 2, further * self.plan.scale_bytes + u * 64)
             lines: tuple[list[Uint32], list[Uint32]] = ([], [])
             for j in range(4):
-                powers = exact_fp8.factors(scales, j, biases[h], opaque_16)
+                powers = exact_fp8.factors((scales[0], scales[1]), j, biases[h], opaque_16)
                 for line, word in zip(
-                    lines, exact_fp8.expanded(codes[j], powers, opaque_16), strict=True
+                    lines, exact_fp8.dequantized(codes[j], powers, opaque_16), strict=True
                 ):
                     line.append(word)
             # The second piece is the first one's neighbour.
@@ -447,7 +450,7 @@ class E4m3Kernel(WgmmaCopies):
         slice_ = following.get_slice(0)
         blocks = self.plan.stages * self.plan.token_block // 64
         x = self._lines(shared_x, 64, blocks)
-        weights = self._lines(shared_weights, ROWS, self.plan.expanded_stages)
+        weights = self._lines(shared_weights, ROWS, self.plan.dequantized_stages)
         shape = slice_.partition_shape_C((64, ROWS))
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.token_rows)]
         return Operands(
@@ -474,19 +477,19 @@ class E4m3Kernel(WgmmaCopies):
         group = me.warp // 4
         cute.arch.griddepcontrol_wait()
         tile, slot = walk.first, Int32(0)
-        place, source = Place(Int32(0), Int32(0)), Place(Int32(0), Int32(0))
+        position, source = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(0))
         while tile < walk.total:
             row_block, token_tile = tile_position(tile, walk.order, cutlass.min)
             begin = token_tile * self.plan.token_block + group * (64 * self.plan.token_rows)
             begin += me.warp % 4 * 16
-            position = Tile(row_block, begin + me.lane // 4, begin)
+            own = Tile(row_block, begin + me.lane // 4, begin)
             for i in cutlass.range_constexpr(self.plan.token_rows):
-                operands.sums[i].fill(0.0)
-            place, source = self._multiply_ring(
-                operands, rings, place, source, args, position, group, me.lane
+                operands.sums[i].fill(Float32(0.0))
+            position, source = self._multiply_ring(
+                operands, rings, position, source, args, own, group, me.lane
             )
             of_tile = factors + Uint32(slot * (ROWS * 4))
-            self._store(operands.sums, of_tile, buffer, position, args, me)
+            self._store_tile(operands.sums, of_tile, buffer, own, args, me)
             slot = self._next_slot(slot)
             tile += walk.stride
 
@@ -495,13 +498,13 @@ class E4m3Kernel(WgmmaCopies):
         self,
         operands: Operands,
         rings: Rings,
-        place: Place,
-        source: Place,
+        position: Position,
+        source: Position,
         args: E4m3Args,
         tile: Tile,
         group: Int32,
         lane: Int32,
-    ) -> tuple[Place, Place]:
+    ) -> tuple[Position, Position]:
         """All MMA warps: add a tile's products to its sums.
 
         Returns:
@@ -515,9 +518,9 @@ class E4m3Kernel(WgmmaCopies):
             # A stage early; of the last one again.
             further = first + Int64(cutlass.min(k + 1, args.stages - 1))
             coming = self._token_scales_at(further, offsets)
-            ptx.mbarrier_wait(rings.full + Uint32(place.stage * 8), place.parity)
+            ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
             ptx.mbarrier_wait(rings.ready + Uint32(source.stage * 8), source.parity)
-            block = (place.stage * 2 + group) * self.plan.token_rows
+            block = (position.stage * 2 + group) * self.plan.token_rows
             for i in cutlass.range_constexpr(self.plan.token_rows):
                 # Reads of the accumulators come before the MMAs write them.
                 warpgroup.fence()
@@ -533,13 +536,13 @@ class E4m3Kernel(WgmmaCopies):
                 warpgroup.wait_group(0)
                 if cutlass.const_expr(i + 1 == self.plan.token_rows):  # noqa: SIM102
                     if lane == 0:
-                        ptx.mbarrier_arrive(rings.empty + Uint32(place.stage * 8))
+                        ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
                         ptx.mbarrier_arrive(rings.free + Uint32(source.stage * 8))
                 self._promote(operands.sums[i], stage_sums, scales[2 * i : 2 * i + 2])
             scales = coming
-            place = self._advanced(place, self.plan.stages)
-            source = self._advanced(source, self.plan.expanded_stages)
-        return place, source
+            position = self._advanced(position, self.plan.stages)
+            source = self._advanced(source, self.plan.dequantized_stages)
+        return position, source
 
     def _promote(self, sums: cute.Tensor, stage_sums: cute.Tensor, scales: list[Float32]) -> None:
         """Add the sums of a stage, times the scales of the lane's two tokens."""
@@ -576,7 +579,7 @@ class E4m3Kernel(WgmmaCopies):
     # Results.
 
     @cute.jit
-    def _store(
+    def _store_tile(
         self,
         sums: list[cute.Tensor],
         factors: Uint32,
@@ -607,7 +610,7 @@ class E4m3Kernel(WgmmaCopies):
                 for n in cutlass.range_constexpr(count):
                     tile_of_8 = part * count + n
                     two = ptx.load_shared_float2(factors + Uint32(tile_of_8 * 32))
-                    four = [sums[i][tile_of_8 * 4 + j] * two[j % 2] for j in range(4)]
+                    four = [Float32(sums[i][tile_of_8 * 4 + j]) * two[j % 2] for j in range(4)]
                     if cutlass.const_expr(self.plan.swiglu):
                         four = [
                             ptx.swiglu(four[2 * h], four[2 * h + 1], args.limit) for h in range(2)
@@ -616,12 +619,12 @@ class E4m3Kernel(WgmmaCopies):
                 first = tile.row_block * width + part * 64
                 begin = tile.begin + i * 64
                 if cutlass.const_expr(self.plan.float32_out):
-                    self._store_float32(values, args, begin, first, total, me.lane)
+                    self._store_tokens_float32(values, args, begin, first, total, me.lane)
                 else:
-                    self._store_bfloat16(values, lines, args, begin, first, total, me.lane)
+                    self._store_tokens_bfloat16(values, lines, args, begin, first, total, me.lane)
 
     @cute.jit
-    def _store_float32(  # type: ignore[override]
+    def _store_tokens_float32(
         self,
         values: list[list[Float32]],
         args: E4m3Args,
@@ -646,7 +649,7 @@ class E4m3Kernel(WgmmaCopies):
                         ptx.store_global_float2(at, values[n][2 * h], values[n][2 * h + 1])
 
     @cute.jit
-    def _store_bfloat16(
+    def _store_tokens_bfloat16(
         self,
         values: list[list[Float32]],
         lines: Uint32,

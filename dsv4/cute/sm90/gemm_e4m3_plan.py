@@ -7,43 +7,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import (
-    Empty,
     Float32,
     Int32,
     KernelAbi,
     Pointer,
-    TmaDescriptor,
-    TmaSizes,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.sm90.gemm_wgmma_plan import SMS, WgmmaTma
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
 _SHARED_LIMIT = 227 * 1024
 # Bytes from a token's line to the next in a transpose buffer: 64 results and 16 bytes of padding.
 LINE = 144
-
-
-class E4m3Tma(NamedTuple):
-    """Types of the TMA copies for the compiler, as in ``WgmmaTma``.
-
-    Attributes:
-        x_tma: Copies 128 columns of the X of a tile.
-        codes_tma: Copies the codes of a stage.
-        scales_tma: Copies the block scales of a stage.
-        x_tensor: X as pairs of E4M3 codes, ``[tokens, groups K / 2]``.
-        codes_tensor: Packed codes, ``[row tiles, K / 64 * 128]`` words.
-        scales_tensor: Packed block scales, ``[row tiles, K / 64 * 16]`` words.
-        x_layout: Shared-memory layout of the X of all stages.
-    """
-
-    x_tma: TmaDescriptor
-    codes_tma: TmaDescriptor
-    scales_tma: TmaDescriptor
-    x_tensor: TmaSizes
-    codes_tensor: TmaSizes
-    scales_tensor: TmaSizes
-    x_layout: Empty
 
 
 class E4m3Args(NamedTuple):
@@ -90,7 +65,7 @@ class E4m3Args(NamedTuple):
     limit: Float32
 
 
-E4M3_ABI = KernelAbi(E4m3Tma, E4m3Args)
+E4M3_ABI = KernelAbi(WgmmaTma, E4m3Args)
 
 
 @dataclass(frozen=True)
@@ -100,14 +75,14 @@ class E4m3Plan:
     Attributes:
         token_rows: Tiles of 64 tokens of an MMA warpgroup: 1 or 2.
         stages: Stages of the ring of X and packed weights.
-        expanded_stages: Stages of the ring of expanded weights.
+        dequantized_stages: Stages of the ring of dequantized weights.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
     """
 
     token_rows: int
     stages: int
-    expanded_stages: int
+    dequantized_stages: int
     float32_out: bool
     swiglu: bool = False
 
@@ -162,8 +137,8 @@ class E4m3Plan:
         return self.token_block * K_BLOCK
 
     @property
-    def expanded_bytes(self) -> int:
-        """Bytes of a stage of expanded weights."""
+    def dequantized_bytes(self) -> int:
+        """Bytes of a stage of dequantized weights."""
         return ROWS * K_BLOCK
 
     @property
@@ -177,7 +152,7 @@ class E4m3Plan:
 
         Tiles of one stage: the one that is stored, those of the ring, and the one that comes.
         """
-        return self.expanded_stages + 2
+        return self.dequantized_stages + 2
 
     @property
     def epilogue_bytes(self) -> int:
@@ -187,11 +162,11 @@ class E4m3Plan:
     @property
     def barriers(self) -> int:
         """The mbarriers: two for each stage of each ring."""
-        return 2 * (self.stages + self.expanded_stages)
+        return 2 * (self.stages + self.dequantized_stages)
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: two MMA warpgroups, one that expands weights, one that copies."""
+        """Threads of a CTA: two MMA warpgroups, one that dequantizes weights, one that copies."""
         return 512
 
     @property
@@ -200,8 +175,8 @@ class E4m3Plan:
         return 216
 
     @property
-    def expand_registers(self) -> int:
-        """Registers of a thread that expands weights."""
+    def dequant_registers(self) -> int:
+        """Registers of a thread that dequantizes weights."""
         return 56
 
     @property
@@ -213,7 +188,7 @@ class E4m3Plan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA; 1024 bytes to align the stages to that."""
         rings = self.stages * (self.x_bytes + self.weight_bytes)
-        rings += self.expanded_stages * self.expanded_bytes
+        rings += self.dequantized_stages * self.dequantized_bytes
         return 1024 + rings + self.epilogue_bytes + 8 * self.barriers
 
 
@@ -231,7 +206,7 @@ def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: b
         swiglu: See ``E4m3Plan``.
     """
     row_blocks = -(-rows // ROWS)
-    # Two tiles of 64 tokens share what expansion costs; where they leave SMs idle, one is faster.
+    # Two tiles of 64 tokens share the cost of dequantizing, unless they leave SMs idle.
     wide = row_blocks * -(-tokens // 256) >= SMS or tokens > 1024
     plan = _configuration(2, 3, 3, float32_out, swiglu)
     narrow = _configuration(1, 5, 3, float32_out, swiglu)
