@@ -7,8 +7,8 @@ an E4M3 number.
 The conversion is a multiplication in bfloat16. An E4M3 number of bits ``s eeee mmm`` has the value
 of the bfloat16 ``s 0000eeee mmm0000``, times ``2^120``, subnormals included: both formats have the
 same rule, and exponent 0 means the lowest binade in both. The bits of a code, masked in place,
-are the bfloat16 ``code * 2^-126``; times ``2^(k + 6)`` it is ``code * 2^k * 2^-120``: its bits 10 to 4
-are the E4M3 number without its sign. bfloat16 products keep subnormals, and these are exact.
+are the bfloat16 ``code * 2^-126``; times ``2^(k + 6)`` it is ``code * 2^k * 2^-120``, whose bits 10
+to 4 are the E4M3 number without its sign. bfloat16 products keep subnormals, and these are exact.
 
 Two such pairs are merged into four bytes; signs come from the word of codes. 28 instructions for 8
 codes.
