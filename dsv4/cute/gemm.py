@@ -47,8 +47,9 @@ _ROW_SCALED = 4
 def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    Activations that are to be quantised are rounded first, and multiplied as bfloat16. FP8 weights are ``gemm_fp8``'s. Nothing but the result is allocated for bfloat16 activations
-    whose rows begin at multiples of 16 bytes and whose groups follow one another.
+    FP8 weights are ``gemm_fp8``'s. Activations that are to be quantised are multiplied as bfloat16.
+    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of 16
+    bytes and whose groups follow one another.
     """
     x, groups = args.x, args.groups
     if args.format == FP8_BLOCK.name:

@@ -12,8 +12,10 @@ from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
+from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
+from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
@@ -154,19 +156,26 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Sort rows (``moe_sort``) to ``out``, quantised if Blackwell's first GEMM would do so.
+        """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        That GEMM takes codes, so the rows are not written, read and written again.
+        That of FP8 activations does, and Blackwell's of NVFP4: the rows are not written, read and
+        written again.
         """
         held: Any = {
             "first_expert": self.first_expert,
             "num_local_experts": self.num_local_experts,
         }
-        if not (self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises):
+        rounds = self._rounds and self.layout != LINEAR
+        quantises = self._quantises and self.layout == SWIZZLED
+        if x.dtype != torch.bfloat16 or not (rounds or quantises):
             return moe_sort(x, ids, weights, self.num_experts, out=out, **held)
         order, offsets, row_of_slot = moe_permute(ids, self.num_experts, **held)
-        scale = self.gate_up_proj_input_scale
-        rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
+        if rounds:
+            layout = code_layout(self.quantized_weight("gate_up_proj"))
+            rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
+        else:
+            scale = self.gate_up_proj_input_scale
+            rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
 
@@ -174,6 +183,11 @@ class DeepseekV4Experts(ExpertWeights):
     def _quantises(self) -> bool:
         """Return whether GEMMs quantise to NVFP4; not while an observer looks at their rows."""
         return self.activation == "nvfp4" and self.observers is None
+
+    @property
+    def _rounds(self) -> bool:
+        """Return whether GEMMs round their rows to FP8; as in ``Linear``, not plain weights'."""
+        return self.activation == "fp8" and self.observers is None and self.format is not None
 
     def _activated(
         self,
@@ -184,7 +198,8 @@ class DeepseekV4Experts(ExpertWeights):
     ) -> torch.Tensor | QuantizedTensor:
         """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
-        It is quantised if the layer is packed and the second GEMM would do so with given scales.
+        It is quantised if the layer is packed and the second GEMM would do so, to NVFP4 only with
+        given scales.
         """
         name = "gate_up_proj"
         options: Any = {"row_weight": row_weight}
@@ -197,6 +212,9 @@ class DeepseekV4Experts(ExpertWeights):
         operands = (rows, self.quantized_weight(name), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
             return grouped_gemm_swiglu_quantize(*operands, self.down_proj_input_scale, **options)
+        if self._rounds:
+            layout = code_layout(self.quantized_weight("down_proj"))
+            return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
     def _project(
@@ -228,9 +246,7 @@ class DeepseekV4Experts(ExpertWeights):
             self._observe(name, rows, offsets)
         if self._quantises:
             return "nvfp4", getattr(self, name + "_input_scale")
-        # Plain weights leave their rows as they are, as in ``Linear``.
-        rounds = self.activation == "fp8" and self.observers is None and self.format is not None
-        return "fp8" if rounds else "bf16", None
+        return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.observers is not None

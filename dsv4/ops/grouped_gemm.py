@@ -34,7 +34,7 @@ class GroupedGemmArgs(NamedTuple):
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
-        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, else None; changes no value.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.

@@ -30,7 +30,7 @@ class GroupedGemmSwigluArgs(NamedTuple):
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
-        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, else None; changes no value.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
@@ -74,7 +74,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
-        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, else None; changes no value.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
@@ -198,7 +198,7 @@ def grouped_gemm_swiglu(
     high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
-    _check_swiglu(op, rows.x, limit, row_weight)
+    check_grouped_swiglu(op, rows.x, limit, row_weight)
     args = GroupedGemmSwigluArgs(
         rows.x,
         parts.codes,
@@ -283,7 +283,7 @@ def grouped_gemm_swiglu_quantize(
     multiple = 32 if scale_layout == LINEAR else 128
     if high == 0 or high % multiple:
         raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {multiple}")
-    _check_swiglu(op, rows.x, limit, row_weight)
+    check_grouped_swiglu(op, rows.x, limit, row_weight)
     _check.tensors(
         op,
         ("weight", parts.codes, (parts.codes.dtype,), ("E", "N", None)),
@@ -314,9 +314,10 @@ def grouped_gemm_swiglu_quantize(
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 
 
-def _check_swiglu(
+def check_grouped_swiglu(
     op: str, x: torch.Tensor, limit: float | None, row_weight: torch.Tensor | None
 ) -> None:
+    """Check the arguments of SwiGLU behind a grouped GEMM of the rows ``x``."""
     if limit is not None and not limit > 0:
         raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
     if row_weight is not None:

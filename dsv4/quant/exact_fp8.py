@@ -87,7 +87,9 @@ class Examined:
 
 
 def examine(weight: QuantizedTensor) -> Examined:
-    """Find out whether a weight is exact in E4M3; reads the counts on the host.
+    """Find out whether a weight is exact in E4M3; reads the counts on the host, once.
+
+    Memory holds a few bytes for each block scale of one matrix of a stack, or of a part of it.
 
     Args:
         weight: NVFP4, ``[*batch, N, K]``, linear or in fragments.
@@ -100,29 +102,29 @@ def examine(weight: QuantizedTensor) -> Examined:
     blocks, shape = weight.columns // 16, weight.codes.shape[:-1]
     scales = weight.scales.view(torch.uint8).reshape(-1, blocks)
     height = max(1, _PIECE // (ROWS * max(1, blocks))) * ROWS
-    parts = [_examined(part, weight.layout) for part in scales.split(height)]
-    counts = Exactness(scales.numel())
-    for part in parts:
-        counts += part.exactness
+    if not scales.numel():
+        usual = torch.full(shape, _USUAL, dtype=torch.int8, device=weight.device)
+        return Examined(Exactness(0), usual)
+    parts = [_examined(part, weight.layout) for part in scales.split(min(height, weight.rows))]
+    counts = Exactness(scales.numel(), *torch.stack([wrong for wrong, _ in parts]).sum(0).tolist())
     if not counts.is_exact:
         return Examined(counts, None)
-    rows = [part.row_exponent for part in parts if part.row_exponent is not None]
-    return Examined(counts, torch.cat(rows).view(shape))
+    return Examined(counts, torch.cat([exponent for _, exponent in parts]).view(shape))
 
 
-def _examined(scales: torch.Tensor, layout: str) -> Examined:
-    """Examine a few whole rows of tiles; counts no blocks but those that are wrong."""
+def _examined(scales: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Examine a few whole rows of tiles.
+
+    Returns:
+        int64 ``[3]``, counts as in ``Exactness`` without its blocks, and the rows' exponents.
+    """
     exponents = scale_exponents(scales, layout)
     no_power = exponents == _NO_POWER
-    if not exponents.numel():
-        usual = exponents.new_full(exponents.shape[:1], _USUAL, dtype=torch.int8)
-        return Examined(Exactness(0), usual)
     largest = torch.where(no_power, -_NO_POWER, exponents).amax(-1, keepdim=True)
     too_low = (exponents < largest - SPAN) & ~no_power
     wrong = torch.stack([no_power.sum(), too_low.any(-1).sum(), too_low.sum()])
     lowest = torch.where(no_power, _NO_POWER, exponents).amin(-1)
-    row_exponent = (lowest.clamp(max=_USUAL + LOWEST) - LOWEST).to(torch.int8)
-    return Examined(Exactness(0, *wrong.tolist()), row_exponent)
+    return wrong, (lowest.clamp(max=_USUAL + LOWEST) - LOWEST).to(torch.int8)
 
 
 def scale_exponents(scales: torch.Tensor, layout: str) -> torch.Tensor:

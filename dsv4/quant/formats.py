@@ -134,7 +134,7 @@ NVFP4 = Format("nvfp4", "e2m1", (1, 16), (torch.float8_e4m3fn,), True)
 MXFP4 = Format("mxfp4", "e2m1", (1, 32), (torch.float8_e8m0fnu,), False)
 FP8_BLOCK = Format("fp8_block", "e4m3", (128, 128), (torch.float8_e8m0fnu, torch.float32), False)
 FORMATS: dict[str, Format] = {f.name: f for f in (NVFP4, MXFP4, FP8_BLOCK)}
-# Of activations: each row has scales of its own. No weight is stored in it, so it is none of FORMATS.
+# Of activations: each row has scales of its own. No weight is stored in it: it is none of FORMATS.
 FP8_TOKEN = Format("fp8_token", "e4m3", (1, 128), (torch.float8_e8m0fnu,), False)
 ALL_FORMATS: dict[str, Format] = {**FORMATS, FP8_TOKEN.name: FP8_TOKEN}
 

@@ -20,9 +20,9 @@ The product of the two bfloat16 is exactly ``code * scale * 2^-7``. A tile keeps
 ``[l // 4][j][h]``.
 
 FP8 tensor cores take the codes of a lane as operands of 128 columns. Activations in FP8 then have
-their columns in the order in which a lane has those of the weight (``fragment_columns``): the column
-``64 u + 16 j + 8 k + 2 q + e`` of 128 is at place ``32 q + 16 u + 4 j + 2 e + (1 - k)``, with u, k, e
-in 0, 1 and j, q in 0 to 3.
+their columns in the order in which a lane has those of the weight (``fragment_columns``): with u,
+k, e in 0, 1 and j, q in 0 to 3, the column ``64 u + 16 j + 8 k + 2 q + e`` of 128 is at place
+``32 q + 16 u + 4 j + 2 e + (1 - k)``.
 
 Nothing is lost: ``unpack`` gives back every bit. With ``pairs`` the first half of the linear rows
 (gate) and the second (up) are interleaved in the tiles: row ``2 i`` is row ``i`` of the first half.

@@ -9,15 +9,21 @@ import torch
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
-from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
+from dsv4.ops.quantize import QuantizeFp8TokenArgs, QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import matmul
-from dsv4.reference.quantize import operand, quantize_nvfp4
+from dsv4.reference.quantize import operand, quantize_fp8_token, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
-_AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
+_AnyArgs = (
+    GroupedGemmArgs
+    | GroupedGemmSwigluArgs
+    | GroupedGemmSwigluQuantizeArgs
+    | GroupedGemmSwigluFp8Args
+)
 _PLAIN = {"x_scales": None, "x_layout": formats.LINEAR}  # of rows that are no codes
 
 
@@ -83,6 +89,17 @@ def grouped_gemm_swiglu_quantize(
     if args.scale_layout == formats.SWIZZLED_EXPERTS:
         scales = formats.swizzle_expert_scales(scales, args.offsets)
     return codes, scales, total
+
+
+def grouped_gemm_swiglu_fp8(args: GroupedGemmSwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm_swiglu_fp8.grouped_gemm_swiglu_fp8``.
+
+    Reads the offsets on the host.
+    """
+    x = _values(args, torch.bfloat16)
+    rows = {"x": x, **_PLAIN, "out_dtype": x.dtype}
+    inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, **rows))
+    return quantize_fp8_token(QuantizeFp8TokenArgs(inner, args.result_layout))
 
 
 def _values(args: _AnyArgs, out_dtype: torch.dtype) -> torch.Tensor:

@@ -77,7 +77,7 @@ class TestProperties:
 
     @given(batch=batches(1), activation=ACTIVATIONS, numerics=NUMERICS)
     def test_a_duplicate_is_one_choice_of_both_weights(self, kind, batch, activation, numerics):
-        if activation == "nvfp4":  # DeepSeek quantises a row after it was weighted
+        if activation != "bf16":  # DeepSeek quantises a row after it was weighted
             numerics = "transformers"
         experts = experts_of(kind, activation, numerics)
         x, ids, weights, _ = batch
