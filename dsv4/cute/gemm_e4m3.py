@@ -114,7 +114,7 @@ def multiply(
     if current_device() != device:
         with torch.cuda.device(device):
             return multiply(x, args, limit, swiglu=swiglu, reserve_sms=reserve_sms)
-    codes = _contiguous(x.codes)
+    codes = contiguous_codes(x.codes)
     problem = Problem(
         rows=rows,
         columns=x.codes.shape[-1],
@@ -137,7 +137,7 @@ def multiply(
     return out
 
 
-def _contiguous(codes: torch.Tensor) -> torch.Tensor:
+def contiguous_codes(codes: torch.Tensor) -> torch.Tensor:
     """Codes as TMA copies read them: rows one after another, from a multiple of 16 bytes on."""
     if codes.is_contiguous() and codes.data_ptr() % 16 == 0:
         return codes
@@ -172,7 +172,7 @@ def _launch(
 @functools.lru_cache(maxsize=4096)
 def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> Launch:
     """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
-    rows, columns, groups, tokens, *_ = problem
+    rows, columns, _, tokens, *_ = problem
     plan: E4m3Plan
     if problem.global_scales:
         plan = e4m3_plan(rows, columns, tokens, problem.float32_out, problem.swiglu)

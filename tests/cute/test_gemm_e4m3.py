@@ -10,10 +10,16 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4.ops._library import as_record
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.elements import pack
 from dsv4.quant.exact_fp8 import to_e4m3, with_row_exponent
-from dsv4.quant.formats import FRAGMENTS, NVFP4, QuantizedTensor
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 from dsv4.quant.fragments import fragment_columns
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget
@@ -94,20 +100,35 @@ def dequantized_lines(patch, weight):
     return lines
 
 
-def product(x, weight, out_dtype=torch.bfloat16, groups=1, **options):
-    """The kernel's result for a bfloat16 ``x``, which is quantised here."""
+def product(x, weight, out_dtype=torch.bfloat16, groups=1):
+    """The kernel's result; the launcher quantises ``x``."""
     from dsv4.cute import gemm_e4m3
 
-    quantized = quantize(x, "fp8_token", layout=FRAGMENTS)
-    operand = gemm_e4m3.ExactWeight(
+    return gemm_e4m3.gemm(gemm_record(x, weight, out_dtype, groups))
+
+
+def gemm_record(x, weight, out_dtype, groups):
+    return GemmArgs(
+        x,
         weight.codes,
         weight.scales,
         weight.global_scale,
         weight.row_exponent,
-        weight.segments,
+        list(weight.segments),
+        weight.format.name,
+        weight.layout,
+        "fp8",
+        None,
         groups,
+        out_dtype,
     )
-    return gemm_e4m3.multiply(quantized.codes, quantized.scales, operand, out_dtype, **options)
+
+
+def swiglu(x, weight, out_dtype=torch.bfloat16, limit=None):
+    from dsv4.cute import gemm_e4m3
+
+    args = as_record(GemmSwigluArgs, gemm_record(x, weight, out_dtype, 1), limit=limit)
+    return gemm_e4m3.gemm_swiglu(args)
 
 
 def truth(x, weight):
@@ -220,9 +241,9 @@ class TestValues:
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         expected = torch.nn.functional.silu(gate.double()) * up.double()
-        got = product(x, weight, torch.float32, swiglu=True, limit=limit)
+        got = swiglu(x, weight, torch.float32, limit)
         assert_within_budget(got, expected, 1e-5 * (expected.abs() + up.abs()), "SwiGLU")
-        narrow = product(x, weight, swiglu=True, limit=limit)
+        narrow = swiglu(x, weight, limit=limit)
         assert_bitwise(narrow, got.to(torch.bfloat16), "SwiGLU in bfloat16")
 
     def test_bitwise_from_run_to_run(self):
@@ -234,6 +255,171 @@ class TestValues:
 
     def test_long_sums_of_one_sign(self):
         weight = weight_of(5, 256, 16384).to("cuda")
-        positive = dataclasses.replace(weight, codes=weight.codes)
+        bits = weight.with_layout(LINEAR)
+        positive = dataclasses.replace(bits, codes=bits.codes & 0x77).with_layout(FRAGMENTS)
         x = bfloat16(6, (300, 16384)).abs()
         assert_right(x, positive, product(x, positive, torch.float32))
+
+
+def block_weight_of(seed, rows, columns, dtype):
+    spread = torch.exp2(strategies.normal(seed + 7, (rows, 1)))
+    values = strategies.normal(seed, (rows, columns)) * spread
+    return quantize(values, FP8_BLOCK, scale_dtype=dtype).to("cuda")
+
+
+@pytest.mark.gpu
+class TestFp8Weights:
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 700),
+        row_tiles=st.integers(1, 40),
+        stages=st.integers(1, 9),
+        dtype=st.sampled_from(FP8_BLOCK.scale_dtypes),
+    )
+    @example(0, 2000, 65, 8, torch.float32)
+    @example(0, 3000, 1024, 8, torch.float8_e8m0fnu)
+    def test_within_the_budget(self, seed, tokens, row_tiles, stages, dtype):
+        weight = block_weight_of(seed, 16 * row_tiles, K_BLOCK * stages, dtype)
+        x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
+        got = product(x, weight, torch.float32)
+        assert_right(x, weight, got)
+        assert_bitwise(product(x, weight), got.to(torch.bfloat16), "product in bfloat16")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
+    def test_groups(self, seed, tokens, groups):
+        weight = block_weight_of(seed, 256 * groups, 384, torch.float32)
+        x = bfloat16(seed, (tokens, groups, 384))
+        got = product(x, weight, torch.float32, groups=groups)
+        for g in range(groups):
+            codes, scales = weight.codes[256 * g :][:256], weight.scales[2 * g : 2 * g + 2]
+            part = dataclasses.replace(weight, codes=codes, scales=scales)
+            assert_right(x[:, g], part, got[:, g])
+
+    def test_bad_tokens_and_weights(self):
+        weight = block_weight_of(1, 272, 384, torch.float32)
+        x = bfloat16(2, (300, 384))
+        got = product(x, weight)
+        bad = x.clone()
+        bad[7, 5] = float("nan")
+        other = product(bad, weight)
+        assert bool(other[7].isnan().all())
+        assert_bitwise(other[8:], got[8:], "the other tokens")
+        weight.codes.view(torch.uint8)[130, 3] = 0x7F
+        assert bool(product(x, weight)[:, 130].isnan().all())
+
+
+class Routed:
+    """Rows of experts, their weights, and records of the operators."""
+
+    def __init__(self, seed, counts, rows, columns, spare=0):
+        self.counts, made = counts, strategies.generator(seed)
+        self.total = sum(counts) + spare
+        ends = torch.tensor([0, *counts]).cumsum(0)
+        self.offsets = ends.to(torch.int32).to("cuda")
+        weights = [weight_of(seed + e, rows, columns) for e in range(len(counts))]
+        self.weights = [weight.to("cuda") for weight in weights]
+        self.codes, self.scales, self.global_scale, self.row_exponent = (
+            torch.stack([getattr(weight, name) for weight in self.weights])
+            for name in ("codes", "scales", "global_scale", "row_exponent")
+        )
+        self.x = bfloat16(seed + 1, (self.total, columns))
+        self.row_weight = torch.rand(self.total, generator=made).to("cuda")
+        self.starts = ends.tolist()
+
+    def fields(self, codes=None):
+        """Fields that all records have; of rows that are FP8 codes if these are given."""
+        return {
+            "x": self.x if codes is None else codes.codes,
+            "weight": self.codes,
+            "scales": self.scales,
+            "global_scale": self.global_scale,
+            "row_exponent": self.row_exponent,
+            "segments": [],
+            "offsets": self.offsets,
+            "format": "nvfp4",
+            "layout": FRAGMENTS,
+            "activation": "fp8" if codes is None else "bf16",
+            "input_scale": None,
+            "x_scales": None if codes is None else codes.scales,
+            "x_layout": LINEAR if codes is None else codes.layout,
+            "row_scale": None,
+        }
+
+    def of_expert(self, e):
+        return slice(self.starts[e], self.starts[e + 1])
+
+
+COUNTS = st.lists(st.integers(0, 400) | st.integers(0, 3), min_size=1, max_size=9).filter(sum)
+
+
+@pytest.mark.gpu
+class TestExperts:
+    @given(
+        seed=strategies.seeds(),
+        counts=COUNTS,
+        row_tiles=st.integers(1, 20),
+        stages=st.integers(1, 6),
+        spare=st.integers(0, 40),
+    )
+    @example(0, [700, 513, 0, 1, 256], 17, 3, 7)
+    def test_rows_are_those_of_the_dense_gemm(self, seed, counts, row_tiles, stages, spare):
+        """Bit for bit, since the order of sums is the same; rows of no expert are zeros."""
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(seed, counts, 16 * row_tiles, K_BLOCK * stages, spare)
+        for dtype in (torch.float32, torch.bfloat16):
+            record = GroupedGemmArgs(**made.fields(), out_dtype=dtype, settled=False)
+            got = grouped_gemm_e4m3.grouped_gemm(record)
+            for e, weight in enumerate(made.weights):
+                rows = made.of_expert(e)
+                assert_bitwise(got[rows], product(made.x[rows], weight, dtype), f"expert {e}")
+            assert not bool(got[sum(counts) :].any())
+
+    @given(
+        seed=strategies.seeds(),
+        counts=COUNTS,
+        blocks=st.integers(1, 3),
+        stages=st.integers(1, 4),
+        limit=st.sampled_from([None, 2.0]),
+        weighted=st.booleans(),
+        spare=st.integers(0, 40),
+    )
+    @example(0, [700, 513, 0, 1, 256], 2, 3, 10.0, True, 7)
+    def test_fp8_results_are_the_quantisers(
+        self, seed, counts, blocks, stages, limit, weighted, spare
+    ):
+        """Bit for bit those of ``quantize`` of the bfloat16 results; X may be codes."""
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(seed, counts, 256 * blocks, K_BLOCK * stages, spare)
+        weights = made.row_weight if weighted else None
+        codes = quantize(made.x, FP8_TOKEN, layout=FRAGMENTS)
+        fields = made.fields(codes) | {"limit": limit, "row_weight": weights}
+        record = GroupedGemmSwigluArgs(**fields, out_dtype=torch.bfloat16)
+        wide = grouped_gemm_e4m3.grouped_gemm_swiglu(record)
+        for e, weight in enumerate(made.weights):
+            rows = made.of_expert(e)
+            if weights is None:
+                assert_bitwise(wide[rows], swiglu(made.x[rows], weight, limit=limit), f"expert {e}")
+        expected = quantize(wide, FP8_TOKEN, layout=FRAGMENTS)
+        record = GroupedGemmSwigluFp8Args(**fields, result_layout=FRAGMENTS)
+        got, scales = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(record)
+        assert_bitwise(scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+        assert_bitwise(got.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
+
+    def test_bad_rows_stay_alone(self):
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(3, [300, 20, 130], 512, 256)
+        fields = {"limit": None, "row_weight": None, "result_layout": FRAGMENTS}
+        good = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
+            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
+        )
+        made.x[310, 3] = float("nan")
+        bad = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
+            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
+        )
+        rows = torch.arange(450, device="cuda") != 310
+        for a, b in zip(good, bad, strict=True):
+            assert_bitwise(a.view(torch.uint8)[rows], b.view(torch.uint8)[rows], "other rows")
+        assert bool((bad[0].view(torch.uint8)[310] == 0x7F).all())

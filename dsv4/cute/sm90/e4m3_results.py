@@ -1,9 +1,9 @@
 """Results of the GEMMs with FP8 arithmetic: scales, SwiGLU, quantization, stores.
 
 Ownership. Accumulators of a warp are 16 tokens and 128 rows of the weight: a lane holds, of tokens
-``lane // 4`` and ``lane // 4 + 8``, results ``8 n + 2 (lane % 4)`` and the next, for n in 0..15. With
-interleaved rows these two are gate and up of result ``4 n + lane % 4``, so that SwiGLU needs no
-exchange.
+``lane // 4`` and ``lane // 4 + 8``, results ``8 n + 2 (lane % 4)`` and the next, for n in 0..15.
+With interleaved rows these two are gate and up of result ``4 n + lane % 4``, so that SwiGLU needs
+no exchange.
 
 Stores. A warp transposes bfloat16 results, or codes, in a buffer of its own, and stores lines of
 128 bytes. float32 results are stored from registers.
@@ -72,12 +72,12 @@ class ResultBuffers(NamedTuple):
 
     Attributes:
         lines: Transpose buffers of all MMA warps.
-        kept: Results of the first of two tiles of rows.
+        first_results: Results of the first of two tiles of rows.
         factors: Factors of rows of each slot.
     """
 
     lines: Uint32
-    kept: Uint32
+    first_results: Uint32
     factors: Uint32
 
 
@@ -256,10 +256,10 @@ class E4m3Results(WgmmaCopies):
             for h in range(2)
             for m in range(8)
         ]
-        kept = buffers.kept + Uint32((i * 16 * MMA_WARPS * 32 + me.thread) * 4)
+        stored = buffers.first_results + Uint32((i * 16 * MMA_WARPS * 32 + me.thread) * 4)
         if cutlass.const_expr(part == 0):
             for w in cutlass.range_constexpr(16):
-                ptx.store_shared_int(kept + Uint32(w * MMA_WARPS * 32 * 4), Int32(words[w]))
+                ptx.store_shared_int(stored + Uint32(w * MMA_WARPS * 32 * 4), Int32(words[w]))
         else:
             lines = buffers.lines + Uint32(me.warp * (16 * LINE))
             total = self._total_columns(args)
@@ -267,7 +267,7 @@ class E4m3Results(WgmmaCopies):
             cute.arch.sync_warp()  # the lines have been read
             for h in cutlass.range_constexpr(2):
                 both = [
-                    ptx.load_shared_word(kept, (h * 8 + m) * MMA_WARPS * 32 * 4) for m in range(8)
+                    ptx.load_shared_word(stored, (h * 8 + m) * MMA_WARPS * 32 * 4) for m in range(8)
                 ]
                 both += words[8 * h : 8 * h + 8]
                 byte = self._quantize(both, lines + Uint32(h * 8 * LINE), me.lane)

@@ -42,7 +42,7 @@ class BlockE4m3Kernel(E4m3Tiles):
     """The kernel of one configuration."""
 
     abi = BLOCK_E4M3_ABI
-    plan: BlockE4m3Plan
+    plan: BlockE4m3Plan  # type: ignore[assignment]
 
     def compile(self, options: str) -> Any:
         """Compile with CuTeDSL; every argument is fixed in type, none in value."""

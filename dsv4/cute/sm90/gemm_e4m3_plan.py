@@ -7,8 +7,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.runtime.kernel_abi import Empty, Float32, Int32, Int64, KernelAbi, Pointer
-from dsv4.cute.runtime.kernel_abi import TmaDescriptor, TmaSizes
+from dsv4.cute.runtime.kernel_abi import (
+    Empty,
+    Float32,
+    Int32,
+    KernelAbi,
+    Pointer,
+    TmaDescriptor,
+    TmaSizes,
+)
 from dsv4.cute.sm90.gemm_wgmma_plan import SMS, WgmmaTma
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
@@ -272,7 +279,7 @@ class E4m3Plan:
         return 8 * 16 * LINE
 
     @property
-    def kept_bytes(self) -> int:
+    def first_result_bytes(self) -> int:
         """Results of the first of two tiles of rows, kept for the scale that both share."""
         return self.token_block * 128 if self.quantized_out else 0
 
@@ -292,7 +299,7 @@ class E4m3Plan:
     @property
     def other_bytes(self) -> int:
         """Shared memory beside the rings and their mbarriers."""
-        buffers = self.transpose_bytes + self.kept_bytes + self.factor_slots * ROWS * 4
+        buffers = self.transpose_bytes + self.first_result_bytes + self.factor_slots * ROWS * 4
         return buffers + self.table_bytes
 
     @property

@@ -47,7 +47,7 @@ _SCALE_OF_ZEROS = 105  # as the quantiser gives to 128 zeros
 
 
 class GroupedE4m3Kernel(E4m3Kernel):
-    """The kernel of one configuration; ``__call__``, ``compile`` and ``kernel`` are the dense one's."""
+    """The kernel of one configuration; ``kernel`` is that of ``E4m3Kernel``."""
 
     abi = GROUPED_E4M3_ABI
 
@@ -67,12 +67,12 @@ class GroupedE4m3Kernel(E4m3Kernel):
 
     def _tile(self, number: Int32, walk: Walk, args: Any) -> Tile:
         """The ``number``-th tile."""
-        found = find_tile(number, walk.order, self.plan.token_block)
+        grouped = find_tile(number, walk.order, self.plan.token_block)
         return Tile(
-            expert=found.expert,
-            row=found.row_block * self.plan.unit_rows,
-            token=found.first_row,
-            end=found.first_row + cutlass.min(found.rows, Int32(self.plan.token_block)),
+            expert=grouped.expert,
+            row=grouped.row_block * self.plan.unit_rows,
+            token=grouped.first_row,
+            end=grouped.first_row + cutlass.min(grouped.rows, Int32(self.plan.token_block)),
             input=Int32(0),
         )
 
