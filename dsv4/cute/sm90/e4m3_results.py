@@ -225,12 +225,15 @@ class E4m3Results(WgmmaCopies):
             lane: Lane of the warp.
         """
         cute.arch.sync_warp()  # the lines are written
-        for v in cutlass.range_constexpr(4):
-            number = v * 32 + lane
-            token, byte = number // 8, number % 8 * 16
-            if token < tokens and byte < count:
-                words = ptx.load_shared(lines + Uint32(token * LINE + byte), 4)
-                ptx.store_global4(first + Int64(token) * stride + byte, words)
+        # Computed here, not before the main loop, whose registers are taken.
+        lane = ptx.opaque(lane)
+        line, byte = lane // 8, lane % 8 * 16
+        at = lines + Uint32(line * LINE + byte)
+        to = first + Int64(line) * stride + byte
+        for v in cutlass.range_constexpr(4):  # four lines at a time
+            if line + 4 * v < tokens and byte < count:
+                words = ptx.load_shared(at, 4, 4 * v * LINE)
+                ptx.store_global4(to + Int64(4 * v) * stride, words)
 
     # FP8 results.
 

@@ -50,8 +50,7 @@ from dsv4.cute.device.scheduler import tile_position
 from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.e4m3_results import MMA_WARPS, Lane, ResultBuffers, Tile
 from dsv4.cute.sm90.e4m3_tiles import E4m3Tiles, Position, Rings
-from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, ROWS
-from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
+from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, ROWS, E4m3Tma
 from dsv4.cute.sm90.wgmma_copies import fake_weights, fake_x
 
 DEQUANT_WARPS = 4
@@ -84,14 +83,13 @@ class E4m3Kernel(E4m3Tiles):
         x_atom, x_tensor = self._x_tma(x)
         codes_atom, codes_tensor = self._weights_tma(codes, self.plan.code_bytes)
         scales_atom, scales_tensor = self._weights_tma(scales, self.plan.scale_bytes)
-        tma = WgmmaTma(
+        tma = E4m3Tma(
             x_tma=x_atom,
             codes_tma=codes_atom,
             scales_tma=scales_atom,
             x_tensor=x_tensor,
             codes_tensor=codes_tensor,
             scales_tensor=scales_tensor,
-            x_layout=self._layout(self.plan.token_block, self.plan.stages),
         )
         self.kernel(tma, args).launch(
             grid=[1, 1, 1],
@@ -103,13 +101,14 @@ class E4m3Kernel(E4m3Tiles):
         )
 
     @cute.kernel
-    def kernel(self, tma: WgmmaTma, args: Any) -> None:
+    def kernel(self, tma: E4m3Tma, args: Any) -> None:
         """Multiply the tiles of a CTA, one after another; see the module."""
         thread, _, _ = cute.arch.thread_idx()
         me = Lane(thread, cute.arch.make_warp_uniform(thread // 32), thread % 32)
         smem = cutlass.memory.SmemAllocator()
+        layout = self._layout(self.plan.token_block, self.plan.stages)
         shared_x = smem.allocate_tensor(
-            BFloat16, tma.x_layout.outer, byte_alignment=1024, swizzle=tma.x_layout.inner
+            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
         layout = self._layout(ROWS, self.plan.dequantized_stages)
         shared_weights = smem.allocate_tensor(
@@ -185,7 +184,7 @@ class E4m3Kernel(E4m3Tiles):
     @cute.jit
     def _copy(
         self,
-        tma: WgmmaTma,
+        tma: E4m3Tma,
         shared_x: cute.Tensor,
         packed: cute.Pointer,
         full_at: cute.Pointer,

@@ -66,7 +66,6 @@ class BlockE4m3Kernel(E4m3Tiles):
             codes_tma=codes_atom,
             x_tensor=x_tensor,
             codes_tensor=codes_tensor,
-            x_layout=self._layout(self.plan.token_block, self.plan.stages),
         )
         self.kernel(tma, args).launch(
             grid=[1, 1, 1],
@@ -87,8 +86,9 @@ class BlockE4m3Kernel(E4m3Tiles):
         order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
         walk = Walk(Int32(block), Int32(grid), args.token_tiles * args.row_blocks, order)
         smem = cutlass.memory.SmemAllocator()
+        layout = self._layout(self.plan.token_block, self.plan.stages)
         shared_x = smem.allocate_tensor(
-            BFloat16, tma.x_layout.outer, byte_alignment=1024, swizzle=tma.x_layout.inner
+            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
         )
         layout = self._layout(ROWS, self.plan.stages)
         shared_weights = smem.allocate_tensor(

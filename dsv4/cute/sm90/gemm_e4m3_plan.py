@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.runtime.kernel_abi import (
-    Empty,
     Float32,
     Int32,
     KernelAbi,
@@ -16,12 +15,32 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS, WgmmaTma
+from dsv4.cute.sm90.gemm_wgmma_plan import SMS
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
 # Bytes from a token's line to the next in a transpose buffer: 128 of results, 16 of padding.
 LINE = 144
+
+
+class E4m3Tma(NamedTuple):
+    """Types of the TMA copies for the compiler; these parameters come first.
+
+    Attributes:
+        x_tma: Copies 128 columns of the X of a tile.
+        codes_tma: Copies the codes of a stage.
+        scales_tma: Copies the block scales of a stage.
+        x_tensor: X as pairs of E4M3 codes, ``[tokens, groups K / 2]``.
+        codes_tensor: Packed codes, ``[row tiles, K / 64 * 128]`` words.
+        scales_tensor: Packed block scales, ``[row tiles, K / 64 * 16]`` words.
+    """
+
+    x_tma: TmaDescriptor
+    codes_tma: TmaDescriptor
+    scales_tma: TmaDescriptor
+    x_tensor: TmaSizes
+    codes_tensor: TmaSizes
+    scales_tensor: TmaSizes
 
 
 class E4m3Args(NamedTuple):
@@ -71,21 +90,19 @@ class E4m3Args(NamedTuple):
 
 
 class BlockE4m3Tma(NamedTuple):
-    """Types of the TMA copies of the GEMM with FP8 weights, as in ``WgmmaTma``.
+    """Types of the TMA copies of the GEMM with FP8 weights, as in ``E4m3Tma``.
 
     Attributes:
         x_tma: Copies 128 columns of the X of a tile.
         codes_tma: Copies the codes of a stage.
         x_tensor: X as pairs of E4M3 codes, ``[tokens, groups K / 2]``.
         codes_tensor: The weight as pairs of E4M3 codes, ``[rows, K / 2]``.
-        x_layout: Shared-memory layout of the X of all stages.
     """
 
     x_tma: TmaDescriptor
     codes_tma: TmaDescriptor
     x_tensor: TmaSizes
     codes_tensor: TmaSizes
-    x_layout: Empty
 
 
 class BlockE4m3Args(NamedTuple):
@@ -167,9 +184,9 @@ class GroupedE4m3Args(NamedTuple):
     limit: Float32
 
 
-E4M3_ABI = KernelAbi(WgmmaTma, E4m3Args)
+E4M3_ABI = KernelAbi(E4m3Tma, E4m3Args)
 BLOCK_E4M3_ABI = KernelAbi(BlockE4m3Tma, BlockE4m3Args)
-GROUPED_E4M3_ABI = KernelAbi(WgmmaTma, GroupedE4m3Args)
+GROUPED_E4M3_ABI = KernelAbi(E4m3Tma, GroupedE4m3Args)
 
 
 @dataclass(frozen=True)
