@@ -177,7 +177,7 @@ def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> L
     if problem.global_scales:
         plan = e4m3_plan(rows, columns, tokens, problem.float32_out, problem.swiglu)
     else:
-        plan = block_e4m3_plan(rows, tokens, problem.float32_out, problem.e8m0_scales)
+        plan = block_e4m3_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
     kernel = loaded(plan, architecture(device))
     launch = _prepare(kernel, max(1, kernel.prepare(device) - reserve_sms), problem, plan)
     if reserve_sms:  # see ``dsv4.cute.gemm``

@@ -432,21 +432,27 @@ def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: b
         float32_out: Whether the result is float32.
         swiglu: See ``E4m3Plan``.
     """
-    if _is_wide(rows, tokens):
-        return _dense(2, 3, 3, float32_out, swiglu)
-    return _dense(1, 5, 3, float32_out, swiglu)
+    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu)
+    return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
 
 
-def block_e4m3_plan(rows: int, tokens: int, float32_out: bool, e8m0_scales: bool) -> BlockE4m3Plan:
+def block_e4m3_plan(
+    rows: int, columns: int, tokens: int, float32_out: bool, e8m0_scales: bool
+) -> BlockE4m3Plan:
     """The configuration of a GEMM with FP8 weights; see ``e4m3_plan`` and ``BlockE4m3Plan``."""
-    if _is_wide(rows, tokens):
-        return _block(2, 4, 0, float32_out, e8m0_scales=e8m0_scales)
-    return _block(1, 6, 0, float32_out, e8m0_scales=e8m0_scales)
+    wide = _block(2, 4, 0, float32_out, e8m0_scales=e8m0_scales)
+    narrow = _block(1, 6, 0, float32_out, e8m0_scales=e8m0_scales)
+    return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
 
 
-def _is_wide(rows: int, tokens: int) -> bool:
-    """Return whether tiles have 256 tokens, which share the cost of a weight, else 128."""
-    return -(-rows // ROWS) * -(-tokens // 256) >= SMS or tokens > 1024
+def estimated_cycles(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
+    """Cycles of a GEMM: rounds of tiles, each of stages; it is there to rank configurations.
+
+    A stage of 128 tokens takes the tensor cores 512 cycles; dequantizing takes longer than that.
+    """
+    tiles = -(-rows // ROWS) * -(-tokens // plan.token_block)
+    stage = max(560 * plan.token_rows, 800 if plan.dequant_warps else 0)
+    return -(-tiles // SMS) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
 
 
 def grouped_e4m3_plan(
