@@ -223,7 +223,8 @@ class Runner:
         self._capture_prompts = True  # unless a capture failed
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
         rows = max_sequences * (1 + self._drafts)
-        self._launched = LaunchedSteps(self.cache, rows, self.draft_counts)
+        has_peers = model.parallel is not None
+        self._launched = LaunchedSteps(self.cache, rows, self.draft_counts, has_peers)
         self._scheduler = Scheduler(
             self.cache, self._prefixes, max_sequences, self._launched.read, grid
         )
