@@ -328,8 +328,14 @@ def adopt_metadata(module: Any, vllm_config: Any) -> None:
     if getattr(vllm_config, "speculative_config", None) is not None:
         return
     module.dsv4_state.has_own_metadata = True
+    step_metadata.adopt_window(module.swa_cache_layer)
+    parts = [module.compressor]
     if isinstance(module.indexer, indexer.Indexer):
-        step_metadata.adopt_keys(module.indexer.k_cache)
+        step_metadata.adopt(module.indexer.k_cache)
+        parts.append(module.indexer.compressor)
+    for part in parts:
+        if isinstance(part, compressor.Compressor):
+            step_metadata.adopt(part.state_cache)
 
 
 def reason_against(module: DeepseekV4Attention, vllm_config: Any) -> str:

@@ -149,8 +149,30 @@ ATTENTION: tuple[Place, ...] = (
     ),
     Place(
         f"{_V4}.sparse_mla",
-        "DeepseekV4FlashMLAMetadataBuilder._build_c128a_metadata",
-        "self, cm, req_id_per_token",
+        "DeepseekV4FlashMLAMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(
+        f"{_V4}.compressor",
+        "CompressorMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(f"{_V4}.compressor", "CompressorStateCache.get_attn_backend", "self"),
+    Place(
+        f"{_V4}.nvidia.flashmla",
+        "DeepseekSparseSWAFlashMLAMetadataBuilder._build_deepseek_v4_metadata",
+        "self, num_decodes, num_prefills, seq_lens, seq_lens_cpu, query_start_loc, "
+        "query_start_loc_cpu, replay_start",
+    ),
+    Place(
+        f"{_V4}.nvidia.flashmla",
+        "DeepseekSparseSWAFlashMLAMetadataBuilder.build_tile_scheduler",
+        "self, num_decode_tokens",
+    ),
+    Place(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata.token_to_req_indices",
+        "self, buffer",
     ),
     Place(f"{_V4}.attention", "DeepseekV4IndexerCache.get_attn_backend", "self"),
     Place(
