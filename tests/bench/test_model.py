@@ -17,6 +17,8 @@ from dsv4 import checkpoint
 from dsv4.bench import environment
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
+from dsv4.bench.pages import models
+from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
@@ -254,6 +256,9 @@ class TestOnCpu:
         assert set(row["verify_ms"]) == {"1", "2", "3", "4", "6"}
         assert min(row["draft_ms"], row["plain_ms"], *row["verify_ms"].values()) > 0
         assert (row["missing"], row["failed"]) == ({}, [])
+        page = "\n".join(models.sections(parse(document_of(path))))
+        accepted = f"{row['accepted']} of {row['drafted']} by a seed"
+        assert f"| 2 {method} | {accepted} | 2 | 9 | {cell(row['length'])} |" in page
         printed = capsys.readouterr().out
         assert f"2 {method}" in printed
         assert "0.5 forced" in printed
