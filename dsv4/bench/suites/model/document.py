@@ -11,7 +11,8 @@ from dsv4.bench.results import file_name, text_of
 from dsv4.bench.suites.model.profile import OperatorTime, Profile
 
 SCHEMA = "dsv4.bench.model/1"
-_ADDED = frozenset({"ranks", "emulated", "expected"})  # fields that older files do not have
+# Fields that older files do not have.
+_ADDED = frozenset({"ranks", "emulated", "activation", "expected"})
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Named:
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
         ranks: GPUs or processes that share the model; figures are rank 0's.
         emulated: Whether the other ranks are emulated on rank 0's GPU, without NVLink.
+        activation: What quantised weights multiply: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
     """
 
     preset: str
@@ -41,6 +43,7 @@ class Named:
     routing: str
     ranks: int = 1
     emulated: bool = False
+    activation: str = "bf16"
 
 
 @dataclass
@@ -369,6 +372,8 @@ def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
         return path
     base = path if path.name == "results" else path / "results"
     suite = f"model_{slug(model.preset)}_{model.recipe}"
+    if model.activation != "bf16":
+        suite += f"_{model.activation}"
     if model.ranks > 1:
         suite += f"_{'emulated_' * model.emulated}tp{model.ranks}"
     return base / slug(str(header["gpu"])) / file_name(header, suite)
