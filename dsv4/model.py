@@ -430,6 +430,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         chunk: int | None = None,
         speculate: str | None = "auto",
         draft_tokens: int | None = None,
+        confidence_threshold: float | None = None,
     ) -> list[list[int]]:
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
@@ -449,9 +450,11 @@ class DeepseekV4ForCausalLM(nn.Module):
                 configuration's ``eos_token_id``.
             chunk: Most prompt tokens per step; the default is 4096.
             speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
-                holds any; ``"mtp"`` or ``"dspark"``: by these; None: draft nothing. Greedy text
-                does not depend on it.
-            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block.
+                holds any, in steps of as many sequences as it pays for; ``"mtp"`` or ``"dspark"``:
+                by these in any step; None: draft nothing. Greedy text does not depend on it.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block.
+            confidence_threshold: Of DSpark: least probability of acceptance of a draft that is
+                verified; None: by what it costs. See ``dsv4.serving.Runner``.
 
         Returns:
             The new tokens of each prompt.
@@ -484,6 +487,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             chunk=size,
             speculate=speculate,
             draft_tokens=draft_tokens,
+            confidence_threshold=confidence_threshold,
         )
 
     def _check_total(self, longest: int, new: int) -> None:

@@ -336,8 +336,7 @@ def _arguments(
         tensors.append(batch.positions)
     if not twice[1]:
         tensors.append(batch.sequence_of_token)
-    if ids is not None:
-        tensors.append(ids)
+    tensors += [tensor for tensor in (ids, step.routed) if tensor is not None]
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
@@ -346,7 +345,8 @@ def _arguments(
         _plans._interpreting(),
         torch.is_autocast_enabled(streams.device.type),
     )
-    key = (streams.shape, batch.starts.shape, ids is None, *twice, *modes, *formats)
+    absent = ids is None, step.routed is None
+    key = (streams.shape, batch.starts.shape, *absent, *twice, *modes, *formats)
     return key, tensors
 
 

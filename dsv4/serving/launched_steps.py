@@ -10,7 +10,7 @@ import torch
 
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.serving.graphs import Chosen
-from dsv4.serving.readback import NOTHING, Pending, Readback, Results
+from dsv4.serving.readback import NOTHING, UNVERIFIED, Pending, Readback, Results
 from dsv4.serving.request import Emitted, LogitsError
 from dsv4.serving.sampler import FAILED
 from dsv4.serving.scheduler import RunningSequence
@@ -116,12 +116,13 @@ class LaunchedSteps:
             if not step.drafts or sequence.closed:
                 continue
             tokens = results.tokens[i * width : (i + 1) * width]
-            accepted = width - tokens.count(NOTHING) - 1
+            missing = tokens.count(UNVERIFIED)
+            accepted = width - tokens.count(NOTHING) - missing - 1
             sequence.fed += accepted
             rows.append(sequence.row)
             lengths.append(sequence.fed - sequence.unread)
             if not sequence.request.done:
-                self._counts.add(step.drafts, accepted)
+                self._counts.add(step.drafts - missing, accepted)
         if rows:
             self._cache.confirm(rows, lengths)
 

@@ -12,7 +12,8 @@ from dsv4.serving.options import MAX_LOGPROBS
 from dsv4.serving.request import Emitted, TokenLogprobs
 from dsv4.serving.sampler import Logprobs
 
-NOTHING = -2  # where a verified step has fewer tokens than it has room for
+NOTHING = -2  # in place of a draft that was rejected
+UNVERIFIED = -3  # where there was no draft to verify
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class Results:
     def emitted(self, rows: range) -> list[Emitted]:
         """Return the tokens of some rows, without those of which there are none."""
         reports = self.logprobs or [None] * len(self.tokens)
-        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] != NOTHING]
+        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] > NOTHING]
 
 
 class Readback:
@@ -131,7 +132,7 @@ class Pending:
         reports: list[TokenLogprobs | None] = []
         for row, token in enumerate(tokens):
             asked = requested[row]
-            if asked is None or token == NOTHING:
+            if asked is None or token <= NOTHING:
                 reports.append(None)
                 continue
             count = min(asked, width)

@@ -280,7 +280,12 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good):
+def _store_experts(
+    weights, ids, routed, token, offset, mask, experts, chosen, total, factor, good,
+    ROUTED: tl.constexpr,
+):  # fmt: skip
+    if ROUTED:
+        experts = tl.where(tl.load(routed + token) < 0, -1, experts)
     weight = _quotient(chosen, total + 1e-20) * factor
     tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
     tl.store(ids + offset, experts.to(tl.int64), mask=mask)
@@ -292,6 +297,7 @@ def _topk_kernel(
     partials,
     logits,
     bias,
+    routed,
     weights,
     ids,
     tokens,
@@ -301,6 +307,7 @@ def _topk_kernel(
     SPLITS: tl.constexpr,
     STORED: tl.constexpr,
     BIASED: tl.constexpr,
+    ROUTED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -335,7 +342,9 @@ def _topk_kernel(
         experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
     offset, mask = token * top_k + slot, slot < top_k
-    _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good)
+    _store_experts(
+        weights, ids, routed, token, offset, mask, experts, chosen, total, factor, good, ROUTED
+    )
 
 
 @fast_launch
@@ -345,6 +354,7 @@ def _hash_kernel(
     logits,
     table,
     input_ids,
+    routed,
     weights,
     ids,
     tokens,
@@ -354,6 +364,7 @@ def _hash_kernel(
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STORED: tl.constexpr,
+    ROUTED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -374,7 +385,10 @@ def _hash_kernel(
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
     offset = token * top_k + slot
-    _store_experts(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
+    _store_experts(
+        weights, ids, routed, token, offset, mask, expert, scores, tl.sum(scores, 0), factor, good,
+        ROUTED,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -546,6 +560,7 @@ def _route(
     top_k: int,
     scaling_factor: float,
     logits_dtype: torch.dtype,
+    routed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, experts = x.shape[0], weight.shape[0]
     logits = x.new_empty((tokens, experts), dtype=logits_dtype)
@@ -562,15 +577,18 @@ def _route(
         "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
         "SLOTS": launch_options.power_of_two(top_k),
+        "ROUTED": routed is not None,
         "num_warps": _topk_warps(block),
         **launch_options.options(x),
     }
+    routed = None if routed is None else routed.contiguous()
     with launch_options.on(x):
         if table is None:
             _topk_kernel[(tokens,)](
                 partials,
                 logits,
                 None if bias is None else bias.contiguous(),
+                routed,
                 weights,
                 ids,
                 tokens,
@@ -585,6 +603,7 @@ def _route(
                 logits,
                 table,
                 input_ids,
+                routed,
                 weights,
                 ids,
                 tokens,
@@ -607,6 +626,7 @@ def route_topk(args: RouteTopkArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
         args.top_k,
         args.scaling_factor,
         args.logits_dtype,
+        args.routed,
     )
 
 
@@ -616,5 +636,13 @@ def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     table, words = args.tid2eid.contiguous(), args.input_ids.contiguous()
     top_k = args.tid2eid.shape[1]
     return _route(
-        args.x, args.weight, None, table, words, top_k, args.scaling_factor, args.logits_dtype
+        args.x,
+        args.weight,
+        None,
+        table,
+        words,
+        top_k,
+        args.scaling_factor,
+        args.logits_dtype,
+        args.routed,
     )
