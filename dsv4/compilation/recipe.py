@@ -80,8 +80,7 @@ class Recipe:
         """
         if not isinstance(model, nn.Module):
             config = ModelConfig.of(model)
-            has_one = config.dspark is not None or config.num_nextn_predict_layers == 1
-            draft = has_one and ranks == 1  # several ranks draft nothing
+            draft = config.dspark is not None or config.num_nextn_predict_layers == 1
             short = _of_layers(config, _first_of_each(_kinds(config), config, draft), draft)
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]

@@ -211,9 +211,9 @@ def find_steps(
     steps = Steps()
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
-        if model.parallel is None:
+        if model.parallel is None or has_draft(model):
             _sample(config)
-        else:
+        if model.parallel is not None:
             _gather(model.parallel)
         with _Recorder(steps, names):
             for shape in shapes:
