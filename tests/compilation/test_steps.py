@@ -83,7 +83,9 @@ from dsv4.compilation.recipe import Recipe
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext
 
-config = ModelConfig.flash().replace(n_routed_experts=24)  # 18, the last's first, is no multiple
+# 18, the last's first, is no multiple
+drafting = ModelConfig.flash().replace(n_routed_experts=24)
+config = drafting.replace(num_nextn_predict_layers=0)
 shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
 
 def found(model):
@@ -106,6 +108,7 @@ with torch.device("meta"):
         weight.declare(last.get_submodule(name), "sm_90a")
     _steps.join_packed_(last)
 models = {"first": first, "last": last, "whole": Recipe.of(config).build("sm_90a")}
+models["drafts"] = Recipe.of(drafting, 4).build("sm_90a")
 print(json.dumps({name: found(model) for name, model in models.items()}))
 """
 
@@ -127,6 +130,9 @@ def test_kernels_of_ranks_are_those_of_their_sizes():
     sampler = {"_largest_kernel", "_scores_kernel", "_filter_kernel"}
     assert sampler <= set(whole["names"])
     assert not sampler & set(first["names"])
+    # Drafts are verified against all logits.
+    assert sampler <= set(ranks["drafts"]["names"])
+    assert set(first["keys"]) <= set(ranks["drafts"]["keys"])
 
 
 def traced(points, *, real=False):

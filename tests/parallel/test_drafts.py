@@ -53,12 +53,11 @@ def served(model: Any, **changes: Any) -> tuple[list[list[int]], list[Any], tupl
         return [r.result() for r in requests], [r.logprobs for r in requests], counts
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("share", [None, 0.6], ids=["verified", "accepted"])
+@pytest.mark.parametrize(("method", "share"), [("mtp", 0.6), ("dspark", None)])
 def test_texts_are_those_of_one_process(method, share):
     """Greedy and drawn, with a penalty and log-probabilities; in float64, without close calls.
 
-    Accepted by a seed, and with few pages, in the second.
+    With ``share`` that share of drafts is accepted by a seed, and there are few pages.
     """
     changes = {"speculate": method, "draft_tokens": 2}
     if share is not None:
