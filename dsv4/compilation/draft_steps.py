@@ -14,7 +14,6 @@ import torch
 from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.dspark import Taps
-from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving.sampler import Parameters, Variant
@@ -90,7 +89,6 @@ def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: Draft
     step = CacheStep(cache, batch)
     taps = DSparkDraft(model, OWN).taps() if model.dspark is not None else None
     hidden, streams = model.model(ids, None, step, taps=taps)
-    _route_some(model, hidden[0], ids[0])
     logits = model.logits(hidden[0]).unflatten(0, (shape.sequences, shape.tokens))
     drafts = rows.new_zeros(shape.sequences, shape.tokens - 1)
     accepted, _ = verify_greedy(logits, drafts)
@@ -105,16 +103,6 @@ def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: Draft
     else:
         MtpDraft(model, OWN).write(ids[0], streams, step)
         _mtp(model, cache, rows, streams)
-
-
-def _route_some(model: DeepseekV4ForCausalLM, hidden: torch.Tensor, ids: torch.Tensor) -> None:
-    """Choose experts of tokens of which some go to none: drafts that confidence leaves out."""
-    if model.config.dspark is None or not model.config.dspark.confidence_head:
-        return
-    for layer in model.model.layers:
-        block = layer.mlp
-        assert isinstance(block, DeepseekV4SparseMoeBlock)
-        block.route(hidden, ids, ids)
 
 
 def _quantise_head(model: DeepseekV4ForCausalLM) -> None:

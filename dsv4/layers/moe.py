@@ -110,7 +110,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
             output = all_reduce(self.parallel, output)
         return output.view(hidden_states.shape)
 
-    def route(
+    def _route(
         self, hidden: torch.Tensor, ids: torch.Tensor | None, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return weights and experts ``[T, k]`` of tokens ``[..., H]``.
@@ -137,14 +137,14 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
         if mlp is None:
-            weights, indices = self.route(*arguments)
+            weights, indices = self._route(*arguments)
             return self.experts(flat, indices, weights)
         if flat.shape[0] < _RESERVING_TOKENS:
             with streams.on("shared"):
                 shared = mlp(flat)
-            weights, indices = self.route(*arguments)
+            weights, indices = self._route(*arguments)
         else:
-            weights, indices = self.route(*arguments)
+            weights, indices = self._route(*arguments)
             with streams.on("shared"):
                 if type(mlp) is DeepseekV4MLP:
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
@@ -165,7 +165,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         with streams.on("shared"):
             shared = mlp(flat)
         own = None if input_ids is None else input_ids.reshape(-1)
-        weights, indices = self.route(flat, own if own is None else own.clamp(min=0), routed)
+        weights, indices = self._route(flat, own if own is None else own.clamp(min=0), routed)
         if own is not None:
             indices = indices.masked_fill((own == UNROUTED).unsqueeze(1), -1)
         return exchange.run(self.experts, flat, indices, weights, shared, streams)

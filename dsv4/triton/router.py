@@ -280,19 +280,21 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_experts(
-    weights, ids, routed, token, offset, mask, experts, chosen, total, factor, good,
-    ROUTED: tl.constexpr,
-):  # fmt: skip
-    if ROUTED:
-        experts = tl.where(tl.load(routed + token) < 0, -1, experts)
+def _is_left_out(routed, token, may_leave_out):
+    """Whether a token goes to no expert; nothing is read if that holds for none."""
+    return tl.load(routed + token, mask=may_leave_out != 0, other=0) < 0
+
+
+@triton.jit
+def _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good):
+    experts = tl.where(left_out, -1, experts)
     weight = _quotient(chosen, total + 1e-20) * factor
     tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
     tl.store(ids + offset, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "top_k"])
+@triton.jit(do_not_specialize=["tokens", "top_k", "may_leave_out"])
 def _topk_kernel(
     partials,
     logits,
@@ -302,12 +304,12 @@ def _topk_kernel(
     ids,
     tokens,
     top_k,
+    may_leave_out,
     factor,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STORED: tl.constexpr,
     BIASED: tl.constexpr,
-    ROUTED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -320,6 +322,7 @@ def _topk_kernel(
         prefetch_row(bias, EXPERTS, BLOCK)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    left_out = _is_left_out(routed, token, may_leave_out)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     logit, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
@@ -342,13 +345,11 @@ def _topk_kernel(
         experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
     offset, mask = token * top_k + slot, slot < top_k
-    _store_experts(
-        weights, ids, routed, token, offset, mask, experts, chosen, total, factor, good, ROUTED
-    )
+    _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k", "may_leave_out"])
 def _hash_kernel(
     partials,
     logits,
@@ -360,11 +361,11 @@ def _hash_kernel(
     tokens,
     vocabulary,
     top_k,
+    may_leave_out,
     factor,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
     STORED: tl.constexpr,
-    ROUTED: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -372,6 +373,7 @@ def _hash_kernel(
     """Compute one token's logits, and the scores of the experts that the table has for its word."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    left_out = _is_left_out(routed, token, may_leave_out)
     word = tl.load(input_ids + token).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     offset = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
@@ -385,10 +387,8 @@ def _hash_kernel(
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
     offset = token * top_k + slot
-    _store_experts(
-        weights, ids, routed, token, offset, mask, expert, scores, tl.sum(scores, 0), factor, good,
-        ROUTED,
-    )  # fmt: skip
+    total = tl.sum(scores, 0)
+    _store_experts(weights, ids, offset, mask, left_out, expert, scores, total, factor, good)
 
 
 @dataclass(frozen=True)
@@ -577,11 +577,12 @@ def _route(
         "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
         "SLOTS": launch_options.power_of_two(top_k),
-        "ROUTED": routed is not None,
         "num_warps": _topk_warps(block),
         **launch_options.options(x),
     }
-    routed = None if routed is None else routed.contiguous()
+    # Without it any int64 tensor stands for it, so that there is no further kernel.
+    may_leave_out = int(routed is not None)
+    routed = ids if routed is None else routed.contiguous()
     with launch_options.on(x):
         if table is None:
             _topk_kernel[(tokens,)](
@@ -593,6 +594,7 @@ def _route(
                 ids,
                 tokens,
                 top_k,
+                may_leave_out,
                 scaling_factor,
                 BIASED=bias is not None,
                 **options,
@@ -609,6 +611,7 @@ def _route(
                 tokens,
                 table.shape[0],
                 top_k,
+                may_leave_out,
                 scaling_factor,
                 **options,
             )
