@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
 
+import dsv4
+from dsv4.checkpoint import Checkpoint, save
 from dsv4.config import CSA, HCA, SLIDING, DSparkConfig
 from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.local_model import local_model
@@ -17,6 +20,7 @@ from dsv4.serving.drafting import drafting_of
 from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.testing.models import random_model
 from dsv4.testing.ranks import run_ranks
+from tests.checkpoint.cases import assert_same_state
 from tests.parallel.cases import CONFIG
 
 METHODS = ("mtp", "dspark")
@@ -113,6 +117,26 @@ def test_the_drafts_of_a_rank_are_its_share():
         held = sum(tensor.nbytes for tensor in local.state_dict().values())
         assert held == pytest.approx(local_bytes(sizes, 2))
         assert local.dspark is not None
+
+
+def test_a_rank_loads_its_share_of_the_drafts(tmp_path):
+    """With ``"tp"``; ranks with tokens of their own leave them out."""
+    model = copy.deepcopy(whole("dspark")).float()
+    save(model, tmp_path, layout="bf16")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
+
+    def loaded(parallel: str, mtp: bool | None = None) -> list[Any]:
+        options: dict[str, Any] = {"parallel": parallel, "mtp": mtp, "progress": False}
+        return run_ranks(2, lambda context: dsv4.load(tmp_path, device_mesh=context, **options))
+
+    with pytest.raises(ValueError, match="with parallel='dp' ranks have no DSpark draft"):
+        loaded("dp", True)
+    assert [local.dspark for local in loaded("dp")] == [None, None]
+    stored = dsv4.load(tmp_path, progress=False)
+    for local in loaded("tp"):
+        assert local.load_report.bytes_read == pytest.approx(local_bytes(sizes, 2), rel=0.05)
+        assert_same_state(local.state_dict(), local_model(stored, local.parallel).state_dict())
 
 
 def test_other_drafts_on_a_rank():
