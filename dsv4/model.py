@@ -168,11 +168,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         first, count = config.num_hidden_layers, config.num_nextn_predict_layers
         self.mtp: nn.ModuleList
         if mtp and config.dspark is not None:
-            if parallel is not None:
-                raise ValueError(
-                    "mtp is True, wanted False: a DSpark draft cannot be split over ranks yet"
-                )
-            self.mtp = DeepseekV4DSpark(config)
+            self.mtp = DeepseekV4DSpark(config, parallel)
         else:
             layers = (DeepseekV4MTP(config, first + i, parallel) for i in range(count * mtp))
             self.mtp = nn.ModuleList(layers)
@@ -206,7 +202,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         """Map ``[..., H]`` to logits ``[..., vocab]``, float32 in DeepSeek's numerics.
 
         Specification, section 2, step 5. On several ranks the logits of all are gathered, which
-        ``dsv4.serving`` does not do: it chooses tokens from the ``local_logits`` of each rank.
+        ``dsv4.serving`` does only to verify drafts: without them it chooses tokens from the
+        ``local_logits`` of each rank.
         """
         logits, parallel = self.local_logits(hidden), self.model.parallel
         if parallel is None:

@@ -11,6 +11,7 @@ import torch
 
 from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
 from dsv4.serving.sampler import Parameters, Variant
 from dsv4.speculation.draft_costs import DraftCosts
@@ -230,8 +231,8 @@ def _obstacle(
     model: DeepseekV4ForCausalLM, method: str | None, held: str | None, deterministic: bool
 ) -> str:
     """Return why a draft cannot be used, or an empty text."""
-    if model.parallel is not None:
-        return f"the model is split over {model.parallel.size} ranks, where drafts are not built"
+    if has_own_tokens(model.parallel):
+        return "each rank has tokens of its own (parallel='dp'), of which none are drafted"
     if held is None:
         return "the model holds no draft layers"
     if method != held:

@@ -194,13 +194,16 @@ class Runner:
             self._shared = SharedSteps(model.parallel)
         elif model.parallel is not None:
             self._link = RankLink(model.parallel)
-            part = VocabularyPart(model.parallel, model.model.vocabulary)
+            # Drafts are verified against all logits, which each rank gathers.
+            if self.drafting.plan is None:
+                part = VocabularyPart(model.parallel, model.model.vocabulary)
         with reported(model.parallel):
             if model.parallel is not None:
                 rest = {
                     "buckets": sizes.buckets,
                     "prompt_buckets": sizes.prompts,
                     "capture": captured,
+                    "drafts": self.drafting.plan,
                 }
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})

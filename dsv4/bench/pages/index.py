@@ -30,7 +30,7 @@ def title(suite: str) -> str:
 
 def chart_of(file: ResultFile) -> Chart | None:
     """Return the chart of a file; None where it has none."""
-    gpu = str(file.header["gpu"])
+    gpu = file.machine
     if file.model is not None:
         return models.chart(file.model, gpu, file.date)
     return operators.chart(file, gpu)
@@ -39,8 +39,7 @@ def chart_of(file: ResultFile) -> Chart | None:
 def gpu_page(folder: ResultsFolder, gpu: str) -> str:
     """Return the page of a GPU."""
     files = list(folder.newest(gpu))
-    name = str(files[0].header["gpu"])
-    lines = [f"# {name}", "", *paragraph(WRITTEN + _HOW), ""]
+    lines = [f"# {files[0].machine}", "", *paragraph(WRITTEN + _HOW), ""]
     lines += [f"- [{title(file.suite)}](#{_anchor(title(file.suite))})" for file in files]
     for file in files:
         lines += ["", f"## {title(file.suite)}", "", *_origin(file), ""]
@@ -86,7 +85,7 @@ def root_page(folder: ResultsFolder) -> str:
         suites = "; ".join(title(file.suite) for file in folder.newest(gpu))
         dates = sorted({file.date for file in files})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        body.append([f"[{files[0].header['gpu']}]({gpu}/index.md)", suites, when])
+        body.append([f"[{files[0].machine}]({gpu}/index.md)", suites, when])
     lines += table(["GPU", "what was measured", "when"], body, texts=3)
     if folder.published:
         lines += ["", "## Published figures of others", ""]
