@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -121,7 +122,11 @@ class HostedExperts:
             self._row_of[expert] = row
         expert_in = [*sorted(chosen), *others[:cached]]
         size = self.layout.row_bytes
-        self.rows = allocate(len(others) * size, device).view(len(others), size)
+        rows = allocate(len(others) * size, device)
+        self.rows = rows.view(len(others), size)
+        # The memory must be unlocked before it is unmapped, and outlives this object until then.
+        self._unlock = weakref.finalize(self, _host_memory.release, rows)
+        self._unlock.atexit = False
         with torch.inference_mode(False):
             self.memory = torch.empty(self.layout.slot_bytes, dtype=torch.uint8, device=device)
             self.row_of = torch.tensor(self._row_of, dtype=torch.int32, device="cpu").to(device)
@@ -336,8 +341,8 @@ class HostedExperts:
                 )
 
     def release(self) -> None:
-        """Unlock the host memory; no step may run any more."""
-        _host_memory.release(self.rows)
+        """Unlock the host memory now; no step may run any more."""
+        self._unlock()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ValueError("Experts: experts in host memory cannot be copied, load the model again")
