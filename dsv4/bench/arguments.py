@@ -172,6 +172,11 @@ def _model(model: argparse.ArgumentParser) -> None:
         help="rank 0's share of a model on N GPUs, with the mailboxes of the others on this one: "
         "times without NVLink. Several GPUs: start the command by torchrun",
     )
+    add(
+        "--parallel",
+        help="how several ranks share the model: tp (default), or dp, where each rank has --tokens "
+        "sequences of its own",
+    )
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")
     model.set_defaults(command="model")

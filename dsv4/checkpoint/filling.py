@@ -13,7 +13,7 @@ from dsv4.checkpoint.arguments import as_dtype, name_matcher
 from dsv4.checkpoint.dry_run import dry_run
 from dsv4.checkpoint.module_tree import slots_of
 from dsv4.checkpoint.options import Options
-from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_packing
+from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_fp8, report_packing
 from dsv4.checkpoint.problems import raise_all
 from dsv4.checkpoint.progress import Progress
 from dsv4.checkpoint.reader import Checkpoint
@@ -53,7 +53,8 @@ def fill(
         dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
-        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
+        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26);
+            ``"fp8"`` has none.
         mxfp4: See ``load``.
         pack: See ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
@@ -222,6 +223,7 @@ class _Filling:
         if packer is None:
             return Filled(None, self.options.conversion)
         report_packing(self.checkpoint.path, model, packer.report)
+        report_fp8(self.checkpoint.path, model, packer.report, self.options.activation)
         return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:

@@ -68,7 +68,11 @@ def load(
         path: Folder with config.json and safetensors.
         device: Device of the model.
         numerics: ``"deepseek"`` or ``"transformers"``, see ``ModelConfig``.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``: what quantised weights multiply. With
+            ``"fp8"`` activations are rounded to FP8, as DeepSeek's own code rounds them; weights
+            that are exact in FP8 lose nothing then on FP8 tensor cores, where there are kernels for
+            them (``load_report.packing.fp8``, and ``dsv4.explain`` of a GEMM). ``load`` logs in one
+            line when that is so and another activation was requested.
         dtype: Dtype of plain weights, or its name; None keeps the checkpoint's. Weights of norms,
             sinks, hyper-connections and biases are not rounded to it.
         mtp: Draft layers: those of multi-token prediction, or the stages of a DSpark draft, which
@@ -278,14 +282,9 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
 
 
 def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
-    """Make what tokens are pushed through between ranks, before any graph is captured."""
-    from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
+    from dsv4.parallel.exchange_mailboxes import open_exchange  # imports torch.distributed
 
-    mailbox = open_for(context, model.config, model.device, model.dtype)
-    earlier = context.group.mailbox
-    if mailbox is not None and mailbox is not earlier:
-        mailbox.owner = (mailbox.owner, earlier)  # captured steps of earlier models write to it
-        context.group.mailbox = mailbox
+    open_exchange(context, model.config, model.device, model.dtype)
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
@@ -293,11 +292,6 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
-    if has_own_tokens(model.parallel):
-        # A step on the meta device, of which kernels are listed, could not exchange its tokens.
-        if generation:
-            serving.prepare(model)
-        return
     warmed = warm_ranks(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:

@@ -20,6 +20,7 @@ from dsv4.layers._module import (
 )
 from dsv4.ops.quantize import dequantize, positive
 from dsv4.quant import fragments
+from dsv4.quant.exact_fp8 import Exactness
 from dsv4.quant.formats import FRAGMENTS, LINEAR, Format, QuantizedTensor, format_named
 from dsv4.reference.fragments import deinterleaved
 
@@ -42,6 +43,8 @@ class ExpertStacks(FixedDtypeModule):
 
     stored = frozenset(p + s for p in PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
     gate_up_row_scale: torch.Tensor | None
+    gate_up_proj_exponent: torch.Tensor | None
+    down_proj_exponent: torch.Tensor | None
     gate_up_proj_input_scale: torch.Tensor | None
     down_proj_input_scale: torch.Tensor | None
 
@@ -69,6 +72,10 @@ class ExpertStacks(FixedDtypeModule):
         self.hosted: HostedExperts | None = None
         # In a packed layer [E, 2 I]: gate_up_proj_scale_2 for every row, which GEMMs need.
         self.register_buffer("gate_up_row_scale", None, persistent=False)
+        # Of packed stacks that are exact in E4M3 [E, N], see ``QuantizedTensor.row_exponent``.
+        for name in PROJECTIONS:
+            self.register_buffer(name + "_exponent", None, persistent=False)
+        self.exactness: dict[str, Exactness] = {}
 
     def quantized_weight(self, name: str) -> QuantizedTensor:
         """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
@@ -92,7 +99,7 @@ class ExpertStacks(FixedDtypeModule):
                 global_scale = self._buffers["gate_up_row_scale"]
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        return self.value_of(*parts, name=name)
+        return self.value_of(*parts, self._buffers[name + "_exponent"], name=name)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -201,9 +208,13 @@ class ExpertStacks(FixedDtypeModule):
             )
         self.forget_value()
         self.format, self.layout, self.gate_up_row_scale = chosen, LINEAR, None
+        self._forget_exponents()
         self.stored = ExpertStacks.stored | (set(PROJECTIONS) if chosen else set())
         for name in PROJECTIONS:
             self._declare(name, chosen, scale_dtype, input_scale, device)
+
+    def _forget_exponents(self) -> None:
+        self.gate_up_proj_exponent, self.down_proj_exponent, self.exactness = None, None, {}
 
     def _declare(
         self,
@@ -300,6 +311,7 @@ class ExpertStacks(FixedDtypeModule):
             raise ValueError(f"Experts: the formats are {words}, wanted the same")
         self.forget_value()
         self.format, self.layout, self.gate_up_row_scale = gate_up.format, LINEAR, None
+        self._forget_exponents()
         self.stored = ExpertStacks.stored | set(PROJECTIONS)
         for name, stack in stacks.items():
             tensors = (stack.codes, stack.scales, stack.global_scale, None)

@@ -14,8 +14,10 @@ from dsv4.layers._expert_waves import Wave
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
+from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
+from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
 from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
@@ -77,7 +79,10 @@ class DeepseekV4Experts(ExpertWeights):
         layout: Layout of the weights: ``"linear"``, or ``"fragments_16x64"`` or
             ``"swizzled_128x4"`` when packed.
         activation: ``"bf16"`` leaves the inputs of both GEMMs as they are; ``"nvfp4"`` quantises
-            them, with the scales of their expert or, without those, with a scale per row.
+            them, with the scales of their expert or, without those, with a scale per row; ``"fp8"``
+            rounds them to FP8 by rows.
+        exactness: By name of packed weights for Hopper, whether FP8 tensor cores can multiply them
+            without a rounding, and what is in the way.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
         hosted: Slots and host memory, where not all experts are on the device
             (``dsv4.layers.host_experts``); ``num_local_experts`` is the number of slots then.
@@ -243,27 +248,38 @@ class DeepseekV4Experts(ExpertWeights):
         experts: int,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """Sort rows (``moe_sort``) to ``out``, quantised if Blackwell's first GEMM would do so.
+        """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        Ids are below ``experts``. That GEMM takes codes, so the rows are not written, read and
-        written again.
+        Ids are below ``experts``. The first GEMM of FP8 activations takes codes, and Blackwell's of
+        NVFP4, so the rows are not written, read and written again.
         """
         held: Any = {
             "first_expert": self.first_expert,
             "num_local_experts": self.num_local_experts,
         }
-        if not (self.layout == SWIZZLED and x.dtype == torch.bfloat16 and self._quantises):
+        rounds = self._rounds and self.layout != LINEAR
+        quantises = self._quantises and self.layout == SWIZZLED
+        if x.dtype != torch.bfloat16 or not (rounds or quantises):
             return moe_sort(x, ids, weights, experts, out=out, **held)
         order, offsets, row_of_slot = moe_permute(ids, experts, **held)
-        scale = self.gate_up_proj_input_scale
-        rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
+        if rounds:
+            layout = code_layout(self._weight("gate_up_proj", _ALL))
+            rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
+        else:
+            scale = self.gate_up_proj_input_scale
+            rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
 
     @property
     def _quantises(self) -> bool:
-        """Return whether GEMMs quantise their rows; not while an observer looks at them."""
+        """Return whether GEMMs quantise to NVFP4; not while an observer looks at their rows."""
         return self.activation == "nvfp4" and self.observers is None
+
+    @property
+    def _rounds(self) -> bool:
+        """Return whether GEMMs round their rows to FP8; as in ``Linear``, not plain weights'."""
+        return self.activation == "fp8" and self.observers is None and self.format is not None
 
     def _activated(
         self,
@@ -276,7 +292,7 @@ class DeepseekV4Experts(ExpertWeights):
         """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
         The experts are those of ``part``. The result is quantised if the layer is packed and the
-        second GEMM would do so with given scales.
+        second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
         options: Any = {"row_weight": row_weight}
@@ -291,6 +307,9 @@ class DeepseekV4Experts(ExpertWeights):
             result_scale = self.down_proj_input_scale
             result_scale = result_scale if part == _ALL else result_scale[part]
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
+        if self._rounds:
+            layout = code_layout(self._weight("down_proj", part))
+            return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
     def _project(
@@ -320,12 +339,13 @@ class DeepseekV4Experts(ExpertWeights):
         weight = self.quantized_weight(name)
         if part == _ALL:
             return weight
-        scale = weight.global_scale
+        scale, exponent = weight.global_scale, weight.row_exponent
         return replace(
             weight,
             codes=weight.codes[part],
             scales=weight.scales[part],
             global_scale=None if scale is None else scale[part],
+            row_exponent=None if exponent is None else exponent[part],
         )
 
     def _quantising(
@@ -334,10 +354,10 @@ class DeepseekV4Experts(ExpertWeights):
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
-        if not self._quantises:
-            return "bf16", None
-        scale = getattr(self, name + "_input_scale")
-        return "nvfp4", scale if scale is None or part == _ALL else scale[part]
+        if self._quantises:
+            scale = getattr(self, name + "_input_scale")
+            return "nvfp4", scale if scale is None or part == _ALL else scale[part]
+        return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
         assert self.observers is not None

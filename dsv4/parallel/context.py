@@ -40,9 +40,29 @@ class Group(Protocol):
         """Tell the other ranks that this one failed, so that none waits for it for long."""
         ...
 
+    def abandon(self, device: torch.device) -> None:
+        """End what still runs on a device and waits for a rank that is gone."""
+        ...
+
 
 TENSOR, DATA = "tp", "dp"
 MODES = (TENSOR, DATA)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a model, where none of them need be there.
+
+    Attributes:
+        size: How many.
+        mode: See ``ParallelContext``.
+    """
+
+    size: int = 1
+    mode: str = TENSOR
+
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +93,11 @@ class ParallelContext:
             )
         if self.mode not in MODES:
             raise ValueError(f"ParallelContext: mode is {self.mode!r}, wanted one of {MODES}")
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return all of them."""
+        return Ranks(self.size, self.mode)
 
     def __repr__(self) -> str:
         return f"ParallelContext(mode={self.mode!r}, rank={self.rank}, size={self.size})"

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,13 +65,13 @@ def context_of(
     if isinstance(device_mesh, ParallelContext):
         return replace(device_mesh, mode=parallel)
     _refuse_multicast()
-    group = _process_group(device_mesh, device)
+    group = _process_group(device_mesh, parallel, device)
     if group.size() == 1:
         return None
     return ParallelContext(group.rank(), group.size(), DistributedGroup(group), parallel)
 
 
-def _process_group(mesh: Any, device: torch.device) -> Any:
+def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
@@ -82,7 +83,7 @@ def _process_group(mesh: Any, device: torch.device) -> Any:
         names = mesh.mesh_dim_names or ()
         raise ValueError(
             f"device_mesh has {mesh.ndim} dimensions {tuple(names)}, wanted one, for instance "
-            "device_mesh['tp']"
+            f"device_mesh[{parallel!r}]"
         )
     if mesh.device_type != device.type:
         raise ValueError(
@@ -211,6 +212,22 @@ class DistributedGroup:
                     self._store.set(self._key, json.dumps(record))
             self._close(RankError(f"this rank failed before, with {record['error']}"))
 
+    def abandon(self, device: torch.device) -> None:
+        """End NCCL's kernels on a GPU that still run after some seconds: they wait for a rank.
+
+        The process group cannot be used then. Kernels of this package end by themselves, with an
+        error.
+        """
+        if device.type != "cuda" or _is_idle(device, _GRACE):
+            return
+        with contextlib.suppress(RuntimeError):
+            backend: Any = self._group._get_backend(device)
+            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+                # By another thread: nothing of NCCL says how long it takes.
+                thread = threading.Thread(target=backend.abort, daemon=True)
+                thread.start()
+                thread.join(_GRACE)
+
     def _close(self, failure: RankError) -> None:
         self._failure = failure
         self._steps = self._control = None  # their connections with them
@@ -227,18 +244,23 @@ class DistributedGroup:
             raise failure from error
 
     def _wait(self, work: Any) -> None:
-        failed_at: float | None = None
-        while True:
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            if failed_at is None and self._store.check([self._key]):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > _GRACE:
-                raise RuntimeError("it waits for a rank that failed")
+        try:
+            failed_at: float | None = None
+            while True:
+                try:
+                    work.wait(_POLL)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                if failed_at is None and self._store.check([self._key]):
+                    failed_at = time.monotonic()
+                if failed_at is not None and time.monotonic() - failed_at > _GRACE:
+                    raise RuntimeError("it waits for a rank that failed")
+        finally:
+            # An error's traceback keeps this frame, and the work keeps connections, for whose end
+            # other ranks wait.
+            del work
 
     def _failed(self, error: RuntimeError) -> RankError:
         """Return the error that says which rank failed, and why if it is known."""
@@ -263,6 +285,21 @@ class DistributedGroup:
             f"a rank ended without a report, or did not answer for {STEP_PATIENCE:.0f} s, as rank "
             f"{self._rank} sees it: {first}"
         )
+
+
+def _is_idle(device: torch.device, seconds: float) -> bool:
+    """Return whether a GPU ends what it was given within some seconds, in an error or not."""
+    deadline = time.monotonic() + seconds
+    try:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    except RuntimeError:  # of a kernel that ended with an error
+        return True
+    return True
 
 
 def _store() -> Any:

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from dsv4 import checkpoint
 from dsv4.bench import environment
+from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
+from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
 from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
@@ -83,7 +85,7 @@ class TestOnCpu:
             "layers_of_model": 4,
         }
         expected |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
-        expected |= {"ranks": 1, "emulated": False}
+        expected |= {"ranks": 1, "emulated": False, "parallel": "tp"}
         for row in (*document["rows"], *document["prompts"]):
             assert row["model"] == expected
             assert row["failed"] == []
@@ -124,7 +126,7 @@ class TestOnCpu:
         assert expected["total"] == pytest.approx(sum(parts))
         assert whole["expected"] == []
         printed = capsys.readouterr().out
-        assert "rank 0 of 2 with emulated peers on" in printed
+        assert "rank 0 of 2 (tp) with emulated peers on" in " ".join(printed.split())
         parsed = parse(rank)
         assert parsed.rows[0].model.emulated
         assert output_path("out/", rank["header"], parsed.rows[0].model).name.endswith(
@@ -133,8 +135,29 @@ class TestOnCpu:
         # Files of before have none of the fields.
         del whole["expected"]
         for row in whole["rows"]:
-            del row["model"]["ranks"], row["model"]["emulated"]
+            del row["model"]["ranks"], row["model"]["emulated"], row["model"]["parallel"]
         assert parse(whole).rows[0].model.ranks == 1
+
+    def test_a_rank_with_tokens_of_its_own_and_emulated_peers(self, tmp_path: Path, capsys):
+        """It has everything but experts, of which its own get the tokens of both ranks."""
+        path, whole_path = tmp_path / "rank.json", tmp_path / "whole.json"
+        sizes = ["--layers", "1", "--tokens", "3", "--context", "8", "--prompts", "5"]
+        columns = ["--columns", "eager,runner,generate", "--out"]
+        assert run(*sizes, *columns, str(whole_path)) == 0
+        more = ["--emulate-peers", "2", "--parallel", "dp"]
+        assert run(*sizes, *columns, str(path), *more) == 0
+        document, whole = document_of(path), document_of(whole_path)
+        (row,), (of_whole,) = document["rows"], whole["rows"]
+        assert row["failed"] == document["prompts"][0]["failed"] == []
+        assert row["experts_uniform"] == whole_model.uniform_experts(PRESETS["tiny"](), 6) / 2
+        assert 0 < row["experts_read"] <= 4
+        assert row["flops"] == of_whole["flops"], "as many choices of an expert, of both ranks"
+        assert document["start"]["weight_bytes"] < whole["start"]["weight_bytes"]
+        assert "expected" not in document or document["expected"] == []
+        model = parse(document).rows[0].model
+        assert output_path("out/", document["header"], model).name.endswith("_emulated_dp2.json")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "(dp) with emulated peers on the same GPU; tokens are sequences of each" in printed
 
     @pytest.mark.parametrize(
         ("ranks", "message"),
@@ -143,6 +166,25 @@ class TestOnCpu:
     def test_ranks_that_there_cannot_be(self, capsys, ranks, message):
         assert run("--emulate-peers", ranks) == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("mode", "message"),
+        [
+            ("dp", "'dp' in one process, wanted several, which torchrun starts, or"),
+            ("pp", "--parallel is 'pp', wanted one of tp, dp"),
+        ],
+    )
+    def test_ways_to_share_a_model_that_there_cannot_be(self, capsys, mode, message):
+        assert run("--parallel", mode) == 2
+        assert message in capsys.readouterr().err
+
+    def test_ranks_with_tokens_of_their_own_decode_no_sequence_alone(self):
+        options = {"ranks": 2, "parallel": "dp"}
+        with pytest.raises(UsageError, match="--columns has 'deterministic' with --parallel dp"):
+            request_of(**options).check_ranks()
+        shares = {"columns": ("runner",), "config": ModelConfig.tiny(n_routed_experts=9)}
+        with pytest.raises(UsageError, match="2 ranks, wanted a number that divides n_routed_exp"):
+            request_of(**options, **shares).check_ranks()
 
     def test_a_folder_is_named_after_the_device(self, tmp_path: Path):
         assert run("--prompts", "none", "--columns", "eager", "--out", f"{tmp_path}/") == 0

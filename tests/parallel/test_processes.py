@@ -12,6 +12,9 @@ import torch
 
 import dsv4
 from dsv4 import __main__ as command_line
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.suites.model.document import output_path, parse
+from dsv4.bench.suites.whole_model import uniform_experts
 from dsv4.checkpoint import save
 from dsv4.serving.sampling import Sampler
 from tests.parallel.cases import CONFIG, model
@@ -100,20 +103,43 @@ def test_the_command_prints_on_rank_0_alone(ranks, request, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_with_tokens_of_their_own(two, capsys):
-    """``parallel="dp"``: each rank has the tokens of its prompts, and rank 0 prints."""
-    reports, path = two
+def test_the_bench_of_a_model_whose_ranks_have_tokens_of_their_own(two):
+    """Rank 0 alone writes; its experts get the tokens of both ranks."""
+    (status, written), of_other = (report["bench"] for report in two[0])
+    assert status == 0
+    assert of_other == (0, None)
+    document = parse(written)
+    (row,) = document.rows
+    named = row.model
+    assert (named.ranks, named.parallel, named.emulated) == (2, "dp", False)
+    assert row.failed == []
+    assert min(row.eager_ms, row.runner_ms, row.generate_ms) > 0
+    assert row.experts_uniform == uniform_experts(PRESETS["tiny"](), 6) / 2
+    assert 0 < row.experts_read <= 4
+    assert document.expected == [], "computed of ranks that process the same tokens"
+    name = output_path("out/", written["header"], named).name
+    assert name.endswith("-model_tiny_nvfp4_dp2.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_ranks_with_tokens_of_their_own(ranks, request, capsys):
+    """``parallel="dp"``: each rank has the tokens of its prompts, and rank 0 prints.
+
+    Of four ranks the last one has none; then it fails.
+    """
+    reports, path = request.getfixturevalue(ranks)
     whole = dsv4.load(path, dtype="float32", progress=False)
     assert command_line.main(["generate", str(path), *COMMAND]) == 0
     printed = capsys.readouterr().out
-    kinds = ["RankError", "ZeroDivisionError"]
+    kinds = [*["RankError"] * (len(reports) - 1), "ZeroDivisionError"]
     for rank, report in enumerate(reports):
         tokens, read, command, (kind, message, seconds) = report["own_tokens"]
         assert tokens == whole.generate(PROMPTS[rank:], NEW, stop_ids=[])
         assert read < 0.95 * whole.load_report.bytes_read
         assert command == (0, "" if rank else printed)
         assert kind == kinds[rank]
-        assert "ZeroDivisionError: by the test" in message or rank
+        assert "ZeroDivisionError: by the test" in message or rank == len(reports) - 1
         assert seconds < 30
 
 
@@ -122,9 +148,12 @@ def test_ranks_with_tokens_of_their_own(two, capsys):
 def test_meshes_of_the_wrong_kind(ranks, request):
     reports, _ = request.getfixturevalue(ranks)
     for report in reports:
-        dimensions, kind = report["meshes"]
-        assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
-        assert "is of cpu and device is cuda, wanted the same kind" in kind
+        messages = report["meshes"]
+        assert len(messages) == 4
+        for mode, dimensions, kind in zip(("tp", "dp"), messages[::2], messages[1::2], strict=True):
+            assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
+            assert dimensions.endswith(f"for instance device_mesh['{mode}']")
+            assert "is of cpu and device is cuda, wanted the same kind" in kind
 
 
 @pytest.mark.slow
@@ -150,4 +179,10 @@ def test_a_killed_rank_ends_all(four):
         kind, message, seconds = report["a_killed_rank"][0]
         assert kind == "RankError"
         assert "ended" in message
-        assert seconds < 60
+        assert seconds < 30
+    own = [report.get("a_killed_rank_with_tokens_of_its_own", "none") for report in reports]
+    assert own[1:] == ["none", None, "none"]
+    kind, message, seconds = own[0]
+    assert kind == "RankError"
+    assert "ended" in message
+    assert seconds < 30

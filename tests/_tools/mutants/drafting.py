@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "served",
         "MTP rows at the position of the next token",
-        "dsv4.serving.drafting:MtpDrafter.draft",
+        "dsv4.serving.drafters:MtpDrafter.draft",
         "lengths - 1",
         "lengths",
         WHOLE,
@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "served",
         "a step without drafts leaves a hole in the MTP window",
-        "dsv4.serving.drafting:MtpDrafter.skip",
+        "dsv4.serving.drafters:MtpDrafter.skip",
         "self._draft.write(anchors, self._of(rows).unsqueeze(0), step)",
         "return",
         WHOLE,
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "served",
         "the proposal of a DSpark row drawn at the anchor's position",
-        "dsv4.serving.drafting:DSparkDrafter.draft",
+        "dsv4.serving.drafters:DSparkDrafter.draft",
         "parameters._replace(position=positions)",
         "parameters",
         SERVED + "dspark_draws_each_row_by_its_own_random_numbers",

@@ -30,8 +30,8 @@ from dsv4.debug import compilations
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import reported
-from dsv4.parallel.context import ParallelContext
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import ParallelContext, has_own_tokens
+from dsv4.parallel.emulated import emulated_rank
 
 
 def seconds_since_process_start() -> float | None:
@@ -104,15 +104,19 @@ def _ranks(request: ModelRequest) -> ParallelContext | None:
     if request.ranks == 1:
         return None
     if request.emulated:
-        return emulated_context(request.ranks, request.device)
+        return emulated_rank(request.shared, request.config, request.device)
     import torch.distributed as dist
 
+    from dsv4.parallel.exchange_mailboxes import open_exchange
     from dsv4.parallel.opening import open_mailboxes
     from dsv4.parallel.process_group import context_of
 
-    context = context_of(dist.group.WORLD, "tp", request.device)
+    context = context_of(dist.group.WORLD, request.parallel, request.device)
     assert context is not None
-    open_mailboxes(context, request.device)
+    if has_own_tokens(context):
+        open_exchange(context, request.config, request.device, torch.bfloat16)
+    else:
+        open_mailboxes(context, request.device)
     return context
 
 
@@ -142,7 +146,7 @@ def _build(
             prepare=False,
             progress=False,
             device_mesh=context,
-            parallel=None if context is None else "tp",
+            parallel=None if context is None else request.parallel,
         )
         start.source = "checkpoint loaded"
     synchronize(device)

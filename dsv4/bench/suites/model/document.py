@@ -9,9 +9,12 @@ from typing import Any
 from dsv4.bench.environment import slug
 from dsv4.bench.results import file_name, text_of
 from dsv4.bench.suites.model.profile import OperatorTime, Profile
+from dsv4.parallel.context import TENSOR
 
 SCHEMA = "dsv4.bench.model/1"
-_ADDED = frozenset({"ranks", "emulated", "expected"})  # fields that older files do not have
+_ADDED = frozenset(
+    {"ranks", "emulated", "expected", "parallel"}
+)  # fields that older files do not have
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Named:
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
         ranks: GPUs or processes that share the model; figures are rank 0's.
         emulated: Whether the other ranks are emulated on rank 0's GPU, without NVLink.
+        parallel: How several ranks share the model, ``"tp"`` or ``"dp"``; of one ``"tp"``.
     """
 
     preset: str
@@ -41,6 +45,7 @@ class Named:
     routing: str
     ranks: int = 1
     emulated: bool = False
+    parallel: str = TENSOR
 
 
 @dataclass
@@ -63,7 +68,8 @@ class DecodeRow(Measured):
     """Decode steps of some sequences at one context. Times are per step.
 
     Attributes:
-        tokens: Sequences, each of which gets one token per step.
+        tokens: Sequences, each of which gets one token per step; with ``parallel="dp"`` of each
+            rank.
         context: Tokens of each before the step.
         fill: How the captured step's cache was filled.
         runner_fill: How the runner's cache was filled.
@@ -420,7 +426,7 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
     if hosted:
         suite += "_host_experts"
     if model.ranks > 1:
-        suite += f"_{'emulated_' * model.emulated}tp{model.ranks}"
+        suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
     return base / slug(str(header["gpu"])) / file_name(header, suite)
 
 

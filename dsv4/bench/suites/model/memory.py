@@ -16,7 +16,7 @@ from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.layers.host_experts import HostExperts
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.emulated import emulated_rank
 
 _ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
 
@@ -61,9 +61,8 @@ class ModelBytes:
 @torch.no_grad()
 def model_bytes(request: ModelRequest) -> ModelBytes:
     """Count the weights, without memory for them."""
-    config, context = request.config, None
-    if request.ranks > 1:
-        context = emulated_context(request.ranks, with_mailboxes=False)
+    config = request.config
+    context = emulated_rank(request.shared, config, with_mailboxes=False)
     with torch.device("meta"):
         drafted = request.drafts is not None
         model = DeepseekV4ForCausalLM(config, mtp=drafted, parallel=context).to(torch.bfloat16)

@@ -17,6 +17,7 @@ from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.config import DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.layers.host_experts import HostExperts
+from dsv4.parallel.context import DATA, MODES, TENSOR, Ranks
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
 from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
@@ -109,6 +110,7 @@ class ModelRequest:
         device: Where.
         ranks: Ranks that share the model.
         emulated: Whether this process is one of them and emulates the others.
+        parallel: How they share it; with ``"dp"`` each rank has ``tokens`` sequences of its own.
         drafts: Drafts to measure; None: none.
         host_experts: Which experts lie in host memory, ``"auto"`` until that is resolved; None: all
             are on the device.
@@ -129,6 +131,7 @@ class ModelRequest:
     device: torch.device
     ranks: int = 1
     emulated: bool = False
+    parallel: str = TENSOR
     drafts: DraftRequest | None = None
     host_experts: HostExperts | str | None = None
 
@@ -166,6 +169,7 @@ class ModelRequest:
             device=device,
             ranks=ranks,
             emulated=options.emulate_peers is not None,
+            parallel=_parallel(options, ranks),
             drafts=_drafts(options, source.config),
             host_experts=_host_experts(options, ranks),
         )
@@ -175,6 +179,11 @@ class ModelRequest:
             columns = ",".join(request.columns)
             raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
         return request
+
+    @property
+    def shared(self) -> Ranks:
+        """The ranks that share the model."""
+        return Ranks(self.ranks, self.parallel)
 
     @property
     def experts_of_model(self) -> int:
@@ -227,13 +236,18 @@ class ModelRequest:
                 )
 
     def check_ranks(self) -> None:
-        """Raise if the model cannot be split over the ranks."""
+        """Raise if the model cannot be split over the ranks, or they cannot do what is asked."""
         if self.drafts is not None and self.ranks > 1:
             raise UsageError(
                 f"--speculate is {self.drafts.method!r} on {self.ranks} ranks, wanted one"
             )
+        if self.parallel == DATA and DETERMINISTIC in self.columns:
+            raise UsageError(
+                "--columns has 'deterministic' with --parallel dp, whose steps have the sequences "
+                "of all ranks"
+            )
         try:
-            check_divides(self.config, self.ranks)
+            check_divides(self.config, self.ranks, self.parallel)
         except ValueError as error:
             raise UsageError(f"model: {error}") from error
 
@@ -251,6 +265,7 @@ class ModelRequest:
             "routing": CHECKPOINT if loaded else ROUTING,
             "ranks": self.ranks,
             "emulated": self.emulated,
+            "parallel": self.parallel,
         }
 
 
@@ -299,6 +314,21 @@ def _ranks(options: argparse.Namespace, processes: int) -> int:
     if not 2 <= emulated <= MOST_RANKS:
         raise UsageError(f"--emulate-peers is {emulated}, wanted 2 to {MOST_RANKS} ranks")
     return emulated
+
+
+def _parallel(options: argparse.Namespace, ranks: int) -> str:
+    """Return how the ranks share the model."""
+    mode: str | None = options.parallel
+    if mode is None:
+        return TENSOR
+    if mode not in MODES:
+        raise UsageError(f"--parallel is {mode!r}, wanted one of {', '.join(MODES)}")
+    if ranks == 1:
+        raise UsageError(
+            f"--parallel is {mode!r} in one process, wanted several, which torchrun starts, or "
+            "--emulate-peers"
+        )
+    return mode
 
 
 def _with_draft(config: ModelConfig, method: str | None) -> ModelConfig:

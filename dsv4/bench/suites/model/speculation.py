@@ -19,7 +19,8 @@ from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest
 from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
-from dsv4.serving.drafting import DraftPlan, drafter_of
+from dsv4.serving.drafters import drafter_of
+from dsv4.serving.drafting import DSPARK, DraftPlan
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.row_state import RowState
 from dsv4.serving.speculative import SpeculativeStep
@@ -130,8 +131,15 @@ def _time_plain(measurement: Measurement, row: SpeculationRow) -> None:
 def _time_drafts(measurement: Measurement, drafts: DraftRequest, row: SpeculationRow) -> None:
     """``Runner.step`` with drafts."""
     verify = verify_sampled if drafts.share is None else ForcedAcceptance(drafts.share)
+    # The confidence of random weights means nothing, so all drafts are verified.
+    threshold = 0.0 if row.method == DSPARK else None
     with _runner(
-        measurement, row, speculate=row.method, draft_tokens=row.drafts, verify=verify
+        measurement,
+        row,
+        speculate=row.method,
+        draft_tokens=row.drafts,
+        confidence_threshold=threshold,
+        verify=verify,
     ) as runner:
         total, steps = _timed(measurement, row, runner), measurement.request.steps
     row.steps, row.step_ms = steps, total / steps
