@@ -16,6 +16,7 @@ from dsv4.layers import _hosted_experts as hosted_module
 from dsv4.layers._expert_waves import plan_waves
 from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving import Runner
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -322,3 +323,20 @@ class TestModel:
         assert_bitwise(logits[1], logits[0], "logits")
         assert layers.cache_use(hosted_model).hit_rate < 1
         assert layers.expert_counts(hosted_model).shape == (3, EXPERTS)
+
+    def test_padding_loads_nothing(self, model):
+        """Steps padded to four rows choose the experts of their two sequences alone."""
+        counts, texts = [], []
+        for buckets in (None, (4,)):
+            hosted_model = copy.deepcopy(model)
+            layers.host_experts_(hosted_model, HostExperts(0, EXPERTS))
+            with Runner(
+                hosted_model, max_sequences=4, max_tokens=32, buckets=buckets, speculate=None
+            ) as runner:
+                requests = [runner.add(p, max_new_tokens=6, stop_ids=()) for p in ([1, 2], [3])]
+                while not all(request.done for request in requests):
+                    runner.step()
+                texts.append([request.tokens for request in requests])
+            counts.append(layers.expert_counts(hosted_model))
+        assert texts[0] == texts[1]
+        assert counts[0].tolist() == counts[1].tolist()
