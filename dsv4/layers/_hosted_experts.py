@@ -131,6 +131,7 @@ class HostedExperts:
             self.memory = torch.empty(self.layout.slot_bytes, dtype=torch.uint8, device=device)
             self.row_of = torch.tensor(self._row_of, dtype=torch.int32, device="cpu").to(device)
         self.tensors = self.layout.in_slots(self.memory)
+        self._targets = self.layout.in_slots(self.memory)  # what is written, with other versions
         self.chunks = self.layout.chunks(device)
         self.state = SlotState.of(expert_in, experts, device)
         with torch.no_grad():
@@ -138,7 +139,7 @@ class HostedExperts:
                 for name, target in self.layout.in_row(self._row(expert)).items():
                     target.copy_(tensors[name].detach()[expert], non_blocking=True)
             for slot, expert in enumerate(expert_in):
-                for name, target in self.tensors.items():
+                for name, target in self._targets.items():
                     target[slot].copy_(tensors[name].detach()[expert])
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the stacks are freed next
@@ -273,7 +274,7 @@ class HostedExperts:
     def _copy(self, loads: Sequence[tuple[int, int]]) -> None:
         for expert, slot in loads:
             for name, source in self.layout.in_row(self._row(expert)).items():
-                self.tensors[name][slot].copy_(source, non_blocking=True)
+                self._targets[name][slot].copy_(source, non_blocking=True)
 
     def _row(self, expert: int) -> torch.Tensor:
         return self.rows[self._row_of[expert]]
@@ -317,7 +318,7 @@ class HostedExperts:
             for name, target in self.layout.in_row(row).items():
                 target.copy_(self.tensors[name][slot])
             for name, source in self.layout.in_row(arrived).items():
-                self.tensors[name][slot].copy_(source)
+                self._targets[name][slot].copy_(source)
             self._row_of[old], self._row_of[new] = self._row_of[new], -1
             expert_in = [-1 if e == new else e for e in expert_in]
             expert_in[slot] = new
