@@ -134,6 +134,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--prompts", help="lengths, or none; default 21,512,4096,32768, on a CPU 5,21")
     add("--weights", help="random (default), or mxfp4-cast: powers of two as block scales")
     add("--recipe", help="nvfp4 (default), or nvidia: FP8 attention and shared experts")
+    add("--activation", help="what quantised weights multiply: bf16 (default), nvfp4 or fp8")
     add("--checkpoint", metavar="DIR", help="load it in place of a preset and random weights")
     add(
         "--columns",

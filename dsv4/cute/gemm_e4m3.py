@@ -226,3 +226,38 @@ def packed_weights(plan: E4m3Plan, row_tiles: int, k_blocks: int) -> tuple[Matri
         Matrix(row_tiles, codes, codes, plan.cta_row_tiles, plan.code_bytes // 4, True),
         Matrix(row_tiles, scales, scales, plan.cta_row_tiles, plan.scale_bytes // 4, True),
     )
+
+
+def plans(
+    rows: int,
+    columns: int,
+    groups: int,
+    out_dtype: torch.dtype,
+    max_tokens: int,
+    *,
+    swiglu: bool = False,
+    scale_dtype: torch.dtype | None = None,
+) -> list[E4m3Plan]:
+    """The configurations that a GEMM takes for up to ``max_tokens`` tokens, each once.
+
+    Args:
+        rows: N, of all groups.
+        columns: K; there are none unless it is a multiple of 128.
+        groups: Groups of rows with an input each; there are none for several groups unless they
+            have a multiple of 128 rows.
+        out_dtype: bfloat16 or float32.
+        max_tokens: At least 1.
+        swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.
+        scale_dtype: Dtype of block scales of an FP8 weight; None for NVFP4.
+    """
+    if columns % K_BLOCK or (groups > 1 and rows // groups % ROWS):
+        return []
+    is_wide = out_dtype == torch.float32
+    chosen: list[E4m3Plan] = []
+    for tokens in range(128, max(max_tokens, 1) + 128, 128):  # a configuration's tiles are of 128s
+        if scale_dtype is None:
+            chosen.append(e4m3_plan(rows, columns, tokens, is_wide, swiglu))
+        else:
+            folded = scale_dtype == torch.float8_e8m0fnu
+            chosen.append(block_e4m3_plan(rows, columns, tokens, is_wide, folded))
+    return list(dict.fromkeys(chosen))

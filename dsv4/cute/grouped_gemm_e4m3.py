@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.cute.gemm_e4m3 import contiguous_codes, packed_weights
+from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.driver import Launch, Matrix
 from dsv4.cute.runtime.launch import (
     architecture,
@@ -20,7 +21,13 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.gemm_e4m3_plan import GROUPED_E4M3_ABI, K_BLOCK, grouped_e4m3_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import (
+    GROUPED_E4M3_ABI,
+    K_BLOCK,
+    ROWS,
+    GroupedE4m3Plan,
+    grouped_e4m3_plan,
+)
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
@@ -199,3 +206,18 @@ def _prepared(problem: GroupedProblem, device: int, thread: int) -> Launch:
         opaque_16=16,
         limit=problem.limit,
     )
+
+
+def plans(experts: Experts, max_rows: int, *, quantized_out: bool = False) -> list[GroupedE4m3Plan]:
+    """The configurations taken for up to ``max_rows`` rows of X, each once.
+
+    Args:
+        experts: Sizes and kind; there are none unless its columns are a multiple of 128.
+        max_rows: At least 1.
+        quantized_out: Whether results of SwiGLU are FP8 codes.
+    """
+    if experts.columns % K_BLOCK or (quantized_out and experts.rows % (2 * ROWS)):
+        return []
+    kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
+    chosen = [grouped_e4m3_plan(rows, experts.experts, *kind) for rows in (1, max(max_rows, 1))]
+    return list(dict.fromkeys(chosen))

@@ -29,18 +29,17 @@ from dsv4.serving._setup import (
 )
 from dsv4.serving.device_steps import DeviceSteps, StepSizes
 from dsv4.serving.drafting import AUTO, Verification, drafting_of, same_draws
-from dsv4.serving.graphs import Chosen
 from dsv4.serving.launched_steps import LaunchedSteps
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
-from dsv4.serving.prompts import Part
 from dsv4.serving.rank_link import Orders, RankLink
 from dsv4.serving.request import Request, RequestError
 from dsv4.serving.sampler import Variant
-from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
+from dsv4.serving.scheduler import Piece, Scheduler
 from dsv4.serving.shared_steps import Needs, SharedSteps
 from dsv4.serving.speculative import DraftCounts
 from dsv4.serving.split_sampler import VocabularyPart
+from dsv4.serving.step_launcher import StepLauncher
 from dsv4.speculation.verify import verify_sampled
 
 _PREFIX_SEQUENCES = 4
@@ -190,7 +189,6 @@ class Runner:
         if verify is None:
             verify = same_draws if deterministic else verify_sampled
         grid = limits.max_chunk if deterministic else None
-        self._one_by_one = deterministic
         self._link, self._shared, part = None, None, None
         if model.parallel is not None and has_own:
             self._shared = SharedSteps(model.parallel)
@@ -229,6 +227,9 @@ class Runner:
         )
         self._scheduler = Scheduler(
             self.cache, self._prefixes, max_sequences, self._launched.read, grid
+        )
+        self._launcher = StepLauncher(
+            self._steps, self._scheduler, self._prefixes, self._launched, deterministic
         )
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []
@@ -376,8 +377,8 @@ class Runner:
         if common is not None and common.closes:
             self._shut()
             return False
-        prefilled = self._prefill_step(pieces, common)
-        decoded = self._decode_step(common)
+        prefilled = self._launcher.prompts(pieces, common)
+        decoded = self._launcher.decode(common)
         # The host waits for earlier steps while the device works on the latest one.
         self._launched.read(newest=1 if prefilled or decoded else 0)
         self._scheduler.sweep()
@@ -515,70 +516,3 @@ class Runner:
         self._prefixes.forget()
         self._scheduler.reset(request for request in self._open if not request.done)
         self._unfinished = False
-
-    def _prefill_step(self, pieces: list[Piece], common: Needs | None) -> bool:
-        """Process prompt tokens; return whether there were any."""
-        if not pieces and (common is None or not common.prompts):
-            return False
-        pieces.sort(key=lambda piece: not piece.is_last)  # the order of the sampler
-        ending = [piece.sequence for piece in pieces if piece.is_last]
-        for sequence in ending:
-            self._join(sequence)
-        size = None
-        if common is not None:
-            size = self._steps.prompts.size_of(common.prompt_tokens, common.prompts)
-        chosen = self._steps.process([_part(piece) for piece in pieces], _variant(ending), size)
-        for piece in pieces:
-            sequence = piece.sequence
-            sequence.fed += piece.count
-            if sequence.fed == sequence.cut:
-                self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
-        if chosen is not None:
-            self._launched.add(ending, chosen)
-        return bool(pieces)
-
-    def _join(self, sequence: RunningSequence) -> None:
-        request = sequence.request
-        self._steps.state.join(sequence.row, request.options, request.seed, sequence.fill)
-
-    def _decode_step(self, common: Needs | None) -> bool:
-        """Decode every sequence past its prompt; return whether there were any."""
-        pieces = self._scheduler.decode_pieces(self._steps.drafts_of)
-        pieces = self._scheduler.reserve(pieces)
-        if not pieces and (common is None or not common.decodes):
-            return False
-        sequences = [piece.sequence for piece in pieces]
-        drafts = pieces[0].drafts if pieces else 0
-        variant = _variant(sequences)
-        if self._one_by_one:
-            chosen = Chosen.joined([self._decoded_alone(s, drafts, variant) for s in sequences])
-        else:
-            size = None if common is None else self._steps.sampler.bucket(common.decodes)
-            rows = [sequence.row for sequence in sequences]
-            chosen = self._steps.next_tokens(rows, drafts, variant, size)
-        for sequence in sequences:
-            sequence.fed += 1
-            sequence.unread += 1
-            sequence.drafted |= drafts > 0
-        if sequences:
-            self._launched.add(sequences, chosen, drafts, decodes=True)
-        return bool(sequences)
-
-    def _decoded_alone(self, sequence: RunningSequence, drafts: int, variant: Variant) -> Chosen:
-        """Decode a sequence in a step of its own; log-probabilities are those of ``variant``."""
-        own = replace(sequence.variant, logprobs=variant.logprobs)
-        return self._steps.next_tokens([sequence.row], drafts, own).copied(1 + drafts)
-
-
-def _part(piece: Piece) -> Part:
-    sequence, fed = piece.sequence, piece.sequence.fed
-    tokens = sequence.fill[fed : fed + piece.count]
-    following = 0 if piece.is_last else sequence.fill[fed + piece.count]
-    return Part(sequence.row, fed, tokens, piece.is_last, following)
-
-
-def _variant(sequences: Sequence[RunningSequence]) -> Variant:
-    variant = Variant()
-    for sequence in sequences:
-        variant = variant | sequence.variant
-    return variant

@@ -5,7 +5,7 @@ a step, of routed experts those that tokens choose: ``E (1 - (1 - k / E) ** T)``
 with k each, if routing is uniform and independent. So a step of few sequences reads more experts
 for each token more, one of many reads all of them anyway, and one of very many is bound by
 operations, where a draft costs as much as a token. KV entries are left out: they are as many with
-and without drafts, up to the level-2 cache.
+and without drafts, up to the L2.
 
 Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
 here changes a token that is generated greedily, only how fast it comes.

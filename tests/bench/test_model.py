@@ -17,6 +17,8 @@ from dsv4 import checkpoint
 from dsv4.bench import environment
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
+from dsv4.bench.pages import models
+from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
@@ -72,7 +74,7 @@ class TestOnCpu:
     def test_a_model_is_measured_and_written(self, tmp_path: Path, capsys):
         path = tmp_path / "out" / "m.json"
         sizes = ["--experts", "2", "--layers", "3", "--tokens", "1,5", "--context", "17"]
-        stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast"]
+        stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast", "--activation", "fp8"]
         assert run(*sizes, "--prompts", "7", "--out", str(path), *stored) == 0
         document = document_of(path)
         assert document["header"]["command"].startswith("python -m dsv4.bench model")
@@ -85,7 +87,7 @@ class TestOnCpu:
             "layers_of_model": 4,
         }
         expected |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
-        expected |= {"ranks": 1, "emulated": False, "parallel": "tp"}
+        expected |= {"ranks": 1, "emulated": False, "parallel": "tp", "activation": "fp8"}
         for row in (*document["rows"], *document["prompts"]):
             assert row["model"] == expected
             assert row["failed"] == []
@@ -254,6 +256,9 @@ class TestOnCpu:
         assert set(row["verify_ms"]) == {"1", "2", "3", "4", "6"}
         assert min(row["draft_ms"], row["plain_ms"], *row["verify_ms"].values()) > 0
         assert (row["missing"], row["failed"]) == ({}, [])
+        page = "\n".join(models.sections(parse(document_of(path))))
+        accepted = f"{row['accepted']} of {row['drafted']} by a seed"
+        assert f"| 2 {method} | {accepted} | 2 | 9 | {cell(row['length'])} |" in page
         printed = capsys.readouterr().out
         assert f"2 {method}" in printed
         assert "0.5 forced" in printed
@@ -444,6 +449,7 @@ class TestOptions:
             (["--tokens", "1,1"], "--tokens is 1,1, wanted distinct numbers"),
             (["--weights", "zero"], "--weights is 'zero', wanted one of random, mxfp4-cast"),
             (["--recipe", "fp8"], "--recipe is 'fp8', wanted one of nvfp4, nvidia"),
+            (["--activation", "fp4"], "--activation is 'fp4', wanted one of bf16, nvfp4, fp8"),
             (["--columns", "step,speed"], "--columns has 'speed', wanted some of step, kernels"),
             (["--prompts", "0"], "--prompts is '0', wanted numbers of tokens"),
             (["--prompts", "5,x"], "--prompts is '5,x', wanted numbers of tokens"),

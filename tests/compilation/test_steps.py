@@ -217,7 +217,7 @@ def test_every_operator_of_a_step_has_a_kernel():
 def test_fp8_activations_have_kernels():
     """Codes pass between the experts' GEMMs, whichever kernel multiplies them."""
     [(_, ran)] = traced([("sm_90a", "flash", "fp8")]).values()
-    kernels = {(op, name): set(found) for op, name, found, _ in ran}
+    kernels = {(op, name): set(kernel_names) for op, name, kernel_names, _ in ran}
     assert "_fp8_token_kernel" in kernels["quantize_fp8_token", "triton"]
     assert "_gather_fp8_kernel" in kernels["moe_gather_fp8", "triton"]
     implementations = {op: name for op, name, _, _ in ran if "gemm" in op}

@@ -73,6 +73,31 @@ class TestDequantizing:
         assert_bitwise(got, expected, "lines")
 
 
+class TestScaleOfResults:
+    @settings(max_examples=40)
+    @given(st.integers(0, 0x7F7F))
+    @example(0)
+    @example(0x43E0)  # 448
+    @example(0x43E1)
+    @example(0x7F7F)
+    def test_byte_is_the_quantisers(self, bits):
+        pytest.importorskip("cutlass")
+        from dsv4.cute.sm90 import e4m3_results
+        from tests._tools.ptx import machine
+
+        value = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch:
+            machine.install(patch)
+            patch.setattr(e4m3_results, "Uint32", lambda word: int(word) & 0xFFFFFFFF)
+            patch.setattr(e4m3_results, "Int32", int)
+            patch.setattr(e4m3_results.cutlass, "max", max)
+            kernel = e4m3_results.E4m3Results(None)
+            got = kernel._scale_byte(np.float32(value.float().item()))
+        x = torch.zeros(1, 128, dtype=torch.bfloat16)
+        x[0, 5] = value
+        assert got == int(quantize(x, FP8_TOKEN).scales.view(torch.uint8))
+
+
 def dequantized_lines(patch, weight):
     """Lines of 128 bytes of 16 rows, as the lanes of a warp write them, without the swizzle."""
     from dsv4.cute.device import exact_fp8

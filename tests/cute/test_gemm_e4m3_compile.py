@@ -50,7 +50,7 @@ def every_plan():
 # Of each kind the one with the most registers; the others in the nightly profile.
 QUICK = (
     E4m3Plan(2, 3, 3, False),
-    BlockE4m3Plan(2, 4, 0, False),
+    BlockE4m3Plan(2, 4, 0, False, False, 0),
     GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
 )
 

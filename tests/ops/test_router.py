@@ -464,10 +464,10 @@ def test_tokens_that_are_not_routed_have_no_expert(device):
     table = (torch.arange(8, device=device) % 6).view(4, 2)
     words = torch.tensor([3, 0, 1, 0, 2], device=device)
     routed = torch.tensor([0, -1, 7, -9, 1], device=device)
-    for run, given in ((route_topk, (None,)), (route_hash, (table, words))):
+    for run, table_of in ((route_topk, (None,)), (route_hash, (table, words))):
         options = {"scaling_factor": 1.5} | ({"top_k": 2} if run is route_topk else {})
-        logits, weights, ids = run(x, weight, *given, **options, routed=routed)
-        plain = run(x, weight, *given, **options)
+        logits, weights, ids = run(x, weight, *table_of, **options, routed=routed)
+        plain = run(x, weight, *table_of, **options)
         assert_bitwise(logits, plain[0])
         assert_bitwise(weights, plain[1])
         assert torch.equal(ids, torch.where((routed < 0).unsqueeze(1), -1, plain[2]))

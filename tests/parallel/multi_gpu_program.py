@@ -484,7 +484,7 @@ def replays(worker: Worker) -> dict[str, float]:
 
 
 def kernels_of_one(worker: Worker) -> None:
-    """Compile what the whole model needs in parallel, of which a rank's steps are made."""
+    """The texts of the whole model, whose kernels are many of a rank's."""
     if worker.rank == 0 and worker.has_gpu:
         whole = worker.load(None, prepare="kernels", reserve_tokens=512)
         worker.shared["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
@@ -609,7 +609,7 @@ PARTS: dict[str, list[Callable[[Worker], Any]]] = {
         refusals,
     ],
     "tp": [loaded, kernels, steps, generated, compiled_nothing, replays, logits],
-    "dp": [kernels_of_one, loaded_dp, uneven, dp_steps, dp_logits],
+    "dp": [kernels_of_one, loaded_dp, kernels, uneven, dp_steps, compiled_nothing, dp_logits],
     "killed": [partial(killed, parallel="tp", with_mailboxes=True)],
     "killed_nccl": [partial(killed, parallel="tp", with_mailboxes=False)],
     "killed_dp": [partial(killed, parallel="dp", with_mailboxes=True)],

@@ -16,6 +16,7 @@ from dsv4.testing.models import random_model
 from tests._tools.taped import taped
 from tests.serving.cases import assert_empty
 from tests.speculation.dspark_cases import DSPARK, model_of, small
+from tests.speculation.test_served import packed
 
 PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
 OPTIONS = SamplingOptions(max_new_tokens=16, stop_ids=())
@@ -120,6 +121,26 @@ def test_captured_steps_cut_drafts_on_the_device(monkeypatch) -> None:
         results.append(([r.tokens for r in requests], str(runner.draft_counts)))
     assert results[0] == results[1]
     assert results[0][0] == [tokens[:8] for tokens in plain()]
+
+
+@pytest.mark.gpu
+def test_captured_steps_cut_drafts_on_a_gpu() -> None:
+    """As eager ones do, bit for bit, and with the text of all drafts verified."""
+    other, results = packed("dspark").cuda(), []
+    options = SamplingOptions(max_new_tokens=40, stop_ids=(), logprobs=2)
+    for threshold, capture in ((0.3, False), (0.3, None), (0.0, None)):
+        runner = Runner(
+            other, max_sequences=3, max_tokens=128, buckets=(1, 3), speculate="dspark",
+            capture=capture, confidence_threshold=threshold,
+        )  # fmt: skip
+        requests = [runner.add(prompt, options) for prompt in PROMPTS]
+        runner.run()
+        results.append(([(r.tokens, r.logprobs) for r in requests], str(runner.draft_counts)))
+        assert (runner.captures > 0) == (capture is None)
+        cut = runner.draft_counts.drafted < DSPARK.block_size * runner.draft_counts.steps
+        assert cut == (threshold > 0)
+    assert results[0] == results[1]
+    assert [tokens for tokens, _ in results[2][0]] == [tokens for tokens, _ in results[0][0]]
 
 
 def test_a_threshold_needs_a_confidence() -> None:

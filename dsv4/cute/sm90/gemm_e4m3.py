@@ -4,8 +4,8 @@
 instruction is 64 tokens, N 128 rows of the weight, K 32 columns.
 
 Tiling and ownership. A CTA computes tiles of ``token_block`` tokens and 128 rows of the weight, one
-after another. Of its four warpgroups two multiply, each every second block of 64 tokens by all 128
-rows; one dequantizes weights; one copies. Dequantized weights are common to both MMA warpgroups, so
+after another. Two of its warpgroups multiply, each every second block of 64 tokens by all 128 rows;
+one or two dequantize weights; one copies. Dequantized weights are common to both MMA warpgroups, so
 their cost is spread over all tokens of the tile. Tokens are the rows of accumulators because a lane
 has two rows of each fragment, so two scales, and 32 columns.
 
@@ -53,8 +53,7 @@ from dsv4.cute.sm90.e4m3_tiles import E4m3Tiles, Position, Rings
 from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, ROWS, E4m3Tma
 from dsv4.cute.sm90.wgmma_copies import fake_weights, fake_x
 
-DEQUANT_WARPS = 4
-COPY_WARP = MMA_WARPS + DEQUANT_WARPS
+ROW_TILES = ROWS // 16
 
 
 class E4m3Kernel(E4m3Tiles):
@@ -129,12 +128,13 @@ class E4m3Kernel(E4m3Tiles):
             self._make_rings(rings, me.lane)
         walk = self._begin(table_at, args, me)
 
-        if me.warp >= COPY_WARP:
+        copy_warp = MMA_WARPS + self.plan.dequant_warps
+        if me.warp >= copy_warp:
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
-            if me.warp == COPY_WARP:
+            if me.warp == copy_warp:
                 self._copy(tma, shared_x, packed, full_at, rings, walk, args, me.lane)
             else:
-                self._clear(walk, args, me.thread - 32 * (COPY_WARP + 1))
+                self._clear(walk, args, me.thread - 32 * (copy_warp + 1))
         elif me.warp >= MMA_WARPS:
             cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
             to = Uint32(shared_weights.iterator.toint())
@@ -249,7 +249,7 @@ class E4m3Kernel(E4m3Tiles):
         args: Any,
         me: Lane,
     ) -> None:
-        """Four warps: dequantize the weights of every stage, two row tiles each.
+        """``dequant_warps`` warps: dequantize the weights of every stage.
 
         Args:
             packed: Codes and scales of all stages.
@@ -281,9 +281,11 @@ class E4m3Kernel(E4m3Tiles):
                 slot = self._next_slot(slot)
                 biases = [
                     self._row_biases(
-                        args, tile.expert, first_row + (warp + h * DEQUANT_WARPS) * 16 + row
+                        args,
+                        tile.expert,
+                        first_row + (warp + h * self.plan.dequant_warps) * 16 + row,
                     )
-                    for h in range(2)
+                    for h in range(ROW_TILES // self.plan.dequant_warps)
                 ]
                 for _ in cutlass.range(args.stages, unroll=1):
                     ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
@@ -311,17 +313,17 @@ class E4m3Kernel(E4m3Tiles):
         biases: list[Uint32],
         opaque_16: Uint32,
     ) -> None:
-        """One warp: dequantize two row tiles of a stage.
+        """One warp: dequantize its row tiles of a stage.
 
         Args:
             codes_from: The lane's codes.
             scales_from: The lane's block scales.
             to: The first of the lane's two pieces of a line.
-            biases: ``exact_fp8.row_biases`` of both row tiles.
+            biases: ``exact_fp8.row_biases`` of each row tile.
             opaque_16: 16.
         """
-        for h, u in itertools.product(range(2), repeat=2):
-            further = h * DEQUANT_WARPS
+        for h, u in itertools.product(range(len(biases)), range(2)):
+            further = h * self.plan.dequant_warps
             codes = ptx.load_shared(codes_from, 4, further * self.plan.code_bytes + u * 512)
             scales = ptx.load_shared(scales_from, 2, further * self.plan.scale_bytes + u * 64)
             lines: tuple[list[Uint32], list[Uint32]] = ([], [])

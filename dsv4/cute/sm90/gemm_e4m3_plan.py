@@ -23,6 +23,11 @@ ROWS = 128  # rows of the weight of a tile
 LINE = 144
 
 
+# Registers of a thread of an MMA warp, by warpgroups that dequantize. Those of all threads must not
+# be above what the CTA is launched with, else setmaxnreg hangs.
+_MMA_REGISTERS = {0: 232, 1: 216, 2: 168}
+
+
 class E4m3Tma(NamedTuple):
     """Types of the TMA copies for the compiler; these parameters come first.
 
@@ -199,6 +204,8 @@ class E4m3Plan:
         dequantized_stages: Stages of the ring of dequantized weights.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
+        dequant_warpgroups: Warpgroups that dequantize: 1, 2 with one tile of 64 tokens, or 0 for
+            FP8 weights.
     """
 
     token_rows: int
@@ -206,6 +213,7 @@ class E4m3Plan:
     dequantized_stages: int
     float32_out: bool
     swiglu: bool = False
+    dequant_warpgroups: int = 1
 
     @property
     def kernel(self) -> str:
@@ -327,17 +335,17 @@ class E4m3Plan:
     @property
     def dequant_warps(self) -> int:
         """Warps that dequantize."""
-        return 4
+        return 4 * self.dequant_warpgroups
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: two MMA warpgroups, one that dequantizes, one that copies."""
+        """Threads of a CTA: two MMA warpgroups, those that dequantize, one that copies."""
         return 384 + 32 * self.dequant_warps
 
     @property
     def mma_registers(self) -> int:
         """Registers of a thread of an MMA warp."""
-        return 216 if self.dequant_warps else 232
+        return _MMA_REGISTERS[self.dequant_warpgroups]
 
     @property
     def dequant_registers(self) -> int:
@@ -359,7 +367,9 @@ class E4m3Plan:
 
 @dataclass(frozen=True)
 class BlockE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_block``; ``dequantized_stages`` is 0.
+    """One configuration of the kernel in ``gemm_e4m3_block``.
+
+    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
 
     Attributes:
         e8m0_scales: Whether scales of the weight are E8M0, else float32.
@@ -376,11 +386,6 @@ class BlockE4m3Plan(E4m3Plan):
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return ROWS * K_BLOCK
-
-    @property
-    def dequant_warps(self) -> int:
-        """Warps that dequantize: none."""
-        return 0
 
 
 @dataclass(frozen=True)
@@ -432,7 +437,7 @@ def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: b
         float32_out: Whether the result is float32.
         swiglu: See ``E4m3Plan``.
     """
-    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu)
+    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu, 2)
     return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
 
 
@@ -440,18 +445,18 @@ def block_e4m3_plan(
     rows: int, columns: int, tokens: int, float32_out: bool, e8m0_scales: bool
 ) -> BlockE4m3Plan:
     """The configuration of a GEMM with FP8 weights; see ``e4m3_plan`` and ``BlockE4m3Plan``."""
-    wide = _block(2, 4, 0, float32_out, e8m0_scales=e8m0_scales)
-    narrow = _block(1, 6, 0, float32_out, e8m0_scales=e8m0_scales)
+    wide = _block(2, 4, 0, float32_out, False, 0, e8m0_scales)
+    narrow = _block(1, 6, 0, float32_out, False, 0, e8m0_scales)
     return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
 
 
 def estimated_cycles(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
     """Cycles of a GEMM: rounds of tiles, each of stages; it is there to rank configurations.
 
-    A stage of 128 tokens takes the tensor cores 512 cycles; dequantizing takes longer than that.
+    A stage of 128 tokens takes the tensor cores 512 cycles; dequantizing it takes longer.
     """
     tiles = -(-rows // ROWS) * -(-tokens // plan.token_block)
-    stage = max(560 * plan.token_rows, 800 if plan.dequant_warps else 0)
+    stage = max(560 * plan.token_rows, 700 if plan.dequant_warps else 0)
     return -(-tiles // SMS) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
 
 
@@ -481,4 +486,4 @@ def grouped_e4m3_plan(
     }
     if rows_of_x > 128 * experts:
         return _grouped(2, 3, 2 if quantized_out else 3, **kind)
-    return _grouped(1, 4, 3, **kind)
+    return _grouped(1, 4, 3, dequant_warpgroups=2, **kind)

@@ -142,6 +142,7 @@ def _build(
         model = checkpoint.load(
             request.checkpoint,
             device=device,
+            activation=request.config.activation,
             mtp=request.drafts is not None,
             prepare=False,
             progress=False,

@@ -12,9 +12,8 @@ from dsv4.bench.suites.model.profile import OperatorTime, Profile
 from dsv4.parallel.context import TENSOR
 
 SCHEMA = "dsv4.bench.model/1"
-_ADDED = frozenset(
-    {"ranks", "emulated", "expected", "parallel"}
-)  # fields that older files do not have
+# Fields that older files do not have.
+_ADDED = frozenset({"ranks", "emulated", "parallel", "activation", "expected"})
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,7 @@ class Named:
         ranks: GPUs or processes that share the model; figures are rank 0's.
         emulated: Whether the other ranks are emulated on rank 0's GPU, without NVLink.
         parallel: How several ranks share the model, ``"tp"`` or ``"dp"``; of one ``"tp"``.
+        activation: What quantised weights multiply: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
     """
 
     preset: str
@@ -46,6 +46,7 @@ class Named:
     ranks: int = 1
     emulated: bool = False
     parallel: str = TENSOR
+    activation: str = "bf16"
 
 
 @dataclass
@@ -425,6 +426,8 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
     suite = f"model_{slug(model.preset)}_{model.recipe}"
     if hosted:
         suite += "_host_experts"
+    if model.activation != "bf16":
+        suite += f"_{model.activation}"
     if model.ranks > 1:
         suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
     return base / slug(str(header["gpu"])) / file_name(header, suite)

@@ -63,6 +63,8 @@ def model_words(named: Named) -> str:
         f"{named.preset}, {_experts(named)} experts, {_layers(named)} layers, {named.recipe} "
         f"recipe, weights {named.weights}, routing {named.routing}"
     )
+    if named.activation != "bf16":
+        words += f", {named.activation} activations"
     if named.ranks > 1:
         words += f", rank 0 of {named.ranks} ({named.parallel})"
     if named.emulated:

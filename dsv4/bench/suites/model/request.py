@@ -14,7 +14,7 @@ import torch
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
-from dsv4.config import DSparkConfig, ModelConfig
+from dsv4.config import ACTIVATIONS, DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.layers.host_experts import HostExperts
 from dsv4.parallel.context import DATA, MODES, TENSOR, Ranks
@@ -263,6 +263,7 @@ class ModelRequest:
             "weights": CHECKPOINT if loaded else self.weights.values,
             "recipe": CHECKPOINT if loaded else self.weights.recipe,
             "routing": CHECKPOINT if loaded else ROUTING,
+            "activation": self.config.activation,
             "ranks": self.ranks,
             "emulated": self.emulated,
             "parallel": self.parallel,
@@ -280,14 +281,16 @@ class _Source:
 
 
 def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
-    seed = getattr(options, "seed", 0)
+    seed, activation = getattr(options, "seed", 0), options.activation or ACTIVATIONS[0]
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"--activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
     if options.checkpoint is not None:
         for name in ("preset", "experts", "layers", "weights", "recipe"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name} cannot be combined with --checkpoint")
         path = Path(options.checkpoint)
         try:
-            config = ModelConfig.from_path(path)
+            config = ModelConfig.from_path(path, activation=activation)
         except (OSError, ValueError) as error:
             raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
         if options.speculate is None:
@@ -297,6 +300,7 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
     if preset not in PRESETS:
         raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
     config = _with_draft(_cut(preset, options.experts, options.layers), options.speculate)
+    config = config.replace(activation=activation)
     values, recipe = options.weights or WEIGHTS[0], options.recipe or RECIPES[0]
     for name, value, known in (("weights", values, WEIGHTS), ("recipe", recipe, RECIPES)):
         if value not in known:

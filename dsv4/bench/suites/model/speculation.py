@@ -143,8 +143,7 @@ def _time_drafts(measurement: Measurement, drafts: DraftRequest, row: Speculatio
     ) as runner:
         total, steps = _timed(measurement, row, runner), measurement.request.steps
     row.steps, row.step_ms = steps, total / steps
-    counts = row.accepted / (row.drafted or 1)
-    row.length = 1 + counts * row.drafts
+    assert row.length is not None
     row.token_ms = row.step_ms / row.length
 
 
@@ -175,7 +174,7 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
     ]
     step_until(runner, requests, WARM_STEPS)
     counts = runner.draft_counts
-    drafted, accepted = counts.drafted, counts.accepted
+    drafted, accepted, verified = counts.drafted, counts.accepted, counts.steps
 
     def steps() -> None:
         for _ in range(request.steps):
@@ -183,6 +182,8 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
 
     total = 1e3 * seconds_of(device, steps)
     row.drafted, row.accepted = counts.drafted - drafted, counts.accepted - accepted
+    if counts.steps > verified:  # of each sequence
+        row.length = 1 + row.accepted / (counts.steps - verified)
     for added in requests:
         if added.error is not None:
             raise added.error
