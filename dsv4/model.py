@@ -102,6 +102,10 @@ class DeepseekV4Model(nn.Module):
         if step and self.own_tokens:
             is_padding = past_key_values.batch.sequence_of_token < 0
             routed = input_ids.masked_fill(is_padding, UNROUTED)
+        if step and past_key_values.routed is None and self._hosts_experts:
+            # Padding loads no expert from host memory.
+            batch = past_key_values.batch
+            past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
@@ -113,6 +117,12 @@ class DeepseekV4Model(nn.Module):
             if taps is not None:
                 taps.take(number, streams)
         return self.norm(self.hc_head(streams)), streams
+
+    @property
+    def _hosts_experts(self) -> bool:
+        """Return whether experts lie in host memory: of all layers or of none."""
+        experts = getattr(self.layers[0].mlp, "experts", None)
+        return getattr(experts, "hosted", None) is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[..., H]`` of token ids, on several ranks those of all."""
