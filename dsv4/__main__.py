@@ -13,11 +13,12 @@ if __name__ == "__main__":  # PyTorch says so when it is imported; no command ne
 
 from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
-from dsv4.config import ModelConfig
+from dsv4.config import ACTIVATIONS, ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.parallel.context import MODES, TENSOR, Ranks
 
 _PRESETS = ("flash", "pro")
-_ACTIVATIONS = ("bf16", "nvfp4")
+_BOTH = ("bf16", "nvfp4")
 _WARMUP = """\
 Compile all kernels of a model for a GPU that need not be there.
 
@@ -81,11 +82,12 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--config", metavar="PATH", help="a config.json, or the folder of one")
     add(
         "--activation",
-        choices=(*_ACTIVATIONS, "both"),
+        choices=(*ACTIVATIONS, "both"),
         default="both",
-        help="inputs of NVFP4 layers (both)",
+        help="inputs of NVFP4 layers (both: bf16 and nvfp4)",
     )
     add("--ranks", type=_positive, default=1, metavar="N", help="of one of N GPUs (1)")
+    add("--parallel", choices=MODES, default=TENSOR, help="how they share the model (tp)")
     add("--max-tokens", type=_positive, default=8192, metavar="N", help="of a step (8192)")
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
@@ -102,7 +104,7 @@ def _positive(text: str) -> int:
 
 def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
     """Return the requested models by their names in messages."""
-    both = _ACTIVATIONS if options.activation == "both" else (options.activation,)
+    both = _BOTH if options.activation == "both" else (options.activation,)
     models: dict[str, ModelConfig] = {}
     for activation in both:
         if options.config is not None:
@@ -135,7 +137,7 @@ def _warmup(options: argparse.Namespace) -> int:
             progress=not options.quiet,
             workers=options.workers,
             use_list=options.out is None,
-            ranks=options.ranks,
+            ranks=Ranks(options.ranks, options.parallel),
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")

@@ -70,6 +70,8 @@ class Implementation:
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
         reserves_sms: Whether the function takes ``reserve_sms``.
+        note: ``"module:function"``, which says of a ``Call`` in a sentence what else a user should
+            know, or returns None. ``explain`` alone asks it, so it may read tensors.
     """
 
     op: str
@@ -80,6 +82,7 @@ class Implementation:
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
     reserves_sms: bool = False
+    note: str | None = None
 
     def is_proven(self, call: Call) -> bool:
         """Return whether it was seen right on the GPU of a call."""
@@ -102,12 +105,21 @@ class Implementation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The result of ``explain``: every candidate in order, why it is not taken, and the choice."""
+    """The result of ``explain``: every candidate in order, why it is not taken, and the choice.
+
+    Attributes:
+        op: Name of the operator.
+        requested: Requested implementation, or ``"auto"``.
+        chosen: Name of the implementation that would run.
+        candidates: Names of all, and why each is not taken.
+        note: What else to know of how the chosen one runs the call.
+    """
 
     op: str
     requested: str
     chosen: str | None
     candidates: tuple[tuple[str, str | None], ...]
+    note: str | None = None
 
     @property
     def reason(self) -> str:
@@ -124,6 +136,8 @@ class Explanation:
         for name, why in self.candidates:
             mark = "->" if name == self.chosen else "  "
             lines.append(f"{mark} {name}: {'supported' if why is None else why}")
+            if name == self.chosen and self.note is not None:
+                lines.append(f"     {self.note}")
         return "\n".join(lines)
 
 
@@ -138,11 +152,15 @@ def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementat
     )
 
 
-def _triton(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
+def _triton(
+    module: str, supports: str, *ops: str, note: str | None = None
+) -> tuple[Implementation, ...]:
     """Make rows for the operators of one module of Triton kernels."""
     assert ops, f"{module}: name its operators"
     check = f"dsv4.triton.supports:{supports}"
-    return tuple(Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check) for op in ops)
+    return tuple(
+        Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check, note=note) for op in ops
+    )
 
 
 def _cute(
@@ -153,6 +171,7 @@ def _cute(
     slower_than_later: str | None = None,
     proven: frozenset[tuple[int, int]] | None = None,
     reserves_sms: bool = False,
+    note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for operators of one module of CuTeDSL launchers."""
     slower = slower_than_later and f"dsv4.cute.supports:{slower_than_later}"
@@ -166,6 +185,7 @@ def _cute(
             slower,
             proven=proven,
             reserves_sms=reserves_sms,
+            note=note,
         )
         for op in ops
     )
@@ -187,6 +207,7 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
     )
 
 
+_FP8_AS_BF16 = "dsv4.ops.fp8_note:multiplied_as_bfloat16"
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
@@ -197,28 +218,57 @@ _VERIFY = ("verify_greedy", "verify_sampled", "draw_draft")
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("quantize", "quantize_nvfp4", "quantize_nvfp4"),
     *_triton("quantize", "quantize_blocks", "quantize_mxfp4", "quantize_fp8_block"),
+    *_triton("quantize_fp8_token", "quantize_blocks", "quantize_fp8_token"),
     *_triton("dequantize", "dequantize", "dequantize"),
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
+    *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm", "gemm", proven=_ON_HOPPER, reserves_sms=True),
-    Implementation("gemm", "cublas", "dsv4.triton.gemm:gemm", "dsv4.triton.supports:packed_gemm"),
+    *_cute(
+        *("cute", "gemm", "gemm", "gemm"),
+        proven=_ON_HOPPER,
+        reserves_sms=True,
+        note=_FP8_AS_BF16,
+    ),
+    Implementation(
+        "gemm",
+        "cublas",
+        "dsv4.triton.gemm:gemm",
+        "dsv4.triton.supports:packed_gemm",
+        note=_FP8_AS_BF16,
+    ),
     Implementation(
         "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
     ),
-    *_triton("gemm_fp8", "fp8_gemm", "gemm"),
+    *_triton("gemm_fp8", "fp8_gemm", "gemm", note=_FP8_AS_BF16),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
-    *_cute("cute", "gemm", "gemm_swiglu", "gemm_swiglu", proven=_ON_HOPPER, reserves_sms=True),
+    *_cute(
+        *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
+        proven=_ON_HOPPER,
+        reserves_sms=True,
+        note=_FP8_AS_BF16,
+    ),
     Implementation(
         "gemm_swiglu",
         "parts",
         "dsv4.triton.gemm_swiglu:gemm_swiglu",
         "dsv4.triton.supports:parts",
+        note=_FP8_AS_BF16,
     ),
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
-    *_cute("cute", "grouped_gemm", "grouped_gemm", *_GROUPED, proven=_ON_HOPPER),
+    *_cute(
+        *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
+    ),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
+    Implementation(
+        "grouped_gemm_swiglu_fp8",
+        "parts",
+        "dsv4.triton.grouped_gemm_swiglu_fp8:grouped_gemm_swiglu_fp8",
+        "dsv4.triton.supports:grouped_parts",
+        note=_FP8_AS_BF16,
+    ),
+    *_reference("grouped_gemm", "grouped_gemm_swiglu_fp8", waits=True),
     *_triton("norm", "rms_norm", "rms_norm", "rms_norm_pair"),
     *_triton("norm", "head_norm_rope", "head_norm_rope_"),
     *_triton("norm", "rms_norm_quantize", "rms_norm_quantize"),
@@ -229,6 +279,9 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("swiglu", "any_call", "swiglu"),
     *_triton("swiglu", "swiglu_quantize", "swiglu_quantize"),
     *_reference("swiglu", "swiglu", "swiglu_quantize"),
+    *_triton("fp8_token", "rms_norm_fp8", "rms_norm_fp8"),
+    *_triton("fp8_token", "fp8_token", "swiglu_fp8", "moe_gather_fp8"),
+    *_reference("fp8_token", "rms_norm_fp8", "swiglu_fp8", "moe_gather_fp8"),
     *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
     *_triton("moe", "moe_sorting", "moe_permute"),
@@ -239,6 +292,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference(
         "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
+    *_triton("expert_slots", "any_call", "expert_decide"),
+    *_reference("expert_slots", "expert_decide"),
+    *_triton("expert_slots", "expert_gather", "expert_gather"),
+    *_reference("expert_slots", "expert_gather", waits=True),
     _over_ranks("moe_send", "push", "triton.moe_exchange:moe_send", "exchange_supports:push_send"),
     _over_ranks("moe_send", "nccl", "parallel.moe_exchange:nccl_send", "exchange_supports:nccl"),
     _over_ranks("moe_send", "gloo", "reference.moe_exchange:moe_send", "exchange_supports:gloo"),
@@ -554,4 +611,7 @@ def _explanation(call: Call, requested: str) -> Explanation:
         for row in implementations(call.op)
     )
     able = [name for name, why in candidates if why is None and requested in (AUTO, name)]
-    return Explanation(call.op, requested, able[0] if able else None, candidates)
+    chosen = able[0] if able else None
+    row = next((row for row in implementations(call.op) if row.name == chosen), None)
+    note = None if row is None or row.note is None else _reason(row.note)(call)
+    return Explanation(call.op, requested, chosen, candidates, note)

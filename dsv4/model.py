@@ -440,7 +440,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         makes them again, at least twice as large, which takes about a second and is logged.
 
         With ``parallel="tp"`` all ranks call it with the same prompts; with ``"dp"`` with prompts
-        of their own, of any number, at the same time, and each gets its own tokens.
+        of their own, of any number, at the same time, and each gets its own tokens. What is wrong
+        with the prompts of a rank is raised there, when the others have theirs.
 
         Args:
             prompts: Token ids per sequence, at least one each.
@@ -466,18 +467,23 @@ class DeepseekV4ForCausalLM(nn.Module):
                 ``speculate`` names drafts that cannot be used, or prompt and new tokens are more
                 than ``max_position_embeddings``.
         """
-        vocabulary = self.config.vocab_size
-        checked = checked_prompts("generate", prompts, vocabulary)
-        most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
-        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
-        stops = frozenset(_eos_ids(self.config))
-        if stop_ids is not None:
-            stops = checked_stops("generate", stop_ids, vocabulary)
-        if (most == 0 or not checked) and not has_own_tokens(self.parallel):
-            return [[] for _ in checked]
-        self._check_total(max(map(len, checked), default=0), most)
         from dsv4.serving.generation import generate  # it imports this module
 
+        vocabulary, shares = self.config.vocab_size, has_own_tokens(self.parallel)
+        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
+        stops = frozenset(_eos_ids(self.config))
+        try:
+            checked = checked_prompts("generate", prompts, vocabulary)
+            most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
+            if stop_ids is not None:
+                stops = checked_stops("generate", stop_ids, vocabulary)
+            self._check_total(max(map(len, checked), default=0), most)
+        except (TypeError, ValueError):
+            if shares:  # the other ranks wait for this one, whose prompts they do not know
+                generate(self, [], 0, chunk=size)
+            raise
+        if (most == 0 or not checked) and not shares:
+            return [[] for _ in checked]
         return generate(
             self,
             checked,

@@ -134,6 +134,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--prompts", help="lengths, or none; default 21,512,4096,32768, on a CPU 5,21")
     add("--weights", help="random (default), or mxfp4-cast: powers of two as block scales")
     add("--recipe", help="nvfp4 (default), or nvidia: FP8 attention and shared experts")
+    add("--activation", help="what quantised weights multiply: bf16 (default), nvfp4 or fp8")
     add("--checkpoint", metavar="DIR", help="load it in place of a preset and random weights")
     add(
         "--columns",
@@ -148,6 +149,12 @@ def _model(model: argparse.ArgumentParser) -> None:
         default=1 << 19,
         metavar="TOKENS",
         help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
+    )
+    add(
+        "--host-experts",
+        metavar="STATIC+SLOTS",
+        help="experts in host memory: how many of a layer are static on the GPU and how many slots "
+        "there are for the others, or auto; decode steps under drawn routing and their hit rates",
     )
     add("--speculate", metavar="METHOD", help="mtp or dspark: steps with drafts, too")
     add("--draft-tokens", type=_positive, help="drafts per step; default 2 of mtp, 5 of dspark")

@@ -13,12 +13,13 @@ from dsv4.checkpoint.arguments import as_dtype, name_matcher
 from dsv4.checkpoint.dry_run import dry_run
 from dsv4.checkpoint.module_tree import slots_of
 from dsv4.checkpoint.options import Options
-from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_packing
+from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_fp8, report_packing
 from dsv4.checkpoint.problems import raise_all
 from dsv4.checkpoint.progress import Progress
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import Filled, left_out
 from dsv4.checkpoint.slots import Slot
+from dsv4.layers.host_experts import Hosting
 from dsv4.layers.pack import Packer
 
 
@@ -52,7 +53,8 @@ def fill(
         dtype: Dtype of plain floating tensors, or its name; None keeps the checkpoint's (bfloat16
             for what is dequantised). Tensors that are float32 by definition are never narrower, and
             weights of norms never narrower than stored.
-        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26).
+        activation: ``"nvfp4"`` demands input scales of NVFP4 routed experts (pitfall 26);
+            ``"fp8"`` has none.
         mxfp4: See ``load``.
         pack: See ``load``. Each layer is packed as soon as it has its weight.
         input_scales: ``"stored"`` takes the calibrated scales of activations from the checkpoint;
@@ -118,6 +120,7 @@ def fill_new(
     *,
     ignore: Sequence[str],
     progress: bool,
+    hosting: Hosting | None = None,
 ) -> Filled:
     """Fill a model that is dropped on an error, so that values need not be read in advance.
 
@@ -127,12 +130,13 @@ def fill_new(
         request: How values become those of the model.
         ignore: See ``fill``.
         progress: See ``fill``.
+        hosting: What moves experts to host memory, a layer as soon as it is packed; None: nothing.
 
     Returns:
         The layers that were packed and converted.
     """
     options, choice = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, ""), checkpoint, options, progress)
+    filling = _Filling(slots_of(model, ""), checkpoint, options, progress, hosting)
     return filling.finished(model, choice, filling.check_headers(ignore))
 
 
@@ -167,12 +171,14 @@ class _Filling:
         checkpoint: Source of the values.
         options: How values become those of the model.
         progress: Whether to show progress.
+        hosting: See ``fill_new``.
     """
 
     slots: Sequence[Slot]
     checkpoint: Checkpoint
     options: Options
     progress: bool
+    hosting: Hosting | None = None
 
     def check_headers(self, ignore: Sequence[str]) -> int:
         """Compare names, shapes and dtypes, and log tensors without effect.
@@ -204,6 +210,8 @@ class _Filling:
             slot.fill(self.checkpoint.entries, self.options)
             if packer is not None:
                 packer.pack(slot.module)
+            if self.hosting is not None and self.hosting.takes(slot.name, slot.module):
+                self.hosting.move(slot.module)
 
         self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
 
@@ -215,6 +223,7 @@ class _Filling:
         if packer is None:
             return Filled(None, self.options.conversion)
         report_packing(self.checkpoint.path, model, packer.report)
+        report_fp8(self.checkpoint.path, model, packer.report, self.options.activation)
         return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:

@@ -100,6 +100,38 @@ def report_packing(path: Path, model: nn.Module, packing: Packing) -> None:
         _logger.log(level, text, path, len(names), reason, names[0])
 
 
+def report_fp8(path: Path, model: nn.Module, packing: Packing, activation: str) -> None:
+    """Log how many quantised weights are exact in FP8, and what is in the way of the others.
+
+    With other activations than FP8 it is one line, where they could be multiplied by FP8 tensor
+    cores.
+    """
+    exact = [name for name, counts in packing.fp8.items() if counts.is_exact]
+    others = [counts for counts in packing.fp8.values() if not counts.is_exact]
+    device = next(model.parameters()).device
+    reason = supports.no_fp8_gemm(device)
+    if activation != "fp8":
+        if exact and reason is None:
+            _logger.info(
+                "%s: %d of %d quantised weights are exact in FP8: activation='fp8' multiplies them "
+                "by FP8 tensor cores, with activations rounded as DeepSeek's code rounds them",
+                *(path, len(exact), len(packing.fp8)),
+            )
+        return
+    _logger.info(
+        "%s: %d of %d quantised weights are exact in FP8", path, len(exact), len(exact + others)
+    )
+    if reason is not None:
+        _logger.info("%s: FP8 activations are multiplied as bfloat16: %s", path, reason)
+    if others:
+        total = sum(others[1:], others[0])
+        _logger.info(
+            "%s: %d weights are not exact in FP8, and are multiplied as bfloat16: %d of %d block "
+            "scales are no power of two, %d blocks are too far below the largest of their row",
+            *(path, len(others), total.no_power, total.blocks, total.wide_blocks),
+        )
+
+
 def _slow(layer: nn.Module) -> bool:
     if isinstance(layer, DeepseekV4Experts):
         return layer.gate_up_proj.device.type != "cpu"

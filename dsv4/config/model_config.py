@@ -26,7 +26,7 @@ HCA = config_json.HCA
 LAYER_TYPES = (SLIDING, CSA, HCA)
 MLP_LAYER_TYPES = ("hash_moe", "moe")
 NUMERICS = ("deepseek", "transformers")
-ACTIVATIONS = ("bf16", "nvfp4")
+ACTIVATIONS = ("bf16", "nvfp4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class ModelConfig:
     Field names are those of transformers' ``DeepseekV4Config``; ``rope_main`` and
     ``rope_compress`` stand for its nested ``rope_parameters``. ``numerics`` is ``"deepseek"`` (the
     reference behaviour: FP8 KV, Hadamard and FP4 in the indexer, fp32 routing) or
-    ``"transformers"``; ``activation`` is what quantised linears multiply: ``"bf16"`` or
-    ``"nvfp4"``.
+    ``"transformers"``; ``activation`` is what quantised linears multiply: ``"bf16"``,
+    ``"nvfp4"`` or ``"fp8"``.
 
     ``dspark`` is the draft of the 0731 and 0813 releases, which has the place of MTP layers: then
     ``num_nextn_predict_layers`` is what config.json says and counts nothing.

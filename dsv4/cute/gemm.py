@@ -27,7 +27,7 @@ from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, Plan, choose, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.quantize import bfloat16_operand
+from dsv4.ops.quantize import bfloat16_operand, fp8_values
 from dsv4.quant.formats import FP8_BLOCK
 
 # Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
@@ -47,8 +47,9 @@ _ROW_SCALED = 4
 def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    FP8 weights are ``gemm_fp8``'s. Nothing but the result is allocated for bfloat16 activations
-    whose rows begin at multiples of 16 bytes and whose groups follow one another.
+    FP8 weights are ``gemm_fp8``'s. Activations that are to be quantised are multiplied as bfloat16.
+    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of 16
+    bytes and whose groups follow one another.
     """
     x, groups = args.x, args.groups
     if args.format == FP8_BLOCK.name:
@@ -61,6 +62,7 @@ def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     out = x.new_empty(shape, dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
     scale = args.input_scale
+    x = fp8_values(x) if args.activation == "fp8" else x
     return _multiply(problem, x, weight, args.segments, scale, math.inf, out, shape[0], reserve_sms)
 
 
@@ -73,7 +75,8 @@ def gemm_swiglu(args: GemmSwigluArgs, reserve_sms: int = 0) -> torch.Tensor:
     weight = (args.codes, args.scales, args.global_scale)
     bound = math.inf if args.limit is None else args.limit
     scale = args.input_scale
-    return _multiply(problem, args.x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
+    x = fp8_values(args.x) if args.activation == "fp8" else args.x
+    return _multiply(problem, x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
 
 
 def _multiply(
@@ -294,7 +297,7 @@ def plans(
         rows: N, of all groups, a multiple of 16 in each.
         columns: K, a multiple of 64.
         groups: Groups of rows with an input each.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
         out_dtype: bfloat16 or float32.
         max_tokens: At least 1.
         swiglu: Whether for ``gemm_swiglu``, else for ``gemm``.

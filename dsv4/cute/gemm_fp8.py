@@ -21,7 +21,7 @@ from dsv4.cute.runtime.launch import (
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import GemmProblem, token_counts
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand
+from dsv4.ops.quantize import bfloat16_operand, fp8_values
 
 # Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
 _SPAN = 1024
@@ -47,6 +47,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     row_scale = None
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
+    elif args.activation == "fp8":
+        x = fp8_values(x)
     x, _, token_stride = aligned(x, tokens)
     form = (args.out_dtype == torch.float32, args.activation == "nvfp4")
     problem = GemmProblem(rows, codes.shape[1], groups, *form)
@@ -136,7 +138,7 @@ def plans(
         rows: N, of all groups.
         columns: K; there are none unless it is a multiple of 128.
         groups: Groups of rows with an input each.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
         out_dtype: bfloat16 or float32.
         scale_dtype: Dtype of the weight: float8_e8m0fnu or float32.
         max_tokens: At least 1.

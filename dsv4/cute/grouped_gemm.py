@@ -43,7 +43,7 @@ from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluQuantizeArgs,
     empty_codes,
 )
-from dsv4.ops.quantize import bfloat16_operand, block_values
+from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values
 from dsv4.quant.formats import SWIZZLED_EXPERTS
 
 # Fields of an ``Experts``, without its name.
@@ -60,7 +60,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     Nothing but the result, and at most 128 bytes for counters, is allocated for bfloat16
     activations whose rows begin at multiples of 16 bytes. Codes are dequantized first.
     """
-    x = _values(args.x, args.x_scales)
+    x = _values(args)
     (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     kind = (args.out_dtype == torch.float32, scaled, False, False, False, False)
@@ -75,7 +75,7 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    x, row_weight = _values(args.x, args.x_scales), args.row_weight
+    x, row_weight = _values(args), args.row_weight
     (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     kind = (args.out_dtype == torch.float32, scaled, True, row_weight is not None, False, False)
@@ -93,7 +93,7 @@ def grouped_gemm_swiglu_quantize(
     args: GroupedGemmSwigluQuantizeArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu_quantize``; allocates likewise."""
-    x, row_weight = _values(args.x, args.x_scales), args.row_weight
+    x, row_weight = _values(args), args.row_weight
     experts, rows, _ = args.weight.shape
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     swizzled = args.scale_layout == SWIZZLED_EXPERTS
@@ -107,9 +107,11 @@ def grouped_gemm_swiglu_quantize(
     return out
 
 
-def _values(x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """The rows, of codes without their global scales."""
-    return x if scales is None else block_values(x, scales, torch.bfloat16)
+def _values(args: _AnyArgs) -> torch.Tensor:
+    """The rows as the kernels multiply them: of codes the values without their global scales."""
+    if args.x_scales is not None:
+        return block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
+    return fp8_values(args.x) if args.activation == "fp8" else args.x
 
 
 def _multiply(

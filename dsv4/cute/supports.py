@@ -36,7 +36,7 @@ from dsv4.ops.unsupported import (
     ragged_groups,
 )
 from dsv4.quant import fragments
-from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4, SWIZZLED
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, NVFP4, SWIZZLED
 from dsv4.triton import supports as triton
 
 GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs
@@ -235,8 +235,9 @@ def _tcgen05(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: int)
 def tcgen05_grouped_gemm(call: Call) -> str | None:
     """Return why ``grouped_gemm`` and its fused forms, all in NVFP4, are unsupported."""
     args: GroupedArgs = call.args
-    # Rows that come as codes are NVFP4, and their activation is called "bf16".
-    activation = args.activation if args.x_scales is None else NVFP4.name
+    activation = args.activation
+    if args.x_scales is not None:  # the activation of rows that come as codes is called "bf16"
+        activation = NVFP4.name if args.x.dtype == NVFP4.codes_dtype else FP8_TOKEN.name
     elsewhere = (
         not_both_nvfp4(args.format, activation)
         or not_swizzled(args.layout)
@@ -370,6 +371,13 @@ def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool
     if dtype != torch.bfloat16:
         return f"kernels for packed weights take bfloat16, the model is {dtype}"
     return no_cute(device) if experts else no_triton(device)
+
+
+def no_fp8_gemm(device: torch.device) -> str | None:
+    """Return why no GEMM on a device multiplies FP8 activations by FP8 tensor cores, or None."""
+    if not any(row.name == "fp8" for row in implementations("gemm")):
+        return "this version has no GEMM by FP8 tensor cores"
+    return not_hopper(device)
 
 
 def packed_layout(device: torch.device, activation: str) -> str:

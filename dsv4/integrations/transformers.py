@@ -150,7 +150,8 @@ def apply(
             ====================  ==========================================================
         numerics: ``"transformers"``, or ``"deepseek"`` for the reference behaviour, which a model
             has entirely only if all parts are swapped.
-        activation: ``"bf16"``, or ``"nvfp4"`` to quantise what quantised weights multiply.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"`` to quantise what quantised weights
+            multiply.
 
     Returns:
         The report of replaced modules and of others; ``report.undo()`` undoes the swap.

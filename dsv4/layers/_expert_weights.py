@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizz
 from dsv4.layers._module import frozen, refused_while_packed
 from dsv4.layers.linear import PACKED_LAYOUTS
 from dsv4.quant import fragments
+from dsv4.quant.exact_fp8 import with_row_exponent
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
 # Rows and columns of a whole tile of a matrix.
@@ -31,8 +32,8 @@ class ExpertWeights(ExpertStacks):
         captured before must be captured again. A layer that has this layout already stays as it is.
 
         Args:
-            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
-                ``"swizzled_128x4"`` for NVFP4 activations there.
+            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 and FP8 activations on
+                Blackwell; ``"swizzled_128x4"`` for NVFP4 activations there.
 
         Raises:
             ValueError: if the layout is none of these, the weights are not NVFP4, a matrix is not a
@@ -44,6 +45,7 @@ class ExpertWeights(ExpertStacks):
         self._check_whole()
         if self.layout == layout:
             return
+        self.check_on_device()
         self._check_packable(layout)
         self.unpack()
         scale = self.quantized_weight("gate_up_proj").global_scale
@@ -54,6 +56,14 @@ class ExpertWeights(ExpertStacks):
         self._rewrite(packing if layout == FRAGMENTS else swizzling)
         self._finish(layout)
         self.gate_up_row_scale = scale.detach().repeat(1, self.intermediate_dim)
+        if layout == FRAGMENTS:
+            self._examine()
+
+    def _examine(self) -> None:
+        """Find out which stacks FP8 tensor cores can multiply without a rounding."""
+        for name in PROJECTIONS:
+            weight, self.exactness[name] = with_row_exponent(self.quantized_weight(name))
+            setattr(self, name + "_exponent", weight.row_exponent)
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -65,9 +75,11 @@ class ExpertWeights(ExpertStacks):
         self._check_whole()
         if self.layout == LINEAR:
             return
+        self.check_on_device()
         self._rewrite(unpacking if self.layout == FRAGMENTS else unswizzling)
         self._finish(LINEAR)
         self.gate_up_row_scale = None
+        self._forget_exponents()
 
     def _check_packable(self, layout: str) -> None:
         if self.format != NVFP4:
@@ -124,6 +136,7 @@ class ExpertWeights(ExpertStacks):
         return (experts, rows * half // 8) if layout == SWIZZLED else (experts, rows, half // 8)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.check_on_device()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout == LINEAR:
             return
@@ -139,16 +152,18 @@ class ExpertWeights(ExpertStacks):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
+        self.check_on_device()
         if self.layout == LINEAR:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
             return
         lists[-1].append(refused_while_packed(f"{prefix}gate_up_proj"))
 
-    def declare_packed(self, layout: str = FRAGMENTS) -> None:
+    def declare_packed(self, layout: str = FRAGMENTS, exact: Sequence[bool] = ()) -> None:
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
 
         Args:
             layout: See ``pack``.
+            exact: Whether gate and up, and down, are exact in FP8; empty: neither is.
 
         Raises:
             ValueError: if a matrix is not a whole number of tiles.
@@ -160,3 +175,7 @@ class ExpertWeights(ExpertStacks):
         self.gate_up_row_scale = torch.empty(
             rows, dtype=torch.float32, device=self.gate_up_proj.device
         )
+        for name, is_exact in zip(PROJECTIONS, exact, strict=False):
+            codes = getattr(self, name)
+            exponent = torch.empty(codes.shape[:-1], dtype=torch.int8, device=codes.device)
+            setattr(self, name + "_exponent", exponent if is_exact else None)

@@ -29,6 +29,7 @@ class FusedWeight(FixedDtypeModule):
     codes: torch.Tensor
     scales: torch.Tensor
     global_scale: torch.Tensor
+    row_exponent: torch.Tensor | None
 
     def __init__(
         self, weight: QuantizedTensor, rows: tuple[int, ...], *, interleaved: bool
@@ -39,12 +40,14 @@ class FusedWeight(FixedDtypeModule):
         self.register_buffer("codes", weight.codes, persistent=False)
         self.register_buffer("scales", weight.scales, persistent=False)
         self.register_buffer("global_scale", weight.global_scale, persistent=False)
+        self.register_buffer("row_exponent", weight.row_exponent, persistent=False)
 
     def whole(self) -> QuantizedTensor:
         """All rows: a segment per layer, or interleaved; each layer's have its global scale."""
         segments, tensors = () if self.interleaved else self.rows, self._buffers
         codes, scales, global_scale = tensors["codes"], tensors["scales"], tensors["global_scale"]
-        return self.value_of(codes, scales, global_scale, self.format, self.layout, segments)
+        rest = (self.format, self.layout, segments, tensors["row_exponent"])
+        return self.value_of(codes, scales, global_scale, *rest)
 
     def part(self, index: int) -> QuantizedTensor:
         """Return the rows of one layer: a packed view, or, if they are interleaved, a copy.
@@ -64,9 +67,9 @@ class FusedWeight(FixedDtypeModule):
         if self.layout == SWIZZLED:
             blocks = self.codes.shape[1] // 8
             scale_rows = slice(*(swizzled_size(n, blocks) for n in (rows.start, rows.stop)))
-        return QuantizedTensor(
-            self.codes[rows], self.scales[scale_rows], scale, self.format, self.layout
-        )
+        exponent = None if self.row_exponent is None else self.row_exponent[rows]
+        parts = (self.codes[rows], self.scales[scale_rows], scale, self.format, self.layout)
+        return QuantizedTensor(*parts, row_exponent=exponent)
 
     def extra_repr(self) -> str:
         """Rows of each layer."""
@@ -74,7 +77,7 @@ class FusedWeight(FixedDtypeModule):
 
 
 def interleaved_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Interleave n parts: row ``r`` is row ``r // n`` of part ``r % n``, with its global scale.
+    """Interleave n parts: row ``r`` is row ``r // n`` of part ``r % n``, with its scales.
 
     In addition to the result, memory holds one part unpacked and the buffers of
     ``dsv4.quant.fragments``, or a second copy of the result's swizzled scales.
@@ -100,4 +103,7 @@ def interleaved_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         return linear.with_layout(SWIZZLED)
     for target, source in [] if codes.is_meta else packing(codes, scales, pairs=False):
         target.copy_(source)
-    return QuantizedTensor(codes, scales, row_scale, first.format, FRAGMENTS)
+    exponents = [part.row_exponent for part in parts if part.row_exponent is not None]
+    exponent = torch.stack(exponents, -1).flatten() if len(exponents) == count else None
+    parts_of_it = (codes, scales, row_scale, first.format, FRAGMENTS)
+    return QuantizedTensor(*parts_of_it, row_exponent=exponent)

@@ -22,9 +22,10 @@ from dsv4.layers._module import (
     wider,
 )
 from dsv4.layers.observer import AmaxObserver
-from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm import ACTIVATIONS, gemm
 from dsv4.ops.quantize import dequantize
 from dsv4.quant import fragments
+from dsv4.quant.exact_fp8 import Exactness, with_row_exponent
 from dsv4.quant.formats import (
     FRAGMENTS,
     LINEAR,
@@ -35,7 +36,6 @@ from dsv4.quant.formats import (
     format_named,
 )
 
-ACTIVATIONS = ("bf16", "nvfp4")
 PACKED_LAYOUTS = (FRAGMENTS, SWIZZLED)
 _OWN = ("weight", "weight_scale", "weight_scale_2")
 
@@ -60,10 +60,14 @@ class Linear(FixedDtypeModule):
         fused: A matrix of several layers, whose part ``fused_part`` is this layer's weight, or
             None.
         activation: ``"bf16"`` leaves x as it is; ``"nvfp4"`` quantises x, with ``input_scale`` or,
-            without one, with a scale per token. Plain weights never quantise x.
+            without one, with a scale per token; ``"fp8"`` rounds x to FP8 by tokens. Plain weights
+            never quantise x.
+        exactness: Of a weight packed for Hopper, whether FP8 tensor cores can multiply it without
+            a rounding, and what is in the way; None of others.
     """
 
     stored = frozenset({"weight_scale", "weight_scale_2", "input_scale"})
+    weight_exponent: torch.Tensor | None
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = False, *, activation: str = "bf16"
@@ -86,6 +90,9 @@ class Linear(FixedDtypeModule):
         self.register_parameter("weight_scale", None)
         self.register_parameter("weight_scale_2", None)
         self.register_parameter("input_scale", None)
+        # Of a weight that is exact in E4M3, see ``QuantizedTensor.row_exponent``.
+        self.register_buffer("weight_exponent", None, persistent=False)
+        self.exactness: Exactness | None = None
 
     def forward(
         self,
@@ -118,12 +125,12 @@ class Linear(FixedDtypeModule):
             return F.linear(x, self.weight)
         if is_plain:
             return self._plain(x, out_dtype)
-        quantises = self.activation == "nvfp4" and self.observer is None
+        activation = self.activation if self.observer is None else "bf16"
         return gemm(
             x,
             self.quantized_weight(),
-            activation="nvfp4" if quantises else "bf16",
-            input_scale=self.input_scale if quantises else None,
+            activation=activation,
+            input_scale=self.input_scale if activation == "nvfp4" else None,
             groups=self.groups,
             out_dtype=out_dtype,
             reserve_sms=reserve_sms,
@@ -177,7 +184,8 @@ class Linear(FixedDtypeModule):
         tensors = self._parameters  # see ``FixedDtypeModule``
         codes, scales = tensors["weight"], tensors["weight_scale"]
         assert scales is not None
-        return self.value_of(codes, scales, tensors["weight_scale_2"], self.format, self.layout)
+        rest = (self.format, self.layout, (), self._buffers["weight_exponent"])
+        return self.value_of(codes, scales, tensors["weight_scale_2"], *rest)
 
     def dense_weight(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight as a plain tensor ``[out, in]``."""
@@ -225,6 +233,8 @@ class Linear(FixedDtypeModule):
             parameter, parts = frozen(weight.codes), (weight.scales, weight.global_scale)
         self.weight = parameter
         self.weight_scale, self.weight_scale_2 = (None if t is None else frozen(t) for t in parts)
+        exponent = None if isinstance(weight, torch.Tensor) else weight.row_exponent
+        self.weight_exponent, self.exactness = exponent, None
 
     def _leave(self) -> None:
         """Give up the part of a fused weight; the other layers keep theirs."""
@@ -238,6 +248,7 @@ class Linear(FixedDtypeModule):
         self._leave()
         for name in _OWN:
             self.register_parameter(name, None)
+        self.weight_exponent = None  # the fused weight has all rows'
         self.fused, self.fused_part = fused, part
 
     def _check_tiles(self, layout: str) -> None:
@@ -261,8 +272,8 @@ class Linear(FixedDtypeModule):
         has this layout already stays as it is; a layer in another layout leaves its fused weight.
 
         Args:
-            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 activations on Blackwell;
-                ``"swizzled_128x4"`` for NVFP4 activations there.
+            layout: ``"fragments_16x64"`` for Hopper, and for bfloat16 and FP8 activations on
+                Blackwell; ``"swizzled_128x4"`` for NVFP4 activations there.
 
         Raises:
             ValueError: if the weight is not NVFP4, is on the meta device, or for fragments is not a
@@ -282,7 +293,11 @@ class Linear(FixedDtypeModule):
             raise ValueError(f"{name}: the weight is on the meta device, wanted one with values")
         self._check_tiles(layout)
         weight = self.quantized_weight() if self.layout == LINEAR else self._unpacked()
-        self._hold(weight.with_layout(layout))
+        packed, exactness = weight.with_layout(layout), None
+        if layout == FRAGMENTS:
+            packed, exactness = with_row_exponent(packed)
+        self._hold(packed)
+        self.exactness = exactness
 
     def unpack(self) -> None:
         """Undo ``pack``, bit for bit; leaves a fused weight. An unpacked layer stays as it is."""
@@ -301,6 +316,7 @@ class Linear(FixedDtypeModule):
             codes=weight.codes.contiguous(),
             scales=weight.scales.contiguous(),
             global_scale=weight.global_scale.clone(),
+            row_exponent=None,
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.fusion import join_weights
 from dsv4.layers.linear import PACKED_LAYOUTS, Linear
-from dsv4.quant.formats import FRAGMENTS, LINEAR
+from dsv4.quant.exact_fp8 import Exactness
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR
 
 _KINDS = (Linear, DeepseekV4Experts)
 _Layer = Linear | DeepseekV4Experts
@@ -24,11 +25,15 @@ class Packing:
         packed: Names of the linear layers and routed experts that are packed now.
         joined: Names of the linear layers that share one matrix, per matrix.
         kept: Names of the other layers, and why each is unchanged.
+        fp8: Counts of what keeps quantised weights from being exact in FP8, by name of a linear
+            layer or of a stack of experts: of weights packed for Hopper, and of FP8 ones. Those
+            that are exact (``Exactness.is_exact``) lose nothing on FP8 tensor cores.
     """
 
     packed: list[str] = field(default_factory=list)
     joined: list[tuple[str, ...]] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
+    fp8: dict[str, Exactness] = field(default_factory=dict)
 
 
 def pack_(model: nn.Module, layout: str = FRAGMENTS) -> Packing:
@@ -93,6 +98,7 @@ class Packer:
             layout = self._layout_for(layer)
         except ValueError as error:
             self.report.kept[name] = str(error)
+            self.report.fp8 |= exactness_of(name, layer)
             return
         _pack(self.report, name, layer, layout)
         for group in self._groups.get(layer, ()):
@@ -106,6 +112,16 @@ def _pack(report: Packing, name: str, layer: _Layer, layout: str) -> None:
         report.packed.append(name)
     except ValueError as error:
         report.kept[name] = str(error)
+    report.fp8 |= exactness_of(name, layer)
+
+
+def exactness_of(name: str, layer: _Layer) -> dict[str, Exactness]:
+    """Return what keeps a layer's weights from being exact in FP8, by name; see ``Packing``."""
+    if isinstance(layer, DeepseekV4Experts):
+        return {f"{name}.{stack}".lstrip("."): of for stack, of in layer.exactness.items()}
+    if layer.format == FP8_BLOCK and layer.weight_scale is not None:
+        return {name: Exactness(layer.weight_scale.numel())}
+    return {} if layer.exactness is None else {name: layer.exactness}
 
 
 def join_packed_(model: nn.Module) -> list[tuple[str, ...]]:

@@ -10,10 +10,13 @@ from dsv4.ops.all_reduce import all_reduce, hc_reduce_post, hc_reduce_post_pre_n
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.compressor_paged import compress_write_paged
+from dsv4.ops.expert_slots import expert_decide, expert_gather
+from dsv4.ops.fp8_token import moe_gather_fp8, rms_norm_fp8, swiglu_fp8
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
+from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.indexer import (
@@ -43,11 +46,14 @@ __all__ = [
     "dequantize",
     "draw_draft",
     "entry_slots",
+    "expert_decide",
+    "expert_gather",
     "fake_quantize_kv",
     "gemm",
     "gemm_swiglu",
     "grouped_gemm",
     "grouped_gemm_swiglu",
+    "grouped_gemm_swiglu_fp8",
     "grouped_gemm_swiglu_quantize",
     "hc_head",
     "hc_post",
@@ -65,6 +71,7 @@ __all__ = [
     "mark_nonfinite_",
     "moe_combine",
     "moe_gather",
+    "moe_gather_fp8",
     "moe_gather_quantize",
     "moe_permute",
     "moe_return",
@@ -77,6 +84,7 @@ __all__ = [
     "quantize_index_queries",
     "read_kv",
     "rms_norm",
+    "rms_norm_fp8",
     "rms_norm_pair",
     "rms_norm_quantize",
     "rope",
@@ -86,6 +94,7 @@ __all__ = [
     "route_topk",
     "sparse_attention",
     "swiglu",
+    "swiglu_fp8",
     "swiglu_quantize",
     "verify_greedy",
     "verify_sampled",

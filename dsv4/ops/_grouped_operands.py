@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops.gemm import check_columns, check_options
+from dsv4.ops.gemm import check_columns, check_format, check_options
 from dsv4.ops.quantize import positive
-from dsv4.quant.formats import LINEAR, NVFP4, QuantizedTensor
+from dsv4.quant.formats import FP8_TOKEN, LINEAR, NVFP4, QuantizedTensor
 
 PLAIN = "plain"
 
@@ -21,6 +21,7 @@ class Weight(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: list[int]
     format: str
     layout: str
@@ -30,14 +31,18 @@ class Rows(NamedTuple):
     """Sorted rows in the form that operators take.
 
     Attributes:
-        x: ``[R, K]``, or NVFP4 codes ``[R, K/2]``.
+        x: ``[R, K]``, or codes: NVFP4 ``[R, K/2]``, FP8 ``[R, K]``.
         scales: Linear block scales of codes, else None.
-        row_scale: float32 ``[R]``, the global scale of each row of codes, else None.
+        row_scale: float32 ``[R]``, the global scale of each row of NVFP4 codes, else None.
+        columns: K.
+        layout: Order of the columns of FP8 codes, linear of others.
     """
 
     x: torch.Tensor
+    columns: int
     scales: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
+    layout: str = LINEAR
 
 
 def checked_rows(
@@ -46,15 +51,19 @@ def checked_rows(
     """Check the rows and return them with the dtype of the result."""
     if isinstance(x, torch.Tensor):
         check_options(op, activation, out_dtype)
-        return Rows(x), x.dtype if out_dtype is None else out_dtype
-    if x.format != NVFP4 or len(x.shape) != 2:
-        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4")
+        return Rows(x, x.shape[-1]), x.dtype if out_dtype is None else out_dtype
+    if x.format not in (NVFP4, FP8_TOKEN) or len(x.shape) != 2:
+        raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4 or fp8_token")
     if activation != "bf16":
         raise ValueError(f"{op}: x is quantised, but activation is {activation!r}")
     if not torch.compiler.is_compiling():
         x.validate()
-    linear = x.with_layout(LINEAR)
-    rows = Rows(linear.codes, linear.scales, linear.row_scale().contiguous())
+    if x.format == NVFP4:
+        linear = x.with_layout(LINEAR)
+        row_scale = linear.row_scale().contiguous()
+        rows = Rows(linear.codes, x.columns, linear.scales, row_scale)
+    else:
+        rows = Rows(x.codes, x.columns, x.scales, None, x.layout)
     check_options(op, activation, out_dtype)
     return rows, torch.bfloat16 if out_dtype is None else out_dtype
 
@@ -76,13 +85,15 @@ def checked_weight(
     if len(shape) != 3:
         raise ValueError(f"{op}: weight has shape {list(shape)}, wanted [E, N, K]")
     if isinstance(weight, torch.Tensor):
-        parts = Weight(weight, None, None, [], PLAIN, LINEAR)
+        parts = Weight(weight, None, None, None, [], PLAIN, LINEAR)
         dtypes: Sequence[torch.dtype] = _check.FLOATS
     else:
+        check_format(op, weight)
         parts = Weight(
             weight.codes,
             weight.scales,
             weight.global_scale,
+            weight.row_exponent,
             list(weight.segments),
             weight.format.name,
             weight.layout,
@@ -98,7 +109,7 @@ def checked_weight(
         ("offsets", offsets, (torch.int32,), (shape[0] + 1,)),
         ("input_scale", input_scale, (torch.float32,), (shape[0],)),
     )
-    columns = x.shape[-1] if rows.scales is None else 2 * x.shape[-1]
+    columns = rows.columns
     if not compiling and (columns != shape[2] or (activation == "nvfp4" and columns % 16)):
         check_columns(op, columns, shape[2], activation)
     if input_scale is not None:

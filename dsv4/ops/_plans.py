@@ -176,10 +176,14 @@ _CONSTANTS: dict[type, Callable[[Any], Any]] = {
     Format: _format_name,
 }
 # Structures of tensors: the names of their tensors and of their other fields.
-_STRUCTURES = {QuantizedTensor: ("codes", "scales", "global_scale"), Pages: ("data",)}
+_STRUCTURES = {
+    QuantizedTensor: ("codes", "scales", "global_scale", "row_exponent"),
+    Pages: ("data",),
+}
 _FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     QuantizedTensor: lambda q: (
         q.global_scale is None,
+        q.row_exponent is None,
         _format_name(q.format),
         q.layout,
         q.segments,

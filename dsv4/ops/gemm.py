@@ -12,9 +12,9 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
-from dsv4.quant.formats import QuantizedTensor
+from dsv4.quant.formats import FORMATS, FP8_TOKEN, QuantizedTensor
 
-ACTIVATIONS = ("bf16", "nvfp4")
+ACTIVATIONS = ("bf16", "nvfp4", "fp8")
 
 
 class GemmArgs(NamedTuple):
@@ -25,10 +25,11 @@ class GemmArgs(NamedTuple):
         codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
         scales: Block scales in the weight's layout.
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
+        row_exponent: int8 ``[N]`` of a weight that is exact in E4M3, else None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
         layout: Layout of the weight's codes and block scales.
-        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         groups: G; the weight's rows are the groups' one after another.
         out_dtype: Dtype of the result, floating.
@@ -38,6 +39,7 @@ class GemmArgs(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: Sequence[int]
     format: str
     layout: str
@@ -85,6 +87,8 @@ def gemm(
         weight: ``[N, K]``, or ``[G * N, K]`` with the groups' rows one after another.
         activation: ``"bf16"`` takes ``x`` as it is. ``"nvfp4"`` quantises ``x`` first, with
             ``input_scale`` (static) or, without it, with one dynamic global scale per row.
+            ``"fp8"`` rounds ``x`` to FP8 first, each row by 128 columns (``quantize`` with
+            ``"fp8_token"``; specification, section 11.7).
         input_scale: float32 ``[]`` or ``[1]``, finite and above 0; only with ``"nvfp4"``. Values on
             other devices than the CPU are not checked; an invalid one gives NaN.
         groups: G.
@@ -111,6 +115,7 @@ def gemm(
         weight.codes,
         weight.scales,
         weight.global_scale,
+        weight.row_exponent,
         list(weight.segments),
         weight.format.name,
         weight.layout,
@@ -136,6 +141,7 @@ def check_gemm(
     """Check the arguments of ``gemm``; return the scale as operators take it."""
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
+    check_format(op, weight)
     if input_scale is not None:
         input_scale = check_input_scale(op, activation, input_scale)
     _check.tensors(
@@ -156,6 +162,15 @@ def check_gemm(
         if columns != shape[1] or (activation == "nvfp4" and columns % 16):
             check_columns(op, columns, shape[1], activation)
     return input_scale
+
+
+def check_format(op: str, weight: QuantizedTensor) -> None:
+    """Raise ValueError if ``weight`` has the format of activations."""
+    if weight.format is FP8_TOKEN or weight.format == FP8_TOKEN:
+        raise ValueError(
+            f"{op}: weight is in {FP8_TOKEN.name!r}, which is for activations, wanted one of "
+            f"{', '.join(map(repr, FORMATS))}"
+        )
 
 
 def check_options(op: str, activation: str, out_dtype: torch.dtype | None) -> None:

@@ -22,10 +22,11 @@ class GemmSwigluArgs(NamedTuple):
         codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
         scales: Block scales in the weight's layout.
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
+        row_exponent: int8 ``[N]`` of a weight that is exact in E4M3, else None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         format: Name of the weight's format.
         layout: Layout of the weight's codes and block scales.
-        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"``: ``x`` is quantised first.
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         limit: Clamp bound above 0, or None for no clamp.
         out_dtype: Dtype of the result, floating.
@@ -35,6 +36,7 @@ class GemmSwigluArgs(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: Sequence[int]
     format: str
     layout: str
@@ -94,6 +96,7 @@ def gemm_swiglu(
         weight.codes,
         weight.scales,
         weight.global_scale,
+        weight.row_exponent,
         list(weight.segments),
         weight.format.name,
         weight.layout,

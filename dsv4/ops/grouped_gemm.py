@@ -29,18 +29,22 @@ class GroupedGemmArgs(NamedTuple):
     """Arguments of ``grouped_gemm``: GEMM of sorted rows with the weights of their experts.
 
     Attributes:
-        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        x: ``[R, K]`` sorted rows, floating, or their codes: NVFP4 ``[R, K/2]`` uint8, or FP8
+            ``[R, K]`` float8_e4m3fn.
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
         layout: Layout of the weight's codes and block scales.
-        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
-        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
-        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
+            float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
+        row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         out_dtype: Dtype of the result, floating.
         settled: Whether another GEMM already waited for the offsets.
     """
@@ -49,6 +53,7 @@ class GroupedGemmArgs(NamedTuple):
     weight: torch.Tensor
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: Sequence[int]
     offsets: torch.Tensor
     format: str
@@ -56,6 +61,7 @@ class GroupedGemmArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     out_dtype: torch.dtype
     settled: bool
@@ -88,18 +94,18 @@ def grouped_gemm(
     they hold. An expert without rows costs nothing (specification, section 8.2).
 
     Args:
-        x: ``[R, K]``, rows sorted by expert (``moe_permute``). NVFP4 rows are equal to rows that
-            the GEMM quantises itself; ``activation`` is ``"bf16"`` then.
+        x: ``[R, K]``, rows sorted by expert (``moe_permute``). Rows in NVFP4 or ``"fp8_token"`` are
+            equal to rows that the GEMM quantises itself; ``activation`` is ``"bf16"`` then.
         weight: ``[E, N, K]``, quantised or a plain floating tensor.
         offsets: int32 ``[E + 1]`` on the device of ``x``: 0, then non-decreasing, at most R. Its
             values are data: the reference checks them, a kernel need not.
-        activation: ``"bf16"`` or ``"nvfp4"``; see ``gemm``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``; see ``gemm``.
         input_scale: float32 ``[E]``, one per expert, finite and above 0, or None (dynamic, per
             row); only with ``"nvfp4"``.
         settled: Promises that another GEMM with these offsets was launched between the kernel that
             wrote them and this one: a kernel may then read them, and their experts' weights, while
             that GEMM still runs. The second GEMM of the experts passes True.
-        out_dtype: Floating; ``x.dtype`` if None, bfloat16 for NVFP4 rows.
+        out_dtype: Floating; ``x.dtype`` if None, bfloat16 for quantised rows.
         out: Tensor for the result, of ``out_dtype``, contiguous, at a multiple of 16 bytes, sharing
             no memory with the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -119,6 +125,7 @@ def grouped_gemm(
         parts.codes,
         parts.scales,
         parts.global_scale,
+        parts.row_exponent,
         parts.segments,
         offsets,
         parts.format,
@@ -126,6 +133,7 @@ def grouped_gemm(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         out_dtype,
         settled,

@@ -25,18 +25,22 @@ class GroupedGemmSwigluArgs(NamedTuple):
     """Arguments of ``grouped_gemm_swiglu``: ``grouped_gemm``, and SwiGLU of the result.
 
     Attributes:
-        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        x: ``[R, K]`` sorted rows, floating, or their codes: NVFP4 ``[R, K/2]`` uint8, or FP8
+            ``[R, K]`` float8_e4m3fn.
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
         layout: Layout of the weight's codes and block scales.
-        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
-        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
-        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
+            float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
+        row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         out_dtype: Dtype of the result, floating.
@@ -46,6 +50,7 @@ class GroupedGemmSwigluArgs(NamedTuple):
     weight: torch.Tensor
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: Sequence[int]
     offsets: torch.Tensor
     format: str
@@ -53,6 +58,7 @@ class GroupedGemmSwigluArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     limit: float | None
     row_weight: torch.Tensor | None
@@ -63,18 +69,22 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
     """Arguments of ``grouped_gemm_swiglu_quantize``: ``grouped_gemm_swiglu`` with an NVFP4 result.
 
     Attributes:
-        x: ``[R, K]`` sorted rows, floating, or their NVFP4 codes ``[R, K/2]`` uint8.
+        x: ``[R, K]`` sorted rows, floating, or their codes: NVFP4 ``[R, K/2]`` uint8, or FP8
+            ``[R, K]`` float8_e4m3fn.
         weight: ``[E, N, K]`` floating, or codes ``[E, N, K/2]``.
         scales: Block scales of codes in the weight's layout, else None.
         global_scale: float32, of each expert's weight ``[E, 1]``, or of each of its parts; or None.
+        row_exponent: int8 ``[E, N]`` of a weight that is exact in E4M3, or None; changes no value.
         segments: Rows of each part of a fused weight; empty: one part.
         offsets: int32 ``[E + 1]``: expert e owns the rows ``offsets[e]`` to ``offsets[e + 1]``.
         format: Name of the weight's format, or ``"plain"``.
         layout: Layout of the weight's codes and block scales.
-        activation: ``"bf16"`` or ``"nvfp4"``: ``x`` is quantised first.
+        activation: ``"bf16"``, or ``"nvfp4"`` or ``"fp8"``: ``x`` is quantised first.
         input_scale: float32 ``[E]``, static global scales of quantised ``x``, or None.
-        x_scales: float8_e4m3fn ``[R, K/16]``, linear block scales where ``x`` is codes, else None.
-        row_scale: float32 ``[R]``, global scale of each row of codes, else None.
+        x_scales: Linear block scales where ``x`` is codes: float8_e4m3fn ``[R, K/16]`` of NVFP4,
+            float8_e8m0fnu ``[R, ceil(K/128)]`` of FP8; else None.
+        x_layout: Order of the columns of FP8 codes, ``"linear"`` of others.
+        row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         result_scale: float32 ``[E]``, static global scale of each expert's results.
@@ -85,6 +95,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
     weight: torch.Tensor
     scales: torch.Tensor | None
     global_scale: torch.Tensor | None
+    row_exponent: torch.Tensor | None
     segments: Sequence[int]
     offsets: torch.Tensor
     format: str
@@ -92,6 +103,7 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
     activation: str
     input_scale: torch.Tensor | None
     x_scales: torch.Tensor | None
+    x_layout: str
     row_scale: torch.Tensor | None
     limit: float | None
     row_weight: torch.Tensor | None
@@ -186,12 +198,13 @@ def grouped_gemm_swiglu(
     high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
-    _check_swiglu(op, rows.x, limit, row_weight)
+    check_grouped_swiglu(op, rows.x, limit, row_weight)
     args = GroupedGemmSwigluArgs(
         rows.x,
         parts.codes,
         parts.scales,
         parts.global_scale,
+        parts.row_exponent,
         parts.segments,
         offsets,
         parts.format,
@@ -199,6 +212,7 @@ def grouped_gemm_swiglu(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         limit,
         row_weight,
@@ -269,7 +283,7 @@ def grouped_gemm_swiglu_quantize(
     multiple = 32 if scale_layout == LINEAR else 128
     if high == 0 or high % multiple:
         raise ValueError(f"{op}: weight has {high} rows, wanted a positive multiple of {multiple}")
-    _check_swiglu(op, rows.x, limit, row_weight)
+    check_grouped_swiglu(op, rows.x, limit, row_weight)
     _check.tensors(
         op,
         ("weight", parts.codes, (parts.codes.dtype,), ("E", "N", None)),
@@ -281,6 +295,7 @@ def grouped_gemm_swiglu_quantize(
         parts.codes,
         parts.scales,
         parts.global_scale,
+        parts.row_exponent,
         parts.segments,
         offsets,
         parts.format,
@@ -288,6 +303,7 @@ def grouped_gemm_swiglu_quantize(
         activation,
         input_scale,
         rows.scales,
+        rows.layout,
         rows.row_scale,
         limit,
         row_weight,
@@ -298,9 +314,10 @@ def grouped_gemm_swiglu_quantize(
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 
 
-def _check_swiglu(
+def check_grouped_swiglu(
     op: str, x: torch.Tensor, limit: float | None, row_weight: torch.Tensor | None
 ) -> None:
+    """Check the arguments of SwiGLU behind a grouped GEMM of the rows ``x``."""
     if limit is not None and not limit > 0:
         raise ValueError(f"{op}: limit is {limit}, wanted one above 0 or None")
     if row_weight is not None:

@@ -288,7 +288,7 @@ def moe_gather(
         ("x", x, _check.FLOATS, ("T", "H")),
         ("rows", rows, _INT32, ("T", "k")),
     )
-    _check_slots("moe_gather", "rows", rows)
+    check_slots("moe_gather", "rows", rows)
     if out is None:
         return _moe_gather(MoeGatherArgs(x, rows), backend)
     _check.result("moe_gather", out, (rows.numel(), x.shape[1]), x.dtype, x)
@@ -339,7 +339,7 @@ def moe_sort(
         ("weights", weights, _check.FLOATS, ("T", "k")),
     )
     local = _local_experts(op, ids, num_experts, first_expert, num_local_experts)
-    _check_slots(op, "ids", ids)
+    check_slots(op, "ids", ids)
     args = MoeSortArgs(x, ids, weights, num_experts, first_expert, local)
     if out is None:
         return _moe_sort(args, backend)
@@ -392,7 +392,7 @@ def moe_gather_quantize(
         ("offsets", offsets, _INT32, ("E + 1",)),
         ("input_scale", input_scale, (torch.float32,), (experts,)),
     )
-    _check_slots(op, "rows", rows)
+    check_slots(op, "rows", rows)
     _check_offsets(op, offsets)
     if layout != SWIZZLED_EXPERTS:
         check_scale_layout(NVFP4, layout)
@@ -452,7 +452,7 @@ def moe_combine(
         ("weights", weights, _check.FLOATS, ("T", "k")),
         ("shared", shared, _check.FLOATS, ("T", "H")),
     )
-    _check_slots(op, "rows", rows)
+    check_slots(op, "rows", rows)
     _check_offsets(op, offsets)
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
@@ -460,7 +460,7 @@ def moe_combine(
     return _moe_combine(MoeCombineArgs(y, rows, offsets, weights, shared, out_dtype), backend)
 
 
-def _check_slots(op: str, name: str, slots: torch.Tensor) -> None:
+def check_slots(op: str, name: str, slots: torch.Tensor) -> None:
     """Raise ValueError unless each token has at least one slot in ``slots [T, k]``."""
     if not torch.compiler.is_compiling() and slots.shape[1] < 1:
         raise ValueError(f"{op}: {name} has shape {list(slots.shape)}, wanted a slot at least")

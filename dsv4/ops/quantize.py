@@ -1,4 +1,4 @@
-"""Quantise and dequantise NVFP4, MXFP4 and FP8 in 128x128 blocks."""
+"""Quantise and dequantise NVFP4, MXFP4 and FP8, by 128x128 blocks or by tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.quant.formats import (
+    ALL_FORMATS,
     FP8_BLOCK,
+    FP8_TOKEN,
     LINEAR,
     NVFP4,
     SWIZZLED,
@@ -22,6 +24,7 @@ from dsv4.quant.formats import (
     check_layout,
     check_positive,
     check_scale_layout,
+    check_token_columns,
     format_named,
 )
 from dsv4.quant.scales import swizzled_size
@@ -67,6 +70,18 @@ class QuantizeFp8BlockArgs(NamedTuple):
 
     x: torch.Tensor
     scale_dtype: torch.dtype
+
+
+class QuantizeFp8TokenArgs(NamedTuple):
+    """Arguments of ``quantize_fp8_token``: quantisation to FP8 by tokens.
+
+    Attributes:
+        x: ``[*batch, N, K]`` floating.
+        layout: Order of the columns of codes, ``"linear"`` or ``"fragments_16x64"``.
+    """
+
+    x: torch.Tensor
+    layout: str
 
 
 class DequantizeArgs(NamedTuple):
@@ -128,8 +143,24 @@ def _fake_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.Ten
     return codes, args.x.new_empty(tiles, dtype=args.scale_dtype)
 
 
+def _fake_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty_fp8_token(args.x, args.x.shape)
+
+
+def empty_fp8_token(x: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate codes and block scales of a matrix in ``"fp8_token"``, uninitialised.
+
+    Args:
+        x: Any tensor of the device.
+        shape: ``[*batch, N, K]``.
+    """
+    blocks = (*shape[:-1], (shape[-1] + 127) // 128)
+    codes = x.new_empty(tuple(shape), dtype=torch.float8_e4m3fn)
+    return codes, x.new_empty(blocks, dtype=torch.float8_e8m0fnu)
+
+
 def _fake_dequantize(args: DequantizeArgs) -> torch.Tensor:
-    packing = 2 if format_named(args.format).packed else 1
+    packing = 2 if format_named(args.format, ALL_FORMATS).packed else 1
     return args.codes.new_empty(
         (*args.codes.shape[:-1], args.codes.shape[-1] * packing), dtype=args.dtype
     )
@@ -138,6 +169,7 @@ def _fake_dequantize(args: DequantizeArgs) -> torch.Tensor:
 _quantize_nvfp4 = define("quantize_nvfp4", QuantizeNvfp4Args, _fake_nvfp4)
 _quantize_mxfp4 = define("quantize_mxfp4", QuantizeMxfp4Args, _fake_mxfp4)
 _quantize_fp8_block = define("quantize_fp8_block", QuantizeFp8BlockArgs, _fake_fp8_block)
+_quantize_fp8_token = define("quantize_fp8_token", QuantizeFp8TokenArgs, _fake_fp8_token)
 _dequantize = define("dequantize", DequantizeArgs, _fake_dequantize)
 
 
@@ -175,6 +207,9 @@ def quantize(
     **FP8**: blocks of 128 x 128, ragged at the borders, scale ``2 ^ ceil(log2(max(a, 448 * 2^-126)
     / 448))``, or with ``scale_dtype=torch.float32`` ``a / 448`` (at least 2^-126, 1 for a block of
     zeros).
+    **FP8 by tokens** (``"fp8_token"``, for activations; specification, section 11.7): 128 columns
+    of a row share the scale ``2 ^ ceil(log2(max(a, 1e-4) / 448))``, the last of a row may be fewer;
+    ``code = e4m3(x / scale)``, which never saturates.
 
     Non-finite values: E2M1 has no NaN, so a block of 16 (32) that holds one gets a NaN scale (0x7F;
     E8M0 0xFF) and codes 0, dequantises to NaN, and does not count towards ``amax``. In FP8 the
@@ -184,11 +219,13 @@ def quantize(
     Args:
         x: ``[*batch, N, K]``, bfloat16, float16, float32 or float64. K is a multiple of 16 (NVFP4)
             or 32 (MXFP4). N may be 0.
-        format: A ``Format`` or its name.
+        format: A ``Format`` or its name, also ``"fp8_token"``.
         global_scale: NVFP4 only: a number, or float32 ``[]``, ``[1]``, ``[*batch, 1]`` or
             ``[*batch, N]``.
         scaling: NVFP4 only: ``"static"``, ``"tensor"``, ``"token"`` or ``"weight"``.
-        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``.
+        layout: Layout of the block scales, ``"linear"`` or (4-bit formats) ``"swizzled_128x4"``;
+            of ``"fp8_token"`` that of the codes, ``"linear"`` or ``"fragments_16x64"``, whose
+            columns are those of weights in that layout, K a multiple of 128.
         scale_dtype: FP8 only: float8_e8m0fnu (the default) or float32.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -200,7 +237,7 @@ def quantize(
         ValueError: if K is not a multiple of the block, the global scale is missing, superfluous,
             of another shape, or not finite and above 0, or a name is unknown.
     """
-    fmt = format_named(format)
+    fmt = format_named(format, ALL_FORMATS)
     _check.floating("quantize", "x", x)
     _check_matrix(x, fmt)
     check_scale_layout(fmt, layout)
@@ -211,6 +248,10 @@ def quantize(
         raise ValueError(f"quantize: scale_dtype is {scale_dtype}, wanted {fmt.scale_dtypes[0]}")
     if fmt == FP8_BLOCK:
         return _to_fp8_block(x, scale_dtype or fmt.scale_dtypes[0], backend)
+    if fmt == FP8_TOKEN:
+        check_token_columns(layout, x.shape[-1])
+        codes, scales = _quantize_fp8_token(QuantizeFp8TokenArgs(x, layout), backend)
+        return QuantizedTensor(codes, scales, None, fmt, layout)
     if fmt == NVFP4:
         scale = given_scale("quantize", x, global_scale, scaling)
         codes, scales, total = _quantize_nvfp4(
@@ -312,8 +353,28 @@ def bfloat16_operand(
     return without_global_scale(q, torch.bfloat16).reshape(x.shape), row_scale
 
 
-def block_values(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``code * block scale`` of NVFP4 with linear scales, exact in floating dtypes."""
+def fp8_values(x: torch.Tensor) -> torch.Tensor:
+    """Round activations to FP8 by tokens, ``[..., K]`` in bfloat16: the operand of a GEMM.
+
+    bfloat16 holds each value exactly (specification, section 11.7).
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    return dequantize(quantize(flat, FP8_TOKEN), torch.bfloat16).reshape(x.shape)
+
+
+def block_values(
+    codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, layout: str = LINEAR
+) -> torch.Tensor:
+    """Return ``code * block scale`` of rows, exact in floating dtypes.
+
+    Args:
+        codes: NVFP4, uint8, with linear scales, or FP8 by tokens, float8_e4m3fn.
+        scales: Their block scales.
+        dtype: Dtype of the result.
+        layout: Order of the columns of FP8 codes.
+    """
+    if codes.dtype == FP8_TOKEN.codes_dtype:
+        return dequantize(QuantizedTensor(codes, scales, None, FP8_TOKEN, layout), dtype)
     return without_global_scale(QuantizedTensor(codes, scales, None, NVFP4), dtype)
 
 

@@ -105,7 +105,7 @@ def swiglu(
         ValueError: if the last size is odd, ``limit`` is not a positive number, ``layout`` is
             unknown, or ``row_weight`` has another shape or device.
     """
-    _check_arguments("swiglu", gate_up, limit, layout, row_weight)
+    check_swiglu("swiglu", gate_up, limit, layout, row_weight)
     out_dtype = gate_up.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"swiglu: out_dtype is {out_dtype}, wanted a floating type of 16 bits up")
@@ -146,7 +146,7 @@ def swiglu_quantize(
         ValueError: as ``swiglu`` and ``quantize`` do.
     """
     op = "swiglu_quantize"
-    _check_arguments(op, gate_up, limit, layout, row_weight)
+    check_swiglu(op, gate_up, limit, layout, row_weight)
     _check.one_of(op, "scaling", scaling, ("static", "token"))
     check_scale_layout(NVFP4, scale_layout)
     if gate_up.ndim < 2:
@@ -163,13 +163,14 @@ def swiglu_quantize(
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)
 
 
-def _check_arguments(
+def check_swiglu(
     op: str,
     gate_up: torch.Tensor,
     limit: float | None,
     layout: str,
     row_weight: torch.Tensor | None,
 ) -> None:
+    """Check the arguments of ``swiglu`` and of its forms that quantise."""
     rows = gate_up.shape[:-1]
     _check.tensors(
         op,

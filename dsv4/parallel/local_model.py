@@ -73,8 +73,10 @@ def _take_experts(
     local.format, local.layout, local.stored = whole.format, whole.layout, whole.stored
     for name, tensor in whole._parameters.items():
         local._parameters[name] = None if tensor is None else frozen(tensor[part].clone())
-    rows = whole.gate_up_row_scale
-    local.gate_up_row_scale = None if rows is None else rows[part].clone()
+    for name in ("gate_up_row_scale", "gate_up_proj_exponent", "down_proj_exponent"):
+        rows = getattr(whole, name)
+        setattr(local, name, None if rows is None else rows[part].clone())
+    local.exactness = dict(whole.exactness)
 
 
 def _take_plain(

@@ -11,7 +11,7 @@ Scale values and layouts are in ``dsv4.quant.scales``. Formulas: specification, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 
 from dsv4.quant import fragments
 from dsv4.quant.elements import mxfp4_as_nvfp4
+from dsv4.quant.fragments import fragment_columns, linear_columns
 from dsv4.quant.scales import (
     e8m0_from_bytes,
     e8m0_to_float,
@@ -35,6 +36,7 @@ from dsv4.quant.scales import (
 __all__ = [
     "FORMATS",
     "FP8_BLOCK",
+    "FP8_TOKEN",
     "FRAGMENTS",
     "LAYOUTS",
     "LINEAR",
@@ -80,7 +82,7 @@ class Format:
     """A number format: what the bytes of a quantised matrix are.
 
     Attributes:
-        name: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``.
+        name: ``"nvfp4"``, ``"mxfp4"`` or ``"fp8_block"``; of activations ``"fp8_token"``.
         element: ``"e2m1"`` (4 bits, two per byte, low nibble = even column) or ``"e4m3"``.
         block: Rows and columns that share one block scale.
         scale_dtypes: Allowed dtypes of the block scales, the preferred one first.
@@ -132,19 +134,26 @@ NVFP4 = Format("nvfp4", "e2m1", (1, 16), (torch.float8_e4m3fn,), True)
 MXFP4 = Format("mxfp4", "e2m1", (1, 32), (torch.float8_e8m0fnu,), False)
 FP8_BLOCK = Format("fp8_block", "e4m3", (128, 128), (torch.float8_e8m0fnu, torch.float32), False)
 FORMATS: dict[str, Format] = {f.name: f for f in (NVFP4, MXFP4, FP8_BLOCK)}
+# Of activations: each row has scales of its own. No weight is stored in it: it is none of FORMATS.
+FP8_TOKEN = Format("fp8_token", "e4m3", (1, 128), (torch.float8_e8m0fnu,), False)
+ALL_FORMATS: dict[str, Format] = {**FORMATS, FP8_TOKEN.name: FP8_TOKEN}
 
 
-def format_named(value: Format | str) -> Format:
+def format_named(value: Format | str, formats: Mapping[str, Format] = FORMATS) -> Format:
     """The format itself, or the one of that name.
+
+    Args:
+        value: A format or its name.
+        formats: Formats by name, those of weights unless others are named.
 
     Raises:
         ValueError: if no format has that name.
     """
     if isinstance(value, Format):
         return value
-    if value not in FORMATS:
-        raise ValueError(f"format is {value!r}, wanted one of {', '.join(map(repr, FORMATS))}")
-    return FORMATS[value]
+    if value not in formats:
+        raise ValueError(f"format is {value!r}, wanted one of {', '.join(map(repr, formats))}")
+    return formats[value]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,10 +170,14 @@ class QuantizedTensor:
             ``segments``, or N (one per row).
         format: The number format.
         layout: ``"linear"``, ``"swizzled_128x4"`` (scales moved) or ``"fragments_16x64"`` (codes
-            and scales moved for Hopper's tensor cores, NVFP4 only). Of a result for others also
+            and scales moved for Hopper's tensor cores, NVFP4 only; of ``"fp8_token"`` the columns
+            as weights in that layout have them). Of a result for others also
             ``"swizzled_128x4_experts"``, see ``swizzle_expert_scales``; no operator takes it.
         segments: Row counts that sum to N, one global scale each; ``()`` is one segment. A fused
             matrix keeps the global scale of each part: their maximum would mis-scale the others.
+        row_exponent: int8 ``[*batch, N]``, or None. It is there only if every value but for global
+            scales is exactly an E4M3 number times ``2 ** row_exponent`` of its row, see
+            ``dsv4.quant.exact_fp8``. It changes no value.
     """
 
     codes: torch.Tensor
@@ -173,6 +186,7 @@ class QuantizedTensor:
     format: Format
     layout: str = LINEAR
     segments: tuple[int, ...] = ()
+    row_exponent: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return its fields: what else it keeps holds for these tensors in this process."""
@@ -207,15 +221,20 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, block scales and global scales."""
-        present = (self.codes, self.scales, self.global_scale)
+        """Bytes of codes, block scales, global scales and rows' exponents."""
+        present = (self.codes, self.scales, self.global_scale, self.row_exponent)
         return sum(t.numel() * t.element_size() for t in present if t is not None)
 
     def to(self, device: torch.device | str) -> QuantizedTensor:
         """The same matrix on ``device``."""
         moved = None if self.global_scale is None else self.global_scale.to(device)
+        exponent = None if self.row_exponent is None else self.row_exponent.to(device)
         return replace(
-            self, codes=self.codes.to(device), scales=self.scales.to(device), global_scale=moved
+            self,
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            global_scale=moved,
+            row_exponent=exponent,
         )
 
     def __getitem__(self, index: int) -> QuantizedTensor:
@@ -227,7 +246,14 @@ class QuantizedTensor:
         if self.codes.dim() < 3:
             raise IndexError(f"{self!r} has no batch axis to index")
         scale = None if self.global_scale is None else self.global_scale[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], global_scale=scale)
+        exponent = None if self.row_exponent is None else self.row_exponent[index]
+        return replace(
+            self,
+            codes=self.codes[index],
+            scales=self.scales[index],
+            global_scale=scale,
+            row_exponent=exponent,
+        )
 
     def with_layout(self, layout: str) -> QuantizedTensor:
         """The same matrix, bit for bit, in ``layout``.
@@ -240,6 +266,9 @@ class QuantizedTensor:
             check_layout(self.format, name)
         if layout == self.layout:
             return self
+        if self.format == FP8_TOKEN:
+            order = fragment_columns if layout == FRAGMENTS else linear_columns
+            return replace(self, codes=order(self.codes), layout=layout)
         if self.layout == FRAGMENTS:
             codes, scales = fragments.unpack(self.codes, self.scales)
             linear = replace(self, codes=codes, scales=scales, layout=LINEAR)
@@ -282,6 +311,7 @@ class QuantizedTensor:
         """``shape``, of a value that passed ``validate``: its checks take longer than a GEMM."""
         _check_storage(self)
         _check_global_scale(self)
+        _check_row_exponent(self)
         return self.shape
 
 
@@ -289,7 +319,8 @@ def _check_storage(q: QuantizedTensor) -> None:
     name = q.format.name
     if q.codes.dtype != q.format.codes_dtype:
         raise TypeError(f"{name}: codes have dtype {q.codes.dtype}, wanted {q.format.codes_dtype}")
-    scale_dtypes = (torch.uint8,) if q.layout == FRAGMENTS else q.format.scale_dtypes
+    moved = q.layout == FRAGMENTS and q.format == NVFP4
+    scale_dtypes = (torch.uint8,) if moved else q.format.scale_dtypes
     if q.scales.dtype not in scale_dtypes:
         dtypes = " or ".join(map(str, scale_dtypes))
         raise TypeError(f"{name}: scales have dtype {q.scales.dtype}, wanted {dtypes}")
@@ -298,6 +329,8 @@ def _check_storage(q: QuantizedTensor) -> None:
     check_layout(q.format, q.layout)
     shape = q.shape
     q.format.codes_shape(shape)
+    if q.format == FP8_TOKEN:
+        check_token_columns(q.layout, shape[-1])
     wanted_shape = q.format.scales_shape(shape)
     if q.layout == SWIZZLED:
         wanted_shape = (*wanted_shape[:-2], swizzled_size(*wanted_shape[-2:]))
@@ -331,6 +364,20 @@ def _check_global_scale(q: QuantizedTensor) -> None:
         )
 
 
+def _check_row_exponent(q: QuantizedTensor) -> None:
+    exponent = q.row_exponent
+    if exponent is None:
+        return
+    name = q.format.name
+    if exponent.dtype != torch.int8:
+        raise TypeError(f"{name}: row_exponent has dtype {exponent.dtype}, wanted int8")
+    if q.format != NVFP4 or exponent.shape != q.codes.shape[:-1] or exponent.device != q.device:
+        raise ValueError(
+            f"{name}: row_exponent has shape {list(exponent.shape)} on {exponent.device}, wanted "
+            f"that of the rows of an nvfp4 matrix, {list(q.codes.shape[:-1])} on {q.device}"
+        )
+
+
 def check_layout(fmt: Format, layout: str) -> None:
     """Raise ValueError unless ``fmt`` can have its scales in ``layout``."""
     if layout == SWIZZLED_EXPERTS:
@@ -342,13 +389,22 @@ def check_layout(fmt: Format, layout: str) -> None:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(map(repr, LAYOUTS))}")
     if layout == SWIZZLED and not fmt.packed:
         raise ValueError(f"layout is {SWIZZLED!r}, wanted 'linear': {fmt.name} has no swizzled one")
-    if layout == FRAGMENTS and fmt != NVFP4:
+    if layout == FRAGMENTS and fmt not in (NVFP4, FP8_TOKEN):
         raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': only nvfp4 has that one")
+
+
+def check_token_columns(layout: str, columns: int) -> None:
+    """Raise ValueError unless rows in ``"fp8_token"`` can have their columns in ``layout``."""
+    if layout == FRAGMENTS and columns % FP8_TOKEN.block[1]:
+        raise ValueError(
+            f"{FP8_TOKEN.name}: {columns} columns, wanted a multiple of {FP8_TOKEN.block[1]} for "
+            f"layout {layout!r}"
+        )
 
 
 def check_scale_layout(fmt: Format, layout: str) -> None:
     """Raise ValueError unless what quantises can write scales of ``fmt`` in ``layout``."""
-    if layout == FRAGMENTS:
+    if layout == FRAGMENTS and fmt != FP8_TOKEN:
         raise ValueError(
             f"layout is {layout!r}, wanted 'linear' or {SWIZZLED!r}: that one is for weights, "
             "QuantizedTensor.with_layout makes it"
@@ -404,7 +460,7 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     The result is in fragments if all parts are, and swizzled if all are and all but the last have
     whole blocks of 128 rows, else linear. It has one segment per part (or per segment of a part),
     or one global scale per row if any part has that. Nothing is rescaled: the values are bitwise
-    the parts'.
+    the parts'. It has ``row_exponent`` if all parts do.
 
     Raises:
         ValueError: if the list is empty, or formats, scale dtypes, columns or batch shapes differ,
@@ -428,6 +484,7 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         rows = [part.rows for part in parts]
         raise ValueError(f"parts have {rows} rows, wanted multiples of {high} before the last")
     global_scale, segments = _cat_global(parts)
+    exponents = [p.row_exponent for p in parts if p.row_exponent is not None]
     return QuantizedTensor(
         _cat_bytes([p.codes for p in parts], -2),
         _cat_bytes([p.scales for p in parts], -1 if layout == SWIZZLED else -2),
@@ -435,6 +492,7 @@ def cat_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
         first.format,
         layout,
         segments,
+        torch.cat(exponents, -1) if len(exponents) == len(parts) else None,
     )
 
 

@@ -19,6 +19,11 @@ subnormals become normal, NaN stays NaN (0x9C), and zero is the byte that overfl
 The product of the two bfloat16 is exactly ``code * scale * 2^-7``. A tile keeps its 64 scales as
 ``[l // 4][j][h]``.
 
+FP8 tensor cores take the codes of a lane as operands of 128 columns. Activations in FP8 then have
+their columns in the order in which a lane has those of the weight (``fragment_columns``): with u,
+k, e in 0, 1 and j, q in 0 to 3, the column ``64 u + 16 j + 8 k + 2 q + e`` of 128 is at place
+``32 q + 16 u + 4 j + 2 e + (1 - k)``.
+
 Nothing is lost: ``unpack`` gives back every bit. With ``pairs`` the first half of the linear rows
 (gate) and the second (up) are interleaved in the tiles: row ``2 i`` is row ``i`` of the first half.
 """
@@ -99,6 +104,22 @@ def unpack(
     _check(codes)
     linear, moved = _mover(codes).unpack(codes, scales, pairs)
     return linear, moved.view(torch.float8_e4m3fn)
+
+
+def fragment_columns(codes: torch.Tensor) -> torch.Tensor:
+    """Columns ``[..., K]`` of 8-bit codes in the order of fragments, K a multiple of 128."""
+    parts = codes.view(torch.uint8).unflatten(-1, (codes.shape[-1] // 128, 2, 4, 2, 4, 2))
+    u, j, k, q, e = range(-5, 0)
+    rest = range(-parts.dim(), -5)
+    return parts.permute(*rest, q, u, j, e, k).flip(-1).flatten(-6).view(codes.dtype)
+
+
+def linear_columns(codes: torch.Tensor) -> torch.Tensor:
+    """The inverse of ``fragment_columns``."""
+    parts = codes.view(torch.uint8).unflatten(-1, (codes.shape[-1] // 128, 4, 2, 4, 2, 2))
+    q, u, j, e, k = range(-5, 0)
+    rest = range(-parts.dim(), -5)
+    return parts.flip(-1).permute(*rest, u, j, k, q, e).flatten(-6).view(codes.dtype)
 
 
 def _mover(codes: torch.Tensor) -> Any:

@@ -7,7 +7,7 @@ import torch
 from dsv4.ops.gemm import GemmArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference.quantize import fake_quantized, operand
+from dsv4.reference.quantize import fake_quantized, fp8_rounded, operand
 
 
 def matmul(
@@ -24,7 +24,7 @@ def matmul(
         x: ``[R, K]``.
         weight: ``[N, K]`` in the compute dtype, without its global scale.
         weight_scale: Global scale of every row of the weight, ``[N]``, or None.
-        activation: ``"bf16"`` (x as it is) or ``"nvfp4"`` (x quantised first).
+        activation: ``"bf16"`` (x as it is), ``"nvfp4"`` or ``"fp8"`` (x quantised first).
         input_scale: ``[1]``, ``[R]`` or None (dynamic, per row of x); NVFP4 only.
         row_scale: Global scale of every row of x, ``[R]``, or None; only with ``"bf16"``.
     """
@@ -32,6 +32,8 @@ def matmul(
     values, alpha = x.to(weight.dtype), weight_scale
     if activation == "nvfp4":
         values, row_scale = fake_quantized(x, input_scale, weight.dtype)
+    elif activation == "fp8":
+        values = fp8_rounded(x, weight.dtype)
     if row_scale is not None:
         row = row_scale.to(weight.dtype)[:, None]
         alpha = row if weight_scale is None else row * weight_scale

@@ -9,13 +9,22 @@ import torch
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
-from dsv4.ops.quantize import QuantizeNvfp4Args
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
+from dsv4.ops.quantize import QuantizeFp8TokenArgs, QuantizeNvfp4Args
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import matmul
-from dsv4.reference.quantize import operand, quantize_nvfp4
+from dsv4.reference.quantize import operand, quantize_fp8_token, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
+
+_AnyArgs = (
+    GroupedGemmArgs
+    | GroupedGemmSwigluArgs
+    | GroupedGemmSwigluQuantizeArgs
+    | GroupedGemmSwigluFp8Args
+)
+_PLAIN = {"x_scales": None, "x_layout": formats.LINEAR}  # of rows that are no codes
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -25,7 +34,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     do that: it synchronises and cannot be captured in a CUDA graph.
     """
     bounds = _bounds(args.offsets, args.x.shape[0])
-    x = _values(args.x, args.x_scales, args.out_dtype)
+    x = _values(args, args.out_dtype)
     high = args.weight.shape[1]
     if out is None:
         out = x.new_empty((x.shape[0], high), dtype=args.out_dtype)
@@ -55,8 +64,8 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``. Reads the offsets on the host."""
-    x = _values(args.x, args.x_scales, args.out_dtype)
-    wide = {"x": x, "x_scales": None, "out_dtype": compute_dtype(x), "settled": False}
+    x = _values(args, args.out_dtype)
+    wide = {"x": x, **_PLAIN, "out_dtype": compute_dtype(x), "settled": False}
     gate_up = grouped_gemm(as_record(GroupedGemmArgs, args, **wide))
     result = swiglu(SwigluArgs(gate_up, args.limit, "interleaved", args.row_weight, args.out_dtype))
     result[int(args.offsets[-1]) :] = 0  # whatever such a row weighs
@@ -70,8 +79,8 @@ def grouped_gemm_swiglu_quantize(
 
     Reads the offsets on the host.
     """
-    x = _values(args.x, args.x_scales, torch.bfloat16)
-    rows = {"x": x, "x_scales": None, "out_dtype": x.dtype}
+    x = _values(args, torch.bfloat16)
+    rows = {"x": x, **_PLAIN, "out_dtype": x.dtype}
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, **rows))
     total = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
     for expert, (start, end) in enumerate(itertools.pairwise(_bounds(args.offsets, x.shape[0]))):
@@ -82,13 +91,26 @@ def grouped_gemm_swiglu_quantize(
     return codes, scales, total
 
 
-def _values(x: torch.Tensor, scales: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_gemm_swiglu_fp8(args: GroupedGemmSwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm_swiglu_fp8.grouped_gemm_swiglu_fp8``.
+
+    Reads the offsets on the host.
+    """
+    x = _values(args, torch.bfloat16)
+    rows = {"x": x, **_PLAIN, "out_dtype": x.dtype}
+    inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, **rows))
+    return quantize_fp8_token(QuantizeFp8TokenArgs(inner, args.result_layout))
+
+
+def _values(args: _AnyArgs, out_dtype: torch.dtype) -> torch.Tensor:
     """The rows, of codes without their global scales: in bfloat16, which is exact."""
+    x, scales = args.x, args.x_scales
     if scales is None:
         return x
     dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
     compute = torch.promote_types(dtype, torch.float32)
-    return operand(x, scales, formats.NVFP4.name, formats.LINEAR, compute).to(dtype)
+    name = (formats.NVFP4 if x.dtype == torch.uint8 else formats.FP8_TOKEN).name
+    return operand(x, scales, name, args.x_layout, compute).to(dtype)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

@@ -14,17 +14,20 @@ import torch.nn.functional as F
 from dsv4.ops.quantize import (
     DequantizeArgs,
     QuantizeFp8BlockArgs,
+    QuantizeFp8TokenArgs,
     QuantizeMxfp4Args,
     QuantizeNvfp4Args,
 )
 from dsv4.quant import formats
 from dsv4.quant.elements import decode_e2m1, encode_e2m1, encode_e4m3, pack, unpack
-from dsv4.quant.formats import FORMATS, NVFP4
+from dsv4.quant.formats import ALL_FORMATS, FP8_TOKEN, NVFP4
+from dsv4.quant.fragments import fragment_columns, linear_columns
 from dsv4.quant.scales import e8m0_to_float, scales_to_float, swizzle_scales, unswizzle_scales
 from dsv4.reference import fragments
 
 _E4M3_NAN = 0x7F
 _SMALLEST_NORMAL = 2.0**-126
+_LEAST_AMAX = 1e-4  # of a token's block, as in DeepSeek's code
 
 
 def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
@@ -81,9 +84,14 @@ def quantize_nvfp4(args: QuantizeNvfp4Args) -> tuple[torch.Tensor, torch.Tensor,
     return pack(codes.flatten(-2)), bits, global_scale
 
 
-def _power_of_two_scale(amax: torch.Tensor, element_max: float) -> torch.Tensor:
-    """E8M0 bytes (int32) of ``2 ** ceil(log2(max(amax, element_max * 2^-126) / element_max))``."""
-    least = element_max * _SMALLEST_NORMAL
+def _power_of_two_scale(
+    amax: torch.Tensor, element_max: float, least: float | None = None
+) -> torch.Tensor:
+    """E8M0 bytes (int32) of ``2 ** ceil(log2(max(amax, least) / element_max))``.
+
+    ``least`` is ``element_max * 2^-126`` unless given.
+    """
+    least = element_max * _SMALLEST_NORMAL if least is None else least
     ratio = amax.clamp(min=least) / _constant(element_max, amax)
     bits = ratio.view(torch.int32)
     return (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
@@ -124,10 +132,29 @@ def quantize_fp8_block(args: QuantizeFp8BlockArgs) -> tuple[torch.Tensor, torch.
     return encode_e4m3(values), scales
 
 
+def quantize_fp8_token(args: QuantizeFp8TokenArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.quantize.quantize``."""
+    columns = args.x.shape[-1]
+    wide = args.x.to(torch.float32)
+    padded = F.pad(wide, (0, -columns % 128))
+    blocks = padded.unflatten(-1, (padded.shape[-1] // 128, 128))
+    amax = torch.where(torch.isfinite(blocks), blocks.abs(), 0.0).amax(-1)
+    scales = formats.e8m0_from_bytes(_power_of_two_scale(amax, 448.0, _LEAST_AMAX))
+    values = torch.where(
+        torch.isfinite(blocks), blocks / e8m0_to_float(scales)[..., None], torch.nan
+    )
+    codes = encode_e4m3(values.flatten(-2)[..., :columns].contiguous())
+    return codes if args.layout == formats.LINEAR else fragment_columns(codes), scales
+
+
 def _expand_tiles(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """``[..., ceil(N/128), ceil(K/128)]`` to one scale per element, ``[..., N, K]``."""
-    tall = scales.repeat_interleave(128, -2)[..., :rows, :]
-    return tall.repeat_interleave(128, -1)[..., :columns]
+    return _expand_row(scales.repeat_interleave(128, -2)[..., :rows, :], columns)
+
+
+def _expand_row(scales: torch.Tensor, columns: int) -> torch.Tensor:
+    """``[..., ceil(K/128)]`` to one scale per column, ``[..., K]``."""
+    return scales.repeat_interleave(128, -1)[..., :columns]
 
 
 def operand(
@@ -137,7 +164,11 @@ def operand(
 
     Exact for every format but FP8 with float32 scales, where float32 rounds once.
     """
-    description = FORMATS[format]
+    description = ALL_FORMATS[format]
+    if description == FP8_TOKEN:
+        columns = codes.shape[-1]
+        codes = codes if layout == formats.LINEAR else linear_columns(codes)
+        return codes.to(dtype) * _expand_row(scales_to_float(scales), columns).to(dtype)
     if not description.packed:
         rows, columns = codes.shape[-2:]
         return codes.to(dtype) * _expand_tiles(scales_to_float(scales), rows, columns).to(dtype)
@@ -160,6 +191,12 @@ def dequantize(args: DequantizeArgs) -> torch.Tensor:
         row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[-2])
         values = values * row.to(compute)[..., None]
     return values.to(args.dtype)
+
+
+def fp8_rounded(x: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """Activations ``x [R, K]`` rounded to FP8 by tokens, in ``compute``."""
+    codes, scales = quantize_fp8_token(QuantizeFp8TokenArgs(x, formats.LINEAR))
+    return operand(codes, scales, FP8_TOKEN.name, formats.LINEAR, compute)
 
 
 def fake_quantized(

@@ -48,15 +48,19 @@ class LaunchedSteps:
         cache: The cache, which learns how many drafts of a sequence were accepted.
         rows: Most rows of a step.
         counts: Counts of drafts, to which each step's are added.
+        has_peers: Whether steps wait for other ranks, which may be gone.
     """
 
-    def __init__(self, cache: PagedCache, rows: int, counts: DraftCounts) -> None:
+    def __init__(
+        self, cache: PagedCache, rows: int, counts: DraftCounts, has_peers: bool = False
+    ) -> None:
         self._cache, self._rows, self._counts = cache, rows, counts
+        self._has_peers = has_peers
         self._steps: deque[_Launched] = deque()
         self._readback = self._new_readback()
 
     def _new_readback(self) -> Readback:
-        return Readback(self._rows, _DEPTH, self._cache.lengths.device)
+        return Readback(self._rows, _DEPTH, self._cache.lengths.device, self._has_peers)
 
     def __len__(self) -> int:
         """The number of steps that have not been read."""

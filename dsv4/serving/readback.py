@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.parallel.agreement import wait_for_device
 from dsv4.serving.options import MAX_LOGPROBS
 from dsv4.serving.request import Emitted, TokenLogprobs
 from dsv4.serving.sampler import Logprobs
@@ -47,12 +48,22 @@ class Results:
 class Readback:
     """A ring of host buffers; a buffer is used by another step only after it was read.
 
+    Args:
+        rows: Rows of a buffer.
+        depth: Number of buffers.
+        device: Where the results are.
+        has_peers: Whether steps wait for other ranks, which may be gone.
+
     Attributes:
         depth: Most steps that may be in flight.
+        has_peers: See the arguments.
     """
 
-    def __init__(self, rows: int, depth: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, depth: int, device: torch.device, has_peers: bool = False
+    ) -> None:
         self.depth = depth
+        self.has_peers = has_peers
         self._pinned = device.type == "cuda"
         self._free = [self._slot(rows) for _ in range(depth)]
 
@@ -98,8 +109,14 @@ class Pending:
     width: int | None  # alternatives per row
 
     def wait(self, requested: Sequence[int | None]) -> Results:
-        """Wait for the step; ``requested`` is the number of alternatives of each row, or None."""
+        """Wait for the step; ``requested`` is the number of alternatives of each row, or None.
+
+        Raises:
+            RankError: if the step waits for a rank that is gone.
+        """
         if self.slot.ready is not None:
+            if self.owner.has_peers:
+                wait_for_device(self.slot.ready.query)
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()
         logprobs = [] if self.width is None else self._logprobs(tokens, requested, self.width)

@@ -100,18 +100,39 @@ def _unpack_kernel(
 @fast_launch
 @triton.jit
 def _decode_fp8_kernel(
-    codes, scales, out, rows, columns, E8M0: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr
+    codes,
+    scales,
+    out,
+    rows,
+    columns,
+    E8M0: tl.constexpr,
+    TOKEN: tl.constexpr,
+    FRAGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """ROWS rows, a divisor of 128, of one tile."""
+    """ROWS rows, a divisor of 128, of one tile; with TOKEN each of them has its own scale.
+
+    FRAGMENTS: the codes have their columns as ``dsv4.quant.fragments.fragment_columns`` has them.
+    """
     wait_for_inputs(PDL)
     matrix = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
     inside = (row < rows) & (column < columns)
     offset = (matrix * rows + row) * columns + column
-    loaded = tl.load(codes + offset, mask=inside, other=0)
-    tile = matrix * tl.cdiv(rows, _TILE) + tl.program_id(0) * ROWS // _TILE
-    scale = _scale_value(tl.load(scales + tile * tl.num_programs(1) + tl.program_id(1)), E8M0)
+    stored = offset
+    if FRAGMENTS:
+        c = tl.arange(0, _TILE)[None, :]
+        moved = c // 2 % 4 * 32 + c // 64 * 16 + c // 16 % 4 * 4 + c % 2 * 2 + 1 - c // 8 % 2
+        stored = offset - c + moved
+    loaded = tl.load(codes + stored, mask=inside, other=0)
+    if TOKEN:
+        own = scales + (matrix * rows + row) * tl.num_programs(1) + tl.program_id(1)
+        scale = _scale_value(tl.load(own, mask=row < rows, other=0), E8M0)
+    else:
+        tile = matrix * tl.cdiv(rows, _TILE) + tl.program_id(0) * ROWS // _TILE
+        scale = _scale_value(tl.load(scales + tile * tl.num_programs(1) + tl.program_id(1)), E8M0)
     values = narrow(e4m3_value(loaded) * scale, out.dtype.element_ty)
     tl.store(out + offset, values, mask=inside)
 
@@ -119,7 +140,8 @@ def _decode_fp8_kernel(
 def dequantize(args: DequantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.quantize.dequantize``."""
     codes, scales, global_scale = args.codes, args.scales, args.global_scale
-    packing = 2 if formats.format_named(args.format).packed else 1
+    token = args.format == formats.FP8_TOKEN.name
+    packing = 2 if formats.format_named(args.format, formats.ALL_FORMATS).packed else 1
     shape = (*codes.shape[:-1], codes.shape[-1] * packing)
     out = codes.new_empty(shape, dtype=args.dtype)
     if out.numel() == 0:
@@ -128,7 +150,8 @@ def dequantize(args: DequantizeArgs) -> torch.Tensor:
     e8m0 = scales.dtype == torch.float8_e8m0fnu
     scales = scales if scales.dtype == torch.float32 else as_bytes(scales)
     if packing == 1:
-        _launch_fp8(as_bytes(codes), scales, out, e8m0)
+        moved = args.layout == formats.FRAGMENTS
+        _launch_fp8(as_bytes(codes), scales, out, e8m0=e8m0, token=token, moved=moved)
         return out
     if args.segments:
         assert global_scale is not None
@@ -137,7 +160,15 @@ def dequantize(args: DequantizeArgs) -> torch.Tensor:
     return out
 
 
-def _launch_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, e8m0: bool) -> None:
+def _launch_fp8(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    e8m0: bool,
+    token: bool,
+    moved: bool,
+) -> None:
     rows, columns = out.shape[-2:]
     count = out.numel() // (rows * columns)
     tall = 32
@@ -145,7 +176,17 @@ def _launch_fp8(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, e8
     options: dict[str, Any] = launch_options.options(out)
     with launch_options.on(out):
         _decode_fp8_kernel[grid](
-            codes, scales, out, rows, columns, E8M0=e8m0, ROWS=tall, num_warps=8, **options
+            codes,
+            scales,
+            out,
+            rows,
+            columns,
+            E8M0=e8m0,
+            TOKEN=token,
+            FRAGMENTS=moved,
+            ROWS=tall,
+            num_warps=8,
+            **options,
         )
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand
+from dsv4.ops.quantize import bfloat16_operand, fp8_values
 from dsv4.quant import formats
 from dsv4.triton._lib.numerics import narrow, wait_for_inputs
 from dsv4.triton._runtime import launch_options
@@ -80,6 +80,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     if args.activation == "nvfp4":
         tokens, row_scale = bfloat16_operand(tokens, args.input_scale)
         alpha = row_scale[..., None] * alpha
+    elif args.activation == "fp8":
+        tokens = fp8_values(tokens)
     out = torch.where(finite, _matmul(tokens, weight) * alpha, torch.nan).to(args.out_dtype)
     return out if args.x.dim() == 3 else out[:, 0]
 

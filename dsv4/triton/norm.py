@@ -48,7 +48,7 @@ _WIDE = 64
 
 
 @triton.jit
-def _inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
+def inverse_rms_of(values, columns, eps, DTYPE: tl.constexpr):
     """Return it for rows ``[ROWS, BLOCK]`` loaded as DTYPE: ``[ROWS, 1]`` or ``[1, BLOCK]``."""
     ROWS: tl.constexpr = values.shape[0]
     BLOCK: tl.constexpr = values.shape[1]
@@ -84,7 +84,7 @@ def _norm_rows(
     if WEIGHTED:
         factor = widen(tl.load(weight + column, mask=column < columns, other=0.0))
     values = widen(values)
-    values = values * _inverse_rms_of(values, columns, eps, x.dtype.element_ty)
+    values = values * inverse_rms_of(values, columns, eps, x.dtype.element_ty)
     if WEIGHTED:
         values = factor * values
     tl.store(out + row * columns + column, narrow(values, out.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ from dsv4.ops.quantize import QuantizeFp8BlockArgs, QuantizeMxfp4Args, QuantizeN
 from dsv4.quant import formats
 from dsv4.triton._lib import row_tiles
 from dsv4.triton._lib.arrival import arrival, once_here
+from dsv4.triton._lib.fp8_token import inverse_of_byte, power_of_two_byte
 from dsv4.triton._lib.numerics import e4m3_bits, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import (
     conversion,
@@ -239,23 +240,6 @@ def _partial_amax(matrix: torch.Tensor, count: int) -> torch.Tensor:
     return peaks
 
 
-@triton.jit
-def _power_of_two_byte(amax, LEAST: tl.constexpr, MANTISSA: tl.constexpr, EXPONENT: tl.constexpr):
-    """E8M0 byte of ``2 ** ceil(log2(amax / largest))``, largest = (1 + MANTISSA / 2^23) 2^EXPONENT.
-
-    The exponent of amax less EXPONENT, and one more where its mantissa passes that of ``largest``:
-    a carry out of the mantissa bits. Maxima below LEAST count as LEAST.
-    """
-    bits = tl.maximum(amax.to(tl.int32, bitcast=True), LEAST)
-    return ((bits + (0x7FFFFF - MANTISSA)) >> 23) - EXPONENT
-
-
-@triton.jit
-def _inverse_of_byte(byte):
-    """``2 ** (127 - byte)`` as float32, for bytes 1 to 253."""
-    return ((254 - byte) << 23).to(tl.float32, bitcast=True)
-
-
 @fast_launch
 @triton.jit
 def _mxfp4_kernel(
@@ -285,8 +269,8 @@ def _mxfp4_kernel(
     d = tl.load(address + 24, mask=inside[:, None], other=0.0)
     peak = larger(larger(largest(a), largest(b)), larger(largest(c), largest(d)))
     amax, finite = finite_amax(peak)
-    byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
-    factor, bound = _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0)
+    byte = power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
+    factor, bound = inverse_of_byte(byte), tl.where(finite, 6.0, 0.0)
     a, b = scaled_codes(a, factor, bound, CONVERT), scaled_codes(b, factor, bound, CONVERT)
     c, d = scaled_codes(c, factor, bound, CONVERT), scaled_codes(d, factor, bound, CONVERT)
     # Byte 8 i + 4 j + k is byte k of the half j of a and c (i = 0, 1).
@@ -327,8 +311,8 @@ def _mxfp4_few_kernel(
         inside = (row < rows) & (block < blocks)
         values = load_pieces(x, stride, line, piece, inside)
         amax, finite = finite_amax(of_block(largest(values), 4))
-        byte = _power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
-        packed = scaled_codes(values, _inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
+        byte = power_of_two_byte(amax, _LEAST_OF_6, 0x400000, 2)
+        packed = scaled_codes(values, inverse_of_byte(byte), tl.where(finite, 6.0, 0.0), CONVERT)
         store_pieces(codes, line, 2 * blocks, piece, packed, inside)
         bits = tl.where(finite, byte, 255)
         store_scales(scales, bits, row, first, inside, scale_rows, scale_columns, SWIZZLED)
@@ -435,9 +419,9 @@ def _fp8_block_kernel(
             magnitude = tl.abs(widen(_load_tile(address, inside, WHOLE)))
             amax = tl.max(tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1), 0)
         if E8M0:
-            byte = _power_of_two_byte(amax, _LEAST_OF_448, 0x600000, 8)
+            byte = power_of_two_byte(amax, _LEAST_OF_448, 0x600000, 8)
             stored = byte.to(tl.uint8)
-            shift, high, low = _inverse_of_byte(byte), 1.0, 0.0
+            shift, high, low = inverse_of_byte(byte), 1.0, 0.0
         else:
             stored = fp8_block_scale(amax)
             shift, high, low = divisor(stored)

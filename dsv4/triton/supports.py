@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 
 from dsv4.device import is_interpreting, no_triton
-from dsv4.dispatch import Call
+from dsv4.dispatch import AUTO, Call, implementations
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
+from dsv4.ops.expert_slots import ExpertGatherArgs
 from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.grouped_gemm_swiglu_fp8 import gemm_record
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.ops.quantize import DequantizeArgs
@@ -29,7 +31,7 @@ from dsv4.ops.unsupported import (
     wide_row,
 )
 from dsv4.ops.verify import DrawDraftArgs, VerifyGreedyArgs, VerifySampledArgs
-from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
 LARGEST_HEAD = 512  # dims of a head that a program holds
@@ -39,6 +41,15 @@ MOST_EXPERTS = 4094  # experts that a kernel sorts by
 def any_call(call: Call) -> str | None:
     """Reasons that hold for every operator: the device, and tensors in float64."""
     return no_triton(call.device) or float64_tensor(call.args)
+
+
+def expert_gather(call: Call) -> str | None:
+    """Return why ``expert_gather`` is unsupported, or None."""
+    args: ExpertGatherArgs = call.args
+    rows = args.rows
+    if call.device.type == "cuda" and rows.device.type == "cpu" and not rows.is_pinned():
+        return "rows are in pageable host memory, wanted pinned memory, which a GPU reads"
+    return any_call(call)
 
 
 def quantize_nvfp4(call: Call) -> str | None:
@@ -59,7 +70,7 @@ def _many_matrices(x: torch.Tensor) -> str | None:
 
 
 def quantize_blocks(call: Call) -> str | None:
-    """Return why ``quantize_mxfp4`` and ``quantize_fp8_block`` are unsupported, or None."""
+    """Return why quantisation to another format than NVFP4 is unsupported, or None."""
     return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
 
 
@@ -67,7 +78,7 @@ def dequantize(call: Call) -> str | None:
     """Return why ``dequantize`` is unsupported, or None."""
     args: DequantizeArgs = call.args
     reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
-    if reason is None and args.layout == FRAGMENTS:
+    if reason is None and args.layout == FRAGMENTS and args.format != FP8_TOKEN.name:
         reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
 
@@ -100,6 +111,22 @@ def parts(call: Call) -> str | None:
     return None
 
 
+def grouped_parts(call: Call) -> str | None:
+    """Return why ``grouped_gemm_swiglu_fp8`` as two operators is unsupported, or None."""
+    reason = parts(call)
+    if reason is None:
+        inner = Call("grouped_gemm_swiglu", gemm_record(call.args), call.device)
+        reasons = {}
+        for row in implementations(inner.op):
+            why = row.unsupported_reason(inner, AUTO)
+            if why is None and not row.waits:
+                return None
+            reasons[row.name] = why
+        del reasons["reference"]
+        reason = f"only the reference runs the GEMM: {reasons}"
+    return reason
+
+
 def rms_norm(call: Call) -> str | None:
     """Return why ``rms_norm`` and ``rms_norm_pair`` are unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[-1])
@@ -113,6 +140,16 @@ def head_norm_rope(call: Call) -> str | None:
 def rms_norm_quantize(call: Call) -> str | None:
     """Return why ``rms_norm_quantize`` is unsupported, or None."""
     return rms_norm(call) or _quantized(call, call.args.x)
+
+
+def rms_norm_fp8(call: Call) -> str | None:
+    """Return why ``rms_norm_fp8`` is unsupported, or None."""
+    return rms_norm(call) or no_e4m3(call.device)
+
+
+def fp8_token(call: Call) -> str | None:
+    """Return why ``swiglu_fp8`` and ``moe_gather_fp8`` are unsupported, or None."""
+    return any_call(call) or no_e4m3(call.device)
 
 
 def rope_quantize(call: Call) -> str | None:

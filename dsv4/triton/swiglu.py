@@ -77,7 +77,7 @@ def _exp_of_minus(x, UNIT: tl.constexpr, SHORT: tl.constexpr):
 
 
 @triton.jit
-def _swiglu(gate, up, limit, CLAMPED: tl.constexpr, UNBOUNDED: tl.constexpr):
+def swiglu_of(gate, up, limit, CLAMPED: tl.constexpr, UNBOUNDED: tl.constexpr):
     """``silu(gate) * up`` in float32; NaN where gate or up is no number.
 
     The sigmoid's divisor is computed at 2^-32, where neither it nor its reciprocal leaves the
@@ -107,7 +107,7 @@ def _weave(low, high):
 
 
 @triton.jit
-def _load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
+def load_pairs(x, start, first, half, inside, INTERLEAVED: tl.constexpr):
     """Gate and up, ``[N, 8]`` each, of the 8 outputs from column ``first [N]`` on; 0 outside.
 
     ``start`` is where the row begins in ``x``, ``half`` is I; ``inside`` may be None, for all. If
@@ -162,10 +162,10 @@ def _swiglu_kernel(
         wait_for_inputs(PDL)
         _, row, piece = tile_coordinates(ROWS, PIECES)
         first = piece * 8
-        gate, up = _load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
+        gate, up = load_pairs(x, row * stride, first, half, row < rows, INTERLEAVED)
         if WEIGHTED:
             factor = widen(tl.load(weight + row, mask=row < rows, other=0.0))
-        values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+        values = swiglu_of(gate, up, limit, CLAMPED, UNBOUNDED)
         if WEIGHTED:
             values = values * factor[:, None]
         column = first[:, None] + tl.arange(0, 8)[None, :]
@@ -217,12 +217,12 @@ def _swiglu_quantize_kernel(
         for _ in range(once(PDL)):
             wait_for_inputs(PDL)
             inside = (row < rows) & (piece < 2 * blocks)
-            gate, up = _load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
+            gate, up = load_pairs(x, line * stride, piece * 8, blocks * 16, inside, INTERLEAVED)
             if WEIGHTED:
                 factor = widen(tl.load(weight + line, mask=inside, other=0.0))
             if WHOLE > 2 * 2 * BLOCKS:
                 gate = once_here(gate, arrival(gate, 2 * BLOCKS) | arrival(up, 2 * BLOCKS))
-            values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+            values = swiglu_of(gate, up, limit, CLAMPED, UNBOUNDED)
             if WEIGHTED:
                 values = values * factor[:, None]
             values = narrowed(values, x.dtype.element_ty)
@@ -287,12 +287,12 @@ def _swiglu_quantize_row_kernel(
             for part in tl.static_range(2):
                 column = block * 16 + part * 8
                 half = blocks * 16
-                pair = _load_pairs(x + line * stride, 0, column, half, None, INTERLEAVED)
+                pair = load_pairs(x + line * stride, 0, column, half, None, INTERLEAVED)
                 pairs += (pair,)  # type: ignore[assignment]
         firsts, lasts = (), ()
         for part in tl.static_range(2 * CHUNKS):
             gate, up = pairs[part]  # type: ignore[var-annotated]
-            values = _swiglu(gate, up, limit, CLAMPED, UNBOUNDED)
+            values = swiglu_of(gate, up, limit, CLAMPED, UNBOUNDED)
             if WEIGHTED:
                 values = values * factor
             values = narrowed(values, x.dtype.element_ty)
@@ -314,7 +314,7 @@ def _swiglu_quantize_row_kernel(
         )
 
 
-def _flags(
+def flags(
     limit: float | None, layout: str, weight: torch.Tensor | None
 ) -> tuple[float, dict[str, Any]]:
     """The bound as a number, and the constants of both kernels."""
@@ -327,7 +327,8 @@ def _flags(
     return float("inf") if limit is None else float(limit), options
 
 
-def _flat(weight: torch.Tensor | None) -> torch.Tensor | None:
+def flat(weight: torch.Tensor | None) -> torch.Tensor | None:
+    """Weights of rows as a vector."""
     return None if weight is None else weight.reshape(-1).contiguous()
 
 
@@ -340,18 +341,18 @@ def swiglu(args: SwigluArgs) -> torch.Tensor:
     x = row_tiles.as_rows(args.gate_up)
     pieces = launch_options.power_of_two(triton.cdiv(half, 8))
     tall, across = max(1, _PIECES // pieces), min(_PIECES, pieces)
-    bound, flags = _flags(args.limit, args.layout, args.row_weight)
+    bound, options = flags(args.limit, args.layout, args.row_weight)
     grid = triton.cdiv(x.shape[0], tall), triton.cdiv(half, 8 * across)
     with launch_options.on(x):
         _swiglu_kernel[grid](
             x,
-            _flat(args.row_weight),
+            flat(args.row_weight),
             out,
             x.stride(0),
             x.shape[0],
             half,
             bound,
-            **flags,
+            **options,
             ROWS=tall,
             PIECES=across,
             num_warps=4,
@@ -372,16 +373,16 @@ def swiglu_quantize(args: SwigluQuantizeArgs) -> tuple[torch.Tensor, torch.Tenso
     if out.codes.numel() == 0:
         return out.without_rows()
     x = row_tiles.as_rows(args.gate_up)
-    bound, flags = _flags(args.limit, args.layout, args.row_weight)
-    arguments = (x, _flat(args.row_weight), x.stride(0), bound, *out.arguments)
+    bound, options = flags(args.limit, args.layout, args.row_weight)
+    arguments = (x, flat(args.row_weight), x.stride(0), bound, *out.arguments)
     with launch_options.on(x):
         if out.by_row:
             constants = out.row_options
             if constants["CHUNKS"] <= 2:
                 constants["maxnreg"] = _REGISTERS
-            _swiglu_quantize_row_kernel[out.row_grid](*arguments, **flags, **constants)
+            _swiglu_quantize_row_kernel[out.row_grid](*arguments, **options, **constants)
         else:
             _swiglu_quantize_kernel[out.grid](
-                *arguments, WHOLE=out.whole, **flags, **out.options, maxnreg=_REGISTERS_OF_TILE
+                *arguments, WHOLE=out.whole, **options, **out.options, maxnreg=_REGISTERS_OF_TILE
             )
     return out.tensors

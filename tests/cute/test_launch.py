@@ -153,7 +153,7 @@ def launched(
     block = torch.empty(rows, columns // 16, dtype=torch.uint8)
     scale = torch.ones(scales)
     out = gemm.gemm(GemmArgs(
-        x, codes, block, scale, segments, "nvfp4", "fragments_16x64", "bf16", None, groups,
+        x, codes, block, scale, None, segments, "nvfp4", "fragments_16x64", "bf16", None, groups,
         torch.bfloat16,
     ), reserve_sms)  # fmt: skip
     addresses = [t.data_ptr() for t in (codes, block, scale, x)] + [0, out.data_ptr()]
@@ -254,9 +254,8 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
     x = torch.ones(300, 2, 512, dtype=torch.bfloat16)
     codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
     scales = torch.ones(8, 4).to(dtype)
-    out = gemm.gemm(
-        GemmArgs(x, codes, scales, None, (), "fp8_block", "linear", "nvfp4", None, 2, torch.float32)
-    )
+    form = ("fp8_block", "linear", "nvfp4")
+    out = gemm.gemm(GemmArgs(x, codes, scales, None, None, (), *form, None, 2, torch.float32))
     assert (out.shape, out.dtype) == ((300, 2, 512), torch.float32)
     [(grid, threads, stream, values)] = driver.launches
     assert (grid, threads, stream) == (4 * 8 * blocks, 128 * 3, 77)
@@ -313,7 +312,7 @@ def test_swiglu(driver, tokens, limit, expected):
     )
     x, codes = torch.empty(tokens, 256).bfloat16(), torch.empty(512, 128, dtype=torch.uint8)
     out = gemm.gemm_swiglu(GemmSwigluArgs(
-        x, codes, codes, torch.ones(1), (), "nvfp4", "fragments_16x64", "bf16", None, limit,
+        x, codes, codes, torch.ones(1), None, (), "nvfp4", "fragments_16x64", "bf16", None, limit,
         torch.bfloat16,
     ))  # fmt: skip
     assert out.shape == (tokens, 256)
@@ -380,8 +379,8 @@ class Grouped:
         )
         driver.kinds = [kinds[is_small_m] for is_small_m in small_m]
         driver.launches, driver.maps = [], []
-        parts = (self.codes, self.block, self.scale, segments, self.offsets)
-        named = ("nvfp4", "fragments_16x64", activation, None, None, self.row_scale)
+        parts = (self.codes, self.block, self.scale, None, segments, self.offsets)
+        named = ("nvfp4", "fragments_16x64", activation, None, None, "linear", self.row_scale)
         if codes is not None:
             record, last = GroupedGemmSwigluQuantizeArgs, codes
         elif rest:

@@ -385,8 +385,8 @@ def test_attention_refuses_a_mask_that_does_not_fit() -> None:
 def test_constructors_refuse() -> None:
     with pytest.raises(ValueError, match="bias is True"):
         layers.Linear(4, 4, bias=True)
-    with pytest.raises(ValueError, match="activation is 'fp8'"):
-        layers.Linear(4, 4, activation="fp8")
+    with pytest.raises(ValueError, match="activation is 'fp4'"):
+        layers.Linear(4, 4, activation="fp4")
     with pytest.raises(ValueError, match="out_features is 6, wanted a multiple of 4"):
         layers.DeepseekV4GroupedLinear(4, 6, 4)
     with pytest.raises(ValueError, match="layer_idx is 9"):

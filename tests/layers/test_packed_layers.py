@@ -34,7 +34,7 @@ from tests.layers.packed_cases import normal, raw, same_state
 
 SIZES = {"moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 32}
 KINDS = (layers.Linear, layers.DeepseekV4Experts)
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32, torch.float64])
 
 

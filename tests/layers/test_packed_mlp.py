@@ -26,7 +26,7 @@ from dsv4.testing.models import randomize_
 from tests.layers.packed_cases import normal, raw, same_state
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 SCALES = st.tuples(*[st.sampled_from([None, 0.01, 0.1])] * 3)  # of activations, of each part
 RATIOS = st.floats(0.1, 10)  # of up's global scale to gate's
 

@@ -19,7 +19,7 @@ from tests.layers.packed_cases import normal, raw, same_state
 from tests.layers.test_packed_layers import config_of, linear, random_bytes, routed, routing, shares
 
 rows_ = st.sampled_from([16, 48, 128, 144])
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 
 
 @given(strategies.seeds(), st.integers(0, 3), rows_, st.integers(2, 9), ACTIVATIONS)

@@ -26,7 +26,7 @@ from tests.layers.experts_cases import quantize_apart
 
 KERNELS = ("triton",)
 KINDS = ["plain", "nvfp4", "packed"]
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 NUMERICS = st.sampled_from(["deepseek", "transformers"])
 HIDDEN, INNER, COUNT = 256, 128, 6
 

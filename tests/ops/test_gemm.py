@@ -54,6 +54,8 @@ def operands(x, weight, activation, input_scale=None):
     if activation == "nvfp4":
         scaling = "token" if input_scale is None else "static"
         x = dequantize(quantize(x, scaling=scaling, global_scale=input_scale), torch.float64)
+    elif activation == "fp8":
+        x = dequantize(quantize(x, "fp8_token"), torch.float64)
     return x.double(), dequantize(weight, torch.float64)
 
 
@@ -64,7 +66,7 @@ class TestValues:
         outputs=st.integers(1, 20),
         blocks=st.integers(1, 6),
         fmt=st.sampled_from(FORMATS),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         static=st.booleans(),
         dtype=strategies.float_dtypes(),
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
@@ -95,7 +97,7 @@ class TestValues:
         """float64 input gives the dense float64 product of the same operands."""
         weight = weight_of(seed, (12, 64), device=device)
         x = strategies.normal(draw.seed, (rows, 64), torch.float64).to(device)
-        for activation in ("bf16", "nvfp4"):
+        for activation in ("bf16", "nvfp4", "fp8"):
             left, right = operands(x, weight, activation)
             got = gemm(x, weight, activation=activation)
             assert got.dtype == torch.float64
@@ -115,7 +117,7 @@ class TestValues:
         weight = weight_of(seed, (10, 64), device=device)
         scaled = dataclasses.replace(weight, global_scale=weight.global_scale * 2.0**exponent)
         x = strategies.normal(seed + 1, (5, 64)).to(device)
-        for activation in ("bf16", "nvfp4"):
+        for activation in ("bf16", "nvfp4", "fp8"):
             first, two = (gemm(x, w, activation=activation) for w in (weight, scaled))
             assert_bitwise(two, first * 2.0**exponent, "product")
 
@@ -124,7 +126,7 @@ class TestValues:
         weight = exact_weight(seed, (9, 48), device)
         x = strategies.small_integers(seed, (rows, 48)).to(device)
         order = torch.randperm(rows, generator=strategies.generator(seed)).to(device)
-        for activation in ("bf16", "nvfp4"):
+        for activation in ("bf16", "nvfp4", "fp8"):
             whole = gemm(x, weight, activation=activation)
             part = gemm(x[order], weight, activation=activation)
             budget = gemm_budget(*operands(x[order], weight, activation), torch.float32)
@@ -144,7 +146,7 @@ class TestValues:
     @given(
         draw=strategies.draws(-3, 3),
         kind=st.sampled_from([float("nan"), float("inf"), -float("inf")]),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         static=st.booleans(),
         groups=st.sampled_from([1, 2]),
     )
@@ -172,7 +174,7 @@ class TestValues:
         groups=st.integers(2, 5),
         outputs=st.integers(1, 6),
         lead=st.sampled_from([(), (0,), (7,), (2, 3)]),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         static=st.booleans(),
     )
     def test_groups_equal_one_product_each(
@@ -195,7 +197,7 @@ class TestPitfalls:
         seed=strategies.seeds(),
         sizes=st.lists(st.integers(1, 9), min_size=2, max_size=3),
         exponents=st.lists(st.integers(-12, 12), min_size=3, max_size=3, unique=True),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         static=st.booleans(),
     )
     @example(seed=0, sizes=[4, 4], exponents=[0, 3, 1], activation="nvfp4", static=True)
@@ -283,13 +285,13 @@ class TestContract:
     def test_any_leading_shape(self, device, shape):
         weight = exact_weight(0, (5, 32), device)
         x = strategies.small_integers(1, shape).to(device)
-        for activation in ("bf16", "nvfp4"):
+        for activation in ("bf16", "nvfp4", "fp8"):
             got = gemm(x, weight, activation=activation)
             assert got.shape == (*shape[:-1], 5)
             flat = gemm(x.reshape(-1, 32), weight, activation=activation) if x.numel() else got
             assert_bitwise(got, flat.reshape(got.shape), "product")
 
-    @given(seed=strategies.seeds(), activation=st.sampled_from(["bf16", "nvfp4"]))
+    @given(seed=strategies.seeds(), activation=st.sampled_from(["bf16", "nvfp4", "fp8"]))
     def test_strided_input(self, device, seed, activation):
         weight = exact_weight(seed, (5, 64), device)
         x = strategies.small_integers(seed, (6, 64)).to(device)
@@ -351,6 +353,7 @@ class TestContract:
                 w.codes,
                 w.scales,
                 w.global_scale,
+                None,
                 [],
                 "nvfp4",
                 "linear",
@@ -367,14 +370,14 @@ class TestContract:
     def test_opcheck(self, device, fmt, groups):
         w = weight_of(0, (4, 32), fmt, device)
         x = strategies.normal(0, (3, 32) if groups == 1 else (3, 2, 32)).to(device)
-        for activation in ("bf16", "nvfp4"):
+        for activation in ("bf16", "nvfp4", "fp8"):
             scale = torch.ones(1, device=device) if activation == "nvfp4" else None
-            args = (x, w.codes, w.scales, w.global_scale, [], fmt.name, w.layout, activation)
+            args = (x, w.codes, w.scales, w.global_scale, None, [], fmt.name, w.layout, activation)
             args = (*args, scale, groups, torch.bfloat16, "auto")
             torch.library.opcheck(torch.ops.dsv4.gemm.default, args, test_utils=OPCHECKS)
             assert_pure(torch.ops.dsv4.gemm.default, *args)
 
-    @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
+    @pytest.mark.parametrize("activation", ["bf16", "nvfp4", "fp8"])
     @pytest.mark.parametrize("dynamic", [False, True])
     def test_compiles_whole(self, device, activation, dynamic):
         weight = formats.cat_rows([exact_weight(i, (4, 32), device) for i in range(2)])

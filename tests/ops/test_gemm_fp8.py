@@ -56,6 +56,8 @@ def truth(x, weight, activation="bf16", input_scale=None):
     if activation == "nvfp4":
         scaling = "token" if input_scale is None else "static"
         x = dequantize(quantize(x, scaling=scaling, global_scale=input_scale), torch.float64)
+    elif activation == "fp8":
+        x = dequantize(quantize(x, "fp8_token"), torch.float64)
     left, right = x.double(), dequantize(weight, torch.float64)
     return left @ right.T, gemm_budget(left, right, torch.float32)
 
@@ -136,7 +138,7 @@ class TestValues:
         groups, rows = data.draw(st.sampled_from([(1, 150), (2, 70), (2, 128)]))
         columns = data.draw(st.integers(129, 900) | st.sampled_from([384, 896]))
         plan = data.draw(planned(columns))
-        activation = data.draw(st.sampled_from(["bf16", "nvfp4"][: 1 + (columns % 16 == 0)]))
+        activation = data.draw(st.sampled_from(["bf16", "fp8", "nvfp4"][: 2 + (columns % 16 == 0)]))
         weight = weight_of(seed, groups * rows, columns, device)
         x = bfloat16(seed, (tokens, groups, columns), device)
         monkeypatch.setattr(kernel, "plan", lambda *sizes: plan)
@@ -149,6 +151,8 @@ class TestValues:
         keep = torch.arange(tokens, device=device) != tokens // 2
         if activation == "nvfp4":
             x = dequantize(quantize(x.flatten(0, 1), scaling="token"), torch.float64).view(x.shape)
+        elif activation == "fp8":
+            x = dequantize(quantize(x, "fp8_token"), torch.float64)
         left = x[keep].double()
         right = dequantize(weight, torch.float64).unflatten(0, (groups, rows))
         for g in range(groups):
@@ -218,7 +222,7 @@ class TestIndependence:
         seed=strategies.seeds(),
         tokens=st.integers(2, 20),
         kind=st.sampled_from([float("nan"), float("inf"), float("-inf")]),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
     )
     def test_a_bad_token_is_alone(self, device, seed, tokens, kind, activation):
         weight = weight_of(seed, 70, 272, device)

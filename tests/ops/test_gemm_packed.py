@@ -27,7 +27,7 @@ from dsv4.testing.assertions import (
 
 KERNELS = ("triton",)
 FLOATS = st.sampled_from([torch.bfloat16, torch.float32])
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 
 
 def weight_of(seed, rows, columns, device, cuts=()):
@@ -51,6 +51,8 @@ def truth(x, weight, activation, input_scale=None):
     if activation == "nvfp4":
         scaling = "token" if input_scale is None else "static"
         x = dequantize(quantize(x, scaling=scaling, global_scale=input_scale), torch.float64)
+    elif activation == "fp8":
+        x = dequantize(quantize(x, "fp8_token"), torch.float64)
     left, right = x.double(), dequantize(weight, torch.float64)
     return left @ right.T, gemm_budget(left, right, torch.float32)
 

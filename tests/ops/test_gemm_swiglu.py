@@ -21,7 +21,7 @@ from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise, assert_pure
 
 KERNELS = ("triton",)
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 LIMITS = st.sampled_from([None, 0.5, 10.0])
 
 
@@ -144,7 +144,7 @@ class TestKernels:
         ({"x": torch.ones(2, 64, dtype=torch.int32)}, TypeError, "x"),
         ({"weight": torch.ones(32, 64)}, TypeError, "weight is Tensor"),
         ({"weight": weight_of(0, 33, 64, layout=LINEAR)}, ValueError, "33 rows"),
-        ({"activation": "fp8"}, ValueError, "activation"),
+        ({"activation": "fp4"}, ValueError, "activation"),
         ({"input_scale": torch.ones(1)}, ValueError, "input_scale is given"),
         ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
     ],

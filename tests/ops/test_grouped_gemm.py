@@ -43,7 +43,7 @@ class TestValues:
         counts=strategies.group_sizes(4),
         spare=st.integers(0, 3),
         fmt=st.sampled_from(FORMATS),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         static=st.booleans(),
         dtype=strategies.float_dtypes(),
         layout=st.sampled_from((formats.LINEAR, formats.SWIZZLED)),
@@ -75,7 +75,7 @@ class TestValues:
     @given(
         draw=strategies.finite_draws(-8, 8),
         counts=strategies.group_sizes(3),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
         plain=st.booleans(),
     )
     def test_within_the_budget_of_the_dense_gemm(self, device, draw, counts, activation, plain):
@@ -89,6 +89,8 @@ class TestValues:
         left = x.double()
         if activation == "nvfp4":
             left = dequantize(quantize(x, scaling="token"), torch.float64)
+        elif activation == "fp8" and len(x):
+            left = dequantize(quantize(x, "fp8_token"), torch.float64)
         start = 0
         for e, count in enumerate(counts):
             part = slice(start, start + count)
@@ -127,7 +129,7 @@ class TestValues:
     @given(
         seed=strategies.seeds(),
         kind=st.sampled_from([float("nan"), float("inf")]),
-        activation=st.sampled_from(["bf16", "nvfp4"]),
+        activation=st.sampled_from(["bf16", "nvfp4", "fp8"]),
     )
     def test_a_non_finite_row_is_nan_and_alone(self, device, seed, kind, activation):
         weight = weights(seed, (2, 6, 32), NVFP4, device)
@@ -197,7 +199,7 @@ class TestContract:
         ({"offsets": torch.tensor([0, 2, 1]).int()}, ValueError, r"offsets are \[0, 2, 1\]"),
         ({"offsets": torch.tensor([0, 2, 4]).int()}, ValueError, "at most 3"),
         ({"offsets": torch.tensor([1, 2, 3]).int()}, ValueError, "wanted 0"),
-        ({"activation": "fp8"}, ValueError, "activation is 'fp8'"),
+        ({"activation": "fp4"}, ValueError, "activation is 'fp4'"),
         ({"input_scale": torch.ones(2)}, ValueError, "activation is 'bf16'"),
         ({"input_scale": torch.ones(3), "activation": "nvfp4"}, ValueError, "input_scale has"),
         (
@@ -226,15 +228,15 @@ class TestContract:
     def test_opcheck(self, device, fmt):
         x = strategies.normal(0, (5, 32)).to(device)
         offsets = offsets_of([2, 3], device)
-        parts = (strategies.normal(1, (2, 4, 32)).to(device), None, None)
+        parts = (strategies.normal(1, (2, 4, 32)).to(device), None, None, None)
         if fmt != "plain":
             w = weights(0, (2, 4, 32), formats.FORMATS[fmt], device)
-            parts = (w.codes, w.scales, w.global_scale)
-        for activation in ("bf16", "nvfp4"):
+            parts = (w.codes, w.scales, w.global_scale, None)
+        for activation in ("bf16", "nvfp4", "fp8"):
             scale = torch.ones(2, device=device) if activation == "nvfp4" else None
             args = (x, *parts, [], offsets, fmt, "linear", activation, scale)
             row_scale = None if activation == "nvfp4" else torch.ones(5, device=device)
-            args = (*args, None, row_scale, torch.bfloat16, False, "auto")
+            args = (*args, None, "linear", row_scale, torch.bfloat16, False, "auto")
             op = torch.ops.dsv4.grouped_gemm.default
             torch.library.opcheck(op, args, test_utils=OPCHECKS)
             assert_pure(op, *args)

@@ -34,7 +34,7 @@ from dsv4.testing.assertions import (
     gemm_budget,
 )
 
-ACTIVATIONS = st.sampled_from(["bf16", "nvfp4"])
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 LIMITS = st.sampled_from([None, 0.5, 10.0])
 # What the host may choose for any number of rows; small counts of experts keep tests quick.
@@ -83,6 +83,8 @@ def check_product(x, weight, offsets, activation, dtype, scale=None):
             left = dequantize(
                 quantize(left, scaling=scaling, global_scale=expert_scale), torch.float64
             )
+        elif activation == "fp8" and len(left):
+            left = dequantize(quantize(left, "fp8_token"), torch.float64)
         left, right = left.double(), dense[expert]
         budget = gemm_budget(left, right, dtype)
         assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")

@@ -23,7 +23,6 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from dsv4.cute.device import ptx
 from dsv4.cute.device.tile_walk import TileOrder, Walk
-from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaTma
 from dsv4.cute.sm90.wgmma_epilogue import Thread, WgmmaEpilogue
 
 
@@ -189,8 +188,14 @@ class WgmmaCopies(WgmmaEpilogue):
             x_bytes = tokens * (128 * self.plan.stage_k_blocks)
             ptx.mbarrier_arrive_expect_tx(barrier, x_bytes + self.plan.weight_bytes)
 
-    def _weight_copies(self, tma: WgmmaTma, weights: cute.Pointer, row: Int32) -> WeightCopies:
-        """The TMA copies of the weights from row tile ``row`` on."""
+    def _weight_copies(self, tma: Any, weights: cute.Pointer, row: Int32) -> WeightCopies:
+        """The TMA copies of the weights from row tile ``row`` on.
+
+        Args:
+            tma: ``WgmmaTma`` or ``E4m3Tma``.
+            weights: Codes of the first stage; its scales follow them.
+            row: First row tile.
+        """
         # In a stage, the scales of all row tiles follow the codes of all row tiles.
         scales = weights + self.plan.cta_row_tiles * self.plan.code_bytes
         return WeightCopies(
@@ -216,7 +221,7 @@ class WgmmaCopies(WgmmaEpilogue):
         return self._partition(atom, shared, tiles)
 
     def _copy_weights(
-        self, tma: WgmmaTma, weights: WeightCopies, k: Int32, stage: Int32, barrier: cute.Pointer
+        self, tma: Any, weights: WeightCopies, k: Int32, stage: Int32, barrier: cute.Pointer
     ) -> None:
         """Copy codes and scales of stage ``k`` of K to a stage of the ring."""
         # Both complete bytes of the same mbarrier, the stage's.

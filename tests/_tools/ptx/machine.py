@@ -77,6 +77,13 @@ def _permuted(a, b, selector):
     return int.from_bytes(bytes(result), "little")
 
 
+def _bfloat16_product(a, b):
+    """The nearest, ties to even; subnormal numbers are kept."""
+    x, y = (torch.tensor([w & 0xFFFF, w >> 16]).short().view(torch.bfloat16) for w in (a, b))
+    low, high = (x.double() * y.double()).bfloat16().view(torch.int16).tolist()
+    return low & 0xFFFF | (high & 0xFFFF) << 16
+
+
 def _larger_halves(a, b):
     return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16
 
@@ -84,6 +91,7 @@ def _larger_halves(a, b):
 _UNSIGNED = {
     "prmt.b32": _permuted,
     "max.u16x2": _larger_halves,
+    "mul.rn.bf16x2": _bfloat16_product,
     "max.u32": max,
     "add.u32": lambda a, b: a + b & 0xFFFFFFFF,
     "mad.lo.u32": lambda a, b, c: a * b + c & 0xFFFFFFFF,

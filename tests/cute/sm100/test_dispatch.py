@@ -235,7 +235,7 @@ def test_a_launch(driver, monkeypatch, scaling, tokens):
     monkeypatch.setattr(gemm_nvfp4, "quantized", quantized)
     scale = torch.tensor([1.0, 2.0])
     out = gemm_nvfp4.gemm(GemmArgs(
-        x, weight.codes, weight.scales, scale, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
+        x, weight.codes, weight.scales, scale, None, (144, 256), "nvfp4", SWIZZLED, "nvfp4",
         input_scale, 1, torch.bfloat16,
     ))  # fmt: skip
     assert (out.shape, out.dtype) == ((tokens, rows), torch.bfloat16)
@@ -287,7 +287,7 @@ def test_a_tape_repeats_launches(driver, monkeypatch):
     monkeypatch.setattr(gemm_nvfp4, "quantized", lambda *what: (q.codes, q.scales, q.global_scale))
     recorder = Recorder([*operands, x], lambda name, args: None)
     args = GemmArgs(
-        x, weight.codes, weight.scales, weight.global_scale, (), "nvfp4", SWIZZLED, "nvfp4",
+        x, weight.codes, weight.scales, weight.global_scale, None, (), "nvfp4", SWIZZLED, "nvfp4",
         None, 1, torch.bfloat16,
     )  # fmt: skip
     with recorder.watching():
@@ -305,7 +305,7 @@ def test_a_tape_repeats_launches(driver, monkeypatch):
 def test_no_tokens_is_no_launch(driver):
     weight = quantize(torch.randn(32, 64), NVFP4, scaling="weight", layout=SWIZZLED)
     out = gemm_nvfp4.gemm_swiglu(GemmSwigluArgs(
-        torch.zeros(0, 64).bfloat16(), weight.codes, weight.scales, weight.global_scale, (),
+        torch.zeros(0, 64).bfloat16(), weight.codes, weight.scales, weight.global_scale, None, (),
         "nvfp4", SWIZZLED, "nvfp4", None, 10.0, torch.float32,
     ))  # fmt: skip
     assert (out.shape, driver.launches) == ((0, 16), [])
@@ -336,11 +336,14 @@ def test_a_launch_for_experts(grouped_driver, monkeypatch, kind, quantized_rows)
         grouped_nvfp4, "quantized", lambda *what: seen.append(quantized(*what)) or seen[-1]
     )
     q = quantize(x, scaling="token")
-    of_x = (None, q.scales, q.global_scale) if quantized_rows else (of_rows, None, None)
+    of_x = (of_rows, None, LINEAR, None)
+    if quantized_rows:
+        of_x = (None, q.scales, LINEAR, q.global_scale)
     stored = (
         weight.codes,
         weight.scales,
         scale,
+        None,
         (96, rows - 96),
         offsets,
         "nvfp4",
@@ -452,9 +455,9 @@ def test_a_tape_repeats_launches_for_experts(grouped_driver, kind):
         "row_weight": torch.rand(tokens),
         "result_scale": torch.rand(experts),
     }
-    stored = (weight.codes, weight.scales, weight.global_scale, (), tensors["offsets"])
+    stored = (weight.codes, weight.scales, weight.global_scale, None, (), tensors["offsets"])
     formats = ("nvfp4", SWIZZLED, "bf16", None)
-    inputs = (q.codes, *stored, *formats, q.scales, q.global_scale)
+    inputs = (q.codes, *stored, *formats, q.scales, LINEAR, q.global_scale)
     results = ("out",)
     recorder = Recorder(list(tensors.values()), lambda name, args: None)
     with recorder.watching():

@@ -205,3 +205,20 @@ def e4m3x2_to_bfloat16x2(pair: Uint32) -> Uint32:
 def mul_bfloat16x2(a: Uint32, b: Uint32) -> Uint32:
     """``mul.bf16x2``: multiply two pairs of bfloat16, each rounded once."""
     return assembly("mul.bf16x2 {$w0}, {$r0}, {$r1};", [Uint32], [a, b])
+
+
+def float_to_bits(value: Float32) -> Uint32:
+    """``mov.b32``: reinterpret a float32 as a word."""
+    return assembly("mov.b32 {$w0}, {$r0};", [Uint32], [value])
+
+
+def pack_e4m3x2(low: Float32, high: Float32) -> Uint32:
+    """``cvt.rn.satfinite.e4m3x2.f32``: two float32, rounded to E4M3, in a word's low half.
+
+    NaN is 0x7F; magnitudes above 448 become 448.
+    """
+    return assembly(
+        "{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, {$r1}, {$r0}; cvt.u32.u16 {$w0}, h; }",
+        [Uint32],
+        [low, high],
+    )

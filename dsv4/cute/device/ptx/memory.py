@@ -258,3 +258,10 @@ def load_global_byte(address: Int64) -> Uint32:
     """``ld.global.u8``, zero-extended to a word."""
     code = "{ .reg .b32 a; ld.global.u8 a, [{$r0}]; mov.b32 {$w0}, a; }"
     return assembly(code, [Uint32], [address])
+
+
+def store_shared_u16(address: Uint32, word: Uint32) -> None:
+    """``st.shared.u16`` of the low half of a word."""
+    assembly(
+        "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.shared.u16 [{$r0}], h; }", (), [address, word]
+    )

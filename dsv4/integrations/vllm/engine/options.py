@@ -13,7 +13,7 @@ class Options:
 
     Attributes:
         numerics: ``"deepseek"`` or ``"transformers"``.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
         mxfp4: See ``dsv4.load``.
         input_scales: See ``dsv4.load``.
         index_format: Of index keys; None: the smallest that holds the same values as plain ones.

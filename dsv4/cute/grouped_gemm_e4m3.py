@@ -1,0 +1,223 @@
+"""Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from threading import get_ident
+from typing import NamedTuple
+
+import torch
+
+from dsv4.cute.gemm_e4m3 import contiguous_codes, packed_weights
+from dsv4.cute.grouped_problem import Experts
+from dsv4.cute.runtime.driver import Launch, Matrix
+from dsv4.cute.runtime.launch import (
+    architecture,
+    current_device,
+    cuts,
+    loaded,
+    run_noted,
+    stream_of,
+)
+from dsv4.cute.sm90.gemm_e4m3_plan import (
+    GROUPED_E4M3_ABI,
+    K_BLOCK,
+    ROWS,
+    GroupedE4m3Plan,
+    grouped_e4m3_plan,
+)
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
+from dsv4.ops.quantize import empty_fp8_token, quantize
+from dsv4.quant.formats import FP8_TOKEN, FRAGMENTS
+
+_AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluFp8Args
+_pointers = GROUPED_E4M3_ABI.pointers
+
+
+class GroupedProblem(NamedTuple):
+    """The facts that a launch depends on, except addresses.
+
+    Attributes:
+        rows: N of an expert; a multiple of 16, of 256 where results are quantised.
+        columns: K, a multiple of 128.
+        experts: How many.
+        rows_of_x: At least 1.
+        segments: Rows of each of several fused weights; none for one weight.
+        expert_scales: Global scales of an expert.
+        float32_out: Whether the result is float32.
+        swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
+        row_weighted: Whether that is multiplied by a weight of the row of X.
+        quantized_out: Whether the result is FP8 codes, in fragments, and their scales.
+        limit: Clamp of SwiGLU; infinity for none.
+    """
+
+    rows: int
+    columns: int
+    experts: int
+    rows_of_x: int
+    segments: tuple[int, ...]
+    expert_scales: int
+    float32_out: bool
+    swiglu: bool
+    row_weighted: bool
+    quantized_out: bool
+    limit: float
+
+
+def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm``; rows that are no codes yet are quantised."""
+    if out is None:
+        shape = (args.x.shape[0], args.weight.shape[1])
+        out = torch.empty(shape, dtype=args.out_dtype, device=args.x.device)
+    problem = _problem(args, args.out_dtype == torch.float32, swiglu=False, limit=None)
+    _multiply(problem, args, None, out, None)
+    return out
+
+
+def grouped_gemm_swiglu(
+    args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; as ``grouped_gemm``."""
+    if out is None:
+        shape = (args.x.shape[0], args.weight.shape[1] // 2)
+        out = torch.empty(shape, dtype=args.out_dtype, device=args.x.device)
+    problem = _problem(args, args.out_dtype == torch.float32, swiglu=True, limit=args.limit)
+    problem = problem._replace(row_weighted=args.row_weight is not None)
+    _multiply(problem, args, args.row_weight, out, None)
+    return out
+
+
+def grouped_gemm_swiglu_fp8(args: GroupedGemmSwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm_swiglu_fp8``; ``result_layout`` is that of fragments."""
+    codes, scales = empty_fp8_token(args.x, (args.x.shape[0], args.weight.shape[1] // 2))
+    problem = _problem(args, False, swiglu=True, limit=args.limit)
+    problem = problem._replace(row_weighted=args.row_weight is not None, quantized_out=True)
+    _multiply(problem, args, args.row_weight, codes, scales)
+    return codes, scales
+
+
+def _problem(
+    args: _AnyArgs, float32_out: bool, *, swiglu: bool, limit: float | None
+) -> GroupedProblem:
+    """What ``args`` ask for, with a result that has no weights and is no codes."""
+    experts, rows, half = args.weight.shape
+    assert args.global_scale is not None
+    return GroupedProblem(
+        rows=rows,
+        columns=2 * half,
+        experts=experts,
+        rows_of_x=args.x.shape[0],
+        segments=tuple(args.segments),
+        expert_scales=args.global_scale.shape[-1],
+        float32_out=float32_out,
+        swiglu=swiglu,
+        row_weighted=False,
+        quantized_out=False,
+        limit=math.inf if limit is None else limit,
+    )
+
+
+def _multiply(
+    problem: GroupedProblem,
+    args: _AnyArgs,
+    row_weight: torch.Tensor | None,
+    out: torch.Tensor,
+    out_scales: torch.Tensor | None,
+) -> None:
+    """Fill the result, and its scales if there are any."""
+    if not problem.rows_of_x:
+        return
+    device = args.x.get_device()
+    if current_device() != device:
+        with torch.cuda.device(device):
+            _multiply(problem, args, row_weight, out, out_scales)
+        return
+    codes, scales = args.x, args.x_scales
+    if scales is None:
+        rows = quantize(args.x, FP8_TOKEN, layout=FRAGMENTS)
+        codes, scales = rows.codes, rows.scales
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    operands = (
+        *(contiguous_codes(codes), scales.contiguous(), args.weight, args.scales),
+        *(args.global_scale, args.row_exponent, row_weight, args.offsets, out, out_scales),
+    )
+    run_noted(functools.partial(_launch, problem, device), stream_of(device), operands)
+
+
+def _launch(problem: GroupedProblem, device: int, stream: int, addresses: Sequence[int]) -> None:
+    """Launch a grouped GEMM on the current GPU.
+
+    Args:
+        problem: What is multiplied.
+        device: Index of the current GPU.
+        stream: The driver's handle.
+        addresses: Addresses of ``operands`` in ``_multiply``; 0 for those that there are not.
+    """
+    x, x_scales, codes, scales, global_scale, row_exponent, *others = addresses
+    row_weight, offsets, out, out_scales = others
+    pointers = _pointers(
+        global_scale=global_scale,
+        row_exponent=row_exponent,
+        x_scales=x_scales,
+        row_weight=row_weight,
+        out=out,
+        out_scales=out_scales,
+        offsets=offsets,
+    )
+    _prepared(problem, device, get_ident())(stream, pointers, described=(x, codes, scales))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(problem: GroupedProblem, device: int, thread: int) -> Launch:
+    """The launch, made once in every thread, because that takes longer than a launch."""
+    columns, rows_of_x = problem.columns, problem.rows_of_x
+    plan = grouped_e4m3_plan(
+        rows_of_x,
+        problem.experts,
+        problem.float32_out,
+        problem.swiglu,
+        problem.row_weighted,
+        problem.quantized_out,
+    )
+    kernel = loaded(plan, architecture(device))
+    cut0, cut1, cut2 = cuts(problem.segments)
+    row_tiles = problem.experts * problem.rows // 16
+    x = Matrix(rows_of_x, columns // 2, columns // 2, plan.tma_tokens)
+    return GROUPED_E4M3_ABI.launch(
+        kernel,
+        kernel.prepare(device),  # as many as the GPU holds: the kernel finds its tiles
+        (x, *packed_weights(plan, row_tiles, columns // 64)),
+        clear_end=rows_of_x,
+        experts=problem.experts,
+        stages=columns // K_BLOCK,
+        rows=problem.rows,
+        row_blocks=-(-problem.rows // plan.unit_rows),
+        scale_stride=columns // K_BLOCK,
+        expert_scales=problem.expert_scales,
+        cut0=cut0,
+        cut1=cut1,
+        cut2=cut2,
+        scale_rows=not problem.segments and problem.expert_scales > 1,
+        opaque_16=16,
+        limit=problem.limit,
+    )
+
+
+def plans(experts: Experts, max_rows: int, *, quantized_out: bool = False) -> list[GroupedE4m3Plan]:
+    """The configurations taken for up to ``max_rows`` rows of X, each once.
+
+    Args:
+        experts: Sizes and kind; there are none unless its columns are a multiple of 128.
+        max_rows: At least 1.
+        quantized_out: Whether results of SwiGLU are FP8 codes.
+    """
+    if experts.columns % K_BLOCK or (quantized_out and experts.rows % (2 * ROWS)):
+        return []
+    kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
+    chosen = [grouped_e4m3_plan(rows, experts.experts, *kind) for rows in (1, max(max_rows, 1))]
+    return list(dict.fromkeys(chosen))

@@ -1,0 +1,450 @@
+"""GEMM with FP8 arithmetic and exact NVFP4 weights: dequantizing on a CPU, products on Hopper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4.ops._library import as_record
+from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.elements import pack
+from dsv4.quant.exact_fp8 import to_e4m3, with_row_exponent
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
+from dsv4.quant.fragments import fragment_columns
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget
+
+# Sizes of tiles, so that drawn ones end within them.
+ROWS, K_BLOCK = 128, 128
+# Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
+ACCUMULATOR = 2.0**-10
+
+
+def weight_of(seed, rows, columns, *, low=-3, high=3, segments=1, zeros=False):
+    """NVFP4 codes with block scales that are powers of two, exact in E4M3, in fragments.
+
+    Args:
+        seed: Of the generator.
+        rows: A multiple of 16.
+        columns: A multiple of 128.
+        low: Smallest exponent of a scale.
+        high: Largest one, at most ``low + 14``.
+        segments: Of how many parts the weight is, each with a global scale.
+        zeros: Whether all codes are zero or minus zero.
+    """
+    made = strategies.generator(seed)
+    values = torch.randint(0, 16, (rows, columns), generator=made, dtype=torch.uint8)
+    exponents = torch.randint(low, high + 1, (rows, columns // 16), generator=made)
+    codes = pack(values & 8 if zeros else values)
+    scales = torch.exp2(exponents.float()).to(torch.float8_e4m3fn)
+    parts = [rows // 16 // segments * 16] * (segments - 1)
+    parts = (*parts, rows - sum(parts)) if segments > 1 else ()
+    global_scale = torch.rand(segments, generator=made) + 0.5
+    weight = QuantizedTensor(codes, scales, global_scale, NVFP4, segments=parts)
+    weight = weight.with_layout(FRAGMENTS)
+    weight, exactness = with_row_exponent(weight)
+    assert exactness.is_exact
+    return weight
+
+
+class TestDequantizing:
+    """The device functions run here, an instruction at a time, on the layout of fragments."""
+
+    @settings(max_examples=4)
+    @given(seed=strategies.seeds(), low=st.integers(-9, -6))
+    @example(0, -9)
+    @example(1, -6)
+    def test_lines_are_e4m3_in_fragment_order(self, seed, low):
+        pytest.importorskip("cutlass")
+        weight = weight_of(seed, 16, K_BLOCK, low=low, high=low + 14)
+        with pytest.MonkeyPatch.context() as patch:
+            got = dequantized_lines(patch, weight)
+        expected = fragment_columns(to_e4m3(weight)).view(torch.uint8)
+        assert_bitwise(got, expected, "lines")
+
+
+class TestScaleOfResults:
+    @settings(max_examples=40)
+    @given(st.integers(0, 0x7F7F))
+    @example(0)
+    @example(0x43E0)  # 448
+    @example(0x43E1)
+    @example(0x7F7F)
+    def test_byte_is_the_quantisers(self, bits):
+        pytest.importorskip("cutlass")
+        from dsv4.cute.sm90 import e4m3_results
+        from tests._tools.ptx import machine
+
+        value = torch.tensor([bits], dtype=torch.int16).view(torch.bfloat16)
+        with pytest.MonkeyPatch.context() as patch:
+            machine.install(patch)
+            patch.setattr(e4m3_results, "Uint32", lambda word: int(word) & 0xFFFFFFFF)
+            patch.setattr(e4m3_results, "Int32", int)
+            patch.setattr(e4m3_results.cutlass, "max", max)
+            kernel = e4m3_results.E4m3Results(None)
+            got = kernel._scale_byte(np.float32(value.float().item()))
+        x = torch.zeros(1, 128, dtype=torch.bfloat16)
+        x[0, 5] = value
+        assert got == int(quantize(x, FP8_TOKEN).scales.view(torch.uint8))
+
+
+def dequantized_lines(patch, weight):
+    """Lines of 128 bytes of 16 rows, as the lanes of a warp write them, without the swizzle."""
+    from dsv4.cute.device import exact_fp8
+    from tests._tools.ptx import machine
+
+    machine.install(patch)
+    patch.setattr(exact_fp8, "Uint32", lambda value: int(value) & 0xFFFFFFFF)
+    patch.setattr(exact_fp8, "Int32", int)
+    codes = weight.codes.numpy().reshape(-1).view(np.uint32)
+    scales = weight.scales.view(torch.uint8).numpy().reshape(-1).view(np.uint32)
+    exponent = weight.row_exponent.tolist()
+    lines = torch.zeros(16, K_BLOCK, dtype=torch.uint8)
+    for lane in range(32):
+        row, quarter = divmod(lane, 4)
+        biases = exact_fp8.row_biases(exponent[row], exponent[row + 8])
+        for u in range(2):
+            words = codes[u * 128 + lane * 4 :][:4].tolist()
+            two = scales[u * 16 + row * 2 :][:2].tolist()
+            for j in range(4):
+                factor = exact_fp8.factors(two, j, biases, 16)
+                for h, word in enumerate(exact_fp8.dequantized(words[j], factor, 16)):
+                    at = (2 * quarter + u) * 16 + 4 * j
+                    piece = torch.tensor(list(int(word).to_bytes(4, "little")), dtype=torch.uint8)
+                    lines[row + 8 * h, at : at + 4] = piece
+    return lines
+
+
+def product(x, weight, out_dtype=torch.bfloat16, groups=1):
+    """The kernel's result; the launcher quantises ``x``."""
+    from dsv4.cute import gemm_e4m3
+
+    return gemm_e4m3.gemm(gemm_record(x, weight, out_dtype, groups))
+
+
+def gemm_record(x, weight, out_dtype, groups):
+    return GemmArgs(
+        x,
+        weight.codes,
+        weight.scales,
+        weight.global_scale,
+        weight.row_exponent,
+        list(weight.segments),
+        weight.format.name,
+        weight.layout,
+        "fp8",
+        None,
+        groups,
+        out_dtype,
+    )
+
+
+def swiglu(x, weight, out_dtype=torch.bfloat16, limit=None):
+    from dsv4.cute import gemm_e4m3
+
+    args = as_record(GemmSwigluArgs, gemm_record(x, weight, out_dtype, 1), limit=limit)
+    return gemm_e4m3.gemm_swiglu(args)
+
+
+def truth(x, weight):
+    """float64 product of the operands that the kernel has, and the budget of its sums."""
+    left = dequantize(quantize(x, "fp8_token"), torch.float64)
+    right = dequantize(weight, torch.float64)
+    expected = left @ right.T
+    magnitude = left.abs() @ right.abs().T
+    return expected, ACCUMULATOR * magnitude + 1e-30
+
+
+def assert_right(x, weight, got):
+    """Check a result in float32 or bfloat16."""
+    expected, budget = truth(x, weight)
+    unit = torch.finfo(got.dtype).eps / 2
+    assert_within_budget(got, expected, budget + unit * (expected.abs() + budget), "product")
+
+
+def bfloat16(seed, shape):
+    return strategies.normal(seed, shape, torch.bfloat16).to("cuda")
+
+
+@pytest.mark.gpu
+class TestValues:
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 700),
+        row_tiles=st.integers(1, 40),
+        stages=st.integers(1, 9),
+        low=st.integers(-9, -6),
+        span=st.integers(0, 14),
+    )
+    @example(0, 2000, 65, 8, -3, 6)
+    @example(0, 3000, 1024, 8, -3, 6)
+    @example(0, 257, 40, 1, -9, 14)
+    def test_within_the_budget(self, seed, tokens, row_tiles, stages, low, span):
+        weight = weight_of(seed, 16 * row_tiles, K_BLOCK * stages, low=low, high=low + span)
+        weight, x = weight.to("cuda"), bfloat16(seed + 1, (tokens, K_BLOCK * stages))
+        got = product(x, weight, torch.float32)
+        assert_right(x, weight, got)
+        assert_bitwise(product(x, weight), got.to(torch.bfloat16), "product in bfloat16")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 600), stages=st.integers(1, 20))
+    @example(0, 1000, 16)
+    def test_exact_where_everything_is_dyadic(self, seed, tokens, stages):
+        """Few bits: every sum of the tensor cores is exact, so the float32 bits are known."""
+        weight = weight_of(seed, 208, K_BLOCK * stages, low=0, high=0)
+        weight = dataclasses.replace(weight, global_scale=torch.ones(1)).to("cuda")
+        x = strategies.small_integers(seed, (tokens, K_BLOCK * stages), torch.bfloat16)
+        x = x.clamp(-4, 4).to("cuda")
+        expected = (x.double() @ dequantize(weight, torch.float64).T).float()
+        assert_bitwise(product(x, weight, torch.float32), expected, "product")
+
+    def test_every_code_and_exponent(self):
+        """Unit vectors give the weight back: all codes, all exponents that a row may have."""
+        made = strategies.generator(0)
+        for low in range(-9, -5):
+            codes = torch.arange(16, dtype=torch.uint8).repeat(256, 8)
+            codes = codes.gather(1, torch.rand(256, 128, generator=made).argsort(1))
+            exponents = low + torch.arange(256 * 8).view(256, 8) % 15
+            scales = torch.exp2(exponents.float()).to(torch.float8_e4m3fn)
+            weight = QuantizedTensor(pack(codes), scales, torch.ones(1), NVFP4)
+            weight, _ = with_row_exponent(weight.with_layout(FRAGMENTS))
+            weight = weight.to("cuda")
+            x = torch.eye(128, dtype=torch.bfloat16, device="cuda")
+            got = product(x, weight, torch.float32)
+            assert_bitwise(got + 0.0, dequantize(weight, torch.float32).T + 0.0, "weight")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(2, 600))
+    def test_bad_tokens_stay_alone(self, seed, tokens):
+        weight = weight_of(seed, 272, 384).to("cuda")
+        x = bfloat16(seed, (tokens, 384))
+        got = product(x, weight)
+        bad = x.clone()
+        bad[tokens // 2, 5], bad[-1, 300] = float("nan"), float("inf")
+        other = product(bad, weight)
+        good = torch.ones(tokens, dtype=torch.bool, device="cuda")
+        good[tokens // 2] = good[-1] = False
+        assert bool(other[~good].isnan().all())
+        assert_bitwise(other[good], got[good], "the other tokens")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 300))
+    def test_zero_codes(self, seed, tokens):
+        weight = weight_of(seed, 144, 256, zeros=True).to("cuda")
+        got = product(bfloat16(seed, (tokens, 256)), weight)
+        assert bool((got == 0).all())
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
+    def test_groups(self, seed, tokens, groups):
+        weight = weight_of(seed, 256 * groups, 384).to("cuda")
+        x = bfloat16(seed, (tokens, groups, 384))
+        got = product(x, weight, torch.float32, groups=groups)
+        assert got.shape == (tokens, groups, 256)
+        for g in range(groups):
+            part = weight.with_layout("linear")[256 * g : 256 * g + 256]
+            assert_right(x[:, g], part, got[:, g])
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 300), segments=st.integers(2, 4))
+    def test_segments(self, seed, tokens, segments):
+        weight = weight_of(seed, 16 * 21, 256, segments=segments).to("cuda")
+        x = bfloat16(seed, (tokens, 256))
+        assert_right(x, weight, product(x, weight, torch.float32))
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 600), limit=st.sampled_from([None, 1.5]))
+    def test_swiglu(self, seed, tokens, limit):
+        weight = weight_of(seed, 352, 256).to("cuda")
+        x = bfloat16(seed, (tokens, 256))
+        sums = product(x, weight, torch.float32)
+        gate, up = sums[:, 0::2], sums[:, 1::2]
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        expected = torch.nn.functional.silu(gate.double()) * up.double()
+        got = swiglu(x, weight, torch.float32, limit)
+        assert_within_budget(got, expected, 1e-5 * (expected.abs() + up.abs()), "SwiGLU")
+        narrow = swiglu(x, weight, limit=limit)
+        assert_bitwise(narrow, got.to(torch.bfloat16), "SwiGLU in bfloat16")
+
+    def test_bitwise_from_run_to_run(self):
+        weight = weight_of(3, 4096, 1024).to("cuda")
+        x = bfloat16(4, (1500, 1024))
+        first = product(x, weight, torch.float32)
+        for _ in range(20):
+            assert_bitwise(product(x, weight, torch.float32), first, "product")
+
+    def test_long_sums_of_one_sign(self):
+        weight = weight_of(5, 256, 16384).to("cuda")
+        bits = weight.with_layout(LINEAR)
+        positive = dataclasses.replace(bits, codes=bits.codes & 0x77).with_layout(FRAGMENTS)
+        x = bfloat16(6, (300, 16384)).abs()
+        assert_right(x, positive, product(x, positive, torch.float32))
+
+
+def block_weight_of(seed, rows, columns, dtype):
+    spread = torch.exp2(strategies.normal(seed + 7, (rows, 1)))
+    values = strategies.normal(seed, (rows, columns)) * spread
+    return quantize(values, FP8_BLOCK, scale_dtype=dtype).to("cuda")
+
+
+@pytest.mark.gpu
+class TestFp8Weights:
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 700),
+        row_tiles=st.integers(1, 40),
+        stages=st.integers(1, 9),
+        dtype=st.sampled_from(FP8_BLOCK.scale_dtypes),
+    )
+    @example(0, 2000, 65, 8, torch.float32)
+    @example(0, 3000, 1024, 8, torch.float8_e8m0fnu)
+    def test_within_the_budget(self, seed, tokens, row_tiles, stages, dtype):
+        weight = block_weight_of(seed, 16 * row_tiles, K_BLOCK * stages, dtype)
+        x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
+        got = product(x, weight, torch.float32)
+        assert_right(x, weight, got)
+        assert_bitwise(product(x, weight), got.to(torch.bfloat16), "product in bfloat16")
+
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
+    def test_groups(self, seed, tokens, groups):
+        weight = block_weight_of(seed, 256 * groups, 384, torch.float32)
+        x = bfloat16(seed, (tokens, groups, 384))
+        got = product(x, weight, torch.float32, groups=groups)
+        for g in range(groups):
+            codes, scales = weight.codes[256 * g :][:256], weight.scales[2 * g : 2 * g + 2]
+            part = dataclasses.replace(weight, codes=codes, scales=scales)
+            assert_right(x[:, g], part, got[:, g])
+
+    def test_bad_tokens_and_weights(self):
+        weight = block_weight_of(1, 272, 384, torch.float32)
+        x = bfloat16(2, (300, 384))
+        got = product(x, weight)
+        bad = x.clone()
+        bad[7, 5] = float("nan")
+        other = product(bad, weight)
+        assert bool(other[7].isnan().all())
+        assert_bitwise(other[8:], got[8:], "the other tokens")
+        weight.codes.view(torch.uint8)[130, 3] = 0x7F
+        assert bool(product(x, weight)[:, 130].isnan().all())
+
+
+class Routed:
+    """Rows of experts, their weights, and records of the operators."""
+
+    def __init__(self, seed, counts, rows, columns, spare=0):
+        self.counts, made = counts, strategies.generator(seed)
+        self.total = sum(counts) + spare
+        ends = torch.tensor([0, *counts]).cumsum(0)
+        self.offsets = ends.to(torch.int32).to("cuda")
+        weights = [weight_of(seed + e, rows, columns) for e in range(len(counts))]
+        self.weights = [weight.to("cuda") for weight in weights]
+        self.codes, self.scales, self.global_scale, self.row_exponent = (
+            torch.stack([getattr(weight, name) for weight in self.weights])
+            for name in ("codes", "scales", "global_scale", "row_exponent")
+        )
+        self.x = bfloat16(seed + 1, (self.total, columns))
+        self.row_weight = torch.rand(self.total, generator=made).to("cuda")
+        self.starts = ends.tolist()
+
+    def fields(self, codes=None):
+        """Fields that all records have; of rows that are FP8 codes if these are given."""
+        return {
+            "x": self.x if codes is None else codes.codes,
+            "weight": self.codes,
+            "scales": self.scales,
+            "global_scale": self.global_scale,
+            "row_exponent": self.row_exponent,
+            "segments": [],
+            "offsets": self.offsets,
+            "format": "nvfp4",
+            "layout": FRAGMENTS,
+            "activation": "fp8" if codes is None else "bf16",
+            "input_scale": None,
+            "x_scales": None if codes is None else codes.scales,
+            "x_layout": LINEAR if codes is None else codes.layout,
+            "row_scale": None,
+        }
+
+    def of_expert(self, e):
+        return slice(self.starts[e], self.starts[e + 1])
+
+
+COUNTS = st.lists(st.integers(0, 400) | st.integers(0, 3), min_size=1, max_size=9).filter(sum)
+
+
+@pytest.mark.gpu
+class TestExperts:
+    @given(
+        seed=strategies.seeds(),
+        counts=COUNTS,
+        row_tiles=st.integers(1, 20),
+        stages=st.integers(1, 6),
+        spare=st.integers(0, 40),
+    )
+    @example(0, [700, 513, 0, 1, 256], 17, 3, 7)
+    def test_rows_are_those_of_the_dense_gemm(self, seed, counts, row_tiles, stages, spare):
+        """Bit for bit, since the order of sums is the same; rows of no expert are zeros."""
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(seed, counts, 16 * row_tiles, K_BLOCK * stages, spare)
+        for dtype in (torch.float32, torch.bfloat16):
+            record = GroupedGemmArgs(**made.fields(), out_dtype=dtype, settled=False)
+            got = grouped_gemm_e4m3.grouped_gemm(record)
+            for e, weight in enumerate(made.weights):
+                rows = made.of_expert(e)
+                assert_bitwise(got[rows], product(made.x[rows], weight, dtype), f"expert {e}")
+            assert not bool(got[sum(counts) :].any())
+
+    @given(
+        seed=strategies.seeds(),
+        counts=COUNTS,
+        blocks=st.integers(1, 3),
+        stages=st.integers(1, 4),
+        limit=st.sampled_from([None, 2.0]),
+        weighted=st.booleans(),
+        spare=st.integers(0, 40),
+    )
+    @example(0, [700, 513, 0, 1, 256], 2, 3, 10.0, True, 7)
+    def test_fp8_results_are_the_quantisers(
+        self, seed, counts, blocks, stages, limit, weighted, spare
+    ):
+        """Bit for bit those of ``quantize`` of the bfloat16 results; X may be codes."""
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(seed, counts, 256 * blocks, K_BLOCK * stages, spare)
+        weights = made.row_weight if weighted else None
+        codes = quantize(made.x, FP8_TOKEN, layout=FRAGMENTS)
+        fields = made.fields(codes) | {"limit": limit, "row_weight": weights}
+        record = GroupedGemmSwigluArgs(**fields, out_dtype=torch.bfloat16)
+        wide = grouped_gemm_e4m3.grouped_gemm_swiglu(record)
+        for e, weight in enumerate(made.weights):
+            rows = made.of_expert(e)
+            if weights is None:
+                assert_bitwise(wide[rows], swiglu(made.x[rows], weight, limit=limit), f"expert {e}")
+        expected = quantize(wide, FP8_TOKEN, layout=FRAGMENTS)
+        record = GroupedGemmSwigluFp8Args(**fields, result_layout=FRAGMENTS)
+        got, scales = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(record)
+        assert_bitwise(scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
+        assert_bitwise(got.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
+
+    def test_bad_rows_stay_alone(self):
+        from dsv4.cute import grouped_gemm_e4m3
+
+        made = Routed(3, [300, 20, 130], 512, 256)
+        fields = {"limit": None, "row_weight": None, "result_layout": FRAGMENTS}
+        good = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
+            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
+        )
+        made.x[310, 3] = float("nan")
+        bad = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
+            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
+        )
+        rows = torch.arange(450, device="cuda") != 310
+        for a, b in zip(good, bad, strict=True):
+            assert_bitwise(a.view(torch.uint8)[rows], b.view(torch.uint8)[rows], "other rows")
+        assert bool((bad[0].view(torch.uint8)[310] == 0x7F).all())

@@ -1,0 +1,123 @@
+"""GEMMs with FP8 arithmetic compile for Hopper, on a machine without one."""
+
+from __future__ import annotations
+
+import re
+import struct
+
+import pytest
+
+pytest.importorskip("cutlass")
+pytest.importorskip("triton")
+
+from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.driver import Image
+from dsv4.cute.sm90.gemm_e4m3_plan import (
+    BlockE4m3Plan,
+    E4m3Plan,
+    GroupedE4m3Plan,
+    block_e4m3_plan,
+    e4m3_plan,
+    grouped_e4m3_plan,
+)
+from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, usage_of
+
+MOST_SHARED = 227 * 1024
+
+
+def every_plan():
+    """All that any sizes take."""
+    yes_or_no = (False, True)
+    plans = [
+        e4m3_plan(rows, 128, tokens, float32_out, swiglu)
+        for rows, tokens in ((512, 1), (65536, 4096))
+        for float32_out in yes_or_no
+        for swiglu in yes_or_no
+    ]
+    plans += [
+        block_e4m3_plan(rows, 128, tokens, float32_out, e8m0_scales)
+        for rows, tokens in ((512, 1), (65536, 4096))
+        for float32_out in yes_or_no
+        for e8m0_scales in yes_or_no
+    ]
+    kinds = [(float32_out, False, False, False) for float32_out in yes_or_no]
+    kinds += [(wide, True, weighted, False) for wide in yes_or_no for weighted in yes_or_no]
+    kinds += [(False, True, weighted, True) for weighted in yes_or_no]
+    plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
+    return list(dict.fromkeys(plans))
+
+
+# Of each kind the one with the most registers; the others in the nightly profile.
+QUICK = (
+    E4m3Plan(2, 3, 3, False),
+    BlockE4m3Plan(2, 4, 0, False, False, 0),
+    GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *QUICK,
+        *(
+            pytest.param(plan, marks=pytest.mark.nightly)
+            for plan in every_plan()
+            if plan not in QUICK
+        ),
+    ],
+    ids=repr,
+)
+def test_machine_code_and_parameters(plan, tmp_path):
+    """No spills, MMAs in flight together, registers of each warpgroup, packed parameters."""
+    kernel = cubin_cache.kernel_of(plan)
+    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
+    image = Image(made.__cubin__, "kernel", plan.threads, plan.ctas, plan.shared_bytes)
+    usage = usage_of(image, tmp_path / "cubin")
+    (listing,) = instructions_of([image], "sm_90a", tmp_path / "code")
+    names = [line.split()[0] for line in listing]
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert not any(name.startswith(("LDL", "STL")) for name in names)
+    assert plan.shared_bytes <= MOST_SHARED
+
+    blocks = plan.token_rows * plan.row_parts
+    assert names.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 4 * blocks
+    # One wait for the four MMAs of a block: ptxas did not serialise them.
+    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == blocks
+    assert not any(name.startswith("LDG") and ".CONSTANT" in name for name in names)
+    assert not any(name.startswith("LDG") for name in names[: names.index("ACQBULK")])
+
+    groups = [plan.copy_registers, plan.dequant_registers, plan.mma_registers]
+    groups = groups if plan.dequant_warps else [groups[0], groups[2]]
+    registers = 128 * (sum(groups) + plan.mma_registers)
+    assert registers <= REGISTER_FILE // plan.threads // 8 * 8 * plan.threads
+    starts = [i for i, name in enumerate(names) if name.startswith("USETMAXREG")]
+    ends = [*starts[1:], len(names)]
+    for most, start, end in zip(groups, starts, ends, strict=True):
+        used = [int(r) for line in listing[start:end] for r in re.findall(r"\bR(\d+)\b", line)]
+        assert max(used) < most
+    assert_parameters(made.__ptx__, kernel.abi.parameters)
+
+
+def assert_parameters(ptx, packed):
+    """Parameters lie where the kernel reads them."""
+    end, offsets, sizes = 0, [], []
+    for kind, align, size in re.findall(
+        r"\.param (?:\.(u32|f32|u64)|\.align (\d+) \.b8) \w+(?:\[(\d+)\])?[,\n]", ptx
+    ):
+        width = {"u32": 4, "f32": 4, "u64": 8}.get(kind) or int(size)
+        start = -(-end // int(align or width)) * int(align or width)
+        end = start + width
+        offsets.append(start)
+        sizes.append(width)
+    assert packed.offsets == offsets
+    assert [struct.calcsize(kind) for kind in packed.kinds] == sizes
+    assert packed.size == end
+
+
+def test_wide_tiles_where_they_fill_the_gpu():
+    assert e4m3_plan(4096, 4096, 256, False, False).token_rows == 1
+    assert e4m3_plan(4096, 4096, 1024, False, False).token_rows == 2
+    assert e4m3_plan(32768, 1024, 1024, False, False).token_rows == 2
+    assert e4m3_plan(4096, 4096, 4096, False, False).token_rows == 2
+    assert grouped_e4m3_plan(128 * 8, 8, False, False, False, False).token_rows == 1
+    assert grouped_e4m3_plan(256 * 8, 8, False, False, False, False).token_rows == 2
