@@ -95,16 +95,25 @@ class Drafting:
     costs: DraftCosts | None = field(default=None, repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)
 
-    def at_sizes(self, model: DeepseekV4ForCausalLM, sizes: Sequence[int]) -> Drafting:
+    def at_sizes(
+        self, model: DeepseekV4ForCausalLM, sizes: Sequence[int], max_tokens: int
+    ) -> Drafting:
         """Return the drafts of steps of these numbers of sequences, by what they cost.
 
         If they are not to be made where they do not pay, and pay nowhere, there are none.
+
+        Args:
+            model: The model.
+            sizes: Numbers of sequences that steps are padded to, ascending.
+            max_tokens: Longest sequence, 2 and up.
         """
-        plan = self.plan
-        if plan is None or not (plan.by_size or _has_confidence(model, plan.method)):
+        if self.plan is None:
             return replace(self, sizes=tuple(sizes))
+        plan = self.plan.within(max_tokens)
+        if not (plan.by_size or _has_confidence(model, plan.method)):
+            return replace(self, plan=plan, sizes=tuple(sizes))
         costs = DraftCosts.of(model, plan.method, plan.tokens, plan.threshold)
-        drafting = replace(self, costs=costs, sizes=tuple(sizes))
+        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes))
         _logger.info("%s, by the number of sequences:\n%s", drafting, drafting.explain())
         most = max(map(drafting.drafts_at, sizes))
         if most:
