@@ -74,9 +74,10 @@ class TestCommitted:
         status = main(["report", "--check"])
         assert (status, capsys.readouterr().err) == (0, "")
 
-    def test_all_files_together_stay_small(self):
+    def test_files_of_a_machine_stay_small(self):
         files = [path for path in RESULTS.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in files) <= 400_000
+        for folder in {path.parent for path in files}:
+            assert sum(path.stat().st_size for path in files if path.parent == folder) <= 400_000
         kinds = {path.suffix for path in files}
         assert kinds == {".json", ".svg", ".md"}
 
@@ -224,6 +225,22 @@ class TestCommand:
         assert len(report.out_of_date()) == 3
         with pytest.raises(UsageError, match="charts need matplotlib: pip install"):
             report.write(redraw=False)
+
+
+@pytest.mark.parametrize("backends", [("push",), ("push", "nccl")])
+def test_implementations_of_one_case_have_rows_of_their_own(backends, tmp_path):
+    rows = [Row("all_reduce", "2 ranks", {"bytes": 8}, 1, b, us=3.0, match=True) for b in backends]
+    path = tmp_path / "nvidia-g1-x2" / "2026-01-02-all_reduce.json"
+    results.write_json(str(path), HEADER, rows)
+    [file] = ResultsFolder.read(tmp_path).newest("nvidia-g1-x2")
+    lines = [line for line in operators.sections(file) if line.startswith("| 2 ranks")]
+    names = [f"2 ranks, {b}" for b in backends] if len(backends) > 1 else ["2 ranks"]
+    assert lines == [f"| {name} | bytes=8 | 3.00 |" for name in names]
+
+
+def test_modes_of_ranks_are_named_in_headings():
+    assert index.title("model_flash_nvfp4_tp2") == "Whole model, Flash, NVFP4, tensor parallel"
+    assert index.title("model_pro_nvfp4_dp16") == "Whole model, Pro, NVFP4, data parallel"
 
 
 class TestReadme:

@@ -9,6 +9,7 @@ from dsv4.bench.pages.tables import paragraph, table
 
 WRITTEN = "`python -m dsv4.bench report` writes this page from the JSON files beside it."
 _TITLES = {
+    "all_reduce": "Sums over ranks",
     "attention": "Sparse attention",
     "attention_layer": "Attention sublayer",
     "indexer": "Indexer",
@@ -22,10 +23,17 @@ def title(suite: str) -> str:
     """Return a heading: ``"GEMM, Pro"``."""
     if suite in _TITLES:
         return _TITLES[suite]
-    parts = [_PARTS.get(part, part) for part in suite.split("_")]
+    parts = [_PARTS.get(part, _mode(part)) for part in suite.split("_")]
     if parts[0] == _PARTS["model"] and parts[-1].isdigit():
         parts[-1] = f"context {parts[-1]}"
     return ", ".join([parts[0].replace("_", " "), *parts[1:]])
+
+
+def _mode(part: str) -> str:
+    """``"tp2"`` in words; any other part as it is."""
+    if part.startswith("tp") and part[2:].isdigit():
+        return "tensor parallel"
+    return "data parallel" if part.startswith("dp") and part[2:].isdigit() else part
 
 
 def chart_of(file: ResultFile) -> Chart | None:
