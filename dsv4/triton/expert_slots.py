@@ -4,7 +4,7 @@
 static in registers, an element per thread. Lists that cross from experts to slots go through the
 plan in memory, between barriers. Only a step that misses sorts the slots' keys.
 
-``_gather_kernel``: CTA p copies chunks p, p + P, ... of each expert to load, 16 bytes per thread
+``_load_kernel``: CTA p copies chunks p, p + P, ... of each expert to load, 16 bytes per thread
 and load, straight from mapped host memory. PCIe at 55 GB/s and 2 us needs about 110 KB in flight;
 64 CTAs with 8 KB each have 512. GEMMs load weights before they wait for the preceding kernel, so
 this kernel neither starts early nor lets the next one do so (``launch_options.in_order``). That one
@@ -178,7 +178,7 @@ def _copy(source, target, words, WORDS: tl.constexpr):
 
 @fast_launch
 @triton.jit(do_not_specialize=["size", "chunk_count"])
-def _gather_kernel(
+def _load_kernel(
     slots,
     rows,
     row_of,
@@ -231,7 +231,7 @@ def expert_gather(args: ExpertGatherArgs) -> None:
     if not size or not chunks:
         return
     with launch_options.on(args.slots):
-        _gather_kernel[(min(_CTAS, chunks),)](
+        _load_kernel[(min(_CTAS, chunks),)](
             args.slots.view(torch.int32),
             args.rows.view(torch.int32),
             args.row_of,

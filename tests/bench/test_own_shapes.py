@@ -16,7 +16,7 @@ from dsv4.bench.problem import Draw, UsageError
 
 CPU = torch.device("cpu")
 NAMED = own._FIELDS.keys() - {"grouped_gemm"}
-FOLLOWS = {"quantize": {"N"}, "pool_windows": {"W"}, "gemm": set()}
+FOLLOWS = {"quantize": {"N"}, "pool_windows": {"W"}, "gemm": set(), "expert_decide": {"N"}}
 for name in ("compressor_update", "compress_write", "compress_write_paged"):
     FOLLOWS[name] = {"B"}
 

@@ -9,7 +9,7 @@ ATTENTION, INDEXER, ROUTER = "attention", "indexer", "router"
 PERMUTATION, HYPER = "expert permutation", "hyper-connection"
 COMPRESSOR, CACHE, NORM, ROPE = "compressor", "KV cache", "norm", "RoPE"
 CHECKS, SUMS = "checks for NaN", "sums over ranks"
-EXCHANGE = "tokens over ranks"
+EXCHANGE, HOST = "tokens over ranks", "experts from host memory"
 SWIGLU, QUANTIZE, DEQUANTIZE = "SwiGLU", "quantize", "dequantize"
 SAMPLING, VERIFICATION, PACKING = "sampling", "drafts, verification", "weight packing"
 CUBLAS, TORCH, COPIES, OTHER = "GEMM, cuBLAS", "torch", "copies", "other"
@@ -26,6 +26,7 @@ CLASSES = {
     "GroupedWgmmaKernel": EXPERTS,
     "E4m3Kernel": NVFP4_GEMM,
     "BlockE4m3Kernel": FP8_GEMM,
+    "PrefetchE4m3Kernel": NVFP4_GEMM,
     "SpreadE4m3Kernel": NVFP4_GEMM,
     "GroupedE4m3Kernel": EXPERTS,
     "GroupedSmallMKernel": EXPERTS,
@@ -56,6 +57,8 @@ FUNCTIONS = {
     "_histogram_kernel": PERMUTATION,
     "_scan_kernel": PERMUTATION,
     "_scatter_kernel": PERMUTATION,
+    "_decide_kernel": HOST,
+    "_load_kernel": HOST,
     "_gather_kernel": PERMUTATION,
     "_gather_quantize_kernel": PERMUTATION,
     "_sort_kernel": PERMUTATION,
