@@ -257,9 +257,10 @@ class DeepseekV4Experts(ExpertWeights):
             "first_expert": self.first_expert,
             "num_local_experts": self.num_local_experts,
         }
-        rounds = self._rounds and self.layout != LINEAR
-        quantises = self._quantises and self.layout == SWIZZLED
-        if x.dtype != torch.bfloat16 or not (rounds or quantises):
+        may_quantise = self.activation != "bf16" and x.dtype == torch.bfloat16
+        rounds = may_quantise and self._rounds and self.layout != LINEAR
+        quantises = may_quantise and self._quantises and self.layout == SWIZZLED
+        if not (rounds or quantises):
             return moe_sort(x, ids, weights, experts, out=out, **held)
         order, offsets, row_of_slot = moe_permute(ids, experts, **held)
         if rounds:
@@ -354,6 +355,8 @@ class DeepseekV4Experts(ExpertWeights):
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
+        if self.activation == "bf16":
+            return "bf16", None
         if self._quantises:
             scale = getattr(self, name + "_input_scale")
             return "nvfp4", scale if scale is None or part == _ALL else scale[part]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops.gemm import check_columns, check_format, check_options
+from dsv4.ops.gemm import check_columns, check_options, refuse_format
 from dsv4.ops.quantize import positive
 from dsv4.quant.formats import FP8_TOKEN, LINEAR, NVFP4, QuantizedTensor
 
@@ -88,7 +88,8 @@ def checked_weight(
         parts = Weight(weight, None, None, None, [], PLAIN, LINEAR)
         dtypes: Sequence[torch.dtype] = _check.FLOATS
     else:
-        check_format(op, weight)
+        if weight.format.name == FP8_TOKEN.name:
+            refuse_format(op)
         parts = Weight(
             weight.codes,
             weight.scales,

@@ -141,7 +141,8 @@ def check_gemm(
     """Check the arguments of ``gemm``; return the scale as operators take it."""
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
-    check_format(op, weight)
+    if weight.format.name == FP8_TOKEN.name:
+        refuse_format(op)
     if input_scale is not None:
         input_scale = check_input_scale(op, activation, input_scale)
     _check.tensors(
@@ -164,13 +165,12 @@ def check_gemm(
     return input_scale
 
 
-def check_format(op: str, weight: QuantizedTensor) -> None:
-    """Raise ValueError if ``weight`` has the format of activations."""
-    if weight.format is FP8_TOKEN or weight.format == FP8_TOKEN:
-        raise ValueError(
-            f"{op}: weight is in {FP8_TOKEN.name!r}, which is for activations, wanted one of "
-            f"{', '.join(map(repr, FORMATS))}"
-        )
+def refuse_format(op: str) -> NoReturn:
+    """Raise ValueError: the weight has the format of activations."""
+    raise ValueError(
+        f"{op}: weight is in {FP8_TOKEN.name!r}, which is for activations, wanted one of "
+        f"{', '.join(map(repr, FORMATS))}"
+    )
 
 
 def check_options(op: str, activation: str, out_dtype: torch.dtype | None) -> None:

@@ -451,7 +451,7 @@ def test_what_is_not_a_deepseek_v4_model_is_refused() -> None:
         ({"parts": []}, ValueError, r"parts is \(\)"),
         ({"parts": "norm"}, TypeError, "parts is the string 'norm'"),
         ({"numerics": "exact"}, ValueError, "numerics is 'exact', wanted one of deepseek"),
-        ({"activation": "fp8"}, ValueError, "activation is 'fp8', wanted one of bf16, nvfp4"),
+        ({"activation": "int8"}, ValueError, "activation is 'int8', wanted one of bf16, nvfp4"),
     ],
 )
 def test_unknown_options_are_refused_and_nothing_changes(

@@ -193,7 +193,7 @@ def test_unknown_options_are_refused_before_anything_is_read(tmp_path: Path) -> 
     for option in (
         {"parts": ["moe"]},
         {"numerics": "exact"},
-        {"activation": "fp8"},
+        {"activation": "int8"},
         {"pack": "rows"},
         {"mxfp4": "exact"},
         {"reserve_tokens": -1},
