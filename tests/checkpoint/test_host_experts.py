@@ -98,7 +98,7 @@ class TestLoad:
 
 class TestPlacement:
     def test_of_flash_on_one_gpu(self):
-        """As ``shared/spec/parallel.md`` computes it: 210 experts on an H200, 104 on an H100."""
+        """Of 256 experts of a layer, 210 are on an H200 and 103 on an H100."""
         h200 = FLASH.placement(int(148.7 * GB), 120 * GB)
         h100 = FLASH.placement(int(83.2 * GB), 130 * GB)
         assert (h200.static, h200.slots) == (149, 61)

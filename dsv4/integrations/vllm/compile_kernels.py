@@ -40,12 +40,14 @@ def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
         tokens: Most tokens of a step.
     """
     group = get_tp_group()
-    if group.rank_in_group == 0:
-        _compile(model, context, tokens)
-    if group.world_size > 1:
-        group.barrier()
-        if group.rank_in_group != 0:
+    try:
+        if group.rank_in_group == 0:
             _compile(model, context, tokens)
+    finally:  # the others do not wait for a rank that failed
+        if group.world_size > 1:
+            group.barrier()
+    if group.rank_in_group != 0:
+        _compile(model, context, tokens)
 
 
 def _compile(model: nn.Module, context: Adoption, tokens: int) -> None:

@@ -195,6 +195,16 @@ def test_ranks_compile_the_kernels_of_their_sizes_one_after_the_other(loaded, mo
     assert heads == {loaded.sizes.num_attention_heads // 2}
 
 
+def test_a_first_rank_that_fails_leaves_no_other_waiting(loaded, monkeypatch):
+    waited = []
+    group = SimpleNamespace(rank_in_group=0, world_size=2, barrier=lambda: waited.append(0))
+    monkeypatch.setattr(compile_kernels, "get_tp_group", lambda: group)
+    monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
+    assert waited == [0]
+
+
 def test_strict_refuses_what_is_left(tmp_path):
     """Parts that need no other part are all replaced; one matrix that is not is an error."""
     build.checkpoint(tmp_path, "nvidia", num_hidden_layers=1)
