@@ -15,7 +15,7 @@ from dsv4.parallel.mailboxes import Mailbox
 from dsv4.parallel.token_rows import RowLayout
 
 # Tokens of a rank and step that are pushed; more go to NCCL. 50 MB of mailboxes for Flash on 8
-# ranks. Not measured on several GPUs.
+# ranks. The bound was not measured.
 PUSHED_TOKENS = 256
 _CHECKED_TOKENS = 4
 _logger = logging.getLogger(__name__)

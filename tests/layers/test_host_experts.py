@@ -144,7 +144,7 @@ class TestLayer:
             raise AssertionError("a value was read on the host")
 
         monkeypatch.setattr(hosted_module, "expert_gather", lambda *_: None)
-        x, ids, _ = tokens(1, 1)
+        _, ids, _ = tokens(1, 1)
         for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
             monkeypatch.setattr(torch.Tensor, name, refuse)
         with use_backend("reference"):
@@ -153,7 +153,6 @@ class TestLayer:
             for field in vars(state):
                 object.__setattr__(state, field, getattr(state, field).to("meta"))
             assert layer.hosted.fetch(meta).shape == (1, TOP_K)
-        assert x.shape[0] == 1
 
     def test_replays_follow_their_ids(self):
         """The same buffers with other ids: what a captured graph does, call by call."""

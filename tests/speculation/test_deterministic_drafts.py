@@ -119,13 +119,6 @@ def test_steps_whose_drafts_are_dropped_have_the_same_bits(method: str) -> None:
     assert runner.draft_counts.drafted == 0
 
 
-def test_a_runner_without_drafts_has_other_rows() -> None:
-    """Its text is near: no draft decides on it, but products of one row round otherwise."""
-    plain = alone(model("mtp"), speculate=None)
-    same = [a[0][:4] == b[0][:4] for a, b in zip(plain, expected("mtp"), strict=True)]
-    assert any(same)
-
-
 def test_drafts_whose_bits_could_differ_are_not_made() -> None:
     wide = random_model(ModelConfig.tiny(num_nextn_predict_layers=1), 1, torch.float32, mtp=True)
     reason = drafting_of(wide, "auto", deterministic=True).reason

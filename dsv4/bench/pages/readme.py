@@ -97,9 +97,10 @@ def _model(folder: ResultsFolder) -> list[str]:
     ]
     reads = sorted({figure.read for figure in folder.published})
     note = (
-        "\\* Random weights and routing. With one request a step reads the bytes that it would "
-        "read of the whole model; of many it does not. Bytes alone bound it to "
-        f"{near.bytes_ms:.1f} ms ([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
+        "\\* Random weights and routing. With one request a step of fewer experts reads the bytes "
+        "that it would read of the whole model; with many requests it does not. On one H100 bytes "
+        f"alone bound it to {near.bytes_ms:.1f} ms "
+        f"([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
         "dsv4 is without [drafts](docs/speculation.md)."
     )

@@ -212,7 +212,7 @@ _CACHES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Change the class of a cache that replaced modules alone use; others than vLLM's stay."""
+    """Change the class of a cache that replaced modules alone use; other classes stay."""
     if type(cache) in _CACHES:
         cache.__class__ = _CACHES[type(cache)]
 
