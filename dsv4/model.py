@@ -23,6 +23,7 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.moe import UNROUTED
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import LocalSizes
@@ -477,7 +478,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         from dsv4.serving.generation import generate  # it imports this module
 
         vocabulary, shares = self.config.vocab_size, has_own_tokens(self.parallel)
-        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
+        with reported(self.parallel if shares else None):  # the ranks agree on it
+            size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
         stops = frozenset(_eos_ids(self.config))
         try:
             checked = checked_prompts("generate", prompts, vocabulary)

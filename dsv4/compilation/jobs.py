@@ -11,6 +11,7 @@ from typing import Any
 
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.recipe import Recipe
+from dsv4.parallel import mailboxes
 
 # Seconds that jobs took on an H100 machine with 16 jobs at a time, where that is not the usual.
 _LONG = {
@@ -149,8 +150,9 @@ class FindJob:
         """The ``dsv4.compilation.steps.Steps``."""
         from dsv4.compilation import steps
 
-        model = self.recipe.build(self.target.arch)
-        return steps.find_steps(model, self.target, self.max_tokens, self.shapes)
+        with mailboxes.kept_open():  # those of this process have the name of the recipe's
+            model = self.recipe.build(self.target.arch)
+            return steps.find_steps(model, self.target, self.max_tokens, self.shapes)
 
 
 Job = CuteJob | TritonJob | FindJob

@@ -273,8 +273,8 @@ def _empty(config: Any, ranks: Ranks = ALONE) -> DeepseekV4ForCausalLM:
     config = ModelConfig.of(config)
     context = emulated_rank(ranks, config, with_mailboxes=False)
     with torch.device("meta"):
-        # A DSpark draft is not split over ranks.
-        has_draft = context is None or config.dspark is None
+        # Ranks with tokens of their own draft nothing, and have no layers of a DSpark draft.
+        has_draft = context is None or ranks.mode != DATA or config.dspark is None
         return DeepseekV4ForCausalLM(config, mtp=has_draft, parallel=context)
 
 

@@ -287,7 +287,8 @@ def check_ranks(model: Any, ranks: Ranks) -> None:
     """
     if isinstance(model, nn.Module):
         raise ValueError(
-            f"warmup: ranks is {ranks.size} and model a module, wanted a configuration"
+            f"warmup: ranks is {ranks.size}, parallel is {ranks.mode!r} and model a module, wanted "
+            "a configuration, or neither of them"
         )
     if ranks.mode not in MODES:
         raise ValueError(f"warmup: parallel is {ranks.mode!r}, wanted one of {', '.join(MODES)}")

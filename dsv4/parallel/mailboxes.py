@@ -17,6 +17,8 @@ Calls are counted on the device, so that a CUDA graph can be replayed. Kernels a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -340,6 +342,16 @@ def _checked(mailbox: Mailbox, group: str) -> str | None:
 def announce(group: str, mailbox: Mailbox) -> None:
     """Let operators use a group's mailboxes again, where others were made for it since."""
     _OPEN[group] = mailbox
+
+
+@contextmanager
+def kept_open() -> Iterator[None]:
+    """Let operators use the mailboxes of before again at the end, whatever was opened meanwhile."""
+    before = dict(_OPEN)
+    try:
+        yield
+    finally:
+        _OPEN.update(before)
 
 
 def of_group(group: str) -> Mailbox | None:

@@ -100,7 +100,7 @@ class Drafting:
     ) -> Drafting:
         """Return the drafts of steps of these numbers of sequences, by what they cost.
 
-        If they are not to be made where they do not pay, and pay nowhere, there are none.
+        A plan with ``by_size`` whose drafts pay at none of these numbers is dropped.
 
         Args:
             model: The model.

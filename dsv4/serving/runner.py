@@ -181,29 +181,31 @@ class Runner:
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
             is_scarce=pool_tokens < limits.pool_tokens(),
         )
-        self.drafting = drafting.at_sizes(model, sizes.buckets, max_tokens)
-        width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
         if verify is None:
             verify = same_draws if deterministic else verify_sampled
         grid = limits.max_chunk if deterministic else None
         self._link, self._shared, part = None, None, None
-        if model.parallel is not None and has_own:
-            self._shared = SharedSteps(model.parallel)
-        elif model.parallel is not None:
-            self._link = RankLink(model.parallel)
-            # Drafts are verified against all logits, which each rank gathers.
-            if self.drafting.plan is None:
-                part = VocabularyPart(model.parallel, model.model.vocabulary)
         with reported(model.parallel):
             if model.parallel is not None:
                 rest = {
                     "buckets": sizes.buckets,
                     "prompt_buckets": sizes.prompts,
                     "capture": captured,
-                    "drafts": self.drafting.plan,
+                    "drafts": drafting.plan,
                 }
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
+            self.drafting = drafting.at_sizes(model, sizes.buckets, max_tokens)
+            if model.parallel is not None and has_own:
+                self._shared = SharedSteps(model.parallel)
+            elif model.parallel is not None:
+                self._link = RankLink(model.parallel)
+                # The costs follow from a rank's bytes, which may differ a little.
+                self.drafting = model.parallel.group.broadcast(self.drafting)
+                # Drafts are verified against all logits, which each rank gathers.
+                if self.drafting.plan is None:
+                    part = VocabularyPart(model.parallel, model.model.vocabulary)
+            width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
             chunk = max(limits.max_chunk, width)
             self.cache: PagedCache = model.new_cache(
                 limits.rows, max_tokens, chunk, index_format, pool_tokens, window_pages

@@ -5,7 +5,8 @@ a step, of routed experts those that tokens choose: ``E (1 - (1 - k / E) ** T)``
 with k each, if routing is uniform and independent. So a step of few sequences reads more experts
 for each token more, one of many reads all of them anyway, and one of very many is bound by
 operations, where a draft costs as much as a token. KV entries are left out: they are as many with
-and without drafts, up to the L2.
+and without drafts, up to the L2; so are loads of experts from host memory, whose number depends on
+the text.
 
 Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
 here changes a token that is generated greedily, only how fast it comes.
@@ -72,17 +73,16 @@ class Part:
         moe = [m for m in module.modules() if isinstance(m, DeepseekV4Experts)]
         linear = [m for m in module.modules() if isinstance(m, Linear)]
         experts = max(m.num_experts for m in moe)
-        routed = sum(map(_bytes, moe))
         chosen = max(m.num_experts_per_tok for m in moe)
         weights = sum(m.in_features * m.out_features for m in linear)
-        # Of several ranks, each has a share of a token's experts.
         weights += sum(
-            3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // m.num_experts
+            3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // _shared(m)
             for m in moe
         )
         tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
-        dense = _bytes(module) - routed - tables + more
-        return cls(dense, routed / experts, experts, chosen, len(moe), 2.0 * weights)
+        dense = _bytes(module) - sum(map(_bytes, moe)) - tables + more
+        expert = sum(_bytes(m) / _shared(m) for m in moe)
+        return cls(dense, expert, experts, chosen, len(moe), 2.0 * weights)
 
     def ms(self, tokens: float, routed: float | None = None) -> float:
         """Return the milliseconds of some tokens, of which ``routed`` go to experts; None: all."""
@@ -222,6 +222,15 @@ class DraftCosts:
         more = min(verified + 1, drafts)
         extra = self._ms(sequences, drafts, more) - self._ms(sequences, drafts, more - 1)
         return extra / self._ms(sequences, drafts, verified) * self._length(verified)
+
+
+def _shared(experts: DeepseekV4Experts) -> int:
+    """Return the experts that share the weights held here.
+
+    Of several ranks, each has a share of a token's experts; slots for experts in host memory hold
+    whole ones.
+    """
+    return experts.num_experts if experts.hosted is None else experts.num_local_experts
 
 
 def _bytes(module: nn.Module) -> int:

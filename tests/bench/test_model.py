@@ -278,6 +278,11 @@ class TestOnCpu:
         assert rows[0]["hit_rate"] < rows[2]["hit_rate"]
         assert "3 with experts in host memory" in capsys.readouterr().out.splitlines()[-1]
 
+    @pytest.mark.parametrize("other", [["--columns", "step"], ["--profile"]])
+    def test_other_figures_of_experts_in_host_memory_are_refused(self, other: list[str], capsys):
+        assert run("--host-experts", "2+3", "--layers", "1", *other) == 2
+        assert f"--host-experts is '2+3' with {other[0]}" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("value", "message"),
         [

@@ -20,6 +20,9 @@ from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.jobs import CuteJob, FindJob, TritonJob
 from dsv4.compilation.recipe import Recipe
 from dsv4.compilation.warmup import Operator
+from dsv4.parallel import mailboxes
+from dsv4.parallel.context import Ranks
+from dsv4.parallel.emulated import emulated_context
 from dsv4.quant.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
 
@@ -347,3 +350,16 @@ class TestWarmup:
             kinds = {type(plan).__name__ for plan in kernel_calls.kernel_plans(every, 8192, arch)}
             assert ("WgmmaPlan" in kinds) == has_wgmma
             assert "SmallMPlan" in kinds
+
+
+def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
+    """Without a worker it is made in a process whose own ranks may be emulated, too."""
+    context = emulated_context(2)
+    name, seen = context.group.name, []
+    monkeypatch.setattr(
+        _steps, "find_steps", lambda model, *_: seen.append(mailboxes.of_group(name).device.type)
+    )
+    recipe = Recipe.of(dsv4.ModelConfig.tiny(), Ranks(2))
+    FindJob(recipe, _steps.Target("sm_90a"), 8, ()).run()
+    assert seen == ["meta"]
+    assert mailboxes.of_group(name) is context.group.mailbox

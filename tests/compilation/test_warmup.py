@@ -217,6 +217,20 @@ def test_of_blackwells_products_every_configuration_is_compiled():
         assert p.plans(300, "sm_103a") == grouped_gemm_plan.plans(p.experts, 300 * 6)
 
 
+def test_ranks_that_draft_by_dspark_have_its_products():
+    """Those of its ``main_proj`` are of no other layer; ranks with own tokens draft nothing."""
+    draft = dsv4.config.DSparkConfig(
+        block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256
+    )
+    config = steps.of_each_kind(dsv4.ModelConfig.flash()).replace(
+        num_nextn_predict_layers=0, dspark=draft
+    )
+    projection = (config.hidden_size, 3 * config.hidden_size)
+    for ranks, has_draft in ((Ranks(), True), (Ranks(2), True), (Ranks(2, DATA), False)):
+        shapes = {(p.rows, p.columns) for p in packed_gemms(config, ranks=ranks)}
+        assert (projection in shapes) == has_draft
+
+
 def test_experts_that_cannot_be_packed_need_no_kernel():
     config = dsv4.ModelConfig.tiny(moe_intermediate_size=32)
     experts = layers.DeepseekV4Experts(config).requires_grad_(False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import local_bytes
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving.drafting import drafting_of
+from dsv4.speculation.draft_costs import DraftCosts
 from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.testing.models import random_model
 from dsv4.testing.ranks import run_ranks
@@ -137,6 +139,26 @@ def test_a_rank_loads_its_share_of_the_drafts(tmp_path):
     for local in loaded("tp"):
         assert local.load_report.bytes_read == pytest.approx(local_bytes(sizes, 2), rel=0.05)
         assert_same_state(local.state_dict(), local_model(stored, local.parallel).state_dict())
+
+
+def test_all_ranks_draft_as_rank_0_computes(monkeypatch):
+    """Of other bytes another number of drafts pays, or another confidence is enough."""
+    of = DraftCosts.of
+
+    def differing(model: Any, *arguments: Any) -> DraftCosts:
+        costs = of(model, *arguments)
+        main = replace(costs.main, dense=costs.main.dense + 1e9 * model.parallel.rank)
+        return replace(costs, main=main)
+
+    def work(context: ParallelContext) -> Any:
+        model = local_model(whole("dspark"), context)
+        with Runner(model, max_sequences=2, max_tokens=64, speculate="dspark") as runner:
+            return [runner.drafting.theta_at(size) for size in (1, 2)]
+
+    monkeypatch.setattr(DraftCosts, "of", differing)
+    first, second = run_ranks(2, work)
+    assert None not in first
+    assert first == second
 
 
 def test_other_drafts_on_a_rank():

@@ -125,7 +125,7 @@ def test_where_a_rank_has_no_gpu_nothing_is_warm(monkeypatch):
 def test_a_configuration_that_cannot_be_split(ranks):
     with pytest.raises(ValueError, match=f"{ranks}( ranks|, wanted 1 to 16)"):
         warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(ranks))
-    with pytest.raises(ValueError, match="model a module, wanted a configuration"):
+    with pytest.raises(ValueError, match="parallel is 'tp' and model a module, wanted a"):
         warmup.check_ranks(torch.nn.Linear(2, 2), contexts.Ranks(ranks))
     with pytest.raises(ValueError, match="parallel is 'ep', wanted one of tp, dp"):
         warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(2, "ep"))

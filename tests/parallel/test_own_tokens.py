@@ -245,6 +245,7 @@ class TestRunner:
         [
             ({"sampler": 3}, "sampler is int, wanted a Sampler"),
             ({"speculate": "mtp"}, "speculate is 'mtp'"),
+            ({"chunk": 0}, "chunk is 0"),
         ],
     )
     def test_other_arguments_that_are_wrong_end_all(self, whole, changes, message):

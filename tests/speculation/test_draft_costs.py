@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4.config import ModelConfig
+from dsv4.layers.host_experts import HostExperts, host_experts_
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving.drafting import Drafting, DraftPlan, drafting_of
 from dsv4.speculation import draft_costs
@@ -95,6 +96,16 @@ def test_bytes_of_a_model_are_counted_once() -> None:
     markov = config.vocab_size * DSPARK.markov_rank * 4
     dense = stages - config.n_routed_experts * draft.expert + table
     assert draft.dense == dense + (DSPARK.block_size - 1) * markov - markov
+
+
+def test_an_expert_in_host_memory_has_the_bytes_of_another() -> None:
+    model = random_model(small(), 0, torch.float32)
+    before = Part.of(model.model)
+    host_experts_(model, HostExperts(1, 2))
+    after = Part.of(model.model)
+    assert after.expert == pytest.approx(before.expert)
+    assert after.operations == before.operations
+    assert after.dense == pytest.approx(before.dense)
 
 
 def mtp_model():

@@ -386,6 +386,12 @@ def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str 
     ):
         if value is not None:
             raise UsageError(f"--host-experts is {text!r} with {name} {value}, wanted it without")
+    for name in ("columns", "profile"):
+        if getattr(options, name):
+            raise UsageError(
+                f"--host-experts is {text!r} with --{name}, wanted it without: no such figures of "
+                "experts in host memory are measured"
+            )
     if text == "auto":
         return text
     parts = text.split("+")
