@@ -73,16 +73,22 @@ class Part:
         linear = [m for m in module.modules() if isinstance(m, Linear)]
         experts = max(m.num_experts for m in moe)
         routed = sum(map(_bytes, moe))
+        # Slots hold some of the experts that this process has, the others are in host memory.
+        held = [m.num_local_experts if m.hosted is None else m.num_experts for m in moe]
+        expert = sum(
+            _bytes(m) * own / (m.num_local_experts * m.num_experts)
+            for m, own in zip(moe, held, strict=True)
+        )
         chosen = max(m.num_experts_per_tok for m in moe)
         weights = sum(m.in_features * m.out_features for m in linear)
         # Of several ranks, each has a share of a token's experts.
         weights += sum(
-            3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // m.num_experts
-            for m in moe
+            3 * chosen * m.hidden_dim * m.intermediate_dim * own // m.num_experts
+            for m, own in zip(moe, held, strict=True)
         )
         tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
         dense = _bytes(module) - routed - tables + more
-        return cls(dense, routed / experts, experts, chosen, len(moe), 2.0 * weights)
+        return cls(dense, expert, experts, chosen, len(moe), 2.0 * weights)
 
     def ms(self, tokens: float, routed: float | None = None) -> float:
         """Return the milliseconds of some tokens, of which ``routed`` go to experts; None: all."""

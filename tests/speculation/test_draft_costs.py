@@ -13,7 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4 import layers
 from dsv4.config import ModelConfig
+from dsv4.layers import HostExperts
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving.drafting import Drafting, DraftPlan, drafting_of
 from dsv4.speculation import draft_costs
@@ -95,6 +97,13 @@ def test_bytes_of_a_model_are_counted_once() -> None:
     markov = config.vocab_size * DSPARK.markov_rank * 4
     dense = stages - config.n_routed_experts * draft.expert + table
     assert draft.dense == dense + (DSPARK.block_size - 1) * markov - markov
+
+
+def test_experts_in_host_memory_multiply_as_much() -> None:
+    model = random_model(small(), 0, torch.float32, mtp=True)
+    before = Part.of(model.model)
+    layers.host_experts_(model, HostExperts(1, 2))
+    assert Part.of(model.model) == before
 
 
 def mtp_model():
