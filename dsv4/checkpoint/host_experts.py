@@ -193,10 +193,11 @@ def hosting_of(
     else:
         assert isinstance(value, int)
         placement = sizes.with_host_bytes(value, _free(device) if on_gpu else None)
+    if placement is not None:
+        placement.check(sizes.experts, sizes.layers, sizes.top_k)
     if placement is None or placement.static == sizes.experts:
         _logger.info("host_experts: all experts fit on the GPU, none is in host memory")
         return None
-    placement.check(sizes.experts, sizes.layers, sizes.top_k)
     _host_memory.check_available(sizes.host_bytes(placement))
     _logger.info("host_experts: %s", describe(sizes, placement, checkpoint.path))
     return Hosting(placement, sizes.layers)

@@ -53,17 +53,17 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return host memory, uint8 ``[nbytes]``, that kernels on ``device`` read at its own address.
 
     It does not come from PyTorch's allocator, whose pinned blocks are powers of two: 1.1 GB would
-    take 2. Memory for a model on a CPU is plain memory.
+    take 2. Memory for a model on a CPU, or of 0 bytes, is plain memory.
 
     Raises:
         MemoryError: if there is not as much, or it cannot be page-locked; the message says how
             much there is.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or not nbytes:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     try:
-        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise _refused(nbytes, str(error)) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to fault in and to lock
@@ -81,13 +81,13 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 
 
-def release(tensor: torch.Tensor) -> None:
-    """Unlock memory of ``allocate``; nothing for plain memory. The GPU must not read it any more.
+def release(tensor: torch.Tensor, device: torch.device) -> None:
+    """Unlock memory of ``allocate``, when ``device`` has done its work; nothing for plain memory.
 
     It stays readable for the CPU until the tensor is gone.
     """
     if torch.cuda.is_available() and tensor.is_pinned():
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 

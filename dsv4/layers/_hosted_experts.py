@@ -20,6 +20,7 @@ from dsv4.ops.expert_slots import (
     expert_decide,
     expert_gather,
 )
+from dsv4.ops.moe import check_ids
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class HostedExperts:
         rows = allocate(len(others) * size, device)
         self.rows = rows.view(len(others), size)
         # The memory must be unlocked before it is unmapped, and outlives this object until then.
-        self._unlock = weakref.finalize(self, _host_memory.release, rows)
+        self._unlock = weakref.finalize(self, _host_memory.release, rows, device)
         self._unlock.atexit = False
         with torch.inference_mode(False):
             self.memory = torch.empty(self.layout.slot_bytes, dtype=torch.uint8, device=device)
@@ -205,9 +206,14 @@ class HostedExperts:
 
         Returns:
             The plan, and the first row of each place in its order, and the number of rows.
+
+        Raises:
+            RuntimeError: if the step is being captured.
+            ValueError: if an id is out of range (on a CPU; elsewhere it chooses no expert).
         """
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"host_experts: {self.obstacle(ids.numel())}, wanted an eager step")
+        check_ids(ids, self.experts, "host_experts")
         flat = self.numbers(ids).flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
@@ -245,15 +251,20 @@ class HostedExperts:
                 waiting.remove(following)
                 ready[id(following)] = self._load(following.loads)
 
-        for half in (0, 1):
-            if half not in busy:
-                load_next(half)
-        for wave in plan.waves:
-            if wave.loads and ready[id(wave)] is not None:
-                torch.cuda.current_stream(self.device).wait_event(ready[id(wave)])
-            yield wave
-            if wave.half is not None:
-                load_next(wave.half)
+        try:
+            for half in (0, 1):
+                if half not in busy:
+                    load_next(half)
+            for wave in plan.waves:
+                if wave.loads and ready[id(wave)] is not None:
+                    torch.cuda.current_stream(self.device).wait_event(ready[id(wave)])
+                yield wave
+                if wave.half is not None:
+                    load_next(wave.half)
+        finally:
+            # After an error copies may be under way, which the next step must not overtake.
+            if self._side is not None:
+                torch.cuda.current_stream(self.device).wait_stream(self._side)
         self.state.set_slots(plan.expert_in)
 
     def _load(self, loads: Sequence[tuple[int, int]]) -> Any:

@@ -26,9 +26,13 @@ def local_model(whole: DeepseekV4ForCausalLM, context: ParallelContext) -> Deeps
 
     Raises:
         ValueError: if the number of ranks does not divide what is split, or would cut a block of a
-            quantised matrix or a tile of a packed one; nothing is allocated then.
+            quantised matrix or a tile of a packed one, or experts are in host memory; nothing is
+            allocated then.
     """
     pairs = list(whole.named_modules())
+    for _, module in pairs:
+        if isinstance(module, DeepseekV4Experts):
+            module.check_on_device()
     quantised = [
         (f"{name}.weight", (layer.out_features, layer.in_features), layer.format)
         for name, layer in pairs

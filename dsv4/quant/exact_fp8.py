@@ -100,11 +100,11 @@ def examine(weight: QuantizedTensor) -> Examined:
     if weight.format != NVFP4 or weight.layout not in (LINEAR, FRAGMENTS):
         raise ValueError(f"{weight!r}, wanted nvfp4, linear or in fragments")
     blocks, shape = weight.columns // 16, weight.codes.shape[:-1]
-    scales = weight.scales.view(torch.uint8).reshape(-1, blocks)
-    height = max(1, _PIECE // (ROWS * max(1, blocks))) * ROWS
-    if not scales.numel():
+    if not weight.scales.numel():
         usual = torch.full(shape, _USUAL, dtype=torch.int8, device=weight.device)
         return Examined(Exactness(0), usual)
+    scales = weight.scales.view(torch.uint8).reshape(-1, blocks)
+    height = max(1, _PIECE // (ROWS * blocks)) * ROWS
     parts = [_examined(part, weight.layout) for part in scales.split(min(height, weight.rows))]
     counts = Exactness(scales.numel(), *torch.stack([wrong for wrong, _ in parts]).sum(0).tolist())
     if not counts.is_exact:

@@ -47,7 +47,8 @@ def expert_gather(call: Call) -> str | None:
     """Return why ``expert_gather`` is unsupported, or None."""
     args: ExpertGatherArgs = call.args
     rows = args.rows
-    if call.device.type == "cuda" and rows.device.type == "cpu" and not rows.is_pinned():
+    in_host = call.device.type == "cuda" and rows.device.type == "cpu" and rows.numel() > 0
+    if in_host and not rows.is_pinned():
         return "rows are in pageable host memory, wanted pinned memory, which a GPU reads"
     return any_call(call)
 

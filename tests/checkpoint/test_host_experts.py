@@ -56,12 +56,11 @@ class TestLoad:
         assert_bitwise(model(ids), plain(ids), "logits")
         prompts = [[1, 2, 3], [4, 5]]
         assert model.generate(prompts, 4) == plain.generate(prompts, 4)
-        if pack is False:
-            save(model, tmp_path, layout="transformers", plain=("*",), plain_dtype=None)
-            again, before = tensors_of(tmp_path), tensors_of(folder)
-            assert again.keys() == before.keys()
-            for name, tensor in before.items():
-                assert_bitwise(again[name], tensor, name)
+        save(model, tmp_path, layout="transformers", plain=("*",), plain_dtype=None)
+        again, before = tensors_of(tmp_path), tensors_of(folder)
+        assert again.keys() == before.keys()
+        for name, tensor in before.items():
+            assert_bitwise(again[name], tensor, name)
 
     def test_counts_choose_the_static_experts(self, folder):
         counts = torch.tensor([[0, 1, 2, 3], [9, 0, 0, 8], [1, 1, 1, 1]])
@@ -83,6 +82,7 @@ class TestLoad:
             (-1, ValueError, "host_experts is -1, wanted 'auto'"),
             (1.5, TypeError, "host_experts is 1.5, wanted 'auto'"),
             (HostExperts(1, 1), ValueError, "slots is 1, wanted 2 to 3"),
+            (HostExperts(4, 1), ValueError, "slots is 1, wanted 0 to 0"),
         ],
     )
     def test_a_wrong_value_is_refused(self, folder, value, error, message):

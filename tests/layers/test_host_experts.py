@@ -24,7 +24,7 @@ from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
 
 EXPERTS, TOP_K, HIDDEN = 12, 3, 64
-KINDS = ["plain", "nvfp4", "mxfp4", "packed", "calibrated"]
+KINDS = ["plain", "nvfp4", "mxfp4", "packed", "calibrated", "exact"]
 
 
 def make_experts(kind: str, seed: int = 0, numerics: str = "deepseek") -> layers.DeepseekV4Experts:
@@ -39,12 +39,16 @@ def make_experts(kind: str, seed: int = 0, numerics: str = "deepseek") -> layers
     randomize_(experts, seed)
     if kind != "plain":
         experts.quantize("mxfp4" if kind == "mxfp4" else "nvfp4")
+    if kind == "exact":
+        experts.activation = "fp8"
+        for name in ("gate_up_proj_scale", "down_proj_scale"):
+            getattr(experts, name).view(torch.uint8).bitwise_and_(0x78).clamp_(0x30, 0x60)
     if kind == "calibrated":
         experts.activation = "nvfp4"
         for name in ("gate_up_proj_input_scale", "down_proj_input_scale"):
             scales = torch.rand(EXPERTS, generator=strategies.generator(seed)) / 64 + 0.01
             setattr(experts, name, torch.nn.Parameter(scales, requires_grad=False))
-    if kind == "packed":
+    if kind in ("packed", "exact"):
         experts.pack()
     return experts.to(torch.bfloat16)
 
@@ -91,6 +95,7 @@ class TestLayer:
     @example(1, "packed", 4, 0, [1, 1, 9, 1, 2], "deepseek", True, True)
     @example(2, "packed", 0, 0, [9, 1, 9], "transformers", False, True)
     @example(3, "calibrated", 3, 2, [1, 8, 2], "deepseek", True, False)
+    @example(4, "exact", 3, 2, [1, 8, 2], "deepseek", True, True)
     def test_has_the_bits_of_all_resident_experts(
         self, seed, kind, static, spare, sizes, numerics, reserved, poisoned
     ):
@@ -207,6 +212,50 @@ class TestLayer:
         with pytest.raises(ValueError, match="are in host memory already"):
             layers.host_experts_(layer, HostExperts(3, 4))
 
+    @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+    def test_exponents_of_rows_go_with_their_expert(self, name):
+        plain = make_experts("exact")
+        getattr(plain, name + "_exponent").add_(torch.arange(EXPERTS, dtype=torch.int8)[:, None])
+        layer, truth = hosted(plain, 3, 4), plain.quantized_weight(name)
+        for step in range(6):
+            layer(*tokens(step, 1 if step % 2 else 8))
+            weight, state = layer.quantized_weight(name).validate(), layer.hosted.state
+            for slot, expert in enumerate(state.expert_in.tolist()):
+                assert_bitwise(weight[slot].row_exponent, truth[expert].row_exponent, "exponent")
+
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_an_id_out_of_range_is_refused(self, count):
+        """Also in waves, whose plan counts valid ids only."""
+        layer = hosted(make_experts("nvfp4"), 3, 3)
+        x, ids, weights = tokens(0, count)
+        ids[0, 1] = EXPERTS + 1
+        with pytest.raises(ValueError, match=r"ids\[0, 1\] is 13, wanted an expert, 0 to 11"):
+            layer(x, ids, weights)
+
+    def test_no_step_overtakes_the_copies_of_an_interrupted_one(self, monkeypatch):
+        waited = []
+
+        class Stream:
+            def wait_stream(self, other):
+                waited.append(other)
+
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+        state = hosted(make_experts("nvfp4"), 3, 4).hosted
+        state._side = object()
+        waves = state.run(state.plan(tokens(0, 8)[1])[0])
+        next(waves)
+        assert not waited
+        waves.close()
+        assert waited == [state._side]
+
+    def test_all_experts_can_be_static(self):
+        plain = make_experts("nvfp4")
+        layer = hosted(plain, EXPERTS, 0)
+        for count in (0, 1, 8):
+            arguments = tokens(count, count)
+            assert_bitwise(layer(*arguments), plain(*arguments), "result")
+        assert layers.cache_use(layer).loaded == 0
+
     def test_plain_experts_cannot_be_cast(self):
         layer = hosted(make_experts("plain"), 3, 4)
         with pytest.raises(ValueError, match=r"is to become torch\.float32 on cpu"):
@@ -320,6 +369,10 @@ class TestAllocation:
         assert memory.data_ptr() % 4096 == 0
         memory[-1] = 7
         assert int(memory.sum()) == 7
+
+    def test_of_nothing_is_not_locked(self, answer):
+        assert host_memory.allocate(0, torch.device("cuda", 0)).shape == (0,)
+        assert not answer
 
     def test_says_how_much_there_is(self, answer):
         answer.append(2)

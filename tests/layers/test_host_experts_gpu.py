@@ -107,7 +107,7 @@ def test_host_memory_is_read_by_kernels():
     assert memory.is_pinned()
     memory.copy_(torch.randint(0, 256, (1 << 22,), dtype=torch.uint8))
     assert torch.equal(memory.cuda().cpu(), memory)
-    host_memory.release(memory)
+    host_memory.release(memory, torch.device("cuda"))
     assert not memory.is_pinned()
 
 

@@ -191,6 +191,7 @@ class TestContract:
     BAD = (
         ({"x": torch.ones(3, 32).int()}, TypeError, "x has dtype int32"),
         ({"x": torch.ones(32)}, ValueError, r"x has shape \[32\]"),
+        ({"x": torch.tensor(1.0)}, ValueError, r"x has shape \[\]"),
         ({"x": torch.ones(3, 16)}, ValueError, "16 columns, wanted 32"),
         ({"weight": torch.ones(2, 4, 32).int()}, TypeError, "weight has dtype int32"),
         ({"weight": torch.ones(4, 32)}, ValueError, r"weight has shape \[4, 32\]"),

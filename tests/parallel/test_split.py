@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.layers import Linear, pack_, quantize_
+from dsv4.layers import HostExperts, Linear, host_experts_, pack_, quantize_
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import RULES, LocalSizes, check_blocks, rule_of
@@ -33,6 +33,14 @@ def logits_of_ranks(whole: Any, size: int, ids: torch.Tensor) -> list[torch.Tens
 def whole_logits(whole: Any, ids: torch.Tensor) -> torch.Tensor:
     hidden, streams = whole.model(ids)
     return torch.cat([whole.logits(hidden), whole.draft(ids, streams)[0]])
+
+
+def test_experts_in_host_memory_are_refused() -> None:
+    whole = model()
+    experts, top_k = whole.config.n_routed_experts, whole.config.num_experts_per_tok
+    host_experts_(whole, HostExperts(experts - top_k - 1, top_k))
+    with pytest.raises(ValueError, match=f"{top_k + 1} of {experts} experts are in host memory"):
+        run_ranks(1, lambda context: local_model(whole, context))
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
