@@ -16,7 +16,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,7 @@ from dsv4.reference.all_reduce import rank_ordered_sum
 from dsv4.serving import Runner, release
 from dsv4.serving.kept_runner import KeptRunner
 from dsv4.serving.sampling import Sampler
+from dsv4.serving.step_launcher import StepLauncher
 
 # Whole blocks of every format, and whole tiles, on each of four ranks; kernels of a GPU take it.
 CONFIG = ModelConfig.tiny(
@@ -599,7 +601,7 @@ def killed(worker: Worker, parallel: str, with_mailboxes: bool) -> dict[str, Any
     if worker.has_gpu and not with_mailboxes:
         mailboxes._OPEN.pop(model.parallel.group.name, None)
         model.parallel.group.mailbox = None
-    began = time.monotonic()
+    began, is_last = time.monotonic(), worker.rank == worker.size - 1
     try:
         with Runner(model, max_sequences=1, max_tokens=256, speculate=None) as runner:
             request = runner.add(PROMPTS[0], max_new_tokens=200, stop_ids=())
@@ -607,13 +609,20 @@ def killed(worker: Worker, parallel: str, with_mailboxes: bool) -> dict[str, Any
                 runner.step()
             assert (runner.captures > 0) == worker.has_gpu
             began = time.monotonic()
-            if worker.rank == worker.size - 1:
-                runner._decode_step = _end  # type: ignore[method-assign]
-            runner.run()
+            with in_place_of_decode_steps(_end) if is_last else nullcontext():
+                runner.run()
             request.result()
     except RankError as error:
         return {"message": str(error), "after": time.monotonic() - began}
-    raise AssertionError("it did not fail")
+    raise AssertionError(f"rank {worker.rank} had {len(request.tokens)} tokens and no error")
+
+
+@contextmanager
+def in_place_of_decode_steps(action: Callable[..., Any]) -> Iterator[None]:
+    """Call something where a runner of this process would launch a decode step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepLauncher, "decode", action)
+        yield
 
 
 def _end(*args: Any) -> bool:

@@ -21,8 +21,15 @@ import pytest
 import torch
 
 from dsv4.checkpoint import save
+from dsv4.config import ModelConfig
+from dsv4.serving import Runner
 from dsv4.testing.models import random_model
-from tests.parallel.multi_gpu_program import CONFIG, PARTS, name_of
+from tests.parallel.multi_gpu_program import (
+    CONFIG,
+    PARTS,
+    in_place_of_decode_steps,
+    name_of,
+)
 
 _SECONDS = {"cuda": 150.0, "cpu": 900.0}  # until the processes of a part are killed
 _GRACE = 20.0  # seconds that the others have once one has failed
@@ -162,13 +169,37 @@ def test_a_killed_rank_ends_the_others(part, ranks, outcome_of):
 def assert_killed(result: Outcome) -> None:
     """All ranks but the last have an error that says so, and their processes ended in time."""
     *others, last = result.reports
-    assert last == {}
+    wrong = [f"rank {len(others)} was to end in a decode step, and reported {last}"] if last else []
     for rank, report in enumerate(others):
-        assert "killed" in report, (rank, result.output)
-        assert report["killed"]["error"] == "", (rank, report)
-        assert report["killed"]["measured"]["after"] < 60
+        killed = report.get("killed")
+        if killed is None or killed["error"] or killed["measured"]["after"] >= 60:
+            wrong.append(f"rank {rank}, wanted a RankError within 60 s, reported {report}")
+    if any(seconds is None or seconds >= 60 for seconds in result.ended):
+        wrong.append(f"seconds until the processes ended: {result.ended}, wanted less than 60")
+    if wrong:
+        said = (f"rank {rank} printed:\n{text}" for rank, text in enumerate(result.output))
+        pytest.fail("\n".join([*wrong, *said]).replace("\\n", "\n"), pytrace=False)
     print([report["killed"]["measured"] for report in others], result.ended)
-    assert all(seconds is not None and seconds < 60 for seconds in result.ended), result
+
+
+class _LaunchedError(Exception):
+    """Raised in place of a decode step."""
+
+
+def test_a_rank_that_is_to_be_killed_is_in_a_decode_step():
+    """The hook of ``killed``: without it the rank ends with its whole text."""
+
+    def launched(*args: Any) -> bool:
+        raise _LaunchedError
+
+    model = random_model(ModelConfig.tiny(), 1, torch.float32)
+    runner = Runner(model, max_sequences=1, max_tokens=16, speculate=None)
+    request = runner.add([1, 2, 3], max_new_tokens=8, stop_ids=())
+    runner.step()
+    with in_place_of_decode_steps(launched), pytest.raises(_LaunchedError):
+        runner.run()
+    runner.run()
+    assert len(request.result()) == 8
 
 
 @pytest.mark.nightly
