@@ -524,6 +524,42 @@ class TestMemory:
         assert "no number of experts fits, wanted fewer --layers" in capsys.readouterr().err
 
 
+    def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_measured(
+        self, tmp_path: Path, monkeypatch, capsys
+    ):
+        """The largest number of sequences and the longest context need not fit together."""
+        sizes = ["--layers", "1", "--tokens", "1,3", "--context", "9,70", "--prompts", "none"]
+        monkeypatch.setattr(memory, "cache_bytes", lambda config, n, tokens: 10**9 * n * tokens)
+        path = tmp_path / "m.json"
+        monkeypatch.setattr(memory, "free_bytes", lambda device: 200 * 10**9)
+        assert run(*sizes, "--columns", "eager", "--out", str(path)) == 0
+        rows = {(row["tokens"], row["context"]): row for row in document_of(path)["rows"]}
+        assert len(rows) == 4
+        whole = rows.pop((3, 70))
+        assert whole["eager_ms"] is None
+        assert whole["missing"]["eager_ms"].startswith("left out: the model needs")
+        assert all(row["eager_ms"] > 0 for row in rows.values())
+        printed = capsys.readouterr().out
+        assert "3 sequences at 70 left out: the model needs" in printed
+        assert "1 of the rows left out, which do not fit" in printed.splitlines()[-1]
+
+    def test_rows_are_measured_exactly_where_they_fit(self):
+        request = request_of(tokens=(1, 7), contexts=(9, 300))
+        need = {
+            (n, context): model_bytes(request).peak
+            + memory.cache_bytes(request.config, n, context + request.new_tokens(n, context))
+            for context in request.contexts
+            for n in request.tokens
+        }
+        for free in (*need.values(), *(count - 1 for count in need.values())):
+            few = {row for row, count in need.items() if count > free}
+            if len(few) == len(need):
+                with pytest.raises(UsageError, match="the model needs"):
+                    memory.fitted(request, free)
+            else:
+                assert memory.fitted(request, free).left_out.keys() == few
+
+
 @pytest.mark.gpu
 def test_a_model_on_a_gpu_is_measured_in_every_column(tmp_path: Path, monkeypatch):
     """Flash's sizes, so that every kernel is the one of a whole model."""

@@ -22,7 +22,7 @@ from dsv4.bench.suites.model.document import (
     write,
 )
 from dsv4.bench.suites.model.measure import Measurement, synchronize
-from dsv4.bench.suites.model.memory import check_memory
+from dsv4.bench.suites.model.memory import fitted
 from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.random_model import random_model
 from dsv4.compilation.warmup import warm_ranks
@@ -70,6 +70,8 @@ def _measure(request: ModelRequest, rates: Rates, results: ModelResults) -> None
 def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
     request = measurement.request
     results.profiles = measurement.profiles
+    for (tokens, context), reason in request.left_out.items():
+        _say(f"{tokens} sequences at {context} {reason}")
     for tokens in request.prompts:
         results.prompts.append(measurement.prompt(tokens))
         _take_prepared(measurement, results)
@@ -201,8 +203,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
     request = hosted.placed(ModelRequest.of(options, device, processes()))
-    check_memory(request)
-    return request
+    return fitted(request)
 
 
 def finish(

@@ -140,7 +140,7 @@ class Measurement:
 
     def take(self, row: Measured, names: Sequence[str], measure: Callable[[], object]) -> None:
         """Measure figures of a row; the row says why one of them is missing."""
-        reason, failed = self._spent(), False
+        reason, failed = self._left_out(row) or self._spent(), False
         if reason is None:
             try:
                 with torch.inference_mode():
@@ -158,6 +158,11 @@ class Measurement:
             if getattr(row, name) is None and name not in row.missing:
                 row.missing[name] = reason or "not measured"
                 row.failed += [name] * failed
+
+    def _left_out(self, row: Measured) -> str | None:
+        """Return why a row is not measured at all, the same on all ranks, or None."""
+        sizes = getattr(row, "tokens", 0), getattr(row, "context", 0)
+        return self.request.left_out.get(sizes)
 
     @property
     def _has_peers(self) -> bool:

@@ -1,14 +1,14 @@
-"""Check, before anything is built, that a model and its caches fit the device."""
+"""Which rows of a model and its caches fit the device, before anything is built."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from dsv4.bench.problem import UsageError
-from dsv4.bench.suites.model.request import ModelRequest
+from dsv4.bench.suites.model.request import LEFT_OUT, ModelRequest
 from dsv4.bench.suites.random_model import quantised_format
 from dsv4.bench.suites.whole_model import INDEX_FORMAT
 from dsv4.config import ModelConfig
@@ -99,17 +99,6 @@ def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
     return sequences * sum(cache.bytes_per_sequence(tokens).values())
 
 
-def largest_cache(request: ModelRequest) -> tuple[int, int, int]:
-    """Bytes, sequences and context of the row with the largest cache."""
-    config = request.config
-    rows = [(n, context) for n in request.tokens for context in request.contexts]
-    sizes = [
-        (cache_bytes(config, n, context + request.new_tokens(n, context)), n, context)
-        for n, context in rows
-    ]
-    return max(sizes)
-
-
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on a device."""
     if device.type == "cuda":
@@ -117,28 +106,46 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_memory(request: ModelRequest) -> None:
-    """Refuse a model of random weights that does not fit.
+def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
+    """Return the request with the rows left out whose caches do not fit beside the weights.
+
+    Args:
+        request: What is asked for.
+        free: Bytes that are free, on several ranks those of the rank with the fewest; None: those
+            of this device.
 
     Raises:
-        UsageError: naming the bytes wanted, those that are free, and the largest number of experts
-            that fits.
+        UsageError: if no row fits, naming the bytes that the smallest one wants, those that are
+            free, and the largest number of experts that fits.
     """
     if request.checkpoint is not None:
-        return  # only reading it tells its formats
+        return request  # only reading it tells its formats
     size = model_bytes(request)
     if isinstance(request.host_experts, HostExperts):
         size = size.with_slots(request.host_experts)
-    cache, sequences, context = largest_cache(request)
+    free = free_bytes(request.device) if free is None else free
     reserve = _ACTIVATIONS if request.device.type == "cuda" else 0
-    free = free_bytes(request.device)
-    need = size.peak + cache + reserve
-    if need <= free:
-        return
+    caches = {
+        (n, context): cache_bytes(request.config, n, context + request.new_tokens(n, context))
+        for context in request.contexts
+        for n in request.tokens
+    }
+    left_out = {
+        row: (
+            f"{LEFT_OUT}the model needs {_gb(size.peak + cache + reserve)} with a cache of "
+            f"{_gb(cache)}, and {_gb(free)} are free"
+        )
+        for row, cache in caches.items()
+        if size.peak + cache + reserve > free
+    }
+    if len(left_out) < len(caches):
+        return replace(request, left_out=left_out)
+    (sequences, context), cache = min(caches.items(), key=lambda item: item[1])
     experts = size.experts * request.ranks
+    where = f"on {request.device}" if request.ranks == 1 or request.emulated else "on a rank"
     problem = (
-        f"the model needs {_gb(need)} and {_gb(free)} are free on {request.device}: weights "
-        f"{_gb(size.peak)} with --preset {request.preset} --experts {experts} --layers "
+        f"the model needs {_gb(size.peak + cache + reserve)} and {_gb(free)} are free {where}: "
+        f"weights {_gb(size.peak)} with --preset {request.preset} --experts {experts} --layers "
         f"{request.config.num_hidden_layers}, cache {_gb(cache)} with --tokens {sequences} "
         f"--context {context}, activations {_gb(reserve)}; "
     )

@@ -15,7 +15,7 @@ from dsv4.bench.suites.model.document import (
     SpeculationRow,
 )
 from dsv4.bench.suites.model.measure import NOT_ASKED
-from dsv4.bench.suites.model.request import NOT_BEGUN
+from dsv4.bench.suites.model.request import LEFT_OUT, NOT_BEGUN
 from dsv4.bench.tables import WIDTH, plain, short, wrapped
 from dsv4.parallel.context import DATA
 
@@ -300,6 +300,9 @@ def verdict(results: ModelResults) -> str:
     late = sum(why.startswith(NOT_BEGUN) for row in rows for why in row.missing.values())
     if late:
         parts.append(f"{late} figures not begun (--limit)")
+    small = sum(any(why.startswith(LEFT_OUT) for why in row.missing.values()) for row in rows)
+    if small:
+        parts.append(f"{small} of the rows left out, which do not fit")
     word = "STOPPED" if results.stopped else "MEASURED"
     return short(f"{word}: {'; '.join(parts)}{stopped}", WIDTH)
 

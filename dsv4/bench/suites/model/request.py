@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ ROUTING, CHECKPOINT = "random", "checkpoint"  # whose router weights decide
 CHUNK = 2048  # most prompt tokens of a runner's step
 WARM_STEPS = 4  # decode steps before those that are timed
 NOT_BEGUN = "not begun: --limit is "
+LEFT_OUT = "left out: "  # rows that do not fit
 _SPARE = 2  # tokens that no sequence reaches while it is timed
 
 
@@ -114,6 +115,7 @@ class ModelRequest:
         drafts: Drafts to measure; None: none.
         host_experts: Which experts lie in host memory, ``"auto"`` until that is resolved; None: all
             are on the device.
+        left_out: Rows, as tokens and context, that are not measured, and why.
     """
 
     preset: str
@@ -134,6 +136,7 @@ class ModelRequest:
     parallel: str = TENSOR
     drafts: DraftRequest | None = None
     host_experts: HostExperts | str | None = None
+    left_out: Mapping[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
     def of(
