@@ -15,6 +15,7 @@ from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
 from dsv4.config import ACTIVATIONS, ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.parallel import processes
 from dsv4.parallel.context import MODES, TENSOR, Ranks
 
 _PRESETS = ("flash", "pro")
@@ -159,4 +160,4 @@ def _warmup(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    processes.run(main)

@@ -29,6 +29,8 @@ from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
 from dsv4.bench.suites import all_reduce, main_job
 from dsv4.bench.verdict import Check
+from dsv4.parallel import groups, processes
+from dsv4.parallel.context import RankError
 
 ATTENTION = ("attention", "indexer", "attention_layer")
 OK, WRONG, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return IMPOSSIBLE
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG
 
 
 def _is_command(arguments: Sequence[str]) -> bool:
@@ -58,7 +63,7 @@ def _is_command(arguments: Sequence[str]) -> bool:
     ``run all_reduce`` in a single process without ``--ranks`` is the operator of one rank.
     """
     if arguments[:2] == ["run", "all_reduce"]:
-        return _names(arguments, "--ranks") or all_reduce.is_launched()
+        return _names(arguments, "--ranks") or processes.place() is not None
     return arguments[:2] == ["run", "moe"]
 
 
@@ -358,12 +363,18 @@ def _moe(options: argparse.Namespace) -> int:
 
 
 def _all_reduce(options: argparse.Namespace) -> int:
-    device, is_virtual = _device(options), options.ranks is not None
-    group = ""
-    if not is_virtual:
-        if not all_reduce.is_launched():
-            raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
-        device, group = all_reduce.begin(device)
+    device = _device(options)
+    if options.ranks is not None:
+        return _sums(options, device, is_virtual=True)
+    if processes.place() is None:
+        raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
+    with processes.joined(device.type) as own:
+        return _sums(options, own, is_virtual=False)
+
+
+def _sums(options: argparse.Namespace, device: torch.device, *, is_virtual: bool) -> int:
+    """Measure sums over virtual ranks, or over those of all processes."""
+    group = "" if is_virtual else groups.everyone()
     usual = all_reduce.SIZES if device.type == "cuda" else all_reduce.SIZES_ON_CPU
     repeat = getattr(options, "repeat", 50 if device.type == "cuda" else 20)
     seed = getattr(options, "seed", 0)
@@ -381,14 +392,19 @@ def _all_reduce(options: argparse.Namespace) -> int:
 
 
 def _model(options: argparse.Namespace) -> int:
+    device = _device(options)
+    if processes.place() is None:
+        return _measured_model(options, device)
+    with processes.joined(device.type) as own:
+        return _measured_model(options, own)
+
+
+def _measured_model(options: argparse.Namespace, device: torch.device) -> int:
     from dsv4.bench.suites.model import command
     from dsv4.bench.suites.model.document import ModelResults
 
-    device = _device(options)
     measured = ModelResults()
     measured.start.process_s = command.seconds_since_process_start()
-    if command.processes() > 1:
-        device, _ = all_reduce.begin(device)
     request = command.prepare(options, device)
     header = _print_header(options) if command.leads() else {}
     command.measure(request, environment.rates(device), measured)

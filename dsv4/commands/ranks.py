@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,28 +42,16 @@ def joined_process(device: str, parallel: str = "tp") -> Iterator[Process]:
     Raises:
         ValueError: if a GPU is named by its number beside several processes.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+    from dsv4.parallel import processes
+
+    place = processes.place()
+    if place is None:
         yield Process(device)
         return
     if device not in ("cuda", "cpu"):
-        raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {size} processes")
-    import torch
+        raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {place.size} processes")
     import torch.distributed as dist
 
-    from dsv4.parallel import multicast
-
-    where = device
-    if device == "cuda":
-        where = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-        torch.cuda.set_device(where)
-        multicast.turn_off()
-    is_new = not dist.is_initialized()
-    if is_new:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        mesh = dist.init_device_mesh(device, (size,), mesh_dim_names=(parallel,))
-        yield Process(where, mesh, mesh.get_rank() == 0, parallel)
-    finally:
-        if is_new:
-            dist.destroy_process_group()
+    with processes.joined(device) as where:
+        mesh = dist.init_device_mesh(device, (place.size,), mesh_dim_names=(parallel,))
+        yield Process(str(where), mesh, place.rank == 0, parallel)

@@ -9,7 +9,15 @@ import torch
 
 
 class RankError(RuntimeError):
-    """Another rank failed, ended or did not answer; this one cannot go on without it."""
+    """Another rank failed, ended or did not answer; this one cannot go on without it.
+
+    Attributes:
+        failed: The rank whose error it quotes; None: it is not known.
+    """
+
+    def __init__(self, message: str, failed: int | None = None) -> None:
+        super().__init__(message)
+        self.failed = failed
 
 
 class Group(Protocol):

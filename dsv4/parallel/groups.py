@@ -51,6 +51,12 @@ def resolve(name: str) -> Any:
         ) from error
 
 
+def everyone() -> str:
+    """Return the name of the group of all processes, which is initialised."""
+    assert dist.group.WORLD is not None, "the caller has made it"
+    return dist.group.WORLD.group_name
+
+
 def size(name: str) -> int:
     """Return the number of ranks of a group."""
     return 1 if name == ALONE else emulated_ranks(name) or resolve(name).size()

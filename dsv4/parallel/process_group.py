@@ -271,7 +271,8 @@ class DistributedGroup:
                 time.sleep(0.02)
             if self._store.check([self._key]):
                 record = json.loads(self._store.get(self._key))
-                return RankError(f"rank {record['rank']} failed: {record['error']}")
+                rank = int(record["rank"])
+                return RankError(f"rank {rank} failed: {record['error']}", failed=rank)
         except RuntimeError as gone:  # the store's process, too
             error = gone
         first = str(error).partition("\n")[0]

@@ -523,7 +523,6 @@ class TestMemory:
         assert run(*arguments) == 2
         assert "no number of experts fits, wanted fewer --layers" in capsys.readouterr().err
 
-
     def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_measured(
         self, tmp_path: Path, monkeypatch, capsys
     ):

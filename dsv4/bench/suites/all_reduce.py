@@ -10,7 +10,6 @@ Every rank makes the same number of calls: a rank that stopped earlier would lea
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +18,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dsv4 import dispatch, ops
 from dsv4.bench.cases import cases
 from dsv4.bench.problem import Draw, UsageError
 from dsv4.bench.results import Row
-from dsv4.parallel import groups, mailboxes, multicast
+from dsv4.parallel import groups, mailboxes
 from dsv4.reference.all_reduce import rank_ordered_sum
 
 # A token of Flash and of Pro, 64 of each, and a prompt chunk of 4096 tokens of Flash.
@@ -54,22 +52,6 @@ class Request:
     repeat: int
     seed: int
     device: torch.device
-
-
-def is_launched() -> bool:
-    """Return whether ``torchrun`` or its like started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def begin(device: torch.device) -> tuple[torch.device, str]:
-    """Make the process group; return this rank's device and the group's name."""
-    multicast.turn_off()
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return device, dist.group.WORLD.group_name  # type: ignore[union-attr]
 
 
 def is_first(group: str) -> bool:

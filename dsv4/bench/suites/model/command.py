@@ -22,13 +22,14 @@ from dsv4.bench.suites.model.document import (
     write,
 )
 from dsv4.bench.suites.model.measure import Measurement, synchronize
-from dsv4.bench.suites.model.memory import fitted
+from dsv4.bench.suites.model.memory import fitted, free_bytes
 from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.random_model import random_model
 from dsv4.compilation.warmup import warm_ranks
 from dsv4.debug import compilations
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel import groups, processes
 from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.emulated import emulated_rank
@@ -186,14 +187,10 @@ def _say(what: str) -> None:
     print(f"{'' if age is None else f'{age:6.1f} s  '}{what}", flush=True)
 
 
-def processes() -> int:
-    """Return the number of processes that ``torchrun`` started."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def leads() -> bool:
     """Return whether this process prints and writes, which of several the first does."""
-    return os.environ.get("RANK", "0") == "0" or processes() == 1
+    place = processes.place()
+    return place is None or place.rank == 0
 
 
 def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
@@ -202,8 +199,13 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     Raises:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
-    request = hosted.placed(ModelRequest.of(options, device, processes()))
-    return fitted(request)
+    place = processes.place()
+    if place is None:
+        return fitted(hosted.placed(ModelRequest.of(options, device)))
+    request = ModelRequest.of(options, device, place.size)
+    free = torch.tensor([free_bytes(device)], device=device)
+    # All ranks leave out, or refuse, what does not fit the fullest one.
+    return fitted(request, min(map(int, groups.gather(free, groups.everyone()))))
 
 
 def finish(

@@ -1,0 +1,156 @@
+"""The processes that ``torchrun`` started: which one this is, their process group, and their end.
+
+The one place of this package that makes a process group. A process of several that fails must not
+wait for the others: they may be gone, or wait for it. So a group is left on a GPU only after the
+work has ended well, for some seconds at most, and ``run`` ends a process without destructors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from dsv4.parallel.context import RankError
+
+BAD_INPUT, FAILED = 2, 1  # exit statuses
+_PATIENCE = 10.0  # seconds for NCCL to end
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those that were started together.
+
+    Attributes:
+        rank: Its number.
+        size: Number of processes.
+        local_rank: Its number on this host, which is that of its GPU.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def place() -> Place | None:
+    """Return this process's place; None if it was started alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
+        return None
+    return Place(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+@contextmanager
+def joined(kind: str) -> Iterator[torch.device]:
+    """Join the processes that were started together, for the length of the block.
+
+    Errors of bad input, and those that name another rank, are on all ranks; rank 0 alone raises
+    them, and the others end with the same status.
+
+    Args:
+        kind: ``"cuda"`` or ``"cpu"``.
+
+    Yields:
+        This process's device: the GPU of its local rank, or the CPU.
+
+    Raises:
+        RuntimeError: if there is no such GPU.
+        ValueError: if the environment asks for NVLink multicast.
+    """
+    import torch.distributed as dist
+
+    from dsv4.parallel import multicast
+
+    own = place()
+    assert own is not None, "the caller asks for its place"
+    device = torch.device(kind)
+    if kind == "cuda":
+        if own.local_rank >= torch.cuda.device_count():
+            raise RuntimeError(
+                f"LOCAL_RANK is {own.local_rank}, and there are {torch.cuda.device_count()} GPUs; "
+                "wanted a GPU for each process"
+            )
+        device = torch.device(kind, own.local_rank)
+        torch.cuda.set_device(device)
+    multicast.turn_off()
+    is_new = not dist.is_initialized()
+    if is_new and kind == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    elif is_new:
+        dist.init_process_group("gloo")
+    try:
+        yield device
+    except Exception as error:
+        if is_new and kind != "cuda":  # gloo waits for nobody
+            dist.destroy_process_group()
+        status = _status_without_words(error, own)
+        if status is None:
+            raise
+        raise SystemExit(status) from error
+    if is_new:
+        _leave(device)
+
+
+def _status_without_words(error: Exception, own: Place) -> int | None:
+    """Return the status of a process whose error rank 0 says, or None if it says it itself."""
+    if own.rank == 0:
+        return None
+    if isinstance(error, RankError):
+        return None if error.failed in (None, 0) else FAILED
+    return BAD_INPUT if isinstance(error, (ValueError, OSError, ImportError)) else None
+
+
+def _leave(device: torch.device) -> None:
+    """End the process group, after work that has ended on all ranks."""
+    import torch.distributed as dist
+
+    if device.type != "cuda":
+        dist.destroy_process_group()
+        return
+    gc.collect()  # NCCL waits for the end of graphs that hold its sums
+    torch.cuda.synchronize(device)
+
+    def end() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.set_device(device)
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    if thread.is_alive():
+        _logger.warning("NCCL did not end within %.0f s: the process ends without it", _PATIENCE)
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Run a command and end the process with its status.
+
+    One of several processes ends without destructors, which could wait for the others; an error
+    that the command does not handle is printed.
+    """
+    if place() is None:
+        sys.exit(main())
+    status = FAILED
+    try:
+        status = main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else FAILED * (end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)

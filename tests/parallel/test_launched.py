@@ -1,0 +1,169 @@
+"""Commands in several processes: one sentence, one status, and an end that waits for nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from dsv4.parallel import processes
+from dsv4.parallel.context import RankError
+from dsv4.parallel.processes import BAD_INPUT, FAILED, Place, place
+
+_LIMIT = 100  # seconds until processes that hang are killed
+FAILS = """
+import torch.distributed as dist
+from dsv4.commands import guarded
+from dsv4.parallel import processes
+from dsv4.parallel.agreement import reported
+from dsv4.parallel.process_group import context_of
+
+def work():
+    with processes.joined("cpu") as device:
+        context = context_of(dist.group.WORLD, "tp", device)
+        with reported(context):
+            if context.rank == 1:
+                raise ValueError("bad weights")
+            context.group.exchange(None)
+    return 0
+
+processes.run(lambda: guarded("work", work))
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a process: its status, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def launch(ranks: int, *arguments: str) -> list[Ended]:
+    """Run Python with some arguments in processes as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**os.environ, **shared, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        printed = [process.communicate(timeout=_LIMIT) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        Ended(process.returncode, *texts) for process, texts in zip(started, printed, strict=True)
+    ]
+
+
+def own_lines(text: str) -> list[str]:
+    """Lines but those that libraries print on their own."""
+    return [line for line in text.splitlines() if "nanobind" not in line and line[:2] != " -"]
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_is_one_sentence_and_one_status_on_all_ranks():
+    sizes = ["--preset", "pro", "--tokens", "900", "--context", "100000", "--prompts", "none"]
+    ended = launch(2, "-m", "dsv4.bench", "model", "--device", "cpu", *sizes)
+    assert [process.status for process in ended] == [BAD_INPUT, BAD_INPUT], ended
+    (said,) = own_lines(ended[0].err)
+    assert said.startswith("error: the model needs")
+    assert "are free on a rank: weights" in said
+    assert own_lines(ended[1].err) == []
+    assert [process.out for process in ended] == ["", ""]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_said_by_rank_0_and_ends_all():
+    began = time.monotonic()
+    first, last = launch(2, "-c", FAILS)
+    assert time.monotonic() - began < 60
+    assert own_lines(first.err) == [
+        "python -m dsv4 work: rank 1 failed: ValueError: bad weights",
+    ]
+    assert (first.status, last.status) == (FAILED, BAD_INPUT)
+    assert own_lines(last.err) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("x"), BAD_INPUT),
+        (FileNotFoundError("x"), BAD_INPUT),
+        (RankError("rank 0 failed: x", failed=0), None),
+        (RankError("rank 2 failed: x", failed=2), FAILED),
+        (RankError("a rank ended without a report"), None),
+        (RuntimeError("x"), None),
+        (torch.OutOfMemoryError("x"), None),
+    ],
+)
+def test_which_errors_another_rank_than_0_leaves_to_it(error, status):
+    assert processes._status_without_words(error, Place(1, 4, 1)) == status
+    assert processes._status_without_words(error, Place(0, 4, 0)) is None
+
+
+def test_a_process_alone_has_no_place(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    assert place() is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert place() is None
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert place() == Place(1, 2, 0)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert place() == Place(1, 2, 1)
+
+
+def test_a_group_that_does_not_end_is_left_after_some_seconds(monkeypatch, caplog):
+    """NCCL's end may wait for a rank that is gone."""
+    monkeypatch.setattr(processes, "_PATIENCE", 0.05)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: time.sleep(1))
+    began = time.monotonic()
+    processes._leave(torch.device("cuda", 0))
+    assert time.monotonic() - began < 0.9
+    assert "NCCL did not end" in caplog.text
+
+
+def test_a_command_alone_ends_as_python_does(monkeypatch):
+    monkeypatch.setattr(processes, "place", lambda: None)
+    with pytest.raises(SystemExit) as end:
+        processes.run(lambda: 3)
+    assert end.value.code == 3
+
+
+def _fails() -> int:
+    raise RuntimeError("by the test")
+
+
+def _exits() -> int:
+    raise SystemExit("argparse's words")
+
+
+@pytest.mark.parametrize(("main", "status"), [(lambda: 3, 3), (_fails, FAILED), (_exits, FAILED)])
+def test_one_process_of_several_ends_without_destructors(main, status, monkeypatch, capsys):
+    ended = []
+    monkeypatch.setattr(processes, "place", lambda: Place(1, 2, 1))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    processes.run(main)
+    assert ended == [status]
+    assert ("RuntimeError: by the test" in capsys.readouterr().err) == (main is _fails)
