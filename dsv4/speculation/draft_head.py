@@ -79,6 +79,11 @@ class DraftHead:
         return 0 if self.copy is None else self.copy.quantized_weight().nbytes
 
 
+def can_be_copied(model: DeepseekV4ForCausalLM) -> bool:
+    """Return whether drafts could multiply by a copy of a model's head."""
+    return not _impossible(model)
+
+
 def copy_bytes(config: ModelConfig) -> int:
     """Return the bytes of an NVFP4 copy of a model's head."""
     rows, columns = config.vocab_size, config.hidden_size

@@ -14,12 +14,13 @@ import torch
 
 import dsv4
 from dsv4 import layers
-from dsv4.compilation import kernel_calls, pool
+from dsv4.compilation import draft_steps, kernel_calls, pool
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.jobs import CuteJob, FindJob, TritonJob
 from dsv4.compilation.recipe import Recipe
 from dsv4.compilation.warmup import Operator
+from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
 from dsv4.parallel.context import Ranks
 from dsv4.parallel.emulated import emulated_context
@@ -82,6 +83,7 @@ import json
 import torch
 from dsv4 import ModelConfig
 from dsv4.compilation import steps as _steps
+from dsv4.compilation.draft_steps import DraftShape
 from dsv4.compilation.recipe import Recipe
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext, Ranks
@@ -91,8 +93,8 @@ drafting = ModelConfig.flash().replace(n_routed_experts=24)
 config = drafting.replace(num_nextn_predict_layers=0)
 shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
 
-def found(model):
-    steps = _steps.find_steps(model, _steps.Target("sm_90a"), 256, shapes)
+def found(model, more=()):
+    steps = _steps.find_steps(model, _steps.Target("sm_90a"), 256, [*shapes, *more])
     experts = {
         value
         for request in steps.requests.values() if request.name == "_sort_kernel"
@@ -116,7 +118,8 @@ def first_and_last(mode):
 
 result = first_and_last("tp") | first_and_last("dp")
 result["whole"] = found(Recipe.of(config).build("sm_90a"))
-result["drafts"] = found(Recipe.of(drafting, Ranks(4)).build("sm_90a"))
+drafts = [DraftShape(1, 3, 4096), DraftShape(1, 9, 4096, prompt=True)]
+result["drafts"] = found(Recipe.of(drafting, Ranks(4)).build("sm_90a"), drafts)
 
 # Of ranks with tokens of their own: sizes of steps between those of the list.
 model = Recipe.of(config, Ranks(6, "dp")).build("sm_90a")
@@ -350,6 +353,19 @@ class TestWarmup:
             kinds = {type(plan).__name__ for plan in kernel_calls.kernel_plans(every, 8192, arch)}
             assert ("WgmmaPlan" in kinds) == has_wgmma
             assert "SmallMPlan" in kinds
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_list_of_drafts_has_the_copy_of_a_head_that_can_have_one(ranks, monkeypatch):
+    """The part of a head that a rank has is not copied, and its model's list is made all the same."""
+    made = []
+    monkeypatch.setattr(draft_steps.DraftHead, "of", lambda *arguments: made.append(arguments))
+    context = emulated_context(ranks) if ranks > 1 else None
+    with torch.device("meta"):
+        model = DeepseekV4ForCausalLM(dsv4.ModelConfig.tiny(), mtp=True, parallel=context)
+    model.to(torch.bfloat16)
+    draft_steps._quantise_head(model)
+    assert len(made) == (ranks == 1)
 
 
 def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
