@@ -241,6 +241,12 @@ def test_implementations_of_one_case_have_rows_of_their_own(backends, tmp_path):
 def test_modes_of_ranks_are_named_in_headings():
     assert index.title("model_flash_nvfp4_tp2") == "Whole model, Flash, NVFP4, tensor parallel"
     assert index.title("model_pro_nvfp4_dp16") == "Whole model, Pro, NVFP4, data parallel"
+    emulated = "Whole model, Flash, NVFP4, tensor parallel, emulated rank of 4"
+    assert index.title("model_flash_nvfp4_emulated_tp4") == emulated
+    drafts = "Whole model, Flash, NVFP4, tensor parallel, drafts by MTP"
+    assert index.title("model_flash_nvfp4_tp2_mtp") == drafts
+    many = "Whole model, Flash, NVFP4, data parallel, 256 sequences"
+    assert index.title("model_flash_nvfp4_dp2_256-sequences") == many
 
 
 class TestReadme:

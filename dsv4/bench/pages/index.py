@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dsv4.bench.pages import models, operators
 from dsv4.bench.pages.charts import Chart
 from dsv4.bench.pages.folder import Published, ResultFile, ResultsFolder
@@ -16,17 +18,25 @@ _TITLES = {
     "layer": "A layer between its GEMMs",
     "moe": "Routed experts and the MoE layer",
 }
-_PARTS = {"gemm": "GEMM", "model": "Whole model", "flash": "Flash", "pro": "Pro", "nvfp4": "NVFP4"}
+_PARTS = {
+    "gemm": "GEMM",
+    "model": "Whole model",
+    "flash": "Flash",
+    "pro": "Pro",
+    "nvfp4": "NVFP4",
+    "mtp": "drafts by MTP",
+}
 
 
 def title(suite: str) -> str:
     """Return a heading: ``"GEMM, Pro"``."""
     if suite in _TITLES:
         return _TITLES[suite]
-    parts = [_PARTS.get(part, _mode(part)) for part in suite.split("_")]
+    named = re.sub(r"emulated_([td]p)(\d+)", r"\1\2_emulated rank of \2", suite)
+    parts = [_PARTS.get(part, _mode(part)) for part in named.split("_")]
     if parts[0] == _PARTS["model"] and parts[-1].isdigit():
         parts[-1] = f"context {parts[-1]}"
-    return ", ".join([parts[0].replace("_", " "), *parts[1:]])
+    return ", ".join([parts[0].replace("_", " "), *(part.replace("-", " ") for part in parts[1:])])
 
 
 def _mode(part: str) -> str:
