@@ -63,7 +63,7 @@ def _is_command(arguments: Sequence[str]) -> bool:
     ``run all_reduce`` in a single process without ``--ranks`` is the operator of one rank.
     """
     if arguments[:2] == ["run", "all_reduce"]:
-        return _names(arguments, "--ranks") or processes.place() is not None
+        return _names(arguments, "--ranks") or processes.launched() is not None
     return arguments[:2] == ["run", "moe"]
 
 
@@ -366,7 +366,7 @@ def _all_reduce(options: argparse.Namespace) -> int:
     device = _device(options)
     if options.ranks is not None:
         return _sums(options, device, is_virtual=True)
-    if processes.place() is None:
+    if processes.launched() is None:
         raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
     with processes.joined(device.type) as own:
         return _sums(options, own, is_virtual=False)
@@ -393,7 +393,7 @@ def _sums(options: argparse.Namespace, device: torch.device, *, is_virtual: bool
 
 def _model(options: argparse.Namespace) -> int:
     device = _device(options)
-    if processes.place() is None:
+    if processes.launched() is None:
         return _measured_model(options, device)
     with processes.joined(device.type) as own:
         return _measured_model(options, own)

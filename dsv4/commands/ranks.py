@@ -44,14 +44,14 @@ def joined_process(device: str, parallel: str = "tp") -> Iterator[Process]:
     """
     from dsv4.parallel import processes
 
-    place = processes.place()
-    if place is None:
+    own = processes.launched()
+    if own is None:
         yield Process(device)
         return
     if device not in ("cuda", "cpu"):
-        raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {place.size} processes")
+        raise ValueError(f"--device is {device!r}, wanted cuda or cpu with {own.size} processes")
     import torch.distributed as dist
 
     with processes.joined(device) as where:
-        mesh = dist.init_device_mesh(device, (place.size,), mesh_dim_names=(parallel,))
-        yield Process(str(where), mesh, place.rank == 0, parallel)
+        mesh = dist.init_device_mesh(device, (own.size,), mesh_dim_names=(parallel,))
+        yield Process(str(where), mesh, own.rank == 0, parallel)

@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Place:
+class Launched:
     """A process among those that were started together.
 
     Attributes:
@@ -43,12 +43,12 @@ class Place:
     local_rank: int
 
 
-def place() -> Place | None:
-    """Return this process's place; None if it was started alone."""
+def launched() -> Launched | None:
+    """Return where this process is among them; None if it was started alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
-    return Place(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
+    return Launched(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 @contextmanager
@@ -72,8 +72,8 @@ def joined(kind: str) -> Iterator[torch.device]:
 
     from dsv4.parallel import multicast
 
-    own = place()
-    assert own is not None, "the caller asks for its place"
+    own = launched()
+    assert own is not None, "the caller asks whether it is one of several"
     device = torch.device(kind)
     if kind == "cuda":
         if own.local_rank >= torch.cuda.device_count():
@@ -102,7 +102,7 @@ def joined(kind: str) -> Iterator[torch.device]:
         _leave(device)
 
 
-def _status_without_words(error: Exception, own: Place) -> int | None:
+def _status_without_words(error: Exception, own: Launched) -> int | None:
     """Return the status of a process whose error rank 0 says, or None if it says it itself."""
     if own.rank == 0:
         return None
@@ -139,7 +139,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     One of several processes ends without destructors, which could wait for the others; an error
     that the command does not handle is printed.
     """
-    if place() is None:
+    if launched() is None:
         sys.exit(main())
     status = FAILED
     try:

@@ -551,12 +551,12 @@ class TestMemory:
             for n in request.tokens
         }
         for free in (*need.values(), *(count - 1 for count in need.values())):
-            few = {row for row, count in need.items() if count > free}
-            if len(few) == len(need):
+            left_out = {row for row, count in need.items() if count > free}
+            if len(left_out) == len(need):
                 with pytest.raises(UsageError, match="the model needs"):
                     memory.fitted(request, free)
             else:
-                assert memory.fitted(request, free).left_out.keys() == few
+                assert memory.fitted(request, free).left_out.keys() == left_out
 
 
 @pytest.mark.gpu

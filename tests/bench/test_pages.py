@@ -245,8 +245,8 @@ def test_modes_of_ranks_are_named_in_headings():
     assert index.title("model_flash_nvfp4_emulated_tp4") == emulated
     drafts = "Whole model, Flash, NVFP4, tensor parallel, drafts by MTP"
     assert index.title("model_flash_nvfp4_tp2_mtp") == drafts
-    many = "Whole model, Flash, NVFP4, data parallel, 256 sequences"
-    assert index.title("model_flash_nvfp4_dp2_256-sequences") == many
+    sequences = "Whole model, Flash, NVFP4, data parallel, 256 sequences"
+    assert index.title("model_flash_nvfp4_dp2_256-sequences") == sequences
 
 
 class TestReadme:

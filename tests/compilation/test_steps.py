@@ -357,7 +357,7 @@ class TestWarmup:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_list_of_drafts_has_the_copy_of_a_head_that_can_have_one(ranks, monkeypatch):
-    """The part of a head that a rank has is not copied, and its model's list is made all the same."""
+    """A rank has a part of the head, which is not copied; the list is made all the same."""
     made = []
     monkeypatch.setattr(draft_steps.DraftHead, "of", lambda *arguments: made.append(arguments))
     context = emulated_context(ranks) if ranks > 1 else None

@@ -14,7 +14,7 @@ import torch
 
 from dsv4.parallel import processes
 from dsv4.parallel.context import RankError
-from dsv4.parallel.processes import BAD_INPUT, FAILED, Place, place
+from dsv4.parallel.processes import BAD_INPUT, FAILED, Launched, launched
 
 _LIMIT = 100  # seconds until processes that hang are killed
 FAILS = """
@@ -114,22 +114,22 @@ def test_an_error_of_one_rank_is_said_by_rank_0_and_ends_all():
     ],
 )
 def test_which_errors_another_rank_than_0_leaves_to_it(error, status):
-    assert processes._status_without_words(error, Place(1, 4, 1)) == status
-    assert processes._status_without_words(error, Place(0, 4, 0)) is None
+    assert processes._status_without_words(error, Launched(1, 4, 1)) == status
+    assert processes._status_without_words(error, Launched(0, 4, 0)) is None
 
 
-def test_a_process_alone_has_no_place(monkeypatch):
+def test_a_process_alone_is_not_launched(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    assert place() is None
+    assert launched() is None
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert place() is None
+    assert launched() is None
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert place() == Place(1, 2, 0)
+    assert launched() == Launched(1, 2, 0)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert place() == Place(1, 2, 1)
+    assert launched() == Launched(1, 2, 1)
 
 
 def test_a_group_that_does_not_end_is_left_after_some_seconds(monkeypatch, caplog):
@@ -145,7 +145,7 @@ def test_a_group_that_does_not_end_is_left_after_some_seconds(monkeypatch, caplo
 
 
 def test_a_command_alone_ends_as_python_does(monkeypatch):
-    monkeypatch.setattr(processes, "place", lambda: None)
+    monkeypatch.setattr(processes, "launched", lambda: None)
     with pytest.raises(SystemExit) as end:
         processes.run(lambda: 3)
     assert end.value.code == 3
@@ -162,7 +162,7 @@ def _exits() -> int:
 @pytest.mark.parametrize(("main", "status"), [(lambda: 3, 3), (_fails, FAILED), (_exits, FAILED)])
 def test_one_process_of_several_ends_without_destructors(main, status, monkeypatch, capsys):
     ended = []
-    monkeypatch.setattr(processes, "place", lambda: Place(1, 2, 1))
+    monkeypatch.setattr(processes, "launched", lambda: Launched(1, 2, 1))
     monkeypatch.setattr(os, "_exit", ended.append)
     processes.run(main)
     assert ended == [status]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4 import ModelConfig
 from dsv4 import __main__ as command_line
+from dsv4.bench.suites.model.document import parse
 from dsv4.checkpoint import Checkpoint, save
 from dsv4.parallel import planner
-from dsv4.parallel.planner import Machine, Plan, Weights, plan, token_ms
+from dsv4.parallel.planner import Machine, Plan, StepParts, Weights, plan, token_ms
 from tests.checkpoint.cases import make_model
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
@@ -130,6 +133,27 @@ def test_time_of_a_token(gpu, ms):
     of_preset = Weights.of_config(FLASH, "nvfp4")
     for ranks, expected in zip((1, 2, 4, 8), ms, strict=True):
         assert token_ms(FLASH, of_preset, Machine(ranks, gpu)) == pytest.approx(expected, abs=0.08)
+
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="no results beside the package")
+def test_computed_steps_are_near_those_that_were_measured():
+    """With the bytes that a step read, at the measured rate of the same run."""
+    compared = 0
+    for path in RESULTS.glob("*/*-model_*_tp*.json"):
+        measured = parse(json.loads(path.read_text()))
+        steps = {row.context: row for row in measured.rows if row.tokens == 1}
+        for computed in measured.expected:
+            row = steps[computed.context]
+            assert computed.total == pytest.approx(row.step_ms, rel=0.15), path.name
+            parts = StepParts.of(row.model.layers, row.model.ranks, row.bytes_ms)
+            assert parts.total == pytest.approx(computed.total, rel=1e-6), "the constants changed"
+            compared += 1
+    assert compared >= 4
+    step = token_ms(FLASH, Weights.of_config(FLASH, "nvfp4"), Machine(2, "H200"))
+    assert step == pytest.approx(4.09, rel=0.05)
 
 
 def test_time_of_a_token_of_pro(weights):

@@ -189,8 +189,8 @@ def _say(what: str) -> None:
 
 def leads() -> bool:
     """Return whether this process prints and writes, which of several the first does."""
-    place = processes.place()
-    return place is None or place.rank == 0
+    own = processes.launched()
+    return own is None or own.rank == 0
 
 
 def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
@@ -199,10 +199,10 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     Raises:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
-    place = processes.place()
-    if place is None:
+    own = processes.launched()
+    if own is None:
         return fitted(hosted.placed(ModelRequest.of(options, device)))
-    request = ModelRequest.of(options, device, place.size)
+    request = ModelRequest.of(options, device, own.size)
     free = torch.tensor([free_bytes(device)], device=device)
     # All ranks leave out, or refuse, what does not fit the fullest one.
     return fitted(request, min(map(int, groups.gather(free, groups.everyone()))))
