@@ -1,10 +1,13 @@
-"""Counts the kernels that this process compiled."""
+"""Counts the kernels that this process compiled, and tells others that it compiles."""
 
 from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
@@ -18,11 +21,39 @@ class Compilations:
 
     names: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _running: int = field(default=0, repr=False)
+    _observers: list[weakref.WeakMethod[Callable[[bool], None]]] = field(
+        default_factory=list, repr=False
+    )
 
-    def add(self, name: str) -> None:
-        """Count one."""
+    @contextmanager
+    def compiling(self, name: str) -> Iterator[None]:
+        """Count one that is compiled in the block; observers hear of its begin and its end."""
         with self._lock:
             self.names[name] += 1
+            self._running += 1
+            is_first = self._running == 1
+        if is_first:
+            self._tell(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running -= 1
+                is_last = self._running == 0
+            if is_last:
+                self._tell(False)
+
+    def observe(self, method: Callable[[bool], None]) -> None:
+        """Call a method with whether this process compiles, for as long as its object lives."""
+        self._observers.append(weakref.WeakMethod(method))
+
+    def _tell(self, compiles: bool) -> None:
+        self._observers[:] = [known for known in self._observers if known() is not None]
+        for known in self._observers:
+            method = known()
+            if method is not None:
+                method(compiles)
 
     def copy(self) -> Counter[str]:
         """The counts so far."""

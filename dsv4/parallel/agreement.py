@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from dsv4.parallel.context import ParallelContext, RankError
+from dsv4.parallel.peer_watch import GRACE, PeerWatch
 
 # Seconds that a rank waits for work of its device, in which it may wait for other ranks: longer
-# than a step takes, and than the push kernels wait for a peer.
+# than a step takes. They do not count while another rank compiles.
 DEVICE_PATIENCE = 40.0
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at the device
 
@@ -49,19 +50,28 @@ def agree(context: ParallelContext, values: Mapping[str, Any]) -> None:
                 )
 
 
-def wait_for_device(is_done: Callable[[], bool]) -> None:
+def wait_for_device(is_done: Callable[[], bool], watch: PeerWatch | None = None) -> None:
     """Wait for work of this rank's device that may wait for other ranks.
 
     Args:
         is_done: Returns whether the work has ended, ``torch.cuda.Event.query`` for instance.
+        watch: Knows of the other ranks; None: nothing does.
 
     Raises:
         RankError: if it does not end, or ends with an error, as it does if a rank is gone.
     """
     began, pause = time.monotonic(), _SHORTEST
+    lost_at: float | None = None
     try:
         while not is_done():
-            waited = time.monotonic() - began
+            now = time.monotonic()
+            if watch is not None and watch.others_compile:
+                began = now
+            if watch is not None and watch.lost is not None:
+                lost_at = now if lost_at is None else lost_at
+                if now - lost_at > GRACE:  # the work may not need that rank any more
+                    raise RankError(f"rank {watch.lost} ended while the device waited for it")
+            waited = now - began
             if waited > DEVICE_PATIENCE:
                 raise RankError(
                     f"the device did not end a step in {DEVICE_PATIENCE:.0f} s: a rank ended or "

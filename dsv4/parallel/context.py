@@ -27,10 +27,12 @@ class Group(Protocol):
         name: ``group_name`` of a process group of these ranks; empty: there is none.
         mailbox: This rank's ``dsv4.parallel.mailboxes.Mailbox`` of that group, kept alive here;
             None without.
+        watch: Its ``dsv4.parallel.peer_watch.PeerWatch`` of the others; None without.
     """
 
     name: str
     mailbox: Any
+    watch: Any
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors of all ranks, in the order of ranks; shapes and dtypes are equal."""

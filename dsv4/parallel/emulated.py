@@ -31,6 +31,7 @@ class EmulatedGroup:
     def __init__(self, size: int, mailbox: mailboxes.Mailbox | None = None) -> None:
         self.name = groups.emulated_name(size)
         self.mailbox = mailbox
+        self.watch = None
         self._size = size
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -35,6 +35,7 @@ _BYTES = 2  # of an element, which is bfloat16
 _ALIGNMENT = 16
 _EMULATED = "emulated"
 _COUNTERS = 2  # calls so far; programs of the running call that have ended
+GONE = -1  # a flag of a rank that does not push any more
 
 _OPEN: weakref.WeakValueDictionary[str, Mailbox] = weakref.WeakValueDictionary()
 
@@ -52,6 +53,8 @@ class Mailbox:
         workspace: Symmetric bfloat16 buffer of torch's own all-reduce kernels; None without.
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
         owner: What keeps the memory alive.
+        ending: Pinned flags of ranks that are gone, and a stream on which they come; None where
+            no kernel waits for another process.
     """
 
     rank: int
@@ -62,6 +65,7 @@ class Mailbox:
     workspace: torch.Tensor | None = None
     defect: str | None = None
     owner: Any = field(default=None, repr=False)
+    ending: tuple[torch.Tensor, torch.cuda.Stream] | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> int:
@@ -95,6 +99,20 @@ class Mailbox:
         So that not all ranks write to the same one at the same time.
         """
         return tuple((self.rank + i) % self.ranks for i in range(1, self.ranks + 1))
+
+    def end_waits(self) -> None:
+        """End this rank's kernels that wait for a rank, and all later ones, with an error.
+
+        By a copy from the host, for which no kernel needs to end.
+        """
+        own = self.flags[self.rank]
+        if self.ending is None:
+            own.fill_(GONE)
+            return
+        flags, stream = self.ending
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            own.copy_(flags, non_blocking=True)
+        stream.synchronize()
 
     def unfit(self, rows: int, width: int) -> str | None:
         """Return why a partial sum ``[rows, width]`` does not fit, or None."""
@@ -171,7 +189,11 @@ def _mailbox(
     slots = tuple(shape.slots(memory) for memory in memories)
     flags = tuple(shape.flags(memory) for memory in memories)
     counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=memories[rank].device)
-    return Mailbox(rank, slots, flags, counter, kind, owner=owner)
+    box = Mailbox(rank, slots, flags, counter, kind, owner=owner)
+    if box.device.type == "cuda":  # made now, because later the host could wait for a kernel
+        gone = torch.full(flags[rank].shape, GONE, dtype=torch.int32, device="cpu").pin_memory()
+        box.ending = gone, torch.cuda.Stream(box.device)
+    return box
 
 
 def virtual(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> list[Mailbox]:

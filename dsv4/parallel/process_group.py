@@ -25,6 +25,7 @@ from dsv4.parallel import multicast
 from dsv4.parallel.context import MODES, ParallelContext, RankError
 from dsv4.parallel.gather import pushed_gather
 from dsv4.parallel.mailboxes import Mailbox
+from dsv4.parallel.peer_watch import PeerWatch, connected
 
 # Seconds that a rank waits for the others inside a step. Between steps it waits for longer, because
 # rank 0 may have no requests.
@@ -68,7 +69,10 @@ def context_of(
     group = _process_group(device_mesh, parallel, device)
     if group.size() == 1:
         return None
-    return ParallelContext(group.rank(), group.size(), DistributedGroup(group), parallel)
+    own = DistributedGroup(group)
+    if device.type == "cuda":
+        own.watch_peers()
+    return ParallelContext(group.rank(), group.size(), own, parallel)
 
 
 def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
@@ -105,6 +109,7 @@ class DistributedGroup:
         name: ``group_name`` of the process group.
         mailbox: This rank's mailboxes (``dsv4.parallel.opening``), which live as long as the group;
             None without.
+        watch: What is known of the other ranks while this one waits for its GPU; None without.
     """
 
     def __init__(self, group: Any) -> None:
@@ -115,6 +120,7 @@ class DistributedGroup:
         self._group = group
         self.name: str = group.group_name
         self.mailbox: Mailbox | None = None
+        self.watch: PeerWatch | None = None
         # How often this rank made an object for the group; the same number on all of its ranks.
         members = "-".join(map(str, dist.get_process_group_ranks(group)))
         count = self._store.add(f"dsv4/{members}/made by {self._rank}", 1)
@@ -213,13 +219,14 @@ class DistributedGroup:
             self._close(RankError(f"this rank failed before, with {record['error']}"))
 
     def abandon(self, device: torch.device) -> None:
-        """End NCCL's kernels on a GPU that still run after some seconds: they wait for a rank.
+        """End kernels on a GPU that still run after some seconds: they wait for a rank.
 
-        The process group cannot be used then. Kernels of this package end by themselves, with an
-        error.
+        The process group and its mailboxes cannot be used then.
         """
         if device.type != "cuda" or _is_idle(device, _GRACE):
             return
+        with contextlib.suppress(RuntimeError):
+            self._end_waits()
         with contextlib.suppress(RuntimeError):
             backend: Any = self._group._get_backend(device)
             if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
@@ -228,8 +235,20 @@ class DistributedGroup:
                 thread.start()
                 thread.join(_GRACE)
 
+    def watch_peers(self) -> None:
+        """Watch the other ranks from now on, if all are on this host; every rank calls it."""
+        self.watch = connected(self, self._rank, self._size)
+        if self.watch is not None:
+            self.watch.on_loss(self._end_waits)
+
+    def _end_waits(self) -> None:
+        if self.mailbox is not None:
+            self.mailbox.end_waits()
+
     def _close(self, failure: RankError) -> None:
         self._failure = failure
+        if self.watch is not None:
+            self.watch.fail()
         self._steps = self._control = None  # their connections with them
 
     def _run(self, collective: Callable[[], Any]) -> None:

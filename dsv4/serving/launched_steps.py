@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.kv_cache.paged_cache import PagedCache
+from dsv4.parallel.context import Group
 from dsv4.serving.graphs import Chosen
 from dsv4.serving.readback import NOTHING, UNVERIFIED, Pending, Readback, Results
 from dsv4.serving.request import Emitted, LogitsError
@@ -48,19 +49,20 @@ class LaunchedSteps:
         cache: The cache, which learns how many drafts of a sequence were accepted.
         rows: Most rows of a step.
         counts: Counts of drafts, to which each step's are added.
-        has_peers: Whether steps wait for other ranks, which may be gone.
+        peers: The group of other ranks, for which steps wait and which may be gone; None: there
+            are none.
     """
 
     def __init__(
-        self, cache: PagedCache, rows: int, counts: DraftCounts, has_peers: bool = False
+        self, cache: PagedCache, rows: int, counts: DraftCounts, peers: Group | None = None
     ) -> None:
         self._cache, self._rows, self._counts = cache, rows, counts
-        self._has_peers = has_peers
+        self._peers = peers
         self._steps: deque[_Launched] = deque()
         self._readback = self._new_readback()
 
     def _new_readback(self) -> Readback:
-        return Readback(self._rows, _DEPTH, self._cache.lengths.device, self._has_peers)
+        return Readback(self._rows, _DEPTH, self._cache.lengths.device, self._peers)
 
     def __len__(self) -> int:
         """The number of steps that have not been read."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.parallel.agreement import wait_for_device
+from dsv4.parallel.context import Group
 from dsv4.serving.options import MAX_LOGPROBS
 from dsv4.serving.request import Emitted, TokenLogprobs
 from dsv4.serving.sampler import Logprobs
@@ -52,18 +53,19 @@ class Readback:
         rows: Rows of a buffer.
         depth: Number of buffers.
         device: Where the results are.
-        has_peers: Whether steps wait for other ranks, which may be gone.
+        peers: The group of other ranks, for which steps wait and which may be gone; None: there
+            are none.
 
     Attributes:
         depth: Most steps that may be in flight.
-        has_peers: See the arguments.
+        peers: See the arguments.
     """
 
     def __init__(
-        self, rows: int, depth: int, device: torch.device, has_peers: bool = False
+        self, rows: int, depth: int, device: torch.device, peers: Group | None = None
     ) -> None:
         self.depth = depth
-        self.has_peers = has_peers
+        self.peers = peers
         self._pinned = device.type == "cuda"
         self._free = [self._slot(rows) for _ in range(depth)]
 
@@ -115,8 +117,8 @@ class Pending:
             RankError: if the step waits for a rank that is gone.
         """
         if self.slot.ready is not None:
-            if self.owner.has_peers:
-                wait_for_device(self.slot.ready.query)
+            if self.owner.peers is not None:
+                wait_for_device(self.slot.ready.query, self.owner.peers.watch)
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()
         logprobs = [] if self.width is None else self._logprobs(tokens, requested, self.width)

@@ -223,10 +223,8 @@ class Runner:
                 fixed=deterministic,
             )
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
-        has_peers = model.parallel is not None
-        self._launched = LaunchedSteps(
-            self.cache, max_sequences * width, self.draft_counts, has_peers
-        )
+        peers = None if model.parallel is None else model.parallel.group
+        self._launched = LaunchedSteps(self.cache, max_sequences * width, self.draft_counts, peers)
         self._scheduler = Scheduler(
             self.cache, self._prefixes, max_sequences, self._launched.read, grid
         )

@@ -28,6 +28,7 @@ class ThreadGroup:
 
     name = ""
     mailbox: Any = None
+    watch: Any = None
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
         self.rank = rank

@@ -217,7 +217,11 @@ def compile_image(plan: Any, arch: str) -> Image:
         RuntimeError: if CuTeDSL is not installed.
     """
     require_compiler(plan)
-    counts.of_this_process().add(type(plan).__name__)
+    with counts.of_this_process().compiling(type(plan).__name__):
+        return _compiled_image(plan, arch)
+
+
+def _compiled_image(plan: Any, arch: str) -> Image:
     os.environ.setdefault("CUTE_DSL_ARCH", arch)  # read at import, where there is no GPU to ask
     kernel = kernel_of(plan)
     with tempfile.TemporaryDirectory() as dump_folder:

@@ -27,9 +27,11 @@ GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
 # Calls are counted up to here and then from 1 again: a multiple of the generations, so that their
 # order stays, and reached after a day of decoding.
 _LAST_CALL = tl.constexpr(3 << 28)
-# A flag is asked for so often before the kernel ends with an error: about half a minute at 1 us
-# each. A rank whose peer is gone fails instead of spinning for ever.
-_MOST_POLLS = tl.constexpr(1 << 25)
+# A flag is asked for so often before the kernel ends with an error: some minutes at 1 us each,
+# because the peer may compile. The host of a rank whose peer is gone writes GONE to its own flags.
+_MOST_POLLS = tl.constexpr(1 << 28)
+GONE = tl.constexpr(mailboxes.GONE)
+_ANY_GONE = tl.constexpr(1 << 16)  # more than there are flags
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,24 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
     exists = (generation < GENERATIONS) & (source < RANKS)
     flag = tl.where(exists, (generation * RANKS + source) * chunks + chunk, chunk)
     expected = exists & (generation == call % GENERATIONS)
-    missing = tl.sum((expected & (_acquire(flags + flag) != call)).to(tl.int32), 0)
+    missing = _missing(_acquire(flags + flag), call, expected)
     if INTERPRETED:
         tl.static_assert(missing == 0, "a rank has not pushed yet, and nothing else runs")
     else:
         polls = 0
         while missing > 0:
-            missing = tl.sum((expected & (_acquire(flags + flag) != call)).to(tl.int32), 0)
+            missing = _missing(_acquire(flags + flag), call, expected)
             polls += 1
-            if polls == _MOST_POLLS:
+            if (missing >= _ANY_GONE) | (polls == _MOST_POLLS):
                 _fail(polls)
     tl.debug_barrier()
+
+
+@triton.jit
+def _missing(seen, call, expected):
+    """Return how many flags are not there; ``_ANY_GONE`` or more if a rank is gone."""
+    weight = tl.where(seen == GONE, _ANY_GONE, 1)
+    return tl.sum(tl.where(expected & (seen != call), weight, 0), 0)
 
 
 @triton.jit

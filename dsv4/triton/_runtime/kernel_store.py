@@ -163,7 +163,7 @@ def _compiled(
     arguments = (key, signature, device, constexprs, options, attrs, warmup)
     collector = _collector.get()
     if collector is None and _is_watched():
-        return _count(kernel, JITFunction._do_compile(kernel, *arguments))
+        return _made(kernel, arguments)
     kernel_cache, _, target, *_ = kernel.device_caches[device]
     request = request_of(kernel, signature, constexprs, attrs, dict(options.__dict__), target)
     if collector is not None:
@@ -173,7 +173,7 @@ def _compiled(
     if compiled is not None:
         kernel_cache[key] = compiled
         return compiled
-    made = _count(kernel, JITFunction._do_compile(kernel, *arguments))
+    made = _made(kernel, arguments)
     if made is not None:
         cubin_cache.keep(file_name(request.key), encode(made, request.key))
     return made
@@ -194,9 +194,9 @@ def _is_watched() -> bool:
     )
 
 
-def _count(kernel: Any, made: Any) -> Any:
-    counts.of_this_process().add(kernel.fn.__name__)
-    return made
+def _made(kernel: Any, arguments: tuple[Any, ...]) -> Any:
+    with counts.of_this_process().compiling(kernel.fn.__name__):
+        return JITFunction._do_compile(kernel, *arguments)
 
 
 def file_name(key: bytes) -> str:
