@@ -146,3 +146,40 @@ dist.barrier()
 def test_processes_that_share_a_gpu(ranks, tmp_path):
     """Mailboxes by IPC handles; each process has the GPU for a slice of time at a time."""
     run_rank_processes(PROGRAM, ranks, REPLAYS, folder=tmp_path, seconds=300)
+
+
+ENDS = """
+import contextlib, os, time
+import torch
+from dsv4.parallel import mailboxes
+from dsv4.triton import all_reduce
+
+device = torch.device("cuda", 0)
+part = torch.ones(4096, dtype=torch.bfloat16, device=device)
+boxes = mailboxes.virtual(2, part.nbytes, device)
+for box in boxes:
+    all_reduce.push_flat(box, part)
+assert bool((all_reduce.sum_pushed(boxes[0], part) == 2).all())  # and all kernels are loaded
+all_reduce.push_flat(boxes[0], part)  # its peer does not
+all_reduce.sum_pushed(boxes[0], part)
+event = torch.cuda.Event()
+event.record()
+time.sleep(0.5)
+assert not event.query(), "it did not wait"
+began = time.monotonic()
+with contextlib.suppress(RuntimeError):
+    boxes[0].end_waits()
+try:
+    while not event.query():
+        assert time.monotonic() - began < 10, "it still waits"
+        time.sleep(0.01)
+except RuntimeError as error:
+    print("ended:", error)
+    os._exit(0)
+raise AssertionError("it ended without an error")
+"""
+
+
+def test_a_kernel_that_waits_is_ended_by_the_host(tmp_path):
+    """In a process of its own, whose GPU has an error then."""
+    run_rank_processes(ENDS, 1, folder=tmp_path, seconds=60)
