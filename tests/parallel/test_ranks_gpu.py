@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsv4.bench.suites.random_model import Weights, random_model
-from dsv4.bench.suites.whole_model import FILL_CHUNK, DecodeStep
+from dsv4.bench.suites.whole_model import DecodeStep, Fill
 from dsv4.compilation.warmup import warm_ranks
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.debug import compilations
@@ -31,6 +31,11 @@ CONFIG = ModelConfig.flash().replace(
 )
 
 
+# Of a step. A list of steps of up to 2048 tokens has twice as many kernels, and compiling them takes
+# nearly all the time of these tests where none is on disk.
+MOST_TOKENS = 64
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @torch.inference_mode()
@@ -38,11 +43,12 @@ def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks, 
     """With emulated peers; eager steps are plans of layers from the third on."""
     context = emulated_rank(Ranks(ranks, mode), CONFIG, DEVICE)
     model = random_model(CONFIG, DEVICE, Weights(recipe="nvidia"), parallel=context)
-    done = warm_ranks(model, FILL_CHUNK, progress=False)  # 64 sequences are filled in such steps
+    done = warm_ranks(model, MOST_TOKENS, progress=False)
     assert done.failed == {}
     before = compilations()
     for sequences in (1, 3, 64):
-        step = DecodeStep(model, sequences, 64)
+        fill = Fill.plan(sequences, MOST_TOKENS, MOST_TOKENS)
+        step = DecodeStep(model, sequences, MOST_TOKENS, fill=fill)
         eager = [step().clone() for _ in range(5)]
         for logits in eager[1:]:
             assert_bitwise(logits, eager[0])
@@ -85,7 +91,7 @@ model = random_model(CONFIG, device, Weights(), parallel=context)
 # Each rank's own experts differ: those of another rank would give other sums.
 for layer in model.model.layers:
     layer.mlp.experts.gate_up_proj_scale_2.mul_(1 + rank / 8)
-assert warm_ranks(model, 128, progress=False).failed == {}
+assert warm_ranks(model, 32, progress=False).failed == {}
 before = compilations()
 
 def answers(capture):
@@ -159,7 +165,7 @@ for layer in model.model.layers:
     layer.mlp.experts.gate_up_proj_scale_2.mul_(1 + rank / 8)
 open_exchange(context, CONFIG, device, torch.bfloat16)
 assert context.group.mailbox.kind == "ipc"
-assert warm_ranks(model, 64, progress=False).failed == {}
+assert warm_ranks(model, 32, progress=False).failed == {}
 before = compilations()
 prompts = ([[5, 9, 2], list(range(1, 31))], [], [[7]], [[8, 8]])[rank]
 
@@ -183,10 +189,14 @@ dist.barrier()
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_processes_that_share_a_gpu_exchange_their_tokens(ranks, tmp_path):
     """Requests on some ranks alone; captured steps by IPC mailboxes give the text of eager ones."""
-    run_rank_processes(OWN_TOKENS, ranks, folder=tmp_path, seconds=240)
+    run_rank_processes(OWN_TOKENS, ranks, folder=tmp_path, seconds=120)
 
 
-@pytest.mark.parametrize(("ranks", "replays"), [(2, 1000), (4, 100)])
+@pytest.mark.parametrize(("ranks", "replays"), [(2, 300), (4, 50)])
 def test_processes_that_share_a_gpu_have_the_same_streams(ranks, replays, tmp_path):
-    """A captured step of a model by IPC mailboxes, whose streams are bitwise equal on all ranks."""
-    run_rank_processes(PROGRAM, ranks, replays, folder=tmp_path, seconds=240)
+    """A captured step of a model by IPC mailboxes, whose streams are bitwise equal on all ranks.
+
+    A process has the GPU for some milliseconds at a time, so that each sum takes as long, and longer
+    beside other processes; a thousand replays are those of ``test_push_gpu`` and ``test_multi_gpu``.
+    """
+    run_rank_processes(PROGRAM, ranks, replays, folder=tmp_path, seconds=120)
