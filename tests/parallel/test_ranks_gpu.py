@@ -31,8 +31,8 @@ CONFIG = ModelConfig.flash().replace(
 )
 
 
-# Of a step. A list of steps of up to 2048 tokens has twice as many kernels, and compiling them takes
-# nearly all the time of these tests where none is on disk.
+# Of a step. The list of steps of up to 2048 tokens has twice as many kernels, and compiling them
+# takes nearly all the time of these tests where none is on disk.
 MOST_TOKENS = 64
 
 
@@ -196,7 +196,8 @@ def test_processes_that_share_a_gpu_exchange_their_tokens(ranks, tmp_path):
 def test_processes_that_share_a_gpu_have_the_same_streams(ranks, replays, tmp_path):
     """A captured step of a model by IPC mailboxes, whose streams are bitwise equal on all ranks.
 
-    A process has the GPU for some milliseconds at a time, so that each sum takes as long, and longer
-    beside other processes; a thousand replays are those of ``test_push_gpu`` and ``test_multi_gpu``.
+    A process has the GPU for some milliseconds at a time, so that each sum takes as long, and
+    longer beside other processes. A thousand replays are in ``test_push_gpu`` and
+    ``test_multi_gpu``.
     """
     run_rank_processes(PROGRAM, ranks, replays, folder=tmp_path, seconds=120)
