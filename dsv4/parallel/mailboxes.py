@@ -190,9 +190,9 @@ def _mailbox(
     flags = tuple(shape.flags(memory) for memory in memories)
     counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=memories[rank].device)
     box = Mailbox(rank, slots, flags, counter, kind, owner=owner)
-    if box.device.type == "cuda":  # made now, because later the host could wait for a kernel
+    if counter.is_cuda:  # made now, because later the host could wait for a kernel
         gone = torch.full(flags[rank].shape, GONE, dtype=torch.int32, device="cpu").pin_memory()
-        box.ending = gone, torch.cuda.Stream(box.device)
+        box.ending = gone, torch.cuda.Stream(counter.device)
     return box
 
 
