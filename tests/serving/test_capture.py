@@ -19,6 +19,7 @@ from dsv4.serving._capture import CaptureError, captured, obstacle
 from dsv4.serving._setup import check_prompt_buckets, resolve_capture
 from dsv4.serving.graphs import Graphs
 from tests._tools.taped import replayed
+from tests._tools.warmed import warmed
 from tests.serving.cases import ToyModel, assert_empty, packed, plain_text, wide
 
 GPU = torch.device("cuda", 0)
@@ -443,7 +444,7 @@ def test_a_plain_model_on_a_gpu_runs_eagerly(caplog: pytest.LogCaptureFixture) -
 def test_a_capture_that_fails_on_a_gpu_leaves_no_trace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waiting: bool
 ) -> None:
-    model = packed().cuda()
+    model = warmed(packed().cuda(), 256)
     expected = texts(Runner(model, **SIZES, capture=False))
     mlp = model.model.layers[1].mlp
     forward = mlp.experts.forward
