@@ -31,6 +31,7 @@ from dsv4.parallel.emulated import emulated_rank
 from dsv4.parallel.expert_exchange import rows_of
 from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
+from dsv4.speculation.draft_head import why_no_copy
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ def draft_heads(model: Any, arch: str = HOPPER) -> list[PackedGemm]:
     if not isinstance(model, DeepseekV4ForCausalLM) or not draft_steps.has_draft(model):
         return []
     head = model.lm_head
-    if head.format is not None or head.weight.dtype != torch.bfloat16 or arch != HOPPER:
+    if why_no_copy(model) or head.weight.dtype != torch.bfloat16 or arch != HOPPER:
         return []
     if not fragments.fits(head.out_features, head.in_features):
         return []

@@ -159,8 +159,9 @@ class Runner:
                 "the sizes of all ranks' requests"
             )
         limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
+        enough_pages = default_window_pages(model.config, limits)
         if window_pages is None:
-            window_pages = default_window_pages(model.config, limits)
+            window_pages = enough_pages
         if index_format is None:
             index_format = default_index_format(model.config)
         if pool_tokens is None:
@@ -179,7 +180,7 @@ class Runner:
         sizes = StepSizes(
             check_buckets(buckets, max_sequences, captured, deterministic),
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
-            is_scarce=pool_tokens < limits.pool_tokens(),
+            is_scarce=pool_tokens < limits.pool_tokens() or window_pages < enough_pages,
         )
         if verify is None:
             verify = same_draws if deterministic else verify_sampled

@@ -187,6 +187,10 @@ class SpeculativeStep:
         """
         return self._work(_Part(name, size, drafts))
 
+    def put(self, ids: torch.Tensor) -> None:
+        """Set the last token and the drafts ``[B, width]`` of the first rows, for ``work``."""
+        self._ids[: len(ids)].copy_(ids)
+
     def release(self) -> None:
         """Free the graphs."""
         self._captured.clear()

@@ -79,9 +79,9 @@ class Part:
             3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // _shared(m)
             for m in moe
         )
-        tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
-        dense = _bytes(module) - sum(map(_bytes, moe)) - tables + more
-        expert = sum(_bytes(m) / _shared(m) for m in moe)
+        tables = sum(weight_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
+        dense = weight_bytes(module) - sum(map(weight_bytes, moe)) - tables + more
+        expert = sum(weight_bytes(m) / _shared(m) for m in moe)
         return cls(dense, expert, experts, chosen, len(moe), 2.0 * weights)
 
     def ms(self, tokens: float, routed: float | None = None) -> float:
@@ -148,7 +148,7 @@ class DraftCosts:
             tokens: Most drafts of a sequence.
             threshold: See ``Runner``.
         """
-        main = Part.of(model.model, _bytes(model.lm_head))
+        main = Part.of(model.model, weight_bytes(model.lm_head))
         head, dspark = float(read_bytes(model)), model.config.dspark
         if method == "mtp" or dspark is None:
             return cls(main, Part.of(model.mtp, head), 1, accepted(method, tokens))
@@ -156,7 +156,8 @@ class DraftCosts:
         markov = model.dspark.last.markov_head
         # The rows of a block share the head; each reads the matrix of the Markov head, which is
         # among the stages' bytes once, and a row of its table.
-        again = _bytes(markov.markov_w2) * (dspark.block_size - 1) - _bytes(markov.markov_w1)
+        again = weight_bytes(markov.markov_w2) * (dspark.block_size - 1)
+        again -= weight_bytes(markov.markov_w1)
         draft, shares = Part.of(model.mtp, head + again), accepted(method, tokens)
         return cls(main, draft, dspark.block_size, shares, dspark.confidence_head, threshold)
 
@@ -233,8 +234,8 @@ def _shared(experts: DeepseekV4Experts) -> int:
     return experts.num_experts if experts.hosted is None else experts.num_local_experts
 
 
-def _bytes(module: nn.Module) -> int:
-    """Bytes of a module's weights; memory that several tensors share counts once."""
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights; memory that several tensors share counts once."""
     sizes = dict[int, int]()
     for part in module.modules():
         if isinstance(part, Workspace):

@@ -134,6 +134,54 @@ for tokens in (22, 43, 86):  # from here on there are more rows than a power of 
 print(json.dumps(result))
 """
 
+# Steps with drafts of ranks that share a model, at sizes between those of the list.
+DRAFTS_OF_RANKS = """
+import json
+from dataclasses import replace
+from dsv4 import ModelConfig
+from dsv4.compilation import draft_steps, steps as _steps
+from dsv4.compilation.draft_steps import DraftShape
+from dsv4.compilation.recipe import Recipe
+from dsv4.config import CSA, HCA, SLIDING, DSparkConfig
+from dsv4.parallel.context import Ranks
+
+mtp = ModelConfig.flash().replace(
+    n_routed_experts=24, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=("hash_moe", "moe", "moe"),
+)
+draft = DSparkConfig(block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256)
+dspark = mtp.replace(num_nextn_predict_layers=0, dspark=draft)
+target, most = _steps.Target("sm_90a"), 24
+between = [
+    DraftShape(*n, 64)
+    for n in ((1, 1), (1, 4), (1, 8), (3, 3), (3, 8), (5, 4), (7, 3), (12, 2))
+]
+between += [DraftShape(*n, 64, True) for n in ((1, 7), (1, 23), (3, 21), (9, 24))]
+result = {}
+for name, config in (("mtp", mtp), ("dspark", dspark)):
+    recipe = Recipe.of(config, Ranks(2))
+    plain_head = tuple((name, w) for name, w in recipe.weights if name != "lm_head")
+    model = replace(recipe, weights=plain_head).build("sm_90a")
+    assert model.lm_head.format is None
+    assert draft_steps.has_draft(model)
+    assert not draft_steps.has_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
+    listed = _steps.find_steps(model, target, most, _steps.every_shape(most, 64, True))
+    others = _steps.find_steps(model, target, most, between)
+    new = sorted({r.name for key, r in others.requests.items() if key not in listed.requests})
+    names = sorted({request.name for request in listed.requests.values()})
+    result[name] = {"new": new, "names": names}
+print(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+def test_drafts_of_ranks_launch_nothing_that_is_not_listed():
+    found = json.loads(printed(DRAFTS_OF_RANKS))
+    for drafts in found.values():
+        assert drafts["new"] == []
+        verified = {"_greedy_kernel", "_candidates_kernel", "_emit_kernel", "_distribution_kernel"}
+        assert verified | {"_push_kernel"} <= set(drafts["names"])
+
 
 @pytest.mark.slow
 def test_kernels_of_ranks_are_those_of_their_sizes():

@@ -94,8 +94,9 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
     if request.drafts is not None:
         for context in request.contexts:
             for tokens in request.tokens:
-                drafted = speculation.measure(measurement, request.drafts, tokens, context)
-                results.speculation.append(drafted)
+                results.speculation += speculation.measure(
+                    measurement, request.drafts, tokens, context
+                )
                 _say(f"drafts of {tokens} sequences at {context}")
     for row in results.rows:
         measurement.kernels(row)
