@@ -10,7 +10,6 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
-from dsv4.layers._expert_waves import Wave
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
@@ -26,22 +25,28 @@ from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 _ALL = slice(None)
 
 
-class _Rows(NamedTuple):
-    """Rows of a wave of experts.
+class _Part(NamedTuple):
+    """The experts that a GEMM multiplies, of those of a step.
 
     Attributes:
-        rows: ``[R, H]``, sorted.
-        offsets: First row of each expert, and the end.
-        weight: Routing weights of the rows, or None.
-        inner: Memory for SwiGLU of the first GEMM, or None.
-        out: Memory for the result; it may be that of ``rows``.
+        slots: Which of the layer's.
+        step_rows: See ``grouped_gemm``.
+        step_experts: Likewise.
     """
 
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    weight: torch.Tensor | None
-    inner: torch.Tensor | None
-    out: torch.Tensor
+    slots: slice = _ALL
+    step_rows: int = 0
+    step_experts: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of a grouped GEMM."""
+        if not self.step_experts:
+            return {}
+        return {"step_rows": self.step_rows, "step_experts": self.step_experts}
+
+
+_WHOLE = _Part()
 
 
 class DeepseekV4Experts(ExpertWeights):
@@ -127,7 +132,7 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        experts = self.num_experts
+        experts, part = self.num_experts, self._whole
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
@@ -139,17 +144,32 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        inner = self._activated(rows, offsets, row_weight, buffers.inner)
-        if isinstance(inner, QuantizedTensor):
-            down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
-            out = grouped_gemm(
-                inner, down, offsets, settled=True, out_dtype=dtype, out=buffers.rows
-            )
-        else:
-            out = self._project("down_proj", inner, offsets, buffers.rows)
+        inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
+        out = self._down(inner, offsets, hidden_states.dtype, buffers.rows, part)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
+
+    @property
+    def _whole(self) -> _Part:
+        """All experts; those in slots are multiplied as if all of the layer were there."""
+        return _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
+
+    def _down(
+        self,
+        inner: torch.Tensor | QuantizedTensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+        part: _Part,
+    ) -> torch.Tensor:
+        """Multiply SwiGLU of the first GEMM by ``down_proj``."""
+        if not isinstance(inner, QuantizedTensor):
+            return self._project("down_proj", inner, offsets, out, part)
+        down = self._weight("down_proj", part.slots)
+        return grouped_gemm(
+            inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
+        )
 
     def _slots_of(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the experts of a step that lie in host memory; return the slots of all."""
@@ -192,26 +212,15 @@ class DeepseekV4Experts(ExpertWeights):
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
         for wave in hosted.run(plan):
             start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
-            own = _Rows(
-                rows[start:stop],
-                offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start,
-                row_weight[start:stop] if scaled else None,
-                None if buffers.inner is None else buffers.inner[start:stop],
-                out[start:stop],
-            )
-            self._multiply_wave(wave, own)
+            offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
+            part = _Part(slice(wave.start, wave.stop), len(rows), self.num_experts)
+            row_weights = row_weight[start:stop] if scaled else None
+            inner = None if buffers.inner is None else buffers.inner[start:stop]
+            inner = self._activated(rows[start:stop], offsets_of, row_weights, inner, part)
+            self._down(inner, offsets_of, x.dtype, out[start:stop], part)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
-
-    def _multiply_wave(self, wave: Wave, own: _Rows) -> None:
-        part = slice(wave.start, wave.stop)
-        inner = self._activated(own.rows, own.offsets, own.weight, own.inner, part)
-        if isinstance(inner, QuantizedTensor):
-            down, dtype = self._weight("down_proj", part), own.rows.dtype
-            grouped_gemm(inner, down, own.offsets, settled=True, out_dtype=dtype, out=own.out)
-        else:
-            self._project("down_proj", inner, own.offsets, own.out, part)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
         """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.
@@ -226,8 +235,9 @@ class DeepseekV4Experts(ExpertWeights):
             torch.empty((count, columns), dtype=dtype, device=device)
             for columns in (self.hidden_dim, self.intermediate_dim)
         )
-        first = dispatch.arguments(self._activated, rows, offsets, None, None)
-        return first, dispatch.arguments(self._project, "down_proj", inner, offsets)
+        part = self._whole
+        first = dispatch.arguments(self._activated, rows, offsets, None, None, part)
+        return first, dispatch.arguments(self._project, "down_proj", inner, offsets, None, part)
 
     def reserve(self, workspace: Workspace | None) -> None:
         """Use this memory from now on; with None, memory of the allocator."""
@@ -288,7 +298,7 @@ class DeepseekV4Experts(ExpertWeights):
         offsets: torch.Tensor,
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
-        part: slice = _ALL,
+        part: _Part = _WHOLE,
     ) -> torch.Tensor | QuantizedTensor:
         """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
@@ -296,20 +306,20 @@ class DeepseekV4Experts(ExpertWeights):
         second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
-        options: Any = {"row_weight": row_weight}
+        options: Any = {"row_weight": row_weight, **part.options}
         if isinstance(rows, torch.Tensor):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets, part)
+            activation, scale = self._quantising(name, rows, offsets, part.slots)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self._weight(name, part), offsets, self.limit)
+        operands = (rows, self._weight(name, part.slots), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
             result_scale = self.down_proj_input_scale
-            result_scale = result_scale if part == _ALL else result_scale[part]
+            result_scale = result_scale if part.slots == _ALL else result_scale[part.slots]
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self._weight("down_proj", part))
+            layout = code_layout(self._weight("down_proj", part.slots))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
@@ -319,20 +329,22 @@ class DeepseekV4Experts(ExpertWeights):
         rows: torch.Tensor,
         offsets: torch.Tensor,
         out: torch.Tensor | None = None,
-        part: slice = _ALL,
+        part: _Part = _WHOLE,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets, part)
+        activation, scale = self._quantising(name, rows, offsets, part.slots)
         if self.format is None:
             weight = getattr(self, name)
-            return grouped_gemm(rows, weight if part == _ALL else weight[part], offsets, out=out)
+            weight = weight if part.slots == _ALL else weight[part.slots]
+            return grouped_gemm(rows, weight, offsets, out=out, **part.options)
         return grouped_gemm(
             rows,
-            self._weight(name, part),
+            self._weight(name, part.slots),
             offsets,
             activation=activation,
             input_scale=scale,
             settled=name == "down_proj",
             out=out,
+            **part.options,
         )
 
     def _weight(self, name: str, part: slice) -> QuantizedTensor:
