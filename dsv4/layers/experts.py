@@ -132,14 +132,14 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        experts, part = self.num_experts, self._whole
+        part = self._whole
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
-            top_k_index, experts = self._slots_of(top_k_index), self.hosted.slots
+            top_k_index = self._slots_of(top_k_index)
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, row_of_slot = self._sorted(
-            hidden_states, top_k_index, top_k_weights, experts, buffers.rows
+            hidden_states, top_k_index, top_k_weights, buffers.rows
         )
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
@@ -206,7 +206,7 @@ class DeepseekV4Experts(ExpertWeights):
         table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
         buffers = self._buffers_for(x, ids.shape[1])
         rows, row_weight, offsets, row_of_slot = moe_sort(
-            x, table[hosted.numbers(ids)], weights, max(plan.positions, 1), out=buffers.rows
+            x, table[hosted.numbers(ids)], weights, self.num_experts, out=buffers.rows
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
@@ -215,8 +215,8 @@ class DeepseekV4Experts(ExpertWeights):
             offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
             part = _Part(slice(wave.start, wave.stop), len(rows), self.num_experts)
             row_weights = row_weight[start:stop] if scaled else None
-            inner = None if buffers.inner is None else buffers.inner[start:stop]
-            inner = self._activated(rows[start:stop], offsets_of, row_weights, inner, part)
+            memory = None if buffers.inner is None else buffers.inner[start:stop]
+            inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
             self._down(inner, offsets_of, x.dtype, out[start:stop], part)
         if shared is not None:
             streams.join("shared", shared)
@@ -255,24 +255,27 @@ class DeepseekV4Experts(ExpertWeights):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        experts: int,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        Ids are below ``experts``. The first GEMM of FP8 activations takes codes, and Blackwell's of
-        NVFP4, so the rows are not written, read and written again.
+        The first GEMM of FP8 activations takes codes, and Blackwell's of NVFP4, so the rows are not
+        written, read and written again. Slots of hosted experts are sorted as if there were one for
+        each expert: by the kernels of a layer that holds all, whatever the number of slots.
         """
+        experts = self.num_experts
         held: Any = {
             "first_expert": self.first_expert,
-            "num_local_experts": self.num_local_experts,
+            "num_local_experts": self.num_local_experts if self.hosted is None else experts,
         }
         may_quantise = self.activation != "bf16" and x.dtype == torch.bfloat16
         rounds = may_quantise and self._rounds and self.layout != LINEAR
         quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
-            return moe_sort(x, ids, weights, experts, out=out, **held)
+            gathered = moe_sort(x, ids, weights, experts, out=out, **held)
+            return (*gathered[:2], self._of_slots(gathered[2]), gathered[3])
         order, offsets, row_of_slot = moe_permute(ids, experts, **held)
+        offsets = self._of_slots(offsets)
         if rounds:
             layout = code_layout(self._weight("gate_up_proj", _ALL))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
@@ -281,6 +284,10 @@ class DeepseekV4Experts(ExpertWeights):
             rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
+
+    def _of_slots(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the offsets of the experts that are held, of which hosted ones are the first."""
+        return offsets if self.hosted is None else offsets[: self.num_local_experts + 1]
 
     @property
     def _quantises(self) -> bool:

@@ -15,6 +15,7 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
 from dsv4.layers import _hosted_experts as hosted_module
+from dsv4.layers import experts as experts_module
 from dsv4.layers._expert_waves import plan_waves
 from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
@@ -118,6 +119,34 @@ class TestLayer:
             ids = tokens(seed + step, count, padding=True)[1]
             totals += torch.bincount(ids[ids >= 0], minlength=EXPERTS)
         assert layers.expert_counts(layer)[0].tolist() == totals.tolist()
+
+    @pytest.mark.parametrize("kind", ["plain", "packed", "calibrated", "exact"])
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_kernels_are_those_of_the_whole_step(self, kind, count, monkeypatch):
+        """Whatever the slots and waves: kernels for other sizes may sum in another order."""
+        layer, calls = hosted(make_experts(kind), 3, 4), []
+
+        def recorded(name):
+            function = getattr(experts_module, name)
+
+            def call(x, *rest, **options):
+                step = [options.get("step_rows") or x.shape[0], options.get("step_experts")]
+                calls.append([name, *step])
+                return function(x, *rest, **options)
+
+            monkeypatch.setattr(experts_module, name, call)
+
+        gemms = [name for name in vars(experts_module) if name.startswith("grouped_gemm")]
+        for name in gemms:
+            recorded(name)
+        sort, sorted_for = experts_module.moe_sort, []
+        monkeypatch.setattr(
+            experts_module, "moe_sort", lambda *a, **b: sorted_for.append(a[3]) or sort(*a, **b)
+        )
+        layer(*tokens(0, count, padding=True))
+        assert len(calls) > (2 if count > 1 else 1)
+        assert {tuple(call[1:]) for call in calls} == {(count * TOP_K, EXPERTS)}
+        assert set(sorted_for) <= {EXPERTS}, "a kernel would be compiled for each number"
 
     def test_a_long_run_has_the_bits_and_no_leak(self):
         plain = make_experts("plain")
@@ -313,6 +342,7 @@ class TestLayer:
     cached=st.integers(1, 7),
     count=st.integers(0, 16),
 )
+@example(seed=0, static=0, cached=7, count=16)
 def test_waves_hold_every_expert_once(seed, static, cached, count):
     experts = 16
     generator = strategies.generator(seed)
@@ -322,6 +352,7 @@ def test_waves_hold_every_expert_once(seed, static, cached, count):
         expert_in[slot] = -1
     needed = torch.randperm(experts, generator=generator)[:count].tolist()
     plan = plan_waves(needed, expert_in, static, experts)
+    assert plan.positions <= experts
     slots, multiplied = list(expert_in), []
     for number, wave in enumerate(plan.waves):
         for expert, slot in wave.loads:
