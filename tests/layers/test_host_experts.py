@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dsv4.layers._expert_waves import plan_waves
 from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
+from dsv4.serving.drafting import drafting_of
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -416,14 +418,16 @@ class TestAllocation:
 class TestModel:
     @pytest.fixture
     def model(self):
-        config = ModelConfig.tiny(
-            layer_types=(SLIDING, CSA, HCA),
-            n_routed_experts=EXPERTS,
-            num_experts_per_tok=TOP_K,
-            hidden_size=64,
-            moe_intermediate_size=64,
-            vocab_size=64,
-        )
+        return self.make_model()
+
+    @pytest.fixture
+    def drafting_model(self):
+        return self.make_model(layer_types=(SLIDING, CSA), num_nextn_predict_layers=1)
+
+    def make_model(self, **options):
+        sizes = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 64}
+        sizes |= {"layer_types": (SLIDING, CSA, HCA), "moe_intermediate_size": 64, **options}
+        config = ModelConfig.tiny(hidden_size=64, **sizes)
         model = DeepseekV4ForCausalLM(config).requires_grad_(False)
         randomize_(model, 3)
         layers.quantize_(model, names=["*.mlp.experts"])
@@ -442,6 +446,42 @@ class TestModel:
         assert_bitwise(logits[1], logits[0], "logits")
         assert layers.cache_use(hosted_model).hit_rate < 1
         assert layers.expert_counts(hosted_model).shape == (3, EXPERTS)
+
+    def test_drafts_have_the_same_text(self, drafting_model):
+        """One draft a sequence by default, as many as slots hold, and the text of all resident."""
+        model, prompts = drafting_model, [[1, 2, 3, 4, 5, 6, 7], [9, 8]]
+        expected = model.generate(prompts, 7, stop_ids=(), speculate=None)
+        hosted_model = copy.deepcopy(model)
+        layers.host_experts_(hosted_model, HostExperts(3, 8))
+        assert hosted_model.mtp[0].layer.mlp.experts.hosted is None
+        assert drafting_of(model, "mtp").plan.tokens == 2
+        assert drafting_of(hosted_model, "mtp").plan.tokens == 1
+        assert drafting_of(hosted_model, "mtp", 3).plan.tokens == 3
+        for options in ({}, {"draft_tokens": 3}):
+            with Runner(
+                hosted_model, max_sequences=2, max_tokens=32, speculate="mtp", **options
+            ) as runner:
+                requests = [runner.add(p, max_new_tokens=7, stop_ids=()) for p in prompts]
+                runner.run()
+                assert runner.draft_counts.drafted > 0
+            assert [request.tokens for request in requests] == expected
+        assert 0 < layers.cache_use(hosted_model).hit_rate < 1
+
+    def test_drafts_are_no_more_than_slots_hold(self, drafting_model, monkeypatch):
+        """Where their number adapts; else steps are planned on the host, and are not captured."""
+        layers.host_experts_(drafting_model, HostExperts(0, 8))  # for two tokens
+        auto = drafting_of(drafting_model, "auto")
+        best = SimpleNamespace(drafts=1)
+        monkeypatch.setattr("dsv4.speculation.draft_costs.DraftCosts.best", lambda *_: best)
+        adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
+        assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+        none = auto.at_sizes(drafting_model, (2, 3), 64)
+        assert none.plan is None
+        assert none.reason == "experts in host memory have slots for 2 tokens of a step"
+        assert (auto.plan.step_tokens, drafting_of(drafting_model, "mtp").plan.step_tokens) == (
+            1,
+            2,
+        )
 
     def test_padding_loads_nothing(self, model):
         """Steps padded to four rows choose the experts of their two sequences alone."""
