@@ -25,6 +25,7 @@ from dsv4.serving.drafting import drafting_of
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
+from tests._tools import host_soak
 
 EXPERTS, TOP_K, HIDDEN = 12, 3, 64
 KINDS = ["plain", "nvfp4", "mxfp4", "packed", "calibrated", "exact"]
@@ -380,10 +381,16 @@ def test_host_memory_that_does_not_suffice_is_said():
     assert available_bytes() > 0
 
 
+def test_a_soak_counts_its_steps():
+    said = []
+    assert host_soak.soak(0.5, "cpu", every=0.2, say=said.append) > 0
+    assert "steps, hits" in said[0]
+
+
 class TestAllocation:
     @pytest.fixture
     def answer(self, monkeypatch):
-        """A CUDA runtime that locks memory, or answers 2."""
+        """A CUDA runtime that locks memory, or answers 2; "forgotten" when its error is taken."""
         calls = []
 
         class Runtime:
@@ -393,6 +400,7 @@ class TestAllocation:
 
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(host_memory, "_forget_error", lambda _: calls.append("forgotten"))
         return calls
 
     def test_is_locked_where_it_is(self, answer):
@@ -407,11 +415,15 @@ class TestAllocation:
         assert host_memory.allocate(0, torch.device("cuda", 0)).shape == (0,)
         assert not answer
 
-    def test_says_how_much_there_is(self, answer):
+    def test_says_how_much_there_is(self, answer, monkeypatch):
         answer.append(2)
         with pytest.raises(MemoryError, match=r"returned 2\); \d+\.\d GB are available"):
             host_memory.allocate(4096, torch.device("cuda", 0))
-        with pytest.raises(MemoryError, match="cannot be locked"):
+        assert answer[-1] == "forgotten", "or the next launch raises CUDA's last error"
+        with pytest.raises(MemoryError, match=r"but \d+\.\d GB are available"):
+            host_memory.allocate(1 << 62, torch.device("cuda", 0))
+        monkeypatch.setattr(host_memory, "check_available", lambda _: None)
+        with pytest.raises(MemoryError, match=r"cannot be locked .*; \d+\.\d GB are available"):
             host_memory.allocate(1 << 62, torch.device("cuda", 0))
 
 
