@@ -18,6 +18,7 @@ from dsv4.layers._module import wider
 from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
+from dsv4.layers.early_experts import fetch_early
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import UNROUTED
@@ -107,6 +108,8 @@ class DeepseekV4Model(nn.Module):
             # Padding loads no expert from host memory.
             batch = past_key_values.batch
             past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
+        if step and self._hosts_experts:
+            fetch_early(self.layers, input_ids, past_key_values)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -112,6 +113,7 @@ class DeepseekV4Experts(ExpertWeights):
         top_k_weights: torch.Tensor,
         shared: torch.Tensor | None = None,
         streams: Streams = IN_ORDER,
+        slots: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the sum of the chosen experts' outputs, of those held here, times their weights.
 
@@ -124,6 +126,9 @@ class DeepseekV4Experts(ExpertWeights):
             shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
+            slots: Waits for experts in host memory that are being loaded already
+                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: what is
+                missing is loaded now.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -136,7 +141,7 @@ class DeepseekV4Experts(ExpertWeights):
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
-            top_k_index = self._slots_of(top_k_index)
+            top_k_index = self.fetch(top_k_index) if slots is None else slots()
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, row_of_slot = self._sorted(
             hidden_states, top_k_index, top_k_weights, buffers.rows
@@ -171,9 +176,14 @@ class DeepseekV4Experts(ExpertWeights):
             inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
         )
 
-    def _slots_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Load the experts of a step that lie in host memory; return the slots of all."""
-        assert self.hosted is not None
+    def fetch(self, ids: torch.Tensor) -> torch.Tensor:
+        """Load the experts of a step that are missing; return the slots of all ``[T, k]``.
+
+        Raises:
+            ValueError: if none are in host memory, or the layer is being calibrated or compiled.
+        """
+        if self.hosted is None:
+            raise ValueError("fetch: no expert is in host memory, wanted some (host_experts_)")
         self._check_hosted()
         return self.hosted.fetch(ids)
 
