@@ -132,7 +132,7 @@ class CacheStep:
         """Keep a value for the layers of this step."""
         self._shared[key] = value
 
-    def kept(self, key: Any) -> Any:
+    def value_of(self, key: Any) -> Any:
         """Return what was kept for ``key``; None if nothing was."""
         return self._shared.get(key)
 

@@ -71,7 +71,7 @@ def fetch_early(layers: Iterable[nn.Module], input_ids: torch.Tensor, step: Cach
 
 def arrival_of(step: CacheStep, layer_idx: int) -> Arrival | None:
     """Return the experts of a layer that ``fetch_early`` loads for a step, or None."""
-    arrival: Arrival | None = step.kept((_KEY, layer_idx))
+    arrival: Arrival | None = step.value_of((_KEY, layer_idx))
     return arrival
 
 

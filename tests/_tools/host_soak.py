@@ -29,7 +29,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
 
-_SETTLED = 3  # checks after which memory must not grow
+_FIRST_CHECKS = 3  # checks after which memory must not grow
 _DRIFT = 32 << 20  # bytes of the process that may come and go
 
 
@@ -97,14 +97,14 @@ def soak(
     Raises:
         AssertionError: if bits differ, tables contradict each other, or memory grows.
     """
-    place = torch.device(device)
-    resident = small_model(place)
+    target = torch.device(device)
+    resident = small_model(target)
     hosted = copy.deepcopy(resident)
     layers.host_experts_(hosted, HostExperts(3, 4))
     steps = [DecodeStep(model, 1, 64) for model in (resident, hosted)]
-    runs = [step.captured().replay if place.type == "cuda" else step for step in steps]
+    runs = [step.captured().replay if target.type == "cuda" else step for step in steps]
     generator = torch.Generator().manual_seed(1)
-    count, checks, noted = 0, 0, Memory.of(place)
+    count, checks, noted = 0, 0, Memory.of(target)
     start = checked = time.perf_counter()
     while (now := time.perf_counter()) - start < seconds:
         token = torch.randint(2, resident.config.vocab_size, (1,), generator=generator)
@@ -115,15 +115,15 @@ def soak(
             continue
         steps[0].tokens.copy_(token)
         expected = runs[0]()
-        pair = (logits, expected) if place.type != "cuda" else (steps[1].logits, steps[0].logits)
+        pair = (logits, expected) if target.type != "cuda" else (steps[1].logits, steps[0].logits)
         assert_bitwise(pair[0], pair[1], f"step {count}")
         check_tables(hosted, count)
         if checks % 3 == 2:
             layers.repin_(hosted)
-        checks, checked, memory = checks + 1, time.perf_counter(), Memory.of(place)
+        checks, checked, memory = checks + 1, time.perf_counter(), Memory.of(target)
         use = layers.cache_use(hosted)
         say(f"{now - start:7.1f} s, {count} steps, hits {100 * use.hit_rate:.1f} %: {memory}")
-        if checks <= _SETTLED:
+        if checks <= _FIRST_CHECKS:
             noted = memory
             continue
         assert memory.allocated == noted.allocated, f"PyTorch's tensors grew: {noted} to {memory}"
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--every", type=float, default=10.0)
-    given = parser.parse_args()
-    count = soak(given.seconds, given.device, given.every)
+    options = parser.parse_args()
+    count = soak(options.seconds, options.device, options.every)
     print(
-        f"{count} steps, {given.seconds:.0f} s: bits and tables as they should be, no memory lost"
+        f"{count} steps, {options.seconds:.0f} s: bits and tables as they should be, no memory lost"
     )
 
 
