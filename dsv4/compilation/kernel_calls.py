@@ -294,8 +294,10 @@ def _of_experts(layer: DeepseekV4Experts, arch: str, ranks: int = 1) -> list[Gro
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
     known = quantises and layer.down_proj_input_scale is not None
-    first = Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs)
-    second = Experts(hidden, inner, layer.num_local_experts, False, quantises)
+    # Experts in slots are multiplied as if all of the layer were there.
+    count = layer.num_local_experts if layer.hosted is None else layer.num_experts
+    first = Experts(2 * inner, hidden, count, False, quantises, True, weighs)
+    second = Experts(hidden, inner, count, False, quantises)
     kinds = [first._replace(quantized_out=known), second]
     if quantises and layer.format is None:
         kinds.append(first._replace(quantized_out=True))

@@ -156,7 +156,8 @@ def _multiply(
     )
     segments, stream = tuple(args.segments), stream_of(device)
     scales = global_scale.shape[-1]
-    kind = (problem, tokens, token_stride, segments, scales, limit, offsets_ready, device)
+    chosen = (args.step_rows, args.step_experts)
+    kind = (problem, tokens, chosen, token_stride, segments, scales, limit, offsets_ready, device)
     prepared = _prepared(*kind, get_ident())
     if not prepared.counted:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
@@ -240,6 +241,7 @@ class _Prepared(NamedTuple):
 def _prepared(
     problem: _Problem,
     tokens: int,
+    chosen: tuple[int, int],
     token_stride: int,
     segments: tuple[int, ...],
     scales: int,
@@ -255,6 +257,7 @@ def _prepared(
     Args:
         problem: Fields of an ``Experts``.
         tokens: Rows of X.
+        chosen: Rows and experts that the launches are chosen for; 0: those of the problem.
         token_stride: Elements from one row of X to the next.
         segments: Rows of an expert's weight that share a global scale each.
         scales: Global scales of an expert.
@@ -264,7 +267,9 @@ def _prepared(
         thread: Identifier of the thread; a launch is for one thread at a time.
     """
     experts, arch = Experts(*problem), architecture(device)
-    planned = launch_plans(experts, tokens, arch)
+    chosen_rows = chosen[0] or tokens
+    chosen_experts = experts._replace(experts=chosen[1] or experts.experts)
+    planned = launch_plans(chosen_experts, chosen_rows, arch)
     assert planned
     cut0, cut1, cut2 = cuts(segments)
     common = {
@@ -293,7 +298,7 @@ def _prepared(
             x = Matrix(tokens, experts.columns, token_stride, launch_plan.plan.tma_tokens)
             launch = _wgmma(kernel, ctas, launch_plan, experts, x, i > 0, values)
             launches.append((launch, False))
-    counted = len(planned) > 1 and uses_tile_counters(experts, tokens)
+    counted = len(planned) > 1 and uses_tile_counters(chosen_experts, chosen_rows)
     return _Prepared(tuple(launches), counted)
 
 

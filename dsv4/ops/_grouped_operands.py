@@ -119,3 +119,10 @@ def checked_weight(
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
+
+
+def check_step(op: str, rows: int, experts: int) -> None:
+    """Check the rows and experts of a step, of which a call multiplies a part."""
+    for name, value in (("step_rows", rows), ("step_experts", experts)):
+        if value < 0:
+            raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")

@@ -231,6 +231,19 @@ def test_ranks_that_draft_by_dspark_have_its_products():
         assert (projection in shapes) == has_draft
 
 
+def test_experts_in_host_memory_have_those_of_all_experts():
+    """Steps in slots and waves are multiplied as if all experts were there."""
+    config = dsv4.ModelConfig.tiny(**WHOLE)
+    model = random_model(config, 0, mtp=True).to(torch.bfloat16)
+    layers.quantize_(model, names=["*.experts"])
+    layers.pack_(model)
+    result = grouped_gemms(model)
+    slots = config.num_experts_per_tok
+    layers.host_experts_(model, layers.HostExperts(1, slots))
+    assert result
+    assert set(grouped_gemms(model)) == set(result)
+
+
 def test_experts_that_cannot_be_packed_need_no_kernel():
     config = dsv4.ModelConfig.tiny(moe_intermediate_size=32)
     experts = layers.DeepseekV4Experts(config).requires_grad_(False)

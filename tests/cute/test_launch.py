@@ -352,12 +352,21 @@ class Grouped:
         self.rows, self.columns, self.row_scale = rows, columns, None
 
     def __call__(
-        self, driver, function, x, *rest, segments=(), activation="bf16", dtype=None, codes=None
+        self,
+        driver,
+        function,
+        x,
+        *rest,
+        segments=(),
+        activation="bf16",
+        dtype=None,
+        codes=None,
+        step=(0, 0),
     ):
         """Launches: grid, threads, stream, and the kernel's arguments by name.
 
         ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised, and how
-        their block scales lie.
+        their block scales lie, ``step`` the rows and experts of a step that these are a part of.
         """
         self.problem = Experts(
             self.rows,
@@ -370,7 +379,9 @@ class Grouped:
             codes is not None,
             codes is not None and codes[1] == SWIZZLED_EXPERTS,
         )
-        self.launches = grouped_gemm.launch_plans(self.problem, max(x.shape[0], 1), driver.arch)
+        chosen = self.problem._replace(experts=step[1] or EXPERTS)
+        rows = step[0] or max(x.shape[0], 1)
+        self.launches = grouped_gemm.launch_plans(chosen, rows, driver.arch)
         self.plan = self.launches[-1].plan
         small_m = [isinstance(launch.plan, GroupedSmallMPlan) for launch in self.launches]
         kinds = (
@@ -387,7 +398,8 @@ class Grouped:
             record, last = GroupedGemmSwigluArgs, [dtype or torch.bfloat16]
         else:
             record, last = GroupedGemmArgs, [dtype or torch.bfloat16, False]
-        self.out = function(record(x, *parts, *named, *rest, *last))
+        args = record(x, *parts, *named, *rest, *last)
+        self.out = function(args._replace(step_rows=step[0], step_experts=step[1]))
         names = [(WGMMA_ARGUMENTS, SMALL_M_ARGUMENTS)[is_small_m] for is_small_m in small_m]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
@@ -491,6 +503,27 @@ def test_experts_of_other_loads_have_launches_of_their_own(
     assert [values["map_rows"] for values in arguments if "map_rows" in values].count(tokens) == (
         len(arguments) - sum(small_m)
     )
+
+
+@pytest.mark.parametrize("rows", [3, 300, 3000])
+@pytest.mark.parametrize("step", [(20, 64), (3000, 4), (3000, 0), (0, 256), (1000, 300)])
+def test_a_part_of_a_step_has_the_kernels_of_the_whole(driver, monkeypatch, rows, step):
+    """Launches and the experts of each follow from the step, sizes from the part."""
+    monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(rows, INNER).bfloat16()
+    launches = product(driver, grouped_gemm.grouped_gemm, x, step=step)
+    assert len(launches) == len(product.launches)
+    for (_, threads, _, values), planned in zip(launches, product.launches, strict=True):
+        assert threads == planned.plan.threads
+        assert (values.get("above", 0), values["most"]) == planned[1:]
+        assert values["experts"] == EXPERTS
+        assert values.get("map_rows", rows) == rows
+        assert values.get("code_rows", EXPERTS * HIDDEN // 16) == EXPERTS * HIDDEN // 16
+    assert launches[-1][3]["tokens"] == rows
+    counted = any(values.get("counter") for *_, values in launches)
+    chosen = product.problem._replace(experts=step[1] or EXPERTS)
+    several = len(launches) > 1
+    assert counted == (several and grouped_gemm.uses_tile_counters(chosen, step[0] or rows))
 
 
 @pytest.mark.parametrize(

@@ -205,14 +205,25 @@ class Fill:
         sequences: Sequences of the step.
         context: Tokens of each sequence.
         prompts: Distinct prompts that are processed; other sequences get copies of their pages.
-        prompt_tokens: Tokens of each prompt. Fewer than the context: their pages are repeated up to
-            it.
+        prompt_tokens: Tokens of each prompt: the context, or fewer whole blocks, whose pages are
+            repeated up to it.
+
+    Raises:
+        ValueError: if a prompt has another number of tokens.
     """
 
     sequences: int
     context: int
     prompts: int
     prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        tokens = self.prompt_tokens
+        if tokens != self.context and not (0 < tokens < self.context and tokens % BLOCK == 0):
+            raise ValueError(
+                f"Fill: prompt_tokens is {tokens}, wanted the context, {self.context}, or a "
+                f"positive multiple of {BLOCK} below it"
+            )
 
     @classmethod
     def plan(cls, sequences: int, context: int, most: int = _FILL_TOKENS) -> Fill:
@@ -354,7 +365,6 @@ def _repeat_pages(cache: PagedCache, rows: Sequence[int], fill: Fill) -> None:
     """
     if fill.prompt_tokens >= fill.context:
         return
-    assert fill.prompt_tokens % BLOCK == 0, fill
     for table, data in _compressed_pages(cache):
         page_tokens = BLOCK  # a page of any ratio stands for them
         filled = fill.prompt_tokens // page_tokens
