@@ -197,12 +197,6 @@ ATTENTION: tuple[Place, ...] = (
         "self, common_prefix_len, common_attn_metadata, fast_build",
     ),
     Place(
-        "vllm.v1.attention.backends.mla.compressor_utils",
-        "get_compressed_slot_mapping",
-        "num_tokens, slot_mapping, query_start_loc, seq_lens, block_table, block_size, "
-        "compress_ratio, out, dcp_world_size, cp_interleave",
-    ),
-    Place(
         "vllm.v1.attention.backend",
         "AttentionBackend.get_preferred_block_size",
         "default_block_size",
