@@ -320,7 +320,7 @@ def test_swiglu(driver, tokens, limit, expected):
     assert values[-1] == (expected,)
 
 
-EXPERTS, INNER, HIDDEN = 5, 512, 256
+EXPERTS, INNER, HIDDEN = 12, 512, 256
 NEVER = 2**31 - 1
 ADDRESSES = ("codes", "scales", "global_scale", "x", "out", "offsets")
 # The arguments of both kernels, in order.
@@ -339,6 +339,7 @@ WGMMA_ARGUMENTS = (
     *("above", "most", "all_ready", "limit"),
 )
 SMALL_M_ROWS, LARGE_M_ROWS = 16, 80  # rows of the first kernel and of the second
+SEVERAL_ROWS = 56  # rows of both kernels, in a launch each
 
 
 class Grouped:
@@ -480,7 +481,7 @@ def test_offsets_that_are_ready(driver):
     assert values["ready"] == 1
 
 
-@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, 300, 3000])
+@pytest.mark.parametrize("tokens", [SEVERAL_ROWS, 300, 3000])
 @pytest.mark.parametrize("offsets_ready", [False, True])
 def test_experts_of_other_loads_have_launches_of_their_own(
     driver, monkeypatch, tokens, offsets_ready
@@ -527,7 +528,7 @@ def test_a_part_of_a_step_has_the_kernels_of_the_whole(driver, monkeypatch, rows
 
 
 @pytest.mark.parametrize(
-    ("tokens", "counted"), [(16, False), (192, False), (300, True), (1000, False)]
+    ("tokens", "counted"), [(SEVERAL_ROWS, False), (400, False), (900, True), (3000, False)]
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
     """CTAs that take tiles as they are done use memory that holds zeros."""

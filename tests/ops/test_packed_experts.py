@@ -419,6 +419,13 @@ class TestPlans:
         assert all(s.plan.token_block == s.most_rows for s in tiles)
         assert len(actual) <= 10
 
+    @given(experts=st.integers(8, 512), tokens=st.integers(1, 48), swiglu=st.booleans())
+    def test_rows_of_eight_tokens_have_one_launch(self, experts, tokens, swiglu):
+        expected = Experts(4096, 4096, experts, False, False, swiglu)
+        [launch] = launch_plans(expected, tokens)
+        assert isinstance(launch.plan, GroupedSmallMPlan)
+        assert (launch.above_rows, launch.most_rows) == (0, ANY_ROWS)
+
     def test_none_for_what_the_kernel_cannot_do(self):
         assert typical_plan(Experts(32, 192, 4, False, False), 10) is None
         assert typical_plan(Experts(32, 128, 513, False, False), 10) is None

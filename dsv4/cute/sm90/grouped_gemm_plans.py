@@ -43,8 +43,10 @@ _WARPS, _FEWER_WARPS = 16, 12
 _FEWER_WARPS_TILES = 64  # most tiles of 64 columns of a split of the fewer warps
 _FILLED_MORE = 0.05  # by how much they must fill their rounds better
 
-# Average rows from which the experts are divided among several launches.
-_SEVERAL_LAUNCHES_MEAN = 0.5
+# Average rows from which the experts are divided among several launches, if there are more rows of
+# all experts than that: 8 tokens of 6 different experts each give none more than 8 rows, and the
+# launch for more would find no work.
+_SEVERAL_LAUNCHES_MEAN, _ONE_LAUNCH_ROWS = 0.5, 48
 # An expert has far more rows than the average if it has this many more, or two standard deviations.
 _FAR_ABOVE = 5.0
 # Average rows above which one launch takes all experts but those of far fewer rows.
@@ -202,7 +204,8 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
     small_m = None
     if arch != HOPPER or mean <= _SMALL_M_MEAN:
         small_m = _small_m_plan(problem, tokens, arch)
-    if arch != HOPPER or (small_m is not None and mean < _SEVERAL_LAUNCHES_MEAN):
+    few = mean < _SEVERAL_LAUNCHES_MEAN or tokens <= _ONE_LAUNCH_ROWS
+    if arch != HOPPER or (small_m is not None and few):
         return () if small_m is None else (LaunchPlan(small_m, 0, ANY_ROWS),)
     ladder, launches, above = _ladder(problem), [], 0
     # Two standard deviations of a uniform draw.

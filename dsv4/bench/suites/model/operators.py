@@ -74,6 +74,7 @@ FUNCTIONS = {
     "_entry_kernel": COMPRESSOR,
     "_windows_kernel": COMPRESSOR,
     "_pool_kernel": COMPRESSOR,
+    "_pool_many_kernel": COMPRESSOR,
     "_paged_entry_kernel": COMPRESSOR,
     "_slots_kernel": CACHE,
     "_write_kernel": CACHE,
