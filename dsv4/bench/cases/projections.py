@@ -42,7 +42,7 @@ def _judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
         *(
             compare(a, t, error * size + storing(t, a.dtype), what)
             for a, t, size, what in zip(
-                actual, truth, magnitudes, ("values and scores", "head weights"), strict=True
+                actual, truth, magnitudes, ("head weights", "values and scores"), strict=True
             )
         )
     )
