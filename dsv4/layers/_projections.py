@@ -22,12 +22,12 @@ class Projections(NamedTuple):
 
     Attributes:
         pooled: Values and scores of the compressor, ``[T, C]`` each.
-        index: Those of the indexer's compressor, ``[T, c]`` each; empty without an indexer.
+        keys: Those of the indexer's compressor, ``[T, c]`` each; empty without an indexer.
         heads: Weights of the indexer's heads, ``[T, n]``; n is 0 without an indexer.
     """
 
     pooled: Pooled
-    index: tuple[torch.Tensor, ...]
+    keys: tuple[torch.Tensor, ...]
     heads: torch.Tensor
 
 

@@ -222,7 +222,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
             made = projections_of(layers, x, self.pooled_dtype(x))
             weights = self.indexer.head_weights(x, step, layer_idx, made.heads)
         with streams.on("index keys", behind="head weights"):
-            kv, score = made.index
+            kv, score = made.keys
             self.indexer.store_keys(x, step, layer_idx, (kv, score))
         with streams.on("entries", behind="head weights"):
             self.write_pages(x, step, layer_idx, made.pooled)
