@@ -101,9 +101,9 @@ def compressor_projections(
         ("index_gate", index_gate, _check.FLOATS, ("c", "H")),
         ("heads", heads, _check.FLOATS, ("n", "H")),
     )
-    given = [weight is not None for weight in (index_kv, index_gate, heads)]
-    if any(given) and not all(given):
-        missing = ("index_kv", "index_gate", "heads")[given.index(False)]
+    present = [weight is not None for weight in (index_kv, index_gate, heads)]
+    if any(present) and not all(present):
+        missing = ("index_kv", "index_gate", "heads")[present.index(False)]
         raise ValueError(f"{op}: {missing} is None, wanted all weights of the indexer or none")
     out_dtype = x.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:

@@ -113,7 +113,7 @@ def entry(name, ts, dur, stream=7, correlation=1, cat="kernel", grid=(2, 1, 1)):
 
 
 def recorded(begin, correlation, longer=0.0):
-    """One replay: a copy, a norm on one stream beside a compressor on another, attention."""
+    """One replay: a copy, a norm and, on a side stream, a compressor; attention."""
     return [
         entry("Memcpy DtoD (Device -> Device)", begin, 1.0, 7, correlation, "gpu_memcpy"),
         entry("_rms_norm_kernel", begin + 1.5, 2.0, 7, correlation),
@@ -148,9 +148,13 @@ def events(*replays):
 
 class TestEvents:
     def test_replays_are_told_apart(self):
-        found = replays_of(events(recorded(0, 1), recorded(100, 2, 1), recorded(200, 3, 9)), 3)
-        assert [[e.correlation for e in replay] for replay in found] == [[1] * 4, [2] * 4, [3] * 4]
-        assert typical(found)[0].correlation == 2
+        step_map = replays_of(events(recorded(0, 1), recorded(100, 2, 1), recorded(200, 3, 9)), 3)
+        assert [[e.correlation for e in replay] for replay in step_map] == [
+            [1] * 4,
+            [2] * 4,
+            [3] * 4,
+        ]
+        assert typical(step_map)[0].correlation == 2
 
     def test_replays_that_differ(self):
         other = recorded(100, 2)
@@ -197,25 +201,25 @@ class TestMatching:
 
 class TestStepMap:
     @pytest.fixture
-    def found(self):
+    def step_map(self):
         return StepMap("1 at 64", launches_of(NODES, events(recorded(50, 1)), MARKS))
 
-    def test_parts_add_up(self, found):
-        parts = {part.operator: part for part in found.parts()}
+    def test_parts_add_up(self, step_map):
+        parts = {part.operator: part for part in step_map.parts()}
         assert parts["norm"].path == 0
         assert parts["norm"].hidden == 2
         assert parts["norm"].bytes == 4096
         assert sum(p.path + p.gap for p in parts.values()) == pytest.approx(12)
         assert parts["attention"].gap == pytest.approx(0.4)
-        assert found.of_layers() == {"compressed_sparse_attention": 3}
+        assert step_map.of_layers() == {"compressed_sparse_attention": 3}
 
-    def test_table(self, found):
-        text = "\n".join(lines_of(found))
+    def test_table(self, step_map):
+        text = "\n".join(lines_of(step_map))
         assert "step 12.0 us by the profiler; path: 3 of 4 launches" in text
         assert "layer 0, compressed_sparse_attention: 3 launches" in text
 
-    def test_chrome_trace(self, found, tmp_path):
-        found.write(tmp_path / "new" / "trace.json")
+    def test_chrome_trace(self, step_map, tmp_path):
+        step_map.write(tmp_path / "new" / "trace.json")
         content = json.loads((tmp_path / "new" / "trace.json").read_text())
         slices = [e for e in content["traceEvents"] if e["ph"] == "X"]
         assert sum(e["tid"] > 0 for e in slices) == 4
@@ -225,7 +229,7 @@ class TestStepMap:
             assert first["ts"] + first["dur"] <= second["ts"] + 1e-6
         arrows = [e for e in content["traceEvents"] if e["ph"] in "sf"]
         assert len(arrows) == 4  # to the other stream and back
-        assert chrome_trace(found)["otherData"] == {"step": "1 at 64"}
+        assert chrome_trace(step_map)["otherData"] == {"step": "1 at 64"}
 
 
 class _Driver:
@@ -256,8 +260,12 @@ class _Driver:
         kind._obj.value = 0 if self.names[node.value - 100] else 1
         return 0
 
-    def cuGraphKernelNodeGetParams_v2(self, node, found):  # noqa: N802
-        found._obj.func, found._obj.grid[:], found._obj.block[:] = node.value, (3, 2, 1), (64, 1, 1)
+    def cuGraphKernelNodeGetParams_v2(self, node, step_map):  # noqa: N802
+        step_map._obj.func, step_map._obj.grid[:], step_map._obj.block[:] = (
+            node.value,
+            (3, 2, 1),
+            (64, 1, 1),
+        )
         return 0
 
     def cuFuncGetName(self, name, function):  # noqa: N802
@@ -338,8 +346,8 @@ def test_a_captured_step_is_mapped():
     config = ModelConfig.tiny(num_nextn_predict_layers=0)
     model = random_model(config).to("cuda")
     with torch.inference_mode():
-        found = mapped(whole_model.DecodeStep(model, 1, 8), "tiny")
-    layers = {launch.layer for launch in found.launches if launch.layer is not None}
+        step_map = mapped(whole_model.DecodeStep(model, 1, 8), "tiny")
+    layers = {launch.layer for launch in step_map.launches if launch.layer is not None}
     assert layers == set(range(config.num_hidden_layers))
-    assert sum(v.gap + v.time for v in found.path) == pytest.approx(length(found.launches))
-    assert len({launch.stream for launch in found.launches}) > 1
+    assert sum(v.gap + v.time for v in step_map.path) == pytest.approx(length(step_map.launches))
+    assert len({launch.stream for launch in step_map.launches}) > 1

@@ -103,9 +103,9 @@ def test_a_bad_row_stays_alone(device, value):
 def test_rows_that_lie_apart(device):
     case = {"seed": 3, "tokens": 6, "hidden": 64, "rows": (8, 8, 3), "indexed": False}
     x, weights = build({**case, "dtype": torch.bfloat16}, device)
-    apart = torch.cat((x, x), 1)[:, :64]
+    strided = torch.cat((x, x), 1)[:, :64]
     for got, expected in zip(
-        compressor_projections(apart, *weights), compressor_projections(x, *weights), strict=True
+        compressor_projections(strided, *weights), compressor_projections(x, *weights), strict=True
     ):
         assert_bitwise(got, expected, "strided tokens")
 

@@ -105,12 +105,12 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
 def _map_step(measurement: Measurement, results: ModelResults, path: Path) -> None:
     """Map the one row's step, print the table and write the Chrome trace."""
     try:
-        found = measurement.map(results.rows[0])
+        step_map = measurement.map(results.rows[0])
     except (RuntimeError, ValueError) as error:
         results.stopped = f"the step was not mapped: {error}"
         return
-    found.write(path)
-    print("\n".join(["", *lines_of(found), f"wrote {path}"]), flush=True)
+    step_map.write(path)
+    print("\n".join(["", *lines_of(step_map), f"wrote {path}"]), flush=True)
 
 
 def _ranks(request: ModelRequest) -> ParallelContext | None:

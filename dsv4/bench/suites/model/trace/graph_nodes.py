@@ -124,11 +124,11 @@ def _edges(graph: ctypes.c_void_p, nodes: Sequence[Any], driver: Any) -> list[tu
     data = (ctypes.c_uint64 * count.value)()
     if count.value:
         check(driver.cuGraphGetEdges_v2(graph, sources, targets, data, ctypes.byref(count)), what)
-    places = {node: i for i, node in enumerate(nodes)}
+    index_of = {node: i for i, node in enumerate(nodes)}
     before: list[set[int]] = [set() for _ in nodes]
     for source, target in zip(sources, targets, strict=True):
-        before[places[target]].add(places[source])
-    return [tuple(sorted(found)) for found in before]
+        before[index_of[target]].add(index_of[source])
+    return [tuple(sorted(earlier)) for earlier in before]
 
 
 def _node(index: int, node: Any, after: tuple[int, ...], driver: Any) -> GraphNode:
@@ -137,21 +137,21 @@ def _node(index: int, node: Any, after: tuple[int, ...], driver: Any) -> GraphNo
     name = _TYPES.get(kind.value, _OTHER)
     if name != KERNEL:
         return GraphNode(index, name, "", (0, 0, 0), (0, 0, 0), after)
-    found = _KernelParameters()
-    failed = driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(found))
+    values = _KernelParameters()
+    failed = driver.cuGraphKernelNodeGetParams_v2(handle, ctypes.byref(values))
     check(failed, f"parameters of node {index}")
-    grid: Sizes = tuple(found.grid)
-    block: Sizes = tuple(found.block)
-    return GraphNode(index, KERNEL, demangled(_name_of(found, driver)), grid, block, after)
+    grid: Sizes = tuple(values.grid)
+    block: Sizes = tuple(values.block)
+    return GraphNode(index, KERNEL, demangled(_name_of(values, driver)), grid, block, after)
 
 
-def _name_of(found: _KernelParameters, driver: Any) -> str:
+def _name_of(values: _KernelParameters, driver: Any) -> str:
     """Return a kernel's name; a node has a function or, loaded as a library, a kernel."""
     name = ctypes.c_char_p()
-    if found.func:
-        failed = driver.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(found.func))
+    if values.func:
+        failed = driver.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(values.func))
     else:
-        failed = driver.cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(found.kern))
+        failed = driver.cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(values.kern))
     check(failed, "a kernel's name")
     return (name.value or b"").decode()
 

@@ -151,10 +151,10 @@ def _contracted(nodes: Sequence[GraphNode], present: set[int]) -> dict[int, tupl
     """Return the nodes that each waits for, with those that did not run replaced by theirs."""
     after: dict[int, tuple[int, ...]] = {}
     for node in nodes:  # a node waits for earlier ones
-        found: set[int] = set()
+        waits: set[int] = set()
         for i in node.after:
-            found.update((i,) if i in present else after[i])
-        after[node.index] = tuple(sorted(found))
+            waits.update((i,) if i in present else after[i])
+        after[node.index] = tuple(sorted(waits))
     return after
 
 

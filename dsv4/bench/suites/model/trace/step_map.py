@@ -105,29 +105,29 @@ def _parts(
     return sorted(parts, key=lambda part: -(part.path + part.gap))
 
 
-def lines_of(found: StepMap) -> list[str]:
+def lines_of(step_map: StepMap) -> list[str]:
     """Return the table."""
     headings = ["operator", "launches", "sum us", "path us", "hidden us", "gap us", "MB"]
-    body = [_row(part) for part in found.parts()]
-    busy = dict.fromkeys(sorted({launch.stream for launch in found.launches}), 0.0)
-    for launch in found.launches:
+    body = [_row(part) for part in step_map.parts()]
+    busy = dict.fromkeys(sorted({launch.stream for launch in step_map.launches}), 0.0)
+    for launch in step_map.launches:
         busy[launch.stream] += launch.duration
-    path, total = found.path, length(found.launches)
+    path, total = step_map.path, length(step_map.launches)
     return [
-        f"{found.title}: launches, and the critical path through streams",
+        f"{step_map.title}: launches, and the critical path through streams",
         *plain(headings, body),
         *wrapped(
-            f"step {total:.1f} us by the profiler; path: {len(path)} of {len(found.launches)} "
+            f"step {total:.1f} us by the profiler; path: {len(path)} of {len(step_map.launches)} "
             f"launches, {sum(visit.time for visit in path):.1f} us in them and "
             f"{sum(visit.gap for visit in path):.1f} us between; nothing runs for "
-            f"{idle(found.launches):.1f} us"
+            f"{idle(step_map.launches):.1f} us"
         ),
         *wrapped("busy us by stream: " + ", ".join(f"{s}: {us:.1f}" for s, us in busy.items())),
         *wrapped(
             "launches per layer: "
-            + ", ".join(f"{kind} {count:.1f}" for kind, count in found.of_layers().items())
+            + ", ".join(f"{kind} {count:.1f}" for kind, count in step_map.of_layers().items())
         ),
-        *_one_layer(found),
+        *_one_layer(step_map),
     ]
 
 
@@ -137,13 +137,13 @@ def _row(part: OperatorPart) -> list[str]:
     return [part.operator, str(part.launches), *figures, moved]
 
 
-def _one_layer(found: StepMap) -> Iterator[str]:
+def _one_layer(step_map: StepMap) -> Iterator[str]:
     """Yield the launches of the middle layer of each type: what to merge is seen there."""
-    visits = {visit.launch.number: visit for visit in found.path}
-    for kind in found.of_layers():
-        layers = sorted({launch.layer for launch in found.launches if launch.layer_type == kind
+    visits = {visit.launch.number: visit for visit in step_map.path}
+    for kind in step_map.of_layers():
+        layers = sorted({launch.layer for launch in step_map.launches if launch.layer_type == kind
                          and launch.layer is not None})  # fmt: skip
-        own = [launch for launch in found.launches if launch.layer == layers[len(layers) // 2]]
+        own = [launch for launch in step_map.launches if launch.layer == layers[len(layers) // 2]]
         begin, end = min(x.start for x in own), max(x.end for x in own)
         yield ""
         yield f"layer {own[0].layer}, {kind}: {len(own)} launches, {end - begin:.1f} us"
@@ -166,25 +166,25 @@ def _launch_row(launch: Launch, visit: Visit | None, begin: float) -> list[str]:
     ]
 
 
-def chrome_trace(found: StepMap) -> dict[str, Any]:
+def chrome_trace(step_map: StepMap) -> dict[str, Any]:
     """Return a Chrome trace: a row for each stream and one for the critical path."""
-    streams = sorted({launch.stream for launch in found.launches})
+    streams = sorted({launch.stream for launch in step_map.launches})
     rows = {stream: i + 1 for i, stream in enumerate(streams)}
     named = [("critical path", 0), *((f"stream {stream}", row) for stream, row in rows.items())]
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
         for name, row in named
     ]
-    visits = {visit.launch.number: visit for visit in found.path}
-    for launch in found.launches:
+    visits = {visit.launch.number: visit for visit in step_map.path}
+    for launch in step_map.launches:
         event = _slice(launch, rows[launch.stream], launch.start, launch.duration)
         event["args"] = _details(launch, visits.get(launch.number))
         events.append(event)
-    for visit in found.path:
+    for visit in step_map.path:
         begin = visit.launch.end - visit.time
         events.append(_slice(visit.launch, 0, begin, visit.time))
-    events += _arrows(found.launches, rows)
-    return {"displayTimeUnit": "ns", "otherData": {"step": found.title}, "traceEvents": events}
+    events += _arrows(step_map.launches, rows)
+    return {"displayTimeUnit": "ns", "otherData": {"step": step_map.title}, "traceEvents": events}
 
 
 def _slice(launch: Launch, row: int, start: float, duration: float) -> dict[str, Any]:
