@@ -337,6 +337,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reduced("hc_reduce_post"),
     *_reduced("hc_reduce_post_pre_norm"),
     *_reference("all_reduce", "hc_reduce_post", "hc_reduce_post_pre_norm"),
+    *_triton("compressor_projections", "compressor_projections", "compressor_projections"),
+    *_reference("compressor_projections", "compressor_projections"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),
     *_triton("compressor", "compress_write", "compress_write"),

@@ -12,6 +12,7 @@ from dsv4.dispatch import AUTO, Call, implementations
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
+from dsv4.ops.compressor_projections import CompressorProjectionsArgs
 from dsv4.ops.expert_slots import ExpertGatherArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import gemm_record
@@ -36,6 +37,7 @@ from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
 LARGEST_HEAD = 512  # dims of a head that a program holds
 MOST_EXPERTS = 4094  # experts that a kernel sorts by
+_HALVES = frozenset((torch.bfloat16, torch.float16))
 
 
 def any_call(call: Call) -> str | None:
@@ -211,6 +213,20 @@ def hyper_connection_quantize(call: Call) -> str | None:
     streams = call.args.streams
     wide = any_call(call) or wide_row(streams.shape[-1])
     return wide or _not_four_streams(streams) or no_e4m3(call.device)
+
+
+def compressor_projections(call: Call) -> str | None:
+    """Return why ``compressor_projections`` is unsupported, or None."""
+    args: CompressorProjectionsArgs = call.args
+    reason = any_call(call) or float64_result(args.out_dtype)
+    if reason:
+        return reason
+    heads = () if args.heads is None else (args.heads,)
+    dtypes = {tensor.dtype for tensor in (args.x, *args.pooled, *heads)}
+    if len(dtypes) > 1 or not dtypes <= _HALVES:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"the operands are {names}, wanted all bfloat16 or all float16"
+    return None
 
 
 def compressor_update(call: Call) -> str | None:

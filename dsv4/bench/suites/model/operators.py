@@ -70,6 +70,7 @@ FUNCTIONS = {
     "coefficients_kernel": HYPER,
     "_post_kernel": HYPER,
     "_finish_kernel": HYPER,
+    "_projections_kernel": COMPRESSOR,
     "_update_kernel": COMPRESSOR,
     "_entry_kernel": COMPRESSOR,
     "_windows_kernel": COMPRESSOR,
