@@ -16,6 +16,7 @@ from tests._tools import quick_interpreter
 from tests._tools.snapshots import Snapshots
 
 _HAS_GPU = torch.cuda.is_available()
+_GPUS = torch.cuda.device_count() if _HAS_GPU else 0
 # Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
 # PTX run on the CPU by tests/_tools/ptx/grid.py.
 _COMPILED = os.environ.get("DSV4_TESTS_COMPILED")
@@ -135,6 +136,19 @@ def _once(items: list[pytest.Item]) -> list[pytest.Item]:
     return [same[len(same) // 2] for same in variants.values()]
 
 
+def _need_gpus(items: list[pytest.Item]) -> None:
+    """Mark the tests of several GPUs as tests of a GPU, and skip what this machine cannot run."""
+    alone = pytest.mark.skip(reason="needs a CUDA GPU; this machine has none")
+    several = pytest.mark.skip(reason=f"needs two CUDA GPUs; this machine has {_GPUS}")
+    for item in items:
+        if "multi_gpu" in item.keywords:
+            item.add_marker(pytest.mark.gpu)
+            if _GPUS == 1:
+                item.add_marker(several)
+        if "gpu" in item.keywords and not _HAS_GPU:
+            item.add_marker(alone)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _PROFILE == "quick":
         chosen = _once(items)
@@ -148,6 +162,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             interpreted = "rarely_interpreted" in item.keywords and _interpreted(item)
             if interpreted or "nightly" in item.keywords:
                 item.add_marker(rare)
+    _need_gpus(items)
     if _HAS_GPU:
         return
     wrong = None if _COMPILED else quick_interpreter.departures()
@@ -155,10 +170,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         other = pytest.mark.skip(reason=f"Triton's interpreter is too old: {wrong}")
         for item in filter(_interpreted, items):
             item.add_marker(other)
-    skip = pytest.mark.skip(reason="needs a CUDA GPU; this machine has none")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:

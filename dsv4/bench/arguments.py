@@ -134,6 +134,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     add("--prompts", help="lengths, or none; default 21,512,4096,32768, on a CPU 5,21")
     add("--weights", help="random (default), or mxfp4-cast: powers of two as block scales")
     add("--recipe", help="nvfp4 (default), or nvidia: FP8 attention and shared experts")
+    add("--activation", help="what quantised weights multiply: bf16 (default), nvfp4 or fp8")
     add("--checkpoint", metavar="DIR", help="load it in place of a preset and random weights")
     add(
         "--columns",
@@ -165,6 +166,11 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rank 0's share of a model on N GPUs, with the mailboxes of the others on this one: "
         "times without NVLink. Several GPUs: start the command by torchrun",
+    )
+    add(
+        "--parallel",
+        help="how several ranks share the model: tp (default), or dp, where each rank has --tokens "
+        "sequences of its own",
     )
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")

@@ -20,7 +20,7 @@ from dsv4.bench.results import Results, Row
 from dsv4.bench.suites.model.document import Measured, ModelResults
 from dsv4.bench.tables import labelled
 
-_MODEL = ("recipe", "weights", "routing", "ranks", "emulated")
+_MODEL = ("recipe", "weights", "routing", "ranks", "emulated", "parallel")
 _HEADER = ("gpu", "driver", "versions", "commit", *_MODEL)
 _STEP = ("kernels", "step", "runner", "generate", "deterministic", "eager")
 _PROMPT = ("runner", "generate", "first")

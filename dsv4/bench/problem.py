@@ -59,12 +59,23 @@ class Draw:
         return torch.randperm(count, generator=self.generator, device=self.device)
 
     def quantized(
-        self, *shape: int, format: Format = NVFP4, segments: tuple[int, ...] = ()
+        self,
+        *shape: int,
+        format: Format = NVFP4,
+        segments: tuple[int, ...] = (),
+        mxfp4_cast: bool = False,
     ) -> QuantizedTensor:
         """A quantised matrix of random codes and scales, every part with its own global scale.
 
         The codes are drawn themselves: a stack of experts of a large model would not fit in memory
         before quantisation.
+
+        Args:
+            *shape: ``[*batch, N, K]``.
+            format: NVFP4 or FP8 blocks.
+            segments: Rows of each part.
+            mxfp4_cast: Whether NVFP4 scales are powers of two, one for 32 columns, as of MXFP4
+                weights that were converted: then the matrix is exact in FP8.
         """
         columns = shape[-1]
         codes = self.integers(0, 256, format.codes_shape(shape), torch.uint8)
@@ -75,7 +86,10 @@ class Draw:
             scales = exponent.view(torch.float8_e8m0fnu)
             return QuantizedTensor(codes, scales, None, format)
         assert format == NVFP4, format
-        scales = self.integers(*_SCALE_BYTES, scales_shape, torch.uint8).view(torch.float8_e4m3fn)
+        drawn = self.integers(*_SCALE_BYTES, scales_shape, torch.uint8)
+        if mxfp4_cast:
+            drawn = (drawn[..., ::2] & 0x78).repeat_interleave(2, -1)[..., : scales_shape[-1]]
+        scales = drawn.contiguous().view(torch.float8_e4m3fn)
         count = (*shape[:-2], max(1, len(segments)))
         spread = torch.rand(count, generator=self.generator, device=self.device)
         global_scale = (0.5 + spread) * columns**-0.5

@@ -261,14 +261,9 @@ def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> Dee
 
 
 def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
-    """Make what tokens are pushed through between ranks, before any graph is captured."""
-    from dsv4.parallel.exchange_mailboxes import open_for  # imports torch.distributed
+    from dsv4.parallel.exchange_mailboxes import open_exchange  # imports torch.distributed
 
-    mailbox = open_for(context, model.config, model.device, model.dtype)
-    earlier = context.group.mailbox
-    if mailbox is not None and mailbox is not earlier:
-        mailbox.owner = (mailbox.owner, earlier)  # captured steps of earlier models write to it
-        context.group.mailbox = mailbox
+    open_exchange(context, model.config, model.device, model.dtype)
 
 
 def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:

@@ -13,13 +13,14 @@ from torch import nn
 from dsv4.compilation import draft_steps, steps
 from dsv4.config import ModelConfig
 from dsv4.cute.supports import packed_layout_of
+from dsv4.layers._expert_stacks import PROJECTIONS
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
 from dsv4.parallel.emulated import emulated_context
-from dsv4.quant.formats import FP8_BLOCK, NVFP4
+from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,13 @@ class Weight:
     Attributes:
         format: Name of the format; None: plain.
         scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
+        exact: Of packed NVFP4 weights that FP8 activations multiply, whether the matrix, or each
+            stack of experts, is exact in FP8; empty of others.
     """
 
     format: str | None
     scale_dtype: torch.dtype | None = None
+    exact: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, layer: Linear | DeepseekV4Experts) -> Weight:
@@ -42,12 +46,16 @@ class Weight:
         if layer.format == FP8_BLOCK and isinstance(layer, Linear):
             assert layer.weight_scale is not None
             return cls(layer.format.name, layer.weight_scale.dtype)
-        return cls(layer.format.name)
+        exact: tuple[bool, ...] = ()
+        if layer.activation == "fp8" and layer.layout == FRAGMENTS:
+            names = PROJECTIONS if isinstance(layer, DeepseekV4Experts) else ("weight",)
+            exact = tuple(_row_exponent(layer, name) is not None for name in names)
+        return cls(layer.format.name, exact=exact)
 
     def declare(self, layer: Linear | DeepseekV4Experts, arch: str) -> None:
         """Give a layer on the meta device such weights; NVFP4 as ``pack_`` leaves them."""
         if self.format == NVFP4.name:
-            steps.declare_packed(layer, packed_layout_of(arch, layer.activation))
+            steps.declare_packed(layer, packed_layout_of(arch, layer.activation), self.exact)
         elif isinstance(layer, Linear):
             layer.to_format(self.format, scale_dtype=self.scale_dtype)
         elif self.format is not None:
@@ -74,6 +82,8 @@ class Recipe:
     def of(cls, model: Any, ranks: int = 1) -> Recipe:
         """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4.
 
+        With FP8 activations the weights of a configuration count as exact in FP8.
+
         Args:
             model: Either of them.
             ranks: Ranks that a configuration is split over; a model has its own.
@@ -85,7 +95,8 @@ class Recipe:
             short = _of_layers(config, _first_of_each(_kinds(config), config, draft), draft)
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]
-            weights = tuple((name, Weight(NVFP4.name)) for name in names)
+            exact = (True, True) if config.activation == "fp8" else ()
+            weights = tuple((name, Weight(NVFP4.name, exact=exact)) for name in names)
             return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
         config, layers, draft = model.config, model.model.layers, draft_steps.has_draft(model)
@@ -125,6 +136,13 @@ def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
             weight.declare(layer, arch)
         join_packed_(model)
     return model
+
+
+def _row_exponent(layer: Linear | DeepseekV4Experts, name: str) -> torch.Tensor | None:
+    """Return the exponents of a weight that is exact in FP8, with those of the layers it joined."""
+    if isinstance(layer, DeepseekV4Experts):
+        return getattr(layer, f"{name}_exponent")
+    return layer.weight_exponent if layer.fused is None else layer.fused.row_exponent
 
 
 def _kinds(config: ModelConfig) -> list[Any]:

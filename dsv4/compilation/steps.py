@@ -36,9 +36,18 @@ from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
-from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values
+from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args, gemm_record
+from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values, quantize
 from dsv4.parallel.context import ParallelContext
-from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED, QuantizedTensor, swizzled_size
+from dsv4.quant.formats import (
+    FP8_TOKEN,
+    FRAGMENTS,
+    LINEAR,
+    NVFP4,
+    SWIZZLED,
+    QuantizedTensor,
+    swizzled_size,
+)
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
 from dsv4.serving.prompts import BUCKETS
 
@@ -47,7 +56,12 @@ _NARROWEST = 64  # tokens of the smallest cache that is looked at
 # Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
 _PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
 _PACKING = "fragments"
-_GROUPED_RECORDS = (GroupedGemmArgs, GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs)
+_GROUPED_RECORDS = (
+    GroupedGemmArgs,
+    GroupedGemmSwigluArgs,
+    GroupedGemmSwigluQuantizeArgs,
+    GroupedGemmSwigluFp8Args,
+)
 _GEMM_RECORDS = (GemmArgs, GemmSwigluArgs, *_GROUPED_RECORDS)
 _GPU = torch.device("cuda", 0)
 
@@ -241,15 +255,23 @@ def packed_model(config: ModelConfig, layout: str = FRAGMENTS) -> DeepseekV4ForC
     return model
 
 
-def declare_packed(layer: Linear | DeepseekV4Experts, layout: str) -> None:
-    """Give a layer on the meta device NVFP4 weights, in a layout if that can be."""
+def declare_packed(
+    layer: Linear | DeepseekV4Experts, layout: str, exact: Sequence[bool] = ()
+) -> None:
+    """Give a layer on the meta device NVFP4 weights, in a layout if that can be.
+
+    Args:
+        layer: The layer.
+        layout: A layout.
+        exact: Whether its matrix, or each of its stacks, is exact in FP8; empty: none is.
+    """
     if isinstance(layer, Linear):
-        _declare_linear(layer, layout)
+        _declare_linear(layer, layout, any(exact[:1]))
     else:
-        _declare_experts(layer, layout)
+        _declare_experts(layer, layout, exact)
 
 
-def _declare_linear(layer: Linear, layout: str) -> None:
+def _declare_linear(layer: Linear, layout: str, exact: bool) -> None:
     rows, columns = layer.out_features, layer.in_features
     codes, scales = (
         torch.empty((rows, columns // n), dtype=torch.uint8, device="meta") for n in (2, 16)
@@ -258,19 +280,17 @@ def _declare_linear(layer: Linear, layout: str) -> None:
         scales = torch.empty(
             swizzled_size(rows, columns // 16), dtype=torch.float8_e4m3fn, device="meta"
         )
+    exponent = torch.empty(rows, dtype=torch.int8, device="meta") if exact else None
+    scale = torch.empty(1, dtype=torch.float32, device="meta")
     try:
-        layer.set_weight(
-            QuantizedTensor(
-                codes, scales, torch.empty(1, dtype=torch.float32, device="meta"), NVFP4, layout
-            )
-        )
+        layer.set_weight(QuantizedTensor(codes, scales, scale, NVFP4, layout, (), exponent))
     except ValueError:  # no whole number of tiles: pack_ leaves it
         layer.to_format(NVFP4)
 
 
-def _declare_experts(layer: DeepseekV4Experts, layout: str) -> None:
+def _declare_experts(layer: DeepseekV4Experts, layout: str, exact: Sequence[bool]) -> None:
     try:
-        layer.declare_packed(layout)
+        layer.declare_packed(layout, exact)
     except ValueError:  # no whole number of tiles: pack_ leaves them
         layer.to_format(NVFP4)
 
@@ -380,11 +400,14 @@ class _Recorder(TorchDispatchMode):
         ran.reasons = {**reasons, **ran.reasons}
         self.names.clear()
         with self:
-            if row.name in ("cute", "tcgen05"):
+            if row.name in ("cute", "tcgen05", "fp8"):
                 if isinstance(arguments, _GEMM_RECORDS):
                     self._before_gemm(row, arguments)
                 if op == "indexer_select":  # Triton has a part in it
                     dispatch.first(op, arguments)
+            elif isinstance(arguments, GroupedGemmSwigluFp8Args) and row.name == "parts":
+                inner = torch.ops.dsv4.grouped_gemm_swiglu(*gemm_record(arguments), dispatch.AUTO)
+                torch.ops.dsv4.quantize_fp8_token(inner, arguments.result_layout, dispatch.AUTO)
             elif row.name != "reference":
                 dispatch.first(op, arguments)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
@@ -396,8 +419,13 @@ class _Recorder(TorchDispatchMode):
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
         """Note how a GEMM quantises its input, in NVFP4 with a scale per row and a calibrated one.
 
-        Hopper's dequantize it again, and what comes quantised.
+        Hopper's dequantize it again, and what comes quantised, but for FP8 tensor cores.
         """
+        if row.name == "fp8":
+            if args.activation == "fp8":
+                layout = FRAGMENTS if args.format == NVFP4.name else LINEAR
+                quantize(args.x.reshape(-1, args.x.shape[-1]), FP8_TOKEN, layout=layout)
+            return
         grouped = isinstance(args, _GROUPED_RECORDS)
         if grouped and args.x_scales is not None and row.name == "cute":
             block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -154,11 +154,12 @@ class ExpertWeights(ExpertStacks):
             return
         lists[-1].append(refused_while_packed(f"{prefix}gate_up_proj"))
 
-    def declare_packed(self, layout: str = FRAGMENTS) -> None:
+    def declare_packed(self, layout: str = FRAGMENTS, exact: Sequence[bool] = ()) -> None:
         """Declare the parameters of packed NVFP4 weights, uninitialised, as ``to_format`` does.
 
         Args:
             layout: See ``pack``.
+            exact: Whether gate and up, and down, are exact in FP8; empty: neither is.
 
         Raises:
             ValueError: if a matrix is not a whole number of tiles.
@@ -170,3 +171,7 @@ class ExpertWeights(ExpertStacks):
         self.gate_up_row_scale = torch.empty(
             rows, dtype=torch.float32, device=self.gate_up_proj.device
         )
+        for name, is_exact in zip(PROJECTIONS, exact, strict=False):
+            codes = getattr(self, name)
+            exponent = torch.empty(codes.shape[:-1], dtype=torch.int8, device=codes.device)
+            setattr(self, name + "_exponent", exponent if is_exact else None)

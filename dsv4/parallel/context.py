@@ -40,6 +40,10 @@ class Group(Protocol):
         """Tell the other ranks that this one failed, so that none waits for it for long."""
         ...
 
+    def abandon(self, device: torch.device) -> None:
+        """End what still runs on a device and waits for a rank that is gone."""
+        ...
+
 
 TENSOR, DATA = "tp", "dp"
 MODES = (TENSOR, DATA)

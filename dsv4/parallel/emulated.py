@@ -44,6 +44,9 @@ class EmulatedGroup:
     def report(self, error: BaseException) -> None:
         """Do nothing: nobody waits."""
 
+    def abandon(self, device: torch.device) -> None:
+        """Do nothing: no kernel waits for another process."""
+
 
 def emulated_context(
     size: int, device: torch.device | str = "cpu", *, with_mailboxes: bool = True

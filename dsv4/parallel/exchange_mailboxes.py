@@ -21,6 +21,19 @@ _CHECKED_TOKENS = 4
 _logger = logging.getLogger(__name__)
 
 
+def open_exchange(
+    context: ParallelContext, config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Make what a rank's tokens are pushed through, as ``open_for``, and keep it with the group.
+
+    Before any graph is captured.
+    """
+    mailbox, earlier = open_for(context, config, device, dtype), context.group.mailbox
+    if mailbox is not None and mailbox is not earlier:
+        mailbox.owner = (mailbox.owner, earlier)  # captured steps of earlier models write to it
+        context.group.mailbox = mailbox
+
+
 def open_for(
     context: ParallelContext | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Mailbox | None:

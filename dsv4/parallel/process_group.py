@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -211,6 +212,22 @@ class DistributedGroup:
                     self._store.set(self._key, json.dumps(record))
             self._close(RankError(f"this rank failed before, with {record['error']}"))
 
+    def abandon(self, device: torch.device) -> None:
+        """End NCCL's kernels on a GPU that still run after some seconds: they wait for a rank.
+
+        The process group cannot be used then. Kernels of this package end by themselves, with an
+        error.
+        """
+        if device.type != "cuda" or _is_idle(device, _GRACE):
+            return
+        with contextlib.suppress(RuntimeError):
+            backend: Any = self._group._get_backend(device)
+            if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+                # By another thread: nothing of NCCL says how long it takes.
+                thread = threading.Thread(target=backend.abort, daemon=True)
+                thread.start()
+                thread.join(_GRACE)
+
     def _close(self, failure: RankError) -> None:
         self._failure = failure
         self._steps = self._control = None  # their connections with them
@@ -263,6 +280,21 @@ class DistributedGroup:
             f"a rank ended without a report, or did not answer for {STEP_PATIENCE:.0f} s, as rank "
             f"{self._rank} sees it: {first}"
         )
+
+
+def _is_idle(device: torch.device, seconds: float) -> bool:
+    """Return whether a GPU ends what it was given within some seconds, in an error or not."""
+    deadline = time.monotonic() + seconds
+    try:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        while not event.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+    except RuntimeError:  # of a kernel that ended with an error
+        return True
+    return True
 
 
 def _store() -> Any:

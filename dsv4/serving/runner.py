@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -326,7 +327,7 @@ class Runner:
         """
         if self._closed:
             return False
-        with reported(self.model.parallel):
+        with self._failing(), reported(self.model.parallel):
             if self._link is not None:
                 self._obey(self._link)
             return not self._closed and self._step()
@@ -519,6 +520,22 @@ class Runner:
         self._recover()
         self._closed = True
 
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """End what runs on the device and waits for a rank that failed in the block."""
+        try:
+            yield
+        except BaseException:
+            if self.model.parallel is not None:
+                self.model.parallel.group.abandon(self.model.device)
+            raise
+
+    def _abandon(self) -> None:
+        """Close without waiting for the device, where kernels may wait for a rank that is gone."""
+        self._cancel_all()
+        self._arrivals.clear()
+        self._closed = True
+
     def __enter__(self) -> Runner:
         return self
 
@@ -535,7 +552,7 @@ class Runner:
             return
         if not isinstance(error, RankError):  # the others do not come to close theirs
             parallel.group.report(error)
-        self._shut()
+        self._abandon()
 
     def _take_arrivals(self) -> None:
         if self._arrivals:

@@ -11,7 +11,8 @@ bit, under these conditions:
 3. No kernel adds over rows, nor in an order that a row's place decides. This holds for the kernels
    of this package by construction, and for cuBLAS at one shape as far as is known. On a CPU it
    holds for bfloat16 weights; in float32 and float64 its BLAS treats the last rows of a matrix
-   otherwise.
+   otherwise. It does not hold for plain routed experts on a GPU: without a kernel they are
+   multiplied one after another, each at its own number of rows.
 4. State that later tokens read is addressed by position (``PagedCache``), so rejected tokens leave
    no trace.
 

@@ -56,6 +56,9 @@ class ThreadGroup:
         """Let the other ranks' calls raise BrokenBarrierError."""
         self._meeting.barrier.abort()
 
+    def abandon(self, device: torch.device) -> None:
+        """Do nothing: no kernel waits for another thread."""
+
 
 def run_ranks(size: int, work: Callable[[ParallelContext], _Result]) -> list[_Result]:
     """Call ``work`` in a thread per rank, and return the results in the order of ranks.

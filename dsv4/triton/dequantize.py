@@ -121,12 +121,12 @@ def _decode_fp8_kernel(
     column = tl.program_id(1) * _TILE + tl.arange(0, _TILE)[None, :]
     inside = (row < rows) & (column < columns)
     offset = (matrix * rows + row) * columns + column
-    place = offset
+    stored = offset
     if FRAGMENTS:
         c = tl.arange(0, _TILE)[None, :]
         moved = c // 2 % 4 * 32 + c // 64 * 16 + c // 16 % 4 * 4 + c % 2 * 2 + 1 - c // 8 % 2
-        place = offset - c + moved
-    loaded = tl.load(codes + place, mask=inside, other=0)
+        stored = offset - c + moved
+    loaded = tl.load(codes + stored, mask=inside, other=0)
     if TOKEN:
         own = scales + (matrix * rows + row) * tl.num_programs(1) + tl.program_id(1)
         scale = _scale_value(tl.load(own, mask=row < rows, other=0), E8M0)

@@ -43,7 +43,7 @@ def _store_blocks(
 
 @fast_launch
 @triton.jit(do_not_specialize=["rows"])
-def _norm_kernel(
+def _norm_fp8_kernel(
     x,
     weight,
     out,
@@ -97,7 +97,7 @@ def rms_norm_fp8(args: RmsNormFp8Args) -> tuple[torch.Tensor, torch.Tensor, torc
     programs, warps = triton.cdiv(count, tile["ROWS"]), tile["num_warps"]
     small = warps < 16 and launch_options.is_small(programs, warps)
     with launch_options.on(x):
-        _norm_kernel[(programs,)](
+        _norm_fp8_kernel[(programs,)](
             rows,
             args.weight.contiguous(),
             out,
@@ -118,7 +118,7 @@ def rms_norm_fp8(args: RmsNormFp8Args) -> tuple[torch.Tensor, torch.Tensor, torc
 
 @fast_launch
 @triton.jit
-def _swiglu_kernel(
+def _swiglu_fp8_kernel(
     x,
     weight,
     codes,
@@ -169,7 +169,7 @@ def swiglu_fp8(args: SwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
     tall = min(_ROWS, launch_options.power_of_two(x.shape[0]))
     programs, warps = triton.cdiv(x.shape[0], tall) * blocks, max(1, tall // 2)
     with launch_options.on(x):
-        _swiglu_kernel[(programs,)](
+        _swiglu_fp8_kernel[(programs,)](
             x,
             flat(args.row_weight),
             as_bytes(codes),
@@ -190,7 +190,7 @@ def swiglu_fp8(args: SwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
 
 @fast_launch
 @triton.jit
-def _gather_kernel(
+def _gather_fp8_kernel(
     x,
     rows,
     codes,
@@ -235,7 +235,7 @@ def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
     across = min(_BLOCKS, launch_options.power_of_two(blocks))
     chunks = triton.cdiv(blocks, across)
     with launch_options.on(args.x):
-        _gather_kernel[(tokens * chunks,)](
+        _gather_fp8_kernel[(tokens * chunks,)](
             source,
             args.rows.contiguous(),
             as_bytes(codes),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from dsv4.device import interpret_triton
-from dsv4.ops.moe import moe_gather_quantize, moe_permute
+from dsv4.ops.fp8_token import moe_gather_fp8, rms_norm_fp8, swiglu_fp8
+from dsv4.ops.moe import moe_gather, moe_gather_quantize, moe_permute
 from dsv4.ops.norm import rms_norm_quantize
-from dsv4.ops.quantize import quantize
+from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
-from dsv4.quant.formats import LINEAR, SWIZZLED, SWIZZLED_EXPERTS
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe, norm
@@ -78,6 +80,8 @@ def same(actual, expected) -> None:
     """Codes, scales and global scales bit for bit."""
     for name in ("codes", "scales", "global_scale"):
         a, b = (getattr(x, name) for x in (actual, expected))
+        if b is None:
+            continue
         a, b = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (a, b))
         assert_bitwise(a, b, name)
 
@@ -134,6 +138,42 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
     same(actual, expected)
 
 
+def rounded(rows: int, columns: int, layout: str) -> None:
+    """FP8 by tokens, and its values back."""
+    x = values(rows, columns)
+    q = quantize(x, "fp8_token", layout=layout, backend="triton")
+    same(_without_signs_of_nan(q), by_tokens(x, layout))
+    numbers = (dequantize(q, torch.float32, backend=name) for name in ("triton", "reference"))
+    assert_bitwise(*(torch.nan_to_num(n, 7.0) for n in numbers), "values")
+
+
+def by_tokens(x: torch.Tensor, layout: str) -> QuantizedTensor:
+    q = quantize(x, "fp8_token", layout=layout, backend="reference")
+    return _without_signs_of_nan(q)
+
+
+def _without_signs_of_nan(q: QuantizedTensor) -> QuantizedTensor:
+    bits = q.codes.view(torch.uint8)
+    bits = torch.where((bits & 0x7F) == 0x7F, 0x7F, bits)
+    return replace(q, codes=bits.view(torch.float8_e4m3fn))
+
+
+def rounded_behind(name: str, layout: str) -> None:
+    """FP8 behind a norm, SwiGLU and a gather, compared with rounding their results."""
+    x = values(3, 512)
+    if name == "norm":
+        y, q = rms_norm_fp8(x, values(1, 512)[0], result_layout=layout, backend="triton")
+    elif name == "swiglu":
+        q = swiglu_fp8(x, 10.0, result_layout=layout, backend="triton")
+        y = swiglu(x, 10.0, backend="triton")
+    else:
+        ids = torch.tensor([[0, 2], [1, 0], [2, -1]])
+        rows = moe_permute(ids, 3, backend="reference")[2]
+        q = moe_gather_fp8(x, rows, result_layout=layout, backend="triton")
+        y = moe_gather(x, rows, backend="reference")
+    same(_without_signs_of_nan(q), by_tokens(y, layout))
+
+
 def _take_large_m_paths() -> None:
     """Let the launchers take few rows as they take many."""
     nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
@@ -162,6 +202,14 @@ _FEW_AND_MANY: dict[str, Callable[[], None]] = {
 }
 CASES = {f"few {name}": case for name, case in _FEW_AND_MANY.items()}
 CASES |= {f"many {name}": case for name, case in _FEW_AND_MANY.items()}
+CASES |= {
+    "fp8": lambda: rounded(9, 256, LINEAR),
+    "fp8, one token": lambda: rounded(1, 384, FRAGMENTS),
+    "fp8, ragged": lambda: rounded(3, 200, LINEAR),
+    "fp8 norm": lambda: rounded_behind("norm", LINEAR),
+    "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
+    "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
+}
 
 
 def main(arch: int, names: list[str]) -> int:

@@ -137,7 +137,9 @@ class TestOwnSizes:
         assert main(command) == 0
         rows = results.read_json(str(path)).rows
         assert [(row.case, row.tokens) for row in rows] == [
-            (name, tokens) for name in ("own", "own w4a4", "own fp8") for tokens in (1, 5)
+            (name, tokens)
+            for name in ("own", "own w4a4", "own fp8", "own w4a8 (mxfp4 cast)", "own w8a8")
+            for tokens in (1, 5)
         ]
         assert all(row.shape == {"N": 48, "K": 80} and row.match for row in rows)
         assert [row.flops for row in rows[:2]] == [2 * 48 * 80, 10 * 48 * 80]

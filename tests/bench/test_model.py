@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from dsv4 import checkpoint
 from dsv4.bench import environment
 from dsv4.bench.cli import main
+from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
 from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
@@ -70,7 +71,7 @@ class TestOnCpu:
     def test_a_model_is_measured_and_written(self, tmp_path: Path, capsys):
         path = tmp_path / "out" / "m.json"
         sizes = ["--experts", "2", "--layers", "3", "--tokens", "1,5", "--context", "17"]
-        stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast"]
+        stored = ["--recipe", "nvidia", "--weights", "mxfp4-cast", "--activation", "fp8"]
         assert run(*sizes, "--prompts", "7", "--out", str(path), *stored) == 0
         document = document_of(path)
         assert document["header"]["command"].startswith("python -m dsv4.bench model")
@@ -83,7 +84,7 @@ class TestOnCpu:
             "layers_of_model": 4,
         }
         expected |= {"weights": "mxfp4-cast", "recipe": "nvidia", "routing": "random"}
-        expected |= {"ranks": 1, "emulated": False}
+        expected |= {"ranks": 1, "emulated": False, "parallel": "tp", "activation": "fp8"}
         for row in (*document["rows"], *document["prompts"]):
             assert row["model"] == expected
             assert row["failed"] == []
@@ -124,7 +125,7 @@ class TestOnCpu:
         assert expected["total"] == pytest.approx(sum(parts))
         assert whole["expected"] == []
         printed = capsys.readouterr().out
-        assert "rank 0 of 2 with emulated peers on" in printed
+        assert "rank 0 of 2 (tp) with emulated peers on" in " ".join(printed.split())
         parsed = parse(rank)
         assert parsed.rows[0].model.emulated
         assert output_path("out/", rank["header"], parsed.rows[0].model).name.endswith(
@@ -133,7 +134,7 @@ class TestOnCpu:
         # Files of before have none of the fields.
         del whole["expected"]
         for row in whole["rows"]:
-            del row["model"]["ranks"], row["model"]["emulated"]
+            del row["model"]["ranks"], row["model"]["emulated"], row["model"]["parallel"]
         assert parse(whole).rows[0].model.ranks == 1
 
     @pytest.mark.parametrize(
@@ -143,6 +144,25 @@ class TestOnCpu:
     def test_ranks_that_there_cannot_be(self, capsys, ranks, message):
         assert run("--emulate-peers", ranks) == 2
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("mode", "message"),
+        [
+            ("dp", "'dp' in one process, wanted several, which torchrun starts, or"),
+            ("pp", "--parallel is 'pp', wanted one of tp, dp"),
+        ],
+    )
+    def test_ways_to_share_a_model_that_there_cannot_be(self, capsys, mode, message):
+        assert run("--parallel", mode) == 2
+        assert message in capsys.readouterr().err
+
+    def test_ranks_with_tokens_of_their_own_decode_no_sequence_alone(self):
+        options = {"ranks": 2, "parallel": "dp"}
+        with pytest.raises(UsageError, match="--columns has 'deterministic' with --parallel dp"):
+            request_of(**options).check_ranks()
+        shares = {"columns": ("runner",), "config": ModelConfig.tiny(n_routed_experts=9)}
+        with pytest.raises(UsageError, match="2 ranks, wanted a number that divides n_routed_exp"):
+            request_of(**options, **shares).check_ranks()
 
     def test_a_folder_is_named_after_the_device(self, tmp_path: Path):
         assert run("--prompts", "none", "--columns", "eager", "--out", f"{tmp_path}/") == 0
@@ -376,6 +396,7 @@ class TestOptions:
             (["--tokens", "1,1"], "--tokens is 1,1, wanted distinct numbers"),
             (["--weights", "zero"], "--weights is 'zero', wanted one of random, mxfp4-cast"),
             (["--recipe", "fp8"], "--recipe is 'fp8', wanted one of nvfp4, nvidia"),
+            (["--activation", "fp4"], "--activation is 'fp4', wanted one of bf16, nvfp4, fp8"),
             (["--columns", "step,speed"], "--columns has 'speed', wanted some of step, kernels"),
             (["--prompts", "0"], "--prompts is '0', wanted numbers of tokens"),
             (["--prompts", "5,x"], "--prompts is '5,x', wanted numbers of tokens"),

@@ -66,9 +66,10 @@ def test_the_report(capsys):
     assert "driver none" in header[0]
     assert f"torch {torch.__version__}" in header[1]
     assert lines[0].split() == " ".join(validate_kernel.HEADINGS).split()
-    body = [line.split() for line in lines[2:6]]
-    assert [line[:2] for line in body] == [["tiny", "q_a+kv"]] * 2 + [["tiny", "o_a"]] * 2
-    for line, (activation, points) in zip(body, 2 * [("bf16", "12"), ("nvfp4", "14")], strict=True):
+    body = [line.split() for line in lines[2:8]]
+    assert [line[:2] for line in body] == [["tiny", "q_a+kv"]] * 3 + [["tiny", "o_a"]] * 3
+    expected = 2 * [("bf16", "12"), ("nvfp4", "14"), ("fp8", "12")]
+    for line, (activation, points) in zip(body, expected, strict=True):
         start = line.index("linear")
         assert line[start : start + 4] == ["linear", activation, "reference", points]
         assert 0 < float(line[start + 4]) <= 1
@@ -77,7 +78,7 @@ def test_the_report(capsys):
         assert [word for word in line if word.endswith(":")] == ["1:", "17:"]
     assert any(line.startswith("not run: cute: ") for line in lines)
     assert any(line.startswith("not run: scaled_mm: ") for line in lines)
-    assert lines[-1] == "PASSED: 4 kernels passed; 52 GEMMs compared"
+    assert lines[-1] == "PASSED: 6 kernels passed; 76 GEMMs compared"
 
 
 def test_the_report_as_json(tmp_path, capsys):

@@ -186,6 +186,20 @@ def test_every_operator_of_a_step_has_a_kernel():
         check(name, compiled, ran)
 
 
+@pytest.mark.slow
+def test_fp8_activations_have_kernels():
+    """Codes pass between the experts' GEMMs, whichever kernel multiplies them."""
+    [(_, ran)] = traced([("sm_90a", "flash", "fp8")]).values()
+    kernels = {(op, name): set(kernel_names) for op, name, kernel_names, _ in ran}
+    assert "_fp8_token_kernel" in kernels["quantize_fp8_token", "triton"]
+    assert "_gather_fp8_kernel" in kernels["moe_gather_fp8", "triton"]
+    implementations = {op: name for op, name, _, _ in ran if "gemm" in op}
+    assert {*(PRODUCTS - {"grouped_gemm_swiglu"}), "grouped_gemm_swiglu_fp8"} <= set(
+        implementations
+    )
+    assert "reference" not in implementations.values()
+
+
 @pytest.mark.skipif(not NIGHTLY, reason="compiles some 300 kernels, for minutes")
 @pytest.mark.parametrize("preset", ["flash", "pro"])
 def test_they_all_compile(preset):

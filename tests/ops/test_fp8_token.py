@@ -147,7 +147,7 @@ class TestExperts:
         again = grouped_gemm_swiglu_fp8(q, gate_up, offsets, None, result_layout=layout)
         same(again, by_tokens(inner, layout))
         expected = grouped_gemm(inner, down, offsets, activation="fp8")
-        assert_bitwise(grouped_gemm(again, down, offsets), expected, "second product")
+        assert_bitwise(grouped_gemm(again, down, offsets), expected, "down projection")
 
     def test_a_row_that_is_no_number_is_alone(self, device):
         x, gate_up, down, offsets = self.operands(0, device)

@@ -133,8 +133,8 @@ class TestQuantiser:
         for column in range(shape[-1]):
             block, c = divmod(column, 128)
             u, j, k, q, e = c // 64, c // 16 % 4, c // 8 % 2, c // 2 % 4, c % 2
-            place = 128 * block + 32 * q + 16 * u + 4 * j + 2 * e + 1 - k
-            assert torch.equal(moved[:, place], codes[:, column])
+            slot = 128 * block + 32 * q + 16 * u + 4 * j + 2 * e + 1 - k
+            assert torch.equal(moved[:, slot], codes[:, column])
 
     def test_strided_rows_and_no_rows(self, device):
         wide = strategies.normal(5, (6, 384)).to(device)

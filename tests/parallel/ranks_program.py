@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 import time
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 import dsv4
 from dsv4 import __main__ as command_line
+from dsv4.bench import environment
+from dsv4.bench.cli import main as bench_main
 from dsv4.parallel import process_group
 from dsv4.parallel.context import RankError
 from dsv4.parallel.guard import guard
@@ -44,7 +47,7 @@ def start(rank: int, size: int, folder: str, last: str) -> None:
     file = path / f"rank{rank}.pt"
     checks = [tensors, whole_life, command, several_requests, meshes, FAILURES[last]]
     if size == 2:  # starting processes takes most of the time
-        checks.insert(-1, own_tokens)
+        checks[-1:-1] = [own_tokens, bench]
     try:
         for check in checks:
             report[check.__name__] = check(path, rank, size)
@@ -137,6 +140,18 @@ def own_tokens(path: Path, rank: int, size: int) -> Any:
         model.model.layers[1].mlp.experts.register_forward_pre_hook(fail)
     failure = _failed(lambda: model.generate(PROMPTS[rank:], NEW))
     return tokens, read, (status, out.getvalue()), failure
+
+
+def bench(path: Path, rank: int, size: int) -> Any:
+    """``python -m dsv4.bench model --parallel dp``: the exit status; rank 0 writes a file."""
+    environment.rates = lambda device: environment.Rates(0.02, 0.01, 0.1)
+    sizes = ["--layers", "1", "--tokens", "3", "--context", "9", "--prompts", "none"]
+    columns = ["--columns", "eager,runner,generate", "--steps", "2", "--repeat", "1"]
+    file = path / f"bench{rank}.json"
+    line = ["model", "--device", "cpu", *sizes, *columns, "--out", str(file)]
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = bench_main([*line, "--parallel", "dp"])
+    return status, json.loads(file.read_text()) if file.exists() else None
 
 
 def meshes(path: Path, rank: int, size: int) -> Any:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -160,51 +157,3 @@ dist.barrier()
 def test_processes_that_share_a_gpu(ranks, tmp_path):
     """Mailboxes by IPC handles; each process has the GPU for a slice of time at a time."""
     run_rank_processes(PROGRAM, ranks, REPLAYS, folder=tmp_path, seconds=300)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_pushed_tokens_and_those_of_nccl_give_one_text_on_two_gpus(tmp_path):
-    """From a checkpoint to tokens, in captured steps; both move and add the same bits."""
-    from dsv4.checkpoint import save
-    from tests.parallel.cases import WIDE, model
-
-    config = WIDE.replace(num_nextn_predict_layers=0)
-    save(model(config, torch.bfloat16), tmp_path / "model", layout="nvidia")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    program = tmp_path / "program.py"
-    program.write_text(TWO_GPUS)
-    command += [str(program), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    assert all(r["pushed"] == r["moved"] and r["pushes"] and r["graphs"] for r in results), results
-    assert [len(r["pushed"]) for r in results] == [2, 1]
-
-
-TWO_GPUS = """
-import os, sys
-import torch
-import torch.distributed as dist
-import dsv4
-from dsv4.parallel import mailboxes
-from dsv4.serving import release
-from dsv4.serving.kept_runner import KeptRunner
-
-rank = int(os.environ["LOCAL_RANK"])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl")
-mesh = dist.init_device_mesh("cuda", (2,), mesh_dim_names=("dp",))
-model = dsv4.load(
-    sys.argv[1] + "/model", device=f"cuda:{rank}", device_mesh=mesh, parallel="dp", progress=False
-)
-prompts = [[5, 9, 2], [7]][: 2 - rank]
-group = model.parallel.group
-result = {"pushed": model.generate(prompts, 8, stop_ids=[]), "pushes": group.mailbox is not None}
-release(model)
-mailboxes._OPEN.pop(group.name)
-result["moved"] = model.generate(prompts, 8, stop_ids=[])
-result["graphs"] = KeptRunner.of(model).runner.captures
-torch.save(result, sys.argv[1] + f"/{rank}.pt")
-dist.barrier()
-os._exit(0)
-"""

@@ -12,6 +12,9 @@ import torch
 
 import dsv4
 from dsv4 import __main__ as command_line
+from dsv4.bench.cases import PRESETS
+from dsv4.bench.suites.model.document import output_path, parse
+from dsv4.bench.suites.whole_model import uniform_experts
 from dsv4.checkpoint import save
 from dsv4.serving.sampling import Sampler
 from tests.parallel.cases import CONFIG, model
@@ -97,6 +100,25 @@ def test_the_command_prints_on_rank_0_alone(ranks, request, capsys):
         (0, printed),
         *[(0, "")] * len(reports[1:]),
     ]
+
+
+@pytest.mark.slow
+def test_the_bench_of_a_model_whose_ranks_have_tokens_of_their_own(two):
+    """Rank 0 alone writes; its experts get the tokens of both ranks."""
+    (status, written), of_other = (report["bench"] for report in two[0])
+    assert status == 0
+    assert of_other == (0, None)
+    document = parse(written)
+    (row,) = document.rows
+    named = row.model
+    assert (named.ranks, named.parallel, named.emulated) == (2, "dp", False)
+    assert row.failed == []
+    assert min(row.eager_ms, row.runner_ms, row.generate_ms) > 0
+    assert row.experts_uniform == uniform_experts(PRESETS["tiny"](), 6) / 2
+    assert 0 < row.experts_read <= 4
+    assert document.expected == [], "computed of ranks that process the same tokens"
+    name = output_path("out/", written["header"], named).name
+    assert name.endswith("-model_tiny_nvfp4_dp2.json")
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.device import interpret_triton
+from dsv4.device import interpret_triton, pretend
 from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.layers.pack import pack_
 from dsv4.layers.quantize import quantize_
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving._capture import obstacle
 from dsv4.speculation.fixed_rows import FixedRows
 from dsv4.testing.models import random_model
 
@@ -22,15 +23,23 @@ ROWS, TOKENS, PROMPT = 9, 40, 13
 LAYERS = (SLIDING, CSA, HCA)
 
 
+EXPERTS = ("*.experts",)
+ALL = ("model.*",)
+
+
 @cache
-def model_of(device: str = "cpu", packed: bool = False) -> DeepseekV4ForCausalLM:
-    """All types of layers, with windows that close several times."""
-    sizes = {"hidden_size": 128, "q_lora_rank": 64, "moe_intermediate_size": 64}
+def model_of(device: str = "cpu", packed: tuple[str, ...] = ()) -> DeepseekV4ForCausalLM:
+    """All types of layers, with windows that close several times; some weights are packed.
+
+    Plain routed experts are multiplied one after another, each at its number of rows, so on a GPU
+    their bits are those of no fixed shape.
+    """
+    sizes = {"hidden_size": 128, "q_lora_rank": 64, "moe_intermediate_size": 128}
     changes = {**sizes, "o_lora_rank": 32} if packed else {}
     config = ModelConfig.tiny(layer_types=LAYERS, sliding_window=8, **changes)
     model = random_model(config, 5, torch.bfloat16).to(device)
     if packed:
-        quantize_(model, names=["model.*"])
+        quantize_(model, names=list(packed))
         pack_(model)
     return model
 
@@ -70,7 +79,7 @@ def logits_of(model: DeepseekV4ForCausalLM, steps: list[tuple[int, int]]) -> tor
 
 
 @cache
-def one_by_one(device: str = "cpu", packed: bool = False) -> torch.Tensor:
+def one_by_one(device: str = "cpu", packed: tuple[str, ...] = ()) -> torch.Tensor:
     return logits_of(model_of(device, packed), [(0, 1)] * TOKENS)
 
 
@@ -99,9 +108,16 @@ def test_rows_are_those_of_single_tokens(numbers: list[tuple[int, int]]) -> None
 
 
 def test_rows_of_packed_weights_are_those_of_single_tokens() -> None:
-    model = model_of(packed=True)
+    model = model_of(packed=ALL)
     together = logits_of(model, [(3, 6), (1, 2)])
     assert torch.equal(together, logits_of(model, [(0, 1)] * 8))
+
+
+@pytest.mark.parametrize("packed", [EXPERTS, ALL], ids=["experts", "all"])
+def test_experts_have_a_kernel_on_hopper(packed: tuple[str, ...]) -> None:
+    """Without one they would be multiplied one after another."""
+    with pretend(capability=(9, 0), sms=132, packages=True):
+        assert obstacle(model_of(packed=packed), [ROWS], torch.device("cuda", 0)) is None
 
 
 def test_steps_of_their_own_size_are_near_alone() -> None:
@@ -123,9 +139,9 @@ def test_rows_are_those_of_single_tokens_in_the_interpreter() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [EXPERTS, ALL], ids=["experts", "all"])
 @pytest.mark.parametrize("numbers", [[(0, 9)] * 4, [(8, 1)] * 12, [(2, 3), (0, 7), (4, 5)] * 3])
-def test_rows_are_those_of_single_tokens_on_a_gpu(packed: bool, numbers: list) -> None:
+def test_rows_are_those_of_single_tokens_on_a_gpu(packed: tuple[str, ...], numbers: list) -> None:
     steps = steps_of(numbers)
     logits = logits_of(model_of("cuda", packed), steps)
     assert torch.equal(logits, one_by_one("cuda", packed)[: len(logits)])

@@ -28,7 +28,9 @@ PRESETS: dict[str, Callable[[], ModelConfig]] = {
 }
 Maker = Callable[[ModelConfig, int], Iterator[Case]]
 # What a public function calls, where that is not the operator of its name.
-_SEVERAL = {"quantize": ("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block")}
+_SEVERAL = {
+    "quantize": ("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token")
+}
 
 
 def cases(op: str, preset: str, tokens: int) -> list[Case]:
@@ -64,11 +66,13 @@ MAKERS: dict[str, Maker] = {
     "gemm_swiglu": gemm.gemm_swiglu,
     "grouped_gemm": moe.grouped_gemm,
     "grouped_gemm_swiglu": moe.grouped_gemm_swiglu,
+    "grouped_gemm_swiglu_fp8": moe.grouped_gemm_swiglu_fp8,
     "grouped_gemm_swiglu_quantize": moe.grouped_gemm_swiglu_quantize,
     "mark_nonfinite_": elementwise.mark_nonfinite_,
     "rms_norm": elementwise.rms_norm,
     "rms_norm_pair": fused.rms_norm_pair,
     "head_norm_rope_": fused.head_norm_rope_,
+    "rms_norm_fp8": fused.rms_norm_fp8,
     "rms_norm_quantize": fused.rms_norm_quantize,
     "rope_tables": fused.rope_tables,
     "rope": elementwise.rope,
@@ -84,8 +88,10 @@ MAKERS: dict[str, Maker] = {
     "hc_pre": elementwise.hc_pre,
     "hc_post": elementwise.hc_post,
     "hc_head": elementwise.hc_head,
+    "moe_gather_fp8": fused.moe_gather_fp8,
     "moe_gather_quantize": fused.moe_gather_quantize,
     "rope_quantize": fused.rope_quantize,
+    "swiglu_fp8": fused.swiglu_fp8,
     "swiglu_quantize": fused.swiglu_quantize,
     "hc_post_pre_norm": fused.hc_post_pre_norm,
     "hc_pre_norm": fused.hc_pre_norm,

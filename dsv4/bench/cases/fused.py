@@ -17,7 +17,7 @@ from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.pages import Pages
 from dsv4.ops.indexer import QUERY_FORMATS
-from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
+from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED_EXPERTS
 
 _EPS = {"eps": 1e-6}
 _PAGE = 64
@@ -102,6 +102,49 @@ def swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.swiglu_quantize, (x, c.swiglu_limit), {}, judge, nbytes(x))
 
     yield Case("swiglu_quantize", "", {"I": c.moe_intermediate_size}, tokens, build)
+
+
+def rms_norm_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """A sublayer's input."""
+
+    def build(draw: Draw) -> Problem:
+        args = (draw.normal(tokens, c.hidden_size), draw.normal(c.hidden_size))
+        return Problem(ops.rms_norm_fp8, args, _EPS, fused_judges.norm_fp8, nbytes(*args))
+
+    yield Case("rms_norm_fp8", "", {"D": c.hidden_size}, tokens, build)
+
+
+def swiglu_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The input of a down projection."""
+
+    def parts(problem: Problem) -> object:
+        return ops.quantize(ops.swiglu(*problem.args), "fp8_token", backend="reference")
+
+    def build(draw: Draw) -> Problem:
+        x = draw.normal(tokens, 2 * c.moe_intermediate_size, scale=6.0)
+        judge = as_parts(parts, *QUANTIZED[:2])
+        return Problem(ops.swiglu_fp8, (x, c.swiglu_limit), {}, judge, nbytes(x))
+
+    yield Case("swiglu_fp8", "", {"I": c.moe_intermediate_size}, tokens, build)
+
+
+def moe_gather_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Rows of the routed experts, with columns in order and as packed weights have them."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+
+    def build(draw: Draw, layout: str) -> Problem:
+        ids = draw.distinct(tokens, k, experts)
+        _, _, rows = ops.moe_permute(ids, experts, backend="reference")
+        args = (draw.normal(tokens, c.hidden_size), rows)
+        judge = bitwise(*QUANTIZED[:2])
+        return Problem(ops.moe_gather_fp8, args, {"result_layout": layout}, judge, nbytes(*args))
+
+    for name, layout in (("", LINEAR), ("fragments", FRAGMENTS)):
+        if layout == FRAGMENTS and c.hidden_size % 128:
+            continue
+        made = functools.partial(build, layout=layout)
+        sizes = {"H": c.hidden_size, "k": k}
+        yield Case("moe_gather_fp8", name, sizes, tokens, made, brief=layout == LINEAR)
 
 
 def rope_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:

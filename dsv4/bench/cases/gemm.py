@@ -13,6 +13,7 @@ from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
 from dsv4.quant import fragments
+from dsv4.quant.exact_fp8 import with_row_exponent
 from dsv4.quant.formats import (
     FP8_BLOCK,
     FRAGMENTS,
@@ -22,6 +23,8 @@ from dsv4.quant.formats import (
     QuantizedTensor,
 )
 
+# Names of cases by activation: what follows the projection's.
+ACTIVATION_CASES = (("", "bf16"), (" w4a4", "nvfp4"), (" w4a8 (mxfp4 cast)", "fp8"))
 Matrix = tuple[int, int, int, tuple[int, ...]]  # rows per group, columns, groups, segments
 # Weights of one matrix by seed: the last one, at whatever token counts.
 _last_weights: dict[tuple[object, ...], dict[int, QuantizedTensor]] = {}
@@ -31,7 +34,7 @@ def quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """Rows of hidden size in each format.
 
     NVFP4 has one global scale per token and scales as tensor cores read them; FP8 has tiles of
-    128 x 128.
+    128 x 128, or 128 columns of a token.
     """
 
     def build(draw: Draw, kwargs: dict[str, object], outputs: tuple[str, ...]) -> Problem:
@@ -43,6 +46,7 @@ def quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         ("nvfp4", {"scaling": "token", "layout": SWIZZLED}, (*parts, "global scale")),
         ("mxfp4", {}, parts),
         ("fp8_block", {}, parts),
+        ("fp8_token", {}, parts),
     ):
         made = functools.partial(build, kwargs={"format": name, **kwargs}, outputs=outputs)
         yield Case("quantize", name, {"N": tokens, "K": c.hidden_size}, tokens, made)
@@ -61,7 +65,7 @@ def dequantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def own_gemm(rows: int, columns: int, tokens: int, groups: int = 1) -> list[Case]:
-    """A GEMM of any size, with the three kinds of operands that ``gemm`` has.
+    """A GEMM of any size, with the kinds of operands that ``gemm`` has.
 
     Args:
         rows: N of the weight.
@@ -83,6 +87,8 @@ def own_gemm(rows: int, columns: int, tokens: int, groups: int = 1) -> list[Case
             ("own", "bf16", NVFP4),
             ("own w4a4", "nvfp4", NVFP4),
             ("own fp8", "bf16", FP8_BLOCK),
+            ("own w4a8 (mxfp4 cast)", "fp8", NVFP4),
+            ("own w8a8", "fp8", FP8_BLOCK),
         )
     ]
 
@@ -110,7 +116,10 @@ def matrices(c: ModelConfig) -> dict[str, Matrix]:
 
 
 def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Cases of every projection in NVFP4, activations plain and quantised; some in FP8."""
+    """Cases of every projection in NVFP4, activations plain and quantised; some in FP8.
+
+    Activations in FP8 multiply weights that are exact in FP8 ("mxfp4 cast") or FP8 ones.
+    """
     brief = ("q_a+kv", "q_b", "o_a", "gate_up w4a4", "q_b fp8")
     for name, matrix in matrices(c).items():
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
@@ -119,6 +128,10 @@ def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     for name in ("q_a+kv", "q_b", "o_a", "down"):
         case = f"{name} fp8"
         yield _case(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
+    for name in ("q_b", "o_b", "gate_up", "down"):
+        matrix = matrices(c)[name]
+        yield _case(tokens, matrix, f"{name} w4a8 (mxfp4 cast)", "fp8", NVFP4, False)
+        yield _case(tokens, matrix, f"{name} w8a8", "fp8", FP8_BLOCK, False)
 
 
 def _case(
@@ -128,7 +141,8 @@ def _case(
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
-        weight = _weight(draw, rows, columns, groups, segments, format)
+        cast = activation == "fp8" and format == NVFP4
+        weight = _weight(draw, rows, columns, groups, segments, format, cast)
         return Problem(
             ops.gemm,
             (x, weight),
@@ -148,7 +162,8 @@ def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
     rows, columns, groups, _ = matrices(c)["gate_up"]
 
     def build(draw: Draw, activation: str) -> Problem:
-        x, weight = draw.normal(tokens, columns), _weight(draw, rows, columns, groups, (), NVFP4)
+        x, cast = draw.normal(tokens, columns), activation == "fp8"
+        weight = _weight(draw, rows, columns, groups, (), NVFP4, cast)
         return Problem(
             ops.gemm_swiglu,
             (x, weight, c.swiglu_limit),
@@ -159,26 +174,38 @@ def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
             writes=x.element_size() * tokens * rows // 2,
         )
 
-    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+    for name, activation in ACTIVATION_CASES:
         made = functools.partial(build, activation=activation)
-        yield Case("gemm_swiglu", name, {"N": rows, "K": columns}, tokens, made)
+        brief = activation != "fp8"
+        yield Case("gemm_swiglu", f"gate_up{name}", {"N": rows, "K": columns}, tokens, made, brief)
 
 
 def _weight(
-    draw: Draw, rows: int, columns: int, groups: int, segments: tuple[int, ...], format: Format
+    draw: Draw,
+    rows: int,
+    columns: int,
+    groups: int,
+    segments: tuple[int, ...],
+    format: Format,
+    cast: bool = False,
 ) -> QuantizedTensor:
     """Weight of a matrix, which depends on the seed alone.
 
     It stays in memory, because preparing it for a baseline takes longer than timing it. NVFP4 is
-    in fragments, as the layers pack it, where every group is a whole number of tiles.
+    in fragments, as the layers pack it, where every group is a whole number of tiles; with ``cast``
+    its scales are powers of two, and if packed it says that it is exact in FP8.
     """
-    key = (draw.device, rows, columns, groups, segments, format)
+    key = (draw.device, rows, columns, groups, segments, format, cast)
     if key not in _last_weights:
         _last_weights.clear()
     by_seed = _last_weights.setdefault(key, {})
     if draw.seed not in by_seed:
         own = Draw(draw.seed, draw.device)
-        weight = own.quantized(groups * rows, columns, format=format, segments=segments)
-        packed = format == NVFP4 and fragments.fits(rows, columns)
-        by_seed[draw.seed] = weight.with_layout(FRAGMENTS) if packed else weight
+        weight = own.quantized(
+            groups * rows, columns, format=format, segments=segments, mxfp4_cast=cast
+        )
+        if format == NVFP4 and fragments.fits(rows, columns):
+            weight = weight.with_layout(FRAGMENTS)
+            weight = with_row_exponent(weight)[0] if cast else weight
+        by_seed[draw.seed] = weight
     return by_seed[draw.seed]

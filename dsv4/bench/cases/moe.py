@@ -11,14 +11,24 @@ from typing import Any
 import torch
 
 from dsv4 import ops
+from dsv4.bench.cases.gemm import ACTIVATION_CASES
 from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.supports import packed_layout_of
+from dsv4.ops.fp8_token import code_layout
 from dsv4.quant import fragments
-from dsv4.quant.formats import SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor, swizzle_expert_scales
+from dsv4.quant.exact_fp8 import with_row_exponent
+from dsv4.quant.formats import (
+    FRAGMENTS,
+    LINEAR,
+    SWIZZLED,
+    SWIZZLED_EXPERTS,
+    QuantizedTensor,
+    swizzle_expert_scales,
+)
 
 
 def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -128,7 +138,7 @@ def grouped_gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         ("gate_up", 2 * inner, hidden, (inner, inner)),
         ("down", hidden, inner, ()),
     ):
-        for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
+        for suffix, activation in ACTIVATION_CASES:
             yield _experts(c, tokens, name + suffix, (rows, columns), segments, activation)
 
 
@@ -146,7 +156,7 @@ def _experts(
     def build(draw: Draw) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, columns)
-        weight = _packed(draw.quantized(experts, rows, columns, segments=segments), activation)
+        weight = _stack(draw, (experts, rows, columns), activation, segments)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm,
@@ -158,7 +168,7 @@ def _experts(
         )
 
     sizes = {"E": experts, "N": rows, "K": columns, "k": k}
-    return Case("grouped_gemm", name, sizes, tokens, build)
+    return Case("grouped_gemm", name, sizes, tokens, build, activation != "fp8")
 
 
 def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -169,7 +179,7 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
     def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, hidden)
-        weight = _packed(draw.quantized(experts, 2 * inner, hidden), activation)
+        weight = _stack(draw, (experts, 2 * inner, hidden), activation)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm_swiglu,
@@ -180,10 +190,39 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
             4 * tokens * k * inner * hidden,
         )
 
-    for name, activation in (("gate_up", "bf16"), ("gate_up w4a4", "nvfp4")):
+    for name, activation in ACTIVATION_CASES:
         sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
         made = functools.partial(build, activation=activation)
-        yield Case("grouped_gemm_swiglu", name, sizes, tokens, made)
+        brief = activation != "fp8"
+        yield Case("grouped_gemm_swiglu", f"gate_up{name}", sizes, tokens, made, brief)
+
+
+def grouped_gemm_swiglu_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """The same with FP8 rows, of weights that are exact in FP8, and an FP8 result."""
+    experts, k = c.n_routed_experts, c.num_experts_per_tok
+    inner, hidden = c.moe_intermediate_size, c.hidden_size
+
+    def parts(problem: Problem) -> QuantizedTensor:
+        result = ops.grouped_gemm_swiglu(*problem.args)
+        layout = problem.kwargs["result_layout"]
+        return ops.quantize(result, "fp8_token", layout=layout, backend="reference")
+
+    def build(draw: Draw) -> Problem:
+        _, offsets = _sorted(c, tokens, draw)
+        weight = _stack(draw, (experts, 2 * inner, hidden), "fp8")
+        x = ops.quantize(draw.normal(tokens * k, hidden), "fp8_token", layout=code_layout(weight))
+        live = int((offsets.diff() > 0).sum())
+        return Problem(
+            ops.grouped_gemm_swiglu_fp8,
+            (x, weight, offsets, c.swiglu_limit),
+            {"result_layout": FRAGMENTS if inner % 128 == 0 else LINEAR},
+            fused_judges.as_parts(parts, "codes", "scales"),
+            nbytes(x, offsets) + live * weight.nbytes // experts,
+            4 * tokens * k * inner * hidden,
+        )
+
+    sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
+    yield Case("grouped_gemm_swiglu_fp8", "gate_up w4a8 (mxfp4 cast)", sizes, tokens, build)
 
 
 def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -208,7 +247,7 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     def build(draw: Draw, activation: str) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, hidden)
-        weight = _packed(draw.quantized(experts, 2 * inner, hidden), activation)
+        weight = _stack(draw, (experts, 2 * inner, hidden), activation)
         scale = 0.001 * (1 + draw.normal(experts, dtype=torch.float32).abs())
         live = int((offsets.diff() > 0).sum())
         return Problem(
@@ -224,6 +263,15 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
         sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
         made = functools.partial(build, activation=activation)
         yield Case("grouped_gemm_swiglu_quantize", name, sizes, tokens, made)
+
+
+def _stack(
+    draw: Draw, shape: tuple[int, int, int], activation: str, segments: tuple[int, ...] = ()
+) -> QuantizedTensor:
+    """Weights of experts, packed; for FP8 activations such that are exact in FP8."""
+    cast = activation == "fp8"
+    weight = _packed(draw.quantized(*shape, segments=segments, mxfp4_cast=cast), activation)
+    return with_row_exponent(weight)[0] if cast and weight.layout == FRAGMENTS else weight
 
 
 def _packed(weight: QuantizedTensor, activation: str = "bf16") -> QuantizedTensor:

@@ -27,7 +27,8 @@ def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
         quantized = parts(problem)
-        expected = (quantized.codes, quantized.scales, quantized.global_scale)
+        parts_of_it = (quantized.codes, quantized.scales, quantized.global_scale)
+        expected = [part for part in parts_of_it if part is not None]
         return combine(*(same(a, w, n) for a, w, n in zip(actual, expected, names, strict=True)))
 
     return judge
@@ -152,6 +153,16 @@ def norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict
             for a, w, n in zip(actual[1:], parts, QUANTIZED, strict=True)
             if w is not None
         ),
+    )
+
+
+def norm_fp8(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """The norm as ``rms_norm``; the codes are those of the norm returned."""
+    expected = ops.quantize(actual[0], "fp8_token", backend="reference")
+    budget = budgets.norm(problem, truth[0]) + storing(truth[0], actual[0].dtype)
+    parts = zip(actual[1:], (expected.codes, expected.scales), QUANTIZED[:2], strict=True)
+    return combine(
+        compare(actual[0], truth[0], budget, "the norm"), *(same(a, w, n) for a, w, n in parts)
     )
 
 

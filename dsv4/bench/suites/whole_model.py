@@ -20,9 +20,10 @@ from dsv4.config import CSA, ModelConfig
 from dsv4.kv_cache.layer_cache import BLOCK
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.kv_cache.pages import entry_layout
-from dsv4.layers import DeepseekV4Experts, DeepseekV4SparseMoeBlock, Linear
+from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import groups
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.split import LocalSizes
 
 INDEX_FORMAT = "index_mxfp4"
@@ -64,6 +65,20 @@ def uniform_experts(config: ModelConfig, tokens: int) -> float:
     return count * (1 - (1 - config.num_experts_per_tok / count) ** tokens)
 
 
+def uniform_held(config: ModelConfig, tokens: int, context: ParallelContext | None) -> float:
+    """Distinct experts held by a rank that uniform routing is expected to choose.
+
+    Args:
+        config: The model's.
+        tokens: Tokens of a step, where each rank has tokens of its own those of a rank.
+        context: The rank; None: there is one.
+    """
+    if context is None:
+        return uniform_experts(config, tokens)
+    of_all = tokens * context.size if has_own_tokens(context) else tokens
+    return uniform_experts(config, of_all) / context.size
+
+
 def step_cost(
     model: DeepseekV4ForCausalLM, sequences: int, context: int, experts_read: float | None = None
 ) -> StepCost:
@@ -83,7 +98,7 @@ def step_cost(
     plain = _nbytes(model.model) + _nbytes(model.lm_head) - sum(expert_bytes) - embedding.nbytes
     held = experts[0].num_local_experts
     if experts_read is None:
-        experts_read = uniform_experts(config, sequences) * held / config.n_routed_experts
+        experts_read = uniform_held(config, sequences, model.parallel)
     share = experts_read / held
     embedded = sequences * embedding[0].nbytes
     reads = [_reads(config, i, context) for i in range(config.num_hidden_layers)]
@@ -140,8 +155,9 @@ def _gemm_flops(model: DeepseekV4ForCausalLM) -> int:
     """Operations of linear layers and chosen experts."""
     config = model.config
     linear = sum(map(_linear_flops, [*model.model.modules(), model.lm_head]))
-    ranks = 1 if model.parallel is None else model.parallel.size
-    expert = 6 * config.hidden_size * config.moe_intermediate_size // ranks  # by chance a share
+    # By chance a share of the ranks; where each has tokens of its own, it gets a share of each.
+    ranks = 1 if model.parallel is None or has_own_tokens(model.parallel) else model.parallel.size
+    expert = 6 * config.hidden_size * config.moe_intermediate_size // ranks
     return linear + config.num_hidden_layers * config.num_experts_per_tok * expert
 
 
@@ -285,19 +301,19 @@ class DecodeStep:
     def experts_read(self) -> float:
         """Run it and count the distinct experts that its tokens choose, averaged over layers.
 
-        On several ranks those that are held here.
+        On several ranks those that are held here, which tokens of any of them choose.
         """
         chosen: list[torch.Tensor] = []
         held = LocalSizes.of(self.model.config, self.model.parallel).experts
 
-        def remember(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            ids = output[2].unique()
+        def remember(module: torch.nn.Module, inputs: Any) -> None:
+            ids = inputs[1].unique()
             chosen.append(ids[(ids >= held.start) & (ids < held.stop)])
 
         with ExitStack() as stack:
             for module in self.model.modules():
-                if isinstance(module, DeepseekV4SparseMoeBlock):
-                    handle = module.gate.register_forward_hook(remember)
+                if isinstance(module, DeepseekV4Experts):
+                    handle = module.register_forward_pre_hook(remember)
                     stack.callback(handle.remove)
             self()
         return statistics.mean(len(ids) for ids in chosen)

@@ -147,6 +147,9 @@ def _point(
         scaling = "token" if scale is None else "static"
         q = quantize(left, scaling=scaling, global_scale=scale, backend=REFERENCE)
         left = dequantize(q, torch.float64, backend=REFERENCE)
+    elif activation == "fp8":
+        q = quantize(left, "fp8_token", backend=REFERENCE)
+        left = dequantize(q, torch.float64, backend=REFERENCE)
     left = left.double().view(len(sampled), matrix.groups, matrix.columns)
     finite = torch.isfinite(x[sampled].double()).all(-1).view(len(sampled), matrix.groups, 1)
     left = torch.where(finite, left, 0.0)

@@ -17,6 +17,7 @@ import torch
 from dsv4 import dispatch
 from dsv4.bench import timing
 from dsv4.bench.cases import MAKERS, PRESETS
+from dsv4.bench.cases.gemm import ACTIVATION_CASES
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.bench.validate.kernel import REFERENCE, Kernel, Refused, Request
 from dsv4.config import ModelConfig
@@ -51,7 +52,9 @@ def validated(preset: str, request: Request, refused: Refused) -> Iterator[Kerne
     for name, (op, case_name) in CASES.items():
         if not request.includes(name):
             continue
-        for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
+        for suffix, activation in ACTIVATION_CASES:
+            if activation == "fp8" and op.endswith("_quantize"):
+                continue  # whose result is NVFP4
             projection = _Projection(f"{preset} {name}", op, case_name + suffix, activation, config)
             for kernel in projection.kernels(request, refused):
                 if not kernel.failed:

@@ -29,7 +29,7 @@ class Kernel:
         matrix: Which, with its model.
         shape: Names and sizes.
         layout: Layout of the weight.
-        activation: ``"bf16"`` or ``"nvfp4"``.
+        activation: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
         backend: The implementation.
         points: GEMMs compared.
         failed: Cases outside their budget, or that raised.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed import get_tp_group
 
 from dsv4.compilation.recipe import Recipe, Weight
 from dsv4.compilation.steps import of_each_kind
@@ -29,37 +30,55 @@ def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
     """Compile the kernels of steps, or load them from disk or a bundle.
 
     Those of GEMMs follow from the replaced modules; those of attention, hyper-connections and norms
-    from a model of this package with the same configuration, which a single rank has.
+    from a model of this package with the same configuration and ranks. Of a tensor-parallel group
+    the first rank compiles, and the others then find the kernels on disk.
 
     Args:
         model: vLLM's model with replaced modules, on a GPU.
         context: Of the adoption.
         tokens: Most tokens of a step.
     """
+    group = get_tp_group()
+    if group.rank_in_group == 0:
+        _compile(model, context, tokens)
+    if group.world_size > 1:
+        group.barrier()
+        if group.rank_in_group != 0:
+            _compile(model, context, tokens)
+
+
+def _compile(model: nn.Module, context: Adoption, tokens: int) -> None:
     warm_loaded(model, tokens, progress=False)
     device = next(model.parameters()).device
     arch = ARCHITECTURES.get(capability(device))
-    if arch is None or context.vllm_config.parallel_config.tensor_parallel_size > 1:
+    if arch is None:
         return
+    ranks = context.vllm_config.parallel_config.tensor_parallel_size
     try:
         config = ModelConfig.of(context.vllm_config.model_config.hf_config)
-        warmup(same_steps(model, config, arch), device, max_tokens=tokens, progress=False)
+        own = same_steps(model, config, arch, ranks)
+        warmup(own, device, max_tokens=tokens, progress=False)
     except (RuntimeError, TypeError, ValueError) as error:
         logger().warning("dsv4's kernels are compiled at their first launch: %s", error)
 
 
-def same_steps(model: nn.Module, config: ModelConfig, arch: str) -> DeepseekV4ForCausalLM:
+def same_steps(
+    model: nn.Module, config: ModelConfig, arch: str, ranks: int = 1
+) -> DeepseekV4ForCausalLM:
     """A model on the meta device whose steps launch what the replaced modules launch.
 
     Args:
         model: vLLM's model with replaced modules.
         config: Of the whole model.
         arch: The GPU's.
+        ranks: Tensor-parallel ranks, one of which the model is.
     """
-    short = of_each_kind(config.replace(numerics="deepseek"))  # vLLM's pages hold FP8 entries
+    # vLLM's pages hold FP8 entries, and its drafts are models of their own.
+    main = config.replace(numerics="deepseek", num_nextn_predict_layers=0, dspark=None)
+    short = of_each_kind(main)
     with torch.device("meta"):
         own = DeepseekV4ForCausalLM(short, mtp=False)
-    return Recipe(short, weights=tuple(_weights(model, own))).build(arch)
+    return Recipe(short, weights=tuple(_weights(model, own)), ranks=ranks).build(arch)
 
 
 def _weights(model: nn.Module, own: nn.Module) -> Iterator[tuple[str, Weight]]:

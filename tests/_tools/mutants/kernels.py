@@ -15,7 +15,7 @@ MUTANTS = (
     Mutant(
         "pitfall 9",
         "a kernel that clamps the gate from below, too",
-        TRITON + "swiglu:_swiglu",
+        TRITON + "swiglu:swiglu_of",
         "tl.minimum(gate, limit)",
         "tl.minimum(tl.maximum(gate, -limit), limit)",
         SWIGLU,
@@ -23,7 +23,7 @@ MUTANTS = (
     Mutant(
         "pitfall 9",
         "a kernel that clamps up from above alone",
-        TRITON + "swiglu:_swiglu",
+        TRITON + "swiglu:swiglu_of",
         "tl.maximum(up, -limit)",
         "up",
         SWIGLU,

@@ -191,9 +191,8 @@ MUTANTS = (
         "pitfall 28",
         "the largest global scale for a fused weight",
         LAYERS + "_fused_weight:FusedWeight.whole",
-        "self.value_of(codes, scales, global_scale, self.format, self.layout, segments)",
-        "self.value_of(codes, scales, global_scale.amax().expand(len(self.rows)), "
-        "self.format, self.layout, segments)",
+        "self.value_of(codes, scales, global_scale, *rest)",
+        "self.value_of(codes, scales, global_scale.amax().expand(len(self.rows)), *rest)",
         PACKED + "test_gives_the_same_bits_without_a_copy",
     ),
     Mutant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -174,6 +175,24 @@ def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, capl
     with caplog.at_level("WARNING"):
         compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
     assert "dsv4's kernels are compiled at their first launch: no compiler" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_compile_the_kernels_of_their_sizes_one_after_the_other(loaded, monkeypatch, rank):
+    """The first rank's kernels are on disk when the others look for them."""
+    done = []
+    group = SimpleNamespace(rank_in_group=rank, world_size=2, barrier=lambda: done.append("wait"))
+    monkeypatch.setattr(compile_kernels, "get_tp_group", lambda: group)
+    monkeypatch.setattr(loaded.config.parallel_config, "tensor_parallel_size", 2)
+    monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
+    monkeypatch.setattr(compile_kernels, "warmup", lambda own, *args, **options: done.append(own))
+    compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
+    own = done.pop(rank)
+    assert done == ["wait"]
+    assert own.parallel.size == 2
+    heads = {layer.self_attn.sinks.shape[0] for layer in own.model.layers}
+    assert heads == {loaded.sizes.num_attention_heads // 2}
 
 
 def test_strict_refuses_what_is_left(tmp_path):

@@ -30,7 +30,7 @@ from dsv4.debug import compilations
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import reported
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.emulated import emulated_context
 
 
@@ -101,12 +101,16 @@ def _ranks(request: ModelRequest) -> ParallelContext | None:
         return emulated_context(request.ranks, request.device)
     import torch.distributed as dist
 
+    from dsv4.parallel.exchange_mailboxes import open_exchange
     from dsv4.parallel.opening import open_mailboxes
     from dsv4.parallel.process_group import context_of
 
-    context = context_of(dist.group.WORLD, "tp", request.device)
+    context = context_of(dist.group.WORLD, request.parallel, request.device)
     assert context is not None
-    open_mailboxes(context, request.device)
+    if has_own_tokens(context):
+        open_exchange(context, request.config, request.device, torch.bfloat16)
+    else:
+        open_mailboxes(context, request.device)
     return context
 
 
@@ -131,11 +135,12 @@ def _build(
         model = checkpoint.load(
             request.checkpoint,
             device=device,
+            activation=request.config.activation,
             mtp=request.drafts is not None,
             prepare=False,
             progress=False,
             device_mesh=context,
-            parallel=None if context is None else "tp",
+            parallel=None if context is None else request.parallel,
         )
         start.source = "checkpoint loaded"
     synchronize(device)
@@ -150,6 +155,8 @@ def _build(
 
 def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
     """Compile or load kernels as ``dsv4.load`` does."""
+    if has_own_tokens(model.parallel):
+        return  # there is no list of their kernels: the first step compiles them
     done, start = warm_ranks(model, STEP_TOKENS, progress=False), results.start
     if done is not None:
         start.kernels = done.kernels + done.triton

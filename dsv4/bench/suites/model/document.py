@@ -9,9 +9,11 @@ from typing import Any
 from dsv4.bench.environment import slug
 from dsv4.bench.results import file_name, text_of
 from dsv4.bench.suites.model.profile import OperatorTime, Profile
+from dsv4.parallel.context import TENSOR
 
 SCHEMA = "dsv4.bench.model/1"
-_ADDED = frozenset({"ranks", "emulated", "expected"})  # fields that older files do not have
+# Fields that older files do not have.
+_ADDED = frozenset({"ranks", "emulated", "parallel", "activation", "expected"})
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class Named:
         routing: Whose router weights choose experts: ``"random"`` or ``"checkpoint"``.
         ranks: GPUs or processes that share the model; figures are rank 0's.
         emulated: Whether the other ranks are emulated on rank 0's GPU, without NVLink.
+        parallel: How several ranks share the model, ``"tp"`` or ``"dp"``; of one ``"tp"``.
+        activation: What quantised weights multiply: ``"bf16"``, ``"nvfp4"`` or ``"fp8"``.
     """
 
     preset: str
@@ -41,6 +45,8 @@ class Named:
     routing: str
     ranks: int = 1
     emulated: bool = False
+    parallel: str = TENSOR
+    activation: str = "bf16"
 
 
 @dataclass
@@ -63,7 +69,8 @@ class DecodeRow(Measured):
     """Decode steps of some sequences at one context. Times are per step.
 
     Attributes:
-        tokens: Sequences, each of which gets one token per step.
+        tokens: Sequences, each of which gets one token per step; with ``parallel="dp"`` of each
+            rank.
         context: Tokens of each before the step.
         fill: How the captured step's cache was filled.
         runner_fill: How the runner's cache was filled.
@@ -369,8 +376,10 @@ def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
         return path
     base = path if path.name == "results" else path / "results"
     suite = f"model_{slug(model.preset)}_{model.recipe}"
+    if model.activation != "bf16":
+        suite += f"_{model.activation}"
     if model.ranks > 1:
-        suite += f"_{'emulated_' * model.emulated}tp{model.ranks}"
+        suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
     return base / slug(str(header["gpu"])) / file_name(header, suite)
 
 

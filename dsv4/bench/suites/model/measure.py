@@ -36,6 +36,7 @@ from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.bench.tables import short
 from dsv4.kv_cache.layer_cache import BLOCK
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import has_own_tokens, tensor_parallel
 from dsv4.parallel.planner import StepParts
 from dsv4.serving import Prepared, Request, Runner, prepare, release
 
@@ -90,7 +91,10 @@ class Measurement:
         self.profiles: list[ProfileRow] = []
         self.prepared: list[Prepared] = []
         self.named = Named(**request.named())
-        self._generator = torch.Generator().manual_seed(request.weights.seed + 1)
+        self._seed = request.weights.seed
+        if model.parallel is not None and has_own_tokens(model.parallel):
+            self._seed += model.parallel.rank  # prompts of its own
+        self._generator = torch.Generator().manual_seed(self._seed + 1)
 
     def prompt(self, tokens: int) -> PromptRow:
         """Time to the first token of a prompt."""
@@ -103,7 +107,7 @@ class Measurement:
 
     def decode(self, tokens: int, context: int) -> DecodeRow:
         """Decode steps of some sequences at a context."""
-        uniform = whole_model.uniform_experts(self.request.config, tokens) / self.request.ranks
+        uniform = whole_model.uniform_held(self.request.config, tokens, self.model.parallel)
         row = DecodeRow(self.named, tokens=tokens, context=context, experts_uniform=uniform)
         self._model_steps(row)
         if self._is_requested(row, RUNNER, "runner_ms", "capture_s"):
@@ -178,9 +182,12 @@ class Measurement:
         return torch.randint(2, vocabulary, shape, generator=self._generator).tolist()
 
     def expected(self, row: DecodeRow) -> ExpectedRow | None:
-        """Compute a row's step by the model of several GPUs; None for one, or several sequences."""
-        request = self.request
-        if request.ranks == 1 or row.tokens > 1 or row.bytes_ms is None:
+        """Compute a row's step by the model of several GPUs; None for one, or several sequences.
+
+        The model is of ranks that process the same tokens.
+        """
+        request, context = self.request, tensor_parallel(self.model.parallel)
+        if context is None or row.tokens > 1 or row.bytes_ms is None:
             return None
         layers = request.config.num_hidden_layers
         parts = StepParts.of(layers, request.ranks, row.bytes_ms)
@@ -251,7 +258,7 @@ class Measurement:
         row.step_ms = whole_model.replay_ms(graph, self.request.replays)
 
     def _new_step(self, row: DecodeRow) -> DecodeStep:
-        return DecodeStep(self.model, row.tokens, row.context, self.request.weights.seed)
+        return DecodeStep(self.model, row.tokens, row.context, self._seed)
 
     def _check_graphs(self) -> None:
         if not has_graphs(self.request.device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,7 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
     config, context = request.config, None
     if request.ranks > 1:
         context = emulated_context(request.ranks, with_mailboxes=False)
+        context = replace(context, mode=request.parallel)
     with torch.device("meta"):
         drafted = request.drafts is not None
         model = DeepseekV4ForCausalLM(config, mtp=drafted, parallel=context).to(torch.bfloat16)

@@ -16,6 +16,7 @@ from dsv4.bench.suites.model.document import (
 from dsv4.bench.suites.model.measure import NOT_ASKED
 from dsv4.bench.suites.model.request import NOT_BEGUN
 from dsv4.bench.tables import WIDTH, plain, short, wrapped
+from dsv4.parallel.context import DATA
 
 _MODEL = ("experts", "layers", "recipe", "routing")
 _DECODE = ("tokens", "context", *_MODEL)
@@ -57,10 +58,14 @@ def model_words(named: Named) -> str:
         f"{named.preset}, {_experts(named)} experts, {_layers(named)} layers, {named.recipe} "
         f"recipe, weights {named.weights}, routing {named.routing}"
     )
+    if named.activation != "bf16":
+        words += f", {named.activation} activations"
     if named.ranks > 1:
-        words += f", rank 0 of {named.ranks}"
+        words += f", rank 0 of {named.ranks} ({named.parallel})"
     if named.emulated:
         words += " with emulated peers on the same GPU"
+    if named.parallel == DATA:
+        words += "; tokens are sequences of each rank"
     return words
 
 

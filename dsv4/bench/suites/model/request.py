@@ -14,8 +14,9 @@ import torch
 from dsv4.bench.cases import PRESETS
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
-from dsv4.config import DSparkConfig, ModelConfig
+from dsv4.config import ACTIVATIONS, DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
+from dsv4.parallel.context import DATA, MODES, TENSOR
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
 from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
@@ -108,6 +109,7 @@ class ModelRequest:
         device: Where.
         ranks: Ranks that share the model.
         emulated: Whether this process is one of them and emulates the others.
+        parallel: How they share it; with ``"dp"`` each rank has ``tokens`` sequences of its own.
         drafts: Drafts to measure; None: none.
     """
 
@@ -126,6 +128,7 @@ class ModelRequest:
     device: torch.device
     ranks: int = 1
     emulated: bool = False
+    parallel: str = TENSOR
     drafts: DraftRequest | None = None
 
     @classmethod
@@ -162,6 +165,7 @@ class ModelRequest:
             device=device,
             ranks=ranks,
             emulated=options.emulate_peers is not None,
+            parallel=_parallel(options, ranks),
             drafts=_drafts(options, source.config),
         )
         request.check_positions()
@@ -222,13 +226,18 @@ class ModelRequest:
                 )
 
     def check_ranks(self) -> None:
-        """Raise if the model cannot be split over the ranks."""
+        """Raise if the model cannot be split over the ranks, or they cannot do what is asked."""
         if self.drafts is not None and self.ranks > 1:
             raise UsageError(
                 f"--speculate is {self.drafts.method!r} on {self.ranks} ranks, wanted one"
             )
+        if self.parallel == DATA and DETERMINISTIC in self.columns:
+            raise UsageError(
+                "--columns has 'deterministic' with --parallel dp, whose steps have the sequences "
+                "of all ranks"
+            )
         try:
-            check_divides(self.config, self.ranks)
+            check_divides(self.config, self.ranks, self.parallel)
         except ValueError as error:
             raise UsageError(f"model: {error}") from error
 
@@ -244,8 +253,10 @@ class ModelRequest:
             "weights": CHECKPOINT if loaded else self.weights.values,
             "recipe": CHECKPOINT if loaded else self.weights.recipe,
             "routing": CHECKPOINT if loaded else ROUTING,
+            "activation": self.config.activation,
             "ranks": self.ranks,
             "emulated": self.emulated,
+            "parallel": self.parallel,
         }
 
 
@@ -260,14 +271,16 @@ class _Source:
 
 
 def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
-    seed = getattr(options, "seed", 0)
+    seed, activation = getattr(options, "seed", 0), options.activation or ACTIVATIONS[0]
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"--activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
     if options.checkpoint is not None:
         for name in ("preset", "experts", "layers", "weights", "recipe"):
             if getattr(options, name) is not None:
                 raise UsageError(f"--{name} cannot be combined with --checkpoint")
         path = Path(options.checkpoint)
         try:
-            config = ModelConfig.from_path(path)
+            config = ModelConfig.from_path(path, activation=activation)
         except (OSError, ValueError) as error:
             raise UsageError(f"--checkpoint is {options.checkpoint!r}: {error}") from error
         if options.speculate is None:
@@ -277,6 +290,7 @@ def _source(options: argparse.Namespace, usual: Sizes) -> _Source:
     if preset not in PRESETS:
         raise UsageError(f"--preset is {preset!r}, wanted one of {', '.join(PRESETS)}")
     config = _with_draft(_cut(preset, options.experts, options.layers), options.speculate)
+    config = config.replace(activation=activation)
     values, recipe = options.weights or WEIGHTS[0], options.recipe or RECIPES[0]
     for name, value, known in (("weights", values, WEIGHTS), ("recipe", recipe, RECIPES)):
         if value not in known:
@@ -294,6 +308,25 @@ def _ranks(options: argparse.Namespace, processes: int) -> int:
     if not 2 <= emulated <= MOST_RANKS:
         raise UsageError(f"--emulate-peers is {emulated}, wanted 2 to {MOST_RANKS} ranks")
     return emulated
+
+
+def _parallel(options: argparse.Namespace, ranks: int) -> str:
+    """Return how the ranks share the model."""
+    mode: str | None = options.parallel
+    if mode is None:
+        return TENSOR
+    if mode not in MODES:
+        raise UsageError(f"--parallel is {mode!r}, wanted one of {', '.join(MODES)}")
+    if ranks == 1:
+        raise UsageError(
+            f"--parallel is {mode!r} in one process, wanted several, which torchrun starts, or "
+            "--emulate-peers"
+        )
+    if mode == DATA and options.emulate_peers is not None:
+        raise UsageError(
+            "--parallel is 'dp' with --emulate-peers, wanted the processes of torchrun"
+        )
+    return mode
 
 
 def _with_draft(config: ModelConfig, method: str | None) -> ModelConfig:

@@ -1,0 +1,85 @@
+"""Loading with FP8 activations, and what loading says of weights that are exact in FP8."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from dsv4 import dispatch
+from dsv4.checkpoint import load
+from dsv4.checkpoint.packing import report_fp8
+from dsv4.cute import supports
+from dsv4.layers.pack import Packing
+from dsv4.quant.exact_fp8 import Exactness
+from tests.checkpoint.cases import make_model, saved
+from tests.checkpoint.load_cases import CONFIG, mixed
+from tests.checkpoint.test_load_packed import pretend_gpu
+
+HINT = "activation='fp8' multiplies them"
+
+
+def loaded(folder, caplog, **options):
+    """A loaded model, and what was logged of FP8."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
+        model = load(folder, progress=False, **options)
+    return model, [r.getMessage() for r in caplog.records if "FP8" in r.getMessage()]
+
+
+@pytest.fixture
+def has_kernels(monkeypatch):
+    """Let the CPU be a device with FP8 tensor cores."""
+    pretend_gpu(monkeypatch)
+    monkeypatch.setattr(supports, "no_fp8_gemm", lambda device: None)
+
+
+def test_what_deepseek_publishes_is_exact(tmp_path, caplog, has_kernels):
+    """Experts from MXFP4 and linear layers in FP8: one line says so, unless FP8 was requested."""
+    source = saved(make_model(CONFIG), tmp_path, layout="deepseek")
+    model, [line] = loaded(source, caplog)
+    counts = model.load_report.packing.fp8
+    assert counts
+    assert all(of.is_exact for of in counts.values())
+    assert f"{len(counts)} of {len(counts)} quantised weights are exact in FP8: {HINT}" in line
+    assert {n for n in counts if n.endswith("gate_up_proj") and "experts" in n}
+    model, [line] = loaded(source, caplog, activation="fp8")
+    assert line.endswith(f"{len(counts)} of {len(counts)} quantised weights are exact in FP8")
+    assert model.config.activation == "fp8"
+    with torch.no_grad():
+        assert model(torch.arange(9)[None]).isfinite().all()
+
+
+def test_scales_from_data_are_counted(tmp_path, caplog, has_kernels):
+    source = saved(mixed(1, ["nvfp4"]), tmp_path, layout="transformers")
+    model, lines = loaded(source, caplog)
+    assert lines == []  # nothing to gain
+    total = sum(model.load_report.packing.fp8.values(), Exactness(0))
+    model, lines = loaded(source, caplog, activation="fp8")
+    counts = model.load_report.packing.fp8
+    assert f"0 of {len(counts)} quantised weights are exact in FP8" in lines[0]
+    assert f"{total.no_power} of {total.blocks} block scales are no power of two" in lines[1]
+
+
+def test_without_kernels_no_hint_is_given(tmp_path, caplog, monkeypatch):
+    source = saved(make_model(CONFIG), tmp_path, layout="deepseek")
+    pretend_gpu(monkeypatch)
+    assert loaded(source, caplog)[1] == []
+    lines = loaded(source, caplog, activation="fp8")[1]
+    assert any("FP8 activations are multiplied as bfloat16: " in line for line in lines)
+    rows = dispatch.implementations("gemm")
+    there = supports.no_fp8_gemm(torch.device("cpu"))
+    assert ("no GEMM by FP8 tensor cores" in there) == all(row.name != "fp8" for row in rows)
+
+
+def test_a_model_without_quantised_weights_has_nothing_to_say(caplog, tmp_path):
+    with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
+        report_fp8(tmp_path, torch.nn.Linear(2, 2), Packing(), "bf16")
+    assert not caplog.records
+
+
+def test_unknown_activations_are_refused(tmp_path):
+    source = saved(make_model(CONFIG), tmp_path)
+    with pytest.raises(ValueError, match="activation is 'fp4', wanted one of bf16, nvfp4, fp8"):
+        load(source, activation="fp4", progress=False)

@@ -1,0 +1,210 @@
+"""Layers of FP8 activations: what they compute, and which weights they know to be exact in FP8."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4 import layers
+from dsv4.config import ModelConfig
+from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.exact_fp8 import Exactness, to_e4m3
+from dsv4.quant.formats import FRAGMENTS, SWIZZLED, QuantizedTensor, mxfp4_to_nvfp4
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise
+
+CONFIG = ModelConfig.tiny(
+    hidden_size=128, moe_intermediate_size=128, n_routed_experts=4, activation="fp8"
+)
+
+
+def cast(seed, rows, columns):
+    """NVFP4 as of MXFP4: block scales are powers of two."""
+    values = strategies.normal(seed, (rows, columns))
+    return mxfp4_to_nvfp4(quantize(values, "mxfp4"))[0]
+
+
+def linear(seed, rows=32, columns=128, exact=True):
+    layer = Linear(columns, rows, activation="fp8").requires_grad_(False)
+    weight = quantize(strategies.normal(seed, (rows, columns)), scaling="weight")
+    layer.set_weight(cast(seed, rows, columns) if exact else weight)
+    return layer
+
+
+def experts(exact=True, seed=0):
+    module = DeepseekV4Experts(CONFIG).requires_grad_(False)
+    module.to_format("nvfp4")
+    for e in range(4):
+        module.set_expert(e, *(cast(seed + 3 * e + i, 128, 128) for i in range(3)))
+    if not exact:
+        module.down_proj_scale.view(torch.uint8)[2, 5, 1] ^= 1
+    return module
+
+
+class TestLinear:
+    @given(seed=strategies.seeds(), exact=st.booleans(), tokens=st.integers(0, 4))
+    def test_multiplies_rounded_activations(self, seed, exact, tokens):
+        layer = linear(seed, exact=exact)
+        x = 3 * strategies.normal(seed, (tokens, 128), torch.float64)
+        expected = (
+            dequantize(quantize(x, "fp8_token"), torch.float64) @ layer.dense_weight(x.dtype).T
+        )
+        packed = copy.deepcopy(layer)
+        packed.pack()
+        for module in (layer, packed):
+            assert torch.allclose(module(x), expected, rtol=0, atol=1e-12)
+
+    def test_formats_but_plain_weights_round(self):
+        x = strategies.normal(1, (3, 128))
+        rounded = dequantize(quantize(x, "fp8_token"))
+        for name in ("mxfp4", "fp8_block"):
+            layer = Linear(128, 128, activation="fp8").requires_grad_(False)
+            layer.quantize(name)
+            assert torch.allclose(layer(x), rounded @ layer.dense_weight().T, atol=1e-4)
+        plain = Linear(128, 128, activation="fp8").requires_grad_(False)
+        assert_bitwise(plain(x), torch.nn.functional.linear(x, plain.weight), "plain")
+
+    def test_packing_finds_what_is_exact(self):
+        layer, other = linear(1), linear(1, exact=False)
+        assert layer.quantized_weight().row_exponent is None
+        for module in (layer, other):
+            module.pack()
+        weight = layer.quantized_weight()
+        assert layer.exactness == Exactness(32 * 8)
+        assert_bitwise(layer.weight_exponent, weight.row_exponent, "exponent")
+        scale = weight.row_scale().double() * 2.0 ** weight.row_exponent.double()
+        values = to_e4m3(weight).double() * scale[:, None]
+        assert_bitwise(values, dequantize(weight, torch.float64), "value")
+        assert other.quantized_weight().row_exponent is None
+        assert other.exactness.no_power
+        layer.unpack()
+        assert layer.quantized_weight().row_exponent is None
+        assert layer.exactness is None
+        layer.pack(SWIZZLED)
+        assert layer.exactness is layer.weight_exponent is None
+        assert "weight_exponent" not in layer.state_dict()
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_fused_weights_keep_the_exponents_of_their_rows(self, interleaved):
+        parts = [linear(seed) for seed in (1, 2)]
+        parts[1].weight_scale.view(torch.uint8)[7] = 1  # a row of the scale 2^-9
+        for layer in parts:
+            layer.pack()
+        own = [layer.weight_exponent.clone() for layer in parts]
+        assert own[1][7] == -1
+        assert layers.join_weights(parts, interleaved=interleaved)
+        expected = torch.stack(own, 1).flatten() if interleaved else torch.cat(own)
+        assert_bitwise(parts[0].fused.whole().row_exponent, expected, "exponent")
+        assert parts[0].fused.whole().validate()
+        assert parts[0].weight_exponent is None
+        if not interleaved:
+            assert_bitwise(parts[1].quantized_weight().row_exponent, own[1], "exponent")
+        mixed = [linear(1), linear(2, exact=False)]
+        for layer in mixed:
+            layer.pack()
+        assert layers.join_weights(mixed, interleaved=interleaved)
+        assert mixed[0].fused.whole().row_exponent is None
+
+    def test_copies_moves_and_casts(self):
+        layer = linear(1)
+        layer.pack()
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), layer.bfloat16()):
+            weight = other.quantized_weight().validate()
+            assert_bitwise(weight.row_exponent, layer.weight_exponent, "exponent")
+            assert weight.row_exponent.dtype == torch.int8
+
+
+class TestExperts:
+    def test_stacks_qualify_one_by_one(self):
+        module = experts(exact=False)
+        module.pack()
+        assert module.exactness["gate_up_proj"].is_exact
+        assert module.exactness["down_proj"] == Exactness(4 * 128 * 8, no_power=1)
+        up, down = (module.quantized_weight(n) for n in ("gate_up_proj", "down_proj"))
+        assert up.validate().row_exponent.shape == (4, 256)
+        assert down.row_exponent is None
+        linear_up = experts(exact=False).quantized_weight("gate_up_proj")
+        gates = linear_up.scales.view(torch.uint8).view(4, 2, 128, 8).transpose(1, 2)
+        moved = QuantizedTensor(
+            up.codes, gates.reshape(4, 256, 8).view(torch.float8_e4m3fn), up.global_scale, up.format
+        )
+        lowest = moved.scales.double().log2().amin(-1)
+        assert_bitwise(up.row_exponent, (lowest + 8).clamp(max=2).to(torch.int8), "exponent")
+        module.unpack()
+        assert module.gate_up_proj_exponent is None
+        assert module.exactness == {}
+
+    @pytest.mark.parametrize("exact", [True, False])
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    def test_a_packed_bfloat16_layer_passes_codes(self, exact, numerics, monkeypatch):
+        """Codes in the order of the weight's; their order changes no bit."""
+        module = experts(exact)
+        module.numerics = numerics
+        module.pack()
+        seen = []
+        original = layers.experts.grouped_gemm
+
+        def watched(rows, *args, **options):
+            seen.append(rows)
+            return original(rows, *args, **options)
+
+        monkeypatch.setattr(layers.experts, "grouped_gemm", watched)
+        x = strategies.normal(1, (5, 128), torch.bfloat16)
+        ids = torch.tensor([[0, 1], [1, 2], [3, 3], [2, 0], [1, 0]])
+        weights = torch.rand(5, 2, generator=strategies.generator(1))
+        got = module(x, ids, weights)
+        [rows] = seen
+        assert rows.format.name == "fp8_token"
+        assert rows.layout == (FRAGMENTS if exact else "linear")
+        module.gate_up_proj_exponent = module.down_proj_exponent = None
+        assert_bitwise(module(x, ids, weights), got, "result")
+        assert seen[1].layout == "linear"
+
+
+class TestModel:
+    def test_pack_reports_every_quantised_weight(self):
+        model = DeepseekV4ForCausalLM(CONFIG).bfloat16().requires_grad_(False)
+        layers.quantize_(model, "nvfp4", ["*.mlp.experts"])
+        layers.quantize_(model, "fp8_block", ["*.shared_experts.*"])
+        report = layers.pack_(model)
+        shared = [
+            n for n, m in model.named_modules() if getattr(m, "format", None) and "shared" in n
+        ]
+        assert shared
+        assert all(report.fp8[name].is_exact for name in shared)
+        stacks = [n for n in report.fp8 if "mlp.experts." in n]
+        assert len(stacks) == 2 * (len(model.model.layers) + len(model.mtp))
+        assert all(report.fp8[name].no_power for name in stacks)
+        assert set(report.fp8) == {*shared, *stacks}
+
+    def test_fp8_is_nearer_to_the_truth_than_nvfp4(self):
+        """KL divergence of a random model from float64, whose own noise is that of bfloat16."""
+        torch.manual_seed(0)
+        model = DeepseekV4ForCausalLM(CONFIG).requires_grad_(False)
+        layers.quantize_(model, "nvfp4", ["*.mlp.experts", "*.shared_experts.*"])
+        ids = torch.arange(24)[None]
+        quantised = [m for m in model.modules() if isinstance(m, (Linear, DeepseekV4Experts))]
+
+        def log_probabilities(candidate, activation, dtype):
+            for module in quantised:
+                module.activation = activation
+            with torch.no_grad():
+                return copy.deepcopy(candidate).to(dtype)(ids).double().log_softmax(-1)
+
+        truth = log_probabilities(model, "bf16", torch.float64)
+        divergence = {
+            activation: float(
+                (truth.exp() * (truth - log_probabilities(model, activation, torch.float64)))
+                .sum(-1)
+                .mean()
+            )
+            for activation in ("bf16", "fp8", "nvfp4")
+        }
+        assert divergence["bf16"] == 0 < divergence["fp8"] < divergence["nvfp4"] / 2

@@ -1,0 +1,183 @@
+"""Ranks on GPUs of their own: NCCL, symmetric memory, and models over them.
+
+One start of processes runs the checks of a part (``multi_gpu_program.PARTS``); each check is a test
+here, and says what failed, on which rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.checkpoint import save
+from dsv4.testing.models import random_model
+from tests.parallel.multi_gpu_program import CONFIG, PARTS, name_of
+
+_SECONDS = 150.0  # until the processes of a part are killed
+_GRACE = 20.0  # seconds that the others have once one has failed
+_KILLED = ("killed", "killed_nccl", "killed_dp")
+GPUS = torch.cuda.device_count()
+RANKS = [2] + [4] * (GPUS >= 4)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the processes of a part reported.
+
+    Attributes:
+        reports: Of each rank, its checks by name.
+        output: The end of what each rank printed.
+        ended: Seconds between the first end of a process and that of each, or None: it was killed.
+    """
+
+    reports: list[dict[str, dict[str, Any]]]
+    output: list[str]
+    ended: list[float | None]
+
+    def check(self, name: str) -> list[dict[str, Any]]:
+        """The reports of a check; fails if it failed on a rank, or did not run there."""
+        reports = [of_rank.get(name) for of_rank in self.reports]
+        for rank, report in enumerate(reports):
+            if report is not None and report["error"]:
+                pytest.fail(f"on rank {rank}: {report['error']}", pytrace=False)
+        for rank, report in enumerate(reports):
+            if report is None:
+                failed = [
+                    f"{check} on rank {other}"
+                    for other, of_rank in enumerate(self.reports)
+                    for check, outcome in of_rank.items()
+                    if outcome["error"]
+                ]
+                why = f"it waited or did not run, after {failed or 'no failed check'}"
+                said = "\n".join(self.output)
+                pytest.fail(f"no report of rank {rank}: {why}\n{said}", pytrace=False)
+        print(f"{name}: {max(r['seconds'] for r in reports)} s, {reports[0].get('measured')}")
+        return reports
+
+
+def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Outcome:
+    """Start the processes of a part in a folder with the checkpoint; wait for all, or kill them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "tests.parallel.multi_gpu_program", part, str(folder), kind]
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"{rank}.txt").open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    ended = _wait(processes, part in _KILLED)
+    reports = []
+    for rank in range(ranks):
+        file = folder / f"{rank}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        reports.append({report["check"]: report for report in map(json.loads, lines)})
+    output = [(folder / f"{rank}.txt").read_text()[-2500:] for rank in range(ranks)]
+    return Outcome(reports, output, ended)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], one_ends: bool) -> list[float | None]:
+    """Wait until all have ended, a while after one has failed, or for the time limit."""
+    deadline, first = time.monotonic() + _SECONDS, 0.0
+    ended: dict[int, float] = {}
+    while len(ended) < len(processes) and time.monotonic() < deadline:
+        for rank, process in enumerate(processes):
+            if rank not in ended and process.poll() is not None:
+                first = first or time.monotonic()
+                ended[rank] = time.monotonic() - first
+                if process.returncode and not one_ends:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+        process.wait()
+    return [ended.get(rank) for rank in range(len(processes))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("multi_gpu") / "checkpoint"
+    save(random_model(CONFIG, 1, torch.bfloat16), folder, layout="nvidia")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcome_of(checkpoint, tmp_path_factory):
+    """Runs a part once for each number of ranks; those that wait for an end all at once."""
+    runs: dict[tuple[str, int], Future[Outcome]] = {}
+
+    def start(pool: ThreadPoolExecutor, part: str, ranks: int) -> None:
+        folder = tmp_path_factory.mktemp(f"{part}{ranks}")
+        (folder / "checkpoint").symlink_to(checkpoint)
+        runs[part, ranks] = pool.submit(run, part, ranks, folder)
+
+    def of(part: str, ranks: int) -> Outcome:
+        with ThreadPoolExecutor() as pool:
+            if (part, ranks) not in runs:
+                for name in _KILLED if part in _KILLED else (part,):
+                    start(pool, name, ranks)
+            return runs[part, ranks].result()
+
+    return of
+
+
+CHECKS = [(part, name_of(check)) for part in ("sums", "tp", "dp") for check in PARTS[part]]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("part", "check"), CHECKS, ids=["-".join(pair) for pair in CHECKS])
+def test_ranks_on_gpus(part, check, ranks, outcome_of):
+    outcome_of(part, ranks).check(check)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("part", _KILLED)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_killed_rank_ends_the_others(part, ranks, outcome_of):
+    """In the middle of captured steps; with an error, and without a process that stays."""
+    assert_killed(outcome_of(part, ranks))
+
+
+def assert_killed(result: Outcome) -> None:
+    """All ranks but the last have an error that says so, and their processes ended in time."""
+    *others, last = result.reports
+    assert last == {}
+    for rank, report in enumerate(others):
+        assert "killed" in report, (rank, result.output)
+        assert report["killed"]["error"] == "", (rank, report)
+        assert report["killed"]["measured"]["after"] < 60
+    print([report["killed"]["measured"] for report in others], result.ended)
+    assert all(seconds is not None and seconds < 60 for seconds in result.ended), result
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", ["tp", "dp", "killed", "killed_dp"])
+def test_the_program_itself_on_a_cpu(part, tmp_path, monkeypatch):
+    """What needs no GPU, over gloo."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save(random_model(CONFIG, 1, torch.bfloat16), tmp_path / "checkpoint", layout="nvidia")
+    result = run(part, 2, tmp_path, "cpu")
+    if part in _KILLED:
+        assert_killed(result)
+        return
+    for check in PARTS[part]:
+        result.check(name_of(check))
