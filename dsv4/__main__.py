@@ -15,6 +15,7 @@ from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
 from dsv4.config import ACTIVATIONS, ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.parallel.context import MODES, TENSOR, Ranks
 
 _PRESETS = ("flash", "pro")
 _BOTH = ("bf16", "nvfp4")
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="inputs of NVFP4 layers (both: bf16 and nvfp4)",
     )
     add("--ranks", type=_positive, default=1, metavar="N", help="of one of N GPUs (1)")
+    add("--parallel", choices=MODES, default=TENSOR, help="how they share the model (tp)")
     add("--max-tokens", type=_positive, default=8192, metavar="N", help="of a step (8192)")
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
@@ -135,7 +137,7 @@ def _warmup(options: argparse.Namespace) -> int:
             progress=not options.quiet,
             workers=options.workers,
             use_list=options.out is None,
-            ranks=options.ranks,
+            ranks=Ranks(options.ranks, options.parallel),
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")

@@ -312,6 +312,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference(
         "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
+    *_triton("expert_slots", "any_call", "expert_decide"),
+    *_reference("expert_slots", "expert_decide"),
+    *_triton("expert_slots", "expert_gather", "expert_gather"),
+    *_reference("expert_slots", "expert_gather", waits=True),
     _over_ranks("moe_send", "push", "triton.moe_exchange:moe_send", "exchange_supports:push_send"),
     _over_ranks("moe_send", "nccl", "parallel.moe_exchange:nccl_send", "exchange_supports:nccl"),
     _over_ranks("moe_send", "gloo", "reference.moe_exchange:moe_send", "exchange_supports:gloo"),

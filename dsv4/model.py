@@ -430,6 +430,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         chunk: int | None = None,
         speculate: str | None = "auto",
         draft_tokens: int | None = None,
+        confidence_threshold: float | None = None,
     ) -> list[list[int]]:
         """Continue each prompt until a stop token or ``max_new_tokens``.
 
@@ -439,7 +440,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         makes them again, at least twice as large, which takes about a second and is logged.
 
         With ``parallel="tp"`` all ranks call it with the same prompts; with ``"dp"`` with prompts
-        of their own, of any number, at the same time, and each gets its own tokens.
+        of their own, of any number, at the same time, and each gets its own tokens. What is wrong
+        with the prompts of a rank is raised there, when the others have theirs.
 
         Args:
             prompts: Token ids per sequence, at least one each.
@@ -449,9 +451,11 @@ class DeepseekV4ForCausalLM(nn.Module):
                 configuration's ``eos_token_id``.
             chunk: Most prompt tokens per step; the default is 4096.
             speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
-                holds any; ``"mtp"`` or ``"dspark"``: by these; None: draft nothing. Greedy text
-                does not depend on it.
-            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block.
+                holds any, in steps of as many sequences as it pays for; ``"mtp"`` or ``"dspark"``:
+                by these in any step; None: draft nothing. Greedy text does not depend on it.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block.
+            confidence_threshold: Of DSpark: least probability of acceptance of a draft that is
+                verified; None: by what it costs. See ``dsv4.serving.Runner``.
 
         Returns:
             The new tokens of each prompt.
@@ -463,18 +467,23 @@ class DeepseekV4ForCausalLM(nn.Module):
                 ``speculate`` names drafts that cannot be used, or prompt and new tokens are more
                 than ``max_position_embeddings``.
         """
-        vocabulary = self.config.vocab_size
-        checked = checked_prompts("generate", prompts, vocabulary)
-        most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
-        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
-        stops = frozenset(_eos_ids(self.config))
-        if stop_ids is not None:
-            stops = checked_stops("generate", stop_ids, vocabulary)
-        if (most == 0 or not checked) and not has_own_tokens(self.parallel):
-            return [[] for _ in checked]
-        self._check_total(max(map(len, checked), default=0), most)
         from dsv4.serving.generation import generate  # it imports this module
 
+        vocabulary, shares = self.config.vocab_size, has_own_tokens(self.parallel)
+        size = None if chunk is None else checked_count("generate", "chunk", chunk, 1)
+        stops = frozenset(_eos_ids(self.config))
+        try:
+            checked = checked_prompts("generate", prompts, vocabulary)
+            most = checked_count("generate", "max_new_tokens", max_new_tokens, 0)
+            if stop_ids is not None:
+                stops = checked_stops("generate", stop_ids, vocabulary)
+            self._check_total(max(map(len, checked), default=0), most)
+        except (TypeError, ValueError):
+            if shares:  # the other ranks wait for this one, whose prompts they do not know
+                generate(self, [], 0, chunk=size)
+            raise
+        if (most == 0 or not checked) and not shares:
+            return [[] for _ in checked]
         return generate(
             self,
             checked,
@@ -484,6 +493,7 @@ class DeepseekV4ForCausalLM(nn.Module):
             chunk=size,
             speculate=speculate,
             draft_tokens=draft_tokens,
+            confidence_threshold=confidence_threshold,
         )
 
     def _check_total(self, longest: int, new: int) -> None:

@@ -22,6 +22,7 @@ from dsv4.compilation import warmup as _warmup
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.versions import Versions
 from dsv4.compilation.warmup import Warmup
+from dsv4.parallel.context import Ranks
 from tools import kernels_wheel
 
 ARCH = "sm_90a"
@@ -101,7 +102,7 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
     out = tmp_path / "kernels.dsv4"
     assert command_line.main(["warmup", "--arch", ARCH, "--out", str(out), "--workers", "3"]) == 0
     assert asked[1:] == [
-        (getattr(dsv4.ModelConfig, preset)(activation=activation), ARCH, 8192, 3, 1)
+        (getattr(dsv4.ModelConfig, preset)(activation=activation), ARCH, 8192, 3, Ranks(1))
         for activation in ("bf16", "nvfp4")
         for preset in ("flash", "pro")
     ]
@@ -112,10 +113,12 @@ def test_both_models_with_both_activations_are_compiled(asked, tmp_path, capsys)
     assert printed.splitlines()[-1].endswith("kernels.dsv4: 3 kernels, 0.0 MB")
 
 
-def test_the_kernels_of_one_of_several_ranks(asked):
+@pytest.mark.parametrize(("more", "mode"), [([], "tp"), (["--parallel", "dp"], "dp")])
+def test_the_kernels_of_one_of_several_ranks(asked, more, mode):
     arguments = ["warmup", "--arch", ARCH, "--preset", "flash", "--activation", "bf16", "--quiet"]
-    assert command_line.main([*arguments, "--ranks", "4"]) == 0
-    assert asked[1:] == [(dsv4.ModelConfig.flash(activation="bf16"), ARCH, 8192, None, 4)]
+    assert command_line.main([*arguments, "--ranks", "4", *more]) == 0
+    config = dsv4.ModelConfig.flash(activation="bf16")
+    assert asked[1:] == [(config, ARCH, 8192, None, Ranks(4, mode))]
 
 
 def test_a_configuration_file(asked, tmp_path, capsys):

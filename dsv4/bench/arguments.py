@@ -150,6 +150,12 @@ def _model(model: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="most prompt tokens to bring a batch of runner and generate to its context; 524288",
     )
+    add(
+        "--host-experts",
+        metavar="STATIC+SLOTS",
+        help="experts in host memory: how many of a layer are static on the GPU and how many slots "
+        "there are for the others, or auto; decode steps under drawn routing and their hit rates",
+    )
     add("--speculate", metavar="METHOD", help="mtp or dspark: steps with drafts, too")
     add("--draft-tokens", type=_positive, help="drafts per step; default 2 of mtp, 5 of dspark")
     add(

@@ -66,7 +66,9 @@ class ExpertsSlot(Slot):
 
     @property
     def count(self) -> int:
-        """Number of experts of the stack."""
+        """Number of experts of the stack, those in host memory included."""
+        if getattr(self.module, "hosted", None) is not None:
+            return int(self.module.num_experts)
         return int(self.module.gate_up_proj.shape[0])
 
     @property

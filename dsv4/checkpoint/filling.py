@@ -19,6 +19,7 @@ from dsv4.checkpoint.progress import Progress
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import Filled, left_out
 from dsv4.checkpoint.slots import Slot
+from dsv4.layers.host_experts import Hosting
 from dsv4.layers.pack import Packer
 
 
@@ -119,6 +120,7 @@ def fill_new(
     *,
     ignore: Sequence[str],
     progress: bool,
+    hosting: Hosting | None = None,
 ) -> Filled:
     """Fill a model that is dropped on an error, so that values need not be read in advance.
 
@@ -128,12 +130,13 @@ def fill_new(
         request: How values become those of the model.
         ignore: See ``fill``.
         progress: See ``fill``.
+        hosting: What moves experts to host memory, a layer as soon as it is packed; None: nothing.
 
     Returns:
         The layers that were packed and converted.
     """
     options, choice = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, ""), checkpoint, options, progress)
+    filling = _Filling(slots_of(model, ""), checkpoint, options, progress, hosting)
     return filling.finished(model, choice, filling.check_headers(ignore))
 
 
@@ -168,12 +171,14 @@ class _Filling:
         checkpoint: Source of the values.
         options: How values become those of the model.
         progress: Whether to show progress.
+        hosting: See ``fill_new``.
     """
 
     slots: Sequence[Slot]
     checkpoint: Checkpoint
     options: Options
     progress: bool
+    hosting: Hosting | None = None
 
     def check_headers(self, ignore: Sequence[str]) -> int:
         """Compare names, shapes and dtypes, and log tensors without effect.
@@ -205,6 +210,8 @@ class _Filling:
             slot.fill(self.checkpoint.entries, self.options)
             if packer is not None:
                 packer.pack(slot.module)
+            if self.hosting is not None and self.hosting.takes(slot.name, slot.module):
+                self.hosting.move(slot.module)
 
         self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
 

@@ -46,9 +46,17 @@ def _experts_items(slot: ExpertsSlot, format_of: Callable[[str], Format | None])
         parts = _expert_parts(module, expert, quantised)
         if back:
             parts = tuple(map(to_mxfp4, parts))
-        scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
-        first, last = (None if s is None else s[expert : expert + 1] for s in scales)
+        first, last = _input_scales(module, expert)
         yield from zip(slot.names_of(expert), parts, (first, first, last), strict=True)
+
+
+def _input_scales(module: Any, expert: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the activation scales of one expert, ``[1]`` or None."""
+    if getattr(module, "hosted", None) is not None:
+        module, expert = module.single(expert), 0
+    scales = [getattr(module, f"{p}_input_scale", None) for p in ("gate_up_proj", "down_proj")]
+    first, last = (None if s is None else s[expert : expert + 1] for s in scales)
+    return first, last
 
 
 def _returns(slot: ExpertsSlot, format_of: Callable[[str], Format | None]) -> bool:
@@ -70,6 +78,8 @@ def _expert_parts(module: Any, expert: int, quantised: bool) -> tuple[Any, ...]:
     """Yield gate, up and down of one expert."""
     inner = module.intermediate_dim
     if not quantised:
+        if getattr(module, "hosted", None) is not None:
+            module, expert = module.single(expert), 0
         both = module.gate_up_proj[expert].detach()
         return both[:inner], both[inner:], module.down_proj[expert].detach()
     return module.get_expert(expert)

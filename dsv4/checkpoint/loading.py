@@ -12,10 +12,12 @@ import torch
 import dsv4
 from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
 from dsv4.checkpoint.filling import FillRequest, check_all, fill_new
+from dsv4.checkpoint.host_experts import check_argument, hosting_of
 from dsv4.checkpoint.rank_part import check_split, entries_of_rank
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
+from dsv4.layers.host_experts import HostExperts, Hosting
 from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
 from dsv4.parallel.agreement import agree, digest, reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
@@ -42,6 +44,7 @@ def load(
     progress: bool = True,
     device_mesh: Any = None,
     parallel: str | None = None,
+    host_experts: str | int | HostExperts | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Load a model from a checkpoint folder, ready to run on its device.
 
@@ -114,11 +117,21 @@ def load(
             (``dsv4.parallel.split``); the KV cache is on every rank. ``"dp"``: each rank has
             sequences of its own, a range of the routed experts, to which the ranks send their
             tokens, and the whole of everything else.
+        host_experts: Routed experts in host memory, for a model that is larger than its GPU. Of
+            each layer some experts are static, on the GPU alone; the others lie in pinned host
+            memory, and slots on the GPU are a cache for them. ``"auto"``: as few as free memory
+            allows, none if the model fits. A number: bytes of experts that lie there at least. A
+            ``dsv4.layers.HostExperts`` says how many are static and how many slots there are, and
+            which experts are used most. None: all experts are on the device. One GPU of compute
+            capability 9.0, or a CPU, in one process. Results do not change; draft layers stay on
+            the GPU; ``save`` works, ``state_dict`` raises.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the
             required layers or scales.
         FileNotFoundError: if there is no such folder, or no config.json in it.
+        MemoryError: if host memory for experts does not suffice, or cannot be locked; the message
+            says how much there is.
         TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
             ``reserve_tokens`` no integer.
         RankError: if another rank failed.
@@ -130,7 +143,13 @@ def load(
     request = FillRequest(device, as_dtype(dtype), activation, mxfp4, pack, input_scales)
     check_reserve(reserve_tokens)
     check_prepare(prepare)
+    check_argument(host_experts)
     context = _context(device_mesh, parallel, torch.device(device))
+    if host_experts is not None and context is not None:
+        raise ValueError(
+            f"host_experts is {host_experts!r} beside parallel={parallel!r}, wanted None: ranks "
+            "have their experts on their GPUs"
+        )
     with reported(context):
         with Checkpoint.open(path) as checkpoint:
             drafts = mtp if context is None else _drafts_of_ranks(checkpoint, mtp)
@@ -141,7 +160,8 @@ def load(
                     _open_mailboxes(context, torch.device(device))
                 checkpoint.entries = entries_of_rank(checkpoint.entries, context)
                 progress = progress and context.rank == 0
-            model = _filled(checkpoint, config, request, progress, context)
+            hosting = hosting_of(host_experts, checkpoint, config, request)
+            model = _filled(checkpoint, config, request, progress, context, hosting)
         warm_allocator(model, reserve_tokens, model.dtype)
         model.eval()
         if context is not None:
@@ -244,10 +264,11 @@ def _filled(
     request: FillRequest,
     progress: bool,
     context: ParallelContext | None = None,
+    hosting: Hosting | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Build the model and fill it; its ``load_report`` says what was left out."""
     model, ignore = _on_meta(config, context), ignored_drafts(config)
-    filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress)
+    filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress, hosting=hosting)
     model.load_report = report_of(checkpoint, config, request.input_scales, filled)
     return model
 
@@ -271,11 +292,6 @@ def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progre
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
-    if has_own_tokens(model.parallel):
-        # A step on the meta device, of which kernels are listed, could not exchange its tokens.
-        if generation:
-            serving.prepare(model)
-        return
     warmed = warm_ranks(model, tokens, progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if generation and warmed is not None and not warmed.failed:

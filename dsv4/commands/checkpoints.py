@@ -84,8 +84,32 @@ def run_inspect(options: argparse.Namespace) -> int:
             weights = planner.Weights.of_checkpoint(checkpoint)
     for machine in machines:
         text += planner.lines(config, weights, machine)
+        if machine.ranks == 1:
+            text += _host_lines(config, weights, machine)
     print("\n".join(text))
     return 0
+
+
+def _host_lines(
+    config: ModelConfig, weights: planner.Weights, machine: planner.Machine
+) -> Iterator[str]:
+    """Describe one GPU with experts in host memory, if it needs them and they suffice."""
+    from dsv4.checkpoint.host_experts import ExpertSizes, describe
+
+    other = weights.split + weights.replicated + weights.embedding + weights.head
+    sizes = ExpertSizes(
+        config.num_hidden_layers,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        int(weights.expert),
+        int(other),
+    )
+    try:
+        placement = sizes.placement(int(machine.gpu.memory), sizes.total)
+    except MemoryError:
+        return
+    if placement is not None:
+        yield f"  host_experts='auto': fits, {describe(sizes, placement)}"
 
 
 def run_verify(options: argparse.Namespace) -> int:

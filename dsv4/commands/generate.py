@@ -73,6 +73,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="draft tokens by the checkpoint's draft layers, if it has any (auto), or by these",
     )
     option("--draft-tokens", type=int, metavar="N", help="per step (2 of MTP, all of DSpark)")
+    option(
+        "--confidence-threshold",
+        type=float,
+        metavar="P",
+        help="verify DSpark drafts that are accepted with at least this probability (by costs)",
+    )
     option("--device", metavar="NAME", help="where the model runs (cuda if there is a GPU, or cpu)")
     option(
         "--parallel",
@@ -110,8 +116,10 @@ def run(options: argparse.Namespace) -> int:
         task = _task(options)
     except TypeError as error:  # of a field in a file of messages
         raise ValueError(str(error)) from error
-    if options.draft_tokens is not None and options.speculate == "none":
-        raise ValueError("--draft-tokens is given and --speculate none, wanted a draft")
+    for name in ("draft_tokens", "confidence_threshold"):
+        if getattr(options, name) is not None and options.speculate == "none":
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} is given and --speculate none, wanted a draft")
     with joined_process(_device(options.device), options.parallel) as process:
         _generate(options, task, process)
     return 0
@@ -142,6 +150,7 @@ def _generate(options: argparse.Namespace, task: Task, process: Process) -> None
         prefix_sequences=0,
         speculate=speculate,
         draft_tokens=options.draft_tokens,
+        confidence_threshold=options.confidence_threshold,
     ) as runner:
         if not process.leads:
             runner.follow()

@@ -32,7 +32,9 @@ from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import ALONE, DATA, Ranks
+from dsv4.parallel.emulated import emulated_rank
+from dsv4.parallel.expert_exchange import rows_of
 from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
@@ -114,26 +116,29 @@ class GroupedGemm:
         experts: Sizes and kind.
         top_k: Rows of each token.
         layout: Layout of the weights.
+        ranks: Ranks whose tokens come together.
         is_fp8: Whether activations are FP8.
     """
 
     experts: Experts
     top_k: int
     layout: str = FRAGMENTS
+    ranks: int = 1
     is_fp8: bool = False
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens, whatever their experts."""
+        tokens = max_tokens if self.ranks == 1 else rows_of(max_tokens, self.ranks)
+        rows = tokens * self.top_k
         if self.layout == SWIZZLED:
             if arch == HOPPER or not self.experts.row_scaled:
                 return []
-            return list(grouped_nvfp4.plans(self.experts, max_tokens * self.top_k))
-        most_rows = max_tokens * self.top_k
-        plans: list[Any] = cute_grouped.plans(self.experts, most_rows, arch)
+            return list(grouped_nvfp4.plans(self.experts, rows))
+        plans: list[Any] = cute_grouped.plans(self.experts, rows, arch)
         if self.is_fp8 and arch == HOPPER:
             # Gate and up have FP8 results, which down takes.
             fused = self.experts.swiglu
-            plans += grouped_gemm_e4m3.plans(self.experts, most_rows, quantized_out=fused)
+            plans += grouped_gemm_e4m3.plans(self.experts, rows, quantized_out=fused)
         return plans
 
 
@@ -169,10 +174,10 @@ def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> 
     return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
 
 
-def every_call(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[Call]:
+def every_call(model: Any, arch: str = HOPPER, ranks: Ranks = ALONE) -> list[Call]:
     """GEMMs of linear layers and of routed experts, the indexer, and attention.
 
-    Of a configuration those of one of ``ranks`` ranks.
+    Of a configuration those of one of ``ranks``.
     """
     dense, grouped = packed_gemms(model, arch, ranks), grouped_gemms(model, arch, ranks)
     others: list[Call] = [*indexers(model), *attentions(model), *draft_heads(model, arch)]
@@ -186,7 +191,7 @@ def layout_of(layer: Linear | DeepseekV4Experts, arch: str) -> str:
     return packed_layout_of(arch, layer.activation)
 
 
-def packed_gemms(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[PackedGemm]:
+def packed_gemms(model: Any, arch: str = HOPPER, ranks: Ranks = ALONE) -> list[PackedGemm]:
     """GEMMs of packed weights, each shape once; see ``warmup`` for which layers count."""
     if isinstance(model, nn.Module):
         if _not_bfloat16(model):
@@ -221,14 +226,17 @@ def _scale_dtype(layer: Linear) -> torch.dtype:
     return layer.weight_scale.dtype
 
 
-def grouped_gemms(model: Any, arch: str = HOPPER, ranks: int = 1) -> list[GroupedGemm]:
+def grouped_gemms(model: Any, arch: str = HOPPER, ranks: Ranks = ALONE) -> list[GroupedGemm]:
     """Return the GEMMs of packed routed experts, each shape once."""
     if isinstance(model, nn.Module):
         layers = [] if _not_bfloat16(model) else _experts_of(model)
         layers = [layer for layer in layers if layer.format == NVFP4]
+        context = getattr(model, "parallel", None)
+        ranks = ALONE if context is None else context.ranks
     else:
         layers = _experts_of(_empty(model, ranks))
-    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer, arch)))
+    gathered = ranks.size if ranks.mode == DATA else 1
+    return list(dict.fromkeys(p for layer in layers for p in _of_experts(layer, arch, gathered)))
 
 
 def attentions(model: Any) -> list[Attention]:
@@ -277,22 +285,20 @@ def _not_bfloat16(model: nn.Module) -> bool:
     return bool(getattr(model, "dtype", torch.bfloat16) != torch.bfloat16)
 
 
-def _empty(config: Any, ranks: int = 1) -> DeepseekV4ForCausalLM:
+def _empty(config: Any, ranks: Ranks = ALONE) -> DeepseekV4ForCausalLM:
     config = ModelConfig.of(config)
-    if ranks == 1:
-        with torch.device("meta"):
-            return DeepseekV4ForCausalLM(config)
-    context = emulated_context(ranks, with_mailboxes=False)
+    context = emulated_rank(ranks, config, with_mailboxes=False)
     with torch.device("meta"):
         # A DSpark draft is not split over ranks.
-        return DeepseekV4ForCausalLM(config, mtp=config.dspark is None, parallel=context)
+        has_draft = context is None or config.dspark is None
+        return DeepseekV4ForCausalLM(config, mtp=has_draft, parallel=context)
 
 
 def _experts_of(model: nn.Module) -> list[DeepseekV4Experts]:
     return [module for module in model.modules() if isinstance(module, DeepseekV4Experts)]
 
 
-def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedGemm]:
+def _of_experts(layer: DeepseekV4Experts, arch: str, ranks: int = 1) -> list[GroupedGemm]:
     """Return the GEMMs of gate and up, and of down; none if the layer cannot be packed.
 
     Quantised results of the first are the second's rows where their scales are known; whether they
@@ -309,7 +315,7 @@ def _of_experts(layer: DeepseekV4Experts, arch: str) -> list[GroupedGemm]:
     if quantises and layer.format is None:
         kinds.append(first._replace(quantized_out=True))
     top_k, is_fp8 = layer.num_experts_per_tok, layer.activation == "fp8"
-    return [GroupedGemm(experts, top_k, layout, is_fp8) for experts in kinds]
+    return [GroupedGemm(experts, top_k, layout, ranks, is_fp8) for experts in kinds]
 
 
 def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[PackedGemm]:

@@ -19,7 +19,8 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import ALONE, Ranks
+from dsv4.parallel.emulated import emulated_rank
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4
 
 
@@ -70,28 +71,28 @@ class Recipe:
         config: Configuration of these layers alone.
         dtype: Dtype of what is not quantised.
         weights: Weights of each linear layer and of routed experts, by name.
-        ranks: Ranks that the model is split over; modules have the sizes of one of them.
+        ranks: Ranks that share the model; modules have the sizes of one of them.
     """
 
     config: ModelConfig
     dtype: torch.dtype = torch.bfloat16
     weights: tuple[tuple[str, Weight], ...] = ()
-    ranks: int = 1
+    ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, model: Any, ranks: int = 1) -> Recipe:
+    def of(cls, model: Any, ranks: Ranks = ALONE) -> Recipe:
         """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4.
 
         With FP8 activations the weights of a configuration count as exact in FP8.
 
         Args:
             model: Either of them.
-            ranks: Ranks that a configuration is split over; a model has its own.
+            ranks: Ranks that share a model of the configuration; a model has its own.
         """
         if not isinstance(model, nn.Module):
             config = ModelConfig.of(model)
             has_one = config.dspark is not None or config.num_nextn_predict_layers == 1
-            draft = has_one and ranks == 1  # several ranks draft nothing
+            draft = has_one and ranks.size == 1  # several ranks draft nothing
             short = _of_layers(config, _first_of_each(_kinds(config), config, draft), draft)
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]
@@ -109,7 +110,7 @@ class Recipe:
         ]
         elsewhere = ("model.layers.",) if draft else ("model.layers.", "mtp.")
         others = [(n, w) for n, w in _weights(model) if not n.startswith(elsewhere)]
-        own = 1 if model.parallel is None else model.parallel.size
+        own = ALONE if model.parallel is None else model.parallel.ranks
         return cls(_of_layers(config, chosen, draft), model.dtype, (*named, *others), own)
 
     @property
@@ -127,7 +128,7 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4)
 def _built(recipe: Recipe, arch: str) -> DeepseekV4ForCausalLM:
-    context = emulated_context(recipe.ranks, "meta") if recipe.ranks > 1 else None
+    context = emulated_rank(recipe.ranks, recipe.config, "meta")
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(recipe.config, parallel=context).to(recipe.dtype)
         for name, weight in recipe.weights:

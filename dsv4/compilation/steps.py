@@ -38,7 +38,7 @@ from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args, gemm_record
 from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values, quantize
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, tensor_parallel
 from dsv4.quant.formats import (
     FP8_TOKEN,
     FRAGMENTS,
@@ -225,10 +225,11 @@ def find_steps(
     steps = Steps()
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
-        if model.parallel is None:
+        split = tensor_parallel(model.parallel)
+        if split is None:
             _sample(config)
         else:
-            _gather(model.parallel)
+            _gather(split)
         with _Recorder(steps, names):
             for shape in shapes:
                 _step(model, shape)

@@ -30,7 +30,7 @@ from dsv4.cute.runtime.architectures import ARCHITECTURES
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
-from dsv4.parallel.context import has_own_tokens
+from dsv4.parallel.context import ALONE, MODES, TENSOR, Ranks
 from dsv4.parallel.split import check_divides
 
 
@@ -110,6 +110,7 @@ def warmup(
     bundle: str | os.PathLike[str] | None = None,
     workers: int | None = None,
     ranks: int = 1,
+    parallel: str = TENSOR,
 ) -> Warmup:
     """Compile every kernel that a model would launch, or load it, before the first step.
 
@@ -139,16 +140,17 @@ def warmup(
         progress: Whether to show progress on stderr, as a bar if rich is installed.
         bundle: A file that ``python -m dsv4 warmup`` wrote.
         workers: Processes that compile; None: as many as processors, at most 32.
-        ranks: Ranks that a configuration is split over (``load(parallel="tp")``): the kernels are
-            those of one rank's sizes. A model has its own.
+        ranks: Ranks that share a model of a configuration: the kernels are those of one rank's
+            sizes. A model has its own.
+        parallel: How they share it, as ``load`` takes it. A model knows.
 
     Returns:
         Counts, all 0 on a GPU that these kernels are not for, and what runs each operator.
 
     Raises:
         ValueError: if ``arch`` is not one there are kernels for or not that of ``device``,
-            ``device`` is no GPU, ``max_tokens`` or ``workers`` is below 1, the model cannot be
-            split over ``ranks``, or is one of ``load(parallel="dp")``.
+            ``device`` is no GPU, ``max_tokens`` or ``workers`` is below 1, or the model cannot be
+            split over ``ranks``.
         RuntimeError: if there is no GPU and no ``arch``, ``bundle`` cannot be used, or a CuTeDSL
             kernel has to be compiled and nvidia-cutlass-dsl is not installed.
     """
@@ -157,11 +159,6 @@ def warmup(
         raise ValueError(f"warmup: max_tokens is {max_tokens}, wanted at least 1")
     if workers is not None and workers < 1:
         raise ValueError(f"warmup: workers is {workers}, wanted at least 1 or None")
-    if has_own_tokens(getattr(model, "parallel", None)):
-        raise ValueError(
-            "warmup: the model has parallel='dp', wanted one process or parallel='tp': a step "
-            "whose kernels are listed cannot exchange its tokens with other ranks"
-        )
     gpu = _gpu(model, device, arch)
     chosen = _architecture(gpu, arch)
     if chosen is None:
@@ -170,7 +167,14 @@ def warmup(
         _bundle.use(bundle, chosen)
     ready = None if gpu is None else functools.partial(_load, gpu)
     done, outcome = compile_model(
-        model, chosen, max_tokens, gpu, progress, workers, ready=ready, ranks=ranks
+        model,
+        chosen,
+        max_tokens,
+        gpu,
+        progress,
+        workers,
+        ready=ready,
+        ranks=Ranks(ranks, parallel),
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
@@ -227,7 +231,7 @@ def compile_model(
     *,
     use_list: bool = True,
     ready: Callable[[KernelJob], None] | None = None,
-    ranks: int = 1,
+    ranks: Ranks = ALONE,
 ) -> tuple[Warmup, Outcome]:
     """Do what ``warmup`` does without loading the kernels; see there.
 
@@ -241,10 +245,10 @@ def compile_model(
         use_list: Whether a list of Triton kernels that was kept will do. Their files are then not
             among those of the outcome.
         ready: Called with each kernel of which there is a file, while others are compiled.
-        ranks: See ``warmup``.
+        ranks: Ranks that share a model of a configuration.
     """
     start = time.perf_counter()
-    if ranks != 1:
+    if ranks != ALONE:
         check_ranks(model, ranks)
     listing, skipped = _listing(model, arch, max_tokens, gpu, ranks)
     stored = listing.stored() if listing is not None and use_list else None
@@ -275,21 +279,25 @@ def compile_model(
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
 
 
-def check_ranks(model: Any, ranks: int) -> None:
-    """Raise unless a configuration can be split over that many ranks.
+def check_ranks(model: Any, ranks: Ranks) -> None:
+    """Raise unless a configuration can be split over these ranks.
 
     Raises:
         ValueError: naming the number, or for a module, which has the sizes of its own rank.
     """
     if isinstance(model, nn.Module):
-        raise ValueError(f"warmup: ranks is {ranks} and model a module, wanted a configuration")
-    if not 1 <= ranks <= mailboxes.MOST_RANKS:
-        raise ValueError(f"warmup: ranks is {ranks}, wanted 1 to {mailboxes.MOST_RANKS}")
-    check_divides(ModelConfig.of(model), ranks)
+        raise ValueError(
+            f"warmup: ranks is {ranks.size} and model a module, wanted a configuration"
+        )
+    if ranks.mode not in MODES:
+        raise ValueError(f"warmup: parallel is {ranks.mode!r}, wanted one of {', '.join(MODES)}")
+    if not 1 <= ranks.size <= mailboxes.MOST_RANKS:
+        raise ValueError(f"warmup: ranks is {ranks.size}, wanted 1 to {mailboxes.MOST_RANKS}")
+    check_divides(ModelConfig.of(model), ranks.size, ranks.mode)
 
 
 def _listing(
-    model: Any, arch: str, max_tokens: int, gpu: torch.device | None, ranks: int = 1
+    model: Any, arch: str, max_tokens: int, gpu: torch.device | None, ranks: Ranks = ALONE
 ) -> tuple[Listing | None, str]:
     """Return the list of a whole model, or why there is none."""
     if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):

@@ -110,10 +110,13 @@ class CacheStep:
     Attributes:
         cache: The cache of earlier tokens, to which the new ones are added.
         batch: The new tokens; flat, so hidden states are ``[1, T, ...]``.
+        routed: ``[T]`` int64, negative for a token that goes to no routed expert, so that its
+            experts need not be read; its results mean nothing then. None: there is no such token.
     """
 
     cache: Cache
     batch: Batch
+    routed: torch.Tensor | None = None
     _shared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -15,6 +15,14 @@ from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.dspark import DeepseekV4DSpark
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.fusion import concatenated_linear, fused_linear, join_weights
+from dsv4.layers.host_experts import (
+    CacheUse,
+    HostExperts,
+    cache_use,
+    expert_counts,
+    host_experts_,
+    repin_,
+)
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.indexer import DeepseekV4Indexer, DeepseekV4IndexerScorer
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
@@ -28,6 +36,7 @@ from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
 
 __all__ = [
+    "CacheUse",
     "Calibration",
     "DeepseekV4Attention",
     "DeepseekV4CSACompressor",
@@ -48,14 +57,19 @@ __all__ = [
     "DeepseekV4SparseMoeBlock",
     "DeepseekV4TopKRouter",
     "DeepseekV4UnweightedRMSNorm",
+    "HostExperts",
     "Linear",
     "Packing",
+    "cache_use",
     "calibrate",
     "concatenated_linear",
+    "expert_counts",
     "fused_linear",
+    "host_experts_",
     "join_weights",
     "pack_",
     "quantize_",
+    "repin_",
     "reserve_experts",
     "unpack_",
     "warm_allocator",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.layers._hosted_experts import HostedExperts
 from dsv4.layers._module import (
     FixedDtypeModule,
     empty_quantized,
@@ -67,6 +69,7 @@ class ExpertStacks(FixedDtypeModule):
         )
         for name in sorted(self.stored - {"gate_up_row_scale"}):
             self.register_parameter(name, None)
+        self.hosted: HostedExperts | None = None
         # In a packed layer [E, 2 I]: gate_up_proj_scale_2 for every row, which GEMMs need.
         self.register_buffer("gate_up_row_scale", None, persistent=False)
         # Of packed stacks that are exact in E4M3 [E, N], see ``QuantizedTensor.row_exponent``.
@@ -100,6 +103,7 @@ class ExpertStacks(FixedDtypeModule):
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
+        self.check_on_device()
         if self.format is None:
             return getattr(self, name).to(dtype)
         dense = dequantize(self.quantized_weight(name), dtype)
@@ -119,11 +123,13 @@ class ExpertStacks(FixedDtypeModule):
     def get_expert(self, expert: int) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor]:
         """Return gate, up and down of one expert as ``set_expert`` takes them, never packed.
 
-        They are views of the stack, or copies if it is packed.
+        They are views of the stack, or copies if it is packed; of experts in host memory copies.
 
         Raises:
             ValueError: if the weights are plain.
         """
+        if self.hosted is not None:
+            return self.single(expert).get_expert(0)
         both, down = (self._linear(name, expert) for name in PROJECTIONS)
         return self._part(both, 0), self._part(both, 1), down
 
@@ -150,6 +156,31 @@ class ExpertStacks(FixedDtypeModule):
         scale = None if both.global_scale is None else both.global_scale[part : part + 1]
         return QuantizedTensor(both.codes[rows], both.scales[blocks], scale, both.format)
 
+    def single(self, expert: int) -> ExpertStacks:
+        """Return a layer that holds one expert alone, wherever that is; for reading its weights."""
+        assert self.hosted is not None
+        own = {name: value for name, value in self.__dict__.items() if name != "_kept"}
+        tensors = self.hosted.tensors_of(expert)
+        for group in ("_parameters", "_buffers"):
+            own[group] = {name: tensors.get(name) for name in own[group]}
+        layer = type(self).__new__(type(self))
+        layer.__dict__.update(own, hosted=None, num_local_experts=1)
+        return layer
+
+    def check_on_device(self) -> None:
+        """Raise ValueError if some of the experts lie in host memory."""
+        if self.hosted is not None:
+            raise ValueError(
+                f"Experts: {self.hosted.rows.shape[0]} of {self.num_experts} experts are in host "
+                "memory, wanted all on one device: load the model with host_experts=None"
+            )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        if self.hosted is None:
+            return super()._apply(fn, recurse)
+        self.hosted.check_stays(fn, self.stored)
+        return self
+
     def to_format(
         self,
         format: str | Format | None,
@@ -167,6 +198,7 @@ class ExpertStacks(FixedDtypeModule):
         Raises:
             ValueError: if gate and up would share block scales; nothing is changed then.
         """
+        self.check_on_device()
         device = self.gate_up_proj.device
         chosen = None if format is None else format_named(format)
         if chosen is not None and self.intermediate_dim % chosen.block[0]:
@@ -237,6 +269,7 @@ class ExpertStacks(FixedDtypeModule):
                 scalar scale is missing, superfluous or (checked on a CPU) not finite and above 0,
                 or the layer is packed; nothing is changed then.
         """
+        self.check_on_device()
         inner, hidden = self.intermediate_dim, self.hidden_dim
         if self.layout != LINEAR:
             raise ValueError(
@@ -267,6 +300,7 @@ class ExpertStacks(FixedDtypeModule):
             ValueError: if a shape, a format or a layout is none this layer can have; nothing is
                 changed then.
         """
+        self.check_on_device()
         inner, hidden = self.intermediate_dim, self.hidden_dim
         shapes = ((2 * inner, hidden), (hidden, inner))
         stacks = dict(zip(PROJECTIONS, (gate_up, down), strict=True))
@@ -369,6 +403,7 @@ class ExpertStacks(FixedDtypeModule):
         Raises:
             ValueError: if they are quantised already.
         """
+        self.check_on_device()
         if self.format is not None:
             raise ValueError(f"Experts: the weights are {self.format.name} already, wanted plain")
         inner = self.intermediate_dim

@@ -45,6 +45,7 @@ class ExpertWeights(ExpertStacks):
         self._check_whole()
         if self.layout == layout:
             return
+        self.check_on_device()
         self._check_packable(layout)
         self.unpack()
         scale = self.quantized_weight("gate_up_proj").global_scale
@@ -74,6 +75,7 @@ class ExpertWeights(ExpertStacks):
         self._check_whole()
         if self.layout == LINEAR:
             return
+        self.check_on_device()
         self._rewrite(unpacking if self.layout == FRAGMENTS else unswizzling)
         self._finish(LINEAR)
         self.gate_up_row_scale = None
@@ -134,6 +136,7 @@ class ExpertWeights(ExpertStacks):
         return (experts, rows * half // 8) if layout == SWIZZLED else (experts, rows, half // 8)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self.check_on_device()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.layout == LINEAR:
             return
@@ -149,6 +152,7 @@ class ExpertWeights(ExpertStacks):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, *lists: list[str]
     ) -> None:
+        self.check_on_device()
         if self.layout == LINEAR:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
             return

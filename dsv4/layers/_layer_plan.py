@@ -39,6 +39,7 @@ from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
 from dsv4.overlap import is_launch_bound
 from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.expert_exchange import ExpertExchange
 from dsv4.plans.recorded import WholeOperator
 from dsv4.plans.recorder import Recorder
 from dsv4.plans.tape import Again, tape_of
@@ -65,6 +66,7 @@ _forward = attrgetter("forward")
 _CONSTANTS = (
     *(type(None), bool, int, float, str, torch.dtype, Format, ModelConfig),
     ParallelContext,  # the group of an operator's sum, by its name
+    ExpertExchange,
 )
 # The only attributes of other types: the last is a table, the others change with it.
 _FREQUENCIES = "_frequencies"
@@ -336,8 +338,7 @@ def _arguments(
         tensors.append(batch.positions)
     if not twice[1]:
         tensors.append(batch.sequence_of_token)
-    if ids is not None:
-        tensors.append(ids)
+    tensors += [tensor for tensor in (ids, step.routed) if tensor is not None]
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
@@ -346,7 +347,8 @@ def _arguments(
         _plans._interpreting(),
         torch.is_autocast_enabled(streams.device.type),
     )
-    key = (streams.shape, batch.starts.shape, ids is None, *twice, *modes, *formats)
+    absent = ids is None, step.routed is None
+    key = (streams.shape, batch.starts.shape, *absent, *twice, *modes, *formats)
     return key, tensors
 
 

@@ -97,13 +97,17 @@ class DeepseekV4DecoderLayer(nn.Module):
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         attn_hc, ffn_hc, parallel = self.attn_hc, self.ffn_hc, self.parallel
-        of_rank = {} if parallel is None else {"reduce": False}
+        of_rank: dict[str, Any] = {} if parallel is None else {"reduce": False}
+        step = options.get("past_key_values")
+        routed = {}
+        if isinstance(step, CacheStep) and step.routed is not None:
+            routed["routed"] = step.routed
         post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)
         output, _ = self.self_attn(normed, **options, **of_rank)
         hidden_states, (post, comb, normed) = attn_hc.post_pre(
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
-        output = self.mlp(normed, input_ids=input_ids, **of_rank)
+        output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)
         return ffn_hc.post(output, hidden_states, post, comb, parallel)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
+from dsv4.layers._expert_waves import Wave
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
@@ -20,6 +22,26 @@ from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
+
+_ALL = slice(None)
+
+
+class _Rows(NamedTuple):
+    """Rows of a wave of experts.
+
+    Attributes:
+        rows: ``[R, H]``, sorted.
+        offsets: First row of each expert, and the end.
+        weight: Routing weights of the rows, or None.
+        inner: Memory for SwiGLU of the first GEMM, or None.
+        out: Memory for the result; it may be that of ``rows``.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    weight: torch.Tensor | None
+    inner: torch.Tensor | None
+    out: torch.Tensor
 
 
 class DeepseekV4Experts(ExpertWeights):
@@ -62,6 +84,8 @@ class DeepseekV4Experts(ExpertWeights):
         exactness: By name of packed weights for Hopper, whether FP8 tensor cores can multiply them
             without a rounding, and what is in the way.
         workspace: Memory for the rows, shared with other layers (``reserve_experts``), or None.
+        hosted: Slots and host memory, where not all experts are on the device
+            (``dsv4.layers.host_experts``); ``num_local_experts`` is the number of slots then.
     """
 
     def __init__(
@@ -103,9 +127,14 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
+        experts = self.num_experts
+        if self.hosted is not None:
+            if self.hosted.obstacle(top_k_index.numel()) is not None:
+                return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
+            top_k_index, experts = self._slots_of(top_k_index), self.hosted.slots
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, row_of_slot = self._sorted(
-            hidden_states, top_k_index, top_k_weights, buffers.rows
+            hidden_states, top_k_index, top_k_weights, experts, buffers.rows
         )
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
@@ -121,6 +150,68 @@ class DeepseekV4Experts(ExpertWeights):
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
+
+    def _slots_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """Load the experts of a step that lie in host memory; return the slots of all."""
+        assert self.hosted is not None
+        self._check_hosted()
+        return self.hosted.fetch(ids)
+
+    def _check_hosted(self) -> None:
+        if self.observers is not None:
+            raise ValueError(
+                "Experts: the layer is being calibrated, wanted all experts on one device: load "
+                "the model with host_experts=None"
+            )
+        if torch.compiler.is_compiling():
+            raise ValueError("Experts: experts in host memory cannot be compiled by torch.compile")
+
+    def _in_waves(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None,
+        streams: Streams,
+    ) -> torch.Tensor:
+        """Do what ``forward`` does for a step that may need more experts than slots hold.
+
+        The host reads which experts the step needs. Rows are sorted once, in the order of the
+        waves; each wave multiplies its rows by a slice of the slots.
+        """
+        self._check_hosted()
+        hosted = self.hosted
+        assert hosted is not None
+        plan, bounds = hosted.plan(ids)
+        table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
+        buffers = self._buffers_for(x, ids.shape[1])
+        rows, row_weight, offsets, row_of_slot = moe_sort(
+            x, table[hosted.numbers(ids)], weights, max(plan.positions, 1), out=buffers.rows
+        )
+        scaled = self.numerics == "deepseek"
+        out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
+        for wave in hosted.run(plan):
+            start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
+            own = _Rows(
+                rows[start:stop],
+                offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start,
+                row_weight[start:stop] if scaled else None,
+                None if buffers.inner is None else buffers.inner[start:stop],
+                out[start:stop],
+            )
+            self._multiply_wave(wave, own)
+        if shared is not None:
+            streams.join("shared", shared)
+        return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
+
+    def _multiply_wave(self, wave: Wave, own: _Rows) -> None:
+        part = slice(wave.start, wave.stop)
+        inner = self._activated(own.rows, own.offsets, own.weight, own.inner, part)
+        if isinstance(inner, QuantizedTensor):
+            down, dtype = self._weight("down_proj", part), own.rows.dtype
+            grouped_gemm(inner, down, own.offsets, settled=True, out_dtype=dtype, out=own.out)
+        else:
+            self._project("down_proj", inner, own.offsets, own.out, part)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
         """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.
@@ -154,12 +245,13 @@ class DeepseekV4Experts(ExpertWeights):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
+        experts: int,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        That of FP8 activations does, and Blackwell's of NVFP4: the rows are not written, read and
-        written again.
+        Ids are below ``experts``. The first GEMM of FP8 activations takes codes, and Blackwell's of
+        NVFP4, so the rows are not written, read and written again.
         """
         held: Any = {
             "first_expert": self.first_expert,
@@ -168,10 +260,10 @@ class DeepseekV4Experts(ExpertWeights):
         rounds = self._rounds and self.layout != LINEAR
         quantises = self._quantises and self.layout == SWIZZLED
         if x.dtype != torch.bfloat16 or not (rounds or quantises):
-            return moe_sort(x, ids, weights, self.num_experts, out=out, **held)
-        order, offsets, row_of_slot = moe_permute(ids, self.num_experts, **held)
+            return moe_sort(x, ids, weights, experts, out=out, **held)
+        order, offsets, row_of_slot = moe_permute(ids, experts, **held)
         if rounds:
-            layout = code_layout(self.quantized_weight("gate_up_proj"))
+            layout = code_layout(self._weight("gate_up_proj", _ALL))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
         else:
             scale = self.gate_up_proj_input_scale
@@ -195,25 +287,28 @@ class DeepseekV4Experts(ExpertWeights):
         offsets: torch.Tensor,
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
+        part: slice = _ALL,
     ) -> torch.Tensor | QuantizedTensor:
         """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
-        It is quantised if the layer is packed and the second GEMM would do so, to NVFP4 only with
-        given scales.
+        The experts are those of ``part``. The result is quantised if the layer is packed and the
+        second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
         options: Any = {"row_weight": row_weight}
         if isinstance(rows, torch.Tensor):
             if self.layout == LINEAR:
-                gate_up = self._project(name, rows, offsets)
+                gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets)
+            activation, scale = self._quantising(name, rows, offsets, part)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self.quantized_weight(name), offsets, self.limit)
+        operands = (rows, self._weight(name, part), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
-            return grouped_gemm_swiglu_quantize(*operands, self.down_proj_input_scale, **options)
+            result_scale = self.down_proj_input_scale
+            result_scale = result_scale if part == _ALL else result_scale[part]
+            return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self.quantized_weight("down_proj"))
+            layout = code_layout(self._weight("down_proj", part))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
@@ -223,14 +318,15 @@ class DeepseekV4Experts(ExpertWeights):
         rows: torch.Tensor,
         offsets: torch.Tensor,
         out: torch.Tensor | None = None,
+        part: slice = _ALL,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets)
+        activation, scale = self._quantising(name, rows, offsets, part)
         if self.format is None:
-            return grouped_gemm(rows, getattr(self, name), offsets, out=out)
-        weight = self.quantized_weight(name)
+            weight = getattr(self, name)
+            return grouped_gemm(rows, weight if part == _ALL else weight[part], offsets, out=out)
         return grouped_gemm(
             rows,
-            weight,
+            self._weight(name, part),
             offsets,
             activation=activation,
             input_scale=scale,
@@ -238,14 +334,29 @@ class DeepseekV4Experts(ExpertWeights):
             out=out,
         )
 
+    def _weight(self, name: str, part: slice) -> QuantizedTensor:
+        """Return the quantised matrices of some experts, a view."""
+        weight = self.quantized_weight(name)
+        if part == _ALL:
+            return weight
+        scale, exponent = weight.global_scale, weight.row_exponent
+        return replace(
+            weight,
+            codes=weight.codes[part],
+            scales=weight.scales[part],
+            global_scale=None if scale is None else scale[part],
+            row_exponent=None if exponent is None else exponent[part],
+        )
+
     def _quantising(
-        self, name: str, rows: torch.Tensor, offsets: torch.Tensor
+        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: slice
     ) -> tuple[str, torch.Tensor | None]:
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
             self._observe(name, rows, offsets)
         if self._quantises:
-            return "nvfp4", getattr(self, name + "_input_scale")
+            scale = getattr(self, name + "_input_scale")
+            return "nvfp4", scale if scale is None or part == _ALL else scale[part]
         return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -89,39 +89,62 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         input_ids: torch.Tensor | None = None,
         *,
         reduce: bool = True,
+        routed: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
         Without ``reduce`` the result on several ranks is this rank's part of the sum. Where each
         rank has tokens of its own, their sums are whole in any case, and tokens whose id is
-        ``UNROUTED`` go to no expert.
+        ``UNROUTED`` go to no expert. ``routed [B * S]``, int64, is negative for such tokens in any
+        case; None: all others go to some.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
         if self.exchange is not None:
-            return self._exchanged(self.exchange, flat, input_ids).view(hidden_states.shape)
-        output = self._partial(flat, hidden_states, input_ids)
+            exchanged = self._exchanged(self.exchange, flat, input_ids, routed)
+            return exchanged.view(hidden_states.shape)
+        output = self._partial(flat, hidden_states, input_ids, routed)
         if reduce:
             output = all_reduce(self.parallel, output)
         return output.view(hidden_states.shape)
 
+    def _route(
+        self, hidden: torch.Tensor, ids: torch.Tensor | None, routed: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and experts ``[T, k]`` of tokens ``[..., H]``.
+
+        Args:
+            hidden: The tokens.
+            ids: Their ids ``[...]``, which hash layers read.
+            routed: ``[T]`` int64, negative for a token that goes to no expert; None: no such token.
+        """
+        arguments = (hidden, ids) if self.is_hash else (hidden,)
+        # A router of somebody else's may not take the argument.
+        options = {} if routed is None else {"routed": routed}
+        _, weights, indices = self.gate(*arguments, **options)
+        return weights, indices
+
     def _partial(
-        self, flat: torch.Tensor, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
+        self,
+        flat: torch.Tensor,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        routed: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the part ``[T, H]`` of the sum that is computed here."""
-        arguments = (hidden_states, input_ids) if self.is_hash else (hidden_states,)
+        arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
         if mlp is None:
-            _, weights, indices = self.gate(*arguments)
+            weights, indices = self._route(*arguments)
             return self.experts(flat, indices, weights)
         if flat.shape[0] < _RESERVING_TOKENS:
             with streams.on("shared"):
                 shared = mlp(flat)
-            _, weights, indices = self.gate(*arguments)
+            weights, indices = self._route(*arguments)
         else:
-            _, weights, indices = self.gate(*arguments)
+            weights, indices = self._route(*arguments)
             with streams.on("shared"):
                 if type(mlp) is DeepseekV4MLP:
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
@@ -130,7 +153,11 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         return self.experts(flat, indices, weights, shared, streams)
 
     def _exchanged(
-        self, exchange: ExpertExchange, flat: torch.Tensor, input_ids: torch.Tensor | None
+        self,
+        exchange: ExpertExchange,
+        flat: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        routed: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output ``[T, H]`` for this rank's tokens, by the experts of all ranks."""
         mlp, streams = self.shared_experts, side_streams(flat)
@@ -138,8 +165,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         with streams.on("shared"):
             shared = mlp(flat)
         own = None if input_ids is None else input_ids.reshape(-1)
-        arguments = (flat, own if own is None else own.clamp(min=0)) if self.is_hash else (flat,)
-        _, weights, indices = self.gate(*arguments)
+        weights, indices = self._route(flat, own if own is None else own.clamp(min=0), routed)
         if own is not None:
             indices = indices.masked_fill((own == UNROUTED).unsqueeze(1), -1)
         return exchange.run(self.experts, flat, indices, weights, shared, streams)

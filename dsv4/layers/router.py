@@ -49,9 +49,12 @@ class DeepseekV4TopKRouter(_Router):
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(
-        self, hidden_states: torch.Tensor
+        self, hidden_states: torch.Tensor, *, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits ``[T, E]``, weights ``[T, k]`` and int64 expert ids ``[T, k]``."""
+        """Return logits ``[T, E]``, weights ``[T, k]`` and int64 expert ids ``[T, k]``.
+
+        ``routed``: ``[T]`` int64, negative for a token whose ids are all -1; None: there is none.
+        """
         flat = self._flat(hidden_states)
         return route_topk(
             flat,
@@ -60,6 +63,7 @@ class DeepseekV4TopKRouter(_Router):
             top_k=self.top_k,
             scaling_factor=self.routed_scaling_factor,
             logits_dtype=self._logits_dtype(flat),
+            routed=routed,
         )
 
 
@@ -74,7 +78,11 @@ class DeepseekV4HashRouter(_Router):
         self.register_buffer("tid2eid", torch.zeros(vocab, self.top_k, dtype=torch.long))
 
     def forward(
-        self, hidden_states: torch.Tensor, input_ids: torch.Tensor | None
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        *,
+        routed: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Route like the top-k router, with ``input_ids [...]`` of as many tokens.
 
@@ -94,4 +102,5 @@ class DeepseekV4HashRouter(_Router):
             input_ids.reshape(-1),
             scaling_factor=self.routed_scaling_factor,
             logits_dtype=self._logits_dtype(flat),
+            routed=routed,
         )

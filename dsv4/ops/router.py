@@ -11,6 +11,7 @@ from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 
 Routing = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_ROUTED = (torch.int64,)
 
 
 class RouteTopkArgs(NamedTuple):
@@ -23,6 +24,7 @@ class RouteTopkArgs(NamedTuple):
         top_k: Experts per token.
         scaling_factor: Multiplied into the weights.
         logits_dtype: Dtype of the logits, floating.
+        routed: ``[T]`` int64, negative for a token that goes to no expert; None: all go to some.
     """
 
     x: torch.Tensor
@@ -31,6 +33,7 @@ class RouteTopkArgs(NamedTuple):
     top_k: int
     scaling_factor: float
     logits_dtype: torch.dtype
+    routed: torch.Tensor | None
 
 
 class RouteHashArgs(NamedTuple):
@@ -43,6 +46,7 @@ class RouteHashArgs(NamedTuple):
         input_ids: ``[T]`` int, token ids.
         scaling_factor: Multiplied into the weights.
         logits_dtype: Dtype of the logits, floating.
+        routed: See ``RouteTopkArgs``.
     """
 
     x: torch.Tensor
@@ -51,6 +55,7 @@ class RouteHashArgs(NamedTuple):
     input_ids: torch.Tensor
     scaling_factor: float
     logits_dtype: torch.dtype
+    routed: torch.Tensor | None
 
 
 def _outputs(
@@ -86,6 +91,7 @@ def route_topk(
     top_k: int,
     scaling_factor: float,
     logits_dtype: torch.dtype = torch.float32,
+    routed: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Routing:
     """Choose each token's experts by their learned scores (specification, section 8.1).
@@ -106,6 +112,8 @@ def route_topk(
         scaling_factor: ``routed_scaling_factor`` of the configuration.
         logits_dtype: Dtype that the operands are cast to and the product is rounded to; float64
             ``x`` is always multiplied in float64.
+        routed: ``[T]`` int64: the ids of a token with a negative number are -1, which ``moe_sort``
+            leaves out; its weights mean nothing. None: all tokens have experts.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -122,12 +130,15 @@ def route_topk(
         ("x", x, _check.FLOATS, ("T", "H")),
         ("weight", weight, _check.FLOATS, ("E", "H")),
         ("bias", bias, _check.FLOATS, ("E",)),
+        ("routed", routed, _ROUTED, ("T",)),
     )
     logits_dtype = _logits_dtype("route_topk", x, logits_dtype)
     experts = weight.shape[0]
     if not 1 <= top_k <= experts:
         raise ValueError(f"route_topk: top_k is {top_k}, wanted 1 to {experts} (the experts)")
-    return _route_topk(RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype), backend)
+    return _route_topk(
+        RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype, routed), backend
+    )
 
 
 @planned
@@ -139,6 +150,7 @@ def route_hash(
     *,
     scaling_factor: float,
     logits_dtype: torch.dtype = torch.float32,
+    routed: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> Routing:
     """Look up each token's experts by its token id (specification, section 8.1, layers 0 to 2).
@@ -157,6 +169,7 @@ def route_hash(
         input_ids: ``[T]``, int32 or int64, token ids 0 to V-1, also for padding tokens.
         scaling_factor: ``routed_scaling_factor`` of the configuration.
         logits_dtype: See ``route_topk``.
+        routed: See there.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -175,10 +188,11 @@ def route_hash(
         ("weight", weight, _check.FLOATS, ("E", "H")),
         ("tid2eid", tid2eid, _check.INTEGERS, ("V", "k")),
         ("input_ids", input_ids, _check.INTEGERS, ("T",)),
+        ("routed", routed, _ROUTED, ("T",)),
     )
     logits_dtype = _logits_dtype("route_hash", x, logits_dtype)
     return _route_hash(
-        RouteHashArgs(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype), backend
+        RouteHashArgs(x, weight, tid2eid, input_ids, scaling_factor, logits_dtype, routed), backend
     )
 
 

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from dsv4.parallel.context import ParallelContext, RankError
+
+# Seconds that a rank waits for work of its device, in which it may wait for other ranks: longer
+# than a step takes, and than the push kernels wait for a peer.
+DEVICE_PATIENCE = 40.0
+_SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at the device
 
 
 @contextmanager
@@ -41,6 +47,35 @@ def agree(context: ParallelContext, values: Mapping[str, Any]) -> None:
                     f"{name} is {first.get(name)} on rank 0 and {theirs.get(name)} on rank {rank}, "
                     "wanted the same on all ranks"
                 )
+
+
+def wait_for_device(is_done: Callable[[], bool]) -> None:
+    """Wait for work of this rank's device that may wait for other ranks.
+
+    Args:
+        is_done: Returns whether the work has ended, ``torch.cuda.Event.query`` for instance.
+
+    Raises:
+        RankError: if it does not end, or ends with an error, as it does if a rank is gone.
+    """
+    began, pause = time.monotonic(), _SHORTEST
+    try:
+        while not is_done():
+            waited = time.monotonic() - began
+            if waited > DEVICE_PATIENCE:
+                raise RankError(
+                    f"the device did not end a step in {DEVICE_PATIENCE:.0f} s: a rank ended or "
+                    "did not answer"
+                )
+            time.sleep(pause)
+            pause = min(_LONGEST, _SHORTEST + waited / 100)
+    except RankError:
+        raise
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise RankError(
+            f"the device ended a step with an error, as it does if a rank is gone: {first}"
+        ) from error
 
 
 def digest(value: Any) -> str:

@@ -49,6 +49,22 @@ TENSOR, DATA = "tp", "dp"
 MODES = (TENSOR, DATA)
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share a model, where none of them need be there.
+
+    Attributes:
+        size: How many.
+        mode: See ``ParallelContext``.
+    """
+
+    size: int = 1
+    mode: str = TENSOR
+
+
+ALONE = Ranks()
+
+
 @dataclass(frozen=True, eq=False)
 class ParallelContext:
     """A rank of several. Modules that hold one hold this rank's share of weights.
@@ -77,6 +93,11 @@ class ParallelContext:
             )
         if self.mode not in MODES:
             raise ValueError(f"ParallelContext: mode is {self.mode!r}, wanted one of {MODES}")
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return all of them."""
+        return Ranks(self.size, self.mode)
 
     def __repr__(self) -> str:
         return f"ParallelContext(mode={self.mode!r}, rank={self.rank}, size={self.size})"

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
-from dsv4.parallel import groups, mailboxes
+from dsv4.parallel import groups, mailboxes, opening
 from dsv4.parallel import moe_exchange as collectives
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.mailboxes import Mailbox
@@ -37,31 +37,31 @@ def open_exchange(
 def open_for(
     context: ParallelContext | None, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> Mailbox | None:
-    """Make the mailboxes of a rank, if it exchanges bfloat16 tokens over NCCL's GPUs.
+    """Make the mailboxes of a rank, if it exchanges bfloat16 tokens with GPUs.
 
     Collective over the ranks. Those of an earlier model of the group are used again. Where the GPUs
-    cannot share memory, that is logged on rank 0, and NCCL moves the tokens.
+    cannot share memory, that is logged on rank 0, and the process group moves the tokens.
     """
     if context is None or not has_own_tokens(context) or dtype != torch.bfloat16:
         return None
     group = context.group.name
-    if device.type != "cuda" or not group or groups.transport(group, device) != "nccl":
+    if device.type != "cuda" or not group:
         return None
-    layout = RowLayout(config.num_experts_per_tok, config.hidden_size)
+    layout = RowLayout.of_model(config)
     mailbox, reason = mailboxes.of_group(group), ""
     holds = mailbox is not None and layout.unfit(mailbox, PUSHED_TOKENS) is None
     if all(context.group.exchange(holds)):
         return mailbox
     try:
-        mailbox = mailboxes.symmetric(group, layout.nbytes(PUSHED_TOKENS), device)
+        mailbox = opening.make(context.group, layout.nbytes(PUSHED_TOKENS), device)
     except RuntimeError as error:
         reason = str(error)
     reasons = list(filter(None, context.group.exchange(reason)))
-    if not reasons and mailbox is not None:
+    if not reasons and mailbox is not None and groups.transport(group, device) == "nccl":
         mailbox.defect = mailbox.defect or checked(mailbox, group, layout, config.n_routed_experts)
         reasons = list(filter(None, [mailbox.defect]))
     if reasons and context.rank == 0:
-        _logger.warning("tokens are exchanged by NCCL, not pushed: %s", reasons[0])
+        _logger.warning("tokens are exchanged by the process group, not pushed: %s", reasons[0])
     return None if reasons else mailbox
 
 

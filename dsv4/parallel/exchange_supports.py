@@ -69,10 +69,11 @@ def _push(call: Call, rows: torch.Tensor, ids: torch.Tensor) -> str | None:
             f"group {call.args.group!r} has no mailboxes, which "
             "dsv4.parallel.mailboxes.symmetric makes"
         )
-    return _no_kernel(call, mailbox) or RowLayout.of(rows, ids).unfit(mailbox, ids.shape[0])
+    return _no_kernel(call, mailbox, rows) or RowLayout.of(rows, ids).unfit(mailbox, ids.shape[0])
 
 
-def _no_kernel(call: Call, mailbox: Mailbox) -> str | None:
-    if mailbox.device != call.device:
+def _no_kernel(call: Call, mailbox: Mailbox, rows: torch.Tensor) -> str | None:
+    # While kernels are listed both are on the meta device, whatever device the call is for.
+    if mailbox.device not in (call.device, rows.device):
         return f"the mailboxes are on {mailbox.device}, the tokens are on {call.device}"
     return no_triton(call.device) or mailbox.defect

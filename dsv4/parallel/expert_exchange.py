@@ -21,6 +21,7 @@ from dsv4.ops.moe_exchange import (
     moe_send,
 )
 from dsv4.overlap import IN_ORDER, Streams
+from dsv4.parallel import groups
 from dsv4.parallel.context import ParallelContext
 from dsv4.reference.moe_exchange import Rank, collect, send
 
@@ -28,6 +29,16 @@ from dsv4.reference.moe_exchange import Rank, collect, send
 # bounds the memory of the sorted rows (403 MB for Flash).
 ROWS = 8192
 Experts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def piece_of(ranks: int) -> int:
+    """Return the tokens of each rank that are sent at once."""
+    return max(1, ROWS // ranks)
+
+
+def rows_of(tokens: int, ranks: int) -> int:
+    """Return the most rows that the experts of a rank get at once in a step of ``tokens`` each."""
+    return ranks * min(tokens, piece_of(ranks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +59,11 @@ class ExpertExchange:
     @property
     def piece(self) -> int:
         """Tokens of a rank that are sent at once."""
-        return max(1, ROWS // self.context.size)
+        return piece_of(self.context.size)
 
     def rows_of(self, tokens: int) -> int:
         """Return the most rows that the experts of a rank get at once in a step."""
-        return self.context.size * min(tokens, self.piece)
+        return rows_of(tokens, self.context.size)
 
     def run(
         self,
@@ -78,7 +89,7 @@ class ExpertExchange:
             ValueError: if the ranks have not equally many tokens (on the CPU; undefined on a GPU).
         """
         tokens = x.shape[0]
-        if not self._is_on_gpu(x):
+        if not self._is_by_operators(x):
             self._check_tokens(tokens)
         results = []
         for start in range(0, max(tokens, 1), self.piece):
@@ -91,9 +102,13 @@ class ExpertExchange:
             results.append(self._return(y, received, ids[part], own))
         return results[0] if len(results) == 1 else torch.cat(results)
 
-    def _is_on_gpu(self, x: torch.Tensor) -> bool:
-        """Return whether the operators exchange; else the group's own exchange of tensors does."""
-        return x.is_cuda and bool(self.context.group.name)
+    def _is_by_operators(self, x: torch.Tensor) -> bool:
+        """Return whether the operators exchange; else the group's own exchange of tensors does.
+
+        That one ends when another rank fails, which GPUs leave to the step's end.
+        """
+        group = self.context.group.name
+        return bool(group) and (x.device.type != "cpu" or groups.emulated_ranks(group) is not None)
 
     def _check_tokens(self, tokens: int) -> None:
         own = torch.tensor([tokens], dtype=torch.int64, device="cpu")
@@ -107,7 +122,7 @@ class ExpertExchange:
 
     def _send(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Received:
         group = self.context.group.name
-        if self._is_on_gpu(x):
+        if self._is_by_operators(x):
             return moe_send(x, ids, weights, self.num_experts, group)
         return send(MoeSendArgs(x, ids, weights, self.num_experts, group), self._rank)
 
@@ -119,7 +134,7 @@ class ExpertExchange:
         shared: torch.Tensor | None,
     ) -> torch.Tensor:
         group = self.context.group.name
-        if self._is_on_gpu(y):
+        if self._is_by_operators(y):
             return moe_return(y, received, ids, self.num_experts, group, shared=shared)
         args = MoeReturnArgs(y, received, ids, shared, self.num_experts, group)
         return collect(args, self._rank)

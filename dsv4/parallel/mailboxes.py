@@ -31,6 +31,7 @@ MOST_RANKS = 16
 _SMALLEST_CHUNK = 64  # elements of a slot for each flag: rows may be shorter than a chunk
 _BYTES = 2  # of an element, which is bfloat16
 _ALIGNMENT = 16
+_EMULATED = "emulated"
 _COUNTERS = 2  # calls so far; programs of the running call that have ended
 
 _OPEN: weakref.WeakValueDictionary[str, Mailbox] = weakref.WeakValueDictionary()
@@ -64,6 +65,11 @@ class Mailbox:
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self.slots)
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether the other ranks are copies of this one, in an emulated group."""
+        return self.kind == _EMULATED
 
     @property
     def capacity(self) -> int:
@@ -221,7 +227,7 @@ def emulated(ranks: int, nbytes: int, device: torch.device | str = "cpu") -> Mai
             for i in range(shape.ranks)
         ),
         counter,
-        "emulated",
+        _EMULATED,
         owner=(slots, flags),
     )
     _OPEN[groups.emulated_name(ranks)] = mailbox

@@ -8,7 +8,7 @@ import torch
 
 from dsv4.ops.all_reduce import AllReduceArgs
 from dsv4.parallel import all_reduce, groups, mailboxes, supports
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import Group, ParallelContext
 from dsv4.parallel.mailboxes import Mailbox
 from dsv4.parallel.process_group import DistributedGroup
 
@@ -46,19 +46,31 @@ def open_mailboxes(context: ParallelContext, device: torch.device) -> None:
 
 
 def _made(context: ParallelContext, group: DistributedGroup, device: torch.device) -> Mailbox:
-    """Make them in symmetric memory, or by IPC handles if all ranks are on one GPU."""
+    """Make mailboxes for sums, and check torch's own kernels if there is memory for them."""
     nbytes = supports.pushed_bytes(context.size)
-    if groups.transport(group.name, device) == "nccl":
-        mailbox = mailboxes.symmetric(group.name, nbytes, device, supports.TWO_SHOT_BYTES)
-        if _torch_kernels_are_wrong(context, mailbox):
-            _logger.warning("torch's sums in symmetric memory failed their check and are not used")
-            mailbox.workspace = None
-        return mailbox
+    mailbox = make(group, nbytes, device, supports.TWO_SHOT_BYTES)
+    if mailbox.workspace is not None and _torch_kernels_are_wrong(context, mailbox):
+        _logger.warning("torch's sums in symmetric memory failed their check and are not used")
+        mailbox.workspace = None
+    return mailbox
+
+
+def make(group: Group, nbytes: int, device: torch.device, workspace_bytes: int = 0) -> Mailbox:
+    """Make mailboxes in symmetric memory, or by IPC handles if all ranks are on one GPU.
+
+    Collective; see ``mailboxes.symmetric`` for the arguments.
+
+    Raises:
+        RuntimeError: if the GPUs cannot share memory.
+    """
+    transport = groups.transport(group.name, device)
+    if transport == "nccl":
+        return mailboxes.symmetric(group.name, nbytes, device, workspace_bytes)
     gpus = set(group.exchange(str(torch.cuda.get_device_properties(device).uuid)))
     if len(gpus) > 1:
         raise RuntimeError(
-            f"the group's backend for cuda tensors is {groups.transport(group.name, device)!r}, "
-            "wanted 'nccl' for mailboxes between GPUs"
+            f"the group's backend for cuda tensors is {transport!r}, wanted 'nccl' for mailboxes "
+            "between GPUs"
         )
     return mailboxes.ipc(group.name, nbytes, device)
 

@@ -65,13 +65,13 @@ def context_of(
     if isinstance(device_mesh, ParallelContext):
         return replace(device_mesh, mode=parallel)
     _refuse_multicast()
-    group = _process_group(device_mesh, device)
+    group = _process_group(device_mesh, parallel, device)
     if group.size() == 1:
         return None
     return ParallelContext(group.rank(), group.size(), DistributedGroup(group), parallel)
 
 
-def _process_group(mesh: Any, device: torch.device) -> Any:
+def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     if not isinstance(mesh, dist.device_mesh.DeviceMesh):
@@ -83,7 +83,7 @@ def _process_group(mesh: Any, device: torch.device) -> Any:
         names = mesh.mesh_dim_names or ()
         raise ValueError(
             f"device_mesh has {mesh.ndim} dimensions {tuple(names)}, wanted one, for instance "
-            "device_mesh['tp']"
+            f"device_mesh[{parallel!r}]"
         )
     if mesh.device_type != device.type:
         raise ValueError(
@@ -244,18 +244,23 @@ class DistributedGroup:
             raise failure from error
 
     def _wait(self, work: Any) -> None:
-        failed_at: float | None = None
-        while True:
-            try:
-                work.wait(_POLL)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-            if failed_at is None and self._store.check([self._key]):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > _GRACE:
-                raise RuntimeError("it waits for a rank that failed")
+        try:
+            failed_at: float | None = None
+            while True:
+                try:
+                    work.wait(_POLL)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                if failed_at is None and self._store.check([self._key]):
+                    failed_at = time.monotonic()
+                if failed_at is not None and time.monotonic() - failed_at > _GRACE:
+                    raise RuntimeError("it waits for a rank that failed")
+        finally:
+            # An error's traceback keeps this frame, and the work keeps connections, for whose end
+            # other ranks wait.
+            del work
 
     def _failed(self, error: RuntimeError) -> RankError:
         """Return the error that says which rank failed, and why if it is known."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.config import ModelConfig
 from dsv4.parallel.mailboxes import Mailbox
 
 _ALIGNED = 16  # elements of 2 bytes: rows begin at multiples of 32 bytes
@@ -28,6 +29,11 @@ class RowLayout:
     def of(cls, rows: torch.Tensor, ids: torch.Tensor) -> RowLayout:
         """Return the layout of ``rows [R, H]`` with ``ids [T, k]``."""
         return cls(ids.shape[1], rows.shape[1])
+
+    @classmethod
+    def of_model(cls, config: ModelConfig) -> RowLayout:
+        """Return the layout of a model's tokens."""
+        return cls(config.num_experts_per_tok, config.hidden_size)
 
     @property
     def head(self) -> int:

@@ -22,16 +22,24 @@ class Rank:
         rank: Its number.
         size: Number of ranks.
         gather: Function that returns a tensor of each rank, in the order of ranks.
+        are_copies: Whether the other ranks are copies of this one, which hold its experts and send
+            it what it sends them.
     """
 
     rank: int
     size: int
     gather: Gather
+    are_copies: bool = False
 
     @classmethod
     def of_group(cls, group: str) -> Rank:
         """Return this process's rank of a group."""
-        return cls(groups.rank(group), groups.size(group), lambda own: groups.gather(own, group))
+        return cls(
+            groups.rank(group),
+            groups.size(group),
+            lambda own: groups.gather(own, group),
+            groups.emulated_ranks(group) is not None,
+        )
 
 
 def moe_send(args: MoeSendArgs) -> Received:
@@ -86,14 +94,24 @@ def has_expert(ids: torch.Tensor, rank: int, experts: int) -> torch.Tensor:
 def collect(args: MoeReturnArgs, rank: Rank) -> torch.Tensor:
     """Gather the results of all ranks, and add those of this rank's tokens."""
     shape = (rank.size, args.ids.shape[0], args.y.shape[1])
+    if rank.are_copies:
+        return summed(args.y.reshape(shape).unbind(0), args, [rank.rank] * rank.size)
     return summed([y.view(shape)[rank.rank] for y in rank.gather(args.y.contiguous())], args)
 
 
-def summed(parts: Sequence[torch.Tensor], args: MoeReturnArgs) -> torch.Tensor:
-    """Add the ranks' parts ``[T, H]`` of this rank's tokens, and the shared expert."""
+def summed(
+    parts: Sequence[torch.Tensor], args: MoeReturnArgs, ranks: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Add the ranks' parts ``[T, H]`` of this rank's tokens, and the shared expert.
+
+    Args:
+        parts: Of each rank.
+        args: Arguments of ``moe_return``.
+        ranks: The ranks whose experts made the parts; None: each its own.
+    """
     wide = compute_dtype(args.y)
     total = torch.zeros_like(parts[0], dtype=wide)
-    for rank, part in enumerate(parts):
+    for rank, part in zip(ranks or range(len(parts)), parts, strict=True):
         sent = has_expert(args.ids, rank, args.num_experts // len(parts)).unsqueeze(1)
         total = torch.where(sent, total + part, total)
     if args.shared is not None:

@@ -19,7 +19,7 @@ def route_topk(args: RouteTopkArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     # A stable sort, because topk leaves the order of equal scores open.
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, : args.top_k].contiguous()
     weights = _weights(scores, ids, args.scaling_factor)
-    return logits, _poison(weights, logits.isfinite().all(-1)), ids
+    return logits, _poison(weights, logits.isfinite().all(-1)), _chosen(ids, args.routed)
 
 
 def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -28,7 +28,8 @@ def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     scores = _sqrt_softplus(logits.to(compute_dtype(args.x)))
     ids, known = _look_up(args.tid2eid, args.input_ids, args.weight.shape[0])
     weights = _weights(scores, ids, args.scaling_factor)
-    return logits, _poison(weights, logits.isfinite().all(-1) & known), ids
+    good = logits.isfinite().all(-1) & known
+    return logits, _poison(weights, good), _chosen(ids, args.routed)
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -47,6 +48,10 @@ def _weights(scores: torch.Tensor, ids: torch.Tensor, scaling_factor: float) -> 
 
 def _poison(weights: torch.Tensor, good: torch.Tensor) -> torch.Tensor:
     return torch.where(good.unsqueeze(-1), weights, torch.nan)
+
+
+def _chosen(ids: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
+    return ids if routed is None else ids.masked_fill((routed < 0).unsqueeze(-1), -1)
 
 
 def _look_up(

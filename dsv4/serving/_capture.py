@@ -50,6 +50,11 @@ def _obstacle(
     for name, layer in modules:
         if _observed(layer):
             return f"{name} is being calibrated, and its observer reads activations on the host"
+        if isinstance(layer, DeepseekV4Experts) and layer.hosted is not None:
+            reason = layer.hosted.obstacle(max(tokens) * layer.num_experts_per_tok)
+            if reason is not None:
+                most = layer.hosted.cached_slots // layer.num_experts_per_tok
+                return f"{name}: {reason}; wanted at most {most} tokens in a decode step"
         if isinstance(layer, DeepseekV4Experts):
             reason = _wait(layer, tokens, dtype, device)
             if reason is not None:

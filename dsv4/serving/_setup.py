@@ -14,6 +14,7 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.layer_cache import WINDOW_PAGE
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers._workspace import Workspace
+from dsv4.layers.host_experts import slot_tokens
 from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import prompts
@@ -186,6 +187,8 @@ def check_prompt_buckets(
     """
     if buckets is None:
         most = min(max_chunk, prompts.BUCKETS[-1], *_reserved_tokens(model))
+        if captured:  # with more, a step of experts in host memory is planned on the host
+            most = min(most, *slot_tokens(model))
         smaller = {size for size in prompts.BUCKETS if size < most}
         return tuple(sorted(smaller | {most})) if captured or deterministic else ()
     if deterministic:

@@ -1,23 +1,20 @@
-"""The choice of a runner's draft, and the state that the draft keeps of each sequence."""
+"""The choice of a runner's draft, and how drafts are accepted."""
 
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from dsv4.kv_cache.batch import CacheStep
 from dsv4.kv_cache.layer_cache import ROLLBACK
-from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.serving._capture import obstacle
 from dsv4.serving.sampler import Parameters, Variant
-from dsv4.speculation.dspark import DSparkDraft, argmax
-from dsv4.speculation.mtp import Drafts, MtpDraft
-from dsv4.speculation.verify import Verified, draw_draft, verify_same_draws
+from dsv4.speculation.draft_costs import DraftCosts
+from dsv4.speculation.verify import Verified, verify_same_draws
 
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
@@ -52,18 +49,33 @@ class DraftPlan:
 
     Attributes:
         method: ``"mtp"`` or ``"dspark"``.
-        tokens: Drafted tokens per step.
+        tokens: Most drafted tokens of a sequence per step.
+        by_size: Whether steps have fewer, or none, at numbers of sequences at which as many do not
+            pay, see ``DraftCosts.best``.
+        threshold: Least probability of acceptance of a draft that is verified, by the draft's
+            confidence; None: what ``DraftCosts`` says, or, without a confidence, all are verified.
     """
 
     method: str
     tokens: int
+    by_size: bool = False
+    threshold: float | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of a runner with this plan."""
+        return {
+            "speculate": AUTO if self.by_size else self.method,
+            "draft_tokens": self.tokens,
+            "confidence_threshold": self.threshold,
+        }
 
     def within(self, max_tokens: int) -> DraftPlan:
         """Return the plan for sequences of at most some tokens, 2 and up."""
-        return DraftPlan(self.method, min(self.tokens, max_tokens - 1))
+        return replace(self, tokens=min(self.tokens, max_tokens - 1))
 
     def __str__(self) -> str:
-        return f"{self.tokens} {self.method} draft{'s' * (self.tokens > 1)} a step"
+        most = "up to " if self.by_size else ""
+        return f"{most}{self.tokens} {self.method} draft{'s' * (self.tokens > 1)} a step"
 
 
 @dataclass(frozen=True)
@@ -73,10 +85,56 @@ class Drafting:
     Attributes:
         plan: How; None: they are not.
         reason: Why not, if a draft was asked for.
+        costs: What drafts cost, where the plan depends on it.
+        sizes: Numbers of sequences that steps are padded to, ascending.
     """
 
     plan: DraftPlan | None = None
     reason: str = ""
+    costs: DraftCosts | None = field(default=None, repr=False)
+    sizes: tuple[int, ...] = field(default=(), repr=False)
+
+    def at_sizes(self, model: DeepseekV4ForCausalLM, sizes: Sequence[int]) -> Drafting:
+        """Return the drafts of steps of these numbers of sequences, by what they cost.
+
+        If they are not to be made where they do not pay, and pay nowhere, there are none.
+        """
+        plan = self.plan
+        if plan is None or not (plan.by_size or _has_confidence(model, plan.method)):
+            return replace(self, sizes=tuple(sizes))
+        costs = DraftCosts.of(model, plan.method, plan.tokens, plan.threshold)
+        drafting = replace(self, costs=costs, sizes=tuple(sizes))
+        _logger.info("%s, by the number of sequences:\n%s", drafting, drafting.explain())
+        most = max(map(drafting.drafts_at, sizes))
+        if most:
+            return replace(drafting, plan=replace(plan, tokens=most))
+        reason = f"drafts would be slower at {sizes[0]} to {sizes[-1]} sequences, by bytes read"
+        return Drafting(None, reason, costs, tuple(sizes))
+
+    def drafts_at(self, sequences: int) -> int:
+        """Return the drafts of each sequence in a step of some."""
+        if self.plan is None:
+            return 0
+        if self.costs is None or not self.plan.by_size:
+            return self.plan.tokens
+        return self.costs.best(sequences).drafts
+
+    def theta_at(self, sequences: int) -> float | None:
+        """Return the least probability of acceptance of a draft that is verified; None: any."""
+        drafts = self.drafts_at(sequences)
+        if self.costs is None or not drafts:
+            return None
+        return self.costs.choice(sequences, drafts).theta or None
+
+    def explain(self) -> str:
+        """Return, for each number of sequences, the drafts, and the times that decide on them.
+
+        Times are computed from the bytes and operations of a step for an H100, see
+        ``dsv4.speculation.draft_costs``.
+        """
+        if self.costs is None:
+            return str(self)
+        return self.costs.explain([(size, self.drafts_at(size)) for size in self.sizes])
 
     def __str__(self) -> str:
         if self.plan is not None:
@@ -89,6 +147,7 @@ def drafting_of(
     speculate: str | None,
     draft_tokens: int | None = None,
     *,
+    threshold: float | None = None,
     deterministic: bool = False,
 ) -> Drafting:
     """Choose the draft of a model.
@@ -98,18 +157,22 @@ def drafting_of(
         speculate: ``"mtp"`` or ``"dspark"``; ``"auto"``: the one that the model holds, if it can
             be used; None: none.
         draft_tokens: Drafted tokens per step; None: 2 of MTP, all of a DSpark block.
+        threshold: ``confidence_threshold`` of ``Runner``.
         deterministic: Whether the runner is.
 
     Raises:
-        TypeError: if ``draft_tokens`` is no int.
+        TypeError: if ``draft_tokens`` is no int, or ``confidence_threshold`` no number.
         ValueError: if ``speculate`` is no method, or one that cannot be used, or ``draft_tokens``
-            is not within what the draft can make, or comes without a method.
+            is not within what the draft can make, or comes without a method; likewise
+            ``confidence_threshold``, for which the draft needs a confidence head.
     """
     if speculate is not None and speculate not in METHODS:
         words = ", ".join(map(repr, METHODS))
         raise ValueError(f"speculate is {speculate!r}, wanted {words} or None")
     if draft_tokens is not None:
         _check_tokens(draft_tokens, speculate)
+    if threshold is not None:
+        _check_threshold(threshold, speculate)
     if speculate is None:
         return Drafting()
     held = _held(model)
@@ -122,7 +185,13 @@ def drafting_of(
             _say(model, reason)
         return Drafting(reason=reason)
     assert method is not None
-    return Drafting(DraftPlan(method, _count(model, method, draft_tokens)))
+    if threshold is not None and not _has_confidence(model, method):
+        raise ValueError(
+            f"confidence_threshold is {threshold}, wanted None: the {method} draft has no "
+            "confidence head"
+        )
+    count, by_size = _count(model, method, draft_tokens), speculate == AUTO
+    return Drafting(DraftPlan(method, count, by_size, threshold))
 
 
 def _check_tokens(draft_tokens: Any, speculate: str | None) -> None:
@@ -132,6 +201,22 @@ def _check_tokens(draft_tokens: Any, speculate: str | None) -> None:
         raise ValueError(f"draft_tokens is {draft_tokens}, wanted 1 or more")
     if speculate is None:
         raise ValueError(f"draft_tokens is {draft_tokens} and speculate None, wanted a method, too")
+
+
+def _check_threshold(threshold: Any, speculate: str | None) -> None:
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+        raise TypeError(f"confidence_threshold is {threshold!r}, wanted a number or None")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"confidence_threshold is {threshold}, wanted 0 to 1")
+    if speculate is None:
+        raise ValueError(
+            f"confidence_threshold is {threshold} and speculate None, wanted a method, too"
+        )
+
+
+def _has_confidence(model: DeepseekV4ForCausalLM, method: str) -> bool:
+    dspark = model.config.dspark
+    return method == DSPARK and dspark is not None and dspark.confidence_head
 
 
 def _held(model: DeepseekV4ForCausalLM) -> str | None:
@@ -154,8 +239,24 @@ def _obstacle(
         return f"the model holds {layers[held]}"
     if method == MTP and len(model.mtp) != 1:
         return f"the model holds {len(model.mtp)} layers of multi-token prediction, not 1"
-    if deterministic:
-        return "a deterministic runner's bits may not depend on how many tokens a step has"
+    return _changes_bits(model) if deterministic else ""
+
+
+def _changes_bits(model: DeepseekV4ForCausalLM) -> str:
+    """Return why rows of a step are not those of another of equal size, or an empty text.
+
+    See ``dsv4.speculation.fixed_rows``.
+    """
+    if model.device.type == "cpu" and model.dtype != torch.bfloat16:
+        return (
+            "the bits of a deterministic runner would depend on accepted drafts: on a CPU "
+            f"products of {model.dtype} treat the last rows of a matrix otherwise"
+        )
+    reason = None
+    if model.device.type == "cuda":
+        reason = obstacle(model, [1 + ROLLBACK], model.device)
+    if reason is not None:
+        return f"the bits of a deterministic runner would depend on accepted drafts: {reason}"
     return ""
 
 
@@ -177,195 +278,3 @@ def _say(model: DeepseekV4ForCausalLM, reason: str) -> None:
     if reason not in said:
         _logger.warning("tokens are generated without drafts: %s", reason)
         said.add(reason)
-
-
-class Drafter(ABC):
-    """A draft over the rows of a runner's cache; nothing here reads a tensor on the host.
-
-    ``forward`` runs the main model and stores what later drafts read of these tokens. Drafts are
-    made at the beginning of a step, when the pages for their provisional entries are there.
-    """
-
-    @abstractmethod
-    def draft(
-        self,
-        anchors: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        count: int,
-        parameters: Parameters | None,
-        variant: Variant,
-    ) -> Drafts:
-        """Draft tokens after the anchors.
-
-        Args:
-            anchors: ``[B]`` int64, tokens that were sampled last and are not processed yet.
-            rows: ``[B]`` int64, rows of the cache; -1 for padding.
-            lengths: ``[B]`` int64, tokens of the rows, which are the anchors' positions.
-            count: Drafts of each.
-            parameters: Of the requests, for the position after the anchor; None: take the most
-                probable tokens.
-            variant: Variant that covers the needs of every row.
-        """
-
-    @abstractmethod
-    def skip(self, anchors: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Store what ``draft`` would store of the tokens before the anchors, and draft nothing."""
-
-    @abstractmethod
-    def forward(
-        self,
-        ids: torch.Tensor,
-        following: torch.Tensor,
-        step: CacheStep,
-        stored: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the main model.
-
-        Args:
-            ids: ``[1, T]`` tokens of the step.
-            following: ``[T]`` int64, the token after each; for the last of a sequence any token,
-                and any after it in place of one that is rejected.
-            step: The cache, and the batch of the step.
-            stored: ``[N]`` int64, tokens of which later drafts may read something; None: all.
-
-        Returns:
-            Normalised hidden states ``[1, T, H]`` and residual streams ``[1, T, n, H]``.
-        """
-
-    @abstractmethod
-    def keep(self, rows: torch.Tensor, streams: torch.Tensor) -> None:
-        """Keep the residual streams ``[B, n, H]`` of each row's last token."""
-
-
-@dataclass(eq=False)
-class MtpDrafter(Drafter):
-    """Drafts by multi-token prediction.
-
-    Attributes:
-        model: The model.
-        cache: Its cache.
-        streams: ``[rows + 1, n, H]``, residual streams of each row's last token; zeros for padding.
-    """
-
-    model: DeepseekV4ForCausalLM
-    cache: PagedCache
-    streams: torch.Tensor = field(init=False)
-    _draft: MtpDraft = field(init=False)
-
-    def __post_init__(self) -> None:
-        config = self.model.config
-        self._draft = MtpDraft(self.model)
-        self.streams = torch.zeros(
-            (self.cache.max_sequences + 1, config.hc_mult, config.hidden_size),
-            dtype=self.model.dtype,
-            device=self.model.device,
-        )
-
-    def draft(
-        self,
-        anchors: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        count: int,
-        parameters: Parameters | None,
-        variant: Variant,
-    ) -> Drafts:
-        """See ``Drafter.draft``."""
-        drawn = None if parameters is None else variant
-        return self._draft.draft(
-            anchors, self._of(rows), self.cache, rows, lengths - 1, count, parameters, drawn
-        )
-
-    def skip(self, anchors: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """See ``Drafter.skip``."""
-        step = CacheStep(self.cache, Batch.decode(lengths - 1, rows))
-        self._draft.write(anchors, self._of(rows).unsqueeze(0), step)
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        following: torch.Tensor,
-        step: CacheStep,
-        stored: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Drafter.forward``."""
-        hidden, streams = self.model.model(ids, None, step)
-        self._draft.write(following, streams, step, stored)
-        return hidden, streams
-
-    def keep(self, rows: torch.Tensor, streams: torch.Tensor) -> None:
-        """See ``Drafter.keep``."""
-        self.streams[self._entries(rows)] = streams
-        self.streams[-1:].zero_()
-
-    def _of(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.streams[self._entries(rows)]
-
-    def _entries(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.where(rows < 0, self.streams.shape[0] - 1, rows)
-
-
-@dataclass(eq=False)
-class DSparkDrafter(Drafter):
-    """Drafts by DSpark, whose context is all in the cache.
-
-    Attributes:
-        model: The model.
-        cache: Its cache.
-    """
-
-    model: DeepseekV4ForCausalLM
-    cache: PagedCache
-    _draft: DSparkDraft = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._draft = DSparkDraft(self.model)
-
-    def draft(
-        self,
-        anchors: torch.Tensor,
-        rows: torch.Tensor,
-        lengths: torch.Tensor,
-        count: int,
-        parameters: Parameters | None,
-        variant: Variant,
-    ) -> Drafts:
-        """See ``Drafter.draft``; all rows of a block are computed, because they see each other."""
-        distributions = list[torch.Tensor]()
-
-        def drawn(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            assert parameters is not None
-            drafted = draw_draft(logits, parameters._replace(position=positions), variant)
-            distributions.append(drafted.probabilities)
-            return drafted.tokens
-
-        sample = argmax if parameters is None else drawn
-        drafts = self._draft.draft(anchors, self.cache, rows, lengths, sample=sample)
-        q = torch.stack(distributions[:count], 1) if distributions else None
-        return Drafts(drafts.tokens[:, :count], q)
-
-    def skip(self, anchors: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Do nothing: the context of all tokens is stored already."""
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        following: torch.Tensor,
-        step: CacheStep,
-        stored: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Drafter.forward``; the draft leaves out tokens that it never reads by itself."""
-        taps = self._draft.taps()
-        hidden, streams = self.model.model(ids, None, step, taps=taps)
-        self._draft.commit(taps, self.cache, step.batch)
-        return hidden, streams
-
-    def keep(self, rows: torch.Tensor, streams: torch.Tensor) -> None:
-        """Do nothing: a draft reads no streams."""
-
-
-def drafter_of(plan: DraftPlan, model: DeepseekV4ForCausalLM, cache: PagedCache) -> Drafter:
-    """Return the draft of a plan over a cache."""
-    kind = MtpDrafter if plan.method == MTP else DSparkDrafter
-    return kind(model, cache)

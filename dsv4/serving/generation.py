@@ -28,6 +28,7 @@ def generate(
     chunk: int | None = None,
     speculate: str | None = AUTO,
     draft_tokens: int | None = None,
+    confidence_threshold: float | None = None,
 ) -> list[list[int]]:
     """Continue prompts; see ``DeepseekV4ForCausalLM.generate``.
 
@@ -40,6 +41,7 @@ def generate(
         chunk: Most prompt tokens per step; None: the runner's own.
         speculate: See ``Runner``.
         draft_tokens: See ``Runner``.
+        confidence_threshold: See ``Runner``.
 
     Raises:
         RuntimeError: if logits are not finite, naming the prompt.
@@ -49,18 +51,27 @@ def generate(
     shares = has_own_tokens(model.parallel)
     if not prompts and not shares:
         return []
-    sampler = Sampler() if sampler is None else sampler
-    if not isinstance(sampler, Sampler):
-        raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     stops = None if stop_ids is None else tuple(stop_ids)
+    # Ranks with prompts of their own may have other arguments, and know nothing of these.
+    own = model.parallel if shares else None
+    with reported(own):
+        sampler = Sampler() if sampler is None else sampler
+        if not isinstance(sampler, Sampler):
+            raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
     if model.parallel is not None and not shares:
         with reported(model.parallel):
             values = {"max_new_tokens": max_new_tokens, "stop_ids": stops, "chunk": chunk}
-            drafts = {"speculate": speculate, "draft_tokens": draft_tokens}
+            drafts = {
+                "speculate": speculate,
+                "draft_tokens": draft_tokens,
+                "confidence_threshold": confidence_threshold,
+            }
             sampling = {"temperature": sampler.temperature, "top_p": sampler.top_p}
             lengths = {"lengths of prompts": [len(prompt) for prompt in prompts]}
             tokens = {"a hash of the prompts": digest([list(prompt) for prompt in prompts])}
             agree(model.parallel, {**lengths, **tokens, **values, **drafts, **sampling})
+    with reported(own):
+        plan = drafting_of(model, speculate, draft_tokens, threshold=confidence_threshold).plan
     asked = prompts if max_new_tokens else []  # a rank without a request takes part all the same
     seeds = _seeds(sampler, len(asked), model.device)
     options = [
@@ -78,7 +89,7 @@ def generate(
         need = _need_of_all(model.parallel, need, chunk)
         if need.sequences == 0:
             return [[] for _ in prompts]
-    kind = Kind(chunk, drafting_of(model, speculate, draft_tokens).plan)
+    kind = Kind(chunk, plan)
     with lease(model, need, kind) as held:
         answers = _answers(held, asked, options)
         if answers is None:

@@ -243,8 +243,7 @@ def new_runner(model: DeepseekV4ForCausalLM, capacity: Capacity, kind: Kind) -> 
         max_chunk=kind.chunk,
         pool_tokens=max(capacity.pool, _in_blocks(capacity.tokens)),
         prefix_sequences=0,
-        speculate=None if plan is None else plan.method,
-        draft_tokens=None if plan is None else plan.tokens,
+        **({"speculate": None} if plan is None else plan.arguments()),
     )
 
 
@@ -313,6 +312,7 @@ def prepare(
     *,
     speculate: str | None = AUTO,
     draft_tokens: int | None = None,
+    confidence_threshold: float | None = None,
 ) -> Prepared:
     """Make the kept runner and its graphs and launch each once, before ``generate`` needs them.
 
@@ -335,6 +335,7 @@ def prepare(
             ``max_position_embeddings`` are taken.
         speculate: How the calls draft, see ``Runner``.
         draft_tokens: See there.
+        confidence_threshold: See there.
 
     Returns:
         A report. Nothing is prepared where steps are not captured, for instance on a CPU, or, with
@@ -350,7 +351,8 @@ def prepare(
         raise TypeError(f"prepare: model is {type(model).__name__}, wanted what dsv4.load gives")
     checked_count("prepare", "sequences", sequences, 1)
     checked_count("prepare", "tokens", tokens, 2)
-    kind = Kind(plan=drafting_of(model, speculate, draft_tokens).plan)
+    drafting = drafting_of(model, speculate, draft_tokens, threshold=confidence_threshold)
+    kind = Kind(plan=drafting.plan)
     capacity = Capacity.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
     reason = why_eager(model, sequences)
     if reason is None and not dispatch.is_free(dispatch.AUTO):

@@ -10,7 +10,7 @@ import torch
 
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.serving.graphs import Chosen
-from dsv4.serving.readback import NOTHING, Pending, Readback, Results
+from dsv4.serving.readback import NOTHING, UNVERIFIED, Pending, Readback, Results
 from dsv4.serving.request import Emitted, LogitsError
 from dsv4.serving.sampler import FAILED
 from dsv4.serving.scheduler import RunningSequence
@@ -48,15 +48,19 @@ class LaunchedSteps:
         cache: The cache, which learns how many drafts of a sequence were accepted.
         rows: Most rows of a step.
         counts: Counts of drafts, to which each step's are added.
+        has_peers: Whether steps wait for other ranks, which may be gone.
     """
 
-    def __init__(self, cache: PagedCache, rows: int, counts: DraftCounts) -> None:
+    def __init__(
+        self, cache: PagedCache, rows: int, counts: DraftCounts, has_peers: bool = False
+    ) -> None:
         self._cache, self._rows, self._counts = cache, rows, counts
+        self._has_peers = has_peers
         self._steps: deque[_Launched] = deque()
         self._readback = self._new_readback()
 
     def _new_readback(self) -> Readback:
-        return Readback(self._rows, _DEPTH, self._cache.lengths.device)
+        return Readback(self._rows, _DEPTH, self._cache.lengths.device, self._has_peers)
 
     def __len__(self) -> int:
         """The number of steps that have not been read."""
@@ -112,12 +116,13 @@ class LaunchedSteps:
             if not step.drafts or sequence.closed:
                 continue
             tokens = results.tokens[i * width : (i + 1) * width]
-            accepted = width - tokens.count(NOTHING) - 1
+            missing = tokens.count(UNVERIFIED)
+            accepted = width - tokens.count(NOTHING) - missing - 1
             sequence.fed += accepted
             rows.append(sequence.row)
             lengths.append(sequence.fed - sequence.unread)
             if not sequence.request.done:
-                self._counts.add(step.drafts, accepted)
+                self._counts.add(step.drafts - missing, accepted)
         if rows:
             self._cache.confirm(rows, lengths)
 

@@ -19,7 +19,7 @@ import torch
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving.drafting import Drafter
+from dsv4.serving.drafters import Drafter
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep, step_logits
 from dsv4.serving.sampler import Variant
 from dsv4.speculation.mtp import latest

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from dsv4.parallel.agreement import wait_for_device
 from dsv4.serving.options import MAX_LOGPROBS
 from dsv4.serving.request import Emitted, TokenLogprobs
 from dsv4.serving.sampler import Logprobs
 
-NOTHING = -2  # where a verified step has fewer tokens than it has room for
+NOTHING = -2  # in place of a draft that was rejected
+UNVERIFIED = -3  # where there was no draft to verify
 
 
 @dataclass(eq=False)
@@ -40,18 +42,28 @@ class Results:
     def emitted(self, rows: range) -> list[Emitted]:
         """Return the tokens of some rows, without those of which there are none."""
         reports = self.logprobs or [None] * len(self.tokens)
-        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] != NOTHING]
+        return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] > NOTHING]
 
 
 class Readback:
     """A ring of host buffers; a buffer is used by another step only after it was read.
 
+    Args:
+        rows: Rows of a buffer.
+        depth: Number of buffers.
+        device: Where the results are.
+        has_peers: Whether steps wait for other ranks, which may be gone.
+
     Attributes:
         depth: Most steps that may be in flight.
+        has_peers: See the arguments.
     """
 
-    def __init__(self, rows: int, depth: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, depth: int, device: torch.device, has_peers: bool = False
+    ) -> None:
         self.depth = depth
+        self.has_peers = has_peers
         self._pinned = device.type == "cuda"
         self._free = [self._slot(rows) for _ in range(depth)]
 
@@ -97,8 +109,14 @@ class Pending:
     width: int | None  # alternatives per row
 
     def wait(self, requested: Sequence[int | None]) -> Results:
-        """Wait for the step; ``requested`` is the number of alternatives of each row, or None."""
+        """Wait for the step; ``requested`` is the number of alternatives of each row, or None.
+
+        Raises:
+            RankError: if the step waits for a rank that is gone.
+        """
         if self.slot.ready is not None:
+            if self.owner.has_peers:
+                wait_for_device(self.slot.ready.query)
             self.slot.ready.synchronize()
         tokens = self.slot.tokens[: self.count].tolist()
         logprobs = [] if self.width is None else self._logprobs(tokens, requested, self.width)
@@ -114,7 +132,7 @@ class Pending:
         reports: list[TokenLogprobs | None] = []
         for row, token in enumerate(tokens):
             asked = requested[row]
-            if asked is None or token == NOTHING:
+            if asked is None or token <= NOTHING:
                 reports.append(None)
                 continue
             count = min(asked, width)

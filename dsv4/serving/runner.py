@@ -12,15 +12,12 @@ from typing import Any
 
 import torch
 
-from dsv4 import dispatch
-from dsv4.kv_cache.paged_cache import CacheFullError, PagedCache
+from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import agree, reported
 from dsv4.parallel.context import RankError, has_own_tokens
-from dsv4.serving._capture import CaptureError
 from dsv4.serving._setup import (
     Limits,
-    captures_drafts,
     check_buckets,
     check_fits,
     check_prompt_buckets,
@@ -29,33 +26,23 @@ from dsv4.serving._setup import (
     default_window_pages,
     resolve_capture,
     stop_tokens,
-    warn_eager,
 )
-from dsv4.serving.drafting import (
-    AUTO,
-    Drafter,
-    Drafting,
-    Verification,
-    drafter_of,
-    drafting_of,
-)
-from dsv4.serving.graphs import Chosen, DecodeStep, Graphs, SamplerStep
+from dsv4.serving.device_steps import DeviceSteps, StepSizes
+from dsv4.serving.drafting import AUTO, Verification, drafting_of, same_draws
 from dsv4.serving.launched_steps import LaunchedSteps
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
-from dsv4.serving.prompts import Part, PromptStep, Size
 from dsv4.serving.rank_link import Orders, RankLink
 from dsv4.serving.request import Request, RequestError
-from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Variant
-from dsv4.serving.scheduler import Piece, RunningSequence, Scheduler
+from dsv4.serving.scheduler import Piece, Scheduler
 from dsv4.serving.shared_steps import Needs, SharedSteps
-from dsv4.serving.speculative import DraftCounts, SpeculativeStep
+from dsv4.serving.speculative import DraftCounts
 from dsv4.serving.split_sampler import VocabularyPart
+from dsv4.serving.step_launcher import StepLauncher
 from dsv4.speculation.verify import verify_sampled
 
 _PREFIX_SEQUENCES = 4
-_RECORDED = 2  # runs after which calls of one shape are planned, see ``dsv4.ops._plans``
 
 
 class Runner:
@@ -110,7 +97,8 @@ class Runner:
         deterministic: bool = False,
         speculate: str | None = AUTO,
         draft_tokens: int | None = None,
-        verify: Verification = verify_sampled,
+        confidence_threshold: float | None = None,
+        verify: Verification | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -140,16 +128,25 @@ class Runner:
                 not on other requests, prefixes in the cache, preemptions, or how many sequences
                 there is room for. Prompts are processed one after another, in chunks of
                 ``max_chunk`` tokens, and every decode step has one sequence, so eight sequences
-                take eight times as long as one.
+                take eight times as long as one. With drafts the text depends on ``draft_tokens``,
+                too, up to rounding, because it decides on the rows of a step, and not on which
+                drafts are right.
             speculate: ``"mtp"`` or ``"dspark"``: draft tokens by these layers of the model;
-                ``"auto"``: by those that it holds, if that can be done; None: not at all.
-                ``drafting`` says which.
-            draft_tokens: Drafts per step; None: 2 of MTP, all of a DSpark block. At most
+                ``"auto"``: by those that it holds, if that can be done, in steps of as many
+                sequences as it pays for; None: not at all. ``drafting`` says which, and
+                ``drafting.explain()`` at how many sequences.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block. At most
                 ``max_tokens - 1`` are made.
-            verify: How drafts are accepted; another function is for measurements.
+            confidence_threshold: Of DSpark: drafts are verified while the probability that they
+                are accepted, which the draft estimates, is at least this; 0: all are verified, 1:
+                hardly any. None: by what a draft more costs at the number of sequences, see
+                ``drafting.explain()``; 0.28 for one sequence of Flash. (transformers'
+                ``assistant_confidence_threshold``, llama.cpp's ``--draft-p-min``.)
+            verify: How drafts are accepted; None: by rejection sampling, with ``deterministic`` if
+                plain sampling draws the same. Another function is for measurements.
 
         Raises:
-            TypeError: if ``model`` is no model of this package.
+            TypeError: if ``model`` is no model of this package, or an option of another type.
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured,
                 buckets are given with ``deterministic``, or that with ``parallel="dp"``, or
                 ``speculate`` names drafts that cannot be used here.
@@ -171,15 +168,27 @@ class Runner:
             pool_tokens = limits.pool_tokens()
         self.model = model
         self.limits = limits
-        self.drafting, self._drafts = self._drafting(speculate, draft_tokens, deterministic)
-        self.draft_counts = DraftCounts()
-        self._capture = resolve_capture(model, capture, max_sequences)
-        sizes = check_buckets(buckets, max_sequences, self._capture, deterministic)
-        prompt_sizes = check_prompt_buckets(
-            model, prompt_buckets, limits.max_chunk, self._capture, deterministic
+        drafting = drafting_of(
+            model,
+            speculate,
+            draft_tokens,
+            threshold=confidence_threshold,
+            deterministic=deterministic,
         )
+        if drafting.plan is not None:
+            drafting = replace(drafting, plan=drafting.plan.within(max_tokens))
+        self.draft_counts = DraftCounts()
+        captured = resolve_capture(model, capture, max_sequences)
+        sizes = StepSizes(
+            check_buckets(buckets, max_sequences, captured, deterministic),
+            check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
+            is_scarce=pool_tokens < limits.pool_tokens(),
+        )
+        self.drafting = drafting.at_sizes(model, sizes.buckets)
+        width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
+        if verify is None:
+            verify = same_draws if deterministic else verify_sampled
         grid = limits.max_chunk if deterministic else None
-        self._one_by_one = deterministic
         self._link, self._shared, part = None, None, None
         if model.parallel is not None and has_own:
             self._shared = SharedSteps(model.parallel)
@@ -188,60 +197,45 @@ class Runner:
             part = VocabularyPart(model.parallel, model.model.vocabulary)
         with reported(model.parallel):
             if model.parallel is not None:
-                rest = {"buckets": sizes, "prompt_buckets": prompt_sizes, "capture": self._capture}
+                rest = {
+                    "buckets": sizes.buckets,
+                    "prompt_buckets": sizes.prompts,
+                    "capture": captured,
+                }
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
-            chunk = max(limits.max_chunk, 1 + self._drafts)
+            chunk = max(limits.max_chunk, width)
             self.cache: PagedCache = model.new_cache(
                 limits.rows, max_tokens, chunk, index_format, pool_tokens, window_pages
             )
             check_window(self.cache, limits.max_chunk)
-            self._state = RowState(limits.rows, model.config.vocab_size, model.device, part)
-            self._graphs = Graphs()
-            self._sampler = SamplerStep(model, self.cache, self._state, sizes, self._graphs)
-        self._decode = DecodeStep(model, self.cache, self._state, self._sampler, self._graphs)
-        drafter: Drafter | None = None
-        self._speculative: SpeculativeStep | None = None
-        if self.drafting.plan is not None:
-            drafter = drafter_of(self.drafting.plan, model, self.cache)
-            self._speculative = SpeculativeStep(
+            self._steps = DeviceSteps(
                 model,
                 self.cache,
-                self._state,
-                self._sampler,
-                self._graphs,
-                drafter,
-                self._drafts,
+                limits,
+                sizes,
+                captured,
+                part,
+                self.drafting,
                 verify,
-                self._capture and captures_drafts(model, max_sequences),
+                fixed=deterministic,
             )
-        self._prompts = PromptStep(
-            model, self.cache, self._sampler, self._graphs, prompt_sizes, drafter
-        )
-        # With fewer pages drafts may be dropped, in steps that have graphs of their own.
-        self._scarce = pool_tokens < limits.pool_tokens()
-        self._capture_prompts = True  # unless a capture failed
         self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
-        rows = max_sequences * (1 + self._drafts)
-        self._launched = LaunchedSteps(self.cache, rows, self.draft_counts)
+        has_peers = model.parallel is not None
+        self._launched = LaunchedSteps(
+            self.cache, max_sequences * width, self.draft_counts, has_peers
+        )
         self._scheduler = Scheduler(
             self.cache, self._prefixes, max_sequences, self._launched.read, grid
+        )
+        self._launcher = StepLauncher(
+            self._steps, self._scheduler, self._prefixes, self._launched, deterministic
         )
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []
         self._count = 0  # requests so far
         self._unfinished = False  # whether a step began and did not end
         self._closed = False
-
-    def _drafting(
-        self, speculate: str | None, draft_tokens: int | None, deterministic: bool
-    ) -> tuple[Drafting, int]:
-        """Return how tokens are drafted, and how many per step."""
-        drafting = drafting_of(self.model, speculate, draft_tokens, deterministic=deterministic)
-        if drafting.plan is None:
-            return drafting, 0
-        plan = drafting.plan.within(self.limits.max_tokens)
-        return Drafting(plan), plan.tokens
 
     def add(
         self, prompt: Sequence[int], options: SamplingOptions | None = None, **changes: Any
@@ -294,13 +288,7 @@ class Runner:
     @property
     def captures(self) -> int:
         """The number of CUDA graphs captured so far."""
-        return sum(step.captures for step in self._steps)
-
-    @property
-    def _steps(self) -> list[DecodeStep | SpeculativeStep | SamplerStep | PromptStep]:
-        """All that has graphs."""
-        decode = self._decode if self._speculative is None else self._speculative
-        return [decode, self._sampler, self._prompts]
+        return self._steps.captures
 
     @property
     def has_work(self) -> bool:
@@ -389,8 +377,8 @@ class Runner:
         if common is not None and common.closes:
             self._shut()
             return False
-        prefilled = self._prefill_step(pieces, common)
-        decoded = self._decode_step(common)
+        prefilled = self._launcher.prompts(pieces, common)
+        decoded = self._launcher.decode(common)
         # The host waits for earlier steps while the device works on the latest one.
         self._launched.read(newest=1 if prefilled or decoded else 0)
         self._scheduler.sweep()
@@ -423,12 +411,12 @@ class Runner:
         Raises:
             torch.OutOfMemoryError: if the GPU has no memory for a step.
         """
-        if self._capture and not self._closed:
+        if self._steps.is_captured and not self._closed:
             distinct = sorted({Variant.of(options) for options in variants}, key=repr)
             with reported(self.model.parallel):
                 if self._shared is not None:
                     self._check_idle(self._shared, distinct)
-                self._warm_up(distinct)
+                self._steps.warm_up(distinct, self._launched.wait_for)
         return self.captures
 
     def _check_idle(self, shared: SharedSteps, variants: Sequence[Variant]) -> None:
@@ -439,56 +427,6 @@ class Runner:
                 "ranks run the same steps"
             )
         agree(shared.context, {"variants of warm_up": variants})
-
-    def _warm_up(self, distinct: Sequence[Variant]) -> None:
-        try:
-            self._capture_all(distinct)
-            self._rehearse(distinct)
-        except CaptureError as error:
-            self._go_on_eagerly(error)
-
-    def _capture_all(self, variants: Sequence[Variant]) -> None:
-        """Capture each graph and replay it with padding: its first replay takes longer."""
-        # The largest are captured first; the others use their memory.
-        for size in reversed(self._prompts.sizes):
-            self._capture_prompt(size)
-            self._prompts.replay_padding(size)
-        for batch in reversed(self._sampler.buckets):
-            for variant in variants:
-                if self._speculative is None:
-                    self._decode.capture(batch, variant)
-                    self._decode.replay_padding(batch, variant)
-                    continue
-                self._sampler.capture(batch, variant)
-                for drafts in (self._drafts, 0) if self._scarce else (self._drafts,):
-                    self._speculative.capture(batch, drafts, variant)
-                    self._speculative.replay_padding(batch, drafts, variant)
-
-    def _rehearse(self, variants: Sequence[Variant]) -> None:
-        """Process a long prompt, decode a token, and forget the sequence."""
-        if not variants:
-            return
-        count = min(self.limits.max_chunk, self.limits.max_tokens - 1)
-        tokens = [i % self.model.config.vocab_size for i in range(count)]
-        is_eager = all(size.tokens < count for size in self._prompts.sizes)
-        try:
-            for _ in range(_RECORDED if is_eager else 1):
-                self._rehearse_sequence(tokens, variants)
-        except CacheFullError:
-            return  # running sequences have warmed up the buckets that they need
-
-    def _rehearse_sequence(self, tokens: Sequence[int], variants: Sequence[Variant]) -> None:
-        row = self.cache.allocate()
-        try:
-            self._state.join(row, SamplingOptions(), 0, ())
-            self.cache.prepare([row], [len(tokens)])
-            self._prompted([Part(row, 0, tokens, is_last=True)], variants[0])
-            count = 1 + self._drafts
-            self.cache.prepare([row], [count], certain=[1])
-            chosen = self._decoded([row], self._drafts, variants[0])
-            self._launched.wait_for(chosen.tokens[:count])
-        finally:
-            self.cache.free(row)
 
     @torch.inference_mode()
     def close(self) -> None:
@@ -578,132 +516,3 @@ class Runner:
         self._prefixes.forget()
         self._scheduler.reset(request for request in self._open if not request.done)
         self._unfinished = False
-
-    def _prefill_step(self, pieces: list[Piece], common: Needs | None) -> bool:
-        """Process prompt tokens; return whether there were any."""
-        if not pieces and (common is None or not common.prompts):
-            return False
-        pieces.sort(key=lambda piece: not piece.is_last)  # the order of the sampler
-        ending = [piece.sequence for piece in pieces if piece.is_last]
-        for sequence in ending:
-            self._join(sequence)
-        size = None
-        if common is not None:
-            size = self._prompts.size_of(common.prompt_tokens, common.prompts)
-        chosen = self._prompted([_part(piece) for piece in pieces], _variant(ending), size)
-        for piece in pieces:
-            sequence = piece.sequence
-            sequence.fed += piece.count
-            if sequence.fed == sequence.cut:
-                self._prefixes.snapshot(sequence.row, sequence.fill[: sequence.cut])
-        if chosen is not None:
-            self._launched.add(ending, chosen)
-        return bool(pieces)
-
-    def _prompted(
-        self, parts: Sequence[Part], variant: Variant, size: Size | None = None
-    ) -> Chosen | None:
-        """Return the tokens after the prompts that end, captured if possible."""
-        size = self._prompts.size(parts) if size is None else size
-        if self._replays:
-            self._capture_prompt(size)
-            try:
-                return self._prompts.run(parts, variant, captured=True, size=size)
-            except CaptureError as error:
-                self._go_on_eagerly(error)
-        return self._prompts.run(parts, variant, captured=False, size=size)
-
-    def _capture_prompt(self, size: Size) -> None:
-        """Capture steps of prompts; if that fails, decode steps do not change."""
-        if not self._capture_prompts:
-            return
-        try:
-            self._prompts.capture(size)
-        except CaptureError as error:
-            if self.model.parallel is not None:
-                raise
-            self._capture_prompts = False
-            self._prompts.release()
-            warn_eager(self.model, f"a capture failed with {error}", "prompt")
-
-    def _join(self, sequence: RunningSequence) -> None:
-        request = sequence.request
-        self._state.join(sequence.row, request.options, request.seed, sequence.fill)
-
-    def _decode_step(self, common: Needs | None) -> bool:
-        """Decode every sequence past its prompt; return whether there were any."""
-        pieces = self._scheduler.reserve(self._scheduler.decode_pieces(self._drafts))
-        if not pieces and (common is None or not common.decodes):
-            return False
-        sequences = [piece.sequence for piece in pieces]
-        drafts = pieces[0].drafts if pieces else 0
-        variant = _variant(sequences)
-        if self._one_by_one:
-            chosen = Chosen.joined([self._decoded_alone(s, variant) for s in sequences])
-        else:
-            size = None if common is None else self._sampler.bucket(common.decodes)
-            rows = [sequence.row for sequence in sequences]
-            chosen = self._decoded(rows, drafts, variant, size)
-        for sequence in sequences:
-            sequence.fed += 1
-            sequence.unread += 1
-            sequence.drafted |= drafts > 0
-        if sequences:
-            self._launched.add(sequences, chosen, drafts, decodes=True)
-        return bool(sequences)
-
-    def _decoded_alone(self, sequence: RunningSequence, variant: Variant) -> Chosen:
-        """Decode one token more for a sequence, with log-probabilities if ``variant`` has them."""
-        own = replace(sequence.variant, logprobs=variant.logprobs)
-        return self._decoded([sequence.row], 0, own).copied(1)
-
-    def _decoded(
-        self, rows: Sequence[int], drafts: int, variant: Variant, size: int | None = None
-    ) -> Chosen:
-        """Decode each row, with ``drafts`` of each, captured if possible."""
-        if self._replays:
-            try:
-                return self._run_decode(rows, drafts, variant, size, captured=True)
-            except CaptureError as error:
-                self._go_on_eagerly(error)
-        return self._run_decode(rows, drafts, variant, size, captured=False)
-
-    def _run_decode(
-        self,
-        rows: Sequence[int],
-        drafts: int,
-        variant: Variant,
-        size: int | None,
-        captured: bool,
-    ) -> Chosen:
-        if self._speculative is None:
-            return self._decode.run(rows, variant, captured, size=size)
-        assert size is None  # several ranks draft nothing
-        return self._speculative.run(rows, drafts, variant, captured)
-
-    @property
-    def _replays(self) -> bool:
-        """Return whether steps replay graphs now."""
-        return self._capture and dispatch.is_free(dispatch.AUTO)
-
-    def _go_on_eagerly(self, error: CaptureError) -> None:
-        if self.model.parallel is not None:
-            raise error  # other ranks would replay their graphs
-        self._capture = False
-        for step in (*self._steps, self._graphs):
-            step.release()
-        warn_eager(self.model, f"a capture failed with {error}")
-
-
-def _part(piece: Piece) -> Part:
-    sequence, fed = piece.sequence, piece.sequence.fed
-    tokens = sequence.fill[fed : fed + piece.count]
-    following = 0 if piece.is_last else sequence.fill[fed + piece.count]
-    return Part(sequence.row, fed, tokens, piece.is_last, following)
-
-
-def _variant(sequences: Sequence[RunningSequence]) -> Variant:
-    variant = Variant()
-    for sequence in sequences:
-        variant = variant | sequence.variant
-    return variant

@@ -245,9 +245,16 @@ class Scheduler:
                 budget -= count
         return pieces
 
-    def decode_pieces(self, drafts: int = 0) -> list[Piece]:
-        """Return one token of every sequence that decodes, and drafts after it."""
+    def decode_pieces(self, drafts_of: Callable[[int], int]) -> list[Piece]:
+        """Return one token of every sequence that decodes, and drafts after it.
+
+        Args:
+            drafts_of: Drafts of each by the number of sequences, which is one with a grid.
+        """
         decoding = [sequence for sequence in self.running if sequence.decoding]
+        if not decoding:
+            return []
+        drafts = drafts_of(len(decoding) if self._grid is None else 1)
         return [Piece(sequence, 1 + drafts, drafts) for sequence in decoding]
 
     def most_decodes(self, pieces: Sequence[Piece]) -> int:

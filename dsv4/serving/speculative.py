@@ -16,11 +16,13 @@ import torch
 
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving.drafting import Drafter, Verification
+from dsv4.serving.drafters import Drafter
+from dsv4.serving.drafting import Verification
 from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
-from dsv4.serving.readback import NOTHING
+from dsv4.serving.readback import NOTHING, UNVERIFIED
 from dsv4.serving.row_state import RowState
 from dsv4.serving.sampler import Parameters, Variant
+from dsv4.speculation.fixed_rows import FixedRows
 from dsv4.speculation.verify import NO_DRAFT, Verified
 
 _DRAFT, _FORWARD, _ACCEPT = "draft", "forward", "accept"
@@ -85,6 +87,8 @@ class SpeculativeStep:
         drafts: Most drafts of a sequence.
         verify: Accepts them.
         captures_drafts: Whether the draft can be captured as the rest is.
+        fixed: Whether the main model processes ``width`` rows in each step, of one sequence, filled
+            up with padding. Then logits do not depend, bit for bit, on how many drafts there are.
 
     Attributes:
         width: Most tokens of a sequence in a step.
@@ -101,11 +105,13 @@ class SpeculativeStep:
         drafts: int,
         verify: Verification,
         captures_drafts: bool = True,
+        fixed: bool = False,
     ) -> None:
         self._model, self._cache, self._state = model, cache, state
         self._sampler, self._graphs, self._drafter = sampler, graphs, drafter
         self._verify, self._captures_drafts = verify, captures_drafts
         self.width = drafts + 1
+        self._fixed = FixedRows(model, self.width) if fixed else None
         most, device = sampler.buckets[-1], model.device
         wide = torch.promote_types(model.dtype, torch.float32)
         self._wide = wide
@@ -128,13 +134,14 @@ class SpeculativeStep:
 
         Args:
             rows: Distinct cache rows, for which the cache is prepared.
-            drafts: Drafts of each, ``width - 1`` or 0.
+            drafts: Drafts of each, 0 to ``width - 1``.
             variant: Variant that covers the needs of every row.
             captured: Whether to replay graphs, captured at their first use.
 
         Returns:
             ``drafts + 1`` tokens of each row, flat: accepted drafts, the token after them, then
-            ``NOTHING``; on the device, until the next step.
+            ``NOTHING`` for drafts that were rejected and ``UNVERIFIED`` for those that were not
+            made; on the device, until the next step.
 
         Raises:
             CaptureError: if a capture failed; nothing has changed then.
@@ -238,12 +245,22 @@ class SpeculativeStep:
     def _forward(self, size: int, count: int) -> None:
         """Process ``count`` tokens of each row; lengths stay as they are."""
         rows, lengths = self._rows(size)
-        ids = self._ids[:size, :count].clamp(min=0)
+        drafted = self._ids[:size, :count]
+        ids = drafted.clamp(min=0)
         following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1)
-        step = CacheStep(self._cache, Batch.equal(lengths, rows, count))
-        hidden, streams = self._drafter.forward(ids.view(1, -1), following.flatten(), step)
-        self._logits[: size * count].copy_(self._model.logits(hidden[0]))
-        self._streams[: size * count].copy_(streams[0])
+        batch, tokens = Batch.equal(lengths, rows, count), size * count
+        # Drafts that are left out are computed and rejected; their experts would take the time.
+        routed = drafted.flatten() if self._drafter.leaves_out(size) else None
+        ids, following = ids.flatten(), following.flatten()
+        if self._fixed is not None:
+            batch, padding = self._fixed.padded(batch), self._fixed.rows - tokens
+            ids, following = (torch.cat((x, x.new_zeros(padding))) for x in (ids, following))
+            if routed is not None:
+                routed = torch.cat((routed, routed.new_full((padding,), NO_DRAFT)))
+        step = CacheStep(self._cache, batch, routed)
+        hidden, streams = self._drafter.forward(ids.unsqueeze(0), following, step)
+        self._logits[:tokens].copy_(self._model.logits(hidden[0])[:tokens])
+        self._streams[:tokens].copy_(streams[0, :tokens])
 
     def _accept(self, size: int, drafts: int, variant: Variant) -> Chosen:
         """Accept drafts and choose the token after them; its row processes it next."""
@@ -256,7 +273,8 @@ class SpeculativeStep:
         self._drafter.keep(rows, self._streams[last])
         self._state.emitted(entries, tokens, accepted, variant.penalty)
         column = torch.arange(count, device=rows.device)
-        shown = torch.where(column > accepted.unsqueeze(1), NOTHING, tokens).flatten()
+        lost = torch.where(self._ids[:size, :count] < 0, UNVERIFIED, NOTHING)
+        shown = torch.where(column > accepted.unsqueeze(1), lost, tokens).flatten()
         logits = self._logits[: size * count]
         report = self._state.logprobs(logits, tokens.flatten()) if variant.logprobs else None
         return Chosen(shown, report)
@@ -264,7 +282,8 @@ class SpeculativeStep:
     def _verified(self, size: int, drafts: int, variant: Variant) -> Verified:
         rows, lengths = self._rows(size)
         entries, logits = self._state.entries(rows), self._logits[: size * (drafts + 1)]
-        if not drafts:
+        # Other kernels draw the token of a step without drafts, from other roundings.
+        if not drafts and self._fixed is None:
             tokens = self._state.next_tokens(logits, entries, lambda: lengths + 1, variant)
             return Verified(torch.zeros_like(tokens), tokens.unsqueeze(1))
         parameters: Parameters = self._state.parameters(entries, lengths + 1, variant.penalty)

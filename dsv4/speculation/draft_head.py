@@ -85,6 +85,14 @@ def copy_bytes(config: ModelConfig) -> int:
     return rows * columns // 2 + rows * (columns // 16) + 4
 
 
+def read_bytes(model: DeepseekV4ForCausalLM) -> int:
+    """Return the bytes of a head that ``"auto"`` makes for a model, which a draft reads."""
+    if not (_impossible(model) or _slow(model)):
+        return copy_bytes(model.config)
+    head = model.lm_head
+    return sum(t.nbytes for t in (*head.parameters(), *head.buffers()))
+
+
 def _impossible(model: DeepseekV4ForCausalLM) -> str:
     """Return why a head can have no copy, or an empty text."""
     head = model.lm_head

@@ -10,6 +10,8 @@ rank s of the receiver's token t. Every row has a flag, which is set whether the
 not: so each call needs each peer's, on which the mailboxes' generations rely
 (``dsv4/parallel/mailboxes.py``). Kernels that wait push nothing, and those that push wait for
 nothing, so ranks cannot wait for each other in a circle, however few programs a GPU holds.
+
+``distinct`` is 1. In an emulated group it is 0: all ranks are rank 0, and hold its experts.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ def _is_among(ranks, rank):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["rank", "experts"])
+@triton.jit(do_not_specialize=["rank", "distinct", "experts"])
 def _send_kernel(
     x,
     ids,
@@ -69,6 +71,7 @@ def _send_kernel(
     flags,
     counter,
     rank,
+    distinct,
     experts,
     hidden,
     row_elements,
@@ -100,7 +103,7 @@ def _send_kernel(
         inside = column < hidden
         values = tl.load(x + token.to(tl.int64) * hidden + column, mask=inside, other=0.0)
         for i in tl.static_range(RANKS):
-            if _is_among(owners, (rank + 1 + i) % RANKS):
+            if _is_among(owners, ((rank + 1 + i) % RANKS) * distinct):
                 tl.store(slots[i] + at + HEAD + column, values, mask=inside)
     set_flags(flags, slot * chunks + token, call, RANKS)
     count_call(counter, call)
@@ -198,7 +201,7 @@ def _return_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["experts"])
+@triton.jit(do_not_specialize=["distinct", "experts"])
 def _collect_kernel(
     out,
     ids,
@@ -206,6 +209,7 @@ def _collect_kernel(
     slots,
     flags,
     counter,
+    distinct,
     experts,
     hidden,
     row_elements,
@@ -236,7 +240,7 @@ def _collect_kernel(
     slot += token.to(tl.int64) * row_elements
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for source in tl.static_range(RANKS):
-        end = tl.where(_is_among(owners, source), hidden, 0)
+        end = tl.where(_is_among(owners, source * distinct), hidden, 0)
         total += widen(tl.load(slot + column, mask=column < end, other=0.0))
         slot += capacity
     if SHARED:
@@ -254,6 +258,10 @@ def _constants(mailbox: Mailbox, layout: RowLayout) -> dict[str, int]:
 
 def _sizes(mailbox: Mailbox, layout: RowLayout) -> tuple[int, ...]:
     return layout.hidden, layout.elements, mailbox.capacity, mailbox.chunks
+
+
+def _distinct(mailbox: Mailbox) -> int:
+    return int(not mailbox.are_copies)
 
 
 def _peers(mailbox: Mailbox) -> tuple[Any, Any, torch.Tensor]:
@@ -294,6 +302,7 @@ def push_tokens(mailbox: Mailbox, args: MoeSendArgs) -> None:
             args.weights.contiguous(),
             *_peers(mailbox),
             mailbox.rank,
+            _distinct(mailbox),
             experts,
             *_sizes(mailbox, layout),
             **_constants(mailbox, layout),
@@ -363,6 +372,7 @@ def sum_results(mailbox: Mailbox, args: MoeReturnArgs) -> torch.Tensor:
                 args.ids.contiguous(),
                 None if args.shared is None else args.shared.contiguous(),
                 *_own(mailbox),
+                _distinct(mailbox),
                 experts_of_rank(args.num_experts, mailbox.ranks, "moe_return"),
                 *_sizes(mailbox, layout),
                 **_constants(mailbox, layout),

@@ -280,22 +280,31 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good):
+def _is_left_out(routed, token, may_leave_out):
+    """Whether a token goes to no expert; nothing is read if that holds for none."""
+    return tl.load(routed + token, mask=may_leave_out != 0, other=0) < 0
+
+
+@triton.jit
+def _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good):
+    experts = tl.where(left_out, -1, experts)
     weight = _quotient(chosen, total + 1e-20) * factor
     tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
     tl.store(ids + offset, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "top_k"])
+@triton.jit(do_not_specialize=["tokens", "top_k", "may_leave_out"])
 def _topk_kernel(
     partials,
     logits,
     bias,
+    routed,
     weights,
     ids,
     tokens,
     top_k,
+    may_leave_out,
     factor,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -313,6 +322,7 @@ def _topk_kernel(
         prefetch_row(bias, EXPERTS, BLOCK)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    left_out = _is_left_out(routed, token, may_leave_out)
     expert = tl.arange(0, BLOCK)
     inside = expert < EXPERTS
     logit, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
@@ -335,21 +345,23 @@ def _topk_kernel(
         experts = tl.where(slot == j, best, experts)
         chosen = tl.where(slot == j, score, chosen)
     offset, mask = token * top_k + slot, slot < top_k
-    _store_experts(weights, ids, offset, mask, experts, chosen, total, factor, good)
+    _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good)
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k"])
+@triton.jit(do_not_specialize=["tokens", "vocabulary", "top_k", "may_leave_out"])
 def _hash_kernel(
     partials,
     logits,
     table,
     input_ids,
+    routed,
     weights,
     ids,
     tokens,
     vocabulary,
     top_k,
+    may_leave_out,
     factor,
     EXPERTS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -361,6 +373,7 @@ def _hash_kernel(
     """Compute one token's logits, and the scores of the experts that the table has for its word."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    left_out = _is_left_out(routed, token, may_leave_out)
     word = tl.load(input_ids + token).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     offset = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
@@ -374,7 +387,8 @@ def _hash_kernel(
     scores = _sqrt_softplus(widen(narrow(own, logits.dtype.element_ty)))
     scores = tl.where(mask, scores, 0.0)
     offset = token * top_k + slot
-    _store_experts(weights, ids, offset, mask, expert, scores, tl.sum(scores, 0), factor, good)
+    total = tl.sum(scores, 0)
+    _store_experts(weights, ids, offset, mask, left_out, expert, scores, total, factor, good)
 
 
 @dataclass(frozen=True)
@@ -546,6 +560,7 @@ def _route(
     top_k: int,
     scaling_factor: float,
     logits_dtype: torch.dtype,
+    routed: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, experts = x.shape[0], weight.shape[0]
     logits = x.new_empty((tokens, experts), dtype=logits_dtype)
@@ -565,16 +580,21 @@ def _route(
         "num_warps": _topk_warps(block),
         **launch_options.options(x),
     }
+    # Without it any int64 tensor stands for it, so that there is no further kernel.
+    may_leave_out = int(routed is not None)
+    routed = ids if routed is None else routed.contiguous()
     with launch_options.on(x):
         if table is None:
             _topk_kernel[(tokens,)](
                 partials,
                 logits,
                 None if bias is None else bias.contiguous(),
+                routed,
                 weights,
                 ids,
                 tokens,
                 top_k,
+                may_leave_out,
                 scaling_factor,
                 BIASED=bias is not None,
                 **options,
@@ -585,11 +605,13 @@ def _route(
                 logits,
                 table,
                 input_ids,
+                routed,
                 weights,
                 ids,
                 tokens,
                 table.shape[0],
                 top_k,
+                may_leave_out,
                 scaling_factor,
                 **options,
             )
@@ -607,6 +629,7 @@ def route_topk(args: RouteTopkArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
         args.top_k,
         args.scaling_factor,
         args.logits_dtype,
+        args.routed,
     )
 
 
@@ -616,5 +639,13 @@ def route_hash(args: RouteHashArgs) -> tuple[torch.Tensor, torch.Tensor, torch.T
     table, words = args.tid2eid.contiguous(), args.input_ids.contiguous()
     top_k = args.tid2eid.shape[1]
     return _route(
-        args.x, args.weight, None, table, words, top_k, args.scaling_factor, args.logits_dtype
+        args.x,
+        args.weight,
+        None,
+        table,
+        words,
+        top_k,
+        args.scaling_factor,
+        args.logits_dtype,
+        args.routed,
     )

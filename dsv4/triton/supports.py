@@ -12,6 +12,7 @@ from dsv4.dispatch import AUTO, Call, implementations
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
+from dsv4.ops.expert_slots import ExpertGatherArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import gemm_record
 from dsv4.ops.indexer import IndexerSelectArgs
@@ -40,6 +41,15 @@ MOST_EXPERTS = 4094  # experts that a kernel sorts by
 def any_call(call: Call) -> str | None:
     """Reasons that hold for every operator: the device, and tensors in float64."""
     return no_triton(call.device) or float64_tensor(call.args)
+
+
+def expert_gather(call: Call) -> str | None:
+    """Return why ``expert_gather`` is unsupported, or None."""
+    args: ExpertGatherArgs = call.args
+    rows = args.rows
+    if call.device.type == "cuda" and rows.device.type == "cpu" and not rows.is_pinned():
+        return "rows are in pageable host memory, wanted pinned memory, which a GPU reads"
+    return any_call(call)
 
 
 def quantize_nvfp4(call: Call) -> str | None:

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from dsv4 import checkpoint
 from dsv4.bench import environment
+from dsv4.bench.cases import PRESETS
 from dsv4.bench.cli import main
+from dsv4.bench.pages import models
+from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
 from dsv4.bench.suites.model import measure, memory, operators, profile
@@ -137,6 +140,27 @@ class TestOnCpu:
             del row["model"]["ranks"], row["model"]["emulated"], row["model"]["parallel"]
         assert parse(whole).rows[0].model.ranks == 1
 
+    def test_a_rank_with_tokens_of_its_own_and_emulated_peers(self, tmp_path: Path, capsys):
+        """It has everything but experts, of which its own get the tokens of both ranks."""
+        path, whole_path = tmp_path / "rank.json", tmp_path / "whole.json"
+        sizes = ["--layers", "1", "--tokens", "3", "--context", "8", "--prompts", "5"]
+        columns = ["--columns", "eager,runner,generate", "--out"]
+        assert run(*sizes, *columns, str(whole_path)) == 0
+        more = ["--emulate-peers", "2", "--parallel", "dp"]
+        assert run(*sizes, *columns, str(path), *more) == 0
+        document, whole = document_of(path), document_of(whole_path)
+        (row,), (of_whole,) = document["rows"], whole["rows"]
+        assert row["failed"] == document["prompts"][0]["failed"] == []
+        assert row["experts_uniform"] == whole_model.uniform_experts(PRESETS["tiny"](), 6) / 2
+        assert 0 < row["experts_read"] <= 4
+        assert row["flops"] == of_whole["flops"], "as many choices of an expert, of both ranks"
+        assert document["start"]["weight_bytes"] < whole["start"]["weight_bytes"]
+        assert "expected" not in document or document["expected"] == []
+        model = parse(document).rows[0].model
+        assert output_path("out/", document["header"], model).name.endswith("_emulated_dp2.json")
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "(dp) with emulated peers on the same GPU; tokens are sequences of each" in printed
+
     @pytest.mark.parametrize(
         ("ranks", "message"),
         [("1", "wanted 2 to 16 ranks"), ("3", "3 ranks, wanted a number that divides vocab_size")],
@@ -232,10 +256,39 @@ class TestOnCpu:
         assert set(row["verify_ms"]) == {"1", "2", "3", "4", "6"}
         assert min(row["draft_ms"], row["plain_ms"], *row["verify_ms"].values()) > 0
         assert (row["missing"], row["failed"]) == ({}, [])
+        page = "\n".join(models.sections(parse(document_of(path))))
+        accepted = f"{row['accepted']} of {row['drafted']} by a seed"
+        assert f"| 2 {method} | {accepted} | 2 | 9 | {cell(row['length'])} |" in page
         printed = capsys.readouterr().out
         assert f"2 {method}" in printed
         assert "0.5 forced" in printed
         assert printed.splitlines()[-1] == "MEASURED: 1 rows, 0 prompts, 1 with drafts"
+
+    def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
+        path = tmp_path / "m.json"
+        sizes = ["--tokens", "1", "--context", "9", "--layers", "1", "--prompts", "none"]
+        assert run(*sizes, "--host-experts", "2+3", "--steps", "12", "--out", str(path)) == 0
+        rows = document_of(path)["hosted"]
+        assert [row["routing"] for row in rows] == ["uniform", "zipf 0.7", "zipf 1"]
+        for row in rows:
+            assert (row["static"], row["slots"], row["steps"]) == (2, 3, 12)
+            assert (row["missing"], row["captured"]) == ({}, False)
+            assert 0 < row["hit_rate"] < 1
+            assert row["loaded_bytes"] > 0
+        assert rows[0]["hit_rate"] < rows[2]["hit_rate"]
+        assert "3 with experts in host memory" in capsys.readouterr().out.splitlines()[-1]
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            ("auto", "all experts fit"),
+            ("some", "wanted auto, or static experts and slots"),
+            ("2+1", "slots is 1, wanted 2 to 6"),
+        ],
+    )
+    def test_a_wrong_placement_is_refused(self, value: str, message: str, capsys):
+        assert run("--host-experts", value, "--layers", "1") == 2
+        assert message in capsys.readouterr().err
 
     def test_a_checkpoint_is_loaded(self, tmp_path: Path, capsys):
         folder = tmp_path / "weights"

@@ -8,7 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights, random_model
-from dsv4.bench.suites.whole_model import DecodeStep, Fill, prompt_flops, step_cost
+from dsv4.bench.suites.whole_model import (
+    FILL_CHUNK,
+    DecodeStep,
+    Fill,
+    prompt_flops,
+    step_cost,
+)
 from dsv4.config import ModelConfig
 from dsv4.layers import DeepseekV4Experts
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4
@@ -96,6 +102,17 @@ def test_few_prompts_fill_a_cache(sequences: int, context: int, most: int) -> No
     assert fill.prompt_tokens == context or fill.prompt_tokens % 256 == 0
     more = fill.prompts + 1
     assert fill.prompts == sequences or more * fill.prompt_tokens > max(most, 256)
+
+
+@pytest.mark.parametrize("sequences", [3, 64])
+def test_steps_that_fill_a_cache_are_bounded(sequences: int, monkeypatch) -> None:
+    """So that a list of kernels for ``FILL_CHUNK`` tokens has theirs."""
+    monkeypatch.setattr("dsv4.bench.suites.whole_model.FILL_CHUNK", 256)
+    model, tokens = random_model(CONFIG, CPU, Weights()), []
+    model.model.register_forward_pre_hook(lambda module, args: tokens.append(args[0].numel()))
+    with torch.inference_mode():
+        DecodeStep(model, sequences, 7, fill=Fill.plan(sequences, 7))
+    assert 0 < max(tokens) <= 256 < FILL_CHUNK
 
 
 def test_copies_compute_what_their_prompts_do() -> None:

@@ -81,7 +81,7 @@ from dsv4 import ModelConfig
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.recipe import Recipe
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.context import ParallelContext, Ranks
 
 config = ModelConfig.flash().replace(n_routed_experts=24)  # 18, the last's first, is no multiple
 shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
@@ -98,15 +98,31 @@ def found(model):
     return {"keys": sorted(key.hex() for key in steps.requests), "ran": ran, "names": names,
             "experts": sorted(experts)}
 
-first = Recipe.of(config, 4).build("sm_90a")
-with torch.device("meta"):
-    context = ParallelContext(3, 4, first.parallel.group)
-    last = DeepseekV4ForCausalLM(first.config, mtp=False, parallel=context).to(torch.bfloat16)
-    for name, weight in Recipe.of(config, 4).weights:
-        weight.declare(last.get_submodule(name), "sm_90a")
-    _steps.join_packed_(last)
-models = {"first": first, "last": last, "whole": Recipe.of(config).build("sm_90a")}
-print(json.dumps({name: found(model) for name, model in models.items()}))
+def first_and_last(mode):
+    recipe = Recipe.of(config, Ranks(4, mode))
+    first = recipe.build("sm_90a")
+    with torch.device("meta"):
+        context = ParallelContext(3, 4, first.parallel.group, mode)
+        last = DeepseekV4ForCausalLM(first.config, mtp=False, parallel=context).to(torch.bfloat16)
+        for name, weight in recipe.weights:
+            weight.declare(last.get_submodule(name), "sm_90a")
+        _steps.join_packed_(last)
+    return {f"{mode} first": found(first), f"{mode} last": found(last)}
+
+result = first_and_last("tp") | first_and_last("dp")
+result["whole"] = found(Recipe.of(config).build("sm_90a"))
+
+# Of ranks with tokens of their own: sizes of steps between those of the list.
+model = Recipe.of(config, Ranks(6, "dp")).build("sm_90a")
+target = _steps.Target("sm_90a")
+listed = _steps.find_steps(model, target, 90, _steps.step_shapes(90, 64)).requests
+for tokens in (22, 43, 86):  # from here on there are more rows than a power of two
+    for sequences in (1, tokens):
+        shape = _steps.StepShape(tokens, sequences, 64)
+        others = _steps.find_steps(model, target, 90, [shape]).requests
+        new = [request.name for key, request in others.items() if key not in listed]
+        assert not new, (shape, new)
+print(json.dumps(result))
 """
 
 
@@ -114,10 +130,11 @@ print(json.dumps({name: found(model) for name, model in models.items()}))
 def test_kernels_of_ranks_are_those_of_their_sizes():
     """Every rank launches the same ones, and after the first rank's list none is compiled."""
     ranks = json.loads(printed(RANKS))
-    first, whole = ranks["first"], ranks["whole"]
-    assert first["keys"] == ranks["last"]["keys"]
-    assert first["ran"] == ranks["last"]["ran"]
-    assert (first["experts"], whole["experts"]) == ([6], [6, 24])  # 6 is also K
+    first, own, whole = ranks["tp first"], ranks["dp first"], ranks["whole"]
+    for mode, of_first in (("tp", first), ("dp", own)):
+        assert of_first["keys"] == ranks[f"{mode} last"]["keys"]
+        assert of_first["ran"] == ranks[f"{mode} last"]["ran"]
+        assert (of_first["experts"], whole["experts"]) == ([6], [6, 24])  # 6 is also K
     assert "_push_kernel" in first["ran"]["hc_reduce_post_pre_norm push"]
     assert "_push_kernel" in first["ran"]["hc_reduce_post push"]
     assert first["ran"]["all_reduce push"] == ["_push_kernel"]
@@ -127,6 +144,16 @@ def test_kernels_of_ranks_are_those_of_their_sizes():
     sampler = {"_largest_kernel", "_scores_kernel", "_filter_kernel"}
     assert sampler <= set(whole["names"])
     assert not sampler & set(first["names"])
+    # Ranks with tokens of their own: they exchange these, and sample as one process does.
+    exchange = {"send push": ["_receive_kernel", "_send_kernel"]}
+    exchange["return push"] = ["_collect_kernel", "_return_kernel"]
+    assert {name: own["ran"][f"moe_{name}"] for name in exchange} == exchange
+    assert sampler <= set(own["names"])
+    assert not any("reduce" in name for name in own["ran"])
+    pushed = {name for names in exchange.values() for name in names}
+    without = {key for key in whole["ran"] if not key.startswith("moe_")}
+    assert {key for key in own["ran"] if not key.startswith("moe_")} == without
+    assert pushed <= set(own["names"])
 
 
 def traced(points, *, real=False):

@@ -39,6 +39,9 @@ from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm100 import grouped_gemm_plan
 from dsv4.cute.sm100 import plans as blackwell
 from dsv4.integrations._swap import OutputHead
+from dsv4.parallel.context import DATA, Ranks
+from dsv4.parallel.emulated import emulated_rank
+from dsv4.parallel.local_model import local_model
 from dsv4.quant.formats import FRAGMENTS, SWIZZLED
 from dsv4.testing.models import random_model
 
@@ -236,6 +239,24 @@ def test_kernels_of_experts_are_for_every_choice_of_every_token():
     assert w4a4[0].experts == Experts(4096, 4096, 256, False, True, True, False)
     assert w4a4[1].experts == Experts(4096, 2048, 256, False, True)
     assert w4a4[2].experts == w4a4[0].experts._replace(quantized_out=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_experts_of_ranks_with_tokens_of_their_own_get_those_of_all(ranks):
+    """Of a configuration and of a rank's model: at most 8192 rows at once."""
+    config = dsv4.ModelConfig.tiny(**WHOLE, n_routed_experts=8)
+    shared = Ranks(ranks, DATA)
+    calls = grouped_gemms(config, ranks=shared)
+    assert {call.experts.experts for call in calls} == {8 // ranks}
+    model = random_model(config, 0).to(torch.bfloat16)
+    layers.quantize_(model, names=["*.experts"])
+    local = local_model(model, emulated_rank(shared, config, with_mailboxes=False))
+    assert set(grouped_gemms(local)) == set(calls)
+    for tokens, rows in ((1, ranks), (40, 40 * ranks), (8192, 8192)):
+        expected = [plan for c in calls for plan in cute_grouped.plans(c.experts, rows * c.top_k)]
+        assert kernel_plans(calls, tokens) == list(dict.fromkeys(expected))
+    whole = packed_gemms(config)
+    assert set(packed_gemms(config, ranks=shared)) == set(whole), "everything else is whole"
 
 
 def test_kernels_of_experts_are_compiled_too(compiled):

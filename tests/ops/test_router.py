@@ -458,6 +458,23 @@ def test_strided_input_gives_the_same_result(device):
         assert actual.is_contiguous()
 
 
+def test_tokens_that_are_not_routed_have_no_expert(device):
+    """And nothing else changes."""
+    x, weight = fuzz.normal(0, (5, 8)).to(device), fuzz.normal(1, (6, 8)).to(device)
+    table = (torch.arange(8, device=device) % 6).view(4, 2)
+    words = torch.tensor([3, 0, 1, 0, 2], device=device)
+    routed = torch.tensor([0, -1, 7, -9, 1], device=device)
+    for run, table_of in ((route_topk, (None,)), (route_hash, (table, words))):
+        options = {"scaling_factor": 1.5} | ({"top_k": 2} if run is route_topk else {})
+        logits, weights, ids = run(x, weight, *table_of, **options, routed=routed)
+        plain = run(x, weight, *table_of, **options)
+        assert_bitwise(logits, plain[0])
+        assert_bitwise(weights, plain[1])
+        assert torch.equal(ids, torch.where((routed < 0).unsqueeze(1), -1, plain[2]))
+    with pytest.raises(ValueError, match=r"route_topk: routed has shape \[4\], wanted \[5\]"):
+        route_topk(x, weight, None, top_k=2, scaling_factor=1.0, routed=routed[:4])
+
+
 def test_no_tokens(device):
     x, weight = torch.zeros(0, 4, device=device), torch.zeros(3, 4, device=device)
     table = torch.zeros(5, 2, dtype=torch.int64, device=device)
@@ -478,9 +495,9 @@ def test_opcheck(device, dtype):
     tokens = torch.zeros(3, dtype=torch.int64, device=device)
     ops = torch.ops.dsv4
     for b in (bias, None):
-        args = (x, weight, b, 2, 1.5, logits_dtype, "auto")
+        args = (x, weight, b, 2, 1.5, logits_dtype, tokens if b is None else None, "auto")
         torch.library.opcheck(ops.route_topk.default, args)
-    args = (x, weight, table, tokens, 1.5, logits_dtype, "auto")
+    args = (x, weight, table, tokens, 1.5, logits_dtype, None, "auto")
     torch.library.opcheck(ops.route_hash.default, args)
 
 

@@ -305,13 +305,13 @@ def refusals(worker: Worker) -> None:
     own = torch.ones(64, dtype=torch.bfloat16, device=worker.device)
     before = torch.cuda.memory_allocated() if worker.has_gpu else 0
     _refused("multicast", lambda: ops.all_reduce(own, worker.group, backend="multimem"))
-    mesh = {"device_mesh": dist.group.WORLD, "parallel": "multicast"}
-    _refused("multicast", lambda: dsv4.load(worker.folder / "checkpoint", **mesh))
+    path, world = worker.folder / "checkpoint", {"device_mesh": dist.group.WORLD}
+    _refused("multicast", lambda: dsv4.load(path, **world, parallel="multicast"))
     for name, off in multicast.OFF.items():
         old = os.environ[name]
         os.environ[name] = "1" if off == "0" else "0"
         try:
-            _refused(name, lambda: worker.load("tp"))
+            _refused(name, lambda: dsv4.load(path, **world, parallel="tp", device=worker.device))
             if worker.has_gpu:
                 _refused(name, lambda: mailboxes.symmetric(worker.group, 64, worker.device))
         finally:
@@ -376,12 +376,9 @@ def logits(worker: Worker) -> dict[str, Any]:
     worker.same(int(hash64(ours)))
     errors, agree = [0.0], 1.0
     if worker.rank == 0:
-        whole = worker.load(None, prepare=False, reserve_tokens=0)
-        with use_backend("reference") if worker.has_gpu else use_backend("auto"):
-            right = _prefilled(whole)
+        right = _of_one(worker)
         errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
         agree = float((ours.argmax(-1) == right.argmax(-1)).float().mean())
-        del whole
     dist.barrier()
     # A close call of the router in bfloat16 gives a token another expert, and other logits.
     near = [error for error in errors if error < 0.1]
@@ -397,6 +394,13 @@ def _prefilled(model: Any) -> torch.Tensor:
     return model.prefill(PROMPTS, cache, rows).float()
 
 
+def _of_one(worker: Worker) -> torch.Tensor:
+    """Logits of the whole model on one device by the reference, which compiles no kernel."""
+    whole = worker.load(None, prepare=False, reserve_tokens=0, pack=False)
+    with use_backend("reference"):
+        return _prefilled(whole)
+
+
 def answers(model: Any, capture: bool | None) -> list[list[int]]:
     """Tokens of two requests in a runner, greedy and drawn."""
     options: dict[str, Any] = {"max_sequences": 2, "max_tokens": 192, "max_chunk": 64}
@@ -407,9 +411,9 @@ def answers(model: Any, capture: bool | None) -> list[list[int]]:
             for p, t in zip(PROMPTS[:2], (0.0, 1.0), strict=True)
         ]
         runner.run()
-        results = [request.result() for request in asked]
+        texts = [request.result() for request in asked]
         assert (runner.captures > 0) == bool(capture)
-        return results
+        return texts
 
 
 def steps(worker: Worker) -> None:
@@ -480,7 +484,7 @@ def replays(worker: Worker) -> dict[str, float]:
 
 
 def kernels_of_one(worker: Worker) -> None:
-    """Compile what the whole model needs in parallel, of which a rank's steps are made."""
+    """The texts of the whole model, whose kernels are many of a rank's."""
     if worker.rank == 0 and worker.has_gpu:
         whole = worker.load(None, prepare="kernels", reserve_tokens=512)
         worker.shared["alone"] = whole.generate(PROMPTS, NEW, stop_ids=[])
@@ -517,9 +521,9 @@ def uneven(worker: Worker) -> dict[str, Any]:
     pushed = model.generate(own_prompts(worker), NEW, stop_ids=[])
     assert [len(text) for text in pushed] == [NEW] * len(own_prompts(worker))
     if worker.has_gpu:
-        shared = KeptRunner.of(model).runner
-        assert shared is not None
-        assert shared.captures > 0
+        runner = KeptRunner.of(model).runner
+        assert runner is not None
+        assert runner.captures > 0
     release(model)
     moved = pushed
     if worker.has_gpu:
@@ -555,9 +559,7 @@ def dp_steps(worker: Worker) -> None:
 def dp_logits(worker: Worker) -> dict[str, Any]:
     """Logits near those of the whole model on one GPU."""
     ours = _prefilled(worker.shared["model"])
-    whole = worker.load(None, prepare=False, reserve_tokens=0)
-    with use_backend("reference") if worker.has_gpu else use_backend("auto"):
-        right = _prefilled(whole)
+    right = _of_one(worker)
     errors = ((ours - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     assert 2 * sum(error < 0.1 for error in errors) > len(errors), errors
     return {"errors": [round(error, 4) for error in errors]}
@@ -607,7 +609,7 @@ PARTS: dict[str, list[Callable[[Worker], Any]]] = {
         refusals,
     ],
     "tp": [loaded, kernels, steps, generated, compiled_nothing, replays, logits],
-    "dp": [kernels_of_one, loaded_dp, uneven, dp_steps, dp_logits],
+    "dp": [kernels_of_one, loaded_dp, kernels, uneven, dp_steps, compiled_nothing, dp_logits],
     "killed": [partial(killed, parallel="tp", with_mailboxes=True)],
     "killed_nccl": [partial(killed, parallel="tp", with_mailboxes=False)],
     "killed_dp": [partial(killed, parallel="dp", with_mailboxes=True)],

@@ -45,9 +45,8 @@ def start(rank: int, size: int, folder: str, last: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     report: dict[str, Any] = {}
     file = path / f"rank{rank}.pt"
-    checks = [tensors, whole_life, command, several_requests, meshes, FAILURES[last]]
-    if size == 2:  # starting processes takes most of the time
-        checks[-1:-1] = [own_tokens, bench]
+    checks = [tensors, whole_life, command, several_requests, meshes, own_tokens]
+    checks += [bench] * (size == 2) + FAILURES[last]
     try:
         for check in checks:
             report[check.__name__] = check(path, rank, size)
@@ -158,11 +157,12 @@ def meshes(path: Path, rank: int, size: int) -> Any:
     """Meshes that are refused, a process group, and a group of one."""
     messages = []
     both = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
-    for changes in ({"device_mesh": both}, {"device": "cuda"}):
-        try:
-            loaded(path, size, **changes)
-        except ValueError as error:
-            messages.append(str(error))
+    for parallel in ("tp", "dp"):
+        for changes in ({"device_mesh": both}, {"device": "cuda"}):
+            try:
+                loaded(path, size, parallel=parallel, **changes)
+            except ValueError as error:
+                messages.append(str(error))
     assert loaded(path, size, device_mesh=both["tp"]).parallel.size == size
     assert loaded(path, size, device_mesh=both["dp"]).parallel is None
     assert loaded(path, size, device_mesh=dist.group.WORLD).parallel.rank == rank
@@ -203,16 +203,31 @@ def an_exception(path: Path, rank: int, size: int) -> Any:
     return reports
 
 
+def _die(*arguments: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def a_killed_rank(path: Path, rank: int, size: int) -> Any:
     """The last rank is killed in the middle of a step."""
     model = loaded(path, size)
 
-    def die(*arguments: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
     if rank == size - 1:
-        model.model.layers[1].mlp.register_forward_pre_hook(die)
+        model.model.layers[1].mlp.register_forward_pre_hook(_die)
     return [_failed(lambda: model.generate(PROMPTS, NEW))]
 
 
-FAILURES = {"exception": an_exception, "kill": a_killed_rank}
+def a_killed_rank_with_tokens_of_its_own(path: Path, rank: int, size: int) -> Any:
+    """``parallel="dp"`` on the first two ranks, of which the second one, without requests, dies."""
+    if rank > 1:
+        return None
+    group = dist.new_group([0, 1], backend="gloo", use_local_synchronization=True)
+    model = loaded(path, size, device_mesh=group, parallel="dp")
+    if rank:
+        model.model.layers[1].mlp.experts.register_forward_pre_hook(_die)
+    return _failed(lambda: model.generate(PROMPTS[: 1 - rank], NEW))
+
+
+FAILURES = {
+    "exception": [an_exception],
+    "kill": [a_killed_rank, a_killed_rank_with_tokens_of_its_own],
+}

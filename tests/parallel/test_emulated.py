@@ -12,13 +12,18 @@ from dsv4 import layers, ops
 from dsv4.config import CSA, ModelConfig
 from dsv4.device import interpret_triton
 from dsv4.dispatch import explain
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
+from dsv4.layers import DeepseekV4Experts
+from dsv4.layers.moe import UNROUTED
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import gather, groups, mailboxes
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import DATA, TENSOR, Ranks
+from dsv4.parallel.emulated import emulated_context, emulated_exchange, emulated_rank
 from dsv4.parallel.local_model import local_model
 from dsv4.reference.all_reduce import rank_ordered_sum
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
+from tests.parallel.exchange_cases import exchange
 from tests.parallel.test_all_reduce import between_sublayers, partial_sums
 from tests.plans.layer_plan_cases import Twins, plans_of, switch
 
@@ -138,15 +143,44 @@ def test_where_the_mailboxes_are_too_small_the_operators_say_so(device):
     assert mailbox.counter.tolist() == [0, 0]
 
 
-def tiny_rank(*, with_mailboxes: bool) -> DeepseekV4ForCausalLM:
-    """Rank 0's part of a packed model of one layer."""
+@given(
+    ranks=st.integers(2, 8),
+    steps=st.lists(st.integers(0, 5), min_size=3, max_size=6),
+    seed=st.integers(0, 99),
+)
+def test_tokens_come_from_peers_that_hold_the_same_experts(device, ranks, steps, seed):
+    """Also where a slot has tokens of an earlier call; rows that nothing may read are NaN."""
+    config = ModelConfig.tiny(hidden_size=40, num_experts_per_tok=3)
+    context = emulated_exchange(ranks, config, device)
+    mailboxes.of_group(context.group.name).slots[0].view(torch.int16).fill_(-1)
+    for step, tokens in enumerate(steps):
+        case = exchange(ranks, tokens, 40, seed=seed + step, device=device)
+        x, ids, weights, experts, _ = case.sent[0]
+        sent = (x, ids, weights, experts, context.group.name)
+        right = ops.moe_send(*sent, backend="reference")
+        rows, received, row_weights = ops.moe_send(*sent, backend="push")
+        assert_bitwise(received, right[1])
+        assert_bitwise(row_weights, right[2])
+        here = (received >= 0).any(1)
+        assert here[:tokens].equal(((ids >= 0) & (ids < experts // ranks)).any(1))
+        assert_bitwise(rows[here], x.repeat(ranks, 1)[here])
+        y = case.y[0].masked_fill(~here.unsqueeze(1), float("nan"))
+        back = (y, received, ids, experts, context.group.name)
+        total = ops.moe_return(*back, shared=case.shared[0], backend="push")
+        assert_bitwise(total, ops.moe_return(*back, shared=case.shared[0], backend="reference"))
+
+
+def tiny_rank(mode: str = TENSOR, *, with_mailboxes: bool) -> DeepseekV4ForCausalLM:
+    """Rank 0's part of a packed model of one layer; of two that have tokens of their own."""
+    kinds = ("moe",) if mode == TENSOR else ("hash_moe", "moe")
     config = ModelConfig.tiny(
-        layer_types=(CSA,), mlp_layer_types=("moe",), o_groups=2, n_routed_experts=8,
+        layer_types=(CSA,) * len(kinds), mlp_layer_types=kinds, o_groups=2, n_routed_experts=8,
         num_nextn_predict_layers=0,
     )  # fmt: skip
     whole = random_model(config, 3, torch.bfloat16)
     layers.quantize_(whole)
-    return local_model(whole, emulated_context(RANKS, with_mailboxes=with_mailboxes))
+    context = emulated_rank(Ranks(RANKS, mode), config, with_mailboxes=with_mailboxes)
+    return local_model(whole, context)
 
 
 def test_a_step_by_mailboxes_has_the_bits_of_sums_without():
@@ -169,6 +203,24 @@ def test_a_step_by_mailboxes_has_the_bits_of_sums_without():
         expected = step(tiny_rank(with_mailboxes=False))
     # Per step: the embedding, two sums of the layer, and the logits.
     assert counter == [2 * 4, 0]
+    for result, right in zip(results, expected, strict=True):
+        assert_bitwise(result, right)
+
+
+def test_a_block_by_mailboxes_has_the_bits_of_one_without():
+    """Routed experts, which get the tokens of all ranks, and the shared expert, in kernels."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled in this process, not interpreted")
+    x, ids = torch.randn(1, 3, 64).bfloat16(), torch.tensor([[5, UNROUTED, 9]])
+    with interpret_triton(), torch.no_grad():
+        pushed = tiny_rank(DATA, with_mailboxes=True)
+        results = [layer.mlp(x, ids) for layer in pushed.model.layers]
+        counter = mailboxes.of_group(groups.emulated_name(RANKS)).counter.tolist()
+        del pushed
+        copied = tiny_rank(DATA, with_mailboxes=False)
+        expected = [layer.mlp(x, ids) for layer in copied.model.layers]
+    assert counter == [2 * len(results), 0], "tokens went, and came back"
     for result, right in zip(results, expected, strict=True):
         assert_bitwise(result, right)
 
@@ -197,11 +249,47 @@ def test_the_decoder_sums_where_it_writes_back():
     assert not {"hc_post", "hc_post_pre_norm"} & set(counts)
 
 
-def test_layers_of_a_rank_are_planned():
-    """A replayed layer gives the layer's bits, with a sum over ranks as a whole operator."""
+@pytest.mark.parametrize("mode", [TENSOR, DATA])
+def test_layers_of_a_rank_are_planned(mode):
+    """A replayed layer gives the layer's bits, with what goes over ranks as whole operators."""
     with switch() as made:
-        model = tiny_rank(with_mailboxes=False)
+        model = tiny_rank(mode, with_mailboxes=False)
         twins = Twins(model, made)
         twins.warm()
-        assert [plan.again is not None for plan in plans_of(model)].count(True) == 1
+        planned = [plan.again is not None for plan in plans_of(model)].count(True)
+        assert planned == len(model.model.layers)
         twins.same_caches()
+
+
+def test_planned_layers_leave_padding_out():
+    """A replayed step has padding at another place; it goes to no expert of any rank."""
+    chosen = []
+    experts = DeepseekV4Experts.forward
+
+    def seen(self, x, ids, *others):
+        chosen.append(ids)
+        return experts(self, x, ids, *others)
+
+    with switch() as made, pytest.MonkeyPatch.context() as patch:
+        twins = Twins(tiny_rank(DATA, with_mailboxes=False), made)
+        rows = twins.begin([1, 2, 3], [4, 5])
+        for is_padding in (False, False, True, False, True, True):
+            padded = torch.tensor([rows[0], -1 if is_padding else rows[1]])
+            tokens = torch.tensor([7, 0 if is_padding else 8])
+
+            def step(cache, rows=padded, tokens=tokens):
+                batch = Batch.decode(torch.where(rows < 0, 0, cache.lengths[rows]), rows)
+                hidden, _ = twins.model.model(tokens[None], None, CacheStep(cache, batch))
+                cache.advance(batch)
+                return hidden[:, rows >= 0]
+
+            present = rows[:1] if is_padding else rows
+            for cache in twins.caches:
+                cache.prepare(present, [1] * len(present), cache.lengths[present].tolist())
+            twins.both(step)
+        assert made.ran == 0, "the last step was replayed"
+        twins.same_caches()
+        patch.setattr(DeepseekV4Experts, "forward", seen)
+        step(twins.caches[1])
+    assert [ids.tolist()[1::2] for ids in chosen] == [[[-1, -1]] * RANKS] * 2
+    assert all(int((ids >= 0).sum()) <= 2 * RANKS for ids in chosen)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4
-from dsv4.checkpoint import Checkpoint, save
+from dsv4.checkpoint import Checkpoint, loading, save
 from dsv4.layers import quantize_
+from dsv4.parallel.context import MODES
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import local_bytes
 from dsv4.quant.formats import FRAGMENTS
@@ -96,7 +99,8 @@ class _Peak(TorchDispatchMode):
         return out
 
 
-def test_a_rank_never_holds_more_than_its_share(tmp_path):
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_never_holds_more_than_its_share(tmp_path, mode):
     """The peak is the rule and the largest matrix, while it is copied."""
     path = _saved(tmp_path, "bf16", vocab_size=1024)
     with Checkpoint.open(path) as checkpoint:
@@ -104,13 +108,14 @@ def test_a_rank_never_holds_more_than_its_share(tmp_path):
 
     def work(context):
         with _Peak() as memory:
-            local = dsv4.load(path, device_mesh=context, parallel="tp", progress=False)
+            local = dsv4.load(path, device_mesh=context, parallel=mode, progress=False)
         return local, memory.peak
 
-    largest = max(size for name, size in sizes.items() if ".experts." not in name) / 2
+    largest = max(size for name, size in sizes.items() if ".experts." not in name)
+    largest /= 2 if mode == "tp" else 1
     for _, peak in run_ranks(2, work):
-        assert peak <= 1.05 * (local_bytes(sizes, 2) + largest)
-        assert peak < 0.75 * sum(sizes.values())
+        assert peak <= 1.05 * (local_bytes(sizes, 2, mode) + largest)
+        assert peak < (0.75 if mode == "tp" else 0.9) * sum(sizes.values())
 
 
 def test_input_scales_are_those_of_all_experts(tmp_path):
@@ -153,10 +158,31 @@ def test_a_part_of_a_model_is_not_saved(nvidia, tmp_path):
     assert copy.deepcopy(local).parallel is local.parallel
 
 
+def refuse(size, mode, path, options, message):
+    """Load with options of each rank: all raise one sentence, before anything is allocated."""
+    peaks = []
+
+    def work(context):
+        with _Peak() as memory:
+            try:
+                own = {"path": path, **options(context.rank)}
+                return dsv4.load(device_mesh=context, parallel=mode, progress=False, **own)
+            finally:
+                peaks.append(memory.peak)
+
+    with pytest.raises(ValueError, match=message) as raised:
+        run_ranks(size, work)
+    assert "\n" not in str(raised.value)
+    assert peaks == [0] * size
+
+
 class TestRefusals:
-    def test_a_number_of_ranks_that_divides_not(self, nvidia):
-        with pytest.raises(ValueError, match="4 ranks, wanted a number that divides o_groups"):
-            load_ranks(nvidia, 4)
+    @pytest.mark.parametrize(
+        ("mode", "ranks", "divided"), [("tp", 4, "o_groups"), ("dp", 3, "n_routed_experts")]
+    )
+    def test_a_number_of_ranks_that_divides_not(self, nvidia, mode, ranks, divided):
+        message = f"{ranks} ranks, wanted a number that divides {divided}"
+        refuse(ranks, mode, nvidia, lambda rank: {}, message)
 
     def test_blocks_that_would_be_cut(self, tmp_path):
         path = _saved(tmp_path, "nvidia", moe_intermediate_size=128)
@@ -171,28 +197,47 @@ class TestRefusals:
         with pytest.raises(ValueError, match="32 on each of 2 ranks, wanted a multiple of 64"):
             load_ranks(tmp_path, 2, pack=FRAGMENTS)
 
-    def test_other_options_on_a_rank(self, nvidia):
-        def work(context):
-            numerics = ("deepseek", "transformers")[context.rank]
-            return dsv4.load(
-                nvidia, device_mesh=context, parallel="tp", numerics=numerics, progress=False
-            )
+    @pytest.mark.parametrize("mode", MODES)
+    def test_other_options_on_a_rank(self, nvidia, mode):
+        def options(rank):
+            return {"numerics": ("deepseek", "transformers")[rank]}
 
-        with pytest.raises(ValueError, match=r"numerics of config.json is 'deepseek' on rank 0"):
-            run_ranks(2, work)
+        refuse(2, mode, nvidia, options, r"numerics of config.json is 'deepseek' on rank 0")
 
-    def test_another_configuration_on_a_rank(self, nvidia, tmp_path):
+    @pytest.mark.parametrize("mode", MODES)
+    def test_another_configuration_on_a_rank(self, nvidia, mode, tmp_path):
         for file in nvidia.iterdir():
             (tmp_path / file.name).write_bytes(file.read_bytes())
         values = json.loads((nvidia / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**values, "swiglu_limit": 3.0}))
 
-        def work(context):
-            path = (nvidia, tmp_path)[context.rank]
-            return dsv4.load(path, device_mesh=context, parallel="tp", progress=False)
+        def options(rank):
+            return {"path": (nvidia, tmp_path)[rank]}
 
-        with pytest.raises(ValueError, match=r"swiglu_limit of config.json is .* and 3.0 on rank"):
-            run_ranks(2, work)
+        refuse(2, mode, nvidia, options, r"swiglu_limit of config.json is .* and 3.0 on rank")
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("package", ["dsv4", "torch"])
+    def test_another_version_on_a_rank(self, nvidia, mode, package, monkeypatch):
+        class Installed:
+            ranks = threading.local()
+
+            def __getattr__(self, name):
+                return getattr(importlib.import_module(package), name)
+
+            @property
+            def __version__(self):
+                return f"1.{self.ranks.number}"
+
+        installed = Installed()
+        monkeypatch.setattr(loading, package, installed)
+
+        def options(rank):
+            installed.ranks.number = rank
+            return {}
+
+        message = rf"the version of {package} is '1\.0' on rank 0 and '1\.1' on rank 1"
+        refuse(2, mode, nvidia, options, message)
 
     @pytest.mark.parametrize(
         ("mesh", "parallel", "message"),
@@ -222,5 +267,6 @@ class TestRefusals:
     )
     def test_multicast_of_the_environment(self, name, value, off, tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
-        with pytest.raises(ValueError, match=f"{name} is '{value}', wanted '{off}' or unset"):
-            dsv4.load(tmp_path, device_mesh=object(), parallel="tp")
+        for mode in MODES:
+            with pytest.raises(ValueError, match=f"{name} is '{value}', wanted '{off}' or unset"):
+                dsv4.load(tmp_path, device_mesh=object(), parallel=mode)

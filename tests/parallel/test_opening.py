@@ -9,7 +9,9 @@ import torch
 
 from dsv4.compilation import warmup
 from dsv4.compilation.warmup import Warmup, warm_ranks
-from dsv4.parallel import groups, mailboxes, opening
+from dsv4.config import ModelConfig
+from dsv4.parallel import context as contexts
+from dsv4.parallel import exchange_mailboxes, groups, mailboxes, opening
 from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.process_group import DistributedGroup
 from dsv4.testing.ranks import run_ranks
@@ -62,12 +64,17 @@ def test_on_a_cpu_and_in_other_groups_there_are_none():
         assert group.mailbox is None
 
 
-def test_gloo_between_gpus_has_none(monkeypatch):
+def test_gloo_between_gpus_has_none(monkeypatch, caplog):
     """Processes on one GPU share memory by IPC; several GPUs need NCCL's group."""
+
+    def opened_for_tokens(context):
+        own = ParallelContext(context.rank, context.size, Ranks(context), "dp")
+        return exchange_mailboxes.open_for(own, ModelConfig.tiny(), GPU, torch.bfloat16)
+
     monkeypatch.setattr(groups, "transport", lambda name, device: "gloo")
     monkeypatch.setattr(mailboxes, "ipc", lambda *arguments: arguments)
     for uuids, kind in ((["a", "a"], tuple), (["a", "b"], None)):
-        names = iter(uuids)
+        names = iter(2 * uuids)
         monkeypatch.setattr(
             torch.cuda,
             "get_device_properties",
@@ -75,13 +82,20 @@ def test_gloo_between_gpus_has_none(monkeypatch):
         )
 
         def work(context):
-            return opening._made(context, Ranks(context), GPU)
+            return opening.make(Ranks(context), 16, GPU)
 
         if kind is None:
             with pytest.raises(RuntimeError, match="backend for cuda tensors is 'gloo', wanted"):
                 run_ranks(2, work)
+            assert run_ranks(2, opened_for_tokens) == [None, None]
+            (record,) = caplog.records
+            assert (
+                "tokens are exchanged by the process group, not pushed: the group's"
+                in record.message
+            )
         else:
-            assert run_ranks(2, work) == [("of the tests", 1 << 20, GPU)] * 2
+            assert run_ranks(2, work) == [("of the tests", 16, GPU)] * 2
+            assert all(isinstance(made, kind) for made in run_ranks(2, opened_for_tokens))
 
 
 @pytest.mark.parametrize("failing", [None, 0, 1])
@@ -109,9 +123,10 @@ def test_where_a_rank_has_no_gpu_nothing_is_warm(monkeypatch):
 
 @pytest.mark.parametrize("ranks", [0, 3, 32])
 def test_a_configuration_that_cannot_be_split(ranks):
-    from dsv4 import ModelConfig
-
     with pytest.raises(ValueError, match=f"{ranks}( ranks|, wanted 1 to 16)"):
-        warmup.check_ranks(ModelConfig.flash(), ranks)
+        warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(ranks))
     with pytest.raises(ValueError, match="model a module, wanted a configuration"):
-        warmup.check_ranks(torch.nn.Linear(2, 2), ranks)
+        warmup.check_ranks(torch.nn.Linear(2, 2), contexts.Ranks(ranks))
+    with pytest.raises(ValueError, match="parallel is 'ep', wanted one of tp, dp"):
+        warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(2, "ep"))
+    warmup.check_ranks(ModelConfig.flash(), contexts.Ranks(16, "dp"))  # divides experts alone

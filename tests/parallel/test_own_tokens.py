@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,7 @@ import dsv4
 from dsv4.checkpoint import Checkpoint, save
 from dsv4.config import CSA, SLIDING, ModelConfig
 from dsv4.layers import reserve_experts
-from dsv4.layers.reserve import step_buffers
+from dsv4.layers.reserve import STEP_TOKENS, step_buffers
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import DATA, ParallelContext
 from dsv4.parallel.expert_exchange import ExpertExchange
@@ -21,10 +23,12 @@ from dsv4.parallel.guard import guard
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import LocalSizes, local_bytes
 from dsv4.quant.formats import FRAGMENTS
-from dsv4.serving import Runner
+from dsv4.serving import Runner, SamplingOptions
+from dsv4.serving.graphs import Graphs
 from dsv4.serving.request import LogitsError
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.ranks import run_ranks
+from tests._tools.taped import replayed
 from tests.checkpoint.cases import assert_same_state
 from tests.parallel.cases import CONFIG, WIDE, model, prompt
 
@@ -37,6 +41,7 @@ OPTIONS = (
 )
 
 
+OPTIONS_OF = [SamplingOptions(stop_ids=(), **options) for options in OPTIONS]
 SMALL = ModelConfig.tiny(
     layer_types=(SLIDING, CSA),
     n_routed_experts=8,
@@ -213,6 +218,77 @@ class TestRunner:
             assert tokens == whole.generate(PROMPTS[rank], new, stop_ids=[])
             assert none == []
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"prompts": [[]]}, "a prompt is empty"),
+            ({"prompts": [[1000]]}, "1000, wanted 0 to"),
+            ({"max_new_tokens": -1}, "max_new_tokens is -1"),
+            ({"max_new_tokens": 10**9}, "the longest prompt has 2 tokens and max_new_tokens is"),
+            ({"stop_ids": [-5]}, "-5, wanted 0 to"),
+        ],
+    )
+    def test_prompts_that_are_wrong_end_no_other_rank(self, whole, changes, message):
+        arguments = {"prompts": PROMPTS[2], "max_new_tokens": 3, "stop_ids": []}
+
+        def work(model, rank):
+            if rank == 0:
+                with pytest.raises(ValueError, match=message):
+                    model.generate(**arguments | changes)
+                return None
+            return model.generate(**arguments)
+
+        assert ranks_of(whole, 2, work)[1] == whole.generate(**arguments)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"sampler": 3}, "sampler is int, wanted a Sampler"),
+            ({"speculate": "mtp"}, "speculate is 'mtp'"),
+        ],
+    )
+    def test_other_arguments_that_are_wrong_end_all(self, whole, changes, message):
+        """The others would wait for ever; here the group passes the error on."""
+        waited = []
+
+        def work(model, rank):
+            try:
+                model.generate([[1]], 2, **changes if rank == 0 else {})
+            except threading.BrokenBarrierError:
+                waited.append(rank)
+                raise
+            except (TypeError, ValueError):
+                time.sleep(0.2)  # the other's end does not depend on this thread's
+                assert waited == [1]
+                raise
+
+        with pytest.raises((TypeError, ValueError), match=message):
+            ranks_of(whole, 2, work)
+
+    @pytest.mark.parametrize("ahead", [False, True])
+    def test_replayed_steps_are_the_eager_ones(self, whole, monkeypatch, ahead):
+        """Ranks capture the same steps at the same time, those without requests too."""
+        sizes = {"buckets": (1, 2), "prompt_buckets": (8, 16)}
+        monkeypatch.setattr(Graphs, "captured", replayed)
+
+        def work(model, rank):
+            with runner_of(model, **sizes) as runner:
+                runner._capture = True
+                if ahead:
+                    assert runner.warm_up() == 2 * 2 + 2 * 2
+                    assert runner.warm_up([OPTIONS_OF[1]]) >= 2 * 2
+                asked = [runner.add(p, OPTIONS_OF[i]) for i, p in enumerate(PROMPTS[rank])]
+                runner.run()
+                sizes_of_steps = (set(runner._decode._captured), set(runner._prompts._captured))
+                return [request.result() for request in asked], sizes_of_steps
+
+        results = ranks_of(whole, 2, work)  # the second one has no requests
+        for rank, (answers, captured) in enumerate(results):
+            assert captured == results[0][1]
+            eager = texts(whole, PROMPTS[rank], **sizes)
+            assert answers == [tokens for tokens, _ in eager]
+        assert results[0][1][0] == {1, 2}
+
     def test_a_request_that_fails_ends_no_other_rank(self, whole):
         """Logits that are not finite, on one rank."""
 
@@ -301,6 +377,19 @@ class TestLoad:
             assert local.load_report.bytes_read == pytest.approx(rule, rel=0.05)
             held = sum(t.nbytes for t in local.state_dict().values())
             assert held == pytest.approx(rule, rel=0.05)
+
+    def test_kernels_are_ready_before_the_first_step(self, nvidia, monkeypatch):
+        """Those that a rank's own model needs, as ``load`` of one process does."""
+        warmed = []
+
+        def seen(model, max_tokens, progress):
+            warmed.append((model.parallel.rank, model.parallel.mode, max_tokens))
+
+        monkeypatch.setattr("dsv4.compilation.warmup.warm_ranks", seen)
+        self.ranks(nvidia, 2)
+        assert sorted(warmed) == [(0, DATA, STEP_TOKENS), (1, DATA, STEP_TOKENS)]
+        self.ranks(nvidia, 2, prepare=False)
+        assert len(warmed) == 2
 
     def test_memory_of_a_step_is_for_the_tokens_of_all_ranks(self, whole):
         [local, _] = ranks_of(whole, 2, lambda m, rank: m)

@@ -122,20 +122,24 @@ def test_the_bench_of_a_model_whose_ranks_have_tokens_of_their_own(two):
 
 
 @pytest.mark.slow
-def test_ranks_with_tokens_of_their_own(two, capsys):
-    """``parallel="dp"``: each rank has the tokens of its prompts, and rank 0 prints."""
-    reports, path = two
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_ranks_with_tokens_of_their_own(ranks, request, capsys):
+    """``parallel="dp"``: each rank has the tokens of its prompts, and rank 0 prints.
+
+    Of four ranks the last one has none; then it fails.
+    """
+    reports, path = request.getfixturevalue(ranks)
     whole = dsv4.load(path, dtype="float32", progress=False)
     assert command_line.main(["generate", str(path), *COMMAND]) == 0
     printed = capsys.readouterr().out
-    kinds = ["RankError", "ZeroDivisionError"]
+    kinds = [*["RankError"] * (len(reports) - 1), "ZeroDivisionError"]
     for rank, report in enumerate(reports):
         tokens, read, command, (kind, message, seconds) = report["own_tokens"]
         assert tokens == whole.generate(PROMPTS[rank:], NEW, stop_ids=[])
         assert read < 0.95 * whole.load_report.bytes_read
         assert command == (0, "" if rank else printed)
         assert kind == kinds[rank]
-        assert "ZeroDivisionError: by the test" in message or rank
+        assert "ZeroDivisionError: by the test" in message or rank == len(reports) - 1
         assert seconds < 30
 
 
@@ -144,9 +148,12 @@ def test_ranks_with_tokens_of_their_own(two, capsys):
 def test_meshes_of_the_wrong_kind(ranks, request):
     reports, _ = request.getfixturevalue(ranks)
     for report in reports:
-        dimensions, kind = report["meshes"]
-        assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
-        assert "is of cpu and device is cuda, wanted the same kind" in kind
+        messages = report["meshes"]
+        assert len(messages) == 4
+        for mode, dimensions, kind in zip(("tp", "dp"), messages[::2], messages[1::2], strict=True):
+            assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
+            assert dimensions.endswith(f"for instance device_mesh['{mode}']")
+            assert "is of cpu and device is cuda, wanted the same kind" in kind
 
 
 @pytest.mark.slow
@@ -172,4 +179,10 @@ def test_a_killed_rank_ends_all(four):
         kind, message, seconds = report["a_killed_rank"][0]
         assert kind == "RankError"
         assert "ended" in message
-        assert seconds < 60
+        assert seconds < 30
+    own = [report.get("a_killed_rank_with_tokens_of_its_own", "none") for report in reports]
+    assert own[1:] == ["none", None, "none"]
+    kind, message, seconds = own[0]
+    assert kind == "RankError"
+    assert "ended" in message
+    assert seconds < 30

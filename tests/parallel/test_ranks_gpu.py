@@ -6,15 +6,17 @@ import pytest
 import torch
 
 from dsv4.bench.suites.random_model import Weights, random_model
-from dsv4.bench.suites.whole_model import DecodeStep
+from dsv4.bench.suites.whole_model import FILL_CHUNK, DecodeStep
 from dsv4.compilation.warmup import warm_ranks
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.debug import compilations
 from dsv4.parallel import mailboxes
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.context import MODES, Ranks
+from dsv4.parallel.emulated import emulated_rank
 from dsv4.serving import Runner
 from dsv4.testing.assertions import assert_bitwise
 from tests._tools.rank_processes import run_rank_processes
+from tests.plans.layer_plan_cases import plans_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
@@ -29,13 +31,14 @@ CONFIG = ModelConfig.flash().replace(
 )
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @torch.inference_mode()
-def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks):
+def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks, mode):
     """With emulated peers; eager steps are plans of layers from the third on."""
-    context = emulated_context(ranks, DEVICE)
+    context = emulated_rank(Ranks(ranks, mode), CONFIG, DEVICE)
     model = random_model(CONFIG, DEVICE, Weights(recipe="nvidia"), parallel=context)
-    done = warm_ranks(model, 512, progress=False)
+    done = warm_ranks(model, FILL_CHUNK, progress=False)  # 64 sequences are filled in such steps
     assert done.failed == {}
     before = compilations()
     for sequences in (1, 3, 64):
@@ -47,12 +50,14 @@ def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks):
         for _ in range(20):
             graph.replay()
         assert_bitwise(step.logits, eager[0])
+        plans = [plan.again is not None for plan in plans_of(model)]
+        assert plans.count(True) >= len(model.model.layers)
     with Runner(model, max_sequences=4, max_tokens=128, max_chunk=64) as runner:
         runner.warm_up()
         request = runner.add(list(range(2, 40)), max_new_tokens=8, stop_ids=())
         runner.run()
         assert len(request.result()) == 8
-    assert compilations() == before
+    assert compilations() - before == {}
     assert mailboxes.of_group(context.group.name).counter[1] == 0
 
 
@@ -131,6 +136,54 @@ hashes = context.group.exchange(int(total))
 assert len(set(hashes)) == 1, hashes
 assert compilations() == before, compilations() - before
 """
+
+
+OWN_TOKENS = """
+import sys
+import torch
+import torch.distributed as dist
+from dsv4.bench.suites.random_model import Weights, random_model
+from dsv4.compilation.warmup import warm_ranks
+from dsv4.debug import compilations
+from dsv4.parallel.exchange_mailboxes import open_exchange
+from dsv4.parallel.process_group import context_of
+from dsv4.serving import Runner
+from tests.parallel.test_ranks_gpu import CONFIG
+
+rank = int(sys.argv[1])
+device = torch.device("cuda", 0)
+dist.init_process_group("gloo")
+context = context_of(dist.group.WORLD, "dp", device)
+model = random_model(CONFIG, device, Weights(), parallel=context)
+for layer in model.model.layers:
+    layer.mlp.experts.gate_up_proj_scale_2.mul_(1 + rank / 8)
+open_exchange(context, CONFIG, device, torch.bfloat16)
+assert context.group.mailbox.kind == "ipc"
+assert warm_ranks(model, 64, progress=False).failed == {}
+before = compilations()
+prompts = ([[5, 9, 2], list(range(1, 31))], [], [[7]], [[8, 8]])[rank]
+
+def answers(capture):
+    options = dict(max_sequences=2, max_tokens=64, max_chunk=32, capture=capture)
+    buckets = dict(buckets=(1, 2), prompt_buckets=(32,))
+    with Runner(model, **options, **buckets) as runner:
+        asked = [runner.add(p, max_new_tokens=6, stop_ids=(), seed=1, temperature=t)
+                 for p, t in zip(prompts, (0.0, 1.0))]
+        runner.run()
+        return [request.result() for request in asked]
+
+for _ in range(2):
+    assert (eager := answers(False)) == (captured := answers(True)), (eager, captured)
+assert context.group.mailbox.counter[0] > 0
+assert compilations() == before, compilations() - before
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_that_share_a_gpu_exchange_their_tokens(ranks, tmp_path):
+    """Requests on some ranks alone; captured steps by IPC mailboxes give the text of eager ones."""
+    run_rank_processes(OWN_TOKENS, ranks, folder=tmp_path, seconds=240)
 
 
 @pytest.mark.parametrize(("ranks", "replays"), [(2, 1000), (4, 100)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import BrokenBarrierError
+
 import pytest
 import torch
 
@@ -141,6 +143,33 @@ class TestErrors:
 
         with pytest.raises(ZeroDivisionError):
             run_ranks(2, work)
+
+    def test_after_an_error_a_rank_does_not_wait_for_its_device(self, whole, monkeypatch):
+        """Whose kernels may wait for the rank that failed; the group ends what it can end."""
+        abandoned = []
+
+        def work(context):
+            local = local_model(whole, context)
+            monkeypatch.setattr(
+                type(context.group), "abandon", lambda group, device: abandoned.append(group.rank)
+            )
+            runner = runner_of(local)
+
+            def run_all(runner):
+                with runner:
+                    runner.add(PROMPTS[0], max_new_tokens=4)
+                    runner.run()
+
+            monkeypatch.setattr(runner, "_recover", lambda: pytest.fail("it would wait"))
+            if context.rank:
+                local.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises((ZeroDivisionError, BrokenBarrierError)):
+                run_all(runner)
+            return runner.step()
+
+        with pytest.raises(BrokenBarrierError):
+            run_ranks(2, lambda context: [work(context), context.group.exchange(None)])
+        assert sorted(abandoned) == [0, 1]
 
     def test_follow_is_for_other_ranks(self, whole):
         with pytest.raises(ValueError, match=r"Runner.follow is for other ranks than 0"):

@@ -12,8 +12,9 @@ import torch
 
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving import Request, Runner, SamplingOptions, runner
-from dsv4.serving.drafting import Drafter, Drafting, DraftPlan
+from dsv4.serving import Request, Runner, SamplingOptions, device_steps, runner
+from dsv4.serving.drafters import Drafter
+from dsv4.serving.drafting import Drafting, DraftPlan
 from dsv4.serving.sampler import Parameters, Variant
 from dsv4.speculation.mtp import Drafts
 from dsv4.speculation.verify import NO_DRAFT
@@ -136,7 +137,7 @@ def drafting(
     drafts = KnownDrafts(model, pattern)
     with monkeypatch.context() as patched:
         patched.setattr(runner, "drafting_of", lambda *a, **b: Drafting(DraftPlan("mtp", tokens)))
-        patched.setattr(runner, "drafter_of", lambda *a: drafts)
+        patched.setattr(device_steps, "drafter_of", lambda *a: drafts)
         served = Runner(model, **sizes)
     drafts.served = served
     return served, drafts

@@ -182,7 +182,7 @@ def test_after_a_capture_that_fails_steps_are_eager(
     monkeypatch.setattr(Graphs, "captured", capturing)
     model = ToyModel()
     runner = Runner(model, max_sequences=4, max_tokens=64, buckets=(1, 4))
-    runner._capture = True
+    runner._steps.is_captured = True
     with caplog.at_level(logging.WARNING, LOGGER):
         requests = [runner.add([i, 5], OPTIONS) for i in range(2)]
         for _ in range(3):
@@ -194,7 +194,7 @@ def test_after_a_capture_that_fails_steps_are_eager(
     assert [r.message for r in caplog.records] == [
         "decode steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
     ]
-    assert not runner._capture
+    assert not runner._steps.is_captured
     assert runner.captures == 0
     assert len(done) == after
     for request in requests:
@@ -214,11 +214,11 @@ def test_each_kind_of_step_that_cannot_be_captured_is_said_once(
     model = ToyModel()
     for _ in range(2):
         runner = Runner(model, max_sequences=4, max_tokens=64, buckets=(1, 4), prompt_buckets=(8,))
-        runner._capture = True
+        runner._steps.is_captured = True
         with caplog.at_level(logging.WARNING, LOGGER):
             requests = [runner.add([i, 5], OPTIONS) for i in range(2)]
             runner.run()
-        assert (runner._capture, runner.captures) == (False, 0)
+        assert (runner._steps.is_captured, runner.captures) == (False, 0)
         for request in requests:
             text = plain_text(model, list(request.prompt), request.options, request.seed)
             assert request.tokens == text
@@ -234,7 +234,7 @@ def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
     left = [after]
 
     def capturing(graphs: Graphs, work: Any) -> Any:
-        if getattr(work, "func", None) == runner._prompts._forward:
+        if getattr(work, "func", None) == runner._steps.prompts._forward:
             left[0] -= 1
             if left[0] < 0:
                 work()
@@ -245,7 +245,7 @@ def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
     model = ToyModel()
     sizes = {"max_sequences": 4, "max_tokens": 64, "buckets": (1, 4), "prompt_buckets": (2, 8)}
     runner = Runner(model, **sizes)
-    runner._capture = True
+    runner._steps.is_captured = True
     with caplog.at_level(logging.WARNING, LOGGER):
         if ahead:
             assert runner.warm_up([OPTIONS, DRAWN]) == 2 * 3
@@ -256,9 +256,9 @@ def test_a_capture_of_prompts_that_fails_leaves_decode_steps_captured(
     assert [r.message for r in caplog.records] == [
         "prompt steps run eagerly, not as CUDA graphs: a capture failed with OSError: broken"
     ]
-    assert runner._capture
-    assert runner._prompts.captures == 0
-    assert runner._decode.captures > 0
+    assert runner._steps.is_captured
+    assert runner._steps.prompts.captures == 0
+    assert runner._steps.decode.captures > 0
     for request in requests:
         text = plain_text(model, list(request.prompt), request.options, request.seed)
         assert request.tokens == text

@@ -164,7 +164,7 @@ def test_a_request_has_the_bits_it_has_alone_on_a_gpu(
         sizes = {"max_sequences": 1 + seed, "prefix_sequences": seed, "pool_tokens": 600}
         result, runner = together(model, seed, **sizes, capture=capture)
         assert result == plain
-        assert (runner._decode.captures > 0) == capture, caplog.text
+        assert (runner._steps.decode.captures > 0) == capture, caplog.text
 
 
 def test_what_cannot_be_deterministic_is_refused() -> None:

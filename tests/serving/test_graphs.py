@@ -84,7 +84,7 @@ def test_replayed_steps_are_the_eager_ones(monkeypatch: pytest.MonkeyPatch, ahea
     model, size = ToyModel(), sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
     eager = story(Runner(model, **size), 150, seed=1)
     runner = Runner(model, **size)
-    runner._capture = True
+    runner._steps.is_captured = True
     if ahead:
         kinds = [SamplingOptions(**kind) for kind in _KINDS]
         assert runner.warm_up(kinds) == 3 * 2 + 4 * (1 + len(_KINDS))
@@ -121,8 +121,8 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
             kinds = [SamplingOptions(**kind) for kind in _KINDS]
             runner.warm_up(kinds)
         assert results_of(story(runner, 1000)) == eager
-        assert runner._decode.captures == 4
-        assert runner._prompts.captures >= 3
+        assert runner._steps.decode.captures == 4
+        assert runner._steps.prompts.captures >= 3
 
 
 @pytest.mark.gpu
@@ -165,7 +165,7 @@ def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
     for _ in range(4):
         runner.step()
     broken = runner._scheduler.running[0]
-    runner._state.tokens[broken.row] = poison
+    runner._steps.state.tokens[broken.row] = poison
     runner.run()
     assert "not finite" in str(requests[0].error)
     assert 0 < len(requests[0].tokens) < 12

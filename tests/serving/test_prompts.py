@@ -39,13 +39,13 @@ def tiny(numerics: str) -> DeepseekV4ForCausalLM:
 
 def replaying(runner: Runner) -> Runner:
     """The same, as on a GPU, where steps are captured."""
-    runner._capture = True
+    runner._steps.is_captured = True
     return runner
 
 
 def state_of(runner: Runner) -> list[torch.Tensor]:
     """All that the device remembers between steps."""
-    result = [runner.cache.lengths, runner._state.tokens]
+    result = [runner.cache.lengths, runner._steps.state.tokens]
     for layer in runner.cache.layers:
         for tensor, table in layer.tensors():
             result += [tensor] if table is None else [tensor, table]
@@ -58,7 +58,8 @@ def rehearsed(runner: Runner) -> Runner:
     That one took pages and gave them back, so later sequences have others than in a new runner.
     """
     with torch.inference_mode():
-        runner._rehearse(sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr))
+        variants = sorted({Variant.of(SHORT), Variant.of(DRAWN)}, key=repr)
+        runner._steps.rehearse(variants, runner._launched.wait_for)
     return runner
 
 
@@ -123,7 +124,7 @@ def test_replayed_prompts_are_the_eager_ones(story: Story, numerics: str) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", taped)
         actual = run_story(runner, story)
-    assert runner._prompts.captures > 0
+    assert runner._steps.prompts.captures > 0
     assert outcomes(actual) == outcomes(expected)
     assert_same_state(runner, eager)
 
@@ -137,7 +138,7 @@ def test_prompts_after_a_warm_up_are_the_eager_ones(monkeypatch: pytest.MonkeyPa
     runner = replaying(Runner(model, **sizes))
     monkeypatch.setattr(Graphs, "captured", taped)
     runner.warm_up([SHORT, DRAWN])
-    assert runner._prompts.captures == len(runner._prompts.sizes)
+    assert runner._steps.prompts.captures == len(runner._steps.prompts.sizes)
     actual = outcomes(run_story(runner, story))
     assert actual == outcomes(run_story(new, story))
     assert actual == outcomes(run_story(rehearsed(eager), story))
@@ -154,7 +155,7 @@ def test_padding_of_prompts_changes_no_token(
     """The model's arithmetic is exact, so that its text does not depend on the padding."""
     model = toy()
     runner = Runner(model, **SIZES, prompt_buckets=buckets)
-    runner._capture = replays
+    runner._steps.is_captured = replays
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Graphs, "captured", replayed)
         result = run_story(runner, story)
@@ -176,10 +177,10 @@ def test_a_step_of_padding_changes_nothing(numerics: str) -> None:
     for _ in range(4):
         runner.step()
     before = [tensor.clone() for tensor in state_of(runner)]
-    for size in (*runner._prompts.sizes, Size(5, 2)):
+    for size in (*runner._steps.prompts.sizes, Size(5, 2)):
         inputs = Inputs.of_size(size, torch.device("cpu"))
         inputs.write([])
-        runner._prompts._forward(inputs, logits=True)
+        runner._steps.prompts._forward(inputs, logits=True)
     for tensor, old in zip(state_of(runner), before, strict=True):
         assert_bitwise(tensor, old)
 
@@ -254,9 +255,9 @@ def test_captured_prompts_are_the_eager_ones(numerics: str) -> None:
         runner, eager = Runner(model, **sizes), plain
         if ahead:
             runner.warm_up([SHORT, DRAWN])
-            assert runner._prompts.captures == 8
+            assert runner._steps.prompts.captures == 8
             eager = rehearsed(Runner(model, **sizes, capture=False, prompt_buckets=BUCKETS))
             assert outcomes(run_story(eager, story)) == expected
         assert outcomes(run_story(runner, story)) == expected
-        assert runner._prompts.captures >= 4
+        assert runner._steps.prompts.captures >= 4
         assert_same_state(runner, eager)

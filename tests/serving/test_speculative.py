@@ -179,7 +179,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(monkeypatch) -> None
     model.failing = {seen[17]}  # of the row that chooses token 17
     for share in (1.0, 0.0):
         runner, _ = drafting(monkeypatch, model, mixed(share), 4, max_sequences=2, max_tokens=90)
-        runner_drafts = runner._speculative._drafter
+        runner_drafts = runner._steps.speculative._drafter
         runner_drafts._texts = {0: [4, 4, *text], 1: [6, *other]}
         requests = [runner.add([4, 4], GREEDY), runner.add([6], GREEDY)]
         runner.run()
@@ -229,7 +229,7 @@ def test_replayed_steps_are_the_eager_ones(monkeypatch, ahead) -> None:
     eager_results = results_of(test_graphs.story(eager, 60, seed=1))
     monkeypatch.setattr(Graphs, "captured", replayed)
     runner, _ = drafting(monkeypatch, model, mixed(0.8), 2, **size)
-    runner._capture = runner._speculative._captures_drafts = True
+    runner._steps.is_captured = runner._steps.speculative._captures_drafts = True
     if ahead:
         kinds = [SamplingOptions(**kind) for kind in test_graphs._KINDS]
         assert runner.warm_up(kinds) == runner.warm_up(kinds)

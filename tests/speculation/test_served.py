@@ -17,7 +17,8 @@ from dsv4.kv_cache.batch import Batch, CacheStep
 from dsv4.layers import pack_, quantize_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
-from dsv4.serving.drafting import Drafter, DraftPlan, DSparkDrafter, drafting_of
+from dsv4.serving.drafters import Drafter, DSparkDrafter
+from dsv4.serving.drafting import DraftPlan, drafting_of
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.readback import NOTHING
 from dsv4.serving.row_state import RowState
@@ -84,7 +85,7 @@ def test_captured_parts_read_nothing_on_the_host(monkeypatch, method) -> None:
             served, max_sequences=2, max_tokens=64, max_chunk=24, prompt_buckets=(24,),
             buckets=(2,), prefix_sequences=0,
         )  # fmt: skip
-        runner._capture = runner._speculative._captures_drafts = captured
+        runner._steps.is_captured = runner._steps.speculative._captures_drafts = captured
         requests = [runner.add(p, kinds[i % 2]) for i, p in enumerate(PROMPTS)]
         runner.run()
         results.append([(r.tokens, r.logprobs) for r in requests])
@@ -143,8 +144,8 @@ def test_a_runner_drafts_what_whole_sequences_draft(method) -> None:
     served = test_mtp.model() if method == "mtp" else wide_dspark()
     expected = whole_mtp if method == "mtp" else whole_dspark
     runner = Runner(served, max_sequences=2, max_tokens=64, max_chunk=6, draft_tokens=3)
-    assert runner._speculative is not None
-    drafter: Any = runner._speculative._drafter
+    assert runner._steps.speculative is not None
+    drafter: Any = runner._steps.speculative._drafter
     inner, seen = drafter.draft, list[tuple[Any, int, list[int]]]()
 
     def recorded(anchors: Any, rows: Any, lengths: Any, *rest: Any) -> Drafts:
@@ -162,7 +163,7 @@ def test_a_runner_drafts_what_whole_sequences_draft(method) -> None:
     steps = 0
     while runner.step():
         steps += 1
-        runner._drafts = 0 if steps == 8 else 3
+        runner._steps.drafts_of = lambda count, now=steps: 0 if now == 8 else 3
     checked = 0
     for request, length, tokens in seen:
         text = [*request.prompt, *request.tokens]
@@ -204,14 +205,15 @@ def test_auto_takes_the_draft_that_is_there(caplog) -> None:
     assert drafting_of(none, "auto").plan is None
     assert drafting_of(none, "auto").reason == "the model holds no draft layers"
     assert str(drafting_of(none, None)) == "no drafts: none are asked for"
-    assert drafting_of(model("mtp"), "auto").plan == DraftPlan("mtp", 2)
-    assert drafting_of(model("dspark"), "auto").plan == DraftPlan("dspark", DSPARK.block_size)
+    assert drafting_of(model("mtp"), "auto").plan == DraftPlan("mtp", 2, by_size=True)
+    most = DSPARK.block_size
+    assert drafting_of(model("dspark"), "auto").plan == DraftPlan("dspark", most, by_size=True)
     assert drafting_of(model("mtp"), "mtp", 8).plan == DraftPlan("mtp", 8)
     assert str(drafting_of(model("mtp"), "mtp", 1)) == "1 mtp draft a step"
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             runner = Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True)
-            assert "deterministic runner's bits" in str(runner.drafting)
+            assert "bits of a deterministic runner would depend" in str(runner.drafting)
     assert caplog.text.count("tokens are generated without drafts") == 1
 
 
@@ -235,7 +237,7 @@ def test_what_is_not_possible_raises_with_the_reason(method, options, words) -> 
 
 
 def test_other_reasons() -> None:
-    with pytest.raises(ValueError, match="deterministic runner's bits"):
+    with pytest.raises(ValueError, match=r"on a CPU products of torch\.float32 treat the last"):
         Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True, speculate="mtp")
     with pytest.raises(TypeError, match="draft_tokens is True, wanted an int or None"):
         model("mtp").generate(PROMPTS, 4, draft_tokens=True)
@@ -368,9 +370,9 @@ def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
     assert results[0] == results[1]
     assert sum(len(tokens) for _, tokens, _ in results[0]) > 400
     assert 0.4 < runner.draft_counts.accepted / runner.draft_counts.drafted < 0.8
-    assert runner._speculative is not None
-    assert runner._speculative._captures_drafts
-    assert runner._speculative.captures > 12
+    assert runner._steps.speculative is not None
+    assert runner._steps.speculative._captures_drafts
+    assert runner._steps.speculative.captures > 12
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dsv4.bench.cases import (
     elementwise,
     exchange,
+    expert_slots,
     fused,
     gemm,
     moe,
@@ -83,6 +84,8 @@ MAKERS: dict[str, Maker] = {
     "moe_gather": moe.moe_gather,
     "moe_sort": moe.moe_sort,
     "moe_combine": moe.moe_combine,
+    "expert_decide": expert_slots.expert_decide,
+    "expert_gather": expert_slots.expert_gather,
     "moe_send": exchange.moe_send,
     "moe_return": exchange.moe_return,
     "hc_pre": elementwise.hc_pre,

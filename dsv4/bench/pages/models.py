@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dsv4.bench.pages.charts import Chart, Series
 from dsv4.bench.pages.tables import cell, paragraph, table
-from dsv4.bench.suites.model.document import DecodeRow, ModelResults, ProfileRow
+from dsv4.bench.suites.model.document import (
+    DecodeRow,
+    ModelResults,
+    ProfileRow,
+    SpeculationRow,
+)
 from dsv4.bench.suites.model.report import model_words
 
 _STEP: dict[str, Callable[[DecodeRow], float | None]] = {
@@ -27,6 +32,7 @@ def sections(results: ModelResults) -> list[str]:
     return [
         *_steps(results),
         *_prompts(results),
+        *_speculation(results.speculation),
         "",
         *paragraph(start_words(results)),
         *(line for row in results.profiles[:1] for line in _profile(row)),
@@ -60,6 +66,22 @@ def _prompts(results: ModelResults) -> list[str]:
     ]
     headings = ["prompt tokens", "bound by operations", "runner", "generate", "first generate"]
     return ["", "Milliseconds to the first token:", "", *table(headings, body, texts=0)]
+
+
+def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
+    """Steps with drafts: how many were accepted, and what they brought."""
+    if not rows:
+        return []
+    headings = ["drafts", "accepted", "sequences", "context", "tokens a step"]
+    headings += ["step without", "step", "per token", "gain"]
+    body = []
+    for row in rows:
+        accepted = f"{row.accepted} of {row.drafted}" + " by a seed" * row.forced
+        numbers = (row.length, row.plain_ms, row.step_ms, row.token_ms, row.gain)
+        sizes = [str(row.tokens), str(row.context)]
+        body.append([f"{row.drafts} {row.method}", accepted, *sizes, *map(cell, numbers)])
+    words = "Milliseconds with drafts; tokens a step and per token are of each sequence:"
+    return ["", *paragraph(words), "", *table(headings, body, texts=2)]
 
 
 def start_words(results: ModelResults) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.layers import DeepseekV4Experts, Linear, pack_
+from dsv4.layers.host_experts import Hosting
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
@@ -63,6 +64,7 @@ def random_model(
     pack: bool = True,
     parallel: ParallelContext | None = None,
     mtp: bool = False,
+    hosting: Hosting | None = None,
 ) -> DeepseekV4ForCausalLM:
     """Build a bfloat16 model for inference.
 
@@ -76,6 +78,7 @@ def random_model(
         parallel: The rank whose part is drawn; all ranks draw the same numbers, so that what is not
             split is equal on all of them.
         mtp: Whether the model has its draft layers.
+        hosting: What moves experts of each main layer to host memory, once it is packed; or None.
     """
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config, mtp=mtp, parallel=parallel).to(torch.bfloat16)
@@ -84,6 +87,10 @@ def random_model(
         _fill(part, name, draw)
         if pack:
             pack_(part)
+        if hosting is not None:
+            for path, module in part.named_modules(prefix=name):
+                if isinstance(module, DeepseekV4Experts) and hosting.takes(path, module):
+                    hosting.move(module)
     return model.eval().requires_grad_(False)
 
 

@@ -28,7 +28,7 @@ from dsv4.parallel.split import LocalSizes
 
 INDEX_FORMAT = "index_mxfp4"
 _REPLAYS = 20
-_FILL_CHUNK = 2048  # prompt tokens of one prefill step while a cache is filled
+FILL_CHUNK = 2048  # most prompt tokens of a step that fills a cache: its kernels are launched, too
 _FILL_TOKENS = 32768  # prompt tokens in all that fill a cache; other sequences get copies
 
 
@@ -259,7 +259,7 @@ class DecodeStep:
         vocabulary = drawn_vocabulary(model)
         shape = (self.fill.prompts, self.fill.prompt_tokens)
         prompts = torch.randint(2, vocabulary, shape, generator=generator).tolist()
-        chunk = min(shape[1], max(1, _FILL_CHUNK // shape[0]))
+        chunk = min(shape[1], max(1, FILL_CHUNK // shape[0]))
         self.cache = model.new_cache(
             sequences, context + new_tokens, max(chunk, new_tokens), index_format=INDEX_FORMAT
         )

@@ -27,7 +27,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.models.deepseek_v4.attention import DeepseekV4Attention
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
-from dsv4.integrations.vllm import attention_warm, compressor, indexer
+from dsv4.integrations.vllm import attention_warm, compressor, indexer, step_metadata
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.attention_step import Tokens, tables
 from dsv4.integrations.vllm.cache_views import PagesOf
@@ -62,12 +62,19 @@ class _State:
     compressed: PagesOf
     limits: attention_warm.Limits | None = None
     projection: Projection | None = None
+    has_own_metadata: bool = False
 
 
 class Attention(DeepseekV4FlashMLAAttention):
     """``DeepseekV4FlashMLAAttention`` with this package's operators; made by ``adopt`` alone."""
 
     dsv4_state: _State
+
+    def get_attn_backend(self) -> Any:
+        """The class that names the builder of metadata of compressed entries."""
+        if self.dsv4_state.has_own_metadata:
+            return step_metadata.EntriesBackend
+        return super().get_attn_backend()
 
     def _alloc_attn_out(self, num_tokens: int, hidden_states: torch.Tensor) -> Any:
         """vLLM's buffer where a captured graph reads it behind an eager piece, else a place."""
@@ -291,10 +298,11 @@ def adopt(model: nn.Module, context: Adoption) -> None:
         if reason:
             context.report.left(ATTENTION, name, type(module).__name__, reason)
             continue
-        adopt_attention(module, attention_warm.Limits.of(context.vllm_config))
+        adopt_attention(module, attention_warm.Limits.of(context.vllm_config, module))
         context.report.replaced(ATTENTION, name, "sparse_attention")
         compressor.adopt(name, module, context)
         indexer.adopt(name, module, context)
+        adopt_metadata(module, context.vllm_config)
 
 
 def adopt_attention(
@@ -315,6 +323,21 @@ def adopt_attention(
     module._prepare_and_attn_fn = chosen.__get__(module)
 
 
+def adopt_metadata(module: Any, vllm_config: Any) -> None:
+    """Let vLLM make the metadata that replaced modules read; with drafts, it makes all of it."""
+    if getattr(vllm_config, "speculative_config", None) is not None:
+        return
+    module.dsv4_state.has_own_metadata = True
+    step_metadata.adopt_window(module.swa_cache_layer)
+    parts = [module.compressor]
+    if isinstance(module.indexer, indexer.Indexer):
+        step_metadata.adopt(module.indexer.k_cache)
+        parts.append(module.indexer.compressor)
+    for part in parts:
+        if isinstance(part, compressor.Compressor):
+            step_metadata.adopt(part.state_cache)
+
+
 def reason_against(module: DeepseekV4Attention, vllm_config: Any) -> str:
     """Say why a module stays as it is; empty if it need not."""
     if type(module) is not DeepseekV4FlashMLAAttention:
@@ -325,7 +348,7 @@ def reason_against(module: DeepseekV4Attention, vllm_config: Any) -> str:
         return f"the compression ratio is {module.compress_ratio}, expected 1, 4 or 128"
     if module.max_image_tokens:
         return "the model sees images, whose tokens attend in both directions"
-    block_size = vllm_config.cache_config.block_size
+    block_size = attention_warm.block_tokens(module, vllm_config)
     if block_size % module.compress_ratio:
         return f"blocks of {block_size} tokens are no multiple of {module.compress_ratio}"
     parallel = vllm_config.parallel_config

@@ -37,10 +37,10 @@ class Limits:
     max_sequences: int
 
     @classmethod
-    def of(cls, vllm_config: Any) -> Limits:
-        """Read vLLM's configuration."""
+    def of(cls, vllm_config: Any, module: Any) -> Limits:
+        """Read vLLM's configuration, as it will be for an attention module."""
         return cls(
-            vllm_config.cache_config.block_size,
+            block_tokens(module, vllm_config),
             vllm_config.model_config.max_model_len,
             vllm_config.scheduler_config.max_num_seqs,
         )
@@ -65,6 +65,21 @@ class Shape:
     tokens: int
     sequences: int
     longest: int
+
+
+def block_tokens(module: Any, vllm_config: Any) -> int:
+    """Tokens of a block of compressed entries.
+
+    vLLM decides them after the model is built, and until then its configuration has a default.
+
+    Args:
+        module: vLLM's attention.
+        vllm_config: Its configuration.
+    """
+    cache = vllm_config.cache_config
+    if cache.user_specified_block_size:
+        return int(cache.block_size)
+    return int(module.backend_cls.get_preferred_block_size(cache.block_size))
 
 
 def shapes(tokens: int, limits: Limits) -> Iterator[Shape]:

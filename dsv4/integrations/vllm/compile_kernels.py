@@ -24,6 +24,7 @@ from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import Ranks
 
 
 def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
@@ -78,7 +79,7 @@ def same_steps(
     short = of_each_kind(main)
     with torch.device("meta"):
         own = DeepseekV4ForCausalLM(short, mtp=False)
-    return Recipe(short, weights=tuple(_weights(model, own)), ranks=ranks).build(arch)
+    return Recipe(short, weights=tuple(_weights(model, own)), ranks=Ranks(ranks)).build(arch)
 
 
 def _weights(model: nn.Module, own: nn.Module) -> Iterator[tuple[str, Weight]]:

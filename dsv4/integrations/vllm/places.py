@@ -148,6 +148,50 @@ ATTENTION: tuple[Place, ...] = (
         "num_prefill_tokens, decode, prefill, positions, block_table",
     ),
     Place(
+        f"{_V4}.sparse_mla",
+        "DeepseekV4FlashMLAMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(
+        f"{_V4}.compressor",
+        "CompressorMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(f"{_V4}.compressor", "CompressorStateCache.get_attn_backend", "self"),
+    Place(
+        f"{_V4}.nvidia.flashmla",
+        "DeepseekSparseSWAFlashMLAMetadataBuilder._build_deepseek_v4_metadata",
+        "self, num_decodes, num_prefills, seq_lens, seq_lens_cpu, query_start_loc, "
+        "query_start_loc_cpu, replay_start",
+    ),
+    Place(
+        f"{_V4}.nvidia.flashmla",
+        "DeepseekSparseSWAFlashMLAMetadataBuilder.build_tile_scheduler",
+        "self, num_decode_tokens",
+    ),
+    Place(
+        "vllm.v1.attention.backend",
+        "CommonAttentionMetadata.token_to_req_indices",
+        "self, buffer",
+    ),
+    Place(f"{_V4}.attention", "DeepseekV4IndexerCache.get_attn_backend", "self"),
+    Place(
+        "vllm.v1.attention.backends.mla.indexer",
+        "DeepseekV32IndexerMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build",
+    ),
+    Place(
+        "vllm.v1.attention.backends.mla.compressor_utils",
+        "get_compressed_slot_mapping",
+        "num_tokens, slot_mapping, query_start_loc, seq_lens, block_table, block_size, "
+        "compress_ratio, out, dcp_world_size, cp_interleave",
+    ),
+    Place(
+        "vllm.v1.attention.backend",
+        "AttentionBackend.get_preferred_block_size",
+        "default_block_size",
+    ),
+    Place(
         "vllm.utils.multi_stream_utils",
         "maybe_execute_in_parallel",
         "fn0, fn1, event0, event1, aux_stream",

@@ -7,6 +7,8 @@ from .mutant import Mutant
 SERVED = "tests/speculation/test_served.py::test_"
 STEPS = "tests/serving/test_speculative.py::test_"
 WHOLE = SERVED + "a_runner_drafts_what_whole_sequences_draft"
+CUT = "tests/speculation/test_confidence.py::test_"
+COSTS = "tests/speculation/test_draft_costs.py::test_"
 STEP = "dsv4.serving.speculative:SpeculativeStep."
 
 MUTANTS = (
@@ -29,7 +31,7 @@ MUTANTS = (
     Mutant(
         "served",
         "MTP rows at the position of the next token",
-        "dsv4.serving.drafting:MtpDrafter.draft",
+        "dsv4.serving.drafters:MtpDrafter.draft",
         "lengths - 1",
         "lengths",
         WHOLE,
@@ -37,7 +39,7 @@ MUTANTS = (
     Mutant(
         "served",
         "a step without drafts leaves a hole in the MTP window",
-        "dsv4.serving.drafting:MtpDrafter.skip",
+        "dsv4.serving.drafters:MtpDrafter.skip",
         "self._draft.write(anchors, self._of(rows).unsqueeze(0), step)",
         "return",
         WHOLE,
@@ -61,7 +63,7 @@ MUTANTS = (
     Mutant(
         "served",
         "the chunk of a prompt is followed by nothing",
-        "dsv4.serving.runner:_part",
+        "dsv4.serving.step_launcher:_part",
         "0 if piece.is_last else sequence.fill[fed + piece.count]",
         "0",
         WHOLE,
@@ -118,10 +120,59 @@ MUTANTS = (
     Mutant(
         "served",
         "the proposal of a DSpark row drawn at the anchor's position",
-        "dsv4.serving.drafting:DSparkDrafter.draft",
+        "dsv4.serving.drafters:DSparkDrafter.draft",
         "parameters._replace(position=positions)",
         "parameters",
         SERVED + "dspark_draws_each_row_by_its_own_random_numbers",
+    ),
+    Mutant(
+        "served",
+        "drafts that are left out go to experts",
+        STEP + "_forward",
+        "drafted.flatten() if self._drafter.leaves_out(size) else None",
+        "None",
+        CUT + "what_is_left_out_reads_no_experts",
+    ),
+    Mutant(
+        "served",
+        "a draft is verified however unlikely it is",
+        "dsv4.serving.drafters:DSparkDrafter.draft",
+        "self.thetas.get(len(rows))",
+        "None",
+        CUT + "text_is_that_without_drafts_at_any_threshold",
+    ),
+    Mutant(
+        "served",
+        "tokens without an expert have their last one",
+        "dsv4.reference.router:_chosen",
+        "ids.masked_fill((routed < 0).unsqueeze(-1), -1)",
+        "ids",
+        "tests/ops/test_router.py::test_tokens_that_are_not_routed_have_no_expert",
+    ),
+    Mutant(
+        "served",
+        "rows of a deterministic step are as many as its drafts",
+        STEP + "_forward",
+        "self._fixed is not None",
+        "False",
+        "tests/speculation/test_deterministic_drafts.py::test_steps_whose_drafts_are_dropped_have"
+        "_the_same_bits",
+    ),
+    Mutant(
+        "served",
+        "drafts that are slower than none",
+        "dsv4.speculation.draft_costs:DraftCosts.best",
+        "c.gain >= 1",
+        "True",
+        COSTS + "steps_of_many_sequences_go_without",
+    ),
+    Mutant(
+        "served",
+        "experts are read once for each token",
+        "dsv4.speculation.draft_costs:Part.ms",
+        "self.experts * (1 - (1 - self.chosen / self.experts) ** routed)",
+        "self.chosen * routed",
+        COSTS + "flash_drafts_where_its_experts_are_few_or_all_read",
     ),
     Mutant(
         "served",

@@ -35,7 +35,7 @@ MUTANTS = (
         "ranks",
         "the sampler of all logits is listed for ranks, which have a part of them",
         "dsv4.compilation.steps:find_steps",
-        "_gather(model.parallel)",
+        "_gather(split)",
         "_sample(config)",
         "tests/compilation/test_steps.py::test_kernels_of_ranks_are_those_of_their_sizes",
     ),

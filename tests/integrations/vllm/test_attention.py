@@ -382,7 +382,7 @@ def test_graphs_share_nothing_with_their_eager_pieces(monkeypatch):
 def engine(**changes: Any) -> SimpleNamespace:
     parallel = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, **changes}
     return SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=256),
+        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
         model_config=SimpleNamespace(max_model_len=512),
         scheduler_config=SimpleNamespace(max_num_seqs=4),
         parallel_config=SimpleNamespace(**parallel),
@@ -435,6 +435,17 @@ def test_what_is_left_is_reported_with_the_reason(name, value, words):
     (row,) = report_of(module, engine()).rows
     assert re.search(words, row.reason)
     assert type(module) is before
+
+
+def test_blocks_that_a_user_asks_for_hold_whole_entries_or_the_layer_is_left():
+    """Without that vLLM's configuration has 16 until the model is built, and then 256."""
+    vllm_config = engine()
+    module = modules.vllm_module(own_layer(HCA, 0, ratio=128), Sizes())
+    assert report_of(module, vllm_config).complete
+    vllm_config.cache_config.user_specified_block_size = True
+    module = modules.vllm_module(own_layer(HCA, 0, ratio=128), Sizes())
+    (row,) = report_of(module, vllm_config).rows
+    assert row.reason == "blocks of 16 tokens are no multiple of 128"
 
 
 def test_engines_that_split_contexts_are_left():

@@ -139,10 +139,14 @@ def test_parts_of_vllms_own_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_limits_are_the_engines() -> None:
+    module = adopted(own_layer(HCA, 1))
     config = SimpleNamespace(
-        cache_config=SimpleNamespace(block_size=256),
+        cache_config=SimpleNamespace(block_size=16, user_specified_block_size=False),
         model_config=SimpleNamespace(max_model_len=9000),
         scheduler_config=SimpleNamespace(max_num_seqs=8),
     )
-    assert Limits.of(config) == Limits(256, 9000, 8)
-    assert Limits.of(config).contexts() == [256, 512, 1024, 2048, 4096, 8192, 9000]
+    limits = Limits.of(config, module)
+    assert limits == Limits(256, 9000, 8), "vLLM sets 256 after the model is built"
+    assert limits.contexts() == [256, 512, 1024, 2048, 4096, 8192, 9000]
+    config.cache_config.user_specified_block_size = True
+    assert Limits.of(config, module).block_tokens == 16

@@ -53,6 +53,7 @@ def test_layers_of_vllm_own_model_equal_this_packages(tmp_path):
     """All entries are chosen: vLLM's index keys have no Hadamard transform, so choices differ."""
     build.checkpoint(tmp_path, "nvidia", index_topk=512)
     config = build.engine_config(tmp_path)
+    config.cache_config.block_size = 16  # as on a GPU, until the model is built
     environment = {"DSV4_VLLM": "experts,linear", "DSV4_CACHE_DIR": str(tmp_path / "cache")}
     with mock.patch.dict("os.environ", environment), build.hopper(config):
         model = deepseek.DeepseekV4ForCausalLM(vllm_config=config)

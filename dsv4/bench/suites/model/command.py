@@ -13,7 +13,7 @@ import torch
 
 from dsv4 import checkpoint
 from dsv4.bench.environment import Rates
-from dsv4.bench.suites.model import report, speculation
+from dsv4.bench.suites.model import hosted, report, speculation
 from dsv4.bench.suites.model.document import (
     ModelResults,
     Named,
@@ -31,7 +31,7 @@ from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.emulated import emulated_rank
 
 
 def seconds_since_process_start() -> float | None:
@@ -74,6 +74,12 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
         results.prompts.append(measurement.prompt(tokens))
         _take_prepared(measurement, results)
         _say(f"prompt of {tokens} tokens")
+    if request.host_experts is not None:
+        for context in request.contexts:
+            for tokens in request.tokens:
+                results.hosted += hosted.measure(measurement, tokens, context)
+                _say(f"{tokens} sequences at {context}, experts in host memory")
+        return
     for context in request.contexts:
         for tokens in request.tokens:
             row = measurement.decode(tokens, context)
@@ -98,7 +104,7 @@ def _ranks(request: ModelRequest) -> ParallelContext | None:
     if request.ranks == 1:
         return None
     if request.emulated:
-        return emulated_context(request.ranks, request.device)
+        return emulated_rank(request.shared, request.config, request.device)
     import torch.distributed as dist
 
     from dsv4.parallel.exchange_mailboxes import open_exchange
@@ -129,6 +135,7 @@ def _build(
             request.weights,
             parallel=context,
             mtp=request.drafts is not None,
+            hosting=hosted.hosting(request),
         )
         start.source = "weights drawn on the device and packed"
     else:
@@ -155,8 +162,6 @@ def _build(
 
 def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
     """Compile or load kernels as ``dsv4.load`` does."""
-    if has_own_tokens(model.parallel):
-        return  # there is no list of their kernels: the first step compiles them
     done, start = warm_ranks(model, STEP_TOKENS, progress=False), results.start
     if done is not None:
         start.kernels = done.kernels + done.triton
@@ -195,7 +200,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
     Raises:
         UsageError: if an option is wrong, or the model does not fit the device.
     """
-    request = ModelRequest.of(options, device, processes())
+    request = hosted.placed(ModelRequest.of(options, device, processes()))
     check_memory(request)
     return request
 
@@ -213,7 +218,8 @@ def finish(
     print("\n".join(report.lines(results, profile=options.profile)))
     print()
     if hasattr(options, "json"):
-        path = output_path(options.json, header, Named(**request.named()))
+        named, hosts = Named(**request.named()), request.host_experts is not None
+        path = output_path(options.json, header, named, hosted=hosts)
         write(path, document(header, results))
         print(f"wrote {path}")
     print(report.verdict(results), flush=True)

@@ -191,6 +191,42 @@ class SpeculationRow(Measured):
 
 
 @dataclass
+class HostedRow(Measured):
+    """Decode steps with experts in host memory, under drawn routing.
+
+    Attributes:
+        tokens: Sequences.
+        context: Tokens of each before the step.
+        routing: How experts were drawn: ``"uniform"``, ``"zipf 0.7"`` or ``"zipf 1"``.
+        static: Static experts of a layer.
+        slots: Slots of a layer for the others.
+        captured: Whether steps were replays of a CUDA graph.
+        steps: Timed steps, each with other experts.
+        step_ms: Step, average.
+        hit_rate: Share of a step's distinct experts that were in a slot.
+        loaded_bytes: Bytes that a step loaded from host memory, average.
+    """
+
+    tokens: int = 0
+    context: int = 0
+    routing: str = ""
+    static: int = 0
+    slots: int = 0
+    captured: bool = False
+    steps: int = 0
+    step_ms: float | None = None
+    hit_rate: float | None = None
+    loaded_bytes: float | None = None
+
+    @property
+    def loaded_rate(self) -> float | None:
+        """GB/s of all that was loaded, over whole steps."""
+        if self.step_ms is None or self.loaded_bytes is None:
+            return None
+        return self.loaded_bytes / self.step_ms / 1e6
+
+
+@dataclass
 class Start:
     """Seconds until the model could be used.
 
@@ -263,6 +299,7 @@ class ModelResults:
         profiles: Kernels by operator.
         expected: Computed steps, on several ranks.
         speculation: Steps with drafts.
+        hosted: Steps with experts in host memory.
         stopped: Why the command ended early; empty if it did not.
     """
 
@@ -272,6 +309,7 @@ class ModelResults:
     profiles: list[ProfileRow] = field(default_factory=list)
     expected: list[ExpectedRow] = field(default_factory=list)
     speculation: list[SpeculationRow] = field(default_factory=list)
+    hosted: list[HostedRow] = field(default_factory=list)
     stopped: str = ""
 
 
@@ -295,8 +333,9 @@ def validate(content: Any) -> None:
         _fields(f"expected[{i}]", row, _names(ExpectedRow))
         _fields(f"expected[{i}].model", row["model"], _names(Named))
     _fields("start", content["start"], _names(Start))
-    kinds = {"rows": DecodeRow, "prompts": PromptRow, "speculation": SpeculationRow}
-    for name, kind in {**kinds, "profiles": ProfileRow}.items():
+    kinds: dict[str, type] = {"rows": DecodeRow, "prompts": PromptRow}
+    kinds |= {"speculation": SpeculationRow, "hosted": HostedRow, "profiles": ProfileRow}
+    for name, kind in kinds.items():
         for i, row in enumerate(content[name]):
             where = f"{name}[{i}]"
             _fields(where, row, _names(kind))
@@ -313,7 +352,7 @@ def validate(content: Any) -> None:
 
 def _whole(content: dict[str, Any]) -> dict[str, Any]:
     """Return the content with the lists that files of before 2026-11-28 have not."""
-    return {"speculation": [], **content}
+    return {"speculation": [], "hosted": [], **content}
 
 
 def _names(kind: type) -> set[str]:
@@ -352,17 +391,25 @@ def parse(content: Any) -> ModelResults:
     speculation = [
         SpeculationRow(**{**row, "model": Named(**row["model"])}) for row in content["speculation"]
     ]
+    hosted = [HostedRow(**{**row, "model": Named(**row["model"])}) for row in content["hosted"]]
     start = Start(**content["start"])
     expected = [
         ExpectedRow(**{**row, "model": Named(**row["model"])})
         for row in content.get("expected", ())
     ]
     return ModelResults(
-        start, rows, prompts, profiles, expected, speculation, stopped=content["stopped"]
+        start,
+        rows,
+        prompts,
+        profiles,
+        expected,
+        speculation,
+        hosted,
+        stopped=content["stopped"],
     )
 
 
-def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
+def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool = False) -> Path:
     """Return the path of the file.
 
     Args:
@@ -370,12 +417,15 @@ def output_path(out: str, header: dict[str, Any], model: Named) -> Path:
             ``results/<gpu>/<date>-model_<preset>_<recipe>.json``.
         header: Header of the results.
         model: What was measured.
+        hosted: Whether experts were in host memory.
     """
     path = Path(out)
     if not out.endswith("/"):
         return path
     base = path if path.name == "results" else path / "results"
     suite = f"model_{slug(model.preset)}_{model.recipe}"
+    if hosted:
+        suite += "_host_experts"
     if model.activation != "bf16":
         suite += f"_{model.activation}"
     if model.ranks > 1:

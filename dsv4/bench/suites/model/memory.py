@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +14,9 @@ from dsv4.bench.suites.whole_model import INDEX_FORMAT
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.layers.host_experts import HostExperts
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.emulated import emulated_context
+from dsv4.parallel.emulated import emulated_rank
 
 _ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
 
@@ -41,6 +42,17 @@ class ModelBytes:
         """The most bytes while it is built: all weights, and one layer's experts not packed yet."""
         return self.other + self.experts * (self.expert + self.layer_expert)
 
+    def with_slots(self, placement: HostExperts) -> ModelBytes:
+        """Return the bytes on the GPU where the other experts lie in host memory.
+
+        The stacks of one layer are there while it is filled.
+        """
+        slots = placement.static + placement.slots
+        rest = self.experts - slots
+        return ModelBytes(
+            self.expert, self.layer_expert, self.other + rest * self.layer_expert, slots
+        )
+
     def experts_within(self, available: int) -> int:
         """Return the most experts per layer that fit; below 0 if the other weights do not."""
         return (available - self.other) // (self.expert + self.layer_expert)
@@ -49,10 +61,8 @@ class ModelBytes:
 @torch.no_grad()
 def model_bytes(request: ModelRequest) -> ModelBytes:
     """Count the weights, without memory for them."""
-    config, context = request.config, None
-    if request.ranks > 1:
-        context = emulated_context(request.ranks, with_mailboxes=False)
-        context = replace(context, mode=request.parallel)
+    config = request.config
+    context = emulated_rank(request.shared, config, with_mailboxes=False)
     with torch.device("meta"):
         drafted = request.drafts is not None
         model = DeepseekV4ForCausalLM(config, mtp=drafted, parallel=context).to(torch.bfloat16)
@@ -117,6 +127,8 @@ def check_memory(request: ModelRequest) -> None:
     if request.checkpoint is not None:
         return  # only reading it tells its formats
     size = model_bytes(request)
+    if isinstance(request.host_experts, HostExperts):
+        size = size.with_slots(request.host_experts)
     cache, sequences, context = largest_cache(request)
     reserve = _ACTIVATIONS if request.device.type == "cuda" else 0
     free = free_bytes(request.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dsv4.bench.report import number
 from dsv4.bench.suites.model.document import (
     DecodeRow,
+    HostedRow,
     Measured,
     ModelResults,
     Named,
@@ -27,6 +28,9 @@ _SPECULATION = (
     "tokens", "context", "drafts", "accept", "plain", "step", "tokens / step", "per token", "gain",
     "draft",
 )  # fmt: skip
+_HOSTED = (
+    "tokens", "context", "routing", "experts", "step", "ms", "hits %", "loaded MB", "GB / s",
+)  # fmt: skip
 _PROFILE = ("operator", "ms", "share %", "launches", "names")
 
 
@@ -43,6 +47,7 @@ def lines(results: ModelResults, *, profile: bool) -> list[str]:
         *_expected(results),
         *_prompts(results),
         *_speculation(results.speculation),
+        *_hosted(results.hosted),
         *(line for row in _profiled(results, profile) for line in profile_lines(row)),
         *_missing(results),
     ]
@@ -204,6 +209,26 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
     return lines
 
 
+def _hosted(rows: Sequence[HostedRow]) -> list[str]:
+    if not rows:
+        return []
+    body = []
+    for row in rows:
+        loaded = None if row.loaded_bytes is None else row.loaded_bytes / 1e6
+        cells = [str(row.tokens), str(row.context), row.routing, f"{row.static}+{row.slots}"]
+        cells += ["graph" if row.captured else "eager", _ms(row.step_ms)]
+        cells += ["-" if row.hit_rate is None else f"{100 * row.hit_rate:.1f}"]
+        cells += ["-" if loaded is None else f"{loaded:.1f}"]
+        cells += ["-" if row.loaded_rate is None else f"{row.loaded_rate:.1f}"]
+        body.append(cells)
+    return [
+        "",
+        "ms per step with experts in host memory, other experts in every step; static + slots of a",
+        "layer; loaded: from host memory per step, and that over the time of the step",
+        *plain(_HOSTED, body),
+    ]
+
+
 def profile_lines(row: ProfileRow) -> list[str]:
     """Kernels of a step by operator."""
     profile, body = row.profile, []
@@ -228,6 +253,8 @@ def profile_lines(row: ProfileRow) -> list[str]:
 
 
 def _where(row: Measured) -> str:
+    if isinstance(row, HostedRow):
+        return f"{row.tokens} at {row.context}, {row.routing}"
     if isinstance(row, SpeculationRow):
         return f"drafts of {row.tokens} at {row.context}"
     if isinstance(row, DecodeRow):
@@ -248,7 +275,7 @@ def _missing(results: ModelResults) -> list[str]:
 
 
 def _measured(results: ModelResults) -> list[Measured]:
-    return [*results.rows, *results.prompts, *results.speculation]
+    return [*results.rows, *results.prompts, *results.speculation, *results.hosted]
 
 
 def failures(results: ModelResults) -> list[str]:
@@ -264,6 +291,8 @@ def verdict(results: ModelResults) -> str:
     counts = f"{len(results.rows)} rows, {len(results.prompts)} prompts"
     if results.speculation:
         counts += f", {len(results.speculation)} with drafts"
+    if results.hosted:
+        counts += f", {len(results.hosted)} with experts in host memory"
     if failed:
         return short(f"FAILED: {len(failed)} figures of {counts}: {failed[0]}{stopped}", WIDTH)
     parts = [counts, *_worst(results.rows)]

@@ -16,7 +16,8 @@ from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.random_model import RECIPES, WEIGHTS, Weights
 from dsv4.config import ACTIVATIONS, DSparkConfig, ModelConfig
 from dsv4.kv_cache.layer_cache import ROLLBACK
-from dsv4.parallel.context import DATA, MODES, TENSOR
+from dsv4.layers.host_experts import HostExperts
+from dsv4.parallel.context import DATA, MODES, TENSOR, Ranks
 from dsv4.parallel.mailboxes import MOST_RANKS
 from dsv4.parallel.split import check_divides
 from dsv4.serving.drafting import DSPARK, METHODS, MTP, MTP_TOKENS
@@ -111,6 +112,8 @@ class ModelRequest:
         emulated: Whether this process is one of them and emulates the others.
         parallel: How they share it; with ``"dp"`` each rank has ``tokens`` sequences of its own.
         drafts: Drafts to measure; None: none.
+        host_experts: Which experts lie in host memory, ``"auto"`` until that is resolved; None: all
+            are on the device.
     """
 
     preset: str
@@ -130,6 +133,7 @@ class ModelRequest:
     emulated: bool = False
     parallel: str = TENSOR
     drafts: DraftRequest | None = None
+    host_experts: HostExperts | str | None = None
 
     @classmethod
     def of(
@@ -167,6 +171,7 @@ class ModelRequest:
             emulated=options.emulate_peers is not None,
             parallel=_parallel(options, ranks),
             drafts=_drafts(options, source.config),
+            host_experts=_host_experts(options, ranks),
         )
         request.check_positions()
         request.check_ranks()
@@ -174,6 +179,11 @@ class ModelRequest:
             columns = ",".join(request.columns)
             raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
         return request
+
+    @property
+    def shared(self) -> Ranks:
+        """The ranks that share the model."""
+        return Ranks(self.ranks, self.parallel)
 
     @property
     def experts_of_model(self) -> int:
@@ -322,10 +332,6 @@ def _parallel(options: argparse.Namespace, ranks: int) -> str:
             f"--parallel is {mode!r} in one process, wanted several, which torchrun starts, or "
             "--emulate-peers"
         )
-    if mode == DATA and options.emulate_peers is not None:
-        raise UsageError(
-            "--parallel is 'dp' with --emulate-peers, wanted the processes of torchrun"
-        )
     return mode
 
 
@@ -365,6 +371,28 @@ def _drafts(options: argparse.Namespace, config: ModelConfig) -> DraftRequest | 
     if count is not None and count > most:
         raise UsageError(f"--draft-tokens is {count}, wanted 1 to {most} of {method}")
     return DraftRequest(method, count or usual, share)
+
+
+def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str | None:
+    """Return the placement asked for, or ``"auto"``, or None."""
+    text: str | None = options.host_experts
+    if text is None:
+        return None
+    for name, value in (
+        ("checkpoint", options.checkpoint),
+        ("speculate", options.speculate),
+        ("ranks", ranks if ranks > 1 else None),
+    ):
+        if value is not None:
+            raise UsageError(f"--host-experts is {text!r} with {name} {value}, wanted it without")
+    if text == "auto":
+        return text
+    parts = text.split("+")
+    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+        raise UsageError(
+            f"--host-experts is {text!r}, wanted auto, or static experts and slots: 150+60"
+        )
+    return HostExperts(int(parts[0]), int(parts[1]))
 
 
 def _check_output(options: argparse.Namespace) -> None:

@@ -19,7 +19,8 @@ from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest
 from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
-from dsv4.serving.drafting import DraftPlan, drafter_of
+from dsv4.serving.drafters import drafter_of
+from dsv4.serving.drafting import DSPARK, DraftPlan
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.row_state import RowState
 from dsv4.serving.speculative import SpeculativeStep
@@ -130,13 +131,19 @@ def _time_plain(measurement: Measurement, row: SpeculationRow) -> None:
 def _time_drafts(measurement: Measurement, drafts: DraftRequest, row: SpeculationRow) -> None:
     """``Runner.step`` with drafts."""
     verify = verify_sampled if drafts.share is None else ForcedAcceptance(drafts.share)
+    # The confidence of random weights means nothing, so all drafts are verified.
+    threshold = 0.0 if row.method == DSPARK else None
     with _runner(
-        measurement, row, speculate=row.method, draft_tokens=row.drafts, verify=verify
+        measurement,
+        row,
+        speculate=row.method,
+        draft_tokens=row.drafts,
+        confidence_threshold=threshold,
+        verify=verify,
     ) as runner:
         total, steps = _timed(measurement, row, runner), measurement.request.steps
     row.steps, row.step_ms = steps, total / steps
-    counts = row.accepted / (row.drafted or 1)
-    row.length = 1 + counts * row.drafts
+    assert row.length is not None
     row.token_ms = row.step_ms / row.length
 
 
@@ -167,7 +174,7 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
     ]
     step_until(runner, requests, WARM_STEPS)
     counts = runner.draft_counts
-    drafted, accepted = counts.drafted, counts.accepted
+    drafted, accepted, verified = counts.drafted, counts.accepted, counts.steps
 
     def steps() -> None:
         for _ in range(request.steps):
@@ -175,6 +182,8 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
 
     total = 1e3 * seconds_of(device, steps)
     row.drafted, row.accepted = counts.drafted - drafted, counts.accepted - accepted
+    if counts.steps > verified:  # of each sequence
+        row.length = 1 + row.accepted / (counts.steps - verified)
     for added in requests:
         if added.error is not None:
             raise added.error

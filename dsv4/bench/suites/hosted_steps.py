@@ -1,0 +1,120 @@
+"""Decode steps of a model with experts in host memory, under routing that is drawn.
+
+A step that is replayed with the same tokens would choose the same experts, which are in slots from
+the second replay on. So each layer's router computes as ever, and experts drawn in advance replace
+its choice: other ones in every step. Popularity falls with the number of the expert, so the static
+experts, the first ones, are the most used, as after ``dsv4.layers.repin_``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsv4.layers import DeepseekV4SparseMoeBlock
+from dsv4.layers.host_experts import CacheUse, cache_use
+from dsv4.model import DeepseekV4ForCausalLM
+
+ROUTINGS = {"uniform": 0.0, "zipf 0.7": 0.7, "zipf 1": 1.0}  # exponents of the popularity
+WARM_STEPS = 96  # before those that are timed: one and a half times the decay of use counts
+
+
+class DrawnRouter(nn.Module):
+    """A router whose choice of experts is replaced.
+
+    Args:
+        router: Computes weights, and a choice that is dropped.
+        chosen: int64 ``[T, k]``, what is chosen; written before each step.
+    """
+
+    def __init__(self, router: nn.Module, chosen: torch.Tensor) -> None:
+        super().__init__()
+        self.router = router
+        self.chosen = chosen
+
+    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return scores, weights and chosen experts, as a router does."""
+        scores, weights, indices = self.router(*args)
+        return scores, weights, self.chosen.to(indices.dtype)
+
+
+def draw_experts(
+    exponent: float, steps: int, layers: int, tokens: int, top_k: int, experts: int, seed: int = 0
+) -> torch.Tensor:
+    """Draw different experts for each token, by popularity ``rank ** -exponent``.
+
+    Returns:
+        int64 ``[steps, layers, tokens, top_k]`` on the CPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shape = (steps, layers, tokens, experts)
+    # The largest keys are a draw without replacement (Gumbel).
+    uniform = torch.rand(shape, generator=generator, dtype=torch.float32).clamp_(1e-20, 1 - 1e-7)
+    keys = -(-uniform.log()).log()
+    ranks = torch.arange(1, experts + 1, dtype=torch.float32, device="cpu")
+    return (keys - exponent * ranks.log()).topk(top_k).indices
+
+
+@contextmanager
+def drawn_routing(model: DeepseekV4ForCausalLM, tokens: int) -> Iterator[torch.Tensor]:
+    """Replace the choice of every layer's router inside the block.
+
+    Yields:
+        int64 ``[layers, tokens, top_k]``: the experts of the next step, on the model's device.
+    """
+    blocks = [m for m in model.model.modules() if isinstance(m, DeepseekV4SparseMoeBlock)]
+    shape = (len(blocks), tokens, model.config.num_experts_per_tok)
+    chosen = torch.zeros(shape, dtype=torch.int64, device=model.device)
+    routers = [block.gate for block in blocks]
+    for block, own in zip(blocks, chosen, strict=True):
+        setattr(block, "gate", DrawnRouter(block.gate, own))  # noqa: B010  (another type)
+    try:
+        yield chosen
+    finally:
+        for block, router in zip(blocks, routers, strict=True):
+            block.gate = router
+
+
+def timed_steps(
+    model: DeepseekV4ForCausalLM,
+    chosen: torch.Tensor,
+    drawn: torch.Tensor,
+    step: Callable[[], object],
+    warm: int = WARM_STEPS,
+) -> tuple[float, CacheUse]:
+    """Run steps with drawn experts; return milliseconds of those after ``warm``, and their hits.
+
+    Args:
+        model: With experts in host memory.
+        chosen: What ``drawn_routing`` yields.
+        drawn: int64 ``[steps, layers, tokens, top_k]``, on the model's device.
+        step: Runs or replays one step.
+        warm: Steps that are not timed.
+    """
+    for experts in drawn[:warm]:
+        chosen.copy_(experts)
+        step()
+    before = cache_use(model)
+    milliseconds = _milliseconds(model.device, lambda: _run(chosen, drawn[warm:], step))
+    return milliseconds / max(1, len(drawn) - warm), cache_use(model).since(before)
+
+
+def _run(chosen: torch.Tensor, drawn: torch.Tensor, step: Callable[[], object]) -> None:
+    for experts in drawn:
+        chosen.copy_(experts)
+        step()
+
+
+def _milliseconds(device: torch.device, call: Callable[[], object]) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return 1e3 * (time.perf_counter() - begin)

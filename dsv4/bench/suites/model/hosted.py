@@ -1,0 +1,112 @@
+"""``bench model --host-experts``: placement, and decode steps by routing with their hit rates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from dsv4.bench.problem import UsageError
+from dsv4.bench.suites.hosted_steps import (
+    ROUTINGS,
+    WARM_STEPS,
+    draw_experts,
+    drawn_routing,
+    timed_steps,
+)
+from dsv4.bench.suites.model.document import HostedRow
+from dsv4.bench.suites.model.measure import Measurement, has_graphs
+from dsv4.bench.suites.model.memory import free_bytes, model_bytes
+from dsv4.bench.suites.model.request import ModelRequest
+from dsv4.bench.suites.whole_model import DecodeStep
+from dsv4.checkpoint.host_experts import ExpertSizes
+from dsv4.layers import _host_memory
+from dsv4.layers.host_experts import HostExperts, Hosting, slot_tokens
+
+
+def placed(request: ModelRequest) -> ModelRequest:
+    """Return the request with ``--host-experts`` resolved.
+
+    Raises:
+        UsageError: if the placement does not fit the model, or no memory holds it.
+    """
+    if request.host_experts is None:
+        return request
+    config, size = request.config, model_bytes(request)
+    sizes = ExpertSizes(
+        config.num_hidden_layers,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        size.layer_expert,
+        size.other,
+    )
+    try:
+        if request.host_experts == "auto":
+            host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
+            placement = sizes.placement(free_bytes(request.device), host)
+            if placement is None:
+                raise UsageError(
+                    "--host-experts is auto, and all experts fit: wanted STATIC+SLOTS, or without"
+                )
+        else:
+            assert isinstance(request.host_experts, HostExperts)
+            placement = request.host_experts
+        placement.check(sizes.experts, sizes.layers, sizes.top_k)
+        _host_memory.check_available(sizes.host_bytes(placement))
+    except (ValueError, MemoryError) as error:
+        raise UsageError(f"--host-experts: {error}") from error
+    return replace(request, host_experts=placement)
+
+
+def hosting(request: ModelRequest) -> Hosting | None:
+    """Return what moves a random model's experts to host memory, or None."""
+    if not isinstance(request.host_experts, HostExperts):
+        return None
+    return Hosting(request.host_experts, request.config.num_hidden_layers)
+
+
+def measure(measurement: Measurement, tokens: int, context: int) -> list[HostedRow]:
+    """Measure decode steps of some sequences at a context, a row for each routing."""
+    placement = measurement.request.host_experts
+    assert isinstance(placement, HostExperts)
+    rows = [
+        HostedRow(
+            measurement.named,
+            tokens=tokens,
+            context=context,
+            routing=routing,
+            static=placement.static,
+            slots=placement.slots,
+        )
+        for routing in ROUTINGS
+    ]
+    for row in rows:
+        figures = ("step_ms", "hit_rate", "loaded_bytes")
+        measurement.take(row, figures, partial(_time, measurement, row))
+    return rows
+
+
+@torch.inference_mode()
+def _time(measurement: Measurement, row: HostedRow) -> None:
+    model, request = measurement.model, measurement.request
+    config, gpu = model.config, has_graphs(request.device)
+    warm = WARM_STEPS if gpu else request.steps
+    drawn = draw_experts(
+        ROUTINGS[row.routing],
+        warm + (request.replays if gpu else request.steps),
+        config.num_hidden_layers,
+        row.tokens,
+        config.num_experts_per_tok,
+        config.n_routed_experts,
+        request.weights.seed,
+    ).to(request.device)
+    step = DecodeStep(model, row.tokens, row.context, request.weights.seed)
+    with drawn_routing(model, row.tokens) as chosen:
+        fits = all(row.tokens <= most for most in slot_tokens(model))
+        run = step.captured().replay if gpu and fits else step
+        row.captured = gpu and fits
+        row.step_ms, use = timed_steps(model, chosen, drawn, run, warm)
+    row.steps = use.steps
+    row.hit_rate = use.hit_rate
+    row.loaded_bytes = use.loaded_bytes / max(1, use.steps)

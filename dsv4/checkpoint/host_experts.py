@@ -1,0 +1,217 @@
+"""The argument ``host_experts`` of ``load``: how many experts stay on the GPU, and where others go.
+
+The sizes are computed from headers, before anything is read.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4.checkpoint.entries import Entry
+from dsv4.checkpoint.filling import FillRequest
+from dsv4.checkpoint.reader import Checkpoint
+from dsv4.config import ModelConfig
+from dsv4.layers import _host_memory
+from dsv4.layers.host_experts import HostExperts, Hosting
+from dsv4.quant.formats import MXFP4, NVFP4
+
+_logger = logging.getLogger("dsv4.checkpoint")
+_GB = 1e9
+# Of the GPU, for the CUDA context, a step's memory, graphs and a KV cache; while layers are filled
+# it holds the stacks of one layer.
+KEPT_GPU_BYTES = 8_000_000_000
+_CACHED_SHARE = 0.29  # of an H200's 210 experts of a Flash layer 60, of an H100's 104 experts 30
+_LEAST_TOKENS = 2  # whose experts "auto" has slots for: a token and one draft
+_DRAFT = "mtp."
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Sizes of a model that decide where experts lie.
+
+    Attributes:
+        layers: Layers with routed experts, without drafts.
+        experts: Experts of a layer.
+        top_k: Experts that a token chooses.
+        expert_bytes: Bytes of an expert in memory.
+        other_bytes: Bytes of everything else that is loaded.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    expert_bytes: int
+    other_bytes: int
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, config: ModelConfig, request: FillRequest) -> ExpertSizes:
+        """Return those of a checkpoint's model."""
+        options, _ = request.resolved(checkpoint)
+        routed = other = 0
+        for name, entry in checkpoint.entries.items():
+            nbytes = entry.nbytes
+            if entry.format == MXFP4 and options.converts(entry):
+                nbytes = _nvfp4_bytes(entry)
+            if ".mlp.experts." not in name or name.startswith(_DRAFT):
+                other += nbytes if config.draft_layers or not name.startswith(_DRAFT) else 0
+                continue
+            routed += nbytes
+        layers, experts = config.num_hidden_layers, config.n_routed_experts
+        expert = -(-routed // (layers * experts))
+        # Global scales of a packed layer's gate and up rows, and those of the matrices.
+        expert += 4 * (2 * config.moe_intermediate_size + 8)
+        return cls(layers, experts, config.num_experts_per_tok, expert, other)
+
+    def placement(self, gpu_bytes: int, host_bytes: int) -> HostExperts | None:
+        """Return the placement for memory that is free; None: all experts fit on the GPU.
+
+        The slots of experts that are not static are 29 % of those on the GPU, and at least as many
+        as two tokens choose. Where host memory is short they are fewer, and more experts static.
+
+        Raises:
+            MemoryError: if GPU and host memory together do not suffice.
+        """
+        capacity = gpu_bytes - self.other_bytes - KEPT_GPU_BYTES
+        most = int(capacity // (self.layers * self.expert_bytes))
+        if most >= self.experts:
+            return None
+        in_host = int(max(0, host_bytes) // (self.layers * self.expert_bytes))
+        for slots in range(max(round(_CACHED_SHARE * most), self._least(most)), 0, -1):
+            static = most - slots
+            if slots < min(self.top_k, self.experts - static) or static < 0:
+                break
+            if self.experts - static <= in_host:
+                return HostExperts(static, min(slots, self.experts - static))
+        raise MemoryError(
+            f"host_experts: a model of {self.total / _GB:.1f} GB fits neither the GPU, where "
+            f"{max(0, capacity) / _GB:.1f} GB are free for routed experts ({max(0, most)} of "
+            f"{self.experts} of each layer), nor the host beside it, where "
+            f"{max(0, host_bytes) / _GB:.1f} GB are free for the others"
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole model."""
+        return self.other_bytes + self.layers * self.experts * self.expert_bytes
+
+    def host_bytes(self, placement: HostExperts) -> int:
+        """Return the bytes of host memory of a placement."""
+        return (self.experts - placement.static) * self.layers * self.expert_bytes
+
+    def gpu_bytes(self, placement: HostExperts) -> int:
+        """Return the bytes of all weights on the GPU."""
+        slots = placement.static + placement.slots
+        return self.other_bytes + slots * self.layers * self.expert_bytes
+
+    def with_host_bytes(self, nbytes: int, gpu_bytes: int | None) -> HostExperts:
+        """Return the placement with at least this many bytes of experts in host memory.
+
+        Args:
+            nbytes: Bytes.
+            gpu_bytes: Free bytes of the GPU, which the slots take; None: of a CPU, where a third of
+                the experts in host memory has slots.
+
+        Raises:
+            MemoryError: if the GPU cannot hold the rest.
+        """
+        number = min(self.experts, -(-nbytes // (self.layers * self.expert_bytes)))
+        static, least = self.experts - number, min(self.top_k, number)
+        if gpu_bytes is None:
+            return HostExperts(static, min(number, max(least, number // 3)))
+        capacity = gpu_bytes - self.other_bytes - KEPT_GPU_BYTES
+        most = int(capacity // (self.layers * self.expert_bytes))
+        if most - static < least:
+            raise MemoryError(
+                f"host_experts is {nbytes}, which leaves {static} static experts of each layer, "
+                f"wanted at most {max(0, most - least)}: {max(0, capacity) / _GB:.1f} GB are free "
+                "on the GPU for routed experts"
+            )
+        return HostExperts(static, min(number, most - static))
+
+    def _least(self, most: int) -> int:
+        return min(_LEAST_TOKENS * self.top_k, most)
+
+
+def _nvfp4_bytes(entry: Entry) -> int:
+    rows, columns = entry.shape
+    return rows * columns // 2 + rows * columns // NVFP4.block[1] + 4
+
+
+def check_argument(value: object) -> None:
+    """Check the type of ``host_experts``.
+
+    Raises:
+        TypeError: if it is none of those that ``load`` takes.
+        ValueError: if it is a text other than ``"auto"`` or a negative number.
+    """
+    if value is None or isinstance(value, HostExperts) or value == "auto":
+        return
+    if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
+        if isinstance(value, str) or value < 0:
+            raise ValueError(
+                f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts or "
+                "None"
+            )
+        return
+    raise TypeError(
+        f"host_experts is {value!r}, wanted 'auto', a number of bytes, a HostExperts or None"
+    )
+
+
+def hosting_of(
+    value: str | int | HostExperts | None,
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    request: FillRequest,
+) -> Hosting | None:
+    """Return what moves experts to host memory while a model is filled; None: nothing does.
+
+    Logs in one line what was chosen.
+
+    Raises:
+        MemoryError: if memory does not suffice.
+        ValueError: if a placement does not fit the model.
+    """
+    if value is None or value == 0:
+        return None
+    device = torch.device("cpu" if request.device is None else request.device)
+    on_gpu = device.type == "cuda"
+    sizes = ExpertSizes.of(checkpoint, config, request)
+    placement: HostExperts | None
+    if isinstance(value, HostExperts):
+        placement = value
+    elif value == "auto":
+        if not on_gpu:
+            _logger.info("host_experts: the model is on the CPU, its experts are there already")
+            return None
+        host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
+        placement = sizes.placement(_free(device), host)
+    else:
+        assert isinstance(value, int)
+        placement = sizes.with_host_bytes(value, _free(device) if on_gpu else None)
+    if placement is None or placement.static == sizes.experts:
+        _logger.info("host_experts: all experts fit on the GPU, none is in host memory")
+        return None
+    placement.check(sizes.experts, sizes.layers, sizes.top_k)
+    _host_memory.check_available(sizes.host_bytes(placement))
+    _logger.info("host_experts: %s", describe(sizes, placement, checkpoint.path))
+    return Hosting(placement, sizes.layers)
+
+
+def describe(sizes: ExpertSizes, placement: HostExperts, path: Path | None = None) -> str:
+    """Return a placement in one line."""
+    what = "" if path is None else f"{path}: "
+    return (
+        f"{what}of {sizes.experts} experts of each layer {placement.static} are static and "
+        f"{placement.slots} slots are for the others; {sizes.gpu_bytes(placement) / _GB:.1f} GB of "
+        f"weights on the GPU, {sizes.host_bytes(placement) / _GB:.1f} GB in host memory"
+    )
+
+
+def _free(device: torch.device) -> int:
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])

@@ -1,0 +1,205 @@
+"""vLLM's metadata of a step without what only vLLM's own attention kernels read.
+
+Before each step, on the host and outside of captured graphs, vLLM plans DeepGEMM's index logits and
+FlashMLA's tiles, lists the slots of compressed entries and finds where they are stored, once for
+each cache. Operators of this package need the last of these alone, and once for each ratio. Fields
+that they read, buffers and block sizes are vLLM's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import (
+    CompressorBackend,
+    CompressorMetadata,
+    CompressorMetadataBuilder,
+    CompressorStateCache,
+)
+from vllm.models.deepseek_v4.nvidia.flashmla import (
+    DeepseekSparseSWAFlashMLABackend,
+    DeepseekSparseSWAFlashMLAMetadataBuilder,
+)
+from vllm.models.deepseek_v4.sparse_mla import (
+    DeepseekV4FlashMLABackend,
+    DeepseekV4FlashMLAMetadata,
+    DeepseekV4FlashMLAMetadataBuilder,
+)
+from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
+from vllm.v1.attention.backends.mla.indexer import (
+    DeepseekV4IndexerBackend,
+    DeepseekV32IndexerMetadata,
+    DeepseekV32IndexerMetadataBuilder,
+)
+
+_SLOTS = "_dsv4_slots"
+
+
+def _slots(builder: Any, common: Any) -> torch.Tensor:
+    """Where the entries that close in a step are stored, ``[T]`` int64; -1: nowhere.
+
+    Caches of one ratio that share a block table share them: they lie in the buffer of the builder
+    that comes first, the same in every step.
+    """
+    made = vars(common).setdefault(_SLOTS, {})
+    # Model Runner V1 copies metadata from group to group.
+    key = builder.compress_ratio, common.block_table_tensor.data_ptr()
+    if key not in made:
+        made[key] = get_compressed_slot_mapping(
+            common.num_actual_tokens,
+            common.slot_mapping,
+            common.query_start_loc,
+            common.seq_lens,
+            common.block_table_tensor,
+            int(builder.kv_cache_spec.num_states),
+            builder.compress_ratio,
+            out=builder.compressed_slot_mapping_buffer,
+        )
+    return made[key]  # type: ignore[no-any-return]
+
+
+class EntriesBuilder(DeepseekV4FlashMLAMetadataBuilder):
+    """Makes the metadata of compressed entries."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> DeepseekV4FlashMLAMetadata:
+        """Make it without the slots that FlashMLA reads."""
+        del common_prefix_len, fast_build
+        common = common_attn_metadata
+        return DeepseekV4FlashMLAMetadata(
+            num_reqs=common.num_reqs,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            num_actual_tokens=common.num_actual_tokens,
+            query_start_loc=common.query_start_loc,
+            slot_mapping=_slots(self, common),
+            block_table=common.block_table_tensor,
+            req_id_per_token=common.token_to_req_indices(self.req_id_per_token_buffer),
+            block_size=self.kv_cache_spec.block_size,
+            topk_tokens=self.topk_tokens,
+        )
+
+
+class EntriesBackend(DeepseekV4FlashMLABackend):
+    """vLLM's backend with that builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[EntriesBuilder]:
+        """Return the class that makes the metadata."""
+        return EntriesBuilder
+
+
+class KeysBuilder(DeepseekV32IndexerMetadataBuilder):
+    """Makes the metadata of index keys: where they are stored, and the block table."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> DeepseekV32IndexerMetadata:
+        """Make it without the division into decode and prefill."""
+        del common_prefix_len, fast_build
+        common = common_attn_metadata
+        return DeepseekV32IndexerMetadata(
+            seq_lens=common.seq_lens,
+            max_seq_len=common.max_seq_len,
+            slot_mapping=_slots(self, common),
+            num_decodes=0,
+            num_decode_tokens=0,
+            num_prefills=0,
+            num_prefill_tokens=0,
+            block_table=common.block_table_tensor,
+        )
+
+
+class KeysBackend(DeepseekV4IndexerBackend):
+    """vLLM's backend with that builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[KeysBuilder]:
+        """Return the class that makes the metadata."""
+        return KeysBuilder
+
+
+class KeysCache(DeepseekV4IndexerCache):
+    """``DeepseekV4IndexerCache`` whose metadata are those alone; made by ``adopt``."""
+
+    def get_attn_backend(self) -> type[KeysBackend]:
+        """Return the class that names the builder."""
+        return KeysBackend
+
+
+class StatesBuilder(CompressorMetadataBuilder):
+    """Makes the metadata of a compressor's states."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CompressorMetadata:
+        """Make it without looking at the requests."""
+        del common_prefix_len, fast_build
+        common = common_attn_metadata
+        return CompressorMetadata(
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            block_size=self.block_size,
+            token_to_req_indices=common.token_to_req_indices(self.token_to_req_indices),
+        )
+
+
+class StatesBackend(CompressorBackend):
+    """vLLM's backend with that builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[StatesBuilder]:
+        """Return the class that makes the metadata."""
+        return StatesBuilder
+
+
+class StatesCache(CompressorStateCache):
+    """``CompressorStateCache`` whose metadata are those alone; made by ``adopt``."""
+
+    def get_attn_backend(self) -> type[StatesBackend]:
+        """Return the class that names the builder."""
+        return StatesBackend
+
+
+class WindowBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
+    """Makes the metadata of raw entries."""
+
+    def _build_deepseek_v4_metadata(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Nothing: what vLLM gathers of prompts' windows is not read."""
+        del args, options
+        return {}
+
+    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
+        """No plans, as of a step without decode tokens."""
+        del num_decode_tokens
+        return super().build_tile_scheduler(0)  # type: ignore[no-any-return]
+
+
+class WindowBackend(DeepseekSparseSWAFlashMLABackend):
+    """vLLM's backend with that builder."""
+
+    @staticmethod
+    def get_builder_cls() -> type[WindowBuilder]:
+        """Return the class that makes the metadata."""
+        return WindowBuilder
+
+
+_CACHES: dict[type, type] = {
+    DeepseekV4IndexerCache: KeysCache,
+    CompressorStateCache: StatesCache,
+}
+
+
+def adopt(cache: Any) -> None:
+    """Change the class of a cache that replaced modules alone use; others than vLLM's stay."""
+    if type(cache) in _CACHES:
+        cache.__class__ = _CACHES[type(cache)]
+
+
+def adopt_window(cache: Any) -> None:
+    """Change the builder of a cache of raw entries, if it is the one that is known here."""
+    if getattr(cache, "backend_cls", None) is DeepseekSparseSWAFlashMLABackend:
+        cache.backend_cls = WindowBackend

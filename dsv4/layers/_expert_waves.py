@@ -1,0 +1,111 @@
+"""Steps that may need more experts than there are slots: waves, planned on the host.
+
+The experts with a slot come first, without a copy. The others come in batches, into the two halves
+of the slots that are not static in turn: while one half is multiplied, the other is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Experts that are multiplied together.
+
+    Attributes:
+        start: First slot.
+        stop: Slot behind the last.
+        first: Place of the first slot's expert in the order of rows; those of the others follow.
+        half: Number of the half that the slots are in; None: they are static.
+        loads: Experts to load before, and their slots.
+    """
+
+    start: int
+    stop: int
+    first: int
+    half: int | None
+    loads: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class WavePlan:
+    """The waves of a step.
+
+    Attributes:
+        waves: In their order.
+        position: Place of each expert in the order of rows; -1: not needed.
+        positions: Number of places, some of which have no expert.
+        expert_in: Expert of each slot afterwards; -1: none.
+    """
+
+    waves: tuple[Wave, ...]
+    position: tuple[int, ...]
+    positions: int
+    expert_in: tuple[int, ...]
+
+
+def plan_waves(
+    needed: Iterable[int], expert_in: Sequence[int], static: int, experts: int
+) -> WavePlan:
+    """Plan the waves of a step.
+
+    Args:
+        needed: Experts of the step.
+        expert_in: Expert in each slot, -1: none; the first ``static`` slots never change.
+        static: Number of those.
+        experts: Number of experts.
+    """
+    middle = static + (len(expert_in) - static + 1) // 2
+    halves = [range(static, middle), range(middle, len(expert_in))]
+    halves = [half for half in halves if half]
+    ordered = sorted(set(needed))
+    slot_of = {expert: slot for slot, expert in enumerate(expert_in) if expert >= 0}
+    builder = _Builder([-1] * experts, list(expert_in))
+    residents = [(0, halves[0])] if halves else []
+    for number, slots in [*residents, (None, range(static)), *list(enumerate(halves))[1:]]:
+        members = [e for e in ordered if slot_of.get(e, -1) in slots]
+        if members:
+            taken = [slot_of[e] for e in members]
+            builder.add(range(min(taken), max(taken) + 1), number, members, slot_of, ())
+    missing = [e for e in ordered if e not in slot_of]
+    number = 0
+    while missing:
+        half = halves[number % len(halves)]
+        batch, missing = missing[: len(half)], missing[len(half) :]
+        loads = tuple(zip(batch, half, strict=False))
+        slots = range(half.start, half.start + len(batch))
+        builder.add(slots, number % len(halves), batch, dict(loads), loads)
+        number += 1
+    return WavePlan(
+        tuple(builder.waves), tuple(builder.position), builder.positions, tuple(builder.expert_in)
+    )
+
+
+@dataclass
+class _Builder:
+    """Collects waves."""
+
+    position: list[int]
+    expert_in: list[int]
+
+    def __post_init__(self) -> None:
+        self.waves: list[Wave] = []
+        self.positions = 0
+
+    def add(
+        self,
+        slots: range,
+        half: int | None,
+        members: Sequence[int],
+        slot_of: dict[int, int],
+        loads: tuple[tuple[int, int], ...],
+    ) -> None:
+        """Append the wave of these slots, in which ``members`` are needed."""
+        for expert in members:
+            self.position[expert] = self.positions + slot_of[expert] - slots.start
+        for expert, slot in loads:
+            self.expert_in[slot] = expert
+        self.waves.append(Wave(slots.start, slots.stop, self.positions, half, loads))
+        self.positions += len(slots)

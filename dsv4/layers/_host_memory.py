@@ -1,0 +1,97 @@
+"""Host memory that a GPU reads by itself: large, in huge pages, page-locked and mapped."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_GB = 1e9
+KEPT_BYTES = 4_000_000_000  # of the host, for Python, page tables and files that are read
+_MEMORY_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def available_bytes() -> int:
+    """Return the bytes of host memory that are free for this process, its cgroup's limit included.
+
+    Raises:
+        OSError: if /proc/meminfo cannot be read.
+    """
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+    )
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, usage in _MEMORY_FILES:
+        if Path(limit).exists() and Path(usage).exists():
+            most = Path(limit).read_text("ascii").strip()
+            if most.isdigit():
+                free = min(free, max(0, int(most) - int(Path(usage).read_text("ascii"))))
+    return free
+
+
+def check_available(nbytes: int, available: Callable[[], int] = available_bytes) -> None:
+    """Check that host memory holds this many bytes more.
+
+    Raises:
+        MemoryError: if it does not; the message says how much there is.
+    """
+    free = available()
+    if nbytes + KEPT_BYTES > free:
+        raise MemoryError(
+            f"host_experts: experts need {nbytes / _GB:.1f} GB of host memory and "
+            f"{KEPT_BYTES / _GB:.0f} GB stay free, but {free / _GB:.1f} GB are available: wanted "
+            "fewer experts in host memory (more static ones), or a machine with more"
+        )
+
+
+def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return host memory, uint8 ``[nbytes]``, that kernels on ``device`` read at its own address.
+
+    It is not initialised by PyTorch's allocator, whose pinned blocks are powers of two: a row of
+    1.1 GB would take 2. Memory for a model on a CPU is plain memory.
+
+    Raises:
+        MemoryError: if there is not as much, or it cannot be page-locked; the message says how
+            much there is.
+    """
+    if device.type != "cuda":
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    try:
+        memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise _refused(nbytes, str(error)) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages to fault in and to lock
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    with torch.cuda.device(device):
+        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE_MAPPED)
+    if int(status):
+        raise _refused(nbytes, f"cudaHostRegister returned {int(status)}")
+    return tensor
+
+
+_PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Unlock memory of ``allocate``; nothing for plain memory. The GPU must not read it any more.
+
+    It stays readable for the CPU until the tensor is gone.
+    """
+    if torch.cuda.is_available() and tensor.is_pinned():
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+def _refused(nbytes: int, reason: str) -> MemoryError:
+    return MemoryError(
+        f"host_experts: {nbytes / _GB:.1f} GB of host memory cannot be locked for the GPU "
+        f"({reason}); {available_bytes() / _GB:.1f} GB are available"
+    )

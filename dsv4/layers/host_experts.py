@@ -1,0 +1,278 @@
+"""Routed experts in host memory: for a model that is larger than its GPU.
+
+Of each layer some experts are static: they stay on the GPU and have no copy in host memory. The
+others lie in host memory; some slots on the GPU are a cache for these, by use counts with decay. A
+decode step finds and loads what it lacks on the device alone, so a CUDA graph holds it. A step that
+chooses more experts than there are slots is planned on the host, in waves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dsv4.layers._hosted_experts import HostedExperts
+from dsv4.layers._module import frozen
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.quant.formats import SWIZZLED
+
+__all__ = ["CacheUse", "HostExperts", "cache_use", "expert_counts", "host_experts_", "repin_"]
+
+_DRAFT = "mtp."
+
+
+@dataclass(frozen=True, eq=False)
+class HostExperts:
+    """Which experts of each layer are static, and how many slots are for the others.
+
+    Attributes:
+        static: Static experts of a layer.
+        slots: Slots of a layer for the others: as many as a token chooses, at least.
+        counts: int64 ``[layers, experts]``, uses of each expert (``expert_counts``): the most used
+            ones are static. None: the first ones.
+    """
+
+    static: int
+    slots: int
+    counts: torch.Tensor | None = None
+
+    def check(self, experts: int, layers: int, top_k: int) -> None:
+        """Check it for a model.
+
+        Raises:
+            ValueError: if a number is out of range, or the counts have another shape.
+        """
+        if not 0 <= self.static <= experts:
+            raise ValueError(
+                f"host_experts: static is {self.static}, wanted 0 to {experts}, the experts of a "
+                "layer"
+            )
+        others = experts - self.static
+        if not min(top_k, others) <= self.slots <= others:
+            raise ValueError(
+                f"host_experts: slots is {self.slots}, wanted {min(top_k, others)} to {others}: "
+                f"{others} experts of a layer are not static, and a token chooses {top_k}"
+            )
+        shape = None if self.counts is None else list(self.counts.shape)
+        if shape not in (None, [layers, experts]):
+            raise ValueError(f"host_experts: counts have shape {shape}, wanted {[layers, experts]}")
+
+    def static_of(self, layer: int, experts: int) -> list[int]:
+        """Return the static experts of a layer, ascending; of equal counts the lowest ones."""
+        if self.counts is None:
+            return list(range(self.static))
+        return most_used(self.counts[layer].tolist(), self.static)
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What the slots did since the model was loaded.
+
+    Attributes:
+        steps: Steps of each layer.
+        asked: Distinct experts that the steps of all layers asked for.
+        loaded: Experts that were loaded for them.
+        row_bytes: Bytes of a loaded expert.
+    """
+
+    steps: int
+    asked: int
+    loaded: int
+    row_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of experts that were in a slot already; 1 before the first step."""
+        return 1.0 - self.loaded / self.asked if self.asked else 1.0
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes that were loaded from host memory."""
+        return self.loaded * self.row_bytes
+
+    def since(self, before: CacheUse) -> CacheUse:
+        """Return what happened after an earlier time."""
+        asked, loaded = self.asked - before.asked, self.loaded - before.loaded
+        return CacheUse(self.steps - before.steps, asked, loaded, self.row_bytes)
+
+
+def host_experts_(model: nn.Module, placement: HostExperts) -> int:
+    """Move experts of every layer to host memory, those of draft layers excepted.
+
+    Call it when the weights are final: loaded, quantised, moved and packed. Graphs that were
+    captured before must be captured again. Not for models on several ranks.
+
+    Args:
+        model: A model, or anything that holds ``DeepseekV4Experts`` with all experts.
+        placement: What is static, and how many slots there are.
+
+    Returns:
+        Bytes of host memory.
+
+    Raises:
+        MemoryError: if host memory does not suffice; layers before keep their experts there.
+        ValueError: if the placement does not fit, or a layer cannot have experts in host memory.
+    """
+    layers = [experts for _, experts in experts_of(model)]
+    if not layers:
+        raise ValueError("host_experts_: the model has no DeepseekV4Experts, wanted at least one")
+    host = Hosting(placement, len(layers))
+    return sum(host.move(experts) for experts in layers)
+
+
+@dataclass
+class Hosting:
+    """Moves the experts of a model's layers one after another.
+
+    Attributes:
+        placement: See ``host_experts_``.
+        layers: Number of layers.
+        moved: Layers that were moved.
+    """
+
+    placement: HostExperts
+    layers: int
+    moved: int = 0
+
+    def takes(self, name: str, module: nn.Module) -> bool:
+        """Return whether a module is a main layer's experts."""
+        return isinstance(module, DeepseekV4Experts) and not name.startswith(_DRAFT)
+
+    def move(self, experts: DeepseekV4Experts) -> int:
+        """Move the next layer's; return the bytes of host memory. See ``host_experts_``."""
+        check_layer(experts)
+        self.placement.check(experts.num_experts, self.layers, experts.num_experts_per_tok)
+        static = self.placement.static_of(self.moved, experts.num_experts)
+        own = {**experts._parameters, **experts._buffers}
+        tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+        hosted = HostedExperts(tensors, static, self.placement.slots)
+        experts.forget_value()
+        for name, tensor in hosted.tensors.items():
+            if name in experts._buffers:
+                experts._buffers[name] = tensor
+            else:
+                experts._parameters[name] = frozen(tensor)
+        experts.num_local_experts = hosted.slots
+        experts.hosted = hosted
+        self.moved += 1
+        return hosted.rows.nbytes
+
+
+def check_layer(experts: DeepseekV4Experts) -> None:
+    """Raise ValueError unless a layer's experts can be moved to host memory."""
+    reason = None
+    if experts.hosted is not None:
+        reason = "are in host memory already"
+    elif experts.num_local_experts != experts.num_experts:
+        reason = f"are {experts.num_local_experts} of {experts.num_experts}, wanted all of a layer"
+    elif experts.layout == SWIZZLED:
+        reason = f"have layout {SWIZZLED!r}, wanted 'linear' or 'fragments_16x64'"
+    elif experts.observers is not None:
+        reason = "are being calibrated"
+    elif experts.gate_up_proj.is_meta:
+        reason = "are on the meta device, wanted ones with values"
+    if reason is not None:
+        raise ValueError(f"host_experts: the experts of a layer {reason}")
+
+
+def experts_of(model: nn.Module) -> list[tuple[str, DeepseekV4Experts]]:
+    """Return the routed experts of the main layers, by name."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, DeepseekV4Experts) and not name.startswith(_DRAFT)
+    ]
+
+
+def slot_tokens(model: nn.Module) -> list[int]:
+    """Return the most tokens of a step that reads nothing on the host, of each layer that has one.
+
+    Layers without experts in host memory, or with a slot for each of them, have none.
+    """
+    return [
+        experts.hosted.cached_slots // experts.num_experts_per_tok
+        for _, experts in experts_of(model)
+        if experts.hosted is not None
+        and experts.hosted.cached_slots < experts.num_experts - experts.hosted.static_slots
+    ]
+
+
+def _hosted(model: nn.Module) -> Iterator[HostedExperts]:
+    for _, experts in experts_of(model):
+        if experts.hosted is not None:
+            yield experts.hosted
+
+
+def _all_hosted(function: str, model: nn.Module) -> list[HostedExperts]:
+    layers = list(_hosted(model))
+    if not layers:
+        raise ValueError(f"{function}: the model has no experts in host memory, wanted some")
+    return layers
+
+
+def expert_counts(model: nn.Module) -> torch.Tensor:
+    """Return how often each expert was chosen since the model was loaded.
+
+    They can be saved (``torch.save``) and given to ``repin_``, or to ``load`` as
+    ``host_experts=HostExperts(..., counts=...)``.
+
+    Returns:
+        int64 ``[layers, experts]`` on the CPU.
+
+    Raises:
+        ValueError: if the model has no experts in host memory.
+    """
+    layers = _all_hosted("expert_counts", model)
+    return torch.stack([hosted.state.totals.cpu() for hosted in layers])
+
+
+def cache_use(model: nn.Module) -> CacheUse:
+    """Return what the slots of all layers did since the model was loaded; waits for the device.
+
+    Raises:
+        ValueError: if the model has no experts in host memory.
+    """
+    layers = _all_hosted("cache_use", model)
+    counters = torch.stack([hosted.state.counters.cpu() for hosted in layers])
+    steps, asked, loaded = counters[0, 0], counters[:, 1].sum(), counters[:, 2].sum()
+    return CacheUse(int(steps), int(asked), int(loaded), layers[0].layout.row_bytes)
+
+
+def repin_(model: nn.Module, counts: torch.Tensor | None = None) -> int:
+    """Make the most used experts of each layer the static ones.
+
+    Between requests, never while a step runs. Captured graphs go on with the new ones. Results do
+    not change. Each exchange takes an expert's bytes over the bus in both directions.
+
+    Args:
+        model: A model with experts in host memory.
+        counts: int64 ``[layers, experts]``; None: those of ``expert_counts``.
+
+    Returns:
+        Number of experts that became static.
+
+    Raises:
+        ValueError: if the model has no experts in host memory, or the counts have another shape.
+    """
+    layers = _all_hosted("repin_", model)
+    counts = expert_counts(model) if counts is None else counts
+    shape = [len(layers), layers[0].experts]
+    if list(counts.shape) != shape:
+        raise ValueError(f"repin_: counts have shape {list(counts.shape)}, wanted {shape}")
+    return sum(
+        hosted.repin(most_used(row, hosted.static_slots, hosted.static_experts()))
+        for hosted, row in zip(layers, counts.tolist(), strict=True)
+    )
+
+
+def most_used(counts: Sequence[int], number: int, before: Sequence[int] = ()) -> list[int]:
+    """Return the experts with the largest counts, ascending.
+
+    Of equal ones those in ``before``, then the lowest.
+    """
+    present = set(before)
+    order = sorted(range(len(counts)), key=lambda e: (-counts[e], e not in present, e))
+    return sorted(order[:number])

@@ -1,0 +1,233 @@
+"""What drafts cost and bring, from sizes: at how many sequences they pay, and how many to verify.
+
+A step takes ``bytes / rate + layers * latency + operations / rate``. Bytes are weights, read once
+a step, of routed experts those that tokens choose: ``E (1 - (1 - k / E) ** T)`` of E for T tokens
+with k each, if routing is uniform and independent. So a step of few sequences reads more experts
+for each token more, one of many reads all of them anyway, and one of very many is bound by
+operations, where a draft costs as much as a token. KV entries are left out: they are as many with
+and without drafts, up to the L2.
+
+Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
+here changes a token that is generated greedily, only how fast it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dsv4.layers._workspace import Workspace
+from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.speculation.draft_head import read_bytes
+
+# One H100, 2026-11, Flash with 64 experts: decode steps of 1, 8 and 64 tokens took 5.20, 12.95 and
+# 21.16 ms (sum here: 5.19, 11.3, 20.0), prompts of 512 and 4096 tokens 40.6 and 224 (41.3, 219).
+# Another GPU changes all three alike, as far as the comparison of two steps on it goes.
+_BYTES_PER_MS = 3.1e9
+_LAYER_MS = 0.0538  # of 43 layers, what a step takes beyond its bytes, see ``parallel.planner``
+_OPERATIONS_PER_MS = 5.5e11
+# Shares of steps in which draft j and all before it were accepted: MTP of Flash, random text,
+# temperature 1 (vllm-project/vllm#41044); DSpark of Flash-0731 (vllm-ascend#13640). Code and
+# reasoning had up to 0.88 and 0.9; the lower ones say when drafts pay in any case.
+_ACCEPTED = {"mtp": (0.70, 0.287), "dspark": (0.739, 0.478, 0.261, 0.174, 0.130)}
+
+
+def accepted(method: str, count: int) -> tuple[float, ...]:
+    """Return the share of steps in which each of ``count`` drafts is accepted."""
+    shares = list(_ACCEPTED[method][:count])
+    ratio = _ACCEPTED[method][-1] / _ACCEPTED[method][-2]
+    while len(shares) < count:
+        shares.append(shares[-1] * ratio)
+    return tuple(shares)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Layers that a step runs.
+
+    Attributes:
+        dense: Bytes of weights that all tokens read.
+        expert: Bytes of one routed expert, of all layers.
+        experts: Routed experts of a layer.
+        chosen: Experts of a token.
+        layers: Number of layers.
+        operations: Multiplications and additions of a token, 2 per multiply-accumulate.
+    """
+
+    dense: float
+    expert: float
+    experts: int
+    chosen: int
+    layers: int
+    operations: float
+
+    @classmethod
+    def of(cls, module: nn.Module, more: float = 0.0) -> Part:
+        """Return the part that a module is, with ``more`` bytes that all tokens read."""
+        moe = [m for m in module.modules() if isinstance(m, DeepseekV4Experts)]
+        linear = [m for m in module.modules() if isinstance(m, Linear)]
+        experts = max(m.num_experts for m in moe)
+        routed = sum(map(_bytes, moe))
+        chosen = max(m.num_experts_per_tok for m in moe)
+        weights = sum(m.in_features * m.out_features for m in linear)
+        weights += sum(3 * chosen * m.hidden_dim * m.intermediate_dim for m in moe)
+        tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
+        dense = _bytes(module) - routed - tables + more
+        return cls(dense, routed / experts, experts, chosen, len(moe), 2.0 * weights)
+
+    def ms(self, tokens: float, routed: float | None = None) -> float:
+        """Return the milliseconds of some tokens, of which ``routed`` go to experts; None: all."""
+        routed = tokens if routed is None else routed
+        read = self.experts * (1 - (1 - self.chosen / self.experts) ** routed)
+        return (
+            (self.dense + read * self.expert) / _BYTES_PER_MS
+            + self.layers * _LAYER_MS
+            + tokens * self.operations / _OPERATIONS_PER_MS
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number of drafts at a number of sequences.
+
+    Attributes:
+        drafts: Drafts of a sequence.
+        verified: How many of them go to experts, about; the others have too little confidence.
+        theta: Least probability of acceptance at which a draft is verified; None: all are.
+        ms: Milliseconds of a step.
+        length: Tokens of a sequence in a step.
+        gain: How many times as many tokens per second there are as without drafts.
+    """
+
+    drafts: int
+    verified: int
+    theta: float | None
+    ms: float
+    length: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """Costs of steps with drafts.
+
+    Attributes:
+        main: The main model.
+        draft: A pass of the draft.
+        rows: Rows of a sequence in a pass; 1: there is a pass for each draft.
+        accepted: Share of steps in which each draft is accepted, for the most drafts.
+        has_confidence: Whether drafts may be left out.
+        threshold: Least share at which a draft is verified; None: what brings the most tokens.
+    """
+
+    main: Part
+    draft: Part
+    rows: int
+    accepted: tuple[float, ...]
+    has_confidence: bool = False
+    threshold: float | None = None
+
+    @classmethod
+    def of(
+        cls, model: DeepseekV4ForCausalLM, method: str, tokens: int, threshold: float | None = None
+    ) -> DraftCosts:
+        """Return the costs of a model's drafts.
+
+        Args:
+            model: With its draft layers.
+            method: ``"mtp"`` or ``"dspark"``.
+            tokens: Most drafts of a sequence.
+            threshold: See ``Runner``.
+        """
+        main = Part.of(model.model, _bytes(model.lm_head))
+        head, dspark = float(read_bytes(model)), model.config.dspark
+        if method == "mtp" or dspark is None:
+            return cls(main, Part.of(model.mtp, head), 1, accepted(method, tokens))
+        assert model.dspark is not None
+        markov = model.dspark.last.markov_head
+        # The rows of a block share the head; each reads the matrix of the Markov head, which is
+        # among the stages' bytes once, and a row of its table.
+        again = _bytes(markov.markov_w2) * (dspark.block_size - 1) - _bytes(markov.markov_w1)
+        draft, shares = Part.of(model.mtp, head + again), accepted(method, tokens)
+        return cls(main, draft, dspark.block_size, shares, dspark.confidence_head, threshold)
+
+    def choice(self, sequences: int, drafts: int) -> Choice:
+        """Return what a number of drafts brings at a number of sequences; 0: no drafts."""
+        if not drafts:
+            return Choice(0, 0, None, self.main.ms(sequences), 1.0, 1.0)
+        verified, theta = drafts, self.threshold
+        if theta is not None:
+            verified = sum(share >= theta for share in self.accepted[:drafts])
+        elif self.has_confidence:
+            counts = range(1, drafts + 1)
+            verified = max(counts, key=lambda count: self._gain(sequences, drafts, count))
+            theta = self._theta(sequences, drafts, verified)
+        ms, length = self._ms(sequences, drafts, verified), self._length(verified)
+        return Choice(drafts, verified, theta, ms, length, self._gain(sequences, drafts, verified))
+
+    def best(self, sequences: int) -> Choice:
+        """Return the most drafts that are not slower than none, which may be none.
+
+        Shares of accepted drafts are low ones here: text that is easier to guess gains more by more
+        drafts.
+        """
+        counts = range(len(self.accepted), 0, -1)
+        choices = (self.choice(sequences, count) for count in counts)
+        return next((c for c in choices if c.gain >= 1), self.choice(sequences, 0))
+
+    def explain(self, steps: Sequence[tuple[int, int]]) -> str:
+        """Return a table of steps, of which each is sequences and drafts of each."""
+        lines = ["sequences   drafts   verified   theta   plain ms   step ms   tokens   gain"]
+        for sequences, drafts in steps:
+            step = self.choice(sequences, drafts)
+            cells = (
+                f"{sequences:9}",
+                f"{drafts:6}",
+                f"{step.verified:8}",
+                "    -" if step.theta is None else f"{step.theta:5.2f}",
+                f"{self.main.ms(sequences):8.2f}",
+                f"{step.ms:7.2f}",
+                f"{step.length:6.2f}",
+                f"{step.gain:4.2f}",
+            )
+            lines.append("   ".join(cells))
+        return "\n".join(lines)
+
+    def _length(self, verified: int) -> float:
+        return 1 + sum(self.accepted[:verified])
+
+    def _ms(self, sequences: int, drafts: int, verified: int) -> float:
+        main = self.main.ms(sequences * (1 + drafts), sequences * (1 + verified))
+        passes = drafts if self.rows == 1 else 1
+        return main + passes * self.draft.ms(sequences * self.rows)
+
+    def _gain(self, sequences: int, drafts: int, verified: int) -> float:
+        ms = self._ms(sequences, drafts, verified)
+        return self._length(verified) * self.main.ms(sequences) / ms
+
+    def _theta(self, sequences: int, drafts: int, verified: int) -> float:
+        """Return the share of a token that the next draft has to bring to be worth its time.
+
+        Of one sequence of Flash this is 0.28.
+        """
+        more = min(verified + 1, drafts)
+        extra = self._ms(sequences, drafts, more) - self._ms(sequences, drafts, more - 1)
+        return extra / self._ms(sequences, drafts, verified) * self._length(verified)
+
+
+def _bytes(module: nn.Module) -> int:
+    """Bytes of a module's weights; memory that several tensors share counts once."""
+    sizes = dict[int, int]()
+    for part in module.modules():
+        if isinstance(part, Workspace):
+            continue
+        tensors: list[torch.Tensor | None] = [*part._parameters.values(), *part._buffers.values()]
+        for tensor in tensors:
+            if tensor is not None:
+                sizes[tensor.data_ptr() or id(tensor)] = tensor.nbytes
+    return sum(sizes.values())

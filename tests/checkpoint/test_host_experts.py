@@ -1,0 +1,136 @@
+"""``load(host_experts=)``: placements that fit, the bits of the model, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from dsv4 import layers
+from dsv4.checkpoint import load, save
+from dsv4.checkpoint.host_experts import ExpertSizes
+from dsv4.layers import HostExperts
+from dsv4.layers import _host_memory as host_memory
+from dsv4.layers.host_experts import experts_of
+from dsv4.testing.assertions import assert_bitwise
+from tests.checkpoint.load_cases import mixed
+
+LAYERS, EXPERTS, TOP_K = 3, 4, 2
+FLASH = ExpertSizes(43, 256, 6, 14_172_192, 12_400_000_000)
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model = mixed(5, ["nvfp4"])
+    save(model, path, layout="transformers", plain=("*",), plain_dtype=None)
+    return path
+
+
+def tensors_of(path):
+    tensors = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as shard:
+            tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+    return tensors
+
+
+class TestLoad:
+    @pytest.mark.parametrize("pack", [False, "fragments_16x64"])
+    @pytest.mark.parametrize("value", [HostExperts(1, 2), 1])
+    def test_gives_the_same_model(self, folder, tmp_path, pack, value, caplog):
+        options = {"pack": pack, "progress": False, "input_scales": "token"}
+        plain = load(folder, **options)
+        with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
+            model = load(folder, host_experts=value, **options)
+        static = 1 if isinstance(value, HostExperts) else 3
+        line = f"of 4 experts of each layer {static} are static and"
+        assert sum(line in record.message for record in caplog.records) == 1
+        assert all(e.hosted.static_slots == static for _, e in experts_of(model))
+        ids = torch.arange(1, 9).unsqueeze(0)
+        assert_bitwise(model(ids), plain(ids), "logits")
+        prompts = [[1, 2, 3], [4, 5]]
+        assert model.generate(prompts, 4) == plain.generate(prompts, 4)
+        if pack is False:
+            save(model, tmp_path, layout="transformers", plain=("*",), plain_dtype=None)
+            again, before = tensors_of(tmp_path), tensors_of(folder)
+            assert again.keys() == before.keys()
+            for name, tensor in before.items():
+                assert_bitwise(again[name], tensor, name)
+
+    def test_counts_choose_the_static_experts(self, folder):
+        counts = torch.tensor([[0, 1, 2, 3], [9, 0, 0, 8], [1, 1, 1, 1]])
+        placement = HostExperts(2, 2, counts)
+        model = load(folder, progress=False, host_experts=placement)
+        hosted = [e.hosted.static_experts() for _, e in experts_of(model)]
+        assert hosted == [[2, 3], [0, 3], [0, 1]]
+
+    def test_auto_leaves_a_model_on_a_cpu(self, folder):
+        model = load(folder, progress=False, host_experts="auto")
+        assert all(e.hosted is None for _, e in experts_of(model))
+        with pytest.raises(ValueError, match="no experts in host memory"):
+            layers.expert_counts(model)
+
+    @pytest.mark.parametrize(
+        ("value", "error", "message"),
+        [
+            ("all", ValueError, "host_experts is 'all', wanted 'auto'"),
+            (-1, ValueError, "host_experts is -1, wanted 'auto'"),
+            (1.5, TypeError, "host_experts is 1.5, wanted 'auto'"),
+            (HostExperts(1, 1), ValueError, "slots is 1, wanted 2 to 3"),
+        ],
+    )
+    def test_a_wrong_value_is_refused(self, folder, value, error, message):
+        with pytest.raises(error, match=message):
+            load(folder, progress=False, host_experts=value)
+
+    def test_too_little_host_memory_is_said_before_anything_is_read(self, folder, monkeypatch):
+        check = host_memory.check_available
+        monkeypatch.setattr(host_memory, "check_available", lambda n: check(n, lambda: 3 * GB))
+        with pytest.raises(MemoryError, match=r"but 3\.0 GB are available"):
+            load(folder, progress=False, host_experts=1)
+
+
+class TestPlacement:
+    def test_of_flash_on_one_gpu(self):
+        """As ``shared/spec/parallel.md`` computes it: 210 experts on an H200, 104 on an H100."""
+        h200 = FLASH.placement(int(148.7 * GB), 120 * GB)
+        h100 = FLASH.placement(int(83.2 * GB), 130 * GB)
+        assert (h200.static, h200.slots) == (149, 61)
+        assert (h100.static, h100.slots) == (73, 30)
+        assert 64 * GB < FLASH.host_bytes(h200) < 66 * GB
+        assert FLASH.placement(181 * GB, 0) is None
+
+    @given(gpu=st.integers(0, 200), host=st.integers(0, 200))
+    def test_fits_or_says_what_there_is(self, gpu, host):
+        try:
+            placement = FLASH.placement(gpu * GB, host * GB)
+        except MemoryError:
+            with pytest.raises(MemoryError, match=rf"{host}\.0 GB are free for the others"):
+                FLASH.placement(gpu * GB, host * GB)
+            return
+        if placement is None:
+            assert FLASH.total < gpu * GB
+            return
+        placement.check(256, 43, 6)
+        assert FLASH.gpu_bytes(placement) < gpu * GB
+        assert FLASH.host_bytes(placement) <= host * GB
+
+    @given(nbytes=st.integers(1, 170), gpu=st.sampled_from([None, 30, 83, 149]))
+    def test_of_a_number_of_bytes(self, nbytes, gpu):
+        try:
+            placement = FLASH.with_host_bytes(nbytes * GB, None if gpu is None else gpu * GB)
+        except MemoryError:
+            assert gpu is not None
+            with pytest.raises(MemoryError, match="are free on the GPU for routed"):
+                FLASH.with_host_bytes(nbytes * GB, gpu * GB)
+            return
+        placement.check(256, 43, 6)
+        everything = placement.static == 0
+        assert everything or FLASH.host_bytes(placement) >= nbytes * GB
+        assert gpu is None or FLASH.gpu_bytes(placement) <= gpu * GB

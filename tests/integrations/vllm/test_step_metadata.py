@@ -1,0 +1,164 @@
+"""Metadata that replaced attention reads, from vLLM's builders, without its kernels' plans."""
+
+from __future__ import annotations
+
+from copy import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dsv4.config import CSA, HCA
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import CompressorStateCache
+from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekSparseSWAFlashMLABackend
+from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.mla import indexer as vllm_indexer
+
+from dsv4.integrations.vllm import attention, step_metadata
+from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.integrations.vllm.switches import Switches
+from tests.integrations.vllm import attention_modules as modules
+from tests.integrations.vllm.attention_modules import Sizes
+from tests.integrations.vllm.test_attention import engine, own_layer
+
+
+def adopted(layer_type: str, vllm_config: SimpleNamespace) -> attention.Attention:
+    module = modules.vllm_module(own_layer(layer_type, 0, ratio=128), Sizes())
+    if module.indexer is not None:
+        module.indexer.k_cache = modules.bare(DeepseekV4IndexerCache)
+    for part in (module.compressor, getattr(module.indexer, "compressor", None)):
+        if part is not None:
+            part.state_cache = modules.bare(CompressorStateCache)
+            part.state_cache.dtype = torch.float32
+    module.swa_cache_layer.backend_cls = DeepseekSparseSWAFlashMLABackend
+    model = torch.nn.Module()
+    model.attn = module
+    attention.adopt(model, Adoption(vllm_config, Switches()))
+    return module
+
+
+@pytest.mark.parametrize("layer_type", [CSA, HCA])
+def test_replaced_modules_name_their_builders(layer_type):
+    module = adopted(layer_type, engine())
+    backend = module.get_attn_backend()
+    assert backend.get_builder_cls() is step_metadata.EntriesBuilder
+    assert backend.get_name() == DeepseekV4FlashMLABackend.get_name()
+    assert module.swa_cache_layer.backend_cls is step_metadata.WindowBackend
+    assert step_metadata.WindowBackend.get_builder_cls() is step_metadata.WindowBuilder
+    states = module.compressor.state_cache.get_attn_backend()
+    assert states.get_builder_cls() is step_metadata.StatesBuilder
+    if module.indexer is not None:
+        assert type(module.indexer.compressor.state_cache) is step_metadata.StatesCache
+        keys = module.indexer.k_cache.get_attn_backend()
+        assert keys.get_builder_cls() is step_metadata.KeysBuilder
+        assert keys.get_supported_kernel_block_sizes() == [256]
+
+
+def test_engines_with_drafts_keep_vllm_builders():
+    config = engine()
+    config.speculative_config = SimpleNamespace()
+    module = adopted(CSA, config)
+    assert module.get_attn_backend() is DeepseekV4FlashMLABackend
+    assert type(module.indexer.k_cache) is DeepseekV4IndexerCache
+    assert type(module.compressor.state_cache) is CompressorStateCache
+    assert module.swa_cache_layer.backend_cls is DeepseekSparseSWAFlashMLABackend
+
+
+def test_an_indexer_that_is_left_keeps_vllm_builder():
+    module = modules.vllm_module(own_layer(CSA, 0), Sizes())
+    module.indexer.k_cache = modules.bare(DeepseekV4IndexerCache)
+    module.indexer.indexer_op.candidate_blocks = torch.zeros(1)
+    model = torch.nn.Module()
+    model.attn = module
+    attention.adopt(model, Adoption(engine(), Switches()))
+    assert type(module.indexer.k_cache) is DeepseekV4IndexerCache
+    assert module.get_attn_backend() is step_metadata.EntriesBackend
+
+
+@pytest.fixture
+def slots(monkeypatch):
+    """Calls of vLLM's kernel that finds slots, which a CPU does not have."""
+    calls = []
+
+    def slots_of(*args, **options):
+        calls.append((args, options))
+        return options["out"][: args[0]]
+
+    monkeypatch.setattr(step_metadata, "get_compressed_slot_mapping", slots_of)
+    return calls
+
+
+def common() -> CommonAttentionMetadata:
+    return CommonAttentionMetadata(
+        query_start_loc=torch.tensor([0, 4, 5]),
+        query_start_loc_cpu=torch.tensor([0, 4, 5]),
+        seq_lens=torch.tensor([9, 300]),
+        num_reqs=2,
+        num_actual_tokens=5,
+        max_query_len=4,
+        max_seq_len=300,
+        block_table_tensor=torch.ones(2, 3, dtype=torch.int32),
+        slot_mapping=torch.zeros(8, dtype=torch.int64),
+        _token_to_req_indices_cache=torch.tensor([0, 0, 0, 0, 1], dtype=torch.int32),
+    )
+
+
+def builder_of(cls: type, ratio: int) -> SimpleNamespace:
+    builder = cls.__new__(cls)
+    builder.kv_cache_spec = SimpleNamespace(num_states=256 // ratio, block_size=256)
+    builder.compress_ratio, builder.topk_tokens = ratio, 512
+    builder.compressed_slot_mapping_buffer = torch.arange(16) + ratio
+    builder.req_id_per_token_buffer = torch.zeros(16, dtype=torch.int32)
+    return builder
+
+
+def test_caches_of_a_ratio_share_slots_and_nothing_is_planned(slots, monkeypatch):
+    """No kernel of DeepGEMM, whose plan vLLM makes in every step."""
+    for name in ("get_paged_mqa_logits_metadata", "split_decodes_and_prefills"):
+        monkeypatch.setattr(vllm_indexer, name, lambda *args, **options: pytest.fail("planned"))
+    step = common()
+    entries, keys, others = (
+        builder_of(cls, ratio).build(0, step)
+        for cls, ratio in (
+            (step_metadata.EntriesBuilder, 4),
+            (step_metadata.KeysBuilder, 4),
+            (step_metadata.EntriesBuilder, 128),
+        )
+    )
+    assert [args[5:] for args, _ in slots] == [(64, 4), (2, 128)]
+    assert keys.slot_mapping is entries.slot_mapping
+    assert entries.slot_mapping.tolist() == [4, 5, 6, 7, 8]
+    assert others.slot_mapping.tolist() == [128, 129, 130, 131, 132]
+    for made in (entries, keys, others):
+        assert made.block_table is step.block_table_tensor
+        assert made.max_seq_len == 300
+    assert (keys.decode, keys.prefill) == (None, None)
+    assert entries.req_id_per_token.tolist() == [0, 0, 0, 0, 1]
+    assert entries.c128a_global_decode_topk_indices is None
+    copied = copy(step)
+    copied.block_table_tensor = torch.zeros(2, 3, dtype=torch.int32)
+    for other in (common(), copied):
+        builder_of(step_metadata.KeysBuilder, 4).build(0, other)
+    assert len(slots) == 4, "another step or group has slots of its own"
+
+
+def test_states_have_vllm_tables():
+    step = common()
+    builder = step_metadata.StatesBuilder.__new__(step_metadata.StatesBuilder)
+    builder.block_size, builder.token_to_req_indices = 8, torch.zeros(16, dtype=torch.int32)
+    made = builder.build(0, step)
+    assert made.block_table is step.block_table_tensor
+    assert made.slot_mapping is step.slot_mapping
+    assert made.token_to_req_indices.tolist() == [0, 0, 0, 0, 1]
+    assert made.block_size == 8
+
+
+def test_windows_have_no_plans_of_vllm_kernels():
+    builder = step_metadata.WindowBuilder.__new__(step_metadata.WindowBuilder)
+    assert set(builder.build_tile_scheduler(7).values()) == {None}
+    assert builder._build_deepseek_v4_metadata(1, 2, None, None, None, None, None) == {}

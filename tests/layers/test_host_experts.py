@@ -1,0 +1,324 @@
+"""Experts in host memory: the bits of all-resident layers, whatever is in which slot."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dsv4 import layers, use_backend
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.layers import HostExperts
+from dsv4.layers import _hosted_experts as hosted_module
+from dsv4.layers._expert_waves import plan_waves
+from dsv4.layers._host_memory import available_bytes, check_available
+from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise
+from dsv4.testing.models import randomize_
+
+EXPERTS, TOP_K, HIDDEN = 12, 3, 64
+KINDS = ["plain", "nvfp4", "mxfp4", "packed", "calibrated"]
+
+
+def make_experts(kind: str, seed: int = 0, numerics: str = "deepseek") -> layers.DeepseekV4Experts:
+    config = ModelConfig.tiny(
+        hidden_size=HIDDEN,
+        moe_intermediate_size=64,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        numerics=numerics,
+    )
+    experts = layers.DeepseekV4Experts(config).requires_grad_(False)
+    randomize_(experts, seed)
+    if kind != "plain":
+        experts.quantize("mxfp4" if kind == "mxfp4" else "nvfp4")
+    if kind == "calibrated":
+        experts.activation = "nvfp4"
+        for name in ("gate_up_proj_input_scale", "down_proj_input_scale"):
+            scales = torch.rand(EXPERTS, generator=strategies.generator(seed)) / 64 + 0.01
+            setattr(experts, name, torch.nn.Parameter(scales, requires_grad=False))
+    if kind == "packed":
+        experts.pack()
+    return experts.to(torch.bfloat16)
+
+
+def hosted(experts: layers.DeepseekV4Experts, static: int, slots: int, **options):
+    other = copy.deepcopy(experts)
+    layers.host_experts_(other, HostExperts(static, slots, **options))
+    return other
+
+
+def tokens(seed: int, count: int, *, padding: bool = False):
+    generator = strategies.generator(seed)
+    x = torch.randn(count, HIDDEN, generator=generator).to(torch.bfloat16)
+    keys = torch.rand(count, EXPERTS, generator=generator) ** 3
+    ids = keys.topk(TOP_K).indices
+    if padding:
+        ids[torch.rand(count, TOP_K, generator=generator) < 0.2] = -1
+    weights = torch.rand(count, TOP_K, generator=generator)
+    return x, ids, weights
+
+
+def poison(experts: layers.DeepseekV4Experts) -> None:
+    """All bits of the cached slots are one, which is NaN in every float; no expert is in them."""
+    state = experts.hosted
+    before = state.state.expert_in.tolist()
+    state.state.set_slots([*before[: state.static_slots], *[-1] * state.cached_slots])
+    for name, tensor in state.tensors.items():
+        if not name.endswith("input_scale"):  # on a CPU operators check the values of all
+            tensor[state.static_slots :].view(torch.uint8).fill_(0xFF)
+
+
+class TestLayer:
+    @given(
+        seed=strategies.seeds(),
+        kind=st.sampled_from(KINDS),
+        static=st.integers(0, EXPERTS - 1),
+        spare=st.integers(0, 4),
+        sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+        numerics=st.sampled_from(["deepseek", "transformers"]),
+        reserved=st.booleans(),
+        poisoned=st.booleans(),
+    )
+    @settings(max_examples=25)
+    @example(1, "packed", 4, 0, [1, 1, 9, 1, 2], "deepseek", True, True)
+    @example(2, "packed", 0, 0, [9, 1, 9], "transformers", False, True)
+    @example(3, "calibrated", 3, 2, [1, 8, 2], "deepseek", True, False)
+    def test_has_the_bits_of_all_resident_experts(
+        self, seed, kind, static, spare, sizes, numerics, reserved, poisoned
+    ):
+        """Steps that fit the slots and steps in waves, in turn, padding among their tokens."""
+        plain = make_experts(kind, seed % 3, numerics)
+        others = EXPERTS - static
+        layer = hosted(plain, static, min(others, min(TOP_K, others) + spare))
+        if reserved:
+            layers.reserve_experts(layer, 9)
+        for step, count in enumerate(sizes):
+            if poisoned:
+                poison(layer)
+            x, ids, weights = tokens(seed + step, count, padding=True)
+            shared = x * 2 if step % 2 else None
+            assert_bitwise(
+                layer(x, ids, weights, shared), plain(x, ids, weights, shared), f"step {step}"
+            )
+        totals = torch.zeros(EXPERTS, dtype=torch.int64)
+        for step, count in enumerate(sizes):
+            ids = tokens(seed + step, count, padding=True)[1]
+            totals += torch.bincount(ids[ids >= 0], minlength=EXPERTS)
+        assert layers.expert_counts(layer)[0].tolist() == totals.tolist()
+
+    def test_a_long_run_has_the_bits_and_no_leak(self):
+        plain = make_experts("plain")
+        layer = hosted(plain, 3, 4)
+        addresses = [t.data_ptr() for t in layer.hosted.tensors.values()]
+        for step in range(300):
+            x, ids, weights = tokens(step, 5 if step % 50 == 49 else 1)
+            assert_bitwise(layer(x, ids, weights), plain(x, ids, weights), f"step {step}")
+            if step % 100 == 99:
+                assert layers.repin_(layer) >= 0
+        assert [t.data_ptr() for t in layer.hosted.tensors.values()] == addresses
+        use = layers.cache_use(layer)
+        assert use.steps == 300
+        assert 0 < use.loaded < use.asked
+        assert use.hit_rate == 1 - use.loaded / use.asked
+        assert use.loaded_bytes == use.loaded * layer.hosted.layout.row_bytes
+        tables = layer.hosted.state
+        for slot, expert in enumerate(tables.expert_in.tolist()):
+            assert tables.slot_of[expert] == slot
+
+    def test_a_decode_step_reads_nothing_on_the_host(self, monkeypatch):
+        """A tensor without contents cannot be read; the kernel that loads reads none either."""
+        layer = hosted(make_experts("packed"), 4, 4)
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("a value was read on the host")
+
+        monkeypatch.setattr(hosted_module, "expert_gather", lambda *_: None)
+        x, ids, _ = tokens(1, 1)
+        for name in ("item", "tolist", "__bool__", "__int__", "__index__", "nonzero"):
+            monkeypatch.setattr(torch.Tensor, name, refuse)
+        with use_backend("reference"):
+            meta = ids.to("meta")
+            state = layer.hosted.state
+            for field in vars(state):
+                object.__setattr__(state, field, getattr(state, field).to("meta"))
+            assert layer.hosted.fetch(meta).shape == (1, TOP_K)
+        assert x.shape[0] == 1
+
+    def test_replays_follow_their_ids(self):
+        """The same buffers with other ids: what a captured graph does, call by call."""
+        plain = make_experts("packed")
+        layer = hosted(plain, 2, 3)
+        x, ids, weights = tokens(0, 1)
+        for step in range(40):
+            for buffer, new in zip((x, ids, weights), tokens(step, 1), strict=True):
+                buffer.copy_(new)
+            assert_bitwise(layer(x, ids, weights), plain(x, ids, weights), f"replay {step}")
+
+    def test_the_most_used_experts_are_static(self):
+        plain = make_experts("packed")
+        counts = torch.tensor([[0, 5, 1, 9, 0, 7, 0, 0, 2, 0, 3, 0]])
+        layer = hosted(plain, 3, 4, counts=counts)
+        assert layer.hosted.static_experts() == [1, 3, 5]
+        assert layers.repin_(layer, counts.flip(1)) == 3
+        assert layer.hosted.static_experts() == [6, 8, 10]
+        assert layers.repin_(layer, counts.flip(1)) == 0
+        for step, count in enumerate((1, 6, 1)):
+            arguments = tokens(step, count)
+            assert_bitwise(layer(*arguments), plain(*arguments), "after an exchange")
+        with pytest.raises(ValueError, match=r"counts have shape \[1, 2\], wanted \[1, 12\]"):
+            layers.repin_(layer, counts[:, :2])
+
+    @pytest.mark.parametrize("kind", ["nvfp4", "packed"])
+    def test_experts_can_be_read_and_nothing_else(self, kind):
+        plain = make_experts(kind)
+        layer = hosted(plain, 3, 4)
+        for expert in range(EXPERTS):
+            for got, truth in zip(layer.get_expert(expert), plain.get_expert(expert), strict=True):
+                assert_bitwise(got.codes, truth.codes, "codes")
+                assert_bitwise(got.scales, truth.scales, "scales")
+                assert_bitwise(got.global_scale, truth.global_scale, "global scale")
+        assert layer.to("cpu") is layer
+        assert layer.bfloat16() is layer
+        for action in (
+            layer.state_dict,
+            lambda: layer.load_state_dict(plain.state_dict()),
+            lambda: layer.dense_weight("down_proj"),
+            lambda: layer.to_format("nvfp4"),
+            lambda: layers.unpack_(layer) if kind == "packed" else layers.pack_(layer).kept[""],
+            lambda: layer.set_expert(0, *plain.get_expert(0)),
+        ):
+            try:
+                message = action()
+            except ValueError as error:
+                message = str(error)
+            assert "9 of 12 experts are in host memory" in message or "packed" in message
+        with pytest.raises(ValueError, match="cannot be copied"):
+            copy.deepcopy(layer)
+        with pytest.raises(ValueError, match="are in host memory already"):
+            layers.host_experts_(layer, HostExperts(3, 4))
+
+    def test_plain_experts_cannot_be_cast(self):
+        layer = hosted(make_experts("plain"), 3, 4)
+        with pytest.raises(ValueError, match=r"is to become torch\.float32 on cpu"):
+            layer.float()
+
+    def test_an_interrupted_load_is_forgotten(self, monkeypatch):
+        plain = make_experts("packed")
+        layer = hosted(plain, 3, 3)
+        arguments = tokens(3, 1)
+        arguments[1][:] = torch.tensor([0, 9, 11])
+
+        def interrupted(*_: object, **options: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(hosted_module, "expert_gather", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                layer(*arguments)
+        assert_bitwise(layer(*arguments), plain(*arguments), "after an interrupt")
+        with monkeypatch.context() as patch:
+            patch.setattr("dsv4.layers.experts.grouped_gemm", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                layer(*tokens(4, 8))
+        for count in (1, 8, 1):
+            arguments = tokens(count, count)
+            assert_bitwise(layer(*arguments), plain(*arguments), "after an interrupted wave")
+
+    @pytest.mark.parametrize(
+        ("placement", "message"),
+        [
+            (HostExperts(13, 0), "static is 13, wanted 0 to 12"),
+            (HostExperts(3, 2), "slots is 2, wanted 3 to 9"),
+            (HostExperts(3, 10), "slots is 10, wanted 3 to 9"),
+            (HostExperts(3, 4, torch.zeros(1, 5)), r"counts have shape \[1, 5\], wanted \[1, 12\]"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, placement, message):
+        with pytest.raises(ValueError, match=message):
+            layers.host_experts_(make_experts("nvfp4"), placement)
+
+    def test_layers_that_have_no_rows_are_refused(self):
+        experts = make_experts("nvfp4")
+        experts.layout = "swizzled_128x4"
+        with pytest.raises(ValueError, match="have layout 'swizzled_128x4'"):
+            layers.host_experts_(experts, HostExperts(3, 4))
+        with pytest.raises(ValueError, match="no DeepseekV4Experts"):
+            layers.host_experts_(torch.nn.Linear(1, 1), HostExperts(3, 4))
+        with pytest.raises(ValueError, match="no experts in host memory"):
+            layers.cache_use(make_experts("plain"))
+
+
+@given(
+    seed=strategies.seeds(),
+    static=st.integers(0, 6),
+    cached=st.integers(1, 7),
+    count=st.integers(0, 16),
+)
+def test_waves_hold_every_expert_once(seed, static, cached, count):
+    experts = 16
+    generator = strategies.generator(seed)
+    order = torch.randperm(experts, generator=generator).tolist()
+    expert_in = order[: static + cached]
+    for slot in range(static, static + cached, 3):
+        expert_in[slot] = -1
+    needed = torch.randperm(experts, generator=generator)[:count].tolist()
+    plan = plan_waves(needed, expert_in, static, experts)
+    slots, multiplied = list(expert_in), []
+    for number, wave in enumerate(plan.waves):
+        for expert, slot in wave.loads:
+            assert slot >= static
+            slots[slot] = expert
+        if wave.loads and number and plan.waves[number - 1].loads and cached > 1:
+            assert plan.waves[number - 1].half != wave.half, "a half is loaded while it is read"
+        for slot in range(wave.start, wave.stop):
+            if (
+                slots[slot] in needed
+                and plan.position[slots[slot]] == wave.first + slot - wave.start
+            ):
+                multiplied.append(slots[slot])
+    assert sorted(multiplied) == sorted(needed)
+    assert list(plan.expert_in) == slots
+    assert all((p >= 0) == (e in needed) for e, p in enumerate(plan.position))
+
+
+def test_host_memory_that_does_not_suffice_is_said():
+    check_available(10**9, lambda: 10**10)
+    with pytest.raises(MemoryError, match=r"need 64.5 GB .* but 20.0 GB are available"):
+        check_available(64_500_000_000, lambda: 20 * 10**9)
+    assert available_bytes() > 0
+
+
+class TestModel:
+    @pytest.fixture
+    def model(self):
+        config = ModelConfig.tiny(
+            layer_types=(SLIDING, CSA, HCA),
+            n_routed_experts=EXPERTS,
+            num_experts_per_tok=TOP_K,
+            hidden_size=64,
+            moe_intermediate_size=64,
+            vocab_size=64,
+        )
+        model = DeepseekV4ForCausalLM(config).requires_grad_(False)
+        randomize_(model, 3)
+        layers.quantize_(model, names=["*.mlp.experts"])
+        return model.eval()
+
+    def test_generates_the_same(self, model):
+        """A prompt in waves, decode steps in slots, static experts exchanged between requests."""
+        hosted_model = copy.deepcopy(model)
+        assert layers.host_experts_(hosted_model, HostExperts(4, 4)) > 0
+        prompt = list(range(1, 12))
+        for _ in range(2):
+            expected = model.generate([prompt, prompt[:3]], 8)
+            assert hosted_model.generate([prompt, prompt[:3]], 8) == expected
+            layers.repin_(hosted_model)
+        logits = [m(torch.tensor([prompt])) for m in (model, hosted_model)]
+        assert_bitwise(logits[1], logits[0], "logits")
+        assert layers.cache_use(hosted_model).hit_rate < 1
+        assert layers.expert_counts(hosted_model).shape == (3, EXPERTS)
