@@ -188,7 +188,7 @@ def check_prompt_buckets(
     if buckets is None:
         most = min(max_chunk, prompts.BUCKETS[-1], *_reserved_tokens(model))
         if captured:  # with more, a step of experts in host memory is planned on the host
-            most = min(most, *slot_tokens(model))
+            most = min([most, *slot_tokens(model)])
         smaller = {size for size in prompts.BUCKETS if size < most}
         return tuple(sorted(smaller | {most})) if captured or deterministic else ()
     if deterministic:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, SpreadE4m3Plan
 from dsv4.ops._library import as_record
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -26,6 +27,12 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 
 # Sizes of tiles, so that drawn ones end within them.
 ROWS, K_BLOCK = 128, 128
+BY_HAND = [
+    E4m3Plan(1, 5, 3, False),
+    E4m3Plan(2, 3, 3, False, alternates=True),
+    SpreadE4m3Plan(2, 3, 3, False),
+    SpreadE4m3Plan(2, 3, 3, False, alternates=True),
+]
 # Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
 ACCUMULATOR = 2.0**-10
 
@@ -270,6 +277,21 @@ class TestValues:
         assert_within_budget(got, expected, 1e-5 * (expected.abs() + up.abs()), "SwiGLU")
         narrow = swiglu(x, weight, limit=limit)
         assert_bitwise(narrow, got.to(torch.bfloat16), "SwiGLU in bfloat16")
+
+    @pytest.mark.parametrize("plan", BY_HAND, ids=repr)
+    def test_configurations_that_nothing_chooses(self, plan, monkeypatch):
+        """The bits are those of the configuration that is chosen."""
+        from dsv4.cute import gemm_e4m3
+
+        for rows, columns, tokens in ((272, 128, 700), (4096, 1024, 1300), (400, 2048, 3)):
+            weight = weight_of(rows, rows, columns).to("cuda")
+            x = bfloat16(tokens, (tokens, columns))
+            expected = product(x, weight)
+            with monkeypatch.context() as patch:
+                patch.setattr(gemm_e4m3, "e4m3_plan", lambda *_: plan)
+                # What was prepared for one configuration must not serve another.
+                patch.setattr(gemm_e4m3, "_prepared", gemm_e4m3._prepared.__wrapped__)
+                assert_bitwise(product(x, weight), expected, "product")
 
     def test_bitwise_from_run_to_run(self):
         weight = weight_of(3, 4096, 1024).to("cuda")

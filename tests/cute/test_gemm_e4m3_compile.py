@@ -16,6 +16,7 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     BlockE4m3Plan,
     E4m3Plan,
     GroupedE4m3Plan,
+    SpreadE4m3Plan,
     block_e4m3_plan,
     e4m3_plan,
     grouped_e4m3_plan,
@@ -23,6 +24,17 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, usage_of
 
 MOST_SHARED = 227 * 1024
+
+
+# Variants that nothing chooses before they have run on a GPU.
+BY_HAND = (
+    SpreadE4m3Plan(2, 3, 3, False),
+    SpreadE4m3Plan(2, 3, 3, False, alternates=True),
+    SpreadE4m3Plan(2, 3, 3, True, True, alternates=True),
+    E4m3Plan(2, 3, 3, False, alternates=True),
+    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, alternates=True),
+    GroupedE4m3Plan(2, 3, 2, False, True, alternates=True, is_row_weighted=True, is_quantized=True),
+)
 
 
 def every_plan():
@@ -44,13 +56,13 @@ def every_plan():
     kinds += [(wide, True, weighted, False) for wide in yes_or_no for weighted in yes_or_no]
     kinds += [(False, True, weighted, True) for weighted in yes_or_no]
     plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
-    return list(dict.fromkeys(plans))
+    return list(dict.fromkeys([*plans, *BY_HAND]))
 
 
 # Of each kind the one with the most registers; the others in the nightly profile.
 QUICK = (
     E4m3Plan(2, 3, 3, False),
-    BlockE4m3Plan(2, 4, 0, False, False, 0),
+    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
     GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
 )
 
@@ -81,14 +93,18 @@ def test_machine_code_and_parameters(plan, tmp_path):
 
     blocks = plan.token_rows * plan.row_parts
     assert names.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 4 * blocks
-    # One wait for the four MMAs of a block: ptxas did not serialise them.
-    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == blocks
+    # One wait for the four MMAs of a block, or two: ptxas did not serialise them.
+    waits = blocks * (2 if plan.alternates else 1)
+    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == waits
     assert not any(name.startswith("LDG") and ".CONSTANT" in name for name in names)
     assert not any(name.startswith("LDG") for name in names[: names.index("ACQBULK")])
 
+    warpgroups = -(-plan.dequant_warps // 4)
     groups = [plan.copy_registers, plan.dequant_registers, plan.mma_registers]
-    groups = groups if plan.dequant_warps else [groups[0], groups[2]]
-    registers = 128 * (sum(groups) + plan.mma_registers)
+    if plan.dequant_warps % 4 or not plan.dequant_warps:  # they share a warpgroup, or are none
+        groups, warpgroups = [plan.copy_registers, plan.mma_registers], warpgroups - 1
+    registers = 128 * (plan.copy_registers + 2 * plan.mma_registers)
+    registers += 128 * max(warpgroups, 0) * plan.dequant_registers
     assert registers <= REGISTER_FILE // plan.threads // 8 * 8 * plan.threads
     starts = [i for i, name in enumerate(names) if name.startswith("USETMAXREG")]
     ends = [*starts[1:], len(names)]

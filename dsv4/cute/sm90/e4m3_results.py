@@ -307,8 +307,9 @@ class E4m3Results(WgmmaCopies):
             peak = ptx.max_float(peak, cute.arch.shuffle_sync_bfly(peak, 1 << power))
         byte = self._scale_byte(peak)
         inverse = ptx.bits_to_float((Uint32(254) - byte) << Uint32(23))
-        # Result 4 n + q of 64 (n even or odd as word halves) is at 32 (2 (n % 2) + q // 2) +
-        # 16 u + 4 (n // 4) + 2 (q % 2), the one 8 further on is one byte before.
+        # In fragment order results of the lane whose n differ by 2 are neighbours, the greater one
+        # first: result 4 n + q of 64 is at 64 (n % 2) + 32 (q // 2) + 4 (n // 4) + 2 (q % 2) + 1,
+        # less 1 if n % 4 is above 1; those of the second tile 16 bytes on.
         quarter = lane % 4
         at = lines + Uint32(lane // 4 * LINE + quarter // 2 * 32 + quarter % 2 * 2)
         for u in cutlass.range_constexpr(2):

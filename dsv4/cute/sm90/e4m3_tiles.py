@@ -22,6 +22,8 @@ from dsv4.cute.sm90.e4m3_results import MMA_WARPS, E4m3Results, Lane, ResultBuff
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 
 K_STEPS = K_BLOCK // 32  # wgmma of a stage
+# Named barriers, one for each MMA warpgroup: the other one's MMAs are nearly done.
+_MAY_MULTIPLY = 1
 
 
 class Rings(NamedTuple):
@@ -202,6 +204,9 @@ class E4m3Tiles(E4m3Results):
         A warpgroup has every second block of 64 tokens.
         """
         group = me.warp // 4
+        if cutlass.const_expr(self.plan.alternates):  # noqa: SIM102 - one is known to the compiler
+            if group == 1:
+                cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY, number_of_threads=256)
         number, slot = walk.first, Int32(0)
         position, source = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(0))
         while number < walk.total:
@@ -230,6 +235,9 @@ class E4m3Tiles(E4m3Results):
                         )
                 slot = self._next_slot(slot)
             number += walk.stride
+        if cutlass.const_expr(self.plan.alternates):  # noqa: SIM102 - one is known to the compiler
+            if group == 0:  # for the arrival after the last MMAs of the other one
+                cute.arch.barrier(barrier_id=_MAY_MULTIPLY, number_of_threads=256)
 
     @cute.jit
     def _multiply_ring(
@@ -261,9 +269,11 @@ class E4m3Tiles(E4m3Results):
             for i in cutlass.range_constexpr(self.plan.token_rows):
                 if cutlass.const_expr(self.plan.is_grouped):
                     if self._exists(tile, 2 * i + group):
-                        self._multiply_block(operands, i, block + 2 * i, source.stage)
+                        self._multiply_block(operands, block + 2 * i, source.stage, group)
+                    else:
+                        self._let_multiply(group)
                 else:
-                    self._multiply_block(operands, i, block + 2 * i, source.stage)
+                    self._multiply_block(operands, block + 2 * i, source.stage, group)
                 if cutlass.const_expr(i + 1 == self.plan.token_rows):
                     self._release(rings, position, source, me.lane)
                 if cutlass.const_expr(self.plan.is_grouped):
@@ -282,10 +292,10 @@ class E4m3Tiles(E4m3Results):
         return position, source
 
     @cute.jit
-    def _multiply_block(
-        self, operands: Operands, i: cutlass.Constexpr, block: Int32, stage: Int32
-    ) -> None:
+    def _multiply_block(self, operands: Operands, block: Int32, stage: Int32, group: Int32) -> None:
         """A warpgroup: multiply a block of 64 tokens of a stage, and wait for the sums."""
+        if cutlass.const_expr(self.plan.alternates):
+            cute.arch.barrier(barrier_id=_MAY_MULTIPLY + group, number_of_threads=256)
         # Reads of the accumulators come before the MMAs write them.
         warpgroup.fence()
         for step in cutlass.range_constexpr(K_STEPS):
@@ -296,8 +306,21 @@ class E4m3Tiles(E4m3Results):
                 operands.weights[None, None, step, stage],
                 operands.stage_sums,
             )
+            if cutlass.const_expr(self.plan.alternates and step == K_STEPS - 2):
+                warpgroup.commit_group()
         warpgroup.commit_group()
+        if cutlass.const_expr(self.plan.alternates):
+            # The other one's MMAs follow the last of these at once.
+            warpgroup.wait_group(1)
+            cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY + 1 - group, number_of_threads=256)
         warpgroup.wait_group(0)
+
+    @cute.jit
+    def _let_multiply(self, group: Int32) -> None:
+        """A warpgroup without tokens: wait, and let the other one multiply."""
+        if cutlass.const_expr(self.plan.alternates):
+            cute.arch.barrier(barrier_id=_MAY_MULTIPLY + group, number_of_threads=256)
+            cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY + 1 - group, number_of_threads=256)
 
     @cute.jit
     def _release(self, rings: Rings, position: Position, source: Position, lane: Int32) -> None:  # type: ignore[override]

@@ -129,14 +129,20 @@ class E4m3Kernel(E4m3Tiles):
         walk = self._begin(table_at, args, me)
 
         copy_warp = MMA_WARPS + self.plan.dequant_warps
+        if cutlass.const_expr(self.plan.dequant_warps % 4):  # noqa: SIM102
+            # Copy and dequant warps of a warpgroup: they execute one setmaxnreg.
+            if me.warp >= MMA_WARPS:
+                cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
         if me.warp >= copy_warp:
-            cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            if cutlass.const_expr(self.plan.dequant_warps % 4 == 0):
+                cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if me.warp == copy_warp:
                 self._copy(tma, shared_x, packed, full_at, rings, walk, args, me.lane)
             else:
                 self._clear(walk, args, me.thread - 32 * (copy_warp + 1))
         elif me.warp >= MMA_WARPS:
-            cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
+            if cutlass.const_expr(self.plan.dequant_warps % 4 == 0):
+                cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
             to = Uint32(shared_weights.iterator.toint())
             self._dequantize(Uint32(packed.toint()), to, factors, rings, walk, args, me)
         else:
