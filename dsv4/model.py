@@ -102,6 +102,10 @@ class DeepseekV4Model(nn.Module):
         if step and self.own_tokens:
             is_padding = past_key_values.batch.sequence_of_token < 0
             routed = input_ids.masked_fill(is_padding, UNROUTED)
+        if step and past_key_values.routed is None and self._hosts_experts:
+            # Padding loads no expert from host memory.
+            batch = past_key_values.batch
+            past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
@@ -113,6 +117,12 @@ class DeepseekV4Model(nn.Module):
             if taps is not None:
                 taps.take(number, streams)
         return self.norm(self.hc_head(streams)), streams
+
+    @property
+    def _hosts_experts(self) -> bool:
+        """Return whether experts lie in host memory: of all layers or of none."""
+        experts = getattr(self.layers[0].mlp, "experts", None)
+        return getattr(experts, "hosted", None) is not None
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings ``[..., H]`` of token ids, on several ranks those of all."""
@@ -168,11 +178,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         first, count = config.num_hidden_layers, config.num_nextn_predict_layers
         self.mtp: nn.ModuleList
         if mtp and config.dspark is not None:
-            if parallel is not None:
-                raise ValueError(
-                    "mtp is True, wanted False: a DSpark draft cannot be split over ranks yet"
-                )
-            self.mtp = DeepseekV4DSpark(config)
+            self.mtp = DeepseekV4DSpark(config, parallel)
         else:
             layers = (DeepseekV4MTP(config, first + i, parallel) for i in range(count * mtp))
             self.mtp = nn.ModuleList(layers)
@@ -206,7 +212,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         """Map ``[..., H]`` to logits ``[..., vocab]``, float32 in DeepSeek's numerics.
 
         Specification, section 2, step 5. On several ranks the logits of all are gathered, which
-        ``dsv4.serving`` does not do: it chooses tokens from the ``local_logits`` of each rank.
+        ``dsv4.serving`` does only to verify drafts: without them it chooses tokens from the
+        ``local_logits`` of each rank.
         """
         logits, parallel = self.local_logits(hidden), self.model.parallel
         if parallel is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from dsv4.bench.environment import slug
 from dsv4.bench.problem import UsageError
 
+_RANKS = re.compile(r"(?P<ranks>\d+) ranks")  # the case of sums over processes, not virtual ones
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
 _HEADER: dict[str, Any] = {
@@ -224,9 +226,10 @@ def read_json(path: str) -> Results:
 
 
 def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Path]:
-    """Write a file, or, if ``target`` ends with a slash, files in ``results/<gpu>`` below it.
+    """Write a file, or, if ``target`` ends with a slash, files in ``results/<machine>`` below it.
 
-    ``results/`` itself is that folder. Files are named by ``file_name``, one per operator.
+    ``results/`` itself is that folder; ``machine`` names the one in it. Files are named by
+    ``file_name``, one per operator.
 
     Returns:
         The files written.
@@ -234,7 +237,7 @@ def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Pat
     if not target.endswith("/"):
         return [_write(Path(target), document(header, rows))]
     base = Path(target)
-    folder = (base if base.name == "results" else base / "results") / slug(str(header["gpu"]))
+    folder = (base if base.name == "results" else base / "results") / machine(header, gpus_of(rows))
     by_op: dict[str, list[Row]] = {}
     for row in rows:
         by_op.setdefault(row.op, []).append(row)
@@ -242,6 +245,18 @@ def write_json(target: str, header: dict[str, Any], rows: list[Row]) -> list[Pat
         _write(folder / file_name(header, op), document(header, of_op))
         for op, of_op in by_op.items()
     ]
+
+
+def gpus_of(rows: Iterable[Row]) -> int:
+    """Return the number of GPUs that rows were measured on together."""
+    several = (_RANKS.fullmatch(row.case) for row in rows if row.op == "all_reduce")
+    return max((int(match["ranks"]) for match in several if match), default=1)
+
+
+def machine(header: dict[str, Any], gpus: int = 1) -> str:
+    """Return the folder of results on some GPUs: ``"nvidia-h200"``, ``"nvidia-h200-x2"``."""
+    name = slug(str(header["gpu"]))
+    return f"{name}-x{gpus}" if gpus > 1 else name
 
 
 def file_name(header: dict[str, Any], suite: str) -> str:

@@ -152,7 +152,7 @@ def load(
         )
     with reported(context):
         with Checkpoint.open(path) as checkpoint:
-            drafts = mtp if context is None else _drafts_of_ranks(checkpoint, mtp)
+            drafts = mtp if context is None else _drafts_of_ranks(checkpoint, mtp, context)
             config = _configuration(checkpoint, numerics, activation, drafts)
             if context is not None:
                 _check_ranks(checkpoint, config, request, context)
@@ -222,13 +222,15 @@ def _open_mailboxes(context: ParallelContext, device: torch.device) -> None:
     open_mailboxes(context, device)
 
 
-def _drafts_of_ranks(checkpoint: Checkpoint, mtp: bool | None) -> bool | None:
-    """Return whether several ranks load drafts: those of DSpark they leave out."""
-    if not checkpoint.has_dspark:
+def _drafts_of_ranks(
+    checkpoint: Checkpoint, mtp: bool | None, context: ParallelContext
+) -> bool | None:
+    """Return whether several ranks load drafts: those with tokens of their own leave DSpark out."""
+    if not checkpoint.has_dspark or not has_own_tokens(context):
         return mtp
     if mtp:
         raise ValueError(
-            "mtp is True, wanted None or False: a DSpark draft cannot be split over ranks yet"
+            "mtp is True, wanted None or False: with parallel='dp' ranks have no DSpark draft"
         )
     return False
 

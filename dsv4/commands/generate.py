@@ -86,7 +86,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="tp",
         help="how several processes share the model (tp); dp is for many sequences",
     )
+    option(
+        "--host-experts",
+        type=_host_experts,
+        metavar="auto|BYTES",
+        help="routed experts in host memory: as few as free memory allows, or that many bytes",
+    )
     option("--stats", action="store_true", help="print counts and times to stderr")
+
+
+def _host_experts(text: str) -> str | int:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a number of bytes")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -139,6 +153,7 @@ def _generate(options: argparse.Namespace, task: Task, process: Process) -> None
         prepare="kernels",
         mtp=None if speculate else False,
         progress=sys.stderr.isatty(),
+        host_experts=options.host_experts,
         **process.load_options,
     )
     loaded = time.perf_counter() - began

@@ -15,6 +15,7 @@ from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.dspark import Taps
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import has_own_tokens
 from dsv4.serving.sampler import Parameters, Variant
 from dsv4.speculation.draft_head import COPY, OWN, DraftHead
 from dsv4.speculation.dspark import DSparkDraft
@@ -65,7 +66,9 @@ def draft_shapes(max_tokens: int, context: int) -> list[DraftShape]:
 
 def has_draft(model: DeepseekV4ForCausalLM) -> bool:
     """Return whether a draft can be made of the layers that a model holds."""
-    return model.parallel is None and (model.dspark is not None or len(model.mtp) == 1)
+    if has_own_tokens(model.parallel):
+        return False
+    return model.dspark is not None or len(model.mtp) == 1
 
 
 def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: DraftShape) -> None:

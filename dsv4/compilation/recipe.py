@@ -19,7 +19,7 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
-from dsv4.parallel.context import ALONE, Ranks
+from dsv4.parallel.context import ALONE, DATA, Ranks
 from dsv4.parallel.emulated import emulated_rank
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, NVFP4
 
@@ -92,7 +92,7 @@ class Recipe:
         if not isinstance(model, nn.Module):
             config = ModelConfig.of(model)
             has_one = config.dspark is not None or config.num_nextn_predict_layers == 1
-            draft = has_one and ranks.size == 1  # several ranks draft nothing
+            draft = has_one and ranks.mode != DATA  # those with tokens of their own draft nothing
             short = _of_layers(config, _first_of_each(_kinds(config), config, draft), draft)
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]

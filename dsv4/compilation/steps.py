@@ -226,9 +226,9 @@ def find_steps(
     with _listing_for(target, steps) as names, torch.inference_mode():
         _pack(steps, names)
         split = tensor_parallel(model.parallel)
-        if split is None:
+        if split is None or has_draft(model):
             _sample(config)
-        else:
+        if split is not None:
             _gather(split)
         with _Recorder(steps, names):
             for shape in shapes:

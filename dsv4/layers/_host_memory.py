@@ -52,8 +52,8 @@ def check_available(nbytes: int, available: Callable[[], int] = available_bytes)
 def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     """Return host memory, uint8 ``[nbytes]``, that kernels on ``device`` read at its own address.
 
-    It is not initialised by PyTorch's allocator, whose pinned blocks are powers of two: a row of
-    1.1 GB would take 2. Memory for a model on a CPU is plain memory.
+    It does not come from PyTorch's allocator, whose pinned blocks are powers of two: 1.1 GB would
+    take 2. Memory for a model on a CPU is plain memory.
 
     Raises:
         MemoryError: if there is not as much, or it cannot be page-locked; the message says how
@@ -70,6 +70,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
         tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+    tensor.zero_()  # in PyTorch's threads: locking would fault the pages in one after another
     with torch.cuda.device(device):
         status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE_MAPPED)
     if int(status):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -121,11 +122,16 @@ class HostedExperts:
             self._row_of[expert] = row
         expert_in = [*sorted(chosen), *others[:cached]]
         size = self.layout.row_bytes
-        self.rows = allocate(len(others) * size, device).view(len(others), size)
+        rows = allocate(len(others) * size, device)
+        self.rows = rows.view(len(others), size)
+        # The memory must be unlocked before it is unmapped, and outlives this object until then.
+        self._unlock = weakref.finalize(self, _host_memory.release, rows)
+        self._unlock.atexit = False
         with torch.inference_mode(False):
             self.memory = torch.empty(self.layout.slot_bytes, dtype=torch.uint8, device=device)
             self.row_of = torch.tensor(self._row_of, dtype=torch.int32, device="cpu").to(device)
         self.tensors = self.layout.in_slots(self.memory)
+        self._targets = self.layout.in_slots(self.memory)  # what is written, with other versions
         self.chunks = self.layout.chunks(device)
         self.state = SlotState.of(expert_in, experts, device)
         with torch.no_grad():
@@ -133,7 +139,7 @@ class HostedExperts:
                 for name, target in self.layout.in_row(self._row(expert)).items():
                     target.copy_(tensors[name].detach()[expert], non_blocking=True)
             for slot, expert in enumerate(expert_in):
-                for name, target in self.tensors.items():
+                for name, target in self._targets.items():
                     target[slot].copy_(tensors[name].detach()[expert])
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the stacks are freed next
@@ -268,7 +274,7 @@ class HostedExperts:
     def _copy(self, loads: Sequence[tuple[int, int]]) -> None:
         for expert, slot in loads:
             for name, source in self.layout.in_row(self._row(expert)).items():
-                self.tensors[name][slot].copy_(source, non_blocking=True)
+                self._targets[name][slot].copy_(source, non_blocking=True)
 
     def _row(self, expert: int) -> torch.Tensor:
         return self.rows[self._row_of[expert]]
@@ -312,7 +318,7 @@ class HostedExperts:
             for name, target in self.layout.in_row(row).items():
                 target.copy_(self.tensors[name][slot])
             for name, source in self.layout.in_row(arrived).items():
-                self.tensors[name][slot].copy_(source)
+                self._targets[name][slot].copy_(source)
             self._row_of[old], self._row_of[new] = self._row_of[new], -1
             expert_in = [-1 if e == new else e for e in expert_in]
             expert_in[slot] = new
@@ -336,8 +342,8 @@ class HostedExperts:
                 )
 
     def release(self) -> None:
-        """Unlock the host memory; no step may run any more."""
-        _host_memory.release(self.rows)
+        """Unlock the host memory now; no step may run any more."""
+        self._unlock()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise ValueError("Experts: experts in host memory cannot be copied, load the model again")

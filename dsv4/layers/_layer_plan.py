@@ -58,8 +58,8 @@ _OPTIONS = frozenset({"position_embeddings", "position_ids", "attention_mask", "
 _TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WATCHED = (*_TABLES, *_HOOKS, "training")
-# Other attributes of every module, values that an object keeps for the next call, and what packing
-# reported of weights, which no call reads.
+# Other attributes of every module, values that an object keeps for the next call, and counts that
+# are reported and decide nothing.
 _IGNORED = frozenset((*nn.Module().__dict__, "_kept", "exactness", _ATTRIBUTE))
 _GLOBAL_HOOKS = [getattr(nn_module, f"_global{name}") for name in _HOOKS]
 _forward = attrgetter("forward")

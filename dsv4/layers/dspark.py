@@ -28,6 +28,7 @@ from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import norm_rope_write_kv
 from dsv4.ops.slots import window_slots
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 
 
 @dataclass(eq=False)
@@ -148,7 +149,7 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
             attention_mask: None.
             past_key_values: The ``DraftBlocks``.
             cache: None.
-            reduce: Without effect: a draft is not split over ranks.
+            reduce: See ``DeepseekV4Attention.forward``.
 
         Raises:
             TypeError: if ``past_key_values`` are not blocks.
@@ -170,7 +171,8 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
                 f"{type(self).__name__}: hidden_states has shape {list(hidden_states.shape)}, "
                 f"wanted [1, {blocks.sequences.shape[0]}, H]"
             )
-        return self._up(self._attend_block(hidden_states[0], blocks)).unsqueeze(0), None
+        out = self._up(self._attend_block(hidden_states[0], blocks)).unsqueeze(0)
+        return self._summed(out, reduce), None
 
     def _attend_block(self, x: torch.Tensor, blocks: DraftBlocks) -> torch.Tensor:
         stage = self.layer_idx - self.config.num_hidden_layers
@@ -268,12 +270,14 @@ class DeepseekV4ConfidenceHead(nn.Module):
 class DeepseekV4DSparkStage(nn.Module):
     """A stage: a block; the first also maps the context, the last has the heads."""
 
-    def __init__(self, config: ModelConfig, number: int) -> None:
+    def __init__(
+        self, config: ModelConfig, number: int, parallel: ParallelContext | None = None
+    ) -> None:
         super().__init__()
         dspark, hidden, eps = _dspark(config), config.hidden_size, config.rms_norm_eps
         index = config.num_hidden_layers + number
         self.layer = DeepseekV4DecoderLayer(
-            config.stage, index, attention=DeepseekV4DSparkAttention
+            config.stage, index, parallel, attention=DeepseekV4DSparkAttention
         )
         if number == 0:
             taps = dspark.stages * hidden
@@ -292,13 +296,25 @@ class DeepseekV4DSpark(nn.ModuleList):
     """The stages of a DSpark draft; embedding and output head are the main model's.
 
     ``dsv4.speculation.dspark.DSparkDraft`` runs it over a paged cache.
+
+    Args:
+        config: With a DSpark draft.
+        parallel: This rank of several, of which each has its part of the blocks, as of those of the
+            main model, and the whole of everything else; None: this process alone.
+
+    Raises:
+        ValueError: if there is no such draft, or ranks have tokens of their own.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, parallel: ParallelContext | None = None) -> None:
         config = ModelConfig.of(config)
-        super().__init__(
-            DeepseekV4DSparkStage(config, number) for number in range(_dspark(config).stages)
-        )
+        if has_own_tokens(parallel):
+            raise ValueError(
+                "DeepseekV4DSpark: the ranks have parallel='dp', wanted 'tp': with tokens of their "
+                "own they draft nothing"
+            )
+        stages = range(_dspark(config).stages)
+        super().__init__(DeepseekV4DSparkStage(config, number, parallel) for number in stages)
 
     @property
     def last(self) -> DeepseekV4DSparkStage:

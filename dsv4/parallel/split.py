@@ -73,6 +73,8 @@ RULES = (
     _rule(Axis.WHOLE, "", _BLOCK + r"(?:attn|ffn)_hc\.\w+"),
     _rule(Axis.WHOLE, "", r"(?:model|mtp\.\d+)\.(?:norm\.weight|hc_head\.hc_\w+)"),
     _rule(Axis.WHOLE, "", r"mtp\.\d+\.(?:e_proj|h_proj|enorm|hnorm)\.weight"),
+    _rule(Axis.WHOLE, "", r"mtp\.\d+\.(?:main_proj|main_norm)\.weight"),
+    _rule(Axis.WHOLE, "", r"mtp\.\d+\.(?:markov_head\.markov_w[12]|confidence_head\.proj)\.weight"),
 )
 
 

@@ -168,7 +168,7 @@ class DeviceSteps:
     ) -> Chosen:
         if self.speculative is None:
             return self.decode.run(rows, variant, captured, size=size)
-        assert size is None  # several ranks draft nothing
+        assert size is None  # ranks with tokens of their own draft nothing
         return self.speculative.run(rows, drafts, variant, captured)
 
     def warm_up(self, variants: Sequence[Variant], wait: Callable[[torch.Tensor], object]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from dsv4.kv_cache.layer_cache import ROLLBACK
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
 from dsv4.serving.sampler import Parameters, Variant
 from dsv4.speculation.draft_costs import DraftCosts
@@ -94,16 +95,25 @@ class Drafting:
     costs: DraftCosts | None = field(default=None, repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)
 
-    def at_sizes(self, model: DeepseekV4ForCausalLM, sizes: Sequence[int]) -> Drafting:
+    def at_sizes(
+        self, model: DeepseekV4ForCausalLM, sizes: Sequence[int], max_tokens: int
+    ) -> Drafting:
         """Return the drafts of steps of these numbers of sequences, by what they cost.
 
         If they are not to be made where they do not pay, and pay nowhere, there are none.
+
+        Args:
+            model: The model.
+            sizes: Numbers of sequences that steps are padded to, ascending.
+            max_tokens: Longest sequence, 2 and up.
         """
-        plan = self.plan
-        if plan is None or not (plan.by_size or _has_confidence(model, plan.method)):
+        if self.plan is None:
             return replace(self, sizes=tuple(sizes))
+        plan = self.plan.within(max_tokens)
+        if not (plan.by_size or _has_confidence(model, plan.method)):
+            return replace(self, plan=plan, sizes=tuple(sizes))
         costs = DraftCosts.of(model, plan.method, plan.tokens, plan.threshold)
-        drafting = replace(self, costs=costs, sizes=tuple(sizes))
+        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes))
         _logger.info("%s, by the number of sequences:\n%s", drafting, drafting.explain())
         most = max(map(drafting.drafts_at, sizes))
         if most:
@@ -230,8 +240,8 @@ def _obstacle(
     model: DeepseekV4ForCausalLM, method: str | None, held: str | None, deterministic: bool
 ) -> str:
     """Return why a draft cannot be used, or an empty text."""
-    if model.parallel is not None:
-        return f"the model is split over {model.parallel.size} ranks, where drafts are not built"
+    if has_own_tokens(model.parallel):
+        return "each rank has tokens of its own (parallel='dp'), of which none are drafted"
     if held is None:
         return "the model holds no draft layers"
     if method != held:

@@ -88,7 +88,8 @@ class SamplerStep:
     Attributes:
         buckets: Numbers of rows, ascending; the largest holds every batch.
         rows: ``[largest]`` cache rows, -1 for padding.
-        logits: ``[largest, vocab]``, which a step writes; on several ranks those of this one.
+        logits: ``[largest, vocab]``, which a step writes; on several ranks those of this one,
+            unless drafts are verified.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class SamplerStep:
         graphs: Graphs,
     ) -> None:
         self.buckets = tuple(buckets)
+        self._model = model
         self._cache, self._state, self._graphs = cache, state, graphs
         device, most = model.device, self.buckets[-1]
         self.rows = torch.full((most,), -1, dtype=torch.int64, device=device)
@@ -113,6 +115,11 @@ class SamplerStep:
     def captures(self) -> int:
         """The number of graphs captured so far."""
         return len(self._captured)
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states ``[T, H]`` that this sampler reads."""
+        model = self._model
+        return model.logits(hidden) if self._state.part is None else model.local_logits(hidden)
 
     def bucket(self, count: int) -> int:
         """Return the smallest bucket that holds ``count`` sequences."""
@@ -232,12 +239,7 @@ class DecodeStep:
         ids = self._state.tokens[self._state.entries(rows)].unsqueeze(0)
         hidden, _ = self._model.model(ids, None, CacheStep(cache, batch))
         cache.advance(batch)
-        self._sampler.logits[:size].copy_(step_logits(self._model, hidden[0]))
-
-
-def step_logits(model: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits that the sampler of this rank reads."""
-    return model.logits(hidden) if model.parallel is None else model.local_logits(hidden)
+        self._sampler.logits[:size].copy_(self._sampler.logits_of(hidden[0]))
 
 
 def choose(

@@ -20,7 +20,7 @@ from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.drafters import Drafter
-from dsv4.serving.graphs import Chosen, Graphs, SamplerStep, step_logits
+from dsv4.serving.graphs import Chosen, Graphs, SamplerStep
 from dsv4.serving.sampler import Variant
 from dsv4.speculation.mtp import latest
 
@@ -259,4 +259,4 @@ class PromptStep:
         cache.advance(batch)
         if logits:
             last = hidden[0].index_select(0, inputs.ends)
-            self._sampler.logits[: len(last)].copy_(step_logits(self._model, last))
+            self._sampler.logits[: len(last)].copy_(self._sampler.logits_of(last))

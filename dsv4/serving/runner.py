@@ -6,7 +6,6 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -175,8 +174,6 @@ class Runner:
             threshold=confidence_threshold,
             deterministic=deterministic,
         )
-        if drafting.plan is not None:
-            drafting = replace(drafting, plan=drafting.plan.within(max_tokens))
         self.draft_counts = DraftCounts()
         captured = resolve_capture(model, capture, max_sequences)
         sizes = StepSizes(
@@ -184,7 +181,7 @@ class Runner:
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
             is_scarce=pool_tokens < limits.pool_tokens(),
         )
-        self.drafting = drafting.at_sizes(model, sizes.buckets)
+        self.drafting = drafting.at_sizes(model, sizes.buckets, max_tokens)
         width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
         if verify is None:
             verify = same_draws if deterministic else verify_sampled
@@ -194,13 +191,16 @@ class Runner:
             self._shared = SharedSteps(model.parallel)
         elif model.parallel is not None:
             self._link = RankLink(model.parallel)
-            part = VocabularyPart(model.parallel, model.model.vocabulary)
+            # Drafts are verified against all logits, which each rank gathers.
+            if self.drafting.plan is None:
+                part = VocabularyPart(model.parallel, model.model.vocabulary)
         with reported(model.parallel):
             if model.parallel is not None:
                 rest = {
                     "buckets": sizes.buckets,
                     "prompt_buckets": sizes.prompts,
                     "capture": captured,
+                    "drafts": self.drafting.plan,
                 }
                 options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
                 agree(model.parallel, {"limits of the runner": limits, **rest, **options})
@@ -342,13 +342,13 @@ class Runner:
     def _obey(self, link: RankLink) -> None:
         """Take over the requests of rank 0 and how they ended; on rank 0, send them."""
         if link.leads:
-            link.lead(self._schedule(), self._arrivals, self._open)
+            link.lead(self._scheduler.digest(), self._arrivals, self._open)
             return
         orders = link.receive()
         if orders.closes:
             self._shut()
             return
-        link.check(orders, self._schedule())
+        link.check(orders, self._scheduler.digest())
         self._take_orders(link, orders)
 
     def _take_orders(self, link: RankLink, orders: Orders) -> None:
@@ -358,11 +358,6 @@ class Runner:
         for request in (*self._open, *self._arrivals):
             if request.number in orders.ended:
                 request.cancel()
-
-    def _schedule(self) -> int:
-        """Return a hash of the sequences, which is equal on all ranks."""
-        running = self._scheduler.running
-        return hash(tuple((s.row, s.fed, *s.request.tokens_from(-1)) for s in running))
 
     def _step(self) -> bool:
         if self._unfinished:
@@ -415,18 +410,9 @@ class Runner:
             distinct = sorted({Variant.of(options) for options in variants}, key=repr)
             with reported(self.model.parallel):
                 if self._shared is not None:
-                    self._check_idle(self._shared, distinct)
+                    self._shared.check_warm_up(self._has_requests, distinct)
                 self._steps.warm_up(distinct, self._launched.wait_for)
         return self.captures
-
-    def _check_idle(self, shared: SharedSteps, variants: Sequence[Variant]) -> None:
-        """Raise on all ranks unless they warm up the same, and none has requests."""
-        if any(shared.context.group.exchange(self._has_requests)):
-            raise ValueError(
-                "Runner.warm_up: a rank has requests, wanted none with parallel='dp', where all "
-                "ranks run the same steps"
-            )
-        agree(shared.context, {"variants of warm_up": variants})
 
     @torch.inference_mode()
     def close(self) -> None:

@@ -151,6 +151,10 @@ class Scheduler:
         self.running.clear()
         self.waiting = deque(sorted(requests, key=lambda request: request.number))
 
+    def digest(self) -> int:
+        """Return a hash of the sequences, which is equal on all ranks."""
+        return hash(tuple((s.row, s.fed, *s.request.tokens_from(-1)) for s in self.running))
+
     def sweep(self) -> None:
         """Take the rows of requests that have ended, and drop those that waited."""
         for sequence in [s for s in self.running if s.request.done]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsv4.parallel.agreement import agree
 from dsv4.parallel.context import ParallelContext
+from dsv4.serving.sampler import Variant
 
 
 @dataclass(frozen=True)
@@ -60,3 +62,12 @@ class SharedSteps:
     def agree(self, own: Needs) -> Needs:
         """Return the needs of the next step of all ranks; waits until all have come to it."""
         return Needs.of_all(self.context.group.exchange(own))
+
+    def check_warm_up(self, has_requests: bool, variants: Sequence[Variant]) -> None:
+        """Raise on all ranks unless they warm up the same, and none has requests."""
+        if any(self.context.group.exchange(has_requests)):
+            raise ValueError(
+                "Runner.warm_up: a rank has requests, wanted none with parallel='dp', where all "
+                "ranks run the same steps"
+            )
+        agree(self.context, {"variants of warm_up": variants})

@@ -75,7 +75,11 @@ class Part:
         routed = sum(map(_bytes, moe))
         chosen = max(m.num_experts_per_tok for m in moe)
         weights = sum(m.in_features * m.out_features for m in linear)
-        weights += sum(3 * chosen * m.hidden_dim * m.intermediate_dim for m in moe)
+        # Of several ranks, each has a share of a token's experts.
+        weights += sum(
+            3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // m.num_experts
+            for m in moe
+        )
         tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
         dense = _bytes(module) - routed - tables + more
         return cls(dense, routed / experts, experts, chosen, len(moe), 2.0 * weights)

@@ -220,7 +220,7 @@ class DSparkDraft:
         rows, window = self.config.block_size, layers[0].window
         noise = torch.full_like(anchors, self.config.noise_token_id).unsqueeze(1)
         ids = torch.cat((anchors.clamp(min=0).unsqueeze(1), noise.expand(-1, rows - 1)), dim=1)
-        embedded = self.model.model.embed_tokens(ids.flatten())
+        embedded = self.model.model.embed(ids.flatten())
         offsets = torch.arange(rows, device=anchors.device)
         tables = self._attention.rotary_emb(embedded, (positions.unsqueeze(1) + offsets).flatten())
         blocks = DraftBlocks(

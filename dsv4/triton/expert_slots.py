@@ -7,7 +7,9 @@ plan in memory, between barriers. Only a step that misses sorts the slots' keys.
 ``_gather_kernel``: CTA p copies chunks p, p + P, ... of each expert to load, 16 bytes per thread
 and load, straight from mapped host memory. PCIe at 55 GB/s and 2 us needs about 110 KB in flight;
 64 CTAs with 8 KB each have 512. GEMMs load weights before they wait for the preceding kernel, so
-this kernel neither starts early nor lets the next one do so (``launch_options.in_order``).
+this kernel neither starts early nor lets the next one do so (``launch_options.in_order``). That one
+may let a GEMM start before it has waited itself: what this kernel stored is then visible, because
+each of its threads ends with a fence.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dsv4.ops.expert_slots import (
     ExpertGatherArgs,
     plan_size,
 )
-from dsv4.triton._lib.numerics import wait_for_inputs
+from dsv4.triton._lib.numerics import INTERPRETED, wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -205,6 +207,22 @@ def _gather_kernel(
                     _copy(row + aligned, slots + (to // 4) * 4, (words // 4) * 4, WORDS)
                 else:
                     _copy(row + source, slots + to, words, WORDS)
+    tl.debug_barrier()
+    _fence(size)
+
+
+@triton.jit
+def _fence(value):
+    """Make what each thread stored visible to the GPU before its CTA ends."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.gpu; mov.u32 $0, $1;",
+            "=r,r",
+            [value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def expert_gather(args: ExpertGatherArgs) -> None:

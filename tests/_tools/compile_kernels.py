@@ -195,6 +195,8 @@ def _report(op: str, name: str, kernel) -> dict:
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
         "waits": _waits(kernel.asm["ptx"]),
+        "fences": "fence.acq_rel.gpu" in kernel.asm["ptx"],
+        "dependents": "griddepcontrol.launch_dependents" in kernel.asm["ptx"],
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
         "exchanges": _exchanges(kernel) if name in EXCHANGING else None,
     }

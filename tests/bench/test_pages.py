@@ -21,6 +21,7 @@ from dsv4.bench.pages.folder import Published, ResultFile, ResultsFolder
 from dsv4.bench.pages.tables import paragraph, table
 from dsv4.bench.problem import UsageError
 from dsv4.bench.results import Row
+from dsv4.bench.suites.model.document import Named, output_path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "results"
@@ -73,9 +74,10 @@ class TestCommitted:
         status = main(["report", "--check"])
         assert (status, capsys.readouterr().err) == (0, "")
 
-    def test_all_files_together_stay_small(self):
+    def test_files_of_a_machine_stay_small(self):
         files = [path for path in RESULTS.rglob("*") if path.is_file()]
-        assert sum(path.stat().st_size for path in files) <= 400_000
+        for folder in {path.parent for path in files}:
+            assert sum(path.stat().st_size for path in files if path.parent == folder) <= 400_000
         kinds = {path.suffix for path in files}
         assert kinds == {".json", ".svg", ".md"}
 
@@ -124,6 +126,25 @@ class TestFolder:
         results.write_json(str(path), {**HEADER, **changes}, ROWS)
         assert main(["report", str(tmp_path)]) == 2
         assert capsys.readouterr().err == f"error: {path}: {message}\n"
+
+    def test_results_of_several_gpus_have_a_folder(self, tmp_path, capsys):
+        """Sums over processes by NCCL; virtual ranks and emulated peers are on one GPU."""
+        rows = [Row("all_reduce", "2 ranks", {"bytes": 8192}, 1, "push", us=7.0, match=True)]
+        (path,) = results.write_json(f"{tmp_path}/results/", HEADER, rows)
+        assert path.parent.name == "nvidia-g1-x2"
+        folder = ResultsFolder.read(path.parent.parent)
+        assert "# 2 x NVIDIA G1" in index.gpu_page(folder, "nvidia-g1-x2")
+        assert "[2 x NVIDIA G1](nvidia-g1-x2/index.md)" in index.root_page(folder)
+        alone = [dataclasses.replace(rows[0], case="2 virtual ranks, push")]
+        assert results.write_json(f"{tmp_path}/results/", HEADER, alone)[0] != path
+        named = Named("flash", 256, 256, 43, 43, "random", "nvfp4", "random", ranks=2)
+        for changes, expected in (
+            ({}, "nvidia-g1-x2/2026-01-02-model_flash_nvfp4_tp2.json"),
+            ({"parallel": "dp"}, "nvidia-g1-x2/2026-01-02-model_flash_nvfp4_dp2.json"),
+            ({"emulated": True}, "nvidia-g1/2026-01-02-model_flash_nvfp4_emulated_tp2.json"),
+        ):
+            written_to = output_path("out/", HEADER, dataclasses.replace(named, **changes))
+            assert written_to.as_posix() == f"out/results/{expected}"
 
     @pytest.mark.parametrize("content", ["", "{}", "[1]", '{"schema": "dsv4.bench.model/1"}'])
     def test_what_is_no_file_of_results_is_named(self, content, tmp_path, capsys):
@@ -204,6 +225,22 @@ class TestCommand:
         assert len(report.out_of_date()) == 3
         with pytest.raises(UsageError, match="charts need matplotlib: pip install"):
             report.write(redraw=False)
+
+
+@pytest.mark.parametrize("backends", [("push",), ("push", "nccl")])
+def test_implementations_of_one_case_have_rows_of_their_own(backends, tmp_path):
+    rows = [Row("all_reduce", "2 ranks", {"bytes": 8}, 1, b, us=3.0, match=True) for b in backends]
+    path = tmp_path / "nvidia-g1-x2" / "2026-01-02-all_reduce.json"
+    results.write_json(str(path), HEADER, rows)
+    [file] = ResultsFolder.read(tmp_path).newest("nvidia-g1-x2")
+    lines = [line for line in operators.sections(file) if line.startswith("| 2 ranks")]
+    names = [f"2 ranks, {b}" for b in backends] if len(backends) > 1 else ["2 ranks"]
+    assert lines == [f"| {name} | bytes=8 | 3.00 |" for name in names]
+
+
+def test_modes_of_ranks_are_named_in_headings():
+    assert index.title("model_flash_nvfp4_tp2") == "Whole model, Flash, NVFP4, tensor parallel"
+    assert index.title("model_pro_nvfp4_dp16") == "Whole model, Pro, NVFP4, data parallel"
 
 
 class TestReadme:

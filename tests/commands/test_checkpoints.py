@@ -42,6 +42,13 @@ def test_inspect_says_what_does_not_fit(folder, monkeypatch, capsys):
     assert "Small (-1 GB): 1.0 GB too few" in capsys.readouterr().out
 
 
+def test_inspect_says_how_much_goes_to_host_memory(capsys):
+    assert command_line.main(["inspect", "--preset", "flash", "--gpus", "H200"]) == 0
+    text = capsys.readouterr().out
+    assert "does not fit" in text
+    assert "host_experts='auto': fits, of 256 experts of each layer 15" in text
+
+
 def test_a_sound_checkpoint(folder, capsys):
     assert command_line.main(["verify", str(folder)]) == 0
     assert "of tensors are there, fit config.json, finite" in capsys.readouterr().out

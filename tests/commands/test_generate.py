@@ -56,6 +56,14 @@ def test_a_text_is_continued(folder, capsys):
     assert printed.err == ""
 
 
+def test_experts_in_host_memory_change_no_text(folder, capsys):
+    assert run(folder, *PROMPT) == 0
+    text = capsys.readouterr().out
+    for value in ("auto", "1"):
+        assert run(folder, *PROMPT, "--host-experts", value) == 0
+        assert capsys.readouterr().out == text
+
+
 def test_statistics_and_stop_strings(folder, capsys):
     assert run(folder, *PROMPT, "--stats") == 0
     whole = capsys.readouterr()
@@ -187,7 +195,15 @@ def test_bad_checkpoints(folder, tmp_path, capsys):
     assert "generation_config.json: temperature is -1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["x"], ["x", "--prompt", "a", "--chat", "b"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["x"],
+        ["x", "--prompt", "a", "--chat", "b"],
+        ["x", "--prompt", "a", "--host-experts", "-1"],
+    ],
+)
 def test_wrong_usage(arguments):
     with pytest.raises(SystemExit) as ended:
         command_line.main(["generate", *arguments])

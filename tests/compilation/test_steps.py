@@ -83,7 +83,9 @@ from dsv4.compilation.recipe import Recipe
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext, Ranks
 
-config = ModelConfig.flash().replace(n_routed_experts=24)  # 18, the last's first, is no multiple
+# 18, the last's first, is no multiple
+drafting = ModelConfig.flash().replace(n_routed_experts=24)
+config = drafting.replace(num_nextn_predict_layers=0)
 shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
 
 def found(model):
@@ -111,6 +113,7 @@ def first_and_last(mode):
 
 result = first_and_last("tp") | first_and_last("dp")
 result["whole"] = found(Recipe.of(config).build("sm_90a"))
+result["drafts"] = found(Recipe.of(drafting, Ranks(4)).build("sm_90a"))
 
 # Of ranks with tokens of their own: sizes of steps between those of the list.
 model = Recipe.of(config, Ranks(6, "dp")).build("sm_90a")
@@ -144,6 +147,9 @@ def test_kernels_of_ranks_are_those_of_their_sizes():
     sampler = {"_largest_kernel", "_scores_kernel", "_filter_kernel"}
     assert sampler <= set(whole["names"])
     assert not sampler & set(first["names"])
+    # Drafts are verified against all logits.
+    assert sampler <= set(ranks["drafts"]["names"])
+    assert set(first["keys"]) <= set(ranks["drafts"]["keys"])
     # Ranks with tokens of their own: they exchange these, and sample as one process does.
     exchange = {"send push": ["_receive_kernel", "_send_kernel"]}
     exchange["return push"] = ["_collect_kernel", "_return_kernel"]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, SpreadE4m3Plan
+from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, PrefetchE4m3Plan, SpreadE4m3Plan
 from dsv4.ops._library import as_record
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -30,6 +30,9 @@ ROWS, K_BLOCK = 128, 128
 BY_HAND = [
     E4m3Plan(1, 5, 3, False),
     E4m3Plan(2, 3, 3, False, alternates=True),
+    PrefetchE4m3Plan(2, 3, 3, False),
+    PrefetchE4m3Plan(2, 3, 3, False, alternates=True),
+    PrefetchE4m3Plan(1, 5, 3, False, dequant_warpgroups=2),
     SpreadE4m3Plan(2, 3, 3, False),
     SpreadE4m3Plan(2, 3, 3, False, alternates=True),
 ]

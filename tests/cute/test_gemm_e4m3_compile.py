@@ -16,6 +16,7 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     BlockE4m3Plan,
     E4m3Plan,
     GroupedE4m3Plan,
+    PrefetchE4m3Plan,
     SpreadE4m3Plan,
     block_e4m3_plan,
     e4m3_plan,
@@ -28,6 +29,9 @@ MOST_SHARED = 227 * 1024
 
 # Variants that nothing chooses before they have run on a GPU.
 BY_HAND = (
+    PrefetchE4m3Plan(2, 3, 3, False),
+    PrefetchE4m3Plan(2, 3, 3, True, True, alternates=True),
+    PrefetchE4m3Plan(1, 5, 3, False, dequant_warpgroups=2, alternates=True),
     SpreadE4m3Plan(2, 3, 3, False),
     SpreadE4m3Plan(2, 3, 3, False, alternates=True),
     SpreadE4m3Plan(2, 3, 3, True, True, alternates=True),

@@ -7,6 +7,7 @@ replay may come from when the graph was captured: neither an input nor what is l
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -70,8 +71,7 @@ def without_last(problem: Problem) -> tuple[Outputs, Callable[[], None]]:
 
 def assert_follows(case: Case, device: torch.device, record: Record) -> None:
     """Replays with the inputs of other seeds give the bits of eager calls, each time."""
-    # A copy of its own: the bench keeps weights by seed.
-    held = copy.deepcopy(case.build(Draw(0, device)))
+    held = own_copy(case.build(Draw(0, device)))  # the bench keeps weights by seed
     outputs, replay = record(held)
     for seed, byte in enumerate(POISON, start=1):
         problem = case.build(Draw(seed, device))
@@ -84,6 +84,16 @@ def assert_follows(case: Case, device: torch.device, record: Record) -> None:
             replay()
             assert_same(outputs, expected, f"{case.op} {case.name}: replay")
         assert_same(problem.fresh().run(), expected, f"{case.op} {case.name}: second call")
+
+
+def own_copy(problem: Problem) -> Problem:
+    """A copy with tensors of its own; those in pinned memory stay in such memory."""
+    copied = copy.deepcopy(problem)
+    args = [
+        mine.pin_memory() if isinstance(mine, torch.Tensor) and theirs.is_pinned() else mine
+        for mine, theirs in zip(copied.args, problem.args, strict=True)
+    ]
+    return dataclasses.replace(copied, args=tuple(args))
 
 
 def assert_same(actual: Outputs, expected: Outputs, what: str) -> None:

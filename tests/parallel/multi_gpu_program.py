@@ -66,7 +66,7 @@ CONFIG = ModelConfig.tiny(
     vocab_size=4096,
     compress_rates={CSA: 4, HCA: 128},
     max_position_embeddings=2048,
-    num_nextn_predict_layers=0,
+    num_nextn_predict_layers=1,
 )
 PROMPTS = [[5, 9, 2], list(range(1, 150)), [7], [1000, 30, 4], list(range(500, 530))]
 NEW = 8
@@ -105,7 +105,7 @@ class Worker:
 
     def load(self, parallel: str | None, **options: Any) -> Any:
         """The checkpoint's model, of this rank or, with None, whole."""
-        options = {"device": self.device, "progress": False, **options}
+        options = {"device": self.device, "progress": False, "mtp": False, **options}
         if parallel is not None:
             mesh = dist.init_device_mesh(self.device.type, (self.size,), mesh_dim_names=(parallel,))
             options |= {"device_mesh": mesh, "parallel": parallel}
@@ -327,10 +327,16 @@ def _refused(word: str, action: Callable[[], Any]) -> None:
 # A model of a checkpoint with parallel="tp".
 
 
+def sizes_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """Bytes of what is loaded: the draft layer is not, but for ``drafts``."""
+    entries = checkpoint.entries.items()
+    return {name: entry.nbytes for name, entry in entries if not name.startswith("mtp.")}
+
+
 def loaded(worker: Worker) -> dict[str, float]:
     """A rank reads, holds and allocates its share; its mailboxes are in symmetric memory."""
     with Checkpoint.open(worker.folder / "checkpoint") as checkpoint:
-        sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
+        sizes = sizes_of(checkpoint)
     rule, whole = local_bytes(sizes, worker.size), sum(sizes.values())
     before = 0
     if worker.has_gpu:
@@ -480,6 +486,25 @@ def replays(worker: Worker) -> dict[str, float]:
     return {"ms a step": 1e3 * elapsed / count}
 
 
+def drafts(worker: Worker) -> dict[str, Any]:
+    """Drafts, captured: one text on all ranks, which begins as the one without drafts."""
+    model = worker.load("tp", prepare=False, reserve_tokens=0, mtp=True)
+    texts = model.generate(PROMPTS, NEW, stop_ids=[], speculate="mtp")
+    worker.same(texts)
+    measured: dict[str, Any] = {}
+    if worker.has_gpu:
+        runner = KeptRunner.of(model).runner
+        assert runner is not None
+        assert runner.captures > 0
+        assert runner.draft_counts.drafted > 0
+        measured["drafts"] = str(runner.draft_counts)
+    plain = model.generate(PROMPTS, NEW, stop_ids=[], speculate=None)
+    assert [text[0] for text in texts] == [text[0] for text in plain]
+    same = sum(text == other for text, other in zip(texts, plain, strict=True))
+    release(model)
+    return {"texts as without drafts": f"{same} of {len(plain)}", **measured}
+
+
 # A model with parallel="dp".
 
 
@@ -504,7 +529,7 @@ def own_prompts(worker: Worker) -> list[list[int]]:
 def loaded_dp(worker: Worker) -> dict[str, Any]:
     """Whole matrices but for the experts; tokens are pushed through symmetric memory."""
     with Checkpoint.open(worker.folder / "checkpoint") as checkpoint:
-        sizes = {name: entry.nbytes for name, entry in checkpoint.entries.items()}
+        sizes = sizes_of(checkpoint)
     model = worker.shared["model"] = worker.load("dp", prepare=False, reserve_tokens=0)
     rule, read = local_bytes(sizes, worker.size, "dp"), model.load_report.bytes_read
     assert abs(read - rule) <= 0.05 * rule, (read, rule)
@@ -608,7 +633,7 @@ PARTS: dict[str, list[Callable[[Worker], Any]]] = {
         partial(tokens, backend="nccl"),
         refusals,
     ],
-    "tp": [loaded, kernels, steps, generated, compiled_nothing, replays, logits],
+    "tp": [loaded, kernels, steps, generated, compiled_nothing, replays, logits, drafts],
     "dp": [kernels_of_one, loaded_dp, kernels, uneven, dp_steps, compiled_nothing, dp_logits],
     "killed": [partial(killed, parallel="tp", with_mailboxes=True)],
     "killed_nccl": [partial(killed, parallel="tp", with_mailboxes=False)],

@@ -24,7 +24,7 @@ from dsv4.checkpoint import save
 from dsv4.testing.models import random_model
 from tests.parallel.multi_gpu_program import CONFIG, PARTS, name_of
 
-_SECONDS = 150.0  # until the processes of a part are killed
+_SECONDS = {"cuda": 150.0, "cpu": 900.0}  # until the processes of a part are killed
 _GRACE = 20.0  # seconds that the others have once one has failed
 _KILLED = ("killed", "killed_nccl", "killed_dp")
 GPUS = torch.cuda.device_count()
@@ -84,7 +84,7 @@ def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Outcome:
                     stderr=subprocess.STDOUT,
                 )
             )
-    ended = _wait(processes, part in _KILLED)
+    ended = _wait(processes, _SECONDS[kind], part in _KILLED)
     reports = []
     for rank in range(ranks):
         file = folder / f"{rank}.jsonl"
@@ -94,9 +94,11 @@ def run(part: str, ranks: int, folder: Path, kind: str = "cuda") -> Outcome:
     return Outcome(reports, output, ended)
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], one_ends: bool) -> list[float | None]:
+def _wait(
+    processes: list[subprocess.Popen[bytes]], seconds: float, one_ends: bool
+) -> list[float | None]:
     """Wait until all have ended, a while after one has failed, or for the time limit."""
-    deadline, first = time.monotonic() + _SECONDS, 0.0
+    deadline, first = time.monotonic() + seconds, 0.0
     ended: dict[int, float] = {}
     while len(ended) < len(processes) and time.monotonic() < deadline:
         for rank, process in enumerate(processes):
@@ -115,7 +117,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], one_ends: bool) -> list[floa
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("multi_gpu") / "checkpoint"
-    save(random_model(CONFIG, 1, torch.bfloat16), folder, layout="nvidia")
+    save(random_model(CONFIG, 1, torch.bfloat16, mtp=True), folder, layout="nvidia")
     return folder
 
 
@@ -174,7 +176,9 @@ def assert_killed(result: Outcome) -> None:
 def test_the_program_itself_on_a_cpu(part, tmp_path, monkeypatch):
     """What needs no GPU, over gloo."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    save(random_model(CONFIG, 1, torch.bfloat16), tmp_path / "checkpoint", layout="nvidia")
+    save(
+        random_model(CONFIG, 1, torch.bfloat16, mtp=True), tmp_path / "checkpoint", layout="nvidia"
+    )
     result = run(part, 2, tmp_path, "cpu")
     if part in _KILLED:
         assert_killed(result)

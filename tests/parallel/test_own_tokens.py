@@ -273,13 +273,16 @@ class TestRunner:
 
         def work(model, rank):
             with runner_of(model, **sizes) as runner:
-                runner._capture = True
+                runner._steps.is_captured = True
                 if ahead:
                     assert runner.warm_up() == 2 * 2 + 2 * 2
                     assert runner.warm_up([OPTIONS_OF[1]]) >= 2 * 2
                 asked = [runner.add(p, OPTIONS_OF[i]) for i, p in enumerate(PROMPTS[rank])]
                 runner.run()
-                sizes_of_steps = (set(runner._decode._captured), set(runner._prompts._captured))
+                sizes_of_steps = (
+                    set(runner._steps.decode._captured),
+                    set(runner._steps.prompts._captured),
+                )
                 return [request.result() for request in asked], sizes_of_steps
 
         results = ranks_of(whole, 2, work)  # the second one has no requests

@@ -109,7 +109,9 @@ def test_pages_end_and_windows_move_on(every_kind) -> None:
         assert replayed >= TOKENS - WARM - 1
 
 
-@pytest.mark.parametrize("changes", [{"numerics": "transformers"}, {"activation": "nvfp4"}])
+@pytest.mark.parametrize(
+    "changes", [{"numerics": "transformers"}, {"activation": "nvfp4"}, {"activation": "fp8"}]
+)
 def test_other_models(changes: dict[str, Any]) -> None:
     with switch() as made:
         twins = Twins(tiny(CSA, HCA, **changes), made)

@@ -16,7 +16,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.quant.formats import SWIZZLED
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving._capture import CaptureError, captured, obstacle
-from dsv4.serving._setup import resolve_capture
+from dsv4.serving._setup import check_prompt_buckets, resolve_capture
 from dsv4.serving.graphs import Graphs
 from tests._tools.taped import replayed
 from tests.serving.cases import ToyModel, assert_empty, packed, plain_text, wide
@@ -131,14 +131,27 @@ def described(args: Any) -> dict[str, Any]:
 
 def test_an_implementation_that_waits_is_marked() -> None:
     rows = [row for row in dispatch.IMPLEMENTATIONS if row.waits]
+    grouped = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
     assert {(row.op, row.name) for row in rows} == {
-        (op, "reference")
-        for op in ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
+        (op, "reference") for op in (*grouped, "grouped_gemm_swiglu_fp8", "expert_gather")
     }
     x, offsets = torch.ones(2, 4), torch.tensor([0, 2], dtype=torch.int32)
     call = dispatch.arguments(ops.grouped_gemm, x, torch.ones(1, 3, 4), offsets)
     assert "grouped_gemm runs as 'reference'" in str(dispatch.wait_of(call))
     assert dispatch.wait_of(dispatch.arguments(ops.rms_norm, x, torch.ones(4), 1e-6)) is None
+
+
+def test_experts_in_host_memory_bound_the_tokens_of_a_step(capability: Any) -> None:
+    model = packed()
+    top_k = model.config.num_experts_per_tok
+    layers.host_experts_(model, layers.HostExperts(0, 2 * top_k))
+    assert obstacle(model, (1, 2), GPU) is None
+    reason = str(obstacle(model, (1, 3), GPU))
+    assert f"but {2 * top_k} slots are for those" in reason
+    assert reason.endswith("wanted at most 2 tokens in a decode step")
+    with device.pretend(capability=HOPPER, packages=True):
+        assert check_prompt_buckets(model, None, 4096, True, False) == (2,)
+        assert len(check_prompt_buckets(packed(), None, 4096, True, False)) == 8
 
 
 def test_the_runner_says_once_why_steps_are_eager(

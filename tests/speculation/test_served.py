@@ -6,7 +6,6 @@ import functools
 import logging
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,12 +240,6 @@ def test_other_reasons() -> None:
         Runner(model("mtp"), max_sequences=1, max_tokens=64, deterministic=True, speculate="mtp")
     with pytest.raises(TypeError, match="draft_tokens is True, wanted an int or None"):
         model("mtp").generate(PROMPTS, 4, draft_tokens=True)
-    ranks: Any = SimpleNamespace(parallel=SimpleNamespace(size=4), dspark=None, mtp=[object()])
-    with pytest.raises(
-        ValueError, match="'mtp', but the model is split over 4 ranks, where drafts"
-    ):
-        drafting_of(ranks, "mtp")
-    assert "split over 4 ranks" in drafting_of(ranks, "auto").reason
     plain_model = random_model(ModelConfig.tiny(num_nextn_predict_layers=0))
     with pytest.raises(ValueError, match="'mtp', but the model holds no draft layers; wanted"):
         plain_model.generate(PROMPTS, 4, speculate="mtp")

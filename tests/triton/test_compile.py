@@ -23,6 +23,8 @@ KERNEL_OPS = {row.op for row in dispatch.IMPLEMENTATIONS if row.name == "triton"
 E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rotate_quantize"}
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}
 E2M1_OPS |= {"compress_write_paged"}
+# What writes weights: launched without programmatic dependence (``launch_options.in_order``).
+IN_ORDER = {"fragments", "expert_gather"}
 
 
 def compiled(arch, *arguments):
@@ -43,6 +45,12 @@ def test_a_wait_is_looked_for_along_every_way():
     assert _waits(way.format("griddepcontrol.wait;"))
     assert not _waits(way.format("ld.param.b32 %r1, [a];"))
     assert not _waits(way.format("@%p2 bra $L2;\ngriddepcontrol.wait;"))
+
+
+def test_a_kernel_that_loads_experts_ends_with_a_fence():
+    """The kernel behind it lets a GEMM start, which loads weights before it waits."""
+    [kernel] = compiled(90, "expert_gather")
+    assert (kernel["fences"], kernel["dependents"]) == (True, False)
 
 
 @pytest.mark.parametrize("op", ["compressor_update", "compress_write", "compress_write_paged"])
@@ -107,6 +115,6 @@ def test_every_kernel_compiles_and_fits(arch, how):
         assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
         # Without the wait, programmatic launch would read what is still being written. What writes
         # weights is launched without it: products read them before they wait.
-        assert kernel["waits"] == (kernel["op"] != "fragments"), kernel
+        assert kernel["waits"] == (kernel["op"] not in IN_ORDER), kernel
     assert_loads_come_first(kernels)
     assert {k["op"] for k in kernels if k["e2m1"]} == (E2M1_OPS if arch >= 100 else set())

@@ -1,4 +1,4 @@
-"""Files of results in a folder, ``<folder>/<gpu>/<date>-<suite>.json``, and published figures."""
+"""Files of results, ``<folder>/<machine>/<date>-<suite>.json``, and published figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.bench.content import load
-from dsv4.bench.environment import slug
 from dsv4.bench.problem import UsageError
-from dsv4.bench.results import Row
-from dsv4.bench.suites.model.document import ModelResults
+from dsv4.bench.results import Row, gpus_of, machine
+from dsv4.bench.suites.model.document import ModelResults, gpus_of_model
 
 PUBLISHED = "published.json"
 _NAME = re.compile(r"(?P<date>\d{4}-\d\d-\d\d)-(?P<suite>[a-z0-9_.-]+)\.json")
@@ -39,6 +38,20 @@ class ResultFile:
     header: dict[str, Any]
     rows: tuple[Row, ...] = ()
     model: ModelResults | None = None
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs that it was measured on."""
+        if self.model is None:
+            return gpus_of(self.rows)
+        named = [row.model for row in (*self.model.rows, *self.model.prompts)]
+        return max(map(gpus_of_model, named), default=1)
+
+    @property
+    def machine(self) -> str:
+        """What it was measured on, for readers."""
+        name = str(self.header["gpu"])
+        return name if self.gpus == 1 else f"{self.gpus} x {name}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,7 @@ def _read(path: Path) -> ResultFile:
     )
     for what, of_path, of_header in (
         ("date", named["date"], str(file.header["date"])[:10]),
-        ("folder", path.parent.name, slug(str(file.header["gpu"]))),
+        ("folder", path.parent.name, machine(file.header, file.gpus)),
     ):
         if of_path != of_header:
             raise UsageError(f"{path}: the {what} is {of_path!r}, its header says {of_header!r}")

@@ -9,6 +9,7 @@ from dsv4.bench.pages.tables import paragraph, table
 
 WRITTEN = "`python -m dsv4.bench report` writes this page from the JSON files beside it."
 _TITLES = {
+    "all_reduce": "Sums over ranks",
     "attention": "Sparse attention",
     "attention_layer": "Attention sublayer",
     "indexer": "Indexer",
@@ -22,15 +23,22 @@ def title(suite: str) -> str:
     """Return a heading: ``"GEMM, Pro"``."""
     if suite in _TITLES:
         return _TITLES[suite]
-    parts = [_PARTS.get(part, part) for part in suite.split("_")]
+    parts = [_PARTS.get(part, _mode(part)) for part in suite.split("_")]
     if parts[0] == _PARTS["model"] and parts[-1].isdigit():
         parts[-1] = f"context {parts[-1]}"
     return ", ".join([parts[0].replace("_", " "), *parts[1:]])
 
 
+def _mode(part: str) -> str:
+    """``"tp2"`` in words; any other part as it is."""
+    if part.startswith("tp") and part[2:].isdigit():
+        return "tensor parallel"
+    return "data parallel" if part.startswith("dp") and part[2:].isdigit() else part
+
+
 def chart_of(file: ResultFile) -> Chart | None:
     """Return the chart of a file; None where it has none."""
-    gpu = str(file.header["gpu"])
+    gpu = file.machine
     if file.model is not None:
         return models.chart(file.model, gpu, file.date)
     return operators.chart(file, gpu)
@@ -39,8 +47,7 @@ def chart_of(file: ResultFile) -> Chart | None:
 def gpu_page(folder: ResultsFolder, gpu: str) -> str:
     """Return the page of a GPU."""
     files = list(folder.newest(gpu))
-    name = str(files[0].header["gpu"])
-    lines = [f"# {name}", "", *paragraph(WRITTEN + _HOW), ""]
+    lines = [f"# {files[0].machine}", "", *paragraph(WRITTEN + _HOW), ""]
     lines += [f"- [{title(file.suite)}](#{_anchor(title(file.suite))})" for file in files]
     for file in files:
         lines += ["", f"## {title(file.suite)}", "", *_origin(file), ""]
@@ -86,7 +93,7 @@ def root_page(folder: ResultsFolder) -> str:
         suites = "; ".join(title(file.suite) for file in folder.newest(gpu))
         dates = sorted({file.date for file in files})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        body.append([f"[{files[0].header['gpu']}]({gpu}/index.md)", suites, when])
+        body.append([f"[{files[0].machine}]({gpu}/index.md)", suites, when])
     lines += table(["GPU", "what was measured", "when"], body, texts=3)
     if folder.published:
         lines += ["", "## Published figures of others", ""]

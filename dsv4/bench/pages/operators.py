@@ -19,10 +19,11 @@ def sections(file: ResultFile) -> list[str]:
     """Return the tables of a file: microseconds, roofline bounds, and each baseline."""
     rows = file.rows
     lines = ["Microseconds of a call, by tokens:", "", *_by_tokens(rows, lambda row: row.us)]
-    lines += ["", "Time over the roofline bound:", ""]
-    lines += _by_tokens(
-        rows, lambda row: row.us / row.bound_us if row.us and row.bound_us else None
-    )
+    if any(row.bound_us for row in rows):
+        lines += ["", "Time over the roofline bound:", ""]
+        lines += _by_tokens(
+            rows, lambda row: row.us / row.bound_us if row.us and row.bound_us else None
+        )
     for name in _baselines(rows):
         timed = [row for row in rows if name in row.baselines]
         lines += ["", f"{name}, its time over ours:", ""]
@@ -41,9 +42,18 @@ def _baselines(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.baselines))
 
 
-def _named(row: Row) -> Name:
+def _named(row: Row, with_backend: bool = False) -> Name:
     sizes = " ".join(f"{k}={v}" for k, v in row.shape.items() if k not in _FOLLOWS)
-    return row.case or row.op, sizes
+    case = row.case or row.op
+    return f"{case}, {row.backend}" if with_backend else case, sizes
+
+
+def _compares_backends(rows: Sequence[Row]) -> bool:
+    """Whether a case has a row for each of several implementations."""
+    of_case: dict[tuple[Name, int], set[str]] = {}
+    for row in rows:
+        of_case.setdefault((_named(row), row.tokens), set()).add(row.backend)
+    return any(len(backends) > 1 for backends in of_case.values())
 
 
 def _tokens(rows: Sequence[Row]) -> list[int]:
@@ -52,9 +62,10 @@ def _tokens(rows: Sequence[Row]) -> list[int]:
 
 def _by_tokens(rows: Sequence[Row], value: Callable[[Row], float | None]) -> list[str]:
     tokens = _tokens(rows)
+    with_backend = _compares_backends(rows)
     cells: dict[Name, dict[int, float | None]] = {}
     for row in rows:
-        cells.setdefault(_named(row), {})[row.tokens] = value(row)
+        cells.setdefault(_named(row, with_backend), {})[row.tokens] = value(row)
     body = [
         [*name, *(cell(of_case.get(count)) for count in tokens)] for name, of_case in cells.items()
     ]

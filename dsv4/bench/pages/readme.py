@@ -15,6 +15,7 @@ from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.model.document import DecodeRow, ModelResults
 
 GPU, SUITE, LONG_CONTEXT = "nvidia-h100", "model_flash_nvfp4", "model_flash_nvfp4_131072"
+GPUS, SPLIT = "nvidia-h200-x2", "model_flash_nvfp4_tp2"
 _BLOCK = re.compile(r"<!-- bench report: (?P<name>\w+) -->\n.*?<!-- bench report: end -->", re.S)
 
 
@@ -62,6 +63,21 @@ def _per_token(what: str, per_token: float, *, bold: bool = False) -> list[str]:
     return [what, f"**{shown}**" if bold else shown, f"{1e3 / per_token:.0f}"]
 
 
+def _split(folder: ResultsFolder) -> list[list[str]]:
+    """A step of the whole model over several GPUs, if it was measured."""
+    file = folder.find(GPUS, SPLIT)
+    if file is None or file.model is None:
+        return []
+    [step] = [row for row in file.model.rows if row.tokens == 1 and row.context == 4096]
+    if step.step_ms is None:
+        raise UsageError(f"README: {SPLIT} has no step of one sequence")
+    what = (
+        f"**dsv4, {file.machine.replace('NVIDIA ', '')}**, whole "
+        f"{step.model.preset.capitalize()} \\*, context {step.context}, no drafts, captured step"
+    )
+    return [_per_token(what, step.step_ms, bold=True)]
+
+
 def _model(folder: ResultsFolder) -> list[str]:
     """One request beside the published figures."""
     file, results = _file(folder, SUITE)
@@ -76,6 +92,7 @@ def _model(folder: ResultsFolder) -> list[str]:
     body = [
         _per_token(ours, near.generate_ms, bold=True),
         _per_token(f"the same, context {far.context}", far.generate_ms),
+        *_split(folder),
         *(_per_token(_published(figure), figure.ms_per_token) for figure in _newest(folder)),
     ]
     reads = sorted({figure.read for figure in folder.published})

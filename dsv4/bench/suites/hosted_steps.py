@@ -37,9 +37,11 @@ class DrawnRouter(nn.Module):
         self.router = router
         self.chosen = chosen
 
-    def forward(self, *args: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, *args: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scores, weights and chosen experts, as a router does."""
-        scores, weights, indices = self.router(*args)
+        scores, weights, indices = self.router(*args, **options)
         return scores, weights, self.chosen.to(indices.dtype)
 
 

@@ -369,6 +369,16 @@ class E4m3Plan:
 
 
 @dataclass(frozen=True)
+class PrefetchE4m3Plan(E4m3Plan):
+    """One configuration of the kernel in ``gemm_e4m3_prefetch``, which nothing chooses yet."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's class, as ``module:class``."""
+        return "dsv4.cute.sm90.gemm_e4m3_prefetch:PrefetchE4m3Kernel"
+
+
+@dataclass(frozen=True)
 class SpreadE4m3Plan(E4m3Plan):
     """One configuration of the kernel in ``gemm_e4m3_spread``, which nothing chooses yet."""
 

@@ -205,7 +205,7 @@ class Attention(DeepseekV4FlashMLAAttention):
             attention_warm.warm(self, tokens, limits)
 
     def _tokens(self, metadata: dict[str, Any], positions: torch.Tensor) -> Tokens:
-        return Tokens(metadata[self.swa_cache_layer.prefix], positions)
+        return Tokens(metadata[self.swa_cache_layer.prefix], positions, self.window_size)
 
     def window_pages(self) -> Pages:
         """Pages of raw entries, in vLLM's cache."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from dsv4.ops.slots import prefix_slots
+from dsv4.ops.slots import prefix_slots, window_slots
 
 _SHARED = "dsv4_attention"
 
@@ -55,10 +55,12 @@ class Tokens:
     Attributes:
         metadata: vLLM's ``DeepseekSparseSWAMetadata``.
         positions: ``[T]`` int64, with padding behind the ``count`` tokens.
+        window: Raw entries that a token sees at most.
     """
 
     metadata: Any
     positions: torch.Tensor
+    window: int
 
     @property
     def count(self) -> int:
@@ -73,8 +75,9 @@ class Tokens:
         """Row of the block tables of each token, ``[count]``; -1 for padding."""
 
         def make() -> torch.Tensor:
-            rows = self.metadata.token_to_req_indices[: self.count]
-            return rows.masked_fill(~self.metadata.is_valid_token[: self.count], -1)
+            rows, valid = self.metadata.token_to_req_indices, self.metadata.is_valid_token
+            padding = self.metadata.slot_mapping < 0 if valid is None else ~valid
+            return rows[: self.count].masked_fill(padding[: self.count], -1)
 
         return self._shared("sequences", make=make)
 
@@ -91,17 +94,21 @@ class Tokens:
     def window_slots(self) -> torch.Tensor:
         """Slots of the raw entries that each token sees, ``[count, width]`` int64, -1: none.
 
-        vLLM computes both parts of them, in slots of its cache.
+        If vLLM's builder has computed them, in a part for decode and one for prefill, those.
         """
 
         def make() -> torch.Tensor:
             metadata, parts = self.metadata, []
-            if metadata.num_decode_tokens:
+            if metadata.decode_swa_indices is not None and metadata.num_decode_tokens:
                 parts.append(metadata.decode_swa_indices)
-            if metadata.num_prefill_tokens:
+            if metadata.prefill_swa_indices is not None and metadata.num_prefill_tokens:
                 parts.append(metadata.prefill_swa_indices)
             parts = [part.reshape(part.shape[0], -1).to(torch.int64) for part in parts]
-            return parts[0] if len(parts) == 1 else _joined(parts)
+            if parts:
+                return parts[0] if len(parts) == 1 else _joined(parts)
+            positions = self.positions[: self.count]
+            table, size = metadata.block_table, metadata.block_size
+            return window_slots(table, size, self.sequences, positions, self.window)
 
         return self._shared("window", make=make)
 

@@ -173,6 +173,10 @@ def fake_metadata(
     offsets = torch.arange(module.window_size, dtype=torch.int32, device=device)
     seen = torch.where(offsets <= positions[:, None], offsets % _WINDOW_BLOCK, -1).to(torch.int32)
     decode, prefill = (None, seen.unsqueeze(1)) if prefilled else (seen.unsqueeze(1), None)
+    valid: torch.Tensor | None = torch.ones(count, dtype=torch.bool, device=device)
+    if module.dsv4_state.has_own_metadata:  # as ``step_metadata`` makes them
+        decode = prefill = valid = None
+        prefilled = 0
 
     def table(block_tokens: int) -> torch.Tensor:
         columns = -(-limits.max_tokens // block_tokens)
@@ -181,7 +185,9 @@ def fake_metadata(
     made: dict[str, Any] = {
         module.swa_cache_layer.prefix: SimpleNamespace(
             slot_mapping=positions % _WINDOW_BLOCK,
-            is_valid_token=torch.ones(count, dtype=torch.bool, device=device),
+            block_table=table(_WINDOW_BLOCK),
+            block_size=_WINDOW_BLOCK,
+            is_valid_token=valid,
             token_to_req_indices=requests,
             decode_swa_indices=decode,
             prefill_swa_indices=prefill,

@@ -160,14 +160,8 @@ ATTENTION: tuple[Place, ...] = (
     Place(f"{_V4}.compressor", "CompressorStateCache.get_attn_backend", "self"),
     Place(
         f"{_V4}.nvidia.flashmla",
-        "DeepseekSparseSWAFlashMLAMetadataBuilder._build_deepseek_v4_metadata",
-        "self, num_decodes, num_prefills, seq_lens, seq_lens_cpu, query_start_loc, "
-        "query_start_loc_cpu, replay_start",
-    ),
-    Place(
-        f"{_V4}.nvidia.flashmla",
-        "DeepseekSparseSWAFlashMLAMetadataBuilder.build_tile_scheduler",
-        "self, num_decode_tokens",
+        "DeepseekSparseSWAFlashMLAMetadataBuilder.build",
+        "self, common_prefix_len, common_attn_metadata, fast_build, replay_start",
     ),
     Place(
         "vllm.v1.attention.backend",

@@ -1,9 +1,9 @@
 """vLLM's metadata of a step without what only vLLM's own attention kernels read.
 
 Before each step, on the host and outside of captured graphs, vLLM plans DeepGEMM's index logits and
-FlashMLA's tiles, lists the slots of compressed entries and finds where they are stored, once for
-each cache. Operators of this package need the last of these alone, and once for each ratio. Fields
-that they read, buffers and block sizes are vLLM's.
+FlashMLA's tiles, lists the slots of raw and compressed entries and finds where the latter are
+stored, once for each cache. Operators of this package need the last of these alone, and once for
+each ratio. Fields that they read, buffers and block sizes are vLLM's.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
 )
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
 _SLOTS = "_dsv4_slots"
 
@@ -167,15 +168,32 @@ class StatesCache(CompressorStateCache):
 class WindowBuilder(DeepseekSparseSWAFlashMLAMetadataBuilder):
     """Makes the metadata of raw entries."""
 
-    def _build_deepseek_v4_metadata(self, *args: Any, **options: Any) -> dict[str, Any]:
-        """Nothing: what vLLM gathers of prompts' windows is not read."""
-        del args, options
-        return {}
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+        replay_start: torch.Tensor | None = None,
+    ) -> DeepseekSparseSWAMetadata:
+        """Make it without slots, which follow in the forward, in graphs where it is captured.
 
-    def build_tile_scheduler(self, num_decode_tokens: int) -> dict[str, Any]:
-        """No plans, as of a step without decode tokens."""
-        del num_decode_tokens
-        return super().build_tile_scheduler(0)  # type: ignore[no-any-return]
+        Raises:
+            ValueError: with ``replay_start``, which no DeepSeek-V4 has.
+        """
+        del common_prefix_len, fast_build
+        if replay_start is not None:
+            raise ValueError("replay_start is a tensor, expected None: no window is replayed")
+        common = common_attn_metadata
+        return DeepseekSparseSWAMetadata(
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            block_size=self.block_size,
+            seq_lens=common.seq_lens,
+            query_start_loc=common.query_start_loc,
+            query_start_loc_cpu=common.query_start_loc_cpu,
+            token_to_req_indices=common.token_to_req_indices(self.token_to_req_indices),
+            num_decode_tokens=common.num_actual_tokens,
+        )
 
 
 class WindowBackend(DeepseekSparseSWAFlashMLABackend):

@@ -330,7 +330,7 @@ def test_vllm_indexer_may_stay():
 
     def choose(hidden: Any, q: torch.Tensor, k: None, weights: torch.Tensor) -> None:
         metadata = get_forward_context().attn_metadata
-        tokens = Tokens(metadata[other.swa_cache_layer.prefix], current["positions"])
+        tokens = Tokens(metadata[other.swa_cache_layer.prefix], current["positions"], WINDOW)
         ids = indexer.Indexer.select(stays, (q, None, weights), metadata, tokens)
         other.topk_indices_buffer.fill_(-1)
         other.topk_indices_buffer[: ids.shape[0], : ids.shape[1]] = ids

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.config import CSA, HCA
+from dsv4.config import CSA, HCA, SLIDING
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -18,13 +18,23 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekSparseSWAFlashMLABac
 from vllm.models.deepseek_v4.sparse_mla import DeepseekV4FlashMLABackend
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as vllm_indexer
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
-from dsv4.integrations.vllm import attention, step_metadata
+from dsv4.integrations.vllm import attention, compressor, indexer, step_metadata
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.switches import Switches
 from tests.integrations.vllm import attention_modules as modules
-from tests.integrations.vllm.attention_modules import Sizes
-from tests.integrations.vllm.test_attention import engine, own_layer
+from tests.integrations.vllm.attention_modules import Sizes, Step, Tables
+from tests.integrations.vllm.test_attention import (
+    WINDOW,
+    assert_close,
+    engine,
+    inputs_of,
+    own_layer,
+    products_in_float32,
+)
+
+__all__ = ["products_in_float32"]  # a fixture for every test
 
 
 def adopted(layer_type: str, vllm_config: SimpleNamespace) -> attention.Attention:
@@ -158,7 +168,53 @@ def test_states_have_vllm_tables():
     assert made.block_size == 8
 
 
-def test_windows_have_no_plans_of_vllm_kernels():
+def test_windows_have_no_plans_and_no_slots():
+    step = common()
     builder = step_metadata.WindowBuilder.__new__(step_metadata.WindowBuilder)
-    assert set(builder.build_tile_scheduler(7).values()) == {None}
-    assert builder._build_deepseek_v4_metadata(1, 2, None, None, None, None, None) == {}
+    builder.block_size, builder.token_to_req_indices = 64, torch.zeros(16, dtype=torch.int32)
+    made = builder.build(0, step)
+    assert made.block_table is step.block_table_tensor
+    assert made.slot_mapping is step.slot_mapping
+    assert (made.num_decode_tokens, made.num_prefill_tokens, made.block_size) == (5, 0, 64)
+    assert made.decode_swa_indices is None
+    assert made.is_valid_token is None
+    assert made.tile_sched_c4a is None
+    with pytest.raises(ValueError, match="replay_start is a tensor, expected None"):
+        builder.build(0, step, replay_start=torch.zeros(2))
+
+
+@pytest.mark.parametrize("layer_type", [SLIDING, CSA, HCA])
+def test_layers_give_the_same_without_slots_of_vllm(layer_type, products_in_float32):
+    """Windows that are full, that are not, and padding; the order of a short window differs."""
+    layer, sizes = own_layer(layer_type, 1, ratio=128), Sizes()
+    steps = [
+        Step([(0, 0, 140), (1, 0, 9)], 0),
+        Step([(0, 140, 1), (1, 9, 3), (2, 0, 17)], 2),
+        Step([(0, 141, 1), (1, 12, 1)], 2, 2),
+    ]
+    results = []
+    for own in (False, True):
+        module = modules.vllm_module(layer, sizes)
+        attention.adopt_attention(module)
+        if module.compressor is not None:
+            compressor.adopt_compressor(module.compressor)
+        if module.indexer is not None:
+            indexer.adopt_indexer(module.indexer)
+        tables, outs = Tables(module, sizes, 0), []
+        for step, x in zip(steps, inputs_of(layer, steps, 0), strict=True):
+            made, positions = modules.metadata(module, tables, step, WINDOW)
+            window = made[module.swa_cache_layer.prefix]
+            count = window.num_decode_tokens + window.num_prefill_tokens
+            if own:
+                made[module.swa_cache_layer.prefix] = DeepseekSparseSWAMetadata(
+                    block_table=window.block_table,
+                    slot_mapping=window.slot_mapping,
+                    block_size=window.block_size,
+                    token_to_req_indices=window.token_to_req_indices,
+                    num_decode_tokens=count,
+                )
+            out = modules.run(module, made, positions, x)
+            outs.append(out[: count - step.padding])
+        results.append(outs)
+    for theirs, mine in zip(*results, strict=True):
+        assert_close(mine, theirs)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.bench.environment import slug
-from dsv4.bench.results import file_name, text_of
+from dsv4.bench.results import file_name, machine, text_of
 from dsv4.bench.suites.model.profile import OperatorTime, Profile
 from dsv4.parallel.context import TENSOR
 
@@ -414,7 +414,7 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
 
     Args:
         out: A file, or a folder that ends with a slash, for
-            ``results/<gpu>/<date>-model_<preset>_<recipe>.json``.
+            ``results/<machine>/<date>-model_<preset>_<recipe>.json``.
         header: Header of the results.
         model: What was measured.
         hosted: Whether experts were in host memory.
@@ -430,7 +430,12 @@ def output_path(out: str, header: dict[str, Any], model: Named, *, hosted: bool 
         suite += f"_{model.activation}"
     if model.ranks > 1:
         suite += f"_{'emulated_' * model.emulated}{model.parallel}{model.ranks}"
-    return base / slug(str(header["gpu"])) / file_name(header, suite)
+    return base / machine(header, gpus_of_model(model)) / file_name(header, suite)
+
+
+def gpus_of_model(model: Named) -> int:
+    """Return the number of GPUs that a model was measured on."""
+    return 1 if model.emulated else model.ranks
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ CLASSES = {
     "GroupedWgmmaKernel": EXPERTS,
     "E4m3Kernel": NVFP4_GEMM,
     "BlockE4m3Kernel": FP8_GEMM,
+    "PrefetchE4m3Kernel": NVFP4_GEMM,
     "SpreadE4m3Kernel": NVFP4_GEMM,
     "GroupedE4m3Kernel": EXPERTS,
     "GroupedSmallMKernel": EXPERTS,

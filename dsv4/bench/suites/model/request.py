@@ -237,9 +237,10 @@ class ModelRequest:
 
     def check_ranks(self) -> None:
         """Raise if the model cannot be split over the ranks, or they cannot do what is asked."""
-        if self.drafts is not None and self.ranks > 1:
+        if self.drafts is not None and self.parallel == DATA:
             raise UsageError(
-                f"--speculate is {self.drafts.method!r} on {self.ranks} ranks, wanted one"
+                f"--speculate is {self.drafts.method!r} with --parallel dp, wanted tp: ranks with "
+                "tokens of their own draft nothing"
             )
         if self.parallel == DATA and DETERMINISTIC in self.columns:
             raise UsageError(
