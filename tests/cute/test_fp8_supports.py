@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dsv4 import device as machine
 from dsv4 import dispatch
-from dsv4.cute.fp8_supports import FEW_ROWS, FEW_TOKENS
+from dsv4.cute import e4m3_costs
+from dsv4.cute.sm90.e4m3_converted_plan import (
+    ConvertedE4m3Plan,
+    GroupedConvertedE4m3Plan,
+    converted_plan,
+)
+from dsv4.cute.sm90.gemm_e4m3_plan import e4m3_plan
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
-from dsv4.ops.quantize import quantize
+from dsv4.ops.quantize import empty_fp8_token
 from dsv4.quant.exact_fp8 import with_row_exponent
-from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 
 DENSE, ROUTED = (gemm, gemm_swiglu), (grouped_gemm, grouped_gemm_swiglu, grouped_gemm_swiglu_fp8)
 
@@ -36,23 +46,38 @@ def exact(*shape, layout=FRAGMENTS, scale=1.0):
     return with_row_exponent(weight.with_layout(layout))[0]
 
 
-def call_of(op, weight, tokens=FEW_TOKENS, activation="fp8", **how):
-    x = torch.ones((tokens, *([how["groups"]] if "groups" in how else []), weight.columns))
+def sizes_of(*shape, weight_format=NVFP4):
+    """A weight of these sizes, whose memory nobody reads or writes."""
+    if weight_format == FP8_BLOCK:
+        codes = torch.empty(shape, dtype=torch.float8_e4m3fn)
+        return QuantizedTensor(codes, torch.empty(*(n // 128 for n in shape)), None, FP8_BLOCK)
+    codes = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8)
+    scales = torch.empty(*shape[:-1], shape[-1] // 16, dtype=torch.uint8)
+    exponent = torch.empty(shape[:-1], dtype=torch.int8)
+    scale = torch.empty(*shape[:-2], 1)
+    return QuantizedTensor(codes, scales, scale, NVFP4, FRAGMENTS, row_exponent=exponent)
+
+
+def call_of(op, weight, tokens=192, activation="fp8", **how):
+    shape = (tokens, *([how["groups"]] if "groups" in how else []), weight.columns)
+    x = torch.empty(shape, dtype=torch.bfloat16)
     rest = () if op is gemm else (None,)
-    arguments = dispatch.arguments(op, x.bfloat16(), weight, *rest, activation=activation, **how)
+    arguments = dispatch.arguments(op, x, weight, *rest, activation=activation, **how)
     return dispatch.Call(arguments.op, arguments.args, torch.device("cuda", 0))
 
 
-def call_of_experts(op, weight, rows=2 * FEW_ROWS, layout=None, **how):
+def call_of_experts(op, weight, rows=256, layout=None, **how):
     """Rows that are codes in ``layout``, or bfloat16 if that is None."""
-    x = torch.ones(rows, weight.columns).bfloat16()
+    x = torch.empty(rows, weight.columns, dtype=torch.bfloat16)
     rest = () if op is grouped_gemm else (None,)
     how = {"activation": "fp8"} | how
     if layout is not None:
-        x, how["activation"] = quantize(x, "fp8_token", layout=layout), "bf16"
+        codes, scales = empty_fp8_token(x, x.shape)
+        x, how["activation"] = QuantizedTensor(codes, scales, None, FP8_TOKEN, layout), "bf16"
     if op is grouped_gemm_swiglu_fp8:
         how.setdefault("result_layout", FRAGMENTS)
-    offsets = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+    experts = weight.codes.shape[0]
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
     arguments = dispatch.arguments(op, x, weight, offsets, *rest, **how)
     return dispatch.Call(arguments.op, arguments.args, torch.device("cuda", 0))
 
@@ -65,26 +90,53 @@ def reason(call, requested="fp8"):
 
 @pytest.mark.parametrize("op", DENSE, ids=lambda op: op.__name__)
 def test_auto_takes_it_for_many_tokens(op):
-    assert dispatch.choose(call_of(op, exact(256, 256))).name == "fp8"
-    few = call_of(op, exact(256, 256), tokens=FEW_TOKENS - 1)
+    weight = sizes_of(4096, 8192)
+    assert dispatch.choose(call_of(op, weight, tokens=4096)).name == "fp8"
+    few = call_of(op, weight, tokens=128)
     assert dispatch.choose(few).name == "cute"
-    assert f"from {FEW_TOKENS} on" in reason(few, "auto")
+    assert re.search(r"an estimated \d+ us for 128 tokens, bfloat16's \d+", reason(few, "auto"))
     assert reason(few) is None
 
 
 @pytest.mark.parametrize("layout", [None, FRAGMENTS])
 @pytest.mark.parametrize("op", ROUTED, ids=lambda op: op.__name__)
 def test_auto_takes_it_for_many_rows_of_experts(op, layout):
-    weight = exact(2, 256, 256)
-    assert dispatch.choose(call_of_experts(op, weight, layout=layout)).name == "fp8"
-    few = call_of_experts(op, weight, rows=2 * FEW_ROWS - 2, layout=layout)
-    assert "of 2 experts" in reason(few, "auto")
+    weight = sizes_of(64, 4096, 4096)
+    assert dispatch.choose(call_of_experts(op, weight, 64 * 1024, layout)).name == "fp8"
+    few = call_of_experts(op, weight, 64 * 32, layout)
+    assert "of 64 experts" in reason(few, "auto")
     assert reason(few) is None
 
 
 def test_auto_takes_it_for_fp8_weights():
-    weight = quantize(torch.randn(384, 256), FP8_BLOCK)
-    assert dispatch.choose(call_of(gemm, weight)).name == "fp8"
+    weight = sizes_of(4096, 8192, weight_format=FP8_BLOCK)
+    assert dispatch.choose(call_of(gemm, weight, tokens=1024)).name == "fp8"
+    assert "bfloat16" in reason(call_of(gemm, weight, tokens=16), "auto")
+
+
+def test_many_tokens_have_their_weights_converted():
+    few, many = (e4m3_costs.nvfp4_plan(4096, 8192, n, False, False) for n in (1024, 8192))
+    assert not isinstance(few, ConvertedE4m3Plan)
+    assert isinstance(many, ConvertedE4m3Plan)
+    huge = e4m3_costs.nvfp4_plan(1 << 16, 1 << 14, 8192, False, False)
+    assert not isinstance(huge, ConvertedE4m3Plan)  # too large for scratch memory
+    sizes, kind = (4096, 4096, 64), (False, True, False, True)
+    assert not isinstance(e4m3_costs.experts_plan(*sizes, 64 * 128, kind), GroupedConvertedE4m3Plan)
+    assert isinstance(e4m3_costs.experts_plan(*sizes, 64 * 4096, kind), GroupedConvertedE4m3Plan)
+
+
+@given(
+    rows=st.integers(1, 512).map(lambda n: 128 * n),
+    stages=st.integers(1, 128),
+    tokens=st.integers(1, 1 << 14),
+)
+def test_the_form_is_the_one_of_less_estimated_time(rows, stages, tokens):
+    sizes = (rows, 128 * stages, tokens)
+    plan = e4m3_costs.nvfp4_plan(*sizes, False, False)
+    us = e4m3_costs.plan_us(plan, *sizes)
+    assert us <= e4m3_costs.plan_us(e4m3_plan(*sizes, False, False), *sizes)
+    if rows * 128 * stages <= e4m3_costs.MOST_SCRATCH:
+        assert us <= e4m3_costs.plan_us(converted_plan(*sizes, False, False), *sizes)
 
 
 @pytest.mark.parametrize(
