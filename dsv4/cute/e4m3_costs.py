@@ -2,7 +2,8 @@
 
 Three forms give results of the same operands: FP8 arithmetic with weights that a kernel dequantizes
 in its main loop, FP8 arithmetic with weights that a kernel has converted before, and the bfloat16
-kernel on dequantized activations. The first two give equal bits.
+kernel on dequantized activations. The first two give equal bits. A dense weight of more than
+``MOST_CONVERTED`` bytes is never converted; experts are converted in ranges.
 
 Times follow from tiles, stages and bytes with constants of two H200 (2026-11-28, 4096 x 8192, 4096
 x 4096 and 7168 x 16384 of 256 to 4096 tokens; ``notes/2026-11_fp8_gemm.md``). They rank forms.
@@ -11,6 +12,7 @@ x 4096 and 7168 x 16384 of 256 to 4096 tokens; ``notes/2026-11_fp8_gemm.md``). T
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
@@ -23,14 +25,12 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     ROWS,
     E4m3Plan,
     GroupedE4m3Plan,
+    block_e4m3_plan,
     e4m3_plan,
     grouped_e4m3_plan,
 )
 from dsv4.cute.sm90.gemm_wgmma_plan import SMS
-
-# Bytes of scratch memory for converted weights. A larger dense weight is dequantized in the loop;
-# experts are converted in ranges.
-MOST_SCRATCH = 256 << 20
+from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
 _LAUNCH = 10.0  # us of a GEMM that do not depend on its size
 _TILE = 2.5  # of a tile: the first stage to arrive, and results
@@ -40,8 +40,54 @@ _CONVERTED = {1: 0.42, 2: 0.85}
 _CONVERSION = 3.0  # us of a conversion that do not depend on its size
 _CONVERSION_RATE = 3.5e6  # bytes a us
 _CONVERSION_BYTES = 0.5625 + 1.0  # of a weight: read packed, written
+# Time of the bfloat16 kernel with FP8 weights over that with NVFP4 (4096 x 8192, 256 tokens).
+_BLOCK_TO_NVFP4 = 1.25
 # bfloat16: us of a GEMM, of a weight, of a weight and token.
 _BFLOAT16 = (8.0, 0.11e-6, 2.35e-9)
+
+
+class Estimate(NamedTuple):
+    """Estimated times of a GEMM.
+
+    Attributes:
+        fp8: Microseconds with FP8 arithmetic, in its fastest form.
+        bfloat16: Microseconds of the bfloat16 kernel.
+    """
+
+    fp8: float
+    bfloat16: float
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether FP8 arithmetic is."""
+        return self.fp8 < self.bfloat16
+
+
+@functools.lru_cache(maxsize=4096)
+def estimate(rows: int, columns: int, tokens: int, *, is_block: bool = False) -> Estimate:
+    """Times of a dense GEMM.
+
+    Args:
+        rows: N, of all groups.
+        columns: K, a multiple of 128.
+        tokens: At least 1.
+        is_block: Whether the weight is FP8, else NVFP4.
+    """
+    bfloat16 = bfloat16_us(rows * columns, tokens)
+    if is_block:
+        token_rows = block_e4m3_plan(rows, columns, tokens, False, False).token_rows
+        return Estimate(block_us(rows, columns, tokens, token_rows), _BLOCK_TO_NVFP4 * bfloat16)
+    plan = nvfp4_plan(rows, columns, tokens, False, False)
+    return Estimate(plan_us(plan, rows, columns, tokens), bfloat16)
+
+
+@functools.lru_cache(maxsize=4096)
+def estimate_experts(rows: int, columns: int, experts: int, rows_of_x: int) -> Estimate:
+    """Times of a grouped GEMM; arguments as in ``experts_plan``."""
+    sizes = (rows, columns, experts, rows_of_x)
+    plan = experts_plan(*sizes, (False, False, False, False))
+    weights = experts * rows * columns
+    return Estimate(experts_plan_us(plan, *sizes), bfloat16_us(weights, rows_of_x / experts))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,7 +97,7 @@ def nvfp4_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: 
     Arguments as in ``e4m3_plan``.
     """
     plans: list[E4m3Plan] = [e4m3_plan(rows, columns, tokens, float32_out, swiglu)]
-    if rows * columns <= MOST_SCRATCH:
+    if rows * columns <= MOST_CONVERTED:
         plans.append(converted_plan(rows, columns, tokens, float32_out, swiglu))
     return min(plans, key=lambda plan: plan_us(plan, rows, columns, tokens))
 
@@ -154,4 +200,4 @@ def bfloat16_us(weights: int, tokens: float) -> float:
 
 def experts_at_once(rows: int, columns: int) -> int:
     """Experts whose converted weights fit into scratch memory; one at least."""
-    return max(1, MOST_SCRATCH // (rows * columns))
+    return max(1, MOST_CONVERTED // (rows * columns))

@@ -11,7 +11,7 @@ import torch
 
 from dsv4.cute import e4m3_costs
 from dsv4.cute.grouped_problem import MOST_EXPERTS
-from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS, block_e4m3_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 from dsv4.cute.supports import not_hopper
 from dsv4.dispatch import Call
 from dsv4.ops.gemm import GemmArgs
@@ -22,9 +22,6 @@ from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
 from dsv4.ops.unsupported import gapped, gemm_dtypes, many_segments, misaligned, not_in_fragments
 from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4
 
-# Time of the bfloat16 kernel with FP8 weights over that with NVFP4 (4096 x 8192, 256 tokens, H200,
-# 2026-11-28).
-_BLOCK_TO_NVFP4 = 1.25
 _GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluFp8Args
 
 
@@ -126,34 +123,29 @@ def few_tokens(call: Call) -> str | None:
     """Return why a later row multiplies few tokens faster, or None: by estimated times."""
     args: GemmArgs | GemmSwigluArgs = call.args
     rows, tokens, columns = args.codes.shape[0], args.x.shape[0], args.x.shape[-1]
-    if args.format == FP8_BLOCK.name:
-        block_plan = block_e4m3_plan(rows, columns, tokens, False, False)
-        us = e4m3_costs.block_us(rows, columns, tokens, block_plan.token_rows)
-    else:
-        swiglu = isinstance(args, GemmSwigluArgs)
-        plan = e4m3_costs.nvfp4_plan(rows, columns, tokens, False, swiglu)
-        us = e4m3_costs.plan_us(plan, rows, columns, tokens)
-    other = e4m3_costs.bfloat16_us(rows * columns, tokens)
-    if args.format == FP8_BLOCK.name:
-        other *= _BLOCK_TO_NVFP4
-    return _slower(us, other, f"{tokens} tokens")
+    if not tokens:
+        return None
+    is_block = args.format == FP8_BLOCK.name
+    times = e4m3_costs.estimate(rows, columns, tokens, is_block=is_block)
+    return _slower(times, f"{tokens} tokens")
 
 
 def few_rows(call: Call) -> str | None:
     """Return why a later row multiplies few rows an expert faster, or None: by estimated times."""
     args: _GroupedArgs = call.args
     experts, rows, half = args.weight.shape
-    count, swiglu = args.x.shape[0], not isinstance(args, GroupedGemmArgs)
-    codes = isinstance(args, GroupedGemmSwigluFp8Args)
-    sizes = (rows, 2 * half, experts, count)
-    plan = e4m3_costs.experts_plan(*sizes, (False, swiglu, False, codes))
-    us = e4m3_costs.experts_plan_us(plan, *sizes)
-    other = e4m3_costs.bfloat16_us(experts * rows * 2 * half, count / experts)
-    return _slower(us, other, f"{count} rows of {experts} experts")
-
-
-def _slower(us: float, bfloat16_us: float, what: str) -> str | None:
-    """Return a sentence where the first time is not the shorter one."""
-    if us < bfloat16_us:
+    count = args.x.shape[0]
+    if not count:
         return None
-    return f"FP8 arithmetic takes an estimated {us:.0f} us for {what}, bfloat16's {bfloat16_us:.0f}"
+    times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count)
+    return _slower(times, f"{count} rows of {experts} experts")
+
+
+def _slower(times: e4m3_costs.Estimate, what: str) -> str | None:
+    """Return a sentence where FP8 arithmetic is not the faster one."""
+    if times.is_faster:
+        return None
+    return (
+        f"FP8 arithmetic takes an estimated {times.fp8:.0f} us for {what}, bfloat16's "
+        f"{times.bfloat16:.0f}"
+    )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cute.e4m3_costs import nvfp4_plan
+from dsv4.cute.e4m3_costs import estimate, nvfp4_plan
 from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     architecture,
@@ -298,6 +298,8 @@ def plans(
 ) -> list[E4m3Plan | ConvertE4m3Plan]:
     """The configurations that a GEMM takes for up to ``max_tokens`` tokens, each once.
 
+    Those for numbers of tokens of which the bfloat16 kernel is faster are not among them.
+
     Args:
         rows: N, of all groups.
         columns: K; there are none unless it is a multiple of 128.
@@ -313,6 +315,8 @@ def plans(
     is_wide = out_dtype == torch.float32
     chosen: list[E4m3Plan | ConvertE4m3Plan] = []
     for tokens in range(128, max(max_tokens, 1) + 128, 128):  # a configuration's tiles are of 128s
+        if not estimate(rows, columns, tokens, is_block=scale_dtype is not None).is_faster:
+            continue
         if scale_dtype is None:
             chosen.append(nvfp4_plan(rows, columns, tokens, is_wide, swiglu))
         else:

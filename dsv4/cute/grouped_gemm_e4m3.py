@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cute.e4m3_costs import experts_at_once, experts_plan
+from dsv4.cute.e4m3_costs import estimate_experts, experts_at_once, experts_plan
 from dsv4.cute.gemm_e4m3 import contiguous_codes, convert, packed_weights
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.driver import Launch, Matrix
@@ -264,7 +264,7 @@ def _prepared(problem: GroupedProblem, experts: Range, device: int, thread: int)
 def plans(
     experts: Experts, max_rows: int, *, quantized_out: bool = False
 ) -> list[GroupedE4m3Plan | ConvertE4m3Plan]:
-    """The configurations taken for up to ``max_rows`` rows of X, each once.
+    """The configurations taken for up to ``max_rows`` rows, each once; see ``gemm_e4m3.plans``.
 
     Args:
         experts: Sizes and kind; there are none unless its columns are a multiple of 128.
@@ -278,7 +278,9 @@ def plans(
     # The form changes at some number of rows, the tile at another one.
     counts = {1, *(2**n for n in range(max(max_rows, 1).bit_length())), max(max_rows, 1)}
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [
-        experts_plan(*sizes, rows, kind) for rows in sorted(counts)
+        experts_plan(*sizes, rows, kind)
+        for rows in sorted(counts)
+        if estimate_experts(*sizes, rows).is_faster
     ]
     if any(isinstance(plan, GroupedConvertedE4m3Plan) for plan in chosen):
         chosen.append(CONVERT)
