@@ -174,8 +174,8 @@ def grouped_us(
         token_rows: Blocks of 128 tokens of a tile, 1 or 2.
         converted: Whether weights are converted before; that is part of the result.
     """
-    stages, each = columns // K_BLOCK, rows_of_x / experts
-    full = each / (128 * token_rows)
+    stages, mean = columns // K_BLOCK, rows_of_x / experts
+    full = mean / (128 * token_rows)
     # The last tile of an expert is half empty: dequantizing it takes as long, multiplying half.
     last = 0.3 if converted else 0.5
     stage = (_CONVERTED if converted else _DEQUANTIZING)[token_rows]
@@ -194,8 +194,8 @@ def conversion_us(weights: int, launches: int = 1) -> float:
 
 def bfloat16_us(weights: int, tokens: float) -> float:
     """Microseconds of a GEMM in bfloat16; of experts ``weights`` are all, ``tokens`` one's."""
-    launch, of_weight, of_product = _BFLOAT16
-    return launch + weights * (of_weight + of_product * tokens)
+    launch, of_weight, of_multiply = _BFLOAT16
+    return launch + weights * (of_weight + of_multiply * tokens)
 
 
 def experts_at_once(rows: int, columns: int) -> int:

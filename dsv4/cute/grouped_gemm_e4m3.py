@@ -1,7 +1,7 @@
 """Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper.
 
-Weights are dequantized in the main loop or, for many rows an expert, converted to E4M3 first. So
-many experts at a time are converted and multiplied as scratch memory holds.
+Weights are dequantized in the main loop or, for many rows an expert, converted to E4M3 first, a
+range of experts at a time, as large as scratch memory holds.
 """
 
 from __future__ import annotations
@@ -275,12 +275,13 @@ def plans(
         return []
     kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
     sizes = (experts.rows, experts.columns, experts.experts)
-    # The form changes at some number of rows, the tile at another one.
-    counts = {1, *(2**n for n in range(max(max_rows, 1).bit_length())), max(max_rows, 1)}
+    # Tiles change above 128 rows an expert, the form and whether it is faster somewhere.
+    most, step = max(max_rows, 1), 64 * experts.experts
+    counts = {1, 2 * step, 2 * step + 1, *range(step, min(most, 64 * step), step), most}
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [
         experts_plan(*sizes, rows, kind)
         for rows in sorted(counts)
-        if estimate_experts(*sizes, rows).is_faster
+        if rows <= most and estimate_experts(*sizes, rows).is_faster
     ]
     if any(isinstance(plan, GroupedConvertedE4m3Plan) for plan in chosen):
         chosen.append(CONVERT)

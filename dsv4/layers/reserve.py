@@ -152,8 +152,8 @@ def _conversions(layer: DeepseekV4Experts | Linear) -> Iterator[tuple[torch.Tens
         for name in ("gate_up_proj", "down_proj"):
             stack = getattr(layer, name)
             if getattr(layer, f"{name}_exponent") is not None:  # else it is not exact in FP8
-                one = 2 * stack[0].numel()  # two codes a byte
-                yield stack, one * min(len(stack), max(1, MOST_CONVERTED // one))
+                matrix = 2 * stack[0].numel()  # two codes a byte
+                yield stack, matrix * min(len(stack), max(1, MOST_CONVERTED // matrix))
         return
     fused = layer.fused
     codes = layer.weight if fused is None else fused.codes

@@ -92,10 +92,10 @@ def reason(call, requested="fp8"):
 def test_auto_takes_it_for_many_tokens(op):
     weight = sizes_of(4096, 8192)
     assert dispatch.choose(call_of(op, weight, tokens=4096)).name == "fp8"
-    few = call_of(op, weight, tokens=128)
-    assert dispatch.choose(few).name == "cute"
-    assert re.search(r"an estimated \d+ us for 128 tokens, bfloat16's \d+", reason(few, "auto"))
-    assert reason(few) is None
+    short = call_of(op, weight, tokens=128)
+    assert dispatch.choose(short).name == "cute"
+    assert re.search(r"an estimated \d+ us for 128 tokens, bfloat16's \d+", reason(short, "auto"))
+    assert reason(short) is None
 
 
 @pytest.mark.parametrize("layout", [None, FRAGMENTS])
@@ -103,9 +103,9 @@ def test_auto_takes_it_for_many_tokens(op):
 def test_auto_takes_it_for_many_rows_of_experts(op, layout):
     weight = sizes_of(64, 4096, 4096)
     assert dispatch.choose(call_of_experts(op, weight, 64 * 1024, layout)).name == "fp8"
-    few = call_of_experts(op, weight, 64 * 32, layout)
-    assert "of 64 experts" in reason(few, "auto")
-    assert reason(few) is None
+    short = call_of_experts(op, weight, 64 * 32, layout)
+    assert "of 64 experts" in reason(short, "auto")
+    assert reason(short) is None
 
 
 def test_auto_takes_it_for_fp8_weights():
@@ -115,9 +115,11 @@ def test_auto_takes_it_for_fp8_weights():
 
 
 def test_many_tokens_have_their_weights_converted():
-    few, many = (e4m3_costs.nvfp4_plan(4096, 8192, n, False, False) for n in (1024, 8192))
-    assert not isinstance(few, ConvertedE4m3Plan)
-    assert isinstance(many, ConvertedE4m3Plan)
+    in_the_loop, converted = (
+        e4m3_costs.nvfp4_plan(4096, 8192, n, False, False) for n in (1024, 8192)
+    )
+    assert not isinstance(in_the_loop, ConvertedE4m3Plan)
+    assert isinstance(converted, ConvertedE4m3Plan)
     huge = e4m3_costs.nvfp4_plan(1 << 16, 1 << 14, 8192, False, False)
     assert not isinstance(huge, ConvertedE4m3Plan)  # too large for scratch memory
     sizes, kind = (4096, 4096, 64), (False, True, False, True)

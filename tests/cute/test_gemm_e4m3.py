@@ -47,7 +47,7 @@ EXPERT_FORMS = {
     "in the loop, narrow": lambda *kind: grouped_e4m3_plan(1, 1, *kind),
 }
 # Compiling takes longer than running: few examples, few configurations a test.
-few = settings(max_examples=12)
+quick = settings(max_examples=12)
 # Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
 ACCUMULATOR = 2.0**-10
 
@@ -222,7 +222,7 @@ def bfloat16(seed, shape):
 @pytest.mark.gpu
 class TestValues:
     @BOTH
-    @few
+    @quick
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 700),
@@ -268,7 +268,7 @@ class TestValues:
         assert_bitwise(product(x, weight), first.to(torch.bfloat16), "product in bfloat16")
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 600), stages=st.integers(1, 20))
     @example(0, 1000, 16)
     def test_exact_where_everything_is_dyadic(self, form, seed, tokens, stages):
@@ -296,7 +296,7 @@ class TestValues:
             assert_bitwise(got + 0.0, dequantize(weight, torch.float32).T + 0.0, "weight")
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(2, 600))
     def test_bad_tokens_stay_alone(self, form, seed, tokens):
         weight = weight_of(seed, 272, 384).to("cuda")
@@ -311,7 +311,7 @@ class TestValues:
         assert_bitwise(other[good], got[good], "the other tokens")
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300))
     def test_zero_codes(self, form, seed, tokens):
         weight = weight_of(seed, 144, 256, zeros=True).to("cuda")
@@ -319,7 +319,7 @@ class TestValues:
         assert bool((got == 0).all())
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
     def test_groups(self, form, seed, tokens, groups):
         weight = weight_of(seed, 256 * groups, 384).to("cuda")
@@ -331,7 +331,7 @@ class TestValues:
             assert_right(x[:, g], part, got[:, g])
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), segments=st.integers(2, 4))
     def test_segments(self, form, seed, tokens, segments):
         weight = weight_of(seed, 16 * 21, 256, segments=segments).to("cuda")
@@ -339,7 +339,7 @@ class TestValues:
         assert_right(x, weight, product(x, weight, torch.float32, form=form))
 
     @BOTH
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 600), limit=st.sampled_from([None, 1.5]))
     def test_swiglu(self, form, seed, tokens, limit):
         weight = weight_of(seed, 352, 256).to("cuda")
@@ -370,7 +370,7 @@ def block_weight_of(seed, rows, columns, dtype):
 
 @pytest.mark.gpu
 class TestFp8Weights:
-    @few
+    @quick
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 700),
@@ -385,7 +385,7 @@ class TestFp8Weights:
         x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
         assert_right(x, weight, product(x, weight, torch.float32))
 
-    @few
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
     def test_groups(self, seed, tokens, groups):
         weight = block_weight_of(seed, 256 * groups, 384, torch.float32)
@@ -469,7 +469,7 @@ def routed(form, function, record):
 @pytest.mark.gpu
 class TestExperts:
     @pytest.mark.parametrize("form", EXPERT_FORMS)
-    @few
+    @quick
     @given(
         seed=strategies.seeds(),
         counts=COUNTS,
@@ -490,7 +490,7 @@ class TestExperts:
         assert not bool(got[sum(counts) :].any())
 
     @BOTH
-    @few
+    @quick
     @given(
         seed=strategies.seeds(),
         counts=COUNTS,
