@@ -207,6 +207,21 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
     )
 
 
+def _fp8(
+    module: str, supports: str, op: str, slower_than_later: str, *, reserves_sms: bool = False
+) -> Implementation:
+    """Make the row of an operator whose GEMM FP8 tensor cores run, on Hopper."""
+    return Implementation(
+        op,
+        "fp8",
+        f"dsv4.cute.{module}:{op}",
+        f"dsv4.cute.fp8_supports:{supports}",
+        f"dsv4.cute.fp8_supports:{slower_than_later}",
+        proven=_ON_HOPPER,
+        reserves_sms=reserves_sms,
+    )
+
+
 _FP8_AS_BF16 = "dsv4.ops.fp8_note:multiplied_as_bfloat16"
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
@@ -223,6 +238,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
+    _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm", "gemm"),
         proven=_ON_HOPPER,
@@ -242,6 +258,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("gemm_fp8", "fp8_gemm", "gemm", note=_FP8_AS_BF16),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
+    _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
         proven=_ON_HOPPER,
@@ -257,10 +274,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "few_rows"),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "few_rows"),
     *_cute(
         *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
     ),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
+    _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
     Implementation(
         "grouped_gemm_swiglu_fp8",
         "parts",

@@ -13,7 +13,13 @@ from dsv4.compilation import draft_steps
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute import gemm_fp8, gemm_nvfp4, grouped_nvfp4
+from dsv4.cute import (
+    gemm_e4m3,
+    gemm_fp8,
+    gemm_nvfp4,
+    grouped_gemm_e4m3,
+    grouped_nvfp4,
+)
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.architectures import HOPPER
@@ -69,16 +75,13 @@ class PackedGemm:
                 max_tokens,
                 swiglu=self.swiglu,
             )
-        return cute_gemm.plans(
-            self.rows,
-            self.columns,
-            self.groups,
-            self.activation,
-            self.out_dtype,
-            max_tokens,
-            swiglu=self.swiglu,
-            arch=arch,
+        sizes = (self.rows, self.columns, self.groups)
+        plans: list[Any] = cute_gemm.plans(
+            *sizes, self.activation, self.out_dtype, max_tokens, swiglu=self.swiglu, arch=arch
         )
+        if self.activation == "fp8" and arch == HOPPER:
+            plans += gemm_e4m3.plans(*sizes, self.out_dtype, max_tokens, swiglu=self.swiglu)
+        return plans
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,14 @@ class Fp8Gemm:
         """Configurations of all kernels for up to that many tokens."""
         if arch != HOPPER:
             return []
+        sizes = (self.rows, self.columns, self.groups)
         kind = (self.activation, self.out_dtype, self.scale_dtype)
-        return gemm_fp8.plans(self.rows, self.columns, self.groups, *kind, max_tokens)
+        plans: list[Any] = gemm_fp8.plans(*sizes, *kind, max_tokens)
+        if self.activation == "fp8":
+            plans += gemm_e4m3.plans(
+                *sizes, self.out_dtype, max_tokens, scale_dtype=self.scale_dtype
+            )
+        return plans
 
 
 @dataclass(frozen=True)
@@ -109,12 +118,14 @@ class GroupedGemm:
         top_k: Rows of each token.
         layout: Layout of the weights.
         ranks: Ranks whose tokens come together.
+        is_fp8: Whether activations are FP8.
     """
 
     experts: Experts
     top_k: int
     layout: str = FRAGMENTS
     ranks: int = 1
+    is_fp8: bool = False
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens, whatever their experts."""
@@ -124,7 +135,12 @@ class GroupedGemm:
             if arch == HOPPER or not self.experts.row_scaled:
                 return []
             return list(grouped_nvfp4.plans(self.experts, rows))
-        return cute_grouped.plans(self.experts, rows, arch)
+        plans: list[Any] = cute_grouped.plans(self.experts, rows, arch)
+        if self.is_fp8 and arch == HOPPER:
+            # Gate and up have FP8 results, which down takes.
+            fused = self.experts.swiglu
+            plans += grouped_gemm_e4m3.plans(self.experts, rows, quantized_out=fused)
+        return plans
 
 
 @dataclass(frozen=True)
@@ -301,7 +317,8 @@ def _of_experts(layer: DeepseekV4Experts, arch: str, ranks: int = 1) -> list[Gro
     kinds = [first._replace(quantized_out=known), second]
     if quantises and layer.format is None:
         kinds.append(first._replace(quantized_out=True))
-    return [GroupedGemm(experts, layer.num_experts_per_tok, layout, ranks) for experts in kinds]
+    top_k, is_fp8 = layer.num_experts_per_tok, layer.activation == "fp8"
+    return [GroupedGemm(experts, top_k, layout, ranks, is_fp8) for experts in kinds]
 
 
 def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[PackedGemm]:
