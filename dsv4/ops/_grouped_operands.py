@@ -119,3 +119,13 @@ def checked_weight(
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
+
+
+def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
+
+    Rows of no expert get the last one's, which is as good as any.
+    """
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    expert = torch.bucketize(numbers, offsets[1:], right=True)
+    return values[expert.clamp_(max=values.shape[0] - 1)]
