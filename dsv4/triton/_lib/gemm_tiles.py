@@ -41,9 +41,11 @@ def nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS: tl.conste
     """
     infinite = (tl.abs(total) == float("inf")).to(tl.int32)
     if tl.max(tl.max(infinite, 1), 0) > 0:
+        # Small pieces: the sums are in registers meanwhile.
+        BLOCK: tl.constexpr = max(16, min(_BLOCK, 2048 // TOKENS))
         bad = tl.zeros([TOKENS], tl.int32)
-        for start in range(0, columns, _BLOCK):
-            column = start + tl.arange(0, _BLOCK)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
             mask = inside[:, None] & (column < columns)[None, :]
             value = tl.load(x + token_offset[:, None] + column[None, :], mask=mask, other=0.0)
             value = widen(value)
