@@ -153,13 +153,19 @@ def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementat
 
 
 def _triton(
-    module: str, supports: str, *ops: str, note: str | None = None
+    module: str,
+    supports: str,
+    *ops: str,
+    slower_than_later: str | None = None,
+    note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for the operators of one module of Triton kernels."""
     assert ops, f"{module}: name its operators"
     check = f"dsv4.triton.supports:{supports}"
+    slower = slower_than_later and f"dsv4.triton.supports:{slower_than_later}"
     return tuple(
-        Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check, note=note) for op in ops
+        Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check, slower, note=note)
+        for op in ops
     )
 
 
@@ -245,6 +251,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         reserves_sms=True,
         note=_FP8_AS_BF16,
     ),
+    *_triton(
+        *("gemm_packed", "gemm", "gemm"),
+        slower_than_later="dequantized_is_faster",
+        note=_FP8_AS_BF16,
+    ),
     Implementation(
         "gemm",
         "cublas",
@@ -255,7 +266,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation(
         "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
     ),
-    *_triton("gemm_fp8", "fp8_gemm", "gemm", note=_FP8_AS_BF16),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
     _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "few_tokens", reserves_sms=True),
@@ -263,6 +273,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
         proven=_ON_HOPPER,
         reserves_sms=True,
+        note=_FP8_AS_BF16,
+    ),
+    *_triton(
+        *("gemm_packed", "gemm_swiglu", "gemm_swiglu"),
+        slower_than_later="dequantized_is_faster",
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -279,6 +294,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_cute(
         *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
     ),
+    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
     _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
     Implementation(

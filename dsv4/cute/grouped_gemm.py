@@ -37,6 +37,7 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
+from dsv4.ops._grouped_operands import of_rows
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
@@ -212,16 +213,6 @@ def _launch_all(
                 tile_counter=counters and counters + 4 * i,
             )
             launch(stream, pointers, described=(x, codes, scales))
-
-
-def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
-
-    Rows of no expert get the last one's, which is as good as any.
-    """
-    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    expert = torch.bucketize(numbers, offsets[1:], right=True)
-    return values[expert.clamp_(max=values.shape[0] - 1)]
 
 
 class _Prepared(NamedTuple):

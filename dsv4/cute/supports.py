@@ -358,19 +358,13 @@ def not_blackwell(device: torch.device) -> str | None:
     return f"{gpu}, and tcgen05 is of 10.0 and 10.3"
 
 
-def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:
-    """Return why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
-
-    Args:
-        device: Device of the weights.
-        dtype: Dtype of the inputs.
-        experts: Whether they are routed experts, for which only CuTeDSL kernels are.
-    """
+def no_packed_weights(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel takes packed NVFP4 weights and inputs of a dtype, or None."""
     if device.type != "cuda":
         return f"kernels for packed weights run on a CUDA GPU, the tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"kernels for packed weights take bfloat16, the model is {dtype}"
-    return no_cute(device) if experts else no_triton(device)
+    return no_triton(device)
 
 
 def no_fp8_gemm(device: torch.device) -> str | None:

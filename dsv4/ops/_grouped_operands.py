@@ -126,3 +126,13 @@ def check_step(op: str, rows: int, experts: int) -> None:
     for name, value in (("step_rows", rows), ("step_experts", experts)):
         if value < 0:
             raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
+
+
+def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
+
+    Rows of no expert get the last one's, which is as good as any.
+    """
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    expert = torch.bucketize(numbers, offsets[1:], right=True)
+    return values[expert.clamp_(max=values.shape[0] - 1)]

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.bench.checks.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
-from dsv4.cute.grouped_gemm import of_rows, plans
+from dsv4.cute.grouped_gemm import plans
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.sm90.grouped_gemm_plans import ANY_ROWS, launch_plans, typical_plan
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
+from dsv4.ops._grouped_operands import of_rows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm

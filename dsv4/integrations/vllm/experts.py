@@ -130,7 +130,7 @@ def _unsupported_sizes(layer: RoutedExperts) -> str:
     device = layer.w13_weight.device
     if device.type == "cpu":
         return ""
-    return supports.no_packed_weights(device, moe.in_dtype, experts=True) or ""
+    return supports.no_packed_weights(device, moe.in_dtype) or ""
 
 
 def parallel_ranks(layer: RoutedExperts) -> int:
