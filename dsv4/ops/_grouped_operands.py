@@ -48,6 +48,13 @@ class Rows(NamedTuple):
         return self.x.shape[-1] if self.row_scale is None else 2 * self.x.shape[-1]
 
 
+def check_step(op: str, rows: int, experts: int) -> None:
+    """Check the rows and experts of a step, of which a call multiplies a part."""
+    for name, value in (("step_rows", rows), ("step_experts", experts)):
+        if value < 0:
+            raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
+
+
 def checked_rows(
     op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[Rows, torch.dtype]:
@@ -119,10 +126,3 @@ def checked_weight(
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
-
-
-def check_step(op: str, rows: int, experts: int) -> None:
-    """Check the rows and experts of a step, of which a call multiplies a part."""
-    for name, value in (("step_rows", rows), ("step_experts", experts)):
-        if value < 0:
-            raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
