@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,11 @@ def check_step(op: str, rows: int, experts: int) -> None:
     for name, value in (("step_rows", rows), ("step_experts", experts)):
         if value < 0:
             raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
+
+
+def chosen_for(args: Any) -> tuple[int, int]:
+    """Return the rows and experts for which the kernels of a grouped GEMM's record are chosen."""
+    return args.step_rows or args.x.shape[0], args.step_experts or args.weight.shape[0]
 
 
 def checked_rows(
