@@ -37,7 +37,7 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
-from dsv4.ops._grouped_operands import of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
@@ -157,8 +157,17 @@ def _multiply(
     )
     segments, stream = tuple(args.segments), stream_of(device)
     scales = global_scale.shape[-1]
-    chosen = (args.step_rows, args.step_experts)
-    kind = (problem, tokens, chosen, token_stride, segments, scales, limit, offsets_ready, device)
+    kind = (
+        problem,
+        tokens,
+        chosen_for(args),
+        token_stride,
+        segments,
+        scales,
+        limit,
+        offsets_ready,
+        device,
+    )
     prepared = _prepared(*kind, get_ident())
     if not prepared.counted:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
@@ -248,7 +257,7 @@ def _prepared(
     Args:
         problem: Fields of an ``Experts``.
         tokens: Rows of X.
-        chosen: Rows and experts that the launches are chosen for; 0: those of the problem.
+        chosen: Rows and experts that the launches are chosen for.
         token_stride: Elements from one row of X to the next.
         segments: Rows of an expert's weight that share a global scale each.
         scales: Global scales of an expert.
@@ -258,9 +267,8 @@ def _prepared(
         thread: Identifier of the thread; a launch is for one thread at a time.
     """
     experts, arch = Experts(*problem), architecture(device)
-    chosen_rows = chosen[0] or tokens
-    chosen_experts = experts._replace(experts=chosen[1] or experts.experts)
-    planned = launch_plans(chosen_experts, chosen_rows, arch)
+    rows, step = chosen[0], experts._replace(experts=chosen[1])
+    planned = launch_plans(step, rows, arch)
     assert planned
     cut0, cut1, cut2 = cuts(segments)
     common = {
@@ -289,7 +297,7 @@ def _prepared(
             x = Matrix(tokens, experts.columns, token_stride, launch_plan.plan.tma_tokens)
             launch = _wgmma(kernel, ctas, launch_plan, experts, x, i > 0, values)
             launches.append((launch, False))
-    counted = len(planned) > 1 and uses_tile_counters(chosen_experts, chosen_rows)
+    counted = len(planned) > 1 and uses_tile_counters(step, rows)
     return _Prepared(tuple(launches), counted)
 
 

@@ -90,7 +90,7 @@ def _mapped(nbytes: int) -> torch.Tensor:
 def _forget_error(device: torch.device) -> None:
     """Take CUDA's last error, which a refused call leaves: the next launch raises it, once."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=device).add_(1)
+        torch.zeros(1, dtype=torch.int32, device=device).add_(1)
 
 
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+import dsv4
 from dsv4 import layers
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
@@ -101,6 +102,8 @@ def soak(
     resident = small_model(target)
     hosted = copy.deepcopy(resident)
     layers.host_experts_(hosted, HostExperts(3, 4))
+    if target.type == "cuda":
+        dsv4.warmup(hosted, max_tokens=64, progress=False)
     steps = [DecodeStep(model, 1, 64) for model in (resident, hosted)]
     runs = [step.captured().replay if target.type == "cuda" else step for step in steps]
     generator = torch.Generator().manual_seed(1)

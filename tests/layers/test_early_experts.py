@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import dsv4
 from dsv4 import layers
 from dsv4.bench.suites.hosted_steps import DrawnRouter
 from dsv4.config import CSA, SLIDING, ModelConfig
@@ -123,6 +124,7 @@ def test_captured_steps_have_the_bits_of_all_resident_experts(resident):
         layers.quantize_(model)
         layers.pack_(model)
     layers.host_experts_(models[1], HostExperts(1, 4))
+    dsv4.warmup(models[1], max_tokens=32, progress=False)  # in parallel processes
     steps = [DecodeStep(model, 2, 16) for model in models]
     graphs = [step.captured() for step in steps]
     for number in range(100):

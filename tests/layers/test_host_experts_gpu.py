@@ -17,6 +17,7 @@ from dsv4.layers import _host_memory as host_memory
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.serving._capture import CaptureError, captured
+from dsv4.serving._setup import default_index_format
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
 from tests._tools import host_soak
@@ -154,30 +155,35 @@ def models() -> tuple[DeepseekV4ForCausalLM, DeepseekV4ForCausalLM]:
     return model, other
 
 
-def answers(model, capture: bool, speculate: str | None = None) -> tuple[list[list[int]], int]:
-    with Runner(
-        model, max_sequences=2, max_tokens=64, capture=capture, speculate=speculate
-    ) as runner:
+def answers(model, capture: bool) -> tuple[list[list[int]], int]:
+    # A padded prompt would have GEMMs of other sizes.
+    options = {"max_sequences": 2, "max_tokens": 64, "prompt_buckets": ()}
+    with Runner(model, **options, capture=capture, speculate=None) as runner:
         requests = [runner.add(p, max_new_tokens=24, stop_ids=()) for p in PROMPTS]
         runner.run()
         return [list(request.tokens) for request in requests], runner.captures
 
 
-@torch.inference_mode()
 def test_after_a_warm_up_nothing_compiles(models):
     """Prompts in waves of any number of rows, steps in slots, captured ones."""
     model, before = models[1], compilations()
-    for count in (1, 2, 3, 5, 11, 21, 40, 64):
-        model(torch.randint(0, 128, (1, count), device="cuda"))
+    with Runner(model, max_sequences=1, max_tokens=80, max_chunk=64, capture=False) as runner:
+        for length in (1, 2, 3, 5, 11, 21, 40, 64):
+            runner.add([length] * length, max_new_tokens=3, stop_ids=())
+        runner.run()
     answers(model, capture=True)
     assert compilations() - before == {}
 
 
 @torch.inference_mode()
 def test_logits_have_the_bits_of_all_resident_experts(models):
+    generator = torch.Generator().manual_seed(5)
     for count in (1, 2, 5, 23, 64):
-        ids = torch.randint(0, 128, (1, count), device="cuda")
-        logits = [model(ids) for model in models]
+        prompt, logits = torch.randint(0, 128, (count,), generator=generator).tolist(), []
+        for model in models:
+            index_format = default_index_format(model.config)
+            cache = model.new_cache(1, 80, 64, index_format=index_format)
+            logits.append(model.prefill([prompt], cache, [cache.allocate()]))
         assert_bitwise(logits[1], logits[0], f"{count} tokens")
 
 
@@ -198,9 +204,9 @@ def test_a_runner_drafts(models):
     """One draft of one sequence fits the slots, in captured steps."""
     texts = []
     for model in models:
-        with Runner(
-            model, max_sequences=1, max_tokens=64, capture=True, speculate="mtp", draft_tokens=1
-        ) as runner:
+        options = {"max_sequences": 1, "max_tokens": 64, "prompt_buckets": ()}
+        options |= {"speculate": "mtp", "draft_tokens": 1}
+        with Runner(model, **options, capture=True) as runner:
             request = runner.add(PROMPTS[0], max_new_tokens=24, stop_ids=())
             runner.run()
             assert runner.draft_counts.drafted > 0
