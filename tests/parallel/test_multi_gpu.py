@@ -22,8 +22,13 @@ import torch
 
 from dsv4.checkpoint import save
 from dsv4.config import ModelConfig
+from dsv4.parallel.context import ParallelContext
+from dsv4.parallel.local_model import local_model
 from dsv4.serving import Runner
 from dsv4.testing.models import random_model
+from dsv4.testing.ranks import run_ranks
+from tests.parallel import multi_gpu_program
+from tests.parallel.cases import CONFIG as SMALL
 from tests.parallel.multi_gpu_program import (
     CONFIG,
     PARTS,
@@ -180,6 +185,31 @@ def assert_killed(result: Outcome) -> None:
         said = (f"rank {rank} printed:\n{text}" for rank, text in enumerate(result.output))
         pytest.fail("\n".join([*wrong, *said]).replace("\\n", "\n"), pytrace=False)
     print([report["killed"]["measured"] for report in others], result.ended)
+
+
+def test_logits_of_ranks_have_a_bound_that_wrong_experts_exceed(tmp_path, monkeypatch):
+    """The checks themselves, with ranks that are threads."""
+    config = SMALL.replace(vocab_size=1024, max_position_embeddings=256)
+    whole = random_model(config, 1, torch.bfloat16)
+    save(whole, tmp_path / "checkpoint", layout="bf16")
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(multi_gpu_program, "PROMPTS", [[5, 9, 2], [7], [1000, 30, 4]])
+
+    def work(context: ParallelContext) -> torch.Tensor:
+        return multi_gpu_program._prefilled(local_model(whole, context))
+
+    worker = multi_gpu_program.Worker(0, 2, tmp_path, torch.device("cpu"))
+    ours = worker.shared["logits"] = run_ranks(2, work)[0]
+    measured = multi_gpu_program._compared(worker, ours)
+    assert max(measured["errors"]) > 0
+    multi_gpu_program.virtual_ranks(worker)
+    experts = whole.model.layers[-1].mlp.experts
+    experts.down_proj.data = experts.down_proj.data.roll(1, 0)
+    wrong = worker.shared["logits"] = run_ranks(2, work)[0]
+    with pytest.raises(AssertionError, match="'errors'"):
+        multi_gpu_program._compared(worker, wrong)
+    with pytest.raises(AssertionError, match="apart"):
+        multi_gpu_program.virtual_ranks(worker)
 
 
 class _LaunchedError(Exception):
