@@ -461,7 +461,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
                 holds any, in steps of as many sequences as it pays for; ``"mtp"`` or ``"dspark"``:
                 by these in any step; None: draft nothing. Greedy text does not depend on it.
-            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block, 1 with
+                experts in host memory.
             confidence_threshold: Of DSpark: least probability of acceptance of a draft that is
                 verified; None: by what it costs. See ``dsv4.serving.Runner``.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.kv_cache.layer_cache import ROLLBACK
+from dsv4.layers.host_experts import experts_of
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
@@ -69,6 +70,11 @@ class DraftPlan:
             "draft_tokens": self.tokens,
             "confidence_threshold": self.threshold,
         }
+
+    @property
+    def width(self) -> int:
+        """Tokens of a sequence in every step that is not short of pages; 1 with ``by_size``."""
+        return 1 if self.by_size else 1 + self.tokens
 
     def within(self, max_tokens: int) -> DraftPlan:
         """Return the plan for sequences of at most some tokens, 2 and up."""
@@ -166,7 +172,8 @@ def drafting_of(
         model: The model.
         speculate: ``"mtp"`` or ``"dspark"``; ``"auto"``: the one that the model holds, if it can
             be used; None: none.
-        draft_tokens: Drafted tokens per step; None: 2 of MTP, all of a DSpark block.
+        draft_tokens: Drafted tokens per step; None: 2 of MTP, all of a DSpark block, 1 with experts
+            in host memory.
         threshold: ``confidence_threshold`` of ``Runner``.
         deterministic: Whether the runner is.
 
@@ -276,6 +283,8 @@ def _count(model: DeepseekV4ForCausalLM, method: str, draft_tokens: int | None) 
         assert model.config.dspark is not None
         most = min(most, model.config.dspark.block_size)
     if draft_tokens is None:
+        if any(experts.hosted is not None for _, experts in experts_of(model)):
+            return 1  # each token more loads experts, which takes longer than all else
         return most if method == DSPARK else MTP_TOKENS
     if draft_tokens > most:
         raise ValueError(f"draft_tokens is {draft_tokens}, wanted 1 to {most} of {method}")

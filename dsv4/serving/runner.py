@@ -134,8 +134,8 @@ class Runner:
                 ``"auto"``: by those that it holds, if that can be done, in steps of as many
                 sequences as it pays for; None: not at all. ``drafting`` says which, and
                 ``drafting.explain()`` at how many sequences.
-            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block. At most
-                ``max_tokens - 1`` are made.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block, 1 with
+                experts in host memory. At most ``max_tokens - 1`` are made.
             confidence_threshold: Of DSpark: drafts are verified while the probability that they
                 are accepted, which the draft estimates, is at least this; 0: all are verified, 1:
                 hardly any. None: by what a draft more costs at the number of sequences, see
@@ -176,7 +176,8 @@ class Runner:
             deterministic=deterministic,
         )
         self.draft_counts = DraftCounts()
-        captured = resolve_capture(model, capture, max_sequences)
+        width = 1 if drafting.plan is None else drafting.plan.width
+        captured = resolve_capture(model, capture, max_sequences, width)
         sizes = StepSizes(
             check_buckets(buckets, max_sequences, captured, deterministic),
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
