@@ -145,8 +145,8 @@ def closing(token, count, positions, state_slots, slots, RATIO: tl.constexpr):
     here = token < count
     last = tl.load(positions + token, mask=here, other=0).to(tl.int32)
     stored = tl.load(state_slots + token, mask=here, other=-1) >= 0
-    wanted = tl.load(slots + token, mask=here, other=-1) >= 0
-    return here & stored & wanted & ((last + 1) % RATIO == 0), last
+    has_slot = tl.load(slots + token, mask=here, other=-1) >= 0
+    return here & stored & has_slot & ((last + 1) % RATIO == 0), last
 
 
 @triton.jit

@@ -204,8 +204,8 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
     small_m = None
     if arch != HOPPER or mean <= _SMALL_M_MEAN:
         small_m = _small_m_plan(problem, tokens, arch)
-    few = mean < _SEVERAL_LAUNCHES_MEAN or tokens <= _ONE_LAUNCH_ROWS
-    if arch != HOPPER or (small_m is not None and few):
+    one_launch = mean < _SEVERAL_LAUNCHES_MEAN or tokens <= _ONE_LAUNCH_ROWS
+    if arch != HOPPER or (small_m is not None and one_launch):
         return () if small_m is None else (LaunchPlan(small_m, 0, ANY_ROWS),)
     ladder, launches, above = _ladder(problem), [], 0
     # Two standard deviations of a uniform draw.

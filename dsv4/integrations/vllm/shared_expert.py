@@ -1,9 +1,8 @@
 """The shared expert's output is added where the routed experts' rows are combined.
 
-vLLM's runner of a mixture of experts runs the shared expert, on a stream beside the routed experts
-where steps are small, and adds both outputs by a kernel of its own. ``moe_combine`` adds the shared
-expert's output, too, in float32 and before its sum is rounded: a launch and a rounding less in
-every layer.
+vLLM's runner of a mixture of experts runs the shared expert, on a side stream where steps are
+small, and adds its output to that of the routed experts by a kernel of its own. ``moe_combine``
+adds it, too, in float32 and before its sum is rounded: a launch and a rounding less in every layer.
 """
 
 from __future__ import annotations
