@@ -126,7 +126,7 @@ def experts_plan(
         kind: The last four arguments of ``grouped_e4m3_plan``.
     """
     sizes = (rows, columns, experts, rows_of_x)
-    plans = (grouped_e4m3_plan(rows_of_x, experts, *kind), grouped_converted_plan(*kind))
+    plans = (grouped_e4m3_plan(rows_of_x, experts, *kind), grouped_converted_plan(columns, *kind))
     return min(plans, key=lambda plan: experts_plan_us(plan, *sizes))
 
 

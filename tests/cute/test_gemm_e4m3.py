@@ -42,7 +42,7 @@ FORMS = {
 # Those that tests of values run; the others have the same bits.
 BOTH = pytest.mark.parametrize("form", ["converted", "in the loop"])
 EXPERT_FORMS = {
-    "converted": lambda *kind: grouped_converted_plan(*kind),
+    "converted": lambda *kind: grouped_converted_plan(128, *kind),
     "in the loop": lambda *kind: grouped_e4m3_plan(1 << 20, 1, *kind),
     "in the loop, narrow": lambda *kind: grouped_e4m3_plan(1, 1, *kind),
 }

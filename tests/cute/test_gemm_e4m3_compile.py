@@ -67,7 +67,7 @@ def every_plan():
     kinds += [(wide, True, weighted, False) for wide in yes_or_no for weighted in yes_or_no]
     kinds += [(False, True, weighted, True) for weighted in yes_or_no]
     plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
-    plans += [grouped_converted_plan(*kind) for kind in kinds]
+    plans += [grouped_converted_plan(128, *kind) for kind in kinds]
     return list(dict.fromkeys([*plans, *BY_HAND]))
 
 
@@ -77,7 +77,7 @@ QUICK = (
     BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
     GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
     BY_HAND[0],
-    grouped_converted_plan(False, True, True, True),
+    grouped_converted_plan(128, False, True, True, True),
 )
 
 

@@ -105,6 +105,8 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
 
 
 CONVERT = ConvertE4m3Plan()
+# Whether tiles with stages enough are ``staggered``: compiled, not yet run.
+STAGGERED = False
 _dense = functools.cache(ConvertedE4m3Plan)
 _grouped = functools.cache(GroupedConvertedE4m3Plan)
 
@@ -113,25 +115,48 @@ def converted_plan(
     rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool
 ) -> ConvertedE4m3Plan:
     """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
-    wide = _dense(2, 4, 0, float32_out, swiglu, dequant_warpgroups=0)
-    narrow = _dense(1, 6, 0, float32_out, swiglu, dequant_warpgroups=0)
-    return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
+    plans = [
+        _dense(
+            *(token_rows, stages, 0, float32_out, swiglu),
+            dequant_warpgroups=0,
+            staggered=STAGGERED and may_stagger(stages, columns),
+        )
+        for token_rows, stages in ((2, 4), (1, 6))
+    ]
+    return min(plans, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
 
 
 def grouped_converted_plan(
-    float32_out: bool, swiglu: bool, row_weighted: bool, quantized_out: bool
+    columns: int, float32_out: bool, swiglu: bool, row_weighted: bool, quantized_out: bool
 ) -> GroupedConvertedE4m3Plan:
     """The configuration of a grouped GEMM on converted weights; see ``grouped_e4m3_plan``."""
+    stages = 3 if quantized_out else 4
     return _grouped(
-        2,
-        3 if quantized_out else 4,
-        0,
-        float32_out,
-        swiglu,
+        *(2, stages, 0, float32_out, swiglu),
         dequant_warpgroups=0,
+        staggered=STAGGERED and may_stagger(stages, columns),
         is_row_weighted=row_weighted,
         is_quantized=quantized_out,
     )
+
+
+def may_stagger(stages: int, columns: int) -> bool:
+    """Return whether a ring is no longer than K.
+
+    A warpgroup that leads is at most a ring ahead. So it cannot arrive for a tile, at the barrier
+    that the other one waits at, before that has waited there for the tile before.
+
+    Args:
+        stages: Stages of the ring.
+        columns: K.
+    """
+    return columns // K_BLOCK >= stages
+
+
+def check_stagger(plan: E4m3Plan, columns: int) -> None:
+    """Raise ValueError if a staggered configuration could hang: see ``may_stagger``."""
+    if plan.staggered and not may_stagger(plan.stages, columns):
+        raise ValueError(f"K is {columns}, wanted at least {plan.stages * K_BLOCK} for {plan}")
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:
