@@ -4,8 +4,9 @@
 
 The launchers run on CPU tensors that nobody has written, with Triton's launch replaced by a
 compilation. Prints one line of JSON per compiled kernel, as ``tests._tools.compile_kernels`` does,
-with its constants and ``exchanged``: how many instructions of its loop over the columns pass values
-between threads other than operands of the tensor cores.
+with its constants, ``spills`` (loads and stores of local memory in its machine code) and
+``exchanges`` (stores to shared memory, and shuffles: a weight in fragments needs neither before its
+sum is complete).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import tempfile
 from collections.abc import Iterator
 
 import torch
@@ -26,7 +29,7 @@ from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
 from dsv4.triton._runtime import launch_options
-from tests._tools.compile_kernels import _Driver, _report
+from tests._tools.compile_kernels import _Driver, _report, _tool
 
 OPERATORS = {"gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
 _SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 188}
@@ -52,14 +55,20 @@ def _run(quick: bool) -> None:
     for layout in (FRAGMENTS, LINEAR):
         for tokens in TOKENS[::2] if quick else TOKENS:
             for shape in DENSE[:1] if quick else DENSE:
-                x, weight = torch.empty(tokens, shape[1], dtype=torch.bfloat16), _weight(shape, layout)
+                x, weight = (
+                    torch.empty(tokens, shape[1], dtype=torch.bfloat16),
+                    _weight(shape, layout),
+                )
                 gemm(x, weight, backend="triton")
                 gemm_swiglu(x, weight, 10.0, backend="triton")
     for layout in (FRAGMENTS, SWIZZLED, LINEAR):
         for tokens in TOKENS[::2] if quick else TOKENS:
             for shape in EXPERTS[:1] if quick else EXPERTS:
                 rows = 64 * tokens
-                x, weight = torch.empty(rows, shape[2], dtype=torch.bfloat16), _weight(shape, layout)
+                x, weight = (
+                    torch.empty(rows, shape[2], dtype=torch.bfloat16),
+                    _weight(shape, layout),
+                )
                 offsets = torch.empty(shape[0] + 1, dtype=torch.int32)
                 grouped_gemm(x, weight, offsets, backend="triton")
                 weights = torch.empty(rows)
@@ -86,7 +95,29 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
     with interpret_triton():
         _run(quick)
     for name, kernel, constants in result.values():
-        yield {**_report("packed", name, kernel), **constants}
+        yield {**_report("packed", name, kernel), **constants, **_exchanges(kernel)}
+
+
+def _exchanges(kernel) -> dict[str, int]:
+    """Count instructions: of local memory, and of the loop that multiplies, between threads."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = _tool("nvdisasm", "-c", file.name)
+    local = len(re.findall(r"\b(?:LDL|STL)\b", listing))
+    return {"spills": local, "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", _loop(listing)))}
+
+
+def _loop(listing: str) -> str:
+    """The shortest loop of a listing that has tensor core instructions; empty if there is none."""
+    lines = listing.splitlines()
+    labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if line.strip().endswith(":")}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"BRA\S* .*`\((\S+)\)", line)
+        if jump and labels.get(jump[1], i) < i:
+            loops.append("\n".join(lines[labels[jump[1]] : i]))
+    return min((loop for loop in loops if "MMA" in loop), key=len, default="")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ def routed(rows):
         (HOPPER, 65, "cute"),
         *((gpu, tokens, "cute") for gpu in (B200, B300) for tokens in (0, 1, 17, 64)),
         *((gpu, tokens, "cublas") for gpu in (B200, B300) for tokens in (65, 4096)),
-        *((gpu, tokens, "cublas") for gpu in (THOR, RTX) for tokens in (1, 65)),
+        *((gpu, tokens, "triton") for gpu in (THOR, RTX) for tokens in (1, 65, 512)),
+        *((gpu, 513, "cublas") for gpu in (THOR, RTX)),
     ],
 )
 @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
@@ -72,7 +73,7 @@ def test_other_gpus_are_refused_with_a_reason(capability, gpu):
     expected = f"compute capability 9.0, 10.0, 10.3, the GPU has {actual}"
     assert dense(1)[1]["cute"].endswith(expected)
     assert routed(6)[1]["cute"].endswith(expected)
-    assert routed(6)[0] == "reference"
+    assert routed(6)[0] == "triton"
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, B200, B300])

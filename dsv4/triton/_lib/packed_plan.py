@@ -93,10 +93,9 @@ def _few(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
 
 def _wide(tokens: int, has_wgmma: bool) -> tuple[int, int, int]:
     """Row tiles, warps and stages of a program that multiplies ``tokens`` tokens."""
-    if has_wgmma:
-        return (8, 8, 3) if tokens >= 64 else (4, 4, 4)
-    # Without wgmma the warps share tokens as well: a large tile saves repeated dequantisation.
-    return (8, 4, 3) if tokens >= 128 else (4, 4, 4)
+    if tokens >= (64 if has_wgmma else 128):
+        return 8, 8, 3
+    return 4, 4, 4
 
 
 @functools.lru_cache(maxsize=4096)
