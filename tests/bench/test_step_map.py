@@ -239,7 +239,8 @@ class _Driver:
     edges = ((0, 1), (1, 2))
     status = 1
 
-    def cuStreamGetCaptureInfo_v2(self, stream, status, number, graph, nodes, count):  # noqa: N802
+    def cuStreamGetCaptureInfo_v3(self, stream, status, number, graph, *none):  # noqa: N802
+        assert none == (None, None, None)
         status._obj.value, graph._obj.value = self.status, 77
         return 0
 

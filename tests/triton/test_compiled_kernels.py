@@ -54,6 +54,13 @@ def test_they_give_the_references_bits(arch):
 class TestGrid:
     """The grid that runs compiled kernels."""
 
+    def test_a_parameter_may_be_read_by_its_address(self):
+        result = ran("""
+            mov.b32 %r3, kernel_param_0; ld.param.b64 %rd3, [%r3];
+            mad.wide.u32 %rd4, %r1, 4, %rd3; st.global.b32 [%rd4], %r1;
+        """)
+        assert result == list(range(32))
+
     def test_threads_that_branch_apart_meet_again(self):
         result = ran("""
             and.b32 %r2, %r1, 1; setp.eq.b32 %p1, %r2, 0; mov.b32 %r3, 5;

@@ -15,7 +15,7 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
@@ -460,7 +460,7 @@ def estimated_cycles(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> fl
     """
     tiles = -(-rows // ROWS) * -(-tokens // plan.token_block)
     stage = max(560 * plan.token_rows, 700 if plan.dequant_warps else 0)
-    return -(-tiles // SMS) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
+    return -(-tiles // tuned().sms) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
 
 
 def grouped_e4m3_plan(

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
+from dsv4.cute.sm90.tuned import tuned
 
 GroupedPlan = GroupedWgmmaPlan | GroupedSmallMPlan
 ANY_ROWS = 2**31 - 1  # no upper bound of an expert's rows
@@ -297,7 +297,7 @@ def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, in
     if arch != HOPPER or problem.float32_out or problem.row_scaled or problem.quantized_out:
         return _WARPS, splits
     longer = min(n for n in divisors if tiles // n <= _FEWER_WARPS_TILES)
-    row_tiles = tokens * problem.rows / 16 / SMS  # of a CTA
+    row_tiles = tokens * problem.rows / 16 / tuned().sms  # of a CTA
 
     def filled(warps: int, splits: int) -> float:
         rounds = row_tiles * splits / warps
@@ -337,10 +337,10 @@ def _cycles(plan: GroupedWgmmaPlan, problem: Experts, tokens: int) -> float:
         tiles += share * (whole + bool(rest))
         cycles += share * (whole * tile[plan.token_block] + bool(rest) * tile[last])
     row_blocks = problem.experts * -(-problem.rows // plan.rows)
-    rounds = tiles * row_blocks / SMS
+    rounds = tiles * row_blocks / tuned().sms
     if rounds < 8:  # few: whole rounds, of average tiles
-        return math.ceil(rounds) / rounds * cycles * row_blocks / SMS
-    return cycles * row_blocks / SMS
+        return math.ceil(rounds) / rounds * cycles * row_blocks / tuned().sms
+    return cycles * row_blocks / tuned().sms
 
 
 def _step_cycles(plan: GroupedWgmmaPlan, width: int) -> float:

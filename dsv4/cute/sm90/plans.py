@@ -12,11 +12,9 @@ from typing import NamedTuple
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
+from dsv4.cute.sm90.tuned import tuned
 
 Plan = SmallMPlan | WgmmaPlan
-# The small-M kernel is the faster one up to 8 tokens, and up to 16 for small matrices (H200).
-_SMALL_M = 8
-_SMALL_MATRIX = 24 << 20  # weights
 
 
 class GemmProblem(NamedTuple):
@@ -49,7 +47,9 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
     # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
         return small
-    if small is not None and tokens <= (TOKENS if _takes_16_tokens(problem) else _SMALL_M):
+    if small is not None and tokens <= (
+        TOKENS if _takes_16_tokens(problem) else tuned().gemm_small_m.few_tokens
+    ):
         return small
     return _large_m(problem, counted_as(tokens)) or small
 
@@ -73,7 +73,7 @@ def token_counts(most: int) -> list[int]:
 
 def _takes_16_tokens(problem: GemmProblem) -> bool:
     """Return whether the small-M kernel takes up to 16 tokens: small and measured matrices."""
-    if problem.rows * problem.columns <= _SMALL_MATRIX:
+    if problem.rows * problem.columns <= tuned().gemm_small_m.small_matrix:
         return True
     tiles = problem.rows // 16
     kind = (problem.float32_out, problem.row_scaled)

@@ -77,9 +77,10 @@ def nodes_so_far(stream: int, driver: Any = None) -> int:
     """
     driver = _driver() if driver is None else driver
     status, graph, number = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    failed = driver.cuStreamGetCaptureInfo_v2(
+    # Without dependencies: the driver refuses to list programmatic ones without their data.
+    failed = driver.cuStreamGetCaptureInfo_v3(
         *(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)),
-        *(ctypes.byref(graph), None, None),
+        *(ctypes.byref(graph), None, None, None),
     )
     check(failed, "asking a stream for the graph that is captured on it")
     if status.value != _CAPTURING:
