@@ -26,7 +26,7 @@ from dsv4.compilation.progress_line import progress as progress_line
 from dsv4.compilation.recipe import Recipe
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
@@ -135,7 +135,8 @@ def warmup(
         model: A module, a ``ModelConfig`` or transformers' configuration.
         device: The GPU to load the kernels on. By default that of the model or the current one;
             with ``arch``, none: the kernels are only compiled.
-        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``; by default that of the GPU.
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"``,
+            ``"sm_120a"`` or ``"sm_121a"``; by default that of the GPU.
         max_tokens: Most tokens of a step. Above 8192 there are no further CuTeDSL kernels.
         progress: Whether to show progress on stderr, as a bar if rich is installed.
         bundle: A file that ``python -m dsv4 warmup`` wrote.
@@ -348,12 +349,12 @@ def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) 
 
 def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
     """The name to compile for; None if there are no kernels for the GPU."""
-    if arch is not None and arch not in ARCHITECTURES.values():
-        known = ", ".join(map(repr, ARCHITECTURES.values()))
+    if arch is not None and arch not in EVERY_ARCHITECTURE.values():
+        known = ", ".join(map(repr, EVERY_ARCHITECTURE.values()))
         raise ValueError(f"warmup: arch is {arch!r}, wanted one of {known}")
     if gpu is None:
         return arch
-    own = ARCHITECTURES.get(capability(gpu))
+    own = EVERY_ARCHITECTURE.get(capability(gpu))
     if arch is not None and arch != own:
         raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {own or 'none'}")
     return own

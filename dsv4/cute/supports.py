@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts
-from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, BLACKWELL_NAMES, HOPPER
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
@@ -386,6 +386,6 @@ def packed_layout(device: torch.device, activation: str) -> str:
 
 
 def packed_layout_of(arch: str | None, activation: str) -> str:
-    """The same for a value of ``ARCHITECTURES``, or None for another GPU."""
-    swizzled = arch not in (None, HOPPER) and activation == NVFP4.name
+    """The same for a value of ``EVERY_ARCHITECTURE``, or None for another GPU."""
+    swizzled = arch in BLACKWELL_NAMES and activation == NVFP4.name
     return SWIZZLED if swizzled else FRAGMENTS
