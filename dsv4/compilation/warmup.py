@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4 import dispatch
 from dsv4.compilation import bundle as _bundle
 from dsv4.compilation import compiler as _compile
 from dsv4.compilation import pool as _compile_pool
@@ -70,6 +71,7 @@ class Warmup:
             process that first launches them, which then raises what is wrong.
         operators: What runs each operator of the steps; empty where they were not looked at.
         skipped: Why they were not.
+        passed_over: Names of kernels that the self-test of a GPU found wrong, and what is wrong.
     """
 
     kernels: int
@@ -80,6 +82,7 @@ class Warmup:
     failed: dict[str, str] = field(default_factory=dict)
     operators: tuple[Operator, ...] = ()
     skipped: str = ""
+    passed_over: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -89,6 +92,7 @@ class Warmup:
         if self.skipped:
             lines.append(f"Triton kernels were left out: {self.skipped}")
         lines += [f"failed: {name}: {why}" for name, why in self.failed.items()]
+        lines += [f"passed over: {name}: {why}" for name, why in self.passed_over.items()]
         first = [operator for operator in self.operators if not operator.refused]
         others = [operator for operator in self.operators if operator.refused]
         for title, listed in (("compiled", first), ("no kernel of its own", others)):
@@ -179,7 +183,19 @@ def warmup(
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
-    return replace(done, seconds=time.perf_counter() - start)
+    wrong = {} if gpu is None else _self_tested(done, gpu)
+    return replace(done, passed_over=wrong, seconds=time.perf_counter() - start)
+
+
+def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
+    """Test kernels that never ran on such a GPU, before CUDA graphs need them; what is wrong."""
+    wrong = {}
+    for operator in done.operators:
+        if operator.name in dispatch.operators():
+            reason = dispatch.self_tested(operator.name, operator.implementation, gpu)
+            if reason is not None:
+                wrong[f"{operator.name} {operator.implementation}"] = reason
+    return wrong
 
 
 def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | None:
