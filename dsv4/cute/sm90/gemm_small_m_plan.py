@@ -19,6 +19,7 @@ _OTHER_REGISTERS = 46  # registers of a thread beside prefetched weights
 _ENOUGH_WARPS = 1024
 _EARLY_STAGES = 8  # loaded before X, in the configurations that were measured
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
+_HOPPER_SHARED = 227 * 1024  # shared memory that one CTA can have
 _SHARED_LIMIT = 100 * 1024  # two CTAs an SM, so that the next kernel's first loads run early
 # CTAs, warps, stages and, where it is 2, rounds of the fastest configuration that a search on an
 # H200 found for bfloat16 results, by tiles of tokens, row tiles, row tiles of a group, and columns:
@@ -246,7 +247,13 @@ class SmallMRingPlan(SmallMPlan):
 
 
 def small_m_plan(
-    row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+    row_tiles: int,
+    group_tiles: int,
+    columns: int,
+    tokens: int,
+    float32_out: bool,
+    row_scaled: bool,
+    shared: int = _HOPPER_SHARED,
 ) -> SmallMPlan | None:
     """The configuration for up to 16 tokens, or None if there is none.
 
@@ -261,9 +268,10 @@ def small_m_plan(
         tokens: 1 to 16.
         float32_out: Whether the result is float32.
         row_scaled: Whether every token has a scale.
+        shared: Bytes of shared memory that a CTA can have.
     """
     token_tiles = 1 if tokens <= 8 else 2
-    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
+    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled, shared)
 
 
 def is_measured(
@@ -288,17 +296,22 @@ def _chosen(
     token_tiles: int,
     float32_out: bool,
     row_scaled: bool,
+    shared: int,
 ) -> SmallMPlan | None:
     key = (token_tiles, row_tiles, group_tiles, columns)
     kind = (token_tiles, float32_out, row_scaled)
     ring = _RINGS.get(key)
     if ring is not None and _fits_registers(ring[0], float32_out, row_scaled):
         ctas, warps, stages = ring
-        return SmallMRingPlan(columns, ctas, warps, *kind, stages)
+        ring_plan = SmallMRingPlan(columns, ctas, warps, *kind, stages)
+        if ring_plan.shared_bytes <= shared:
+            return ring_plan
     measured = _MEASURED.get(key)
     if measured is not None and _fits_registers(measured[0], float32_out, row_scaled):
         ctas, warps, stages, rounds = (*measured, 1)[:4]
-        return SmallMPlan(columns, ctas, warps, *kind, stages, rounds=rounds)
+        plan = SmallMPlan(columns, ctas, warps, *kind, stages, rounds=rounds)
+        if plan.shared_bytes <= shared:
+            return plan
     one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     stage_counts = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
@@ -310,7 +323,7 @@ def _chosen(
         most = stage_counts[0] if ctas > 1 else 3 if float32_out else 4
         stages = next(n for n in stage_counts if n <= most and tiles % n == 0)
         plan = SmallMPlan(columns, ctas, warps, token_tiles, float32_out, row_scaled, stages)
-        if plan.shared_bytes <= _SHARED_LIMIT:
+        if plan.shared_bytes <= min(shared, _SHARED_LIMIT):
             fitting.append(plan)
     wide = [plan for plan in fitting if row_tiles * plan.ctas >= _ENOUGH_WARPS]
     return wide[0] if wide else fitting[-1] if fitting else None
