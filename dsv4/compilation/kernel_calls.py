@@ -22,7 +22,7 @@ from dsv4.cute import (
 )
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute.grouped_problem import Experts
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.supports import packed_layout_of
@@ -171,7 +171,9 @@ Call = PackedGemm | Fp8Gemm | GroupedGemm | Attention | Indexer
 
 
 def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
-    """The configurations of all kernels of these calls, each once."""
+    """The configurations of all kernels of these calls, each once; none of a GPU without any."""
+    if arch not in ARCHITECTURES.values():
+        return []
     return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
 
 

@@ -184,14 +184,18 @@ class Plan:
 
 
 _MOST_SPLITS = 16
+_HOPPER_SHARED = 227 * 1024
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Plan:
+def plan(
+    tokens: int, rows: int, columns: int, groups: int, sm_count: int, shared: int = _HOPPER_SHARED
+) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
     ``rows`` are those of a group. Columns that end within a block take small tiles, which
-    leave registers for loads of single values.
+    leave registers for loads of single values. ``shared`` is how many bytes of shared memory a
+    program can have, which bounds the stages.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:
@@ -200,6 +204,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
         high, warps = 64, 4
         wide = min(64 if whole else 32, max(16, launch_options.power_of_two(tokens)))
         stages = {16: 6, 32: 5, 64: 4}[wide]
+    stages = min(stages, (shared - 1024) // (BLOCK * (high + 2 * wide)))
     blocks = triton.cdiv(columns, BLOCK)
     tiles = tiles_of_group(rows, groups, high) * groups * triton.cdiv(tokens, wide)
     sums = tokens * groups * rows
@@ -270,7 +275,8 @@ def _launch_gemm(
     """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
     tokens, groups, columns = x.shape
     rows = codes.shape[0] // groups
-    cut = plan(tokens, rows, columns, groups, launch_options.sm_count(x.device))
+    gpu = (launch_options.sm_count(x.device), launch_options.shared_memory(x))
+    cut = plan(tokens, rows, columns, groups, *gpu)
     target = out
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, rows)

@@ -204,7 +204,8 @@ class TestDefault:
             ((8, 0), torch.bfloat16, "the GPU has 8.0", None),
             ((9, 0), torch.bfloat16, None, None),
             ((10, 3), torch.bfloat16, None, None),
-            ((12, 0), torch.bfloat16, "the GPU has 12.0", None),
+            ((11, 0), torch.bfloat16, "the GPU has 11.0", None),
+            ((12, 0), torch.bfloat16, None, None),
         ],
     )
     def test_reasons(self, capability, dtype, experts, linear):
@@ -222,6 +223,7 @@ class TestDefault:
             ((10, 0), "bf16", FRAGMENTS),
             ((10, 0), "nvfp4", SWIZZLED),
             ((10, 3), "nvfp4", SWIZZLED),
+            ((12, 0), "nvfp4", FRAGMENTS),
         ],
     )
     def test_layout_of_a_gpu(self, capability, activation, layout):

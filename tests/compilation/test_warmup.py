@@ -564,7 +564,7 @@ class TestDevices:
         assert loaded == [torch.device("cuda", index)] * done.kernels
 
     def test_another_gpu_has_no_kernels(self, loaded):
-        machine.MACHINE.pretend(capability=(12, 0))
+        machine.MACHINE.pretend(capability=(11, 0))
         done = dsv4.warmup(dsv4.ModelConfig.tiny())
         assert (done.kernels, done.compiled, loaded) == (0, 0, [])
         with pytest.raises(ValueError, match="arch is 'sm_90a', but cuda:1 wants none"):
@@ -582,7 +582,7 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"arch": "sm_80"}, "wanted one of 'sm_90a', 'sm_100a', 'sm_103a'"),
+            ({"arch": "sm_75"}, "wanted one of 'sm_80', 'sm_86', 'sm_89', 'sm_120a'"),
             ({"device": "cpu"}, "device is cpu, wanted a CUDA GPU"),
             ({"arch": "sm_90a", "max_tokens": 0}, "max_tokens is 0, wanted at least 1"),
         ],

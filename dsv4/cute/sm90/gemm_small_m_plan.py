@@ -18,6 +18,7 @@ _REGISTER_FILE = 1 << 16  # registers of an SM
 _OTHER_REGISTERS = 46  # registers of a thread beside prefetched weights
 _EARLY_STAGES = 8  # loaded before X, in the configurations that were measured
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
+_HOPPER_SHARED = 227 * 1024  # shared memory that one CTA can have
 _SHARED_LIMIT = 100 * 1024  # two CTAs an SM, so that the next kernel's first loads run early
 
 
@@ -208,7 +209,13 @@ class SmallMRingPlan(SmallMPlan):
 
 
 def small_m_plan(
-    row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+    row_tiles: int,
+    group_tiles: int,
+    columns: int,
+    tokens: int,
+    float32_out: bool,
+    row_scaled: bool,
+    shared: int = _HOPPER_SHARED,
 ) -> SmallMPlan | None:
     """The configuration for up to 16 tokens, or None if there is none.
 
@@ -223,9 +230,10 @@ def small_m_plan(
         tokens: 1 to 16.
         float32_out: Whether the result is float32.
         row_scaled: Whether every token has a scale.
+        shared: Bytes of shared memory that a CTA can have.
     """
     token_tiles = 1 if tokens <= 8 else 2
-    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
+    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled, shared)
 
 
 def is_measured(
@@ -247,6 +255,16 @@ def _measured(key: SmallMKey, float32_out: bool, row_scaled: bool) -> SmallMConf
     return None
 
 
+def _plan_of(
+    measured: SmallMConfiguration, columns: int, kind: tuple[int, bool, bool]
+) -> SmallMPlan:
+    """Return the plan of a measured configuration; ``kind``: token tiles, float32, row scales."""
+    shape = (columns, measured.ctas, measured.warps, *kind, measured.stages)
+    if measured.ring:
+        return SmallMRingPlan(*shape)
+    return SmallMPlan(*shape, rounds=measured.rounds)
+
+
 @functools.cache
 def _chosen(
     row_tiles: int,
@@ -255,16 +273,16 @@ def _chosen(
     token_tiles: int,
     float32_out: bool,
     row_scaled: bool,
+    shared: int,
 ) -> SmallMPlan | None:
     kind = (token_tiles, float32_out, row_scaled)
     measured = _measured(
         SmallMKey(token_tiles, row_tiles, group_tiles, columns), float32_out, row_scaled
     )
     if measured is not None:
-        shape = (columns, measured.ctas, measured.warps, *kind, measured.stages)
-        if measured.ring:
-            return SmallMRingPlan(*shape)
-        return SmallMPlan(*shape, rounds=measured.rounds)
+        plan = _plan_of(measured, columns, kind)
+        if plan.shared_bytes <= shared:
+            return plan
     one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     stage_counts = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
@@ -276,7 +294,7 @@ def _chosen(
         most = stage_counts[0] if ctas > 1 else 3 if float32_out else 4
         stages = next(n for n in stage_counts if n <= most and tiles % n == 0)
         plan = SmallMPlan(columns, ctas, warps, token_tiles, float32_out, row_scaled, stages)
-        if plan.shared_bytes <= _SHARED_LIMIT:
+        if plan.shared_bytes <= min(shared, _SHARED_LIMIT):
             fitting.append(plan)
     enough = tuned().gemm_small_m.enough_warps
     wide = [plan for plan in fitting if row_tiles * plan.ctas >= enough]

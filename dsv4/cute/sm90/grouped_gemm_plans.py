@@ -16,14 +16,13 @@ import math
 from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import HOPPER, shared_limit
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.tuned import tuned
 
 GroupedPlan = GroupedWgmmaPlan | GroupedSmallMPlan
 ANY_ROWS = 2**31 - 1  # no upper bound of an expert's rows
-_SHARED_LIMIT = 227 * 1024  # shared memory of an SM that one CTA can have
 
 # Rows of X up to which K is split, because there are few row tiles for all warps. At 64 rows
 # gate_up and down of Pro took 1594 and 799 us in 4 and 2 splits, 1520 and 741 us in 2 and 1: the
@@ -277,10 +276,14 @@ def _small_m_plan(problem: Experts, tokens: int, arch: str) -> GroupedSmallMPlan
         swizzled_out=problem.swizzled_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
-    over = plan.shared_bytes - _SHARED_LIMIT
+    over = plan.shared_bytes - shared_limit(arch)
     rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
     fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST_ROWS)
-    return dataclasses.replace(plan, segment_rows=rows) if fits else None
+    if fits:
+        return dataclasses.replace(plan, segment_rows=rows)
+    # With less shared memory than Hopper's: 8 rows a segment, however many an expert has.
+    halved = dataclasses.replace(plan, token_tiles=1, segment_rows=8)
+    return halved if arch != HOPPER and halved.shared_bytes <= shared_limit(arch) else None
 
 
 def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, int]:

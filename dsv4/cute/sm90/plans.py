@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import HOPPER, shared_limit
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
 from dsv4.cute.sm90.tuned import tuned
@@ -43,7 +43,7 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
 
     A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    small = _small_m(problem, min(tokens, TOKENS))
+    small = _small_m(problem, min(tokens, TOKENS), shared_limit(arch))
     # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
         return small
@@ -81,7 +81,7 @@ def _takes_16_tokens(problem: GemmProblem) -> bool:
 
 
 @functools.cache
-def _small_m(problem: GemmProblem, tokens: int) -> SmallMPlan | None:
+def _small_m(problem: GemmProblem, tokens: int, shared: int) -> SmallMPlan | None:
     tiles = problem.rows // 16
     plan = small_m_plan(
         tiles,
@@ -90,6 +90,7 @@ def _small_m(problem: GemmProblem, tokens: int) -> SmallMPlan | None:
         tokens,
         problem.float32_out,
         problem.row_scaled,
+        shared,
     )
     return plan and dataclasses.replace(plan, swiglu=problem.swiglu)
 
