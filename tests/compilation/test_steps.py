@@ -177,8 +177,7 @@ print(json.dumps(result))
 
 @pytest.mark.slow
 def test_drafts_of_ranks_launch_nothing_that_is_not_listed():
-    found = json.loads(printed(DRAFTS_OF_RANKS))
-    for drafts in found.values():
+    for drafts in json.loads(printed(DRAFTS_OF_RANKS)).values():
         assert drafts["new"] == []
         verified = {"_greedy_kernel", "_candidates_kernel", "_emit_kernel", "_distribution_kernel"}
         assert verified | {"_push_kernel"} <= set(drafts["names"])

@@ -188,13 +188,13 @@ def test_no_capture_of_a_runner_begins_in_a_pool_without_a_graph(
 @pytest.mark.gpu
 def test_a_capture_after_the_last_graph_is_freed_on_a_gpu() -> None:
     """The allocator keeps the pool for what outlives its graphs, as workspaces of libraries do."""
-    graphs, kept = Graphs(), list[torch.Tensor]()
+    graphs, workspaces = Graphs(), list[torch.Tensor]()
     x = torch.ones(1 << 20, dtype=torch.float32, device="cuda")
 
     def work() -> torch.Tensor:
         doubled = 2 * x
         if torch.cuda.is_current_stream_capturing():
-            kept.append(doubled)
+            workspaces.append(doubled)
         return doubled + 1
 
     for value in (1.0, 2.0, 3.0):
