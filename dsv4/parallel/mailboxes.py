@@ -53,7 +53,8 @@ class Mailbox:
         workspace: Symmetric bfloat16 buffer of torch's own all-reduce kernels; None without.
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
         owner: What keeps the memory alive.
-        ending: Pinned flags of ranks that are gone, and a stream on which they come; None where
+        ending: Pinned flags of ranks that are gone, and a stream of high priority, which no waiting
+            kernel shares a queue with; None where
             no kernel waits for another process.
     """
 
@@ -192,7 +193,7 @@ def _mailbox(
     box = Mailbox(rank, slots, flags, counter, kind, owner=owner)
     if counter.is_cuda:  # made now, because later the host could wait for a kernel
         gone = torch.full(flags[rank].shape, GONE, dtype=torch.int32, device="cpu").pin_memory()
-        box.ending = gone, torch.cuda.Stream(counter.device)
+        box.ending = gone, torch.cuda.Stream(counter.device, priority=-1)
     return box
 
 

@@ -421,7 +421,9 @@ def _compared(worker: Worker, ours: torch.Tensor) -> dict[str, Any]:
 
     In bfloat16 it is ``floor`` away from float32. Where one process rounds the output of a sublayer
     once, ranks round N parts and their sum, so that independent errors are at most ``(N + 1)^0.5``
-    as large; and what lies between two results is at most the sum of their errors.
+    as large; and what lies between two results is at most the sum of their errors. A close call
+    of a router or an indexer in bfloat16 gives a token another expert or entry, and one prompt of
+    all may have such a call; ``virtual_ranks`` compares bits.
     """
     right, exact = _of_one(worker, "bfloat16"), _of_one(worker, "float32")
     floors = _distances(right, exact)
@@ -433,7 +435,7 @@ def _compared(worker: Worker, ours: torch.Tensor) -> dict[str, Any]:
         "allowed": [round(error, 4) for error in allowed.tolist()],
         "argmax agrees": float((ours.argmax(-1) == right.argmax(-1)).float().mean()),
     }
-    assert bool((errors <= allowed).all()), measured
+    assert int((errors > allowed).sum()) <= 1, measured
     return measured
 
 
