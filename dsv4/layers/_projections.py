@@ -58,7 +58,7 @@ def projections_of(
         out_dtype: Dtype of values and scores; None for that of ``x``.
     """
     weights = [layer.weight for layer in layers]
-    heads, out = compressor_projections(x, *weights, out_dtype=out_dtype)
+    out, heads = compressor_projections(x, *weights, out_dtype=out_dtype)
     columns = [layer.out_features for layer in layers[:4]]
     kv, score, *index = out.split_with_sizes(columns, dim=-1)
     return Projections((kv, score), tuple(index), heads)

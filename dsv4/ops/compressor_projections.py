@@ -34,7 +34,7 @@ class CompressorProjectionsArgs(NamedTuple):
 
     @property
     def pooled(self) -> tuple[torch.Tensor, ...]:
-        """Weights of values and scores, in the order of the second result's columns."""
+        """Weights of values and scores, in the order of the first result's columns."""
         index = (self.index_kv, self.index_gate)
         return (self.kv, self.gate, *(weight for weight in index if weight is not None))
 
@@ -44,8 +44,8 @@ def _fake(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     columns = sum(weight.shape[0] for weight in args.pooled)
     heads = 0 if args.heads is None else args.heads.shape[0]
     return (
-        args.x.new_empty((tokens, heads)),
         args.x.new_empty((tokens, columns), dtype=args.out_dtype),
+        args.x.new_empty((tokens, heads)),
     )
 
 
@@ -82,9 +82,9 @@ def compressor_projections(
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``([T, n] in x.dtype, [T, 2C + 2c] in out_dtype)``: the weights of the heads; values and
-        scores of the compressor, then those of the indexer's, as columns of one tensor. Without an
-        indexer n and c are 0.
+        ``([T, 2C + 2c] in out_dtype, [T, n] in x.dtype)``: values and scores of the compressor,
+        then those of the indexer's, as columns of one tensor, and the weights of the heads. Without
+        an indexer c and n are 0.
 
     Raises:
         TypeError: if a dtype is not floating.

@@ -18,4 +18,4 @@ def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tenso
         heads = args.x.new_empty((x.shape[0], 0))
     else:
         heads = functional.linear(x, args.heads.to(wide)).to(args.x.dtype)
-    return heads, torch.cat(pooled, -1).to(args.out_dtype)
+    return torch.cat(pooled, -1).to(args.out_dtype), heads

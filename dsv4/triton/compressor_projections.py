@@ -178,7 +178,7 @@ def multiply(
     out = x.new_empty((tokens, 2 * (channels + index_channels)), dtype=args.out_dtype)
     head_out = x.new_empty((tokens, heads))
     if tokens == 0 or hidden == 0:
-        return head_out.zero_(), out.zero_()
+        return out.zero_(), head_out.zero_()
     x = x if x.stride(1) == 1 else x.contiguous()
     weights = [
         (kv if weight is None else weight).contiguous()
@@ -207,4 +207,4 @@ def multiply(
             num_warps=tile.warps,
             **launch_options.options(x),
         )
-    return head_out, out
+    return out, head_out

@@ -43,7 +43,7 @@ def build(case, device):
 
 
 def assert_products(got, x, weights, out_dtype):
-    heads, out = got
+    out, heads = got
     wide = x.double()
     pooled = [weight.double() for weight in weights[:4] if weight is not None]
     truth = torch.cat([wide @ weight.T for weight in pooled], 1)
@@ -113,7 +113,7 @@ def test_rows_that_lie_apart(device):
 def test_float64_is_the_oracle(device):
     case = {"seed": 4, "tokens": 3, "hidden": 48, "rows": (5, 4, 2), "indexed": True}
     x, weights = build({**case, "dtype": torch.float64}, device)
-    heads, out = compressor_projections(x, *weights)
+    out, heads = compressor_projections(x, *weights)
     assert (out.dtype, heads.dtype) == (torch.float64, torch.float64)
     torch.testing.assert_close(out[:, :5], x @ weights[0].T, rtol=1e-13, atol=1e-12)
     torch.testing.assert_close(heads, x @ weights[4].T, rtol=1e-13, atol=1e-12)
