@@ -29,7 +29,7 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     e4m3_plan,
     grouped_e4m3_plan,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.sm90.tuned import tuned
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
 _LAUNCH = 10.0  # us of a GEMM that do not depend on its size
@@ -149,7 +149,7 @@ def dense_us(rows: int, columns: int, tokens: int, token_rows: int, *, converted
         token_rows: Blocks of 128 tokens of a tile, 1 or 2.
         converted: Whether weights are converted before; that is part of the result.
     """
-    rounds = -(-(-(-rows // ROWS) * -(-tokens // (128 * token_rows))) // SMS)
+    rounds = -(-(-(-rows // ROWS) * -(-tokens // (128 * token_rows))) // tuned().sms)
     stage = (_CONVERTED if converted else _DEQUANTIZING)[token_rows]
     us = _LAUNCH + rounds * (_TILE + columns // K_BLOCK * stage)
     return us + conversion_us(rows * columns) if converted else us
@@ -180,7 +180,7 @@ def grouped_us(
     last = 0.3 if converted else 0.5
     stage = (_CONVERTED if converted else _DEQUANTIZING)[token_rows]
     tiles = experts * -(-rows // ROWS)
-    us = _LAUNCH + tiles / SMS * ((full + last) * stages * stage + (full + 0.5) * _TILE)
+    us = _LAUNCH + tiles / tuned().sms * ((full + last) * stages * stage + (full + 0.5) * _TILE)
     if not converted:
         return us
     ranges = -(-experts // experts_at_once(rows, columns))

@@ -14,6 +14,7 @@ from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 from dsv4.cute.supports import not_hopper
 from dsv4.dispatch import Call
+from dsv4.ops._grouped_operands import chosen_for
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
@@ -133,8 +134,8 @@ def few_tokens(call: Call) -> str | None:
 def few_rows(call: Call) -> str | None:
     """Return why a later row multiplies few rows an expert faster, or None: by estimated times."""
     args: _GroupedArgs = call.args
-    experts, rows, half = args.weight.shape
-    count = args.x.shape[0]
+    _, rows, half = args.weight.shape
+    count, experts = chosen_for(args)
     if not count:
         return None
     times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import dispatch
-from dsv4.ops._grouped_operands import of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
@@ -232,7 +232,7 @@ def _multiply(
     layout = layout_of(args.layout)
     weight = Weight(rows, columns, layout == FRAGMENTS)
     sms = launch_options.sm_count(x.device)
-    cut = grouped_plan(weight, tokens, experts, sms, has_wgmma(x))
+    cut = grouped_plan(weight, *chosen_for(args), sms, has_wgmma(x))
     scale = GlobalScale.of(args.global_scale, args.segments, rows)
     assert args.scales is not None
     scales = scale_words(args.scales, layout)
