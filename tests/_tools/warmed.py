@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import dsv4
-from dsv4.cute.runtime import cubin_cache
 from dsv4.model import DeepseekV4ForCausalLM
 
 
@@ -34,9 +36,7 @@ def warmed(model: DeepseekV4ForCausalLM, max_tokens: int) -> DeepseekV4ForCausal
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """Wait until no other process of this machine compiles the kernels of a test."""
-    folder = cubin_cache.folder()
-    assert folder is not None, "compiled kernels are not kept, so each process would compile them"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "tests.lock").open("a") as file:
+    name = f"dsv4-kernels-of-tests-{os.getuid()}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
