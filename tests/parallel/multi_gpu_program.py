@@ -30,6 +30,7 @@ import torch.distributed as dist
 import dsv4
 from dsv4 import explain, ops
 from dsv4.checkpoint import Checkpoint
+from dsv4.compilation.warmup import warm_ranks
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.debug import compilations
 from dsv4.dispatch import use_backend
@@ -368,8 +369,6 @@ def loaded(worker: Worker) -> dict[str, float]:
 
 def kernels(worker: Worker) -> dict[str, Any]:
     """All kernels of the rank's sizes are compiled ahead, by rank 0."""
-    from dsv4.compilation.warmup import warm_ranks
-
     done = warm_ranks(worker.shared["model"], 2048, progress=False)
     worker.shared["compiled"] = compilations()
     if not worker.has_gpu:
@@ -639,6 +638,7 @@ def dp_logits(worker: Worker) -> dict[str, Any]:
 def killed(worker: Worker, parallel: str, with_mailboxes: bool) -> dict[str, Any]:
     """The last rank ends in the middle of a step: the others get an error, and end, too."""
     model = worker.load(parallel, prepare=False, reserve_tokens=0)
+    warm_ranks(model, 256, progress=False)
     if worker.has_gpu and not with_mailboxes:
         mailboxes._OPEN.pop(model.parallel.group.name, None)
         model.parallel.group.mailbox = None
