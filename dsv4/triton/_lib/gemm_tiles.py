@@ -13,7 +13,7 @@ from dsv4.triton.swiglu import swiglu_of
 
 # How many global scales a weight has: none, one, one per segment, or one per row.
 NO_SCALE, ONE_SCALE, SEGMENT_SCALES, ROW_SCALES = range(4)
-_NONE, _ONE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
+_NONE, _SINGLE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
 _SEGMENTS = tl.constexpr(SEGMENT_SCALES)
 _BLOCK = tl.constexpr(128)
 
@@ -61,7 +61,7 @@ def _weight_scaled(total, global_scale, row, owned, cut0, cut1, cut2, SCALES: tl
     """``total [N, T]`` times the weight's global scale of each row ``row [N]``."""
     if SCALES == _NONE:
         return total
-    elif SCALES == _ONE:  # noqa: RET505  (a choice of the compiler)
+    elif SCALES == _SINGLE:  # noqa: RET505  (a choice of the compiler)
         return total * tl.load(global_scale)
     else:
         position = row
