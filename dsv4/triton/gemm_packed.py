@@ -119,12 +119,12 @@ def _gemm_kernel(
         PARTS,
         STAGES,
     )
-    first, place = row_tile * ROWS, token * groups + group
+    first, position = row_tile * ROWS, token * groups + group
     if SPLIT:
         row = first + tl.arange(0, ROWS)
-        place += part.to(tl.int64) * tokens * groups
+        position += part.to(tl.int64) * tokens * groups
         stored = inside[:, None] & (row < rows)[None, :]
-        tl.store(out + (place * rows)[:, None] + row[None, :], tl.trans(total), mask=stored)
+        tl.store(out + (position * rows)[:, None] + row[None, :], tl.trans(total), mask=stored)
     else:
         store_result(
             total,
@@ -135,7 +135,7 @@ def _gemm_kernel(
             row_scale,
             None,
             out,
-            place,
+            position,
             inside,
             first,
             rows,
@@ -194,18 +194,18 @@ def _sum_kernel(
         partials += count
         total += tl.load(partials + row, mask=inside, other=0.0)
     group = pair % groups
-    place = tl.zeros([1], tl.int64) + pair
+    position = tl.zeros([1], tl.int64) + pair
     store_result(
         total[:, None],
         x + group * group_stride,
-        place // groups * x_stride,
+        position // groups * x_stride,
         columns,
         global_scale,
         row_scale,
         None,
         out,
-        place,
-        place >= 0,
+        position,
+        position >= 0,
         first,
         rows,
         group * rows,

@@ -100,17 +100,17 @@ def _grouped_kernel(
     """
     wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
-    first, place = tl.program_id(0) * ROWS, tl.program_id(1)
+    first, position = tl.program_id(0) * ROWS, tl.program_id(1)
     number = tl.arange(0, EXPERTS)
     starts = tl.load(offsets + number, mask=number <= experts, other=0)
     ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
     counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
     tiles_to = tl.cumsum(counts, 0)
-    if place < tl.max(tiles_to, 0):
-        expert = tl.sum((tiles_to <= place).to(tl.int32), 0)
+    if position < tl.max(tiles_to, 0):
+        expert = tl.sum((tiles_to <= position).to(tl.int32), 0)
         is_mine = number == expert
         end = _of_expert(ends, is_mine)
-        tile = place - _of_expert(tiles_to - counts, is_mine)
+        tile = position - _of_expert(tiles_to - counts, is_mine)
         token = _of_expert(starts, is_mine) + tile * TOKENS + tl.arange(0, TOKENS)
         inside = token < end
         # A tile's further tokens are the expert's last again, so that no load is masked.
@@ -237,9 +237,9 @@ def _multiply(
     assert args.scales is not None
     scales = scale_words(args.scales, layout)
     # Each expert with rows has one tile more at most, and so have the rows of none.
-    places = min(experts + 1, tokens) + tokens // cut.tokens
+    positions = min(experts + 1, tokens) + tokens // cut.tokens
     with launch_options.on(x):
-        _grouped_kernel[(-(-weight.row_tiles // cut.tiles), places)](
+        _grouped_kernel[(-(-weight.row_tiles // cut.tiles), positions)](
             x,
             x.stride(0) if tokens > 1 else columns,
             args.weight.view(torch.int32),

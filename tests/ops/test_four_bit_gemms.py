@@ -56,7 +56,7 @@ PLANS = [
 
 
 def weight_of(seed, shape, device, layout=FRAGMENTS, scales="one"):
-    """A weight: its global scales are one, one per segment, or one per row, near block scales."""
+    """A weight whose global scales are one, one per segment, or one per row."""
     values = strategies.normal(seed, shape)
     if layout == LINEAR:
         return quantize(values, MXFP4).to(device)

@@ -19,7 +19,13 @@ pytest.importorskip("triton")
 from dsv4 import device, dispatch
 
 REGISTER_FILE = 65536
-KERNEL_OPS = {row.op for row in dispatch.IMPLEMENTATIONS if row.name == "triton"}
+FOUR_BIT = ("dsv4.triton.grouped_gemm:", "dsv4.triton.gemm_packed:gemm_swiglu")
+KERNEL_OPS = {
+    row.op
+    for row in dispatch.IMPLEMENTATIONS
+    # GEMMs with weights of four bits have a test of their own, whose weights nobody fills.
+    if row.name == "triton" and not row.target.startswith(FOUR_BIT)
+}
 # Operators whose launchers write NVFP4 codes, which Blackwell converts by an instruction.
 E2M1_OPS = {op for op in KERNEL_OPS if op.endswith("_quantize")} - {"indexer_rotate_quantize"}
 E2M1_OPS |= {"quantize_nvfp4", "quantize_mxfp4", "quantize_index_queries", "compress_write"}

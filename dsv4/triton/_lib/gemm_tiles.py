@@ -13,7 +13,7 @@ from dsv4.triton.swiglu import swiglu_of
 
 # How many global scales a weight has: none, one, one per segment, or one per row.
 NO_SCALE, ONE_SCALE, SEGMENT_SCALES, ROW_SCALES = range(4)
-_NONE, _ONE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
+_NONE, _SINGLE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
 _SEGMENTS = tl.constexpr(SEGMENT_SCALES)
 _BLOCK = tl.constexpr(128)
 
@@ -61,13 +61,13 @@ def _weight_scaled(total, global_scale, row, owned, cut0, cut1, cut2, SCALES: tl
     """``total [N, T]`` times the weight's global scale of each row ``row [N]``."""
     if SCALES == _NONE:
         return total
-    elif SCALES == _ONE:  # noqa: RET505  (a choice of the compiler)
+    elif SCALES == _SINGLE:  # noqa: RET505  (a choice of the compiler)
         return total * tl.load(global_scale)
     else:
-        place = row
+        position = row
         if SCALES == _SEGMENTS:
-            place = (row >= cut0).to(tl.int32) + (row >= cut1) + (row >= cut2)
-        return total * tl.load(global_scale + place, mask=owned, other=0.0)[:, None]
+            position = (row >= cut0).to(tl.int32) + (row >= cut1) + (row >= cut2)
+        return total * tl.load(global_scale + position, mask=owned, other=0.0)[:, None]
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def store_result(
     row_scale,
     row_weight,
     out,
-    place,
+    position,
     inside,
     first,
     rows,
@@ -106,10 +106,10 @@ def store_result(
         token_offset: int64 ``[TOKENS]``, where each token's row of ``x`` begins.
         columns: Of ``x``.
         global_scale: The weight's scales, as SCALES says.
-        row_scale: float32, scale of each token, at its ``place``.
+        row_scale: float32, scale of each token, at its ``position``.
         row_weight: float32, factor of each token's result behind SwiGLU; likewise.
         out: The result.
-        place: int64 ``[TOKENS]``, which row of ``out`` is a token's.
+        position: int64 ``[TOKENS]``, which row of ``out`` is a token's.
         inside: ``[TOKENS]``, which tokens there are.
         first: First row of the sums in the matrix.
         rows: Rows of the matrix.
@@ -124,7 +124,7 @@ def store_result(
     if not SWIGLU:  # which gives NaN for a gate or up that is no number, whatever made it
         total = nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS)
     if SCALED:
-        total *= tl.load(row_scale + place, mask=inside, other=0.0)[None, :]
+        total *= tl.load(row_scale + position, mask=inside, other=0.0)[None, :]
     total = _weight_scaled(total, global_scale, rows_before + row, owned, cut0, cut1, cut2, SCALES)
     if SWIGLU:
         # Even rows are gates, odd ones ups.
@@ -132,11 +132,11 @@ def store_result(
         gate, up = tl.split(pairs)
         total = swiglu_of(gate, up, limit, CLAMPED, UNBOUNDED)
         if WEIGHTED:
-            total *= tl.load(row_weight + place, mask=inside, other=0.0)[None, :]
+            total *= tl.load(row_weight + position, mask=inside, other=0.0)[None, :]
         row = first // 2 + tl.arange(0, ROWS // 2)
         owned = row < rows // 2
-        address = out + (place * (rows // 2))[:, None] + row[None, :]
+        address = out + (position * (rows // 2))[:, None] + row[None, :]
     else:
-        address = out + (place * rows)[:, None] + row[None, :]
+        address = out + (position * rows)[:, None] + row[None, :]
     values = tl.trans(narrow(total, out.dtype.element_ty))
     tl.store(address, values, mask=inside[:, None] & owned[None, :])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-FEW = 16  # tokens up to which the warps of a program share its columns
+SMALL_M = 16  # tokens up to which the warps of a program share its columns
 _MOST_PARTS = 8
 _MOST_SPLITS = 16
 # Bytes a cycle that an SM gets of the memory's rate, on a GPU that has little memory per SM.
@@ -74,8 +74,8 @@ def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _few(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
-    """Return the plan for at most ``FEW`` tokens.
+def _small_m(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
+    """Return the plan for at most ``SMALL_M`` tokens.
 
     Args:
         weight: Sizes of the weight.
@@ -109,8 +109,8 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
         sms: SMs of the GPU.
         has_wgmma: Whether tensor cores take the right operand from shared memory (9.0).
     """
-    if tokens <= FEW:
-        return _few(weight, 8 if tokens <= 8 else 16, groups, sms)
+    if tokens <= SMALL_M:
+        return _small_m(weight, 8 if tokens <= 8 else 16, groups, sms)
     wide = min(128, max(32, _power_of_two(tokens)))
     if has_wgmma and tokens >= 1024:
         wide = 256
@@ -143,7 +143,7 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
     """
     mean = rows / experts
     if mean <= 10:
-        return _few(weight, 8 if mean <= 4 else 16, min(rows, experts), sms)
+        return _small_m(weight, 8 if mean <= 4 else 16, min(rows, experts), sms)
     wide = 32 if mean <= 24 else 64 if mean <= 80 else 128
     if has_wgmma and mean >= 1024:
         wide = 256
