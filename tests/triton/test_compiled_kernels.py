@@ -43,7 +43,7 @@ def test_they_give_the_references_bits(arch):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line.split(" | ") for line in done.stdout.splitlines()]
     assert not [line for line in lines if line[2] != "equal"], done.stderr[-4000:]
-    assert len(lines) == 42
+    assert len(lines) == (40 if arch == 100 else 42)
     kernels = {name for line in lines for name in line[1].split()}
     assert {"_rope_quantize_kernel", "_rope_quantize_row_kernel", "_nvfp4_row_kernel"} <= kernels
     assert {"_fp8_token_kernel", "_norm_fp8_kernel", "_swiglu_fp8_kernel"} <= kernels
