@@ -14,7 +14,7 @@ if __name__ == "__main__":  # PyTorch says so when it is imported; no command ne
 from dsv4 import commands as command_modules
 from dsv4.compilation.versions import Versions
 from dsv4.config import ACTIVATIONS, ModelConfig
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.parallel import processes
 from dsv4.parallel.context import MODES, TENSOR, Ranks
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=raw,
     )
     add = warmup.add_argument
-    add("--arch", required=True, choices=tuple(ARCHITECTURES.values()), help="of the GPU")
+    add("--arch", required=True, choices=tuple(EVERY_ARCHITECTURE.values()), help="of the GPU")
     model = warmup.add_mutually_exclusive_group()
     model.add_argument("--preset", choices=(*_PRESETS, "both"), help="published models (both)")
     model.add_argument("--config", metavar="PATH", help="a config.json, or the folder of one")

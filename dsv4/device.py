@@ -20,6 +20,19 @@ import torch
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MOST_CACHED = 1 << 16  # entries of a cache whose arguments are sizes
+# KiB of shared memory that a CTA can have, by compute capability (CUDA C++ Programming Guide).
+_SHARED_KIB = {
+    (8, 0): 163,
+    (8, 6): 99,
+    (8, 7): 163,
+    (8, 9): 99,
+    (9, 0): 227,
+    (10, 0): 227,
+    (10, 3): 227,
+    (11, 0): 227,
+    (12, 0): 99,
+    (12, 1): 99,
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of a CUDA device."""
     pretended = MACHINE.pretended.capability
     return torch.cuda.get_device_capability(device) if pretended is None else pretended
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a CTA can have; of an unknown GPU the least of all known."""
+    return 1024 * _SHARED_KIB.get(capability, min(_SHARED_KIB.values()))
 
 
 @cached

@@ -6,7 +6,8 @@ faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the e
 ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the reason.
 The functions that a row names are imported when they are first needed, so this module imports no
 backend. Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
-takes it after a check on that GPU (``dsv4.self_check``); requested by name it runs, with a warning.
+takes it after a check on that GPU, of the family (``dsv4.self_test``) or of each configuration
+(``dsv4.self_check``); requested by name it runs, with a warning.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsv4 import self_check
+from dsv4 import self_check, self_test
 from dsv4.device import capability
 
 AUTO = "auto"
@@ -69,6 +70,8 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
+        self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
+            each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
         note: ``"module:function"``, which says of a ``Call`` in a sentence what else a user should
             know, or returns None. ``explain`` alone asks it, so it may read tensors.
@@ -81,6 +84,7 @@ class Implementation:
     slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
+    self_test: str | None = None
     reserves_sms: bool = False
     note: str | None = None
 
@@ -113,6 +117,8 @@ class Explanation:
         chosen: Name of the implementation that would run.
         candidates: Names of all, and why each is not taken.
         note: What else to know of how the chosen one runs the call.
+        mark: How well the chosen kernel is known on the GPU, see ``self_test.mark``; None where it
+            does not depend on one.
     """
 
     op: str
@@ -120,6 +126,7 @@ class Explanation:
     chosen: str | None
     candidates: tuple[tuple[str, str | None], ...]
     note: str | None = None
+    mark: str | None = None
 
     @property
     def reason(self) -> str:
@@ -136,13 +143,17 @@ class Explanation:
         for name, why in self.candidates:
             mark = "->" if name == self.chosen else "  "
             lines.append(f"{mark} {name}: {'supported' if why is None else why}")
-            if name == self.chosen and self.note is not None:
-                lines.append(f"     {self.note}")
+            if name == self.chosen:
+                lines += [f"     {said}" for said in (self.note, self._marked()) if said]
         return "\n".join(lines)
+
+    def _marked(self) -> str | None:
+        return self.mark and f"on GPUs like this one: {self.mark}"
 
 
 _ON_HOPPER = frozenset({(9, 0)})
 _NOWHERE: frozenset[tuple[int, int]] = frozenset()
+_SELF_TEST = "dsv4.bench.self_test:wrong"
 
 
 def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementation, ...]:
@@ -153,13 +164,28 @@ def _reference(module: str, *ops: str, waits: bool = False) -> tuple[Implementat
 
 
 def _triton(
-    module: str, supports: str, *ops: str, note: str | None = None
+    module: str,
+    supports: str,
+    *ops: str,
+    slower_than_later: str | None = None,
+    note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for the operators of one module of Triton kernels."""
     assert ops, f"{module}: name its operators"
     check = f"dsv4.triton.supports:{supports}"
+    slower = slower_than_later and f"dsv4.triton.supports:{slower_than_later}"
     return tuple(
-        Implementation(op, "triton", f"dsv4.triton.{module}:{op}", check, note=note) for op in ops
+        Implementation(
+            op,
+            "triton",
+            f"dsv4.triton.{module}:{op}",
+            check,
+            slower,
+            proven=_ON_HOPPER,
+            self_test=_SELF_TEST,
+            note=note,
+        )
+        for op in ops
     )
 
 
@@ -207,6 +233,21 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
     )
 
 
+def _fp8(
+    module: str, supports: str, op: str, slower_than_later: str, *, reserves_sms: bool = False
+) -> Implementation:
+    """Make the row of an operator whose GEMM FP8 tensor cores run, on Hopper."""
+    return Implementation(
+        op,
+        "fp8",
+        f"dsv4.cute.{module}:{op}",
+        f"dsv4.cute.fp8_supports:{supports}",
+        f"dsv4.cute.fp8_supports:{slower_than_later}",
+        proven=_ON_HOPPER,
+        reserves_sms=reserves_sms,
+    )
+
+
 _FP8_AS_BF16 = "dsv4.ops.fp8_note:multiplied_as_bfloat16"
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
@@ -223,10 +264,16 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
+    _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm", "gemm"),
         proven=_ON_HOPPER,
         reserves_sms=True,
+        note=_FP8_AS_BF16,
+    ),
+    *_triton(
+        *("gemm_packed", "gemm", "gemm"),
+        slower_than_later="dequantized_is_faster",
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -234,18 +281,25 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "cublas",
         "dsv4.triton.gemm:gemm",
         "dsv4.triton.supports:packed_gemm",
+        proven=_ON_HOPPER,
+        self_test=_SELF_TEST,
         note=_FP8_AS_BF16,
     ),
     Implementation(
         "gemm", "scaled_mm", "dsv4.blas.gemm:gemm", "dsv4.blas.supports:scaled_mm", proven=_NOWHERE
     ),
-    *_triton("gemm_fp8", "fp8_gemm", "gemm", note=_FP8_AS_BF16),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
+    _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
         proven=_ON_HOPPER,
         reserves_sms=True,
+        note=_FP8_AS_BF16,
+    ),
+    *_triton(
+        *("gemm_packed", "gemm_swiglu", "gemm_swiglu"),
+        slower_than_later="dequantized_is_faster",
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -253,19 +307,27 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "parts",
         "dsv4.triton.gemm_swiglu:gemm_swiglu",
         "dsv4.triton.supports:parts",
+        proven=_ON_HOPPER,
+        self_test=_SELF_TEST,
         note=_FP8_AS_BF16,
     ),
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "few_rows"),
+    _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "few_rows"),
     *_cute(
         *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
     ),
+    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
+    _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
     Implementation(
         "grouped_gemm_swiglu_fp8",
         "parts",
         "dsv4.triton.grouped_gemm_swiglu_fp8:grouped_gemm_swiglu_fp8",
         "dsv4.triton.supports:grouped_parts",
+        proven=_ON_HOPPER,
+        self_test=_SELF_TEST,
         note=_FP8_AS_BF16,
     ),
     *_reference("grouped_gemm", "grouped_gemm_swiglu_fp8", waits=True),
@@ -337,6 +399,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reduced("hc_reduce_post"),
     *_reduced("hc_reduce_post_pre_norm"),
     *_reference("all_reduce", "hc_reduce_post", "hc_reduce_post_pre_norm"),
+    *_triton("compressor_projections", "compressor_projections", "compressor_projections"),
+    *_reference("compressor_projections", "compressor_projections"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),
     *_triton("compressor", "compress_write", "compress_write"),
@@ -351,11 +415,12 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         "indexer_select",
         "indexer_select",
         slower_than_later="indexer_select_is_slower",
+        proven=_ON_HOPPER,
     ),
     *_triton("indexer", "indexer_select", "indexer_select"),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_queries"),
     *_reference("indexer", "quantize_index_queries", "indexer_select"),
-    *_cute("cute", "attention", "sparse_attention", "sparse_attention"),
+    *_cute("cute", "attention", "sparse_attention", "sparse_attention", proven=_ON_HOPPER),
     *_triton("attention", "sparse_attention", "sparse_attention"),
     *_reference("attention", "sparse_attention"),
     *_triton("nonfinite", "any_call", "mark_nonfinite_"),
@@ -467,7 +532,7 @@ def _first(call: Call, requested: str) -> Implementation:
         reason = None if row.supports is None else _reason(row.supports)(call)
         if reason is None and row.slower_than_later is not None:
             reason = row.slower_reason(call, requested)
-        if reason is None and row.proven is not None:
+        if reason is None and row.proven is not None and not row.is_proven(call):
             reason = _unproven(row, call, requested)
         if reason is None:
             return row
@@ -480,11 +545,13 @@ def _first(call: Call, requested: str) -> Implementation:
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
     """Return why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
-    if row.is_proven(call):
+    if call.args[0].is_meta or self_test.is_under_test(row.op, row.name, call.device):
         return None
     if requested != AUTO:
         _warn_unproven(row.op, row.name, call.capability)
         return None
+    if row.self_test is not None:
+        return self_test.unsupported(row.op, row.name, call.device, _load(row.self_test))
     reference = implementations(row.op)[-1]
     return self_check.unsupported(
         row.op, row.name, call.args, _load(row.target), _load(reference.target)
@@ -495,7 +562,37 @@ def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
     """Return what an earlier check found wrong, or None; a check that is due is left to calls."""
     if row.is_proven(call) or requested != AUTO:
         return None
+    if row.self_test is not None:
+        return self_check.verdicts().known.get(_subject(row, call))
     return self_check.known(row.op, row.name, call.args)
+
+
+def _subject(row: Implementation, call: Call) -> self_check.Configuration:
+    """Return what a verdict on a row would be about."""
+    if row.self_test is not None:
+        return self_test.family(row.op, row.name, call.device)
+    operands = self_check.describe(call.args)
+    return self_check.Configuration(row.op, row.name, operands, self_check.gpu(call.device))
+
+
+def _mark(row: Implementation | None, call: Call) -> str | None:
+    """Return how well a row's kernel is known on the GPU of a call; see ``self_test.mark``."""
+    if row is None or row.proven is None or call.capability is None:
+        return None
+    if row.is_proven(call):
+        return self_test.MEASURED
+    return self_test.mark(None if call.args[0].is_meta else _subject(row, call), call.capability)
+
+
+def self_tested(op: str, name: str, device: torch.device) -> str | None:
+    """Return why the self-test of a row, which runs if it is due, lets ``"auto"`` pass it over.
+
+    None for a row that is right, was seen right on such GPUs, or has no self-test.
+    """
+    row = next(row for row in implementations(op) if row.name == name)
+    if row.self_test is None or row.proven is None or capability(device) in row.proven:
+        return None
+    return self_test.unsupported(op, name, device, _load(row.self_test))
 
 
 @functools.cache
@@ -614,4 +711,4 @@ def _explanation(call: Call, requested: str) -> Explanation:
     chosen = able[0] if able else None
     row = next((row for row in implementations(call.op) if row.name == chosen), None)
     note = None if row is None or row.note is None else _reason(row.note)(call)
-    return Explanation(call.op, requested, chosen, candidates, note)
+    return Explanation(call.op, requested, chosen, candidates, note, _mark(row, call))

@@ -18,6 +18,7 @@ from dsv4.layers._module import wider
 from dsv4.layers.attention import following_positions
 from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
 from dsv4.layers.dspark import DeepseekV4DSpark, Taps
+from dsv4.layers.early_experts import fetch_early
 from dsv4.layers.hyper_connection import DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import UNROUTED
@@ -107,6 +108,8 @@ class DeepseekV4Model(nn.Module):
             # Padding loads no expert from host memory.
             batch = past_key_values.batch
             past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
+        if step and self._hosts_experts:
+            fetch_early(self.layers, input_ids, past_key_values)
         for number, layer in enumerate(self.layers):
             streams = layer(
                 streams,
@@ -461,7 +464,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
                 holds any, in steps of as many sequences as it pays for; ``"mtp"`` or ``"dspark"``:
                 by these in any step; None: draft nothing. Greedy text does not depend on it.
-            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block, 1 of either
+                where experts are in host memory.
             confidence_threshold: Of DSpark: least probability of acceptance of a draft that is
                 verified; None: by what it costs. See ``dsv4.serving.Runner``.
 

@@ -24,6 +24,7 @@ import torch
 
 # Tokens up to which the host launches the kernels of a step more slowly than the GPU runs them.
 _LAUNCH_BOUND_TOKENS = 64
+_DISTANT = 64  # more than the side streams of any layer
 
 
 class Streams:
@@ -62,11 +63,16 @@ class SideStreams(Streams):
     caller keeps them in local variables.
     """
 
-    def __init__(self, current: torch.cuda.Stream) -> None:
-        """Fork from ``current``; streams are made when work is launched."""
+    def __init__(self, current: torch.cuda.Stream, first: int = 0) -> None:
+        """Fork from ``current``; streams are made when work is launched.
+
+        Args:
+            current: The stream.
+            first: How many streams to leave to other forks of ``current``.
+        """
         self._current = current
         self._works: dict[str, _Work] = {}
-        self._count = 0
+        self._count = first
 
     @contextmanager
     def on(self, name: str, *, behind: str | None = None) -> Iterator[None]:
@@ -113,6 +119,19 @@ def side_streams(x: torch.Tensor) -> Streams:
     if not uses_side_streams(x):
         return IN_ORDER
     return SideStreams(torch.cuda.current_stream(x.device))
+
+
+def distant_streams(tensor: torch.Tensor) -> Streams | None:
+    """Side streams that no layer uses, for work of several layers; None outside of a capture.
+
+    Args:
+        tensor: A tensor on the device.
+    """
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return None
+    if not torch.cuda.is_current_stream_capturing():
+        return None
+    return SideStreams(torch.cuda.current_stream(tensor.device), _DISTANT)
 
 
 def uses_side_streams(x: torch.Tensor) -> bool:

@@ -97,15 +97,24 @@ class Verdicts:
                 if stored is None:
                     stored = [check()]
                     _keep(configuration, stored[0])
-                self.known[configuration] = stored[0]
-                if stored[0] is not None:
-                    _log.error(
-                        "%s: the kernel %r is wrong on this GPU and is not used: %s",
-                        configuration.op,
-                        configuration.implementation,
-                        stored[0],
-                    )
+                self._decide(configuration, stored[0])
         return self.known[configuration]
+
+    def replace(self, configuration: Configuration, reason: str | None) -> None:
+        """Take and keep a verdict in place of an earlier one."""
+        with self.lock:
+            _keep(configuration, reason)
+            self._decide(configuration, reason)
+
+    def _decide(self, configuration: Configuration, reason: str | None) -> None:
+        self.known[configuration] = reason
+        if reason is not None:
+            _log.error(
+                "%s: the kernel %r is wrong on this GPU and is not used: %s",
+                configuration.op,
+                configuration.implementation,
+                reason,
+            )
 
 
 @functools.cache
@@ -164,7 +173,7 @@ def known(op: str, name: str, args: Any) -> str | None:
 @functools.cache
 def gpu(device: torch.device) -> str:
     """Name, compute capability and driver of a GPU, as text."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return str(device.type)
     properties = torch.cuda.get_device_properties(device)
     capability = f"{properties.major}.{properties.minor}"

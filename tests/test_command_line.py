@@ -84,7 +84,7 @@ def test_help(capsys):
     ("arguments", "message"),
     [
         (["warmup"], "--arch"),
-        (["warmup", "--arch", "sm_80"], "invalid choice: 'sm_80'"),
+        (["warmup", "--arch", "sm_75"], "invalid choice: 'sm_75'"),
         (["warmup", "--arch", ARCH, "--preset", "tiny"], "invalid choice: 'tiny'"),
         (["warmup", "--arch", ARCH, "--preset", "pro", "--config", "x"], "not allowed with"),
         (["warmup", "--arch", ARCH, "--workers", "0"], "is '0', wanted an integer above 0"),

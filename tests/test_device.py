@@ -58,12 +58,12 @@ def test_the_choice_follows_the_pretence() -> None:
     cute = next(row for row in dispatch.implementations("gemm") if row.name == "cute")
     result = []
     with device.pretend(packages=True) as be:
-        for capability in ((9, 0), (10, 0), (12, 0), (9, 0)):
+        for capability in ((9, 0), (10, 0), (11, 0), (9, 0)):
             be(capability=capability)
             result.append(cute.unsupported_reason(call))
     assert [reason is None for reason in result] == [True, False, False, True]
     assert "sm_100a lacks" in result[1]
-    assert "the GPU has 12.0" in result[2]
+    assert "the GPU has 11.0" in result[2]
 
 
 def test_sms_of_a_cpu() -> None:

@@ -179,6 +179,12 @@ def _model(model: argparse.ArgumentParser) -> None:
         "sequences of its own",
     )
     add("--profile", action="store_true", help="print each captured step's kernels by operator")
+    add(
+        "--trace",
+        metavar="PATH",
+        help="map the captured step: a Chrome trace of its launches, what each waits for and the "
+        "critical path, and a table by operator; one of --tokens and --context, on a CUDA GPU",
+    )
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")
     model.set_defaults(command="model")
 

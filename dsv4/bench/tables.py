@@ -15,6 +15,7 @@ _RIGHT = (
     *("around us", "around / block", "layer us", "layer / bound"),
     *("us / bound", "TFLOP/s", "TB/s"),
     *("context", "bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step"),
+    *("sum us", "path us", "hidden us", "gap us", "MB", "#", "stream", "start"),
     *("prompt", "first", "tokens / s", "ms", "share %", "launches", "deterministic"),
 )
 Body = Sequence[Sequence[str]]

@@ -53,7 +53,7 @@ class PackChoice:
         """Return whether NVFP4 experts on a device are packed."""
         if not self.enabled or self.layout is not None:
             return self.enabled
-        return supports.no_packed_weights(device, self.dtype, experts=True) is None
+        return supports.no_packed_weights(device, self.dtype) is None
 
     def packer(self, model: nn.Module) -> Packer | None:
         """Return the packer of a model's layers; None if none is to be packed."""
@@ -63,9 +63,8 @@ class PackChoice:
         """Return the layout of a layer; raise ValueError if no kernel takes it packed."""
         if self.layout is not None:
             return self.layout
-        experts = isinstance(layer, DeepseekV4Experts)
         device = layer.gate_up_proj.device if isinstance(layer, DeepseekV4Experts) else layer.device
-        reason = supports.no_packed_weights(device, self.dtype, experts=experts)
+        reason = supports.no_packed_weights(device, self.dtype)
         if reason is not None:
             raise ValueError(reason)
         return supports.packed_layout(device, layer.activation)

@@ -38,7 +38,7 @@ def check_split(
 def _packs(choice: PackChoice, device: torch.device) -> bool:
     if not choice.enabled or choice.layout is not None:
         return choice.enabled
-    return supports.no_packed_weights(device, choice.dtype, experts=False) is None
+    return supports.no_packed_weights(device, choice.dtype) is None
 
 
 def entries_of_rank(entries: Mapping[str, Entry], context: ParallelContext) -> dict[str, Entry]:

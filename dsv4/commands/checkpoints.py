@@ -173,6 +173,18 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"  {name} ({memory} GB): " + (
             f"{left:.1f} GB left" if left > 0 else f"{-left:.1f} GB too few"
         )
+    yield from own_gpus()
+
+
+def own_gpus() -> Iterator[str]:
+    """Say of each GPU of this machine how well kernels are known on such GPUs."""
+    from dsv4.self_test import MEASURED, mark_of_gpu
+
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        known = mark_of_gpu(torch.device("cuda", index))
+        advice = "" if known == MEASURED else "; python -m dsv4 env --selftest runs them"
+        name = torch.cuda.get_device_name(index)
+        yield f"GPU {index} of this machine, {name}: kernels for such GPUs are {known}{advice}"
 
 
 def _head_copy(checkpoint: Checkpoint) -> int:

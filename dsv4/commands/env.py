@@ -25,18 +25,51 @@ _HOMES = re.compile(r"/(?:home|Users)/[^/:\s]+")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command, which has no options."""
-    commands.add_parser(
+    """Add the command."""
+    parser = commands.add_parser(
         "env",
         help="versions, GPUs and settings, to paste into an issue",
         description="Print versions, GPUs and settings, without paths of home folders.",
     )
+    parser.add_argument(
+        "--selftest",
+        action="store_true",
+        help="then run every kernel on small cases and compare it with the reference, on each GPU",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
+    """Run the command; returns the exit status: 1 if a kernel is wrong, or no GPU can be tested."""
     print("\n".join(lines(os.environ)))
-    return 0
+    return test_gpus() if options.selftest else 0
+
+
+def test_gpus() -> int:
+    """Print the self-test of each GPU; returns the exit status."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        print("self-test: there is no CUDA GPU")
+    return max([_test_gpu(index) for index in range(count)], default=1)
+
+
+def _test_gpu(index: int) -> int:
+    import torch
+
+    from dsv4.bench.self_test import run_all
+    from dsv4.device import dotted
+    from dsv4.self_test import mark_of_gpu
+
+    device = torch.device("cuda", index)
+    print(f"self-test of GPU {index}, compute capability {dotted(device)}:", flush=True)
+    wrong = right = 0
+    for tested in run_all(device):
+        print(f"  {tested}", flush=True)
+        wrong += tested.wrong is not None
+        right += tested.wrong is None and tested.untested is None
+    print(f"  {right} right, {wrong} wrong; kernels for such GPUs are: {mark_of_gpu(device)}")
+    return int(wrong > 0)
 
 
 def lines(environment: Mapping[str, str]) -> Iterator[str]:

@@ -72,7 +72,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default="auto",
         help="draft tokens by the checkpoint's draft layers, if it has any (auto), or by these",
     )
-    option("--draft-tokens", type=int, metavar="N", help="per step (2 of MTP, all of DSpark)")
+    option(
+        "--draft-tokens",
+        type=int,
+        metavar="N",
+        help="per step (2 of MTP, all of DSpark, 1 with experts in host memory)",
+    )
     option(
         "--confidence-threshold",
         type=float,

@@ -35,7 +35,7 @@ from typing import Any
 
 from dsv4.compilation.versions import Versions
 from dsv4.cute.runtime import trusted
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 
 VARIABLE = "DSV4_KERNELS"
 PACKAGE, ENDING = "dsv4_kernels", ".dsv4"
@@ -260,7 +260,7 @@ def image(arch: str, key: bytes) -> bytes | None:
 def _find(arch: str) -> Bundle | None:
     """The bundle that the environment names, or that of the installed package."""
     path = os.environ.get(VARIABLE) or installed(arch)
-    if path is None or arch not in ARCHITECTURES.values():
+    if path is None or arch not in EVERY_ARCHITECTURE.values():
         return None
     try:
         return read(path, arch)

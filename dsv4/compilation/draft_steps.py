@@ -17,7 +17,7 @@ from dsv4.layers.dspark import Taps
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving.sampler import Parameters, Variant
-from dsv4.speculation.draft_head import COPY, OWN, DraftHead, can_be_copied
+from dsv4.speculation.draft_head import COPY, OWN, DraftHead, why_no_copy
 from dsv4.speculation.dspark import DSparkDraft
 from dsv4.speculation.mtp import MtpDraft
 from dsv4.speculation.verify import draw_draft, verify_greedy, verify_sampled
@@ -108,9 +108,9 @@ def run_draft_step(model: DeepseekV4ForCausalLM, cache: PagedCache, shape: Draft
 def _quantise_head(model: DeepseekV4ForCausalLM) -> None:
     """Quantise the head if drafts take an NVFP4 copy on the GPU; its packing is listed anyway."""
     head = model.lm_head
-    if not can_be_copied(model) or head.weight.dtype != torch.bfloat16 or head.in_features % 64:
-        return
-    DraftHead.of(model, COPY)
+    packs = head.weight.dtype == torch.bfloat16 and not head.in_features % 64
+    if packs and not why_no_copy(model):
+        DraftHead.of(model, COPY)
 
 
 def _store_prompt(

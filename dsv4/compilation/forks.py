@@ -21,7 +21,7 @@ from contextlib import suppress
 from typing import IO
 
 from dsv4.compilation.worker import ENDED, receive
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL_NAMES
 
 _PATH = "DSV4_WORKER_PATH"
 # The search path is the parent's, whatever the current folder holds.
@@ -77,7 +77,9 @@ def start(count: int, arch: str = "") -> Forks | None:
     except OSError:  # too many open files
         return None
     handles = [theirs.fileno() for _, theirs in pairs]
-    packages = ["dsv4.triton", f"dsv4.cute.{'sm90' if arch == HOPPER else 'sm100'}"] if arch else []
+    packages = ["dsv4.triton"] if arch else []
+    if arch in ARCHITECTURES.values():
+        packages.append(f"dsv4.cute.{'sm100' if arch in BLACKWELL_NAMES else 'sm90'}")
     arguments = f"{handles}, {packages}"
     code = f"from dsv4.compilation.worker import main_of_forks; main_of_forks({arguments})"
     process = interpreter(code, handles=handles, arch=arch)

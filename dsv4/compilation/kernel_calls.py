@@ -13,10 +13,16 @@ from dsv4.compilation import draft_steps
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute import gemm_fp8, gemm_nvfp4, grouped_nvfp4
+from dsv4.cute import (
+    gemm_e4m3,
+    gemm_fp8,
+    gemm_nvfp4,
+    grouped_gemm_e4m3,
+    grouped_nvfp4,
+)
 from dsv4.cute import grouped_gemm as cute_grouped
 from dsv4.cute.grouped_problem import Experts
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.supports import packed_layout_of
@@ -31,6 +37,7 @@ from dsv4.parallel.emulated import emulated_rank
 from dsv4.parallel.expert_exchange import rows_of
 from dsv4.quant import fragments
 from dsv4.quant.formats import FP8_BLOCK, FRAGMENTS, LINEAR, NVFP4, SWIZZLED
+from dsv4.speculation.draft_head import why_no_copy
 
 
 @dataclass(frozen=True)
@@ -68,16 +75,13 @@ class PackedGemm:
                 max_tokens,
                 swiglu=self.swiglu,
             )
-        return cute_gemm.plans(
-            self.rows,
-            self.columns,
-            self.groups,
-            self.activation,
-            self.out_dtype,
-            max_tokens,
-            swiglu=self.swiglu,
-            arch=arch,
+        sizes = (self.rows, self.columns, self.groups)
+        plans: list[Any] = cute_gemm.plans(
+            *sizes, self.activation, self.out_dtype, max_tokens, swiglu=self.swiglu, arch=arch
         )
+        if self.activation == "fp8" and arch == HOPPER:
+            plans += gemm_e4m3.plans(*sizes, self.out_dtype, max_tokens, swiglu=self.swiglu)
+        return plans
 
 
 @dataclass(frozen=True)
@@ -95,8 +99,14 @@ class Fp8Gemm:
         """Configurations of all kernels for up to that many tokens."""
         if arch != HOPPER:
             return []
+        sizes = (self.rows, self.columns, self.groups)
         kind = (self.activation, self.out_dtype, self.scale_dtype)
-        return gemm_fp8.plans(self.rows, self.columns, self.groups, *kind, max_tokens)
+        plans: list[Any] = gemm_fp8.plans(*sizes, *kind, max_tokens)
+        if self.activation == "fp8":
+            plans += gemm_e4m3.plans(
+                *sizes, self.out_dtype, max_tokens, scale_dtype=self.scale_dtype
+            )
+        return plans
 
 
 @dataclass(frozen=True)
@@ -108,12 +118,14 @@ class GroupedGemm:
         top_k: Rows of each token.
         layout: Layout of the weights.
         ranks: Ranks whose tokens come together.
+        is_fp8: Whether activations are FP8.
     """
 
     experts: Experts
     top_k: int
     layout: str = FRAGMENTS
     ranks: int = 1
+    is_fp8: bool = False
 
     def plans(self, max_tokens: int, arch: str = HOPPER) -> list[Any]:
         """Configurations of all kernels for up to that many tokens, whatever their experts."""
@@ -123,7 +135,12 @@ class GroupedGemm:
             if arch == HOPPER or not self.experts.row_scaled:
                 return []
             return list(grouped_nvfp4.plans(self.experts, rows))
-        return cute_grouped.plans(self.experts, rows, arch)
+        plans: list[Any] = cute_grouped.plans(self.experts, rows, arch)
+        if self.is_fp8 and arch == HOPPER:
+            # Gate and up have FP8 results, which down takes.
+            fused = self.experts.swiglu
+            plans += grouped_gemm_e4m3.plans(self.experts, rows, quantized_out=fused)
+        return plans
 
 
 @dataclass(frozen=True)
@@ -154,7 +171,9 @@ Call = PackedGemm | Fp8Gemm | GroupedGemm | Attention | Indexer
 
 
 def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
-    """The configurations of all kernels of these calls, each once."""
+    """The configurations of all kernels of these calls, each once; none of a GPU without any."""
+    if arch not in ARCHITECTURES.values():
+        return []
     return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
 
 
@@ -243,7 +262,7 @@ def draft_heads(model: Any, arch: str = HOPPER) -> list[PackedGemm]:
     if not isinstance(model, DeepseekV4ForCausalLM) or not draft_steps.has_draft(model):
         return []
     head = model.lm_head
-    if head.format is not None or head.weight.dtype != torch.bfloat16 or arch != HOPPER:
+    if why_no_copy(model) or head.weight.dtype != torch.bfloat16 or arch != HOPPER:
         return []
     if not fragments.fits(head.out_features, head.in_features):
         return []
@@ -293,12 +312,15 @@ def _of_experts(layer: DeepseekV4Experts, arch: str, ranks: int = 1) -> list[Gro
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
     known = quantises and layer.down_proj_input_scale is not None
-    first = Experts(2 * inner, hidden, layer.num_local_experts, False, quantises, True, weighs)
-    second = Experts(hidden, inner, layer.num_local_experts, False, quantises)
+    # Experts in slots are multiplied as if all of the layer were there.
+    count = layer.num_local_experts if layer.hosted is None else layer.num_experts
+    first = Experts(2 * inner, hidden, count, False, quantises, True, weighs)
+    second = Experts(hidden, inner, count, False, quantises)
     kinds = [first._replace(quantized_out=known), second]
     if quantises and layer.format is None:
         kinds.append(first._replace(quantized_out=True))
-    return [GroupedGemm(experts, layer.num_experts_per_tok, layout, ranks) for experts in kinds]
+    top_k, is_fp8 = layer.num_experts_per_tok, layer.activation == "fp8"
+    return [GroupedGemm(experts, top_k, layout, ranks, is_fp8) for experts in kinds]
 
 
 def _packed_gemms(model: nn.Module, arch: str, nvfp4: Callable[[Linear], bool]) -> list[PackedGemm]:

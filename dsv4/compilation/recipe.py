@@ -15,6 +15,7 @@ from dsv4.config import ModelConfig
 from dsv4.cute.supports import packed_layout_of
 from dsv4.layers._expert_stacks import PROJECTIONS
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.host_experts import declare_hosted
 from dsv4.layers.linear import Linear
 from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
@@ -33,15 +34,26 @@ class Weight:
         scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
         exact: Of packed NVFP4 weights that FP8 activations multiply, whether the matrix, or each
             stack of experts, is exact in FP8; empty of others.
+        hosted: Of experts in host memory, the number of static ones and of slots for the others;
+            empty of others.
     """
 
     format: str | None
     scale_dtype: torch.dtype | None = None
     exact: tuple[bool, ...] = ()
+    hosted: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, layer: Linear | DeepseekV4Experts) -> Weight:
         """Return how a layer's weights are stored."""
+        weight = cls._of_values(layer)
+        if isinstance(layer, DeepseekV4Experts) and layer.hosted is not None:
+            hosted = layer.hosted
+            return replace(weight, hosted=(hosted.static_slots, hosted.cached_slots))
+        return weight
+
+    @classmethod
+    def _of_values(cls, layer: Linear | DeepseekV4Experts) -> Weight:
         if layer.format is None:
             return cls(None)
         if layer.format == FP8_BLOCK and isinstance(layer, Linear):
@@ -61,6 +73,9 @@ class Weight:
             layer.to_format(self.format, scale_dtype=self.scale_dtype)
         elif self.format is not None:
             layer.to_format(self.format)
+        if self.hosted:
+            assert isinstance(layer, DeepseekV4Experts)
+            declare_hosted(layer, *self.hosted)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dsv4 import dispatch
 from dsv4.compilation.draft_steps import DraftShape, draft_shapes, has_draft, run_draft_step
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -53,8 +53,18 @@ from dsv4.serving.prompts import BUCKETS
 
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
-# Of an H200 and a B200. Of the B300 it is supposed: it decides how work is split.
-_PROCESSORS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
+# SMs of an A100, A40, L40S, H200, B200, B300 (of which it is supposed), RTX PRO 6000 and GB10: they
+# decide how work is split.
+PROCESSORS = {
+    "sm_80": 108,
+    "sm_86": 84,
+    "sm_89": 142,
+    "sm_90a": 132,
+    "sm_100a": 148,
+    "sm_103a": 148,
+    "sm_120a": 188,
+    "sm_121a": 48,
+}
 _PACKING = "fragments"
 _GROUPED_RECORDS = (
     GroupedGemmArgs,
@@ -107,7 +117,7 @@ class Target:
     """A GPU that steps are to run on.
 
     Attributes:
-        arch: A value of ``ARCHITECTURES``.
+        arch: A value of ``EVERY_ARCHITECTURE``.
         processors: Its SMs, which decide how work is split.
     """
 
@@ -122,12 +132,12 @@ class Target:
     @property
     def capability(self) -> tuple[int, int]:
         """The compute capability."""
-        return next(number for number, name in ARCHITECTURES.items() if name == self.arch)
+        return next(n for n, name in EVERY_ARCHITECTURE.items() if name == self.arch)
 
     @property
     def sms(self) -> int:
         """The number of SMs, by default that of the architecture's GPU that was measured."""
-        return self.processors or _PROCESSORS[self.arch]
+        return self.processors or PROCESSORS[self.arch]
 
 
 @dataclass(frozen=True)
@@ -475,13 +485,8 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
         steps.requests[request.key] = request
         return request
 
-    def shared_options(tensor: Any, *flags: bool, **named: bool) -> dict[str, Any]:
-        few_programs = any((*flags, *named.values()))
-        return {"launch_pdl": True, "enable_fp_fusion": True, "PDL": 2 if few_programs else 1}
-
     replaced = [
         (JITFunction, "run", listed),
-        (launch_options, "options", shared_options),
         (launch_options, "capability", lambda tensor: capability),
         (launch_options, "sm_count", lambda device: target.sms),
         (dispatch, "Call", lambda op, args, device: call(op, args, _GPU)),

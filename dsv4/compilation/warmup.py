@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4 import dispatch
 from dsv4.compilation import bundle as _bundle
 from dsv4.compilation import compiler as _compile
 from dsv4.compilation import pool as _compile_pool
@@ -26,7 +27,7 @@ from dsv4.compilation.progress_line import progress as progress_line
 from dsv4.compilation.recipe import Recipe
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
@@ -70,6 +71,7 @@ class Warmup:
             process that first launches them, which then raises what is wrong.
         operators: What runs each operator of the steps; empty where they were not looked at.
         skipped: Why they were not.
+        passed_over: Names of kernels that the self-test of a GPU found wrong, and what is wrong.
     """
 
     kernels: int
@@ -80,6 +82,7 @@ class Warmup:
     failed: dict[str, str] = field(default_factory=dict)
     operators: tuple[Operator, ...] = ()
     skipped: str = ""
+    passed_over: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [
@@ -89,6 +92,7 @@ class Warmup:
         if self.skipped:
             lines.append(f"Triton kernels were left out: {self.skipped}")
         lines += [f"failed: {name}: {why}" for name, why in self.failed.items()]
+        lines += [f"passed over: {name}: {why}" for name, why in self.passed_over.items()]
         first = [operator for operator in self.operators if not operator.refused]
         others = [operator for operator in self.operators if operator.refused]
         for title, listed in (("compiled", first), ("no kernel of its own", others)):
@@ -135,7 +139,8 @@ def warmup(
         model: A module, a ``ModelConfig`` or transformers' configuration.
         device: The GPU to load the kernels on. By default that of the model or the current one;
             with ``arch``, none: the kernels are only compiled.
-        arch: ``"sm_90a"``, ``"sm_100a"`` or ``"sm_103a"``; by default that of the GPU.
+        arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90a"``, ``"sm_100a"``, ``"sm_103a"``,
+            ``"sm_120a"`` or ``"sm_121a"``; by default that of the GPU.
         max_tokens: Most tokens of a step. Above 8192 there are no further CuTeDSL kernels.
         progress: Whether to show progress on stderr, as a bar if rich is installed.
         bundle: A file that ``python -m dsv4 warmup`` wrote.
@@ -178,7 +183,19 @@ def warmup(
     )
     for name, why in outcome.failed.items():
         _log.warning("%s was not compiled: %s", name, why)
-    return replace(done, seconds=time.perf_counter() - start)
+    wrong = {} if gpu is None else _self_tested(done, gpu)
+    return replace(done, passed_over=wrong, seconds=time.perf_counter() - start)
+
+
+def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
+    """Test kernels that never ran on such a GPU, before CUDA graphs need them; what is wrong."""
+    wrong = {}
+    for operator in done.operators:
+        if operator.name in dispatch.operators():
+            reason = dispatch.self_tested(operator.name, operator.implementation, gpu)
+            if reason is not None:
+                wrong[f"{operator.name} {operator.implementation}"] = reason
+    return wrong
 
 
 def warm_loaded(model: nn.Module, max_tokens: int, progress: bool) -> Warmup | None:
@@ -348,12 +365,12 @@ def _gpu(model: Any, device: torch.device | str | int | None, arch: str | None) 
 
 def _architecture(gpu: torch.device | None, arch: str | None) -> str | None:
     """The name to compile for; None if there are no kernels for the GPU."""
-    if arch is not None and arch not in ARCHITECTURES.values():
-        known = ", ".join(map(repr, ARCHITECTURES.values()))
+    if arch is not None and arch not in EVERY_ARCHITECTURE.values():
+        known = ", ".join(map(repr, EVERY_ARCHITECTURE.values()))
         raise ValueError(f"warmup: arch is {arch!r}, wanted one of {known}")
     if gpu is None:
         return arch
-    own = ARCHITECTURES.get(capability(gpu))
+    own = EVERY_ARCHITECTURE.get(capability(gpu))
     if arch is not None and arch != own:
         raise ValueError(f"warmup: arch is {arch!r}, but {gpu} wants {own or 'none'}")
     return own

@@ -1,6 +1,9 @@
 """Launchers of the CuTeDSL GEMMs with FP8 arithmetic on Hopper.
 
-Weights are NVFP4 that is exact in E4M3, packed, or FP8 with one scale per 128 x 128 block.
+Weights are NVFP4 that is exact in E4M3, packed, or FP8 with one scale per 128 x 128 block. NVFP4
+weights are dequantized in the main loop or, for many tokens, converted to E4M3 first, into scratch
+memory that PyTorch's allocator gives for the call (``dsv4.layers.warm_allocator`` knows its size).
+Results of both are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4.cute.e4m3_costs import estimate, nvfp4_plan
 from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     architecture,
@@ -22,6 +26,15 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
+from dsv4.cute.sm90.e4m3_converted_plan import (
+    CONVERT,
+    CONVERT_ABI,
+    CONVERTED_E4M3_ABI,
+    ConvertE4m3Plan,
+    ConvertedE4m3Plan,
+    check_stagger,
+    convert_grid,
+)
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     BLOCK_E4M3_ABI,
     E4M3_ABI,
@@ -29,7 +42,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     ROWS,
     E4m3Plan,
     block_e4m3_plan,
-    e4m3_plan,
 )
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -40,6 +52,7 @@ from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, Quantize
 _SPAN = 1024
 
 _pointers, _block_pointers = E4M3_ABI.pointers, BLOCK_E4M3_ABI.pointers
+_convert_pointers = CONVERT_ABI.pointers
 
 
 class Problem(NamedTuple):
@@ -128,9 +141,12 @@ def multiply(
         swiglu=swiglu,
         limit=limit,
     )
+    scratch = None
+    if isinstance(choose(problem), ConvertedE4m3Plan):
+        scratch = codes.new_empty((rows, problem.columns), dtype=torch.uint8)
     operands = (
         *(codes, x.scales.contiguous(), args.codes, args.scales),
-        *(args.global_scale, args.row_exponent, out),
+        *(args.global_scale, args.row_exponent, out, scratch),
     )
     kind = functools.partial(_launch, problem, device, reserve_sms)
     run_noted(kind, stream_of(device), operands)
@@ -155,29 +171,69 @@ def _launch(
         reserve_sms: SMs to leave to other streams.
         stream: The driver's handle.
         addresses: Addresses of X, its scales, codes and block scales of the weight, global scales,
-            exponents of rows, and the result; 0 for those that there are not.
+            exponents of rows, the result, and of memory for converted weights; 0 for those that
+            there are not.
     """
-    x, x_scales, codes, scales, global_scale, row_exponent, out = addresses
+    x, x_scales, codes, scales, global_scale, row_exponent, out, scratch = addresses
     launch = _prepared(problem, device, reserve_sms, get_ident())
-    if problem.global_scales:
-        pointers = _pointers(
-            global_scale=global_scale, row_exponent=row_exponent, x_scales=x_scales, out=out
-        )
-        launch(stream, pointers, described=(x, codes, scales))
-    else:
+    if not problem.global_scales:
         pointers = _block_pointers(scales=scales, x_scales=x_scales, out=out)
         launch(stream, pointers, described=(x, codes))
+        return
+    pointers = _pointers(
+        global_scale=global_scale, row_exponent=row_exponent, x_scales=x_scales, out=out
+    )
+    if scratch:
+        convert(
+            problem.rows, problem.columns, device, stream, (codes, scales, row_exponent), scratch
+        )
+        launch(stream, pointers, described=(x, scratch))
+    else:
+        launch(stream, pointers, described=(x, codes, scales))
+
+
+def convert(
+    rows: int, columns: int, device: int, stream: int, weight: tuple[int, int, int], out: int
+) -> None:
+    """Convert NVFP4 weights in fragments to E4M3 on the current GPU.
+
+    Args:
+        rows: Rows, of all matrices that follow one another; a multiple of 16.
+        columns: K, a multiple of 128.
+        device: Index of the current GPU.
+        stream: The driver's handle.
+        weight: Addresses of codes, block scales and exponents of rows.
+        out: Address of the result, ``[rows, K]`` with columns in the order of fragments.
+    """
+    codes, scales, row_exponent = weight
+    pointers = _convert_pointers(codes=codes, scales=scales, row_exponent=row_exponent, out=out)
+    _prepared_conversion(rows, columns, device, get_ident())(stream, pointers)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared_conversion(rows: int, columns: int, device: int, thread: int) -> Launch:
+    """The launch of a conversion, made once in every thread."""
+    kernel = loaded(CONVERT, architecture(device))
+    kernel.prepare(device)
+    ctas, chunks = convert_grid(rows, columns)
+    return CONVERT_ABI.launch(
+        kernel, ctas, k_blocks=columns // K_BLOCK, chunks=chunks, opaque_16=16
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem) -> E4m3Plan:
+    """The configuration of a GEMM: the one with the least estimated time of two forms."""
+    rows, columns, _, tokens, *_ = problem
+    if not problem.global_scales:
+        return block_e4m3_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
+    return nvfp4_plan(rows, columns, tokens, problem.float32_out, problem.swiglu)
 
 
 @functools.lru_cache(maxsize=4096)
 def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> Launch:
     """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
-    rows, columns, _, tokens, *_ = problem
-    plan: E4m3Plan
-    if problem.global_scales:
-        plan = e4m3_plan(rows, columns, tokens, problem.float32_out, problem.swiglu)
-    else:
-        plan = block_e4m3_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
+    plan = choose(problem)
     kernel = loaded(plan, architecture(device))
     launch = _prepare(kernel, max(1, kernel.prepare(device) - reserve_sms), problem, plan)
     if reserve_sms:  # see ``dsv4.cute.gemm``
@@ -187,6 +243,7 @@ def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> L
 
 def _prepare(kernel: Kernel, resident: int, problem: Problem, plan: E4m3Plan) -> Launch:
     rows, columns, groups, tokens, *_ = problem
+    check_stagger(plan, columns)
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // ROWS)
     ctas = min(token_tiles * row_blocks, resident)
     x = Matrix(tokens, columns * groups // 2, columns * groups // 2, plan.tma_tokens)
@@ -204,10 +261,13 @@ def _prepare(kernel: Kernel, resident: int, problem: Problem, plan: E4m3Plan) ->
         codes = Matrix(rows, columns // 2, problem.codes_stride // 2, ROWS)
         return BLOCK_E4M3_ABI.launch(kernel, ctas, (x, codes), **common)
     cut0, cut1, cut2 = cuts(problem.segments)
-    return E4M3_ABI.launch(
+    abi, weights = E4M3_ABI, packed_weights(plan, rows // 16, columns // 64)
+    if isinstance(plan, ConvertedE4m3Plan):
+        abi, weights = CONVERTED_E4M3_ABI, (Matrix(rows, columns // 2, columns // 2, ROWS),)
+    return abi.launch(
         kernel,
         ctas,
-        (x, *packed_weights(plan, rows // 16, columns // 64)),
+        (x, *weights),
         expert_scales=0,
         cut0=cut0,
         cut1=cut1,
@@ -219,7 +279,7 @@ def _prepare(kernel: Kernel, resident: int, problem: Problem, plan: E4m3Plan) ->
     )
 
 
-def packed_weights(plan: E4m3Plan, row_tiles: int, k_blocks: int) -> tuple[Matrix, Matrix]:
+def packed_weights(plan: E4m3Plan, row_tiles: int, k_blocks: int) -> tuple[Matrix, ...]:
     """Codes and block scales of the weight, as the TMA copies of a CTA's stage read them."""
     codes, scales = k_blocks * 128, k_blocks * 16
     return (
@@ -237,8 +297,10 @@ def plans(
     *,
     swiglu: bool = False,
     scale_dtype: torch.dtype | None = None,
-) -> list[E4m3Plan]:
+) -> list[E4m3Plan | ConvertE4m3Plan]:
     """The configurations that a GEMM takes for up to ``max_tokens`` tokens, each once.
+
+    Those for numbers of tokens of which the bfloat16 kernel is faster are not among them.
 
     Args:
         rows: N, of all groups.
@@ -253,11 +315,15 @@ def plans(
     if columns % K_BLOCK or (groups > 1 and rows // groups % ROWS):
         return []
     is_wide = out_dtype == torch.float32
-    chosen: list[E4m3Plan] = []
+    chosen: list[E4m3Plan | ConvertE4m3Plan] = []
     for tokens in range(128, max(max_tokens, 1) + 128, 128):  # a configuration's tiles are of 128s
+        if not estimate(rows, columns, tokens, is_block=scale_dtype is not None).is_faster:
+            continue
         if scale_dtype is None:
-            chosen.append(e4m3_plan(rows, columns, tokens, is_wide, swiglu))
+            chosen.append(nvfp4_plan(rows, columns, tokens, is_wide, swiglu))
         else:
             folded = scale_dtype == torch.float8_e8m0fnu
             chosen.append(block_e4m3_plan(rows, columns, tokens, is_wide, folded))
+    if any(isinstance(plan, ConvertedE4m3Plan) for plan in chosen):
+        chosen.append(CONVERT)
     return list(dict.fromkeys(chosen))

@@ -37,6 +37,7 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
+from dsv4.ops._grouped_operands import chosen_for, of_rows
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
@@ -156,7 +157,17 @@ def _multiply(
     )
     segments, stream = tuple(args.segments), stream_of(device)
     scales = global_scale.shape[-1]
-    kind = (problem, tokens, token_stride, segments, scales, limit, offsets_ready, device)
+    kind = (
+        problem,
+        tokens,
+        chosen_for(args),
+        token_stride,
+        segments,
+        scales,
+        limit,
+        offsets_ready,
+        device,
+    )
     prepared = _prepared(*kind, get_ident())
     if not prepared.counted:
         run_noted(functools.partial(_launch_all, kind), stream, operands)
@@ -213,16 +224,6 @@ def _launch_all(
             launch(stream, pointers, described=(x, codes, scales))
 
 
-def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
-
-    Rows of no expert get the last one's, which is as good as any.
-    """
-    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
-    expert = torch.bucketize(numbers, offsets[1:], right=True)
-    return values[expert.clamp_(max=values.shape[0] - 1)]
-
-
 class _Prepared(NamedTuple):
     """The launches of a grouped GEMM.
 
@@ -240,6 +241,7 @@ class _Prepared(NamedTuple):
 def _prepared(
     problem: _Problem,
     tokens: int,
+    chosen: tuple[int, int],
     token_stride: int,
     segments: tuple[int, ...],
     scales: int,
@@ -255,6 +257,7 @@ def _prepared(
     Args:
         problem: Fields of an ``Experts``.
         tokens: Rows of X.
+        chosen: Rows and experts that the launches are chosen for.
         token_stride: Elements from one row of X to the next.
         segments: Rows of an expert's weight that share a global scale each.
         scales: Global scales of an expert.
@@ -264,7 +267,8 @@ def _prepared(
         thread: Identifier of the thread; a launch is for one thread at a time.
     """
     experts, arch = Experts(*problem), architecture(device)
-    planned = launch_plans(experts, tokens, arch)
+    rows, step = chosen[0], experts._replace(experts=chosen[1])
+    planned = launch_plans(step, rows, arch)
     assert planned
     cut0, cut1, cut2 = cuts(segments)
     common = {
@@ -293,7 +297,7 @@ def _prepared(
             x = Matrix(tokens, experts.columns, token_stride, launch_plan.plan.tma_tokens)
             launch = _wgmma(kernel, ctas, launch_plan, experts, x, i > 0, values)
             launches.append((launch, False))
-    counted = len(planned) > 1 and uses_tile_counters(experts, tokens)
+    counted = len(planned) > 1 and uses_tile_counters(step, rows)
     return _Prepared(tuple(launches), counted)
 
 

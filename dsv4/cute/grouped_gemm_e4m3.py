@@ -1,4 +1,8 @@
-"""Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper."""
+"""Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper.
+
+Weights are dequantized in the main loop or, for many rows an expert, converted to E4M3 first, a
+range of experts at a time, as large as scratch memory holds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cute.gemm_e4m3 import contiguous_codes, packed_weights
+from dsv4.cute.e4m3_costs import estimate_experts, experts_at_once, experts_plan
+from dsv4.cute.gemm_e4m3 import contiguous_codes, convert, packed_weights
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.driver import Launch, Matrix
 from dsv4.cute.runtime.launch import (
@@ -21,13 +26,14 @@ from dsv4.cute.runtime.launch import (
     run_noted,
     stream_of,
 )
-from dsv4.cute.sm90.gemm_e4m3_plan import (
-    GROUPED_E4M3_ABI,
-    K_BLOCK,
-    ROWS,
-    GroupedE4m3Plan,
-    grouped_e4m3_plan,
+from dsv4.cute.sm90.e4m3_converted_plan import (
+    CONVERT,
+    GROUPED_CONVERTED_E4M3_ABI,
+    ConvertE4m3Plan,
+    GroupedConvertedE4m3Plan,
+    check_stagger,
 )
+from dsv4.cute.sm90.gemm_e4m3_plan import GROUPED_E4M3_ABI, K_BLOCK, ROWS, GroupedE4m3Plan
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
@@ -36,6 +42,18 @@ from dsv4.quant.formats import FP8_TOKEN, FRAGMENTS
 
 _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluFp8Args
 _pointers = GROUPED_E4M3_ABI.pointers
+
+
+class Range(NamedTuple):
+    """Experts that one launch multiplies.
+
+    Attributes:
+        first: The first one.
+        end: The one after the last.
+    """
+
+    first: int
+    end: int
 
 
 class GroupedProblem(NamedTuple):
@@ -142,9 +160,15 @@ def _multiply(
         codes, scales = rows.codes, rows.scales
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
+    scratch = None
+    if isinstance(choose(problem), GroupedConvertedE4m3Plan):
+        matrices = min(problem.experts, experts_at_once(problem.rows, problem.columns))
+        shape = (matrices, problem.rows, problem.columns)
+        scratch = codes.new_empty(shape, dtype=torch.uint8)
     operands = (
         *(contiguous_codes(codes), scales.contiguous(), args.weight, args.scales),
         *(args.global_scale, args.row_exponent, row_weight, args.offsets, out, out_scales),
+        scratch,
     )
     run_noted(functools.partial(_launch, problem, device), stream_of(device), operands)
 
@@ -158,42 +182,73 @@ def _launch(problem: GroupedProblem, device: int, stream: int, addresses: Sequen
         stream: The driver's handle.
         addresses: Addresses of ``operands`` in ``_multiply``; 0 for those that there are not.
     """
+    if not addresses[-1]:
+        _launch_range(problem, device, stream, addresses, Range(0, problem.experts))
+        return
+    step = experts_at_once(problem.rows, problem.columns)
+    for first in range(0, problem.experts, step):
+        experts = Range(first, min(first + step, problem.experts))
+        _launch_range(problem, device, stream, addresses, experts)
+
+
+def _launch_range(
+    problem: GroupedProblem, device: int, stream: int, addresses: Sequence[int], experts: Range
+) -> None:
+    """Launch the GEMMs of a range of experts; arguments as in ``_launch``."""
     x, x_scales, codes, scales, global_scale, row_exponent, *others = addresses
-    row_weight, offsets, out, out_scales = others
+    row_weight, offsets, out, out_scales, scratch = others
+    matrix, first = problem.rows * problem.columns, experts.first
+    codes += first * matrix // 2
+    scales += first * matrix // 16
+    row_exponent += first * problem.rows
     pointers = _pointers(
-        global_scale=global_scale,
+        global_scale=global_scale + first * problem.expert_scales * 4,
         row_exponent=row_exponent,
         x_scales=x_scales,
         row_weight=row_weight,
         out=out,
         out_scales=out_scales,
-        offsets=offsets,
+        offsets=offsets + first * 4,
     )
-    _prepared(problem, device, get_ident())(stream, pointers, described=(x, codes, scales))
+    launch = _prepared(problem, experts, device, get_ident())
+    if scratch:
+        rows = (experts.end - first) * problem.rows
+        weight = (codes, scales, row_exponent)
+        convert(rows, problem.columns, device, stream, weight, scratch)
+        launch(stream, pointers, described=(x, scratch))
+    else:
+        launch(stream, pointers, described=(x, codes, scales))
 
 
 @functools.lru_cache(maxsize=4096)
-def _prepared(problem: GroupedProblem, device: int, thread: int) -> Launch:
+def choose(problem: GroupedProblem) -> GroupedE4m3Plan:
+    """The configuration of a grouped GEMM."""
+    kind = (problem.float32_out, problem.swiglu, problem.row_weighted, problem.quantized_out)
+    sizes = (problem.rows, problem.columns, problem.experts, problem.rows_of_x)
+    return experts_plan(*sizes, kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _prepared(problem: GroupedProblem, experts: Range, device: int, thread: int) -> Launch:
     """The launch, made once in every thread, because that takes longer than a launch."""
     columns, rows_of_x = problem.columns, problem.rows_of_x
-    plan = grouped_e4m3_plan(
-        rows_of_x,
-        problem.experts,
-        problem.float32_out,
-        problem.swiglu,
-        problem.row_weighted,
-        problem.quantized_out,
-    )
+    plan, count = choose(problem), experts.end - experts.first
+    check_stagger(plan, columns)
     kernel = loaded(plan, architecture(device))
     cut0, cut1, cut2 = cuts(problem.segments)
-    row_tiles = problem.experts * problem.rows // 16
+    abi = GROUPED_E4M3_ABI
+    weights = packed_weights(plan, count * problem.rows // 16, columns // 64)
+    if isinstance(plan, GroupedConvertedE4m3Plan):
+        abi = GROUPED_CONVERTED_E4M3_ABI
+        weights = (Matrix(count * problem.rows, columns // 2, columns // 2, ROWS),)
     x = Matrix(rows_of_x, columns // 2, columns // 2, plan.tma_tokens)
-    return GROUPED_E4M3_ABI.launch(
+    return abi.launch(
         kernel,
         kernel.prepare(device),  # as many as the GPU holds: the kernel finds its tiles
-        (x, *packed_weights(plan, row_tiles, columns // 64)),
-        clear_end=rows_of_x,
-        experts=problem.experts,
+        (x, *weights),
+        # The last range clears the rows of no expert.
+        clear_end=rows_of_x if experts.end == problem.experts else 0,
+        experts=count,
         stages=columns // K_BLOCK,
         rows=problem.rows,
         row_blocks=-(-problem.rows // plan.unit_rows),
@@ -208,8 +263,10 @@ def _prepared(problem: GroupedProblem, device: int, thread: int) -> Launch:
     )
 
 
-def plans(experts: Experts, max_rows: int, *, quantized_out: bool = False) -> list[GroupedE4m3Plan]:
-    """The configurations taken for up to ``max_rows`` rows of X, each once.
+def plans(
+    experts: Experts, max_rows: int, *, quantized_out: bool = False
+) -> list[GroupedE4m3Plan | ConvertE4m3Plan]:
+    """The configurations taken for up to ``max_rows`` rows, each once; see ``gemm_e4m3.plans``.
 
     Args:
         experts: Sizes and kind; there are none unless its columns are a multiple of 128.
@@ -219,5 +276,15 @@ def plans(experts: Experts, max_rows: int, *, quantized_out: bool = False) -> li
     if experts.columns % K_BLOCK or (quantized_out and experts.rows % (2 * ROWS)):
         return []
     kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
-    chosen = [grouped_e4m3_plan(rows, experts.experts, *kind) for rows in (1, max(max_rows, 1))]
+    sizes = (experts.rows, experts.columns, experts.experts)
+    # Tiles change above 128 rows an expert, the form and whether it is faster somewhere.
+    most, step = max(max_rows, 1), 64 * experts.experts
+    counts = {1, 2 * step, 2 * step + 1, *range(step, min(most, 64 * step), step), most}
+    chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [
+        experts_plan(*sizes, rows, kind)
+        for rows in sorted(counts)
+        if rows <= most and estimate_experts(*sizes, rows).is_faster
+    ]
+    if any(isinstance(plan, GroupedConvertedE4m3Plan) for plan in chosen):
+        chosen.append(CONVERT)
     return list(dict.fromkeys(chosen))

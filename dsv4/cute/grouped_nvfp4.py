@@ -15,13 +15,13 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import dispatch
-from dsv4.cute.grouped_gemm import of_rows
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime.driver import Launch
 from dsv4.cute.runtime.launch import architecture, cuts, loaded, on, run_noted, stream_of
 from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Plan, choose
 from dsv4.cute.sm100.grouped_gemm_plan import plans as _plans
 from dsv4.cute.sm100.tensor_maps import tensor_map
+from dsv4.ops._grouped_operands import of_rows
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,

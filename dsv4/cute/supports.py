@@ -8,7 +8,13 @@ from __future__ import annotations
 import torch
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts
-from dsv4.cute.runtime.architectures import ARCHITECTURES, BLACKWELL, HOPPER
+from dsv4.cute.runtime.architectures import (
+    ARCHITECTURES,
+    BLACKWELL,
+    BLACKWELL_NAMES,
+    HOPPER,
+    shared_limit,
+)
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
@@ -94,12 +100,22 @@ def _packed_sizes(
     if rows // 16 % groups:
         return f"a group has {rows // groups} rows, wanted a multiple of 16"
     arch = ARCHITECTURES[capability(device)]
-    plan = choose(GemmProblem(rows, columns, groups, False, False), max(tokens, 1), arch)
-    if plan is None:
+    problem = GemmProblem(rows, columns, groups, False, False)
+    plan = choose(problem, max(tokens, 1), arch)
+    if plan is None or not _fits_every_kind(problem, max(tokens, 1), arch):
         return f"{columns} columns of 16 tokens do not fit a block's shared memory"
     if isinstance(plan, SmallMPlan) and tokens > MOST_FEW_TOKENS:
         return _many_tokens(arch, tokens, rows // groups, columns)
     return None
+
+
+def _fits_every_kind(problem: GemmProblem, tokens: int, arch: str) -> bool:
+    """Return whether results and tokens of each kind fit; on Hopper they do where one does."""
+    if shared_limit(arch) == shared_limit(HOPPER):
+        return True
+    flags = (False, True)
+    kinds = [problem._replace(float32_out=f, row_scaled=s) for f in flags for s in flags]
+    return all(choose(kind, tokens, arch) is not None for kind in kinds)
 
 
 def few_token_gemm(device: torch.device, rows: int, columns: int) -> str | None:
@@ -185,13 +201,26 @@ def _grouped_sizes(
     if reason:
         return reason
     experts, rows, half = codes
-    sizes = Experts(rows, 2 * half, experts, out_dtype == torch.float32, False)
-    if typical_plan(sizes, max(tokens, 1), ARCHITECTURES[capability(device)]) is None:
+    arch, sizes = ARCHITECTURES[capability(device)], Experts(rows, 2 * half, experts, False, False)
+    sizes = sizes._replace(float32_out=out_dtype == torch.float32)
+    if not all(typical_plan(kind, max(tokens, 1), arch) for kind in _kinds(sizes, arch)):
+        if typical_plan(sizes, max(tokens, 1)) is not None:
+            held = shared_limit(arch) // 1024
+            return f"8 rows of {2 * half} columns do not fit {held} KB of shared memory"
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_EXPERTS} and "
             "a multiple of 128"
         )
     return None
+
+
+def _kinds(sizes: Experts, arch: str) -> list[Experts]:
+    """Return the kinds of GEMM that have to fit: one on Hopper, which has room for each."""
+    if shared_limit(arch) == shared_limit(HOPPER):
+        return [sizes]
+    fused = sizes._replace(swiglu=True, row_weighted=True)
+    kinds = [sizes, fused, fused._replace(quantized_out=not sizes.float32_out)]
+    return [kind._replace(row_scaled=scaled) for kind in kinds for scaled in (False, True)]
 
 
 def _rows_dtype(args: GroupedArgs) -> torch.dtype:
@@ -358,19 +387,13 @@ def not_blackwell(device: torch.device) -> str | None:
     return f"{gpu}, and tcgen05 is of 10.0 and 10.3"
 
 
-def no_packed_weights(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str | None:
-    """Return why no kernel takes packed NVFP4 weights with inputs of a dtype on a device, or None.
-
-    Args:
-        device: Device of the weights.
-        dtype: Dtype of the inputs.
-        experts: Whether they are routed experts, for which only CuTeDSL kernels are.
-    """
+def no_packed_weights(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why no kernel takes packed NVFP4 weights and inputs of a dtype, or None."""
     if device.type != "cuda":
         return f"kernels for packed weights run on a CUDA GPU, the tensors are on {device}"
     if dtype != torch.bfloat16:
         return f"kernels for packed weights take bfloat16, the model is {dtype}"
-    return no_cute(device) if experts else no_triton(device)
+    return no_triton(device)
 
 
 def no_fp8_gemm(device: torch.device) -> str | None:
@@ -386,6 +409,6 @@ def packed_layout(device: torch.device, activation: str) -> str:
 
 
 def packed_layout_of(arch: str | None, activation: str) -> str:
-    """The same for a value of ``ARCHITECTURES``, or None for another GPU."""
-    swizzled = arch not in (None, HOPPER) and activation == NVFP4.name
+    """The same for a value of ``EVERY_ARCHITECTURE``, or None for another GPU."""
+    swizzled = arch in BLACKWELL_NAMES and activation == NVFP4.name
     return SWIZZLED if swizzled else FRAGMENTS

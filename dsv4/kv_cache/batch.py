@@ -128,6 +128,14 @@ class CacheStep:
             self._shared[key] = make()
         return self._shared[key]
 
+    def keep(self, key: Any, value: Any) -> None:
+        """Keep a value for the layers of this step."""
+        self._shared[key] = value
+
+    def value_of(self, key: Any) -> Any:
+        """Return what was kept for ``key``; None if nothing was."""
+        return self._shared.get(key)
+
     def write_slots(self, layer: LayerCache) -> torch.Tensor:
         """Return the slot of each token's raw KV entry, ``[T]``; see ``LayerCache``."""
         return self.once(

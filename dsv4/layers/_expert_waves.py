@@ -36,7 +36,7 @@ class WavePlan:
     Attributes:
         waves: In their order.
         position: Place of each expert in the order of rows; -1: not needed.
-        positions: Number of places, some of which have no expert.
+        positions: Number of places, some of which have no expert; not more than experts.
         expert_in: Expert of each slot afterwards; -1: none.
     """
 
@@ -51,12 +51,27 @@ def plan_waves(
 ) -> WavePlan:
     """Plan the waves of a step.
 
+    There are never more places than experts, so rows are sorted by the kernel of a layer that holds
+    all of them. Places of empty slots, which an interrupted step leaves, might be too many: then
+    all slots that are not static count as empty, and have none.
+
     Args:
         needed: Experts of the step.
         expert_in: Expert in each slot, -1: none; the first ``static`` slots never change.
         static: Number of those.
         experts: Number of experts.
     """
+    plan = _planned(needed, expert_in, static, experts)
+    if plan.positions <= experts:
+        return plan
+    emptied = [*expert_in[:static], *[-1] * (len(expert_in) - static)]
+    return _planned(needed, emptied, static, experts)
+
+
+def _planned(
+    needed: Iterable[int], expert_in: Sequence[int], static: int, experts: int
+) -> WavePlan:
+    """Plan the waves of a step with what is in the slots; see ``plan_waves``."""
     middle = static + (len(expert_in) - static + 1) // 2
     halves = [range(static, middle), range(middle, len(expert_in))]
     halves = [half for half in halves if half]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,19 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or not nbytes:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    check_available(nbytes)
+    tensor = _mapped(nbytes)
+    cudart = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        status = int(cudart.cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE_MAPPED))
+        if status:
+            _forget_error(device)
+            raise _refused(nbytes, f"cudaHostRegister returned {status}")
+    return tensor
+
+
+def _mapped(nbytes: int) -> torch.Tensor:
+    """Return zeros in pages of the process's own, huge ones if that can be."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -70,12 +84,13 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
         tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    tensor.zero_()  # in PyTorch's threads: locking would fault the pages in one after another
-    with torch.cuda.device(device):
-        status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), nbytes, _PORTABLE_MAPPED)
-    if int(status):
-        raise _refused(nbytes, f"cudaHostRegister returned {int(status)}")
-    return tensor
+    return tensor.zero_()  # in PyTorch's threads: locking would fault pages in one after another
+
+
+def _forget_error(device: torch.device) -> None:
+    """Take CUDA's last error, which a refused call leaves: the next launch raises it, once."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, dtype=torch.int32, device=device).add_(1)
 
 
 _PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped

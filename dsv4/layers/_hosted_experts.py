@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
@@ -135,16 +136,22 @@ class HostedExperts:
         self._targets = self.layout.in_slots(self.memory)  # what is written, with other versions
         self.chunks = self.layout.chunks(device)
         self.state = SlotState.of(expert_in, experts, device)
-        with torch.no_grad():
-            for expert in others:
-                for name, target in self.layout.in_row(self._row(expert)).items():
-                    target.copy_(tensors[name].detach()[expert], non_blocking=True)
-            for slot, expert in enumerate(expert_in):
-                for name, target in self._targets.items():
-                    target[slot].copy_(tensors[name].detach()[expert])
+        if device.type != "meta":
+            self._fill(tensors, others, expert_in)
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the stacks are freed next
         self._side: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def _fill(
+        self, tensors: Mapping[str, torch.Tensor], others: Sequence[int], expert_in: Sequence[int]
+    ) -> None:
+        for expert in others:
+            for name, target in self.layout.in_row(self._row(expert)).items():
+                target.copy_(tensors[name].detach()[expert], non_blocking=True)
+        for slot, expert in enumerate(expert_in):
+            for name, target in self._targets.items():
+                target[slot].copy_(tensors[name].detach()[expert])
 
     @property
     def experts(self) -> int:
@@ -194,7 +201,8 @@ class HostedExperts:
 
     def _forget(self, slots: Iterable[int]) -> None:
         """Say that these slots hold no expert: a copy was interrupted, or is under way."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing or self.device.type == "meta":
             return  # nothing was copied
         expert_in = self.state.expert_in.tolist()
         for slot in slots:
@@ -204,8 +212,10 @@ class HostedExperts:
     def plan(self, ids: torch.Tensor) -> tuple[WavePlan, list[int]]:
         """Plan the waves of a step and count its choices; waits for the device.
 
+        On the meta device, where kernels are listed, one wave has all rows.
+
         Returns:
-            The plan, and the first row of each place in its order, and the number of rows.
+            The plan, and the first row of each of E places in its order, and the number of rows.
 
         Raises:
             RuntimeError: if the step is being captured.
@@ -214,21 +224,29 @@ class HostedExperts:
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"host_experts: {self.obstacle(ids.numel())}, wanted an eager step")
         check_ids(ids, self.experts, "host_experts")
+        if ids.is_meta:
+            chosen, expert_in = [0] * self.experts, list(range(self.slots))
+            chosen[0] = ids.numel()
+            return self._waves_of(chosen, expert_in)
         flat = self.numbers(ids).flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
         values = torch.cat((counts, self.state.expert_in.long())).tolist()
         chosen, expert_in = values[: self.experts], values[self.experts :]
-        needed = [e for e, count in enumerate(chosen) if count]
-        plan = plan_waves(needed, expert_in, self.static_slots, self.experts)
-        sizes = [0] * plan.positions
-        for expert in needed:
-            sizes[plan.position[expert]] = chosen[expert]
-        bounds = [0]
-        for size in sizes:
-            bounds.append(bounds[-1] + size)
+        plan, bounds = self._waves_of(chosen, expert_in)
         self.state.count(counts, sum(len(wave.loads) for wave in plan.waves))
         return plan, bounds
+
+    def _waves_of(
+        self, chosen: Sequence[int], expert_in: Sequence[int]
+    ) -> tuple[WavePlan, list[int]]:
+        """Plan waves for how often each expert is chosen; see ``plan``."""
+        needed = [e for e, count in enumerate(chosen) if count]
+        plan = plan_waves(needed, expert_in, self.static_slots, self.experts)
+        sizes = [0] * self.experts
+        for expert in needed:
+            sizes[plan.position[expert]] = chosen[expert]
+        return plan, [0, *accumulate(sizes)]
 
     def numbers(self, ids: torch.Tensor) -> torch.Tensor:
         """Return expert ids as int64 from 0 to E; E stands for none."""
@@ -283,6 +301,8 @@ class HostedExperts:
             return self._side.record_event()
 
     def _copy(self, loads: Sequence[tuple[int, int]]) -> None:
+        if self.device.type == "meta":
+            return
         for expert, slot in loads:
             for name, source in self.layout.in_row(self._row(expert)).items():
                 self._targets[name][slot].copy_(source, non_blocking=True)

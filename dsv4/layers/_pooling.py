@@ -15,6 +15,7 @@ from torch import nn
 from dsv4.config import CSA, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers._module import FixedDtypeModule, wide_dtype, wider
+from dsv4.layers._projections import Pooled, are_merged, projections_of
 from dsv4.layers.fusion import fused_linear
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm
@@ -56,15 +57,20 @@ class PoolingModule(FixedDtypeModule):
         self.kv_norm = DeepseekV4RMSNorm(width, eps=config.rms_norm_eps)
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
 
-    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project to the KV cache's values and scores.
+    def pooled_dtype(self, x: torch.Tensor) -> torch.dtype | None:
+        """Return the dtype of values and scores of ``x``, None for that of ``x``.
 
         Both are float32 in DeepSeek's numerics (specification, section 5.1).
         """
-        dtype = None
-        if self.numerics == "deepseek":
-            dtype = wider(hidden_states.dtype, torch.float32)
-        kv, score = fused_linear([self.kv_proj, self.gate_proj], hidden_states, dtype)
+        return wider(x.dtype, torch.float32) if self.numerics == "deepseek" else None
+
+    def _project(self, hidden_states: torch.Tensor) -> Pooled:
+        """Project to the KV cache's values and scores."""
+        dtype = self.pooled_dtype(hidden_states)
+        layers = [self.kv_proj, self.gate_proj]
+        if are_merged(layers, hidden_states):
+            return projections_of(layers, hidden_states, dtype).pooled
+        kv, score = fused_linear(layers, hidden_states, dtype)
         return kv, score
 
     def _finish(
@@ -120,9 +126,10 @@ class PoolingModule(FixedDtypeModule):
         pages: Pages,
         page_table: torch.Tensor,
         rotate_quantize: bool = False,
+        projected: Pooled | None = None,
     ) -> None:
         """Update ``state`` with ``hidden_states [T, H]``, store the entries that closed."""
-        kv, score = self._project(hidden_states)
+        kv, score = self._project(hidden_states) if projected is None else projected
         dtype, norm, rotary = hidden_states.dtype, self.kv_norm, self.rotary_emb
         compress_write(
             kv,
@@ -143,14 +150,32 @@ class PoolingModule(FixedDtypeModule):
             table_dtype=rotary.table_dtype(dtype),
         )
 
-    def write_pages(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
-        """Update the state with ``hidden_states [T, H]`` and store the entries that closed."""
+    def write_pages(
+        self,
+        hidden_states: torch.Tensor,
+        step: CacheStep,
+        layer_idx: int,
+        projected: Pooled | None = None,
+    ) -> None:
+        """Update the state with ``hidden_states [T, H]`` and store the entries that closed.
+
+        Args:
+            hidden_states: The tokens.
+            step: The step.
+            layer_idx: The layer's place in its cache.
+            projected: Values and scores of the tokens, if they are made already.
+        """
         layer = step.cache.layers[layer_idx]
         assert layer.state is not None
         assert layer.compressed is not None
         assert layer.compressed_table is not None
         self._compress(
-            hidden_states, step.batch, layer.state, layer.compressed, layer.compressed_table
+            hidden_states,
+            step.batch,
+            layer.state,
+            layer.compressed,
+            layer.compressed_table,
+            projected=projected,
         )
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:

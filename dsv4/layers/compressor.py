@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._pooling import PoolingModule, one_cache
+from dsv4.layers._projections import are_merged, projections_of
 from dsv4.layers.indexer import DeepseekV4Indexer
+from dsv4.layers.linear import Linear
 from dsv4.overlap import Streams
 
 
@@ -190,14 +193,39 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         """Store index keys and the entries that closed; return the weights of the index heads.
 
         Index keys have a stream of their own. On the other stream the weights come before the
-        entries, because the top-k selection needs the weights and not the entries.
+        entries, because the top-k selection needs the weights and not the entries. For few tokens
+        one launch makes all projections, and one stream has all of this: keys before entries, for
+        the same reason.
         """
+        indexer = self.indexer
+        layers = [self.kv_proj, self.gate_proj, indexer.kv_proj, indexer.gate_proj]
+        layers.append(indexer.scorer.weights_proj)
+        if are_merged(layers, hidden_states):
+            return self._begin_merged(layers, hidden_states, step, layer_idx, streams)
         with streams.on("index keys"):
             self.indexer.store_keys(hidden_states, step, layer_idx)
         with streams.on("head weights"):
             weights = self.indexer.head_weights(hidden_states, step, layer_idx)
         with streams.on("entries", behind="head weights"):
             self.write_pages(hidden_states, step, layer_idx)
+        return weights
+
+    def _begin_merged(
+        self,
+        layers: Sequence[Linear],
+        x: torch.Tensor,
+        step: CacheStep,
+        layer_idx: int,
+        streams: Streams,
+    ) -> torch.Tensor:
+        with streams.on("head weights"):
+            made = projections_of(layers, x, self.pooled_dtype(x))
+            weights = self.indexer.head_weights(x, step, layer_idx, made.heads)
+        with streams.on("index keys", behind="head weights"):
+            kv, score = made.keys
+            self.indexer.store_keys(x, step, layer_idx, (kv, score))
+        with streams.on("entries", behind="head weights"):
+            self.write_pages(x, step, layer_idx, made.pooled)
         return weights
 
     def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers import _layer_plan
 from dsv4.layers._pooling import one_cache
 from dsv4.layers.attention import DeepseekV4Attention, Tables
+from dsv4.layers.early_experts import arrival_of
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock
@@ -99,9 +100,13 @@ class DeepseekV4DecoderLayer(nn.Module):
         attn_hc, ffn_hc, parallel = self.attn_hc, self.ffn_hc, self.parallel
         of_rank: dict[str, Any] = {} if parallel is None else {"reduce": False}
         step = options.get("past_key_values")
-        routed = {}
-        if isinstance(step, CacheStep) and step.routed is not None:
-            routed["routed"] = step.routed
+        routed: dict[str, Any] = {}
+        if isinstance(step, CacheStep):
+            if step.routed is not None:
+                routed["routed"] = step.routed
+            arrival = arrival_of(step, self.layer_idx)
+            if arrival is not None:
+                routed["slots"] = arrival.joined
         post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)
         output, _ = self.self_attn(normed, **options, **of_rank)
         hidden_states, (post, comb, normed) = attn_hc.post_pre(

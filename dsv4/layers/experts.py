@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,7 +11,6 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
-from dsv4.layers._expert_waves import Wave
 from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
@@ -26,22 +26,28 @@ from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 _ALL = slice(None)
 
 
-class _Rows(NamedTuple):
-    """Rows of a wave of experts.
+class _Part(NamedTuple):
+    """The experts that a GEMM multiplies, of those of a step.
 
     Attributes:
-        rows: ``[R, H]``, sorted.
-        offsets: First row of each expert, and the end.
-        weight: Routing weights of the rows, or None.
-        inner: Memory for SwiGLU of the first GEMM, or None.
-        out: Memory for the result; it may be that of ``rows``.
+        slots: Which of the layer's.
+        step_rows: See ``grouped_gemm``.
+        step_experts: Likewise.
     """
 
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    weight: torch.Tensor | None
-    inner: torch.Tensor | None
-    out: torch.Tensor
+    slots: slice = _ALL
+    step_rows: int = 0
+    step_experts: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of a grouped GEMM."""
+        if not self.step_experts:
+            return {}
+        return {"step_rows": self.step_rows, "step_experts": self.step_experts}
+
+
+_WHOLE = _Part()
 
 
 class DeepseekV4Experts(ExpertWeights):
@@ -107,6 +113,7 @@ class DeepseekV4Experts(ExpertWeights):
         top_k_weights: torch.Tensor,
         shared: torch.Tensor | None = None,
         streams: Streams = IN_ORDER,
+        slots: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return the sum of the chosen experts' outputs, of those held here, times their weights.
 
@@ -119,6 +126,9 @@ class DeepseekV4Experts(ExpertWeights):
             shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
+            slots: Waits for experts in host memory that are being loaded already
+                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: what is
+                missing is loaded now.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -127,33 +137,53 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        experts = self.num_experts
+        part = self._whole
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
-            top_k_index, experts = self._slots_of(top_k_index), self.hosted.slots
+            top_k_index = self.fetch(top_k_index) if slots is None else slots()
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, row_of_slot = self._sorted(
-            hidden_states, top_k_index, top_k_weights, experts, buffers.rows
+            hidden_states, top_k_index, top_k_weights, buffers.rows
         )
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        inner = self._activated(rows, offsets, row_weight, buffers.inner)
-        if isinstance(inner, QuantizedTensor):
-            down, dtype = self.quantized_weight("down_proj"), hidden_states.dtype
-            out = grouped_gemm(
-                inner, down, offsets, settled=True, out_dtype=dtype, out=buffers.rows
-            )
-        else:
-            out = self._project("down_proj", inner, offsets, buffers.rows)
+        inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
+        out = self._down(inner, offsets, hidden_states.dtype, buffers.rows, part)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
 
-    def _slots_of(self, ids: torch.Tensor) -> torch.Tensor:
-        """Load the experts of a step that lie in host memory; return the slots of all."""
-        assert self.hosted is not None
+    @property
+    def _whole(self) -> _Part:
+        """All experts; those in slots are multiplied as if all of the layer were there."""
+        return _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
+
+    def _down(
+        self,
+        inner: torch.Tensor | QuantizedTensor,
+        offsets: torch.Tensor,
+        dtype: torch.dtype,
+        out: torch.Tensor | None,
+        part: _Part,
+    ) -> torch.Tensor:
+        """Multiply SwiGLU of the first GEMM by ``down_proj``."""
+        if not isinstance(inner, QuantizedTensor):
+            return self._project("down_proj", inner, offsets, out, part)
+        down = self._weight("down_proj", part.slots)
+        return grouped_gemm(
+            inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
+        )
+
+    def fetch(self, ids: torch.Tensor) -> torch.Tensor:
+        """Load the experts of a step that are missing; return the slots of all ``[T, k]``.
+
+        Raises:
+            ValueError: if none are in host memory, or the layer is being calibrated or compiled.
+        """
+        if self.hosted is None:
+            raise ValueError("fetch: no expert is in host memory, wanted some (host_experts_)")
         self._check_hosted()
         return self.hosted.fetch(ids)
 
@@ -186,32 +216,21 @@ class DeepseekV4Experts(ExpertWeights):
         table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
         buffers = self._buffers_for(x, ids.shape[1])
         rows, row_weight, offsets, row_of_slot = moe_sort(
-            x, table[hosted.numbers(ids)], weights, max(plan.positions, 1), out=buffers.rows
+            x, table[hosted.numbers(ids)], weights, self.num_experts, out=buffers.rows
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
         for wave in hosted.run(plan):
             start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
-            own = _Rows(
-                rows[start:stop],
-                offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start,
-                row_weight[start:stop] if scaled else None,
-                None if buffers.inner is None else buffers.inner[start:stop],
-                out[start:stop],
-            )
-            self._multiply_wave(wave, own)
+            offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
+            part = _Part(slice(wave.start, wave.stop), len(rows), self.num_experts)
+            row_weights = row_weight[start:stop] if scaled else None
+            memory = None if buffers.inner is None else buffers.inner[start:stop]
+            inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
+            self._down(inner, offsets_of, x.dtype, out[start:stop], part)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
-
-    def _multiply_wave(self, wave: Wave, own: _Rows) -> None:
-        part = slice(wave.start, wave.stop)
-        inner = self._activated(own.rows, own.offsets, own.weight, own.inner, part)
-        if isinstance(inner, QuantizedTensor):
-            down, dtype = self._weight("down_proj", part), own.rows.dtype
-            grouped_gemm(inner, down, own.offsets, settled=True, out_dtype=dtype, out=own.out)
-        else:
-            self._project("down_proj", inner, own.offsets, own.out, part)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
         """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.
@@ -226,8 +245,9 @@ class DeepseekV4Experts(ExpertWeights):
             torch.empty((count, columns), dtype=dtype, device=device)
             for columns in (self.hidden_dim, self.intermediate_dim)
         )
-        first = dispatch.arguments(self._activated, rows, offsets, None, None)
-        return first, dispatch.arguments(self._project, "down_proj", inner, offsets)
+        part = self._whole
+        first = dispatch.arguments(self._activated, rows, offsets, None, None, part)
+        return first, dispatch.arguments(self._project, "down_proj", inner, offsets, None, part)
 
     def reserve(self, workspace: Workspace | None) -> None:
         """Use this memory from now on; with None, memory of the allocator."""
@@ -245,24 +265,27 @@ class DeepseekV4Experts(ExpertWeights):
         x: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
-        experts: int,
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        Ids are below ``experts``. The first GEMM of FP8 activations takes codes, and Blackwell's of
-        NVFP4, so the rows are not written, read and written again.
+        The first GEMM of FP8 activations takes codes, and Blackwell's of NVFP4, so the rows are not
+        written, read and written again. Slots of hosted experts are sorted as if there were one for
+        each expert: by the kernels of a layer that holds all, whatever the number of slots.
         """
+        experts = self.num_experts
         held: Any = {
             "first_expert": self.first_expert,
-            "num_local_experts": self.num_local_experts,
+            "num_local_experts": self.num_local_experts if self.hosted is None else experts,
         }
         may_quantise = self.activation != "bf16" and x.dtype == torch.bfloat16
         rounds = may_quantise and self._rounds and self.layout != LINEAR
         quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
-            return moe_sort(x, ids, weights, experts, out=out, **held)
+            gathered = moe_sort(x, ids, weights, experts, out=out, **held)
+            return (*gathered[:2], self._of_slots(gathered[2]), gathered[3])
         order, offsets, row_of_slot = moe_permute(ids, experts, **held)
+        offsets = self._of_slots(offsets)
         if rounds:
             layout = code_layout(self._weight("gate_up_proj", _ALL))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
@@ -271,6 +294,10 @@ class DeepseekV4Experts(ExpertWeights):
             rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
+
+    def _of_slots(self, offsets: torch.Tensor) -> torch.Tensor:
+        """Return the offsets of the experts that are held, of which hosted ones are the first."""
+        return offsets if self.hosted is None else offsets[: self.num_local_experts + 1]
 
     @property
     def _quantises(self) -> bool:
@@ -288,7 +315,7 @@ class DeepseekV4Experts(ExpertWeights):
         offsets: torch.Tensor,
         row_weight: torch.Tensor | None,
         out: torch.Tensor | None,
-        part: slice = _ALL,
+        part: _Part = _WHOLE,
     ) -> torch.Tensor | QuantizedTensor:
         """Return SwiGLU of the first GEMM, ``[R, I]``; in ``out`` if the layer is packed.
 
@@ -296,20 +323,20 @@ class DeepseekV4Experts(ExpertWeights):
         second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
-        options: Any = {"row_weight": row_weight}
+        options: Any = {"row_weight": row_weight, **part.options}
         if isinstance(rows, torch.Tensor):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets, part)
+            activation, scale = self._quantising(name, rows, offsets, part.slots)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self._weight(name, part), offsets, self.limit)
+        operands = (rows, self._weight(name, part.slots), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
             result_scale = self.down_proj_input_scale
-            result_scale = result_scale if part == _ALL else result_scale[part]
+            result_scale = result_scale if part.slots == _ALL else result_scale[part.slots]
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self._weight("down_proj", part))
+            layout = code_layout(self._weight("down_proj", part.slots))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
@@ -319,20 +346,22 @@ class DeepseekV4Experts(ExpertWeights):
         rows: torch.Tensor,
         offsets: torch.Tensor,
         out: torch.Tensor | None = None,
-        part: slice = _ALL,
+        part: _Part = _WHOLE,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets, part)
+        activation, scale = self._quantising(name, rows, offsets, part.slots)
         if self.format is None:
             weight = getattr(self, name)
-            return grouped_gemm(rows, weight if part == _ALL else weight[part], offsets, out=out)
+            weight = weight if part.slots == _ALL else weight[part.slots]
+            return grouped_gemm(rows, weight, offsets, out=out, **part.options)
         return grouped_gemm(
             rows,
-            self._weight(name, part),
+            self._weight(name, part.slots),
             offsets,
             activation=activation,
             input_scale=scale,
             settled=name == "down_proj",
             out=out,
+            **part.options,
         )
 
     def _weight(self, name: str, part: slice) -> QuantizedTensor:

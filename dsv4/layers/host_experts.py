@@ -146,19 +146,45 @@ class Hosting:
         check_layer(experts)
         self.placement.check(experts.num_experts, self.layers, experts.num_experts_per_tok)
         static = self.placement.static_of(self.moved, experts.num_experts)
-        own = {**experts._parameters, **experts._buffers}
-        tensors = {name: tensor for name, tensor in own.items() if tensor is not None}
+        tensors = _tensors_of(experts)
         hosted = HostedExperts(tensors, static, self.placement.slots)
         experts.forget_value()
-        for name, tensor in hosted.tensors.items():
-            if name in experts._buffers:
-                experts._buffers[name] = tensor
-            else:
-                experts._parameters[name] = frozen(tensor)
-        experts.num_local_experts = hosted.slots
-        experts.hosted = hosted
+        _put(hosted, experts)
         self.moved += 1
         return hosted.rows.nbytes
+
+
+def _tensors_of(experts: DeepseekV4Experts) -> dict[str, torch.Tensor]:
+    own = {**experts._parameters, **experts._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _put(hosted: HostedExperts, experts: DeepseekV4Experts) -> None:
+    """Make slots the experts of a layer."""
+    for name, tensor in hosted.tensors.items():
+        if name in experts._buffers:
+            experts._buffers[name] = tensor
+        else:
+            experts._parameters[name] = frozen(tensor)
+    experts.num_local_experts = hosted.slots
+    experts.hosted = hosted
+
+
+def declare_hosted(experts: DeepseekV4Experts, static: int, slots: int) -> None:
+    """Give a layer on the meta device slots, as ``host_experts_`` leaves one.
+
+    Args:
+        experts: The layer, its weights declared.
+        static: Static experts.
+        slots: Slots for the others.
+    """
+    hosted = HostedExperts(
+        _tensors_of(experts),
+        range(static),
+        slots,
+        lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8, device=device),
+    )
+    _put(hosted, experts)
 
 
 def check_layer(experts: DeepseekV4Experts) -> None:

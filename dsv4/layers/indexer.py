@@ -12,6 +12,7 @@ from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.layers._module import wider
 from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
+from dsv4.layers._projections import Pooled
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -34,9 +35,16 @@ class DeepseekV4IndexerScorer(nn.Module):
         self.weights_scaling = config.index_n_heads**-0.5
         self.weights_proj = Linear(config.hidden_size, config.index_n_heads)
 
-    def weights(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map ``[..., H]`` to weights ``[..., heads]`` in float32, both scales included."""
-        weights = self.weights_proj(hidden_states)
+    def weights(
+        self, hidden_states: torch.Tensor, projected: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map ``[..., H]`` to weights ``[..., heads]`` in float32, both scales included.
+
+        Args:
+            hidden_states: The tokens.
+            projected: Their product with the weight, if it is made already.
+        """
+        weights = self.weights_proj(hidden_states) if projected is None else projected
         wide = weights.to(wider(weights.dtype, torch.float32))
         return wide * self.scale
 
@@ -89,8 +97,21 @@ class DeepseekV4Indexer(PoolingModule):
         rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
         return rotated.view(q.shape)
 
-    def store_keys(self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int) -> None:
-        """Update the state with ``hidden_states [T, H]`` and store the keys that closed."""
+    def store_keys(
+        self,
+        hidden_states: torch.Tensor,
+        step: CacheStep,
+        layer_idx: int,
+        projected: Pooled | None = None,
+    ) -> None:
+        """Update the state with ``hidden_states [T, H]`` and store the keys that closed.
+
+        Args:
+            hidden_states: The tokens.
+            step: The step.
+            layer_idx: The layer's place in its cache.
+            projected: Values and scores of the tokens, if they are made already.
+        """
         layer = step.cache.layers[layer_idx]
         assert layer.indexer_state is not None
         assert layer.indexer_pages is not None
@@ -102,23 +123,34 @@ class DeepseekV4Indexer(PoolingModule):
             layer.indexer_pages,
             layer.compressed_table,
             rotate_quantize=self.numerics == "deepseek",
+            projected=projected,
         )
 
     def head_weights(
-        self, hidden_states: torch.Tensor, step: CacheStep, layer_idx: int
+        self,
+        hidden_states: torch.Tensor,
+        step: CacheStep,
+        layer_idx: int,
+        projected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weights of the heads for a flat batch.
 
         They include both scales if keys are plain; for keys in codes they do not, as
         ``quantize_index_queries`` expects. Values that ``select_paged`` reads from the step are
         made first.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            step: The step.
+            layer_idx: The layer's place in its cache.
+            projected: Product of the tokens with the weights' weight, if it is made already.
         """
         self.visible_in(step)
         pages = step.cache.layers[layer_idx].indexer_pages
         assert pages is not None
         if pages.entry_format in COMPACT_FORMATS:
-            return self.scorer.weights_proj(hidden_states)
-        return self.scorer.weights(hidden_states)
+            return self.scorer.weights_proj(hidden_states) if projected is None else projected
+        return self.scorer.weights(hidden_states, projected)
 
     def _weighted_queries(
         self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, entry_format: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,13 +91,14 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         *,
         reduce: bool = True,
         routed: torch.Tensor | None = None,
+        slots: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Apply the block to ``[B, S, H]``; ``input_ids [B, S]`` are needed in hash layers.
 
         Without ``reduce`` the result on several ranks is this rank's part of the sum. Where each
         rank has tokens of its own, their sums are whole in any case, and tokens whose id is
         ``UNROUTED`` go to no expert. ``routed [B * S]``, int64, is negative for such tokens in any
-        case; None: all others go to some.
+        case; None: all others go to some. ``slots``: see ``DeepseekV4Experts.forward``.
 
         Raises:
             ValueError: if this is a hash layer and ``input_ids`` is None.
@@ -105,7 +107,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         if self.exchange is not None:
             exchanged = self._exchanged(self.exchange, flat, input_ids, routed)
             return exchanged.view(hidden_states.shape)
-        output = self._partial(flat, hidden_states, input_ids, routed)
+        output = self._partial(flat, hidden_states, input_ids, routed, slots)
         if reduce:
             output = all_reduce(self.parallel, output)
         return output.view(hidden_states.shape)
@@ -132,13 +134,16 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor | None,
         routed: torch.Tensor | None,
+        slots: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
         """Return the part ``[T, H]`` of the sum that is computed here."""
         arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
+        # Experts of somebody else's may not take the argument.
+        options: dict[str, Any] = {} if slots is None else {"slots": slots}
         if mlp is None:
             weights, indices = self._route(*arguments)
-            return self.experts(flat, indices, weights)
+            return self.experts(flat, indices, weights, **options)
         if flat.shape[0] < _RESERVING_TOKENS:
             with streams.on("shared"):
                 shared = mlp(flat)
@@ -150,7 +155,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
                 else:  # another module may not take the argument
                     shared = mlp(flat)
-        return self.experts(flat, indices, weights, shared, streams)
+        return self.experts(flat, indices, weights, shared, streams, **options)
 
     def _exchanged(
         self,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.linear import Linear
 from dsv4.parallel.expert_exchange import ExpertExchange
+from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
 
 def reserve_experts(
@@ -79,7 +83,8 @@ def warm_allocator(
     the driver and does not run out of memory there. A larger step gets more. Addresses are not
     fixed: layers may run at the same time on different streams, and ``torch.cuda.empty_cache``
     frees the memory. These are the gathered rows, their SwiGLU and the results of the experts, the
-    largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro.
+    largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro. With FP8
+    activations the largest weight that a GEMM may convert to FP8 for a step is added.
 
     Args:
         model: Any module.
@@ -96,9 +101,12 @@ def warm_allocator(
     if max_tokens < 0:
         raise ValueError(f"warm_allocator: max_tokens is {max_tokens}, wanted 0 or more")
     total = 0
+    converted = converted_bytes(model)
     for device, shapes in step_buffers(model, max_tokens).items():
         if device.type == "cuda" and max_tokens:
             buffers = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+            size = converted.get(device, 0)
+            buffers.append(torch.empty(size, dtype=torch.uint8, device=device))
             total += sum(buffer.nbytes for buffer in buffers)
             del buffers  # back to the cache of the allocator
     return total
@@ -123,3 +131,32 @@ def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple
             shapes = [(rows, width) for width in columns]
             largest[device] = max(largest.get(device, shapes), shapes)
     return largest
+
+
+def converted_bytes(model: nn.Module) -> dict[torch.device, int]:
+    """Return the most bytes of weights converted to FP8 that are alive together, per device.
+
+    Only weights that are exact in FP8, of layers with FP8 activations, are converted.
+    """
+    largest: dict[torch.device, int] = {}
+    for layer in model.modules():
+        if isinstance(layer, DeepseekV4Experts | Linear) and layer.activation == "fp8":
+            for codes, size in _conversions(layer):
+                largest[codes.device] = max(largest.get(codes.device, 0), size)
+    return largest
+
+
+def _conversions(layer: DeepseekV4Experts | Linear) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield a layer's packed codes, and the bytes of those that are converted together."""
+    if isinstance(layer, DeepseekV4Experts):
+        for name in ("gate_up_proj", "down_proj"):
+            stack = getattr(layer, name)
+            if getattr(layer, f"{name}_exponent") is not None:  # else it is not exact in FP8
+                matrix = 2 * stack[0].numel()  # two codes a byte
+                yield stack, matrix * min(len(stack), max(1, MOST_CONVERTED // matrix))
+        return
+    fused = layer.fused
+    codes = layer.weight if fused is None else fused.codes
+    exponent = layer.weight_exponent if fused is None else fused.row_exponent
+    if exponent is not None and 2 * codes.numel() <= MOST_CONVERTED:
+        yield codes, 2 * codes.numel()

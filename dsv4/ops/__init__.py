@@ -10,6 +10,7 @@ from dsv4.ops.all_reduce import all_reduce, hc_reduce_post, hc_reduce_post_pre_n
 from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.compressor_paged import compress_write_paged
+from dsv4.ops.compressor_projections import compressor_projections
 from dsv4.ops.expert_slots import expert_decide, expert_gather
 from dsv4.ops.fp8_token import moe_gather_fp8, rms_norm_fp8, swiglu_fp8
 from dsv4.ops.gemm import gemm
@@ -42,6 +43,7 @@ __all__ = [
     "all_reduce",
     "compress_write",
     "compress_write_paged",
+    "compressor_projections",
     "compressor_update",
     "dequantize",
     "draw_draft",

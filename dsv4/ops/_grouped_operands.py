@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,6 +46,18 @@ class Rows(NamedTuple):
     def columns(self) -> int:
         """K."""
         return self.x.shape[-1] if self.row_scale is None else 2 * self.x.shape[-1]
+
+
+def check_step(op: str, rows: int, experts: int) -> None:
+    """Check the rows and experts of a step, of which a call multiplies a part."""
+    for name, value in (("step_rows", rows), ("step_experts", experts)):
+        if value < 0:
+            raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
+
+
+def chosen_for(args: Any) -> tuple[int, int]:
+    """Return the rows and experts for which the kernels of a grouped GEMM's record are chosen."""
+    return args.step_rows or args.x.shape[0], args.step_experts or args.weight.shape[0]
 
 
 def checked_rows(
@@ -119,3 +131,13 @@ def checked_weight(
     if input_scale is not None:
         positive(f"{op}: input_scale", input_scale)
     return parts
+
+
+def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
+
+    Rows of no expert get the last one's, which is as good as any.
+    """
+    numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    expert = torch.bucketize(numbers, offsets[1:], right=True)
+    return values[expert.clamp_(max=values.shape[0] - 1)]

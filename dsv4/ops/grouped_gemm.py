@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops._grouped_operands import checked_rows, checked_weight
+from dsv4.ops._grouped_operands import check_step, checked_rows, checked_weight
 from dsv4.ops._library import define, define_out
 from dsv4.ops._plans import planned
 
@@ -47,6 +47,8 @@ class GroupedGemmArgs(NamedTuple):
         row_scale: float32 ``[R]``, global scale of each row of NVFP4 codes, else None.
         out_dtype: Dtype of the result, floating.
         settled: Whether another GEMM already waited for the offsets.
+        step_rows: Rows for which kernels are chosen and configured; 0: R.
+        step_experts: Experts for which they are; 0: E.
     """
 
     x: torch.Tensor
@@ -65,6 +67,8 @@ class GroupedGemmArgs(NamedTuple):
     row_scale: torch.Tensor | None
     out_dtype: torch.dtype
     settled: bool
+    step_rows: int = 0
+    step_experts: int = 0
 
 
 def _fake(args: GroupedGemmArgs) -> torch.Tensor:
@@ -85,6 +89,8 @@ def grouped_gemm(
     input_scale: torch.Tensor | None = None,
     settled: bool = False,
     out_dtype: torch.dtype | None = None,
+    step_rows: int = 0,
+    step_experts: int = 0,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -106,6 +112,10 @@ def grouped_gemm(
             wrote them and this one: a kernel may then read them, and their experts' weights, while
             that GEMM still runs. The second GEMM of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for quantised rows.
+        step_rows: Where ``x`` is a part of the rows of a step: how many the step has. Kernels are
+            chosen and configured for that number, so each expert's results have the bits of a call
+            with all of the step's rows. 0: R.
+        step_experts: Likewise the experts of a step, of which ``weight`` has others or fewer. 0: E.
         out: Tensor for the result, of ``out_dtype``, contiguous, at a multiple of 16 bytes, sharing
             no memory with the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.
@@ -115,11 +125,13 @@ def grouped_gemm(
 
     Raises:
         TypeError: if a dtype is not as stated.
-        ValueError: if shapes or devices do not fit, offsets are out of order, or ``input_scale`` is
-            not finite and above 0 or is given with ``"bf16"``, or ``out`` is not as stated.
+        ValueError: if shapes or devices do not fit, offsets are out of order, ``step_rows`` or
+            ``step_experts`` is negative, or ``input_scale`` is not finite and above 0 or is given
+            with ``"bf16"``, or ``out`` is not as stated.
     """
     rows, out_dtype = checked_rows("grouped_gemm", x, activation, out_dtype)
     parts = checked_weight("grouped_gemm", rows, weight, offsets, activation, input_scale)
+    check_step("grouped_gemm", step_rows, step_experts)
     args = GroupedGemmArgs(
         rows.x,
         parts.codes,
@@ -137,6 +149,8 @@ def grouped_gemm(
         rows.row_scale,
         out_dtype,
         settled,
+        step_rows,
+        step_experts,
     )
     if out is None:
         return _grouped_gemm(args, backend)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops import _check
-from dsv4.ops._grouped_operands import checked_rows, checked_weight
+from dsv4.ops._grouped_operands import check_step, checked_rows, checked_weight
 from dsv4.ops._library import define, define_out
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
@@ -44,6 +44,8 @@ class GroupedGemmSwigluArgs(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         out_dtype: Dtype of the result, floating.
+        step_rows: See ``GroupedGemmArgs``.
+        step_experts: Likewise.
     """
 
     x: torch.Tensor
@@ -63,6 +65,8 @@ class GroupedGemmSwigluArgs(NamedTuple):
     limit: float | None
     row_weight: torch.Tensor | None
     out_dtype: torch.dtype
+    step_rows: int = 0
+    step_experts: int = 0
 
 
 class GroupedGemmSwigluQuantizeArgs(NamedTuple):
@@ -89,6 +93,8 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         result_scale: float32 ``[E]``, static global scale of each expert's results.
         scale_layout: Layout of the result's block scales.
+        step_rows: See ``GroupedGemmArgs``.
+        step_experts: Likewise.
     """
 
     x: torch.Tensor
@@ -109,6 +115,8 @@ class GroupedGemmSwigluQuantizeArgs(NamedTuple):
     row_weight: torch.Tensor | None
     result_scale: torch.Tensor
     scale_layout: str
+    step_rows: int = 0
+    step_experts: int = 0
 
 
 def _fake_swiglu(args: GroupedGemmSwigluArgs) -> torch.Tensor:
@@ -163,6 +171,8 @@ def grouped_gemm_swiglu(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    step_rows: int = 0,
+    step_experts: int = 0,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -181,6 +191,8 @@ def grouped_gemm_swiglu(
         activation: See ``grouped_gemm``.
         input_scale: Likewise.
         out_dtype: Likewise.
+        step_rows: Likewise.
+        step_experts: Likewise.
         out: Likewise.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -195,6 +207,7 @@ def grouped_gemm_swiglu(
     op = "grouped_gemm_swiglu"
     rows, out_dtype = checked_rows(op, x, activation, out_dtype)
     parts = checked_weight(op, rows, weight, offsets, activation, input_scale)
+    check_step(op, step_rows, step_experts)
     high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
@@ -217,6 +230,8 @@ def grouped_gemm_swiglu(
         limit,
         row_weight,
         out_dtype,
+        step_rows,
+        step_experts,
     )
     if out is None:
         return _grouped_gemm_swiglu(args, backend)
@@ -237,6 +252,8 @@ def grouped_gemm_swiglu_quantize(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     scale_layout: str = LINEAR,
+    step_rows: int = 0,
+    step_experts: int = 0,
     backend: str = "auto",
 ) -> QuantizedTensor:
     """Compute ``grouped_gemm_swiglu`` in its default dtype and ``quantize`` the result to NVFP4.
@@ -263,6 +280,8 @@ def grouped_gemm_swiglu_quantize(
         activation: Activation of ``x``, as in ``grouped_gemm``.
         input_scale: Likewise.
         scale_layout: Layout of the block scales, ``"linear"`` or ``"swizzled_128x4_experts"``.
+        step_rows: See ``grouped_gemm``.
+        step_experts: Likewise.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -278,6 +297,7 @@ def grouped_gemm_swiglu_quantize(
     op = "grouped_gemm_swiglu_quantize"
     rows, _ = checked_rows(op, x, activation, None)
     parts = checked_weight(op, rows, weight, offsets, activation, input_scale)
+    check_step(op, step_rows, step_experts)
     high = parts.codes.shape[1]
     _check.one_of(op, "scale_layout", scale_layout, (LINEAR, SWIZZLED_EXPERTS))
     multiple = 32 if scale_layout == LINEAR else 128
@@ -309,6 +329,8 @@ def grouped_gemm_swiglu_quantize(
         row_weight,
         result_scale,
         scale_layout,
+        step_rows,
+        step_experts,
     )
     codes, scales, total = _grouped_gemm_swiglu_quantize(args, backend)
     return QuantizedTensor(codes, scales, total, NVFP4, scale_layout)

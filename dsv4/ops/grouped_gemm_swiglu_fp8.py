@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.ops._grouped_operands import checked_rows, checked_weight
+from dsv4.ops._grouped_operands import check_step, checked_rows, checked_weight
 from dsv4.ops._library import as_record, define
 from dsv4.ops._plans import planned
 from dsv4.ops.fp8_token import check_result_layout
@@ -39,6 +39,8 @@ class GroupedGemmSwigluFp8Args(NamedTuple):
         limit: Clamp bound above 0, or None for no clamp.
         row_weight: ``[R]`` floating, multiplies the rows of the result; or None.
         result_layout: Order of the columns of the result's codes.
+        step_rows: See ``GroupedGemmArgs``.
+        step_experts: Likewise.
     """
 
     x: torch.Tensor
@@ -58,6 +60,8 @@ class GroupedGemmSwigluFp8Args(NamedTuple):
     limit: float | None
     row_weight: torch.Tensor | None
     result_layout: str
+    step_rows: int = 0
+    step_experts: int = 0
 
 
 def _fake(args: GroupedGemmSwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,6 +88,8 @@ def grouped_gemm_swiglu_fp8(
     activation: str = "bf16",
     input_scale: torch.Tensor | None = None,
     result_layout: str = LINEAR,
+    step_rows: int = 0,
+    step_experts: int = 0,
     backend: str = "auto",
 ) -> QuantizedTensor:
     """Compute ``grouped_gemm_swiglu`` in its default dtype and ``quantize`` the result by tokens.
@@ -100,6 +106,8 @@ def grouped_gemm_swiglu_fp8(
         activation: Activation of ``x``, as in ``grouped_gemm``.
         input_scale: Likewise.
         result_layout: Layout of the codes, see ``quantize``.
+        step_rows: See ``grouped_gemm``.
+        step_experts: Likewise.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
@@ -112,6 +120,7 @@ def grouped_gemm_swiglu_fp8(
     op = "grouped_gemm_swiglu_fp8"
     rows, _ = checked_rows(op, x, activation, None)
     parts = checked_weight(op, rows, weight, offsets, activation, input_scale)
+    check_step(op, step_rows, step_experts)
     high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
@@ -135,6 +144,8 @@ def grouped_gemm_swiglu_fp8(
         limit,
         row_weight,
         result_layout,
+        step_rows,
+        step_experts,
     )
     codes, scales = _grouped_gemm_swiglu_fp8(args, backend)
     return QuantizedTensor(codes, scales, None, FP8_TOKEN, result_layout)

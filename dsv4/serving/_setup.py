@@ -211,15 +211,20 @@ def _reserved_tokens(model: nn.Module) -> list[int]:
     return [workspace.max_tokens for workspace in workspaces]
 
 
-def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequences: int) -> bool:
+def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_tokens: int) -> bool:
     """Decide whether decode steps are captured; log why not if the model's weights prevent it.
+
+    Args:
+        model: The model.
+        capture: What was asked for; None: if they can be.
+        max_tokens: Most tokens of a step, drafts included.
 
     Raises:
         ValueError: if ``capture`` is true and they cannot be.
     """
     if capture is not None and not capture:
         return False
-    reason = why_eager(model, max_sequences)
+    reason = why_eager(model, max_tokens)
     if reason is None:
         return True
     if capture:
@@ -229,13 +234,13 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_sequ
     return False
 
 
-def why_eager(model: DeepseekV4ForCausalLM, max_sequences: int) -> str | None:
-    """Return why steps of a model cannot be captured, or None."""
+def why_eager(model: DeepseekV4ForCausalLM, max_tokens: int) -> str | None:
+    """Return why steps of a model of up to that many tokens cannot be captured, or None."""
     if model.device.type != "cuda":
         return f"the model is on {model.device.type}"
     if is_compiled(model):
         return "the model is compiled by torch.compile"
-    return obstacle(model, sorted({1, max_sequences}), model.device)
+    return obstacle(model, sorted({1, max_tokens}), model.device)
 
 
 def captures_drafts(model: DeepseekV4ForCausalLM, max_sequences: int) -> bool:

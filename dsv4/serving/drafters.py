@@ -13,6 +13,7 @@ from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving.drafting import MTP, DraftPlan
 from dsv4.serving.sampler import Parameters, Variant
+from dsv4.speculation.draft_head import AUTO
 from dsv4.speculation.dspark import DSparkDraft, argmax
 from dsv4.speculation.mtp import Drafts, MtpDraft
 from dsv4.speculation.verify import draw_draft
@@ -88,17 +89,19 @@ class MtpDrafter(Drafter):
     Attributes:
         model: The model.
         cache: Its cache.
+        head: The draft's head, see ``DraftHead.of``.
         streams: ``[rows + 1, n, H]``, residual streams of each row's last token; zeros for padding.
     """
 
     model: DeepseekV4ForCausalLM
     cache: PagedCache
+    head: str = AUTO
     streams: torch.Tensor = field(init=False)
     _draft: MtpDraft = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.model.config
-        self._draft = MtpDraft(self.model)
+        self._draft = MtpDraft(self.model, self.head)
         self.streams = torch.zeros(
             (self.cache.max_sequences + 1, config.hc_mult, config.hidden_size),
             dtype=self.model.dtype,
@@ -158,15 +161,17 @@ class DSparkDrafter(Drafter):
         cache: Its cache.
         thetas: By the number of sequences of a step, padding included: ``[]`` on the device, least
             probability of acceptance of a draft; where there is none, all are verified.
+        head: The draft's head, see ``DraftHead.of``.
     """
 
     model: DeepseekV4ForCausalLM
     cache: PagedCache
     thetas: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    head: str = AUTO
     _draft: DSparkDraft = field(init=False)
 
     def __post_init__(self) -> None:
-        self._draft = DSparkDraft(self.model)
+        self._draft = DSparkDraft(self.model, self.head)
 
     def draft(
         self,
@@ -225,6 +230,7 @@ def drafter_of(
     model: DeepseekV4ForCausalLM,
     cache: PagedCache,
     thetas: Mapping[int, float] | None = None,
+    head: str = AUTO,
 ) -> Drafter:
     """Return the draft of a plan over a cache.
 
@@ -233,11 +239,12 @@ def drafter_of(
         model: The model.
         cache: Its cache.
         thetas: Least probabilities of acceptance, see ``DSparkDrafter``; only of DSpark.
+        head: The draft's head, see ``DraftHead.of``.
     """
     if plan.method == MTP:
-        return MtpDrafter(model, cache)
+        return MtpDrafter(model, cache, head)
     tensors = {
         size: torch.tensor(theta, dtype=torch.float32, device=model.device)
         for size, theta in (thetas or {}).items()
     }
-    return DSparkDrafter(model, cache, tensors)
+    return DSparkDrafter(model, cache, tensors, head)

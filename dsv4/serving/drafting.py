@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.kv_cache.layer_cache import ROLLBACK
+from dsv4.layers.host_experts import slot_tokens
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._capture import obstacle
@@ -20,6 +21,7 @@ from dsv4.speculation.verify import Verified, verify_same_draws
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
 MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
+_HOSTED_TOKENS = 1  # where experts are in host memory: more tokens choose more that must be loaded
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)
 
@@ -70,6 +72,11 @@ class DraftPlan:
             "confidence_threshold": self.threshold,
         }
 
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a sequence in a step; 1 if the number of drafts adapts to what fits a step."""
+        return 1 if self.by_size else 1 + self.tokens
+
     def within(self, max_tokens: int) -> DraftPlan:
         """Return the plan for sequences of at most some tokens, 2 and up."""
         return replace(self, tokens=min(self.tokens, max_tokens - 1))
@@ -88,12 +95,15 @@ class Drafting:
         reason: Why not, if a draft was asked for.
         costs: What drafts cost, where the plan depends on it.
         sizes: Numbers of sequences that steps are padded to, ascending.
+        most_tokens: Most tokens of a step for whose experts in host memory there are slots, beyond
+            which a plan with ``by_size`` does not draft; None: any number.
     """
 
     plan: DraftPlan | None = None
     reason: str = ""
     costs: DraftCosts | None = field(default=None, repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)
+    most_tokens: int | None = None
 
     def at_sizes(
         self, model: DeepseekV4ForCausalLM, sizes: Sequence[int], max_tokens: int
@@ -113,12 +123,15 @@ class Drafting:
         if not (plan.by_size or _has_confidence(model, plan.method)):
             return replace(self, plan=plan, sizes=tuple(sizes))
         costs = DraftCosts.of(model, plan.method, plan.tokens, plan.threshold)
-        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes))
+        slots = min(slot_tokens(model), default=None)
+        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes), most_tokens=slots)
         _logger.info("%s, by the number of sequences:\n%s", drafting, drafting.explain())
         most = max(map(drafting.drafts_at, sizes))
         if most:
             return replace(drafting, plan=replace(plan, tokens=most))
         reason = f"drafts would be slower at {sizes[0]} to {sizes[-1]} sequences, by bytes read"
+        if slots is not None and slots < 2 * sizes[0]:
+            reason = f"experts in host memory have slots for {slots} tokens of a step"
         return Drafting(None, reason, costs, tuple(sizes))
 
     def drafts_at(self, sequences: int) -> int:
@@ -127,7 +140,10 @@ class Drafting:
             return 0
         if self.costs is None or not self.plan.by_size:
             return self.plan.tokens
-        return self.costs.best(sequences).drafts
+        drafts = self.costs.best(sequences).drafts
+        if self.most_tokens is not None:
+            drafts = min(drafts, max(0, self.most_tokens // sequences - 1))
+        return drafts
 
     def theta_at(self, sequences: int) -> float | None:
         """Return the least probability of acceptance of a draft that is verified; None: any."""
@@ -166,7 +182,8 @@ def drafting_of(
         model: The model.
         speculate: ``"mtp"`` or ``"dspark"``; ``"auto"``: the one that the model holds, if it can
             be used; None: none.
-        draft_tokens: Drafted tokens per step; None: 2 of MTP, all of a DSpark block.
+        draft_tokens: Drafted tokens per step; None: 2 of MTP, all of a DSpark block, and 1 of
+            either where experts are in host memory.
         threshold: ``confidence_threshold`` of ``Runner``.
         deterministic: Whether the runner is.
 
@@ -275,6 +292,8 @@ def _count(model: DeepseekV4ForCausalLM, method: str, draft_tokens: int | None) 
     if method == DSPARK:
         assert model.config.dspark is not None
         most = min(most, model.config.dspark.block_size)
+    if draft_tokens is None and slot_tokens(model):
+        return _HOSTED_TOKENS
     if draft_tokens is None:
         return most if method == DSPARK else MTP_TOKENS
     if draft_tokens > most:

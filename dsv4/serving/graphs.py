@@ -8,6 +8,7 @@ prompts (``dsv4.serving.prompts``) put their logits into the same buffer and sha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -55,10 +56,16 @@ def default_buckets(max_sequences: int) -> tuple[int, ...]:
 
 
 class Graphs:
-    """Captures graphs that share memory, because they are replayed one after another."""
+    """Captures graphs that share memory, because they are replayed one after another.
+
+    The memory is a pool of PyTorch's allocator, which belongs to the graphs: when the last of them
+    is freed the allocator takes the pool back, and refuses a capture into it. So a pool is used
+    as long as one of its graphs lives, and a capture after that gets another.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._in_pool: list[weakref.ref[torch.cuda.CUDAGraph]] = []
 
     def captured(self, work: Callable[[], _Output]) -> tuple[torch.cuda.CUDAGraph, _Output]:
         """Run ``work`` once, then capture its graph; its inputs must be padding alone.
@@ -71,15 +78,23 @@ class Graphs:
         with torch.cuda.stream(side):
             work()  # compiles kernels and makes workspaces: a capture must not
         current.wait_stream(side)
-        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        self._pool = None  # must not be used again if the capture fails
+        living = self._living()  # held until the capture has ended: a collection frees none
+        if self._pool is None or not living:
+            self._pool, self._in_pool = torch.cuda.graph_pool_handle(), []
+        pool, self._pool = self._pool, None  # must not be used again if the capture fails
         graph, out = capture_work(work, pool)
         self._pool = pool
+        self._in_pool = [*map(weakref.ref, living), weakref.ref(graph)]
         return graph, out
 
     def release(self) -> None:
         """Drop the memory: the graphs are gone."""
-        self._pool = None
+        self._pool, self._in_pool = None, []
+
+    def _living(self) -> list[torch.cuda.CUDAGraph]:
+        """Return the graphs of the pool that somebody still holds."""
+        graphs = (reference() for reference in self._in_pool)
+        return [graph for graph in graphs if graph is not None]
 
 
 class SamplerStep:

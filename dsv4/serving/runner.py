@@ -134,8 +134,8 @@ class Runner:
                 ``"auto"``: by those that it holds, if that can be done, in steps of as many
                 sequences as it pays for; None: not at all. ``drafting`` says which, and
                 ``drafting.explain()`` at how many sequences.
-            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block. At most
-                ``max_tokens - 1`` are made.
+            draft_tokens: Most drafts per step; None: 2 of MTP, all of a DSpark block, 1 of either
+                where experts are in host memory. At most ``max_tokens - 1`` are made.
             confidence_threshold: Of DSpark: drafts are verified while the probability that they
                 are accepted, which the draft estimates, is at least this; 0: all are verified, 1:
                 hardly any. None: by what a draft more costs at the number of sequences, see
@@ -159,8 +159,9 @@ class Runner:
                 "the sizes of all ranks' requests"
             )
         limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
+        enough_pages = default_window_pages(model.config, limits)
         if window_pages is None:
-            window_pages = default_window_pages(model.config, limits)
+            window_pages = enough_pages
         if index_format is None:
             index_format = default_index_format(model.config)
         if pool_tokens is None:
@@ -175,11 +176,12 @@ class Runner:
             deterministic=deterministic,
         )
         self.draft_counts = DraftCounts()
-        captured = resolve_capture(model, capture, max_sequences)
+        most = 1 if drafting.plan is None else drafting.plan.step_tokens
+        captured = resolve_capture(model, capture, max_sequences * most)
         sizes = StepSizes(
             check_buckets(buckets, max_sequences, captured, deterministic),
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
-            is_scarce=pool_tokens < limits.pool_tokens(),
+            is_scarce=pool_tokens < limits.pool_tokens() or window_pages < enough_pages,
         )
         if verify is None:
             verify = same_draws if deterministic else verify_sampled

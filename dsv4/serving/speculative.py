@@ -111,7 +111,7 @@ class SpeculativeStep:
         self._sampler, self._graphs, self._drafter = sampler, graphs, drafter
         self._verify, self._captures_drafts = verify, captures_drafts
         self.width = drafts + 1
-        self._fixed = FixedRows(model, self.width) if fixed else None
+        self._fixed = FixedRows(self.width) if fixed else None
         most, device = sampler.buckets[-1], model.device
         wide = torch.promote_types(model.dtype, torch.float32)
         self._wide = wide
@@ -187,6 +187,10 @@ class SpeculativeStep:
         """
         return self._work(_Part(name, size, drafts))
 
+    def put(self, ids: torch.Tensor) -> None:
+        """Set the last token and the drafts ``[B, width]`` of the first rows, for ``work``."""
+        self._ids[: len(ids)].copy_(ids)
+
     def release(self) -> None:
         """Free the graphs."""
         self._captured.clear()
@@ -253,10 +257,9 @@ class SpeculativeStep:
         routed = drafted.flatten() if self._drafter.leaves_out(size) else None
         ids, following = ids.flatten(), following.flatten()
         if self._fixed is not None:
-            batch, padding = self._fixed.padded(batch), self._fixed.rows - tokens
-            ids, following = (torch.cat((x, x.new_zeros(padding))) for x in (ids, following))
-            if routed is not None:
-                routed = torch.cat((routed, routed.new_full((padding,), NO_DRAFT)))
+            batch = self._fixed.padded(batch)
+            ids, following = self._fixed.filled(ids), self._fixed.filled(following)
+            routed = None if routed is None else self._fixed.filled(routed, NO_DRAFT)
         step = CacheStep(self._cache, batch, routed)
         hidden, streams = self._drafter.forward(ids.unsqueeze(0), following, step)
         self._logits[:tokens].copy_(self._model.logits(hidden[0])[:tokens])

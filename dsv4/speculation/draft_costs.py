@@ -5,8 +5,8 @@ a step, of routed experts those that tokens choose: ``E (1 - (1 - k / E) ** T)``
 with k each, if routing is uniform and independent. So a step of few sequences reads more experts
 for each token more, one of many reads all of them anyway, and one of very many is bound by
 operations, where a draft costs as much as a token. KV entries are left out: they are as many with
-and without drafts, up to the L2; so are loads of experts from host memory, whose number depends on
-the text.
+and without drafts, up to the L2. Where experts are in host memory, those that are in no slot are
+loaded, too: a share of them that uniform routing misses, because the text's is not known before.
 
 Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
 here changes a token that is generated greedily, only how fast it comes.
@@ -22,6 +22,7 @@ from torch import nn
 
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.layers.host_experts import slot_tokens
 from dsv4.layers.linear import Linear
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.speculation.draft_head import read_bytes
@@ -32,6 +33,7 @@ from dsv4.speculation.draft_head import read_bytes
 _BYTES_PER_MS = 3.1e9
 _LAYER_MS = 0.0538  # of 43 layers, what a step takes beyond its bytes, see ``parallel.planner``
 _OPERATIONS_PER_MS = 5.5e11
+_LOADED_PER_MS = 5.08e7  # bytes of experts from host memory: 6 of Flash took 1.675 ms (H200)
 # Shares of steps in which draft j and all before it were accepted: MTP of Flash, random text,
 # temperature 1 (vllm-project/vllm#41044); DSpark of Flash-0731 (vllm-ascend#13640). Code and
 # reasoning had up to 0.88 and 0.9; the lower ones say when drafts pay in any case.
@@ -58,6 +60,7 @@ class Part:
         chosen: Experts of a token.
         layers: Number of layers.
         operations: Multiplications and additions of a token, 2 per multiply-accumulate.
+        missed: Share of the chosen experts that are loaded from host memory, if routing is uniform.
     """
 
     dense: float
@@ -66,6 +69,7 @@ class Part:
     chosen: int
     layers: int
     operations: float
+    missed: float = 0.0
 
     @classmethod
     def of(cls, module: nn.Module, more: float = 0.0) -> Part:
@@ -79,10 +83,11 @@ class Part:
             3 * chosen * m.hidden_dim * m.intermediate_dim * m.num_local_experts // _shared(m)
             for m in moe
         )
-        tables = sum(_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
-        dense = _bytes(module) - sum(map(_bytes, moe)) - tables + more
-        expert = sum(_bytes(m) / _shared(m) for m in moe)
-        return cls(dense, expert, experts, chosen, len(moe), 2.0 * weights)
+        tables = sum(weight_bytes(m) for m in module.modules() if isinstance(m, nn.Embedding))
+        dense = weight_bytes(module) - sum(map(weight_bytes, moe)) - tables + more
+        expert = sum(weight_bytes(m) / _shared(m) for m in moe)
+        missed = sum(map(_missed, moe)) / len(moe)
+        return cls(dense, expert, experts, chosen, len(moe), 2.0 * weights, missed)
 
     def ms(self, tokens: float, routed: float | None = None) -> float:
         """Return the milliseconds of some tokens, of which ``routed`` go to experts; None: all."""
@@ -90,6 +95,7 @@ class Part:
         read = self.experts * (1 - (1 - self.chosen / self.experts) ** routed)
         return (
             (self.dense + read * self.expert) / _BYTES_PER_MS
+            + read * self.missed * self.expert / _LOADED_PER_MS
             + self.layers * _LAYER_MS
             + tokens * self.operations / _OPERATIONS_PER_MS
         )
@@ -127,6 +133,8 @@ class DraftCosts:
         accepted: Share of steps in which each draft is accepted, for the most drafts.
         has_confidence: Whether drafts may be left out.
         threshold: Least share at which a draft is verified; None: what brings the most tokens.
+        most_tokens: Most tokens of a step whose experts fit in the slots for experts in host
+            memory; None: any number.
     """
 
     main: Part
@@ -135,6 +143,7 @@ class DraftCosts:
     accepted: tuple[float, ...]
     has_confidence: bool = False
     threshold: float | None = None
+    most_tokens: int | None = None
 
     @classmethod
     def of(
@@ -148,17 +157,19 @@ class DraftCosts:
             tokens: Most drafts of a sequence.
             threshold: See ``Runner``.
         """
-        main = Part.of(model.model, _bytes(model.lm_head))
+        main = Part.of(model.model, weight_bytes(model.lm_head))
         head, dspark = float(read_bytes(model)), model.config.dspark
+        most, shares = min(slot_tokens(model), default=None), accepted(method, tokens)
         if method == "mtp" or dspark is None:
-            return cls(main, Part.of(model.mtp, head), 1, accepted(method, tokens))
+            return cls(main, Part.of(model.mtp, head), 1, shares, most_tokens=most)
         assert model.dspark is not None
         markov = model.dspark.last.markov_head
         # The rows of a block share the head; each reads the matrix of the Markov head, which is
         # among the stages' bytes once, and a row of its table.
-        again = _bytes(markov.markov_w2) * (dspark.block_size - 1) - _bytes(markov.markov_w1)
-        draft, shares = Part.of(model.mtp, head + again), accepted(method, tokens)
-        return cls(main, draft, dspark.block_size, shares, dspark.confidence_head, threshold)
+        again = weight_bytes(markov.markov_w2) * (dspark.block_size - 1)
+        again -= weight_bytes(markov.markov_w1)
+        draft = Part.of(model.mtp, head + again)
+        return cls(main, draft, dspark.block_size, shares, dspark.confidence_head, threshold, most)
 
     def choice(self, sequences: int, drafts: int) -> Choice:
         """Return what a number of drafts brings at a number of sequences; 0: no drafts."""
@@ -178,10 +189,13 @@ class DraftCosts:
         """Return the most drafts that are not slower than none, which may be none.
 
         Shares of accepted drafts are low ones here: text that is easier to guess gains more by more
-        drafts.
+        drafts. With experts in host memory a step has no more tokens than slots hold the experts
+        of.
         """
-        counts = range(len(self.accepted), 0, -1)
-        choices = (self.choice(sequences, count) for count in counts)
+        most = len(self.accepted)
+        if self.most_tokens is not None:
+            most = min(most, self.most_tokens // sequences - 1)
+        choices = (self.choice(sequences, count) for count in range(most, 0, -1))
         return next((c for c in choices if c.gain >= 1), self.choice(sequences, 0))
 
     def explain(self, steps: Sequence[tuple[int, int]]) -> str:
@@ -200,6 +214,11 @@ class DraftCosts:
                 f"{step.gain:4.2f}",
             )
             lines.append("   ".join(cells))
+        if self.main.missed:
+            lines.append(
+                f"experts in host memory: {100 * self.main.missed:.0f} % of those that a step "
+                "chooses are loaded, if routing is uniform"
+            )
         return "\n".join(lines)
 
     def _length(self, verified: int) -> float:
@@ -224,6 +243,13 @@ class DraftCosts:
         return extra / self._ms(sequences, drafts, verified) * self._length(verified)
 
 
+def _missed(experts: DeepseekV4Experts) -> float:
+    """Return the share of experts that are in no slot."""
+    if experts.hosted is None:
+        return 0.0
+    return 1 - experts.num_local_experts / experts.num_experts
+
+
 def _shared(experts: DeepseekV4Experts) -> int:
     """Return the experts that share the weights held here.
 
@@ -233,8 +259,8 @@ def _shared(experts: DeepseekV4Experts) -> int:
     return experts.num_experts if experts.hosted is None else experts.num_local_experts
 
 
-def _bytes(module: nn.Module) -> int:
-    """Bytes of a module's weights; memory that several tensors share counts once."""
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights; memory that several tensors share counts once."""
     sizes = dict[int, int]()
     for part in module.modules():
         if isinstance(part, Workspace):

@@ -58,7 +58,7 @@ class DraftHead:
             raise ValueError(f"draft_head is {choice!r}, wanted one of {words}")
         if choice == OWN:
             return cls(model)
-        reason = _impossible(model)
+        reason = why_no_copy(model)
         if reason and choice == COPY:
             raise ValueError(f"draft_head is {choice!r}, but {reason}; wanted 'auto' or 'model'")
         if not reason and choice == AUTO:
@@ -79,11 +79,6 @@ class DraftHead:
         return 0 if self.copy is None else self.copy.quantized_weight().nbytes
 
 
-def can_be_copied(model: DeepseekV4ForCausalLM) -> bool:
-    """Return whether drafts could multiply by a copy of a model's head."""
-    return not _impossible(model)
-
-
 def copy_bytes(config: ModelConfig) -> int:
     """Return the bytes of an NVFP4 copy of a model's head."""
     rows, columns = config.vocab_size, config.hidden_size
@@ -92,14 +87,14 @@ def copy_bytes(config: ModelConfig) -> int:
 
 def read_bytes(model: DeepseekV4ForCausalLM) -> int:
     """Return the bytes of a head that ``"auto"`` makes for a model, which a draft reads."""
-    if not (_impossible(model) or _slow(model)):
+    if not (why_no_copy(model) or _slow(model)):
         return copy_bytes(model.config)
     head = model.lm_head
     return sum(t.nbytes for t in (*head.parameters(), *head.buffers()))
 
 
-def _impossible(model: DeepseekV4ForCausalLM) -> str:
-    """Return why a head can have no copy, or an empty text."""
+def why_no_copy(model: DeepseekV4ForCausalLM) -> str:
+    """Return why a model's head can have no NVFP4 copy, or an empty text."""
     head = model.lm_head
     if model.parallel is not None:
         return f"the head is split over {model.parallel.size} ranks"

@@ -25,57 +25,30 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.kv_cache.batch import Batch, Cache, CacheStep
-from dsv4.layers.dspark import Taps
-from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.kv_cache.batch import Batch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class FixedRows:
-    """Runs steps of a model with a fixed number of rows.
+    """Fills steps up to a fixed number of rows.
 
     Attributes:
-        model: The model.
         rows: Rows of each step, at least its tokens.
     """
 
-    model: DeepseekV4ForCausalLM
     rows: int
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"FixedRows: rows is {self.rows}, wanted 1 or more")
 
-    def logits(
-        self, ids: torch.Tensor, cache: Cache, batch: Batch, taps: Taps | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step.
-
-        Args:
-            ids: ``[T]`` int64.
-            cache: The model's cache.
-            batch: The T tokens.
-            taps: Gets what a DSpark draft reads, of these tokens.
-
-        Returns:
-            Logits ``[T, vocab]`` and residual streams ``[1, T, n, H]``.
+    def filled(self, values: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        """Return values ``[T]`` of a step's tokens with ``padding`` in the missing rows.
 
         Raises:
-            ValueError: if the batch has not T tokens, or more than there are rows.
+            ValueError: if there are more than rows.
         """
-        tokens = ids.shape[0]
-        padded = self.padded(batch)
-        if batch.positions.shape[0] != tokens:
-            raise ValueError(
-                f"FixedRows: ids are {tokens}, wanted {batch.positions.shape[0]}, those of batch"
-            )
-        filled = torch.cat((ids, ids.new_zeros(self.rows - tokens)))
-        step = CacheStep(cache, padded)
-        hidden, streams = self.model.model(filled.unsqueeze(0), None, step, taps=taps)
-        logits = self.model.logits(hidden[0])
-        if taps is not None:
-            taps.values[:] = [value[:, :tokens] for value in taps.values]
-        return logits[:tokens], streams[:, :tokens]
+        return torch.cat((values, values.new_full((self._missing(values),), padding)))
 
     def padded(self, batch: Batch) -> Batch:
         """Return the batch with an entry of padding, one of the missing rows each.
@@ -83,12 +56,7 @@ class FixedRows:
         Raises:
             ValueError: if it has more tokens than there are rows.
         """
-        missing = self.rows - batch.positions.shape[0]
-        if missing < 0:
-            raise ValueError(
-                f"FixedRows: batch has {batch.positions.shape[0]} tokens, wanted at most "
-                f"{self.rows}"
-            )
+        missing = self._missing(batch.positions)
         zeros = batch.starts.new_zeros(missing)
         more = torch.arange(1, missing + 1, device=zeros.device)
         return Batch(
@@ -98,3 +66,11 @@ class FixedRows:
             torch.cat((batch.positions, zeros)),
             torch.cat((batch.sequence_of_token, zeros - 1)),
         )
+
+    def _missing(self, tokens: torch.Tensor) -> int:
+        missing = self.rows - tokens.shape[0]
+        if missing < 0:
+            raise ValueError(
+                f"FixedRows: the step has {tokens.shape[0]} tokens, wanted at most {self.rows}"
+            )
+        return missing

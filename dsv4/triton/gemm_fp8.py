@@ -20,6 +20,7 @@ import triton.language as tl
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand, fp8_values
 from dsv4.triton._lib import row_tiles
+from dsv4.triton._lib.gemm_tiles import nan_if_not_finite, tile_of_program
 from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -47,41 +48,6 @@ def _block_gemm(codes, x):
     else:  # noqa: RET505
         # Through float32: the conversion from float16 to bfloat16 has a sixteenth of its rate.
         return tl.dot(e4m3_value(codes).to(tl.bfloat16), tl.trans(x))
-
-
-@triton.jit
-def _finish(total, x, stride, token, inside, columns, TOKENS: tl.constexpr):
-    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a value that is not finite.
-
-    A NaN in x is one in every sum; an infinity is an infinity or a NaN there. So x is read again
-    only where a sum is infinite, to tell an infinite x from a sum that passed float32's range.
-    """
-    infinite = (tl.abs(total) == float("inf")).to(tl.int32)
-    if tl.max(tl.max(infinite, 1), 0) > 0:
-        bad = tl.zeros([TOKENS], tl.int32)
-        for start in range(0, columns, _BLOCK):
-            column = start + tl.arange(0, _BLOCK)
-            mask = inside[:, None] & (column < columns)[None, :]
-            value = tl.load(x + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
-            value = widen(value)
-            # Neither an infinity nor a NaN is below infinity.
-            finite = tl.abs(value) < float("inf")
-            bad = tl.maximum(bad, tl.max(tl.where(finite, 0, 1), 1))
-        total = tl.where((bad > 0)[None, :], float("nan"), total)
-    return total
-
-
-@triton.jit
-def _tile(tiles, token_tiles, TOGETHER: tl.constexpr):
-    """Row tile and token tile of this program: TOGETHER token tiles, then the next row tile.
-
-    Programs that run at one time then share both operands in L2.
-    """
-    number = tl.program_id(0)
-    band = number // (TOGETHER * tiles)
-    wide = tl.minimum(token_tiles - band * TOGETHER, TOGETHER)
-    number -= band * (TOGETHER * tiles)
-    return number // wide, band * TOGETHER + number % wide
 
 
 @fast_launch
@@ -116,7 +82,7 @@ def _gemm_kernel(
     row of scales. ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
     """
     wait_for_inputs(PDL)
-    row_tile, token_tile = _tile(tiles, token_tiles, TOGETHER)
+    row_tile, token_tile = tile_of_program(tiles, token_tiles, TOGETHER)
     group, part = tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(1)
     begin = group * rows
@@ -152,7 +118,7 @@ def _gemm_kernel(
         target += part.to(tl.int64) * tokens * groups * rows
         tl.store(out + target, tl.trans(total), mask=stored)
     else:
-        total = _finish(total, x, x_stride, token, inside, columns, TOKENS)
+        total = nan_if_not_finite(total, x, token * x_stride, inside, columns, TOKENS)
         if SCALED:
             factor = tl.load(row_scale + token * groups + group, mask=inside, other=0.0)
             total *= factor[None, :]
@@ -189,7 +155,7 @@ def _sum_kernel(
         total += tl.load(partials + row, mask=inside, other=0.0)
     x += pair % groups * group_stride
     token = tl.zeros([1], tl.int64) + pair // groups
-    total = _finish(total[:, None], x, x_stride, token, token >= 0, columns, 1)
+    total = nan_if_not_finite(total[:, None], x, token * x_stride, token >= 0, columns, 1)
     if SCALED:
         total *= tl.load(row_scale + pair)
     values = narrow(total, out.dtype.element_ty)
@@ -218,14 +184,18 @@ class Plan:
 
 
 _MOST_SPLITS = 16
+_HOPPER_SHARED = 227 * 1024
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Plan:
+def plan(
+    tokens: int, rows: int, columns: int, groups: int, sm_count: int, shared: int = _HOPPER_SHARED
+) -> Plan:
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
     ``rows`` are those of a group. Columns that end within a block take small tiles, which
-    leave registers for loads of single values.
+    leave registers for loads of single values. ``shared`` is how many bytes of shared memory a
+    program can have, which bounds the stages.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:
@@ -234,6 +204,7 @@ def plan(tokens: int, rows: int, columns: int, groups: int, sm_count: int) -> Pl
         high, warps = 64, 4
         wide = min(64 if whole else 32, max(16, launch_options.power_of_two(tokens)))
         stages = {16: 6, 32: 5, 64: 4}[wide]
+    stages = min(stages, (shared - 1024) // (BLOCK * (high + 2 * wide)))
     blocks = triton.cdiv(columns, BLOCK)
     tiles = tiles_of_group(rows, groups, high) * groups * triton.cdiv(tokens, wide)
     sums = tokens * groups * rows
@@ -304,7 +275,8 @@ def _launch_gemm(
     """``out [T, G, N]`` of ``x [T, G, K]``, with unit stride along K."""
     tokens, groups, columns = x.shape
     rows = codes.shape[0] // groups
-    cut = plan(tokens, rows, columns, groups, launch_options.sm_count(x.device))
+    gpu = (launch_options.sm_count(x.device), launch_options.shared_memory(x))
+    cut = plan(tokens, rows, columns, groups, *gpu)
     target = out
     if cut.splits > 1:
         shape = (cut.splits, tokens, groups, rows)

@@ -477,7 +477,7 @@ def _post_pre_norm(
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
     partials, mixed = None, torch.empty_like(x)
-    if 0 < x.shape[0] <= mixing_gemm.SMALL_M and x.numel():
+    if x.numel() and mixing_gemm.writes_back(x.shape[0], x.shape[2]):
         y = args.y.contiguous() if pushed is None else pushed
         before = WriteBack(y, args.post.contiguous(), args.comb.contiguous())
         partials, mixed = partials_of_small_m(x, fn, before)

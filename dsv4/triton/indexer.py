@@ -148,6 +148,7 @@ def _queries_kernel(
     D: tl.constexpr,
     HALF: tl.constexpr,
     ROTATE: tl.constexpr,
+    SM: tl.constexpr,
     TILED: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -163,7 +164,7 @@ def _queries_kernel(
         tiles = _load_tiles(x, cos, sin, row, inside, strides, HEADS, D, HALF, WIDTH)
         if ROTATE:
             if TILED:
-                tiles = rotate_quantize(_widened(tiles, TILES), TILES, DTYPE)
+                tiles = rotate_quantize(_widened(tiles, TILES), TILES, DTYPE, SM)
             else:
                 tiles = (narrow(rotate_quantize_row(widen(tiles[0]), D, DTYPE), DTYPE),)
         for tile in tl.static_range(TILES):
@@ -369,6 +370,7 @@ def _launch_queries(
             D=d,
             HALF=half,
             ROTATE=rotate_quantize,
+            SM=launch_options.sm(q),
             **tile,
             **_without_contraction(q, small=tokens * heads <= 1024),
         )
@@ -668,6 +670,7 @@ def launch_scores(
                 *q.stride()[:2],
                 *strides,
                 PAGE=page_size,
+                SM=launch_options.sm(q),
                 **options,
             )
             return

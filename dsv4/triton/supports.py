@@ -12,8 +12,12 @@ from dsv4.dispatch import AUTO, Call, implementations
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
+from dsv4.ops.compressor_projections import CompressorProjectionsArgs
 from dsv4.ops.expert_slots import ExpertGatherArgs
 from dsv4.ops.gemm import GemmArgs
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import gemm_record
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
@@ -22,8 +26,10 @@ from dsv4.ops.rope import RopeQuantizeArgs
 from dsv4.ops.unsupported import (
     float64_result,
     float64_tensor,
+    gapped,
     gapped_pages,
     gemm_dtypes,
+    misaligned,
     no_e4m3,
     not_in_fragments,
     odd_dims,
@@ -31,11 +37,17 @@ from dsv4.ops.unsupported import (
     wide_row,
 )
 from dsv4.ops.verify import DrawDraftArgs, VerifyGreedyArgs, VerifySampledArgs
-from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS
+from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, MXFP4, NVFP4, SWIZZLED
+from dsv4.quant.fragments import fits
 
 LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
 LARGEST_HEAD = 512  # dims of a head that a program holds
 MOST_EXPERTS = 4094  # experts that a kernel sorts by
+_HALVES = frozenset((torch.bfloat16, torch.float16))
+# Tokens up to which a GEMM with a weight of four bits takes less time than dequantising the weight
+# and cuBLAS. Not measured: at 60 % of cuBLAS's rate the times are equal at 3.45 tokens per
+# multiplication that a GPU does while it moves a byte, which is 430 (A100) to 1500 (GB10).
+MOST_PACKED_TOKENS = 512
 
 
 def any_call(call: Call) -> str | None:
@@ -91,18 +103,78 @@ def packed_gemm(call: Call) -> str | None:
     return wrong or any_call(call)
 
 
-def fp8_gemm(call: Call) -> str | None:
-    """Return why ``gemm`` with an FP8 weight is unsupported, or None."""
+def gemm(call: Call) -> str | None:
+    """Return why ``gemm`` with an FP8 weight, or one of four bits, is unsupported, or None."""
     args: GemmArgs = call.args
     reason = any_call(call)
-    if reason is None and args.format != FP8_BLOCK.name:
-        reason = f"the weight is {args.format!r}, wanted {FP8_BLOCK.name!r}"
-    return (
-        reason
-        or gemm_dtypes(args.x.dtype, args.out_dtype)
-        or too_many(args.groups, "groups")
-        or no_e4m3(call.device)
-    )
+    if reason is None and args.format == FP8_BLOCK.name:
+        reason = no_e4m3(call.device)
+    elif reason is None:
+        reason = _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+    if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
+        rows = args.codes.shape[0] // args.groups
+        reason = f"a group has {rows} rows, wanted a multiple of 16"
+    return reason or gemm_dtypes(args.x.dtype, args.out_dtype) or too_many(args.groups, "groups")
+
+
+def gemm_swiglu(call: Call) -> str | None:
+    """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
+    args: GemmSwigluArgs = call.args
+    reason = any_call(call) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    return reason or _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+
+
+def dequantized_is_faster(call: Call) -> str | None:
+    """Return why cuBLAS is faster with an NVFP4 weight that was dequantized first, or None.
+
+    Writing that weight takes the time of multiplying it by some hundreds of tokens. On 9.0 and 10.x
+    CuTeDSL kernels take nearly every call; what they leave stays with cuBLAS there.
+    """
+    args: GemmArgs | GemmSwigluArgs = call.args
+    tokens = args.x.shape[0]
+    has_cute = call.capability is not None and call.capability[0] in (9, 10)
+    most = 64 if has_cute else MOST_PACKED_TOKENS
+    if args.layout == FRAGMENTS and tokens > most:
+        return f"there are {tokens} tokens, and above {most} a dequantized weight is faster"
+    return None
+
+
+def grouped_gemm(call: Call) -> str | None:
+    """Return why ``grouped_gemm`` and its fused forms are unsupported: weights of four bits."""
+    args: GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs = call.args
+    dtype = args.x.dtype if args.x_scales is None else torch.bfloat16
+    result = dtype if isinstance(args, GroupedGemmSwigluQuantizeArgs) else args.out_dtype
+    reason = any_call(call) or gemm_dtypes(dtype, result)
+    if reason is None:
+        layouts = (FRAGMENTS, SWIZZLED)
+        reason = _four_bits(args.format, args.layout, args.weight, args.scales, layouts)
+    experts = args.weight.shape[0]
+    if reason is None and experts > MOST_EXPERTS:
+        reason = f"there are {experts} experts, wanted at most {MOST_EXPERTS}"
+    return reason or too_many(experts + args.x.shape[0] // 8, "experts and tiles of rows")
+
+
+def _four_bits(
+    format_name: str,
+    layout: str,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    layouts: tuple[str, ...],
+) -> str | None:
+    """Return why a weight is not one of four bits that the kernels read, or None.
+
+    NVFP4 is in one of ``layouts``, MXFP4 row by row.
+    """
+    if format_name != MXFP4.name:
+        if format_name != NVFP4.name:
+            return f"the weight is {format_name!r}, wanted {NVFP4.name!r} or {MXFP4.name!r}"
+        if layout not in layouts:
+            return not_in_fragments(layout)
+    rows, columns = codes.shape[-2], 2 * codes.shape[-1]
+    if not fits(rows, columns):
+        return f"the weight is {rows} x {columns}, wanted multiples of 16 x 64"
+    assert scales is not None
+    return gapped("codes or scales", codes, scales) or misaligned(codes, scales)
 
 
 def parts(call: Call) -> str | None:
@@ -211,6 +283,20 @@ def hyper_connection_quantize(call: Call) -> str | None:
     streams = call.args.streams
     wide = any_call(call) or wide_row(streams.shape[-1])
     return wide or _not_four_streams(streams) or no_e4m3(call.device)
+
+
+def compressor_projections(call: Call) -> str | None:
+    """Return why ``compressor_projections`` is unsupported, or None."""
+    args: CompressorProjectionsArgs = call.args
+    reason = any_call(call) or float64_result(args.out_dtype)
+    if reason:
+        return reason
+    heads = () if args.heads is None else (args.heads,)
+    dtypes = {tensor.dtype for tensor in (args.x, *args.pooled, *heads)}
+    if len(dtypes) > 1 or not dtypes <= _HALVES:
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        return f"the operands are {names}, wanted all bfloat16 or all float16"
+    return None
 
 
 def compressor_update(call: Call) -> str | None:

@@ -2,7 +2,7 @@
 
 And those of ``dsv4.quant.fragments``, which is no operator, and of sums over ranks (``push``).
 
-    python -m tests._tools.compile_kernels 90 [--quick] [OP ...]  (or 100, without TRITON_INTERPRET)
+    python -m tests._tools.compile_kernels 90 [--quick | --few] [OP ...]  (without TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
@@ -25,18 +25,20 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4 import dispatch
+from dsv4 import device, dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
-from dsv4.bench.problem import Case, Draw
+from dsv4.bench.problem import Case, Draw, Problem
+from dsv4.compilation.steps import PROCESSORS
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import interpret_triton
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
+from dsv4.ops.unsupported import no_e4m3
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
 from dsv4.triton import all_reduce, hyper_connection, moe_exchange
 from dsv4.triton._runtime import launch_options
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
-_SM_COUNTS = {90: 132, 100: 148}
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 FRAGMENTS = "fragments"
 PUSH = "push"
@@ -74,13 +76,16 @@ class _Unfilled(Draw):
         return torch.empty(shape, dtype=dtype)
 
 
-def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict]:
+def compile_all(
+    arch: int, ops: list[str], quick: bool = False, few: bool = False
+) -> Iterator[dict]:
     """Compile what the bench's cases of ``ops`` launch; one report per kernel.
 
     Args:
         arch: Compute capability times 10.
         ops: Operators, and names of ``EXTRA``.
         quick: Of the last two sizes, compile only kernels that the first two have not.
+        few: Leave out the last two sizes.
     """
     passed: set[str] = set()
     result: dict[str, tuple[str, object]] = {}
@@ -95,21 +100,17 @@ def compile_all(arch: int, ops: list[str], quick: bool = False) -> Iterator[dict
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = compiled
-    launch_options.options = lambda tensor, small=False: {
-        "PDL": 2 if small else 1,
-        "launch_pdl": True,
-        "enable_fp_fusion": True,
-    }
-    launch_options.sm_count = lambda device: _SM_COUNTS[arch]
-    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
+    capability = divmod(arch, 10)
+    launch_options.sm_count = lambda device: PROCESSORS[EVERY_ARCHITECTURE[capability]]
+    launch_options.capability = lambda tensor: capability
     for op in ops:
         passed.clear()
-        with interpret_triton():
+        with interpret_triton(), device.pretend(capability=capability):
             _OTHERS.get(op, lambda: None)()
             _run(op, SIZES[:2])
             if quick:
                 passed.update(name for name, _ in result.values())
-            _run(op, SIZES[2:])
+            _run(op, () if few else SIZES[2:])
         yield from (_report(op, *result.pop(key)) for key in list(result))
 
 
@@ -117,8 +118,17 @@ def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
     for preset, tokens in sizes:
         for case in _cases(op, preset, tokens):
             problem = case.build(_Unfilled(0, torch.device("cpu")))
-            if dispatch.explain(problem.function, *problem.args, **problem.kwargs).chosen:
+            if _runs_by_triton(problem):
                 problem.run("triton")
+
+
+def _runs_by_triton(problem: Problem) -> bool:
+    """Return whether a call with tensors on the CPU has a Triton kernel on the GPU."""
+    call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
+    row = next(row for row in dispatch.implementations(call.op) if row.name == "triton")
+    why = row.unsupported_reason(call._replace(device=torch.device("cuda", 0)))
+    lacks_e4m3 = why is not None and "E4M3" in why
+    return row.unsupported_reason(call) is None and not lacks_e4m3
 
 
 def _move() -> None:
@@ -134,6 +144,8 @@ def _select_with_few_heads() -> None:
     """Select with fewer heads than a block has keys; the models have as many, by chance."""
     for keys in ("plain", *COMPACT_FORMATS):
         for queries in (torch.bfloat16, *QUERY_FORMATS):
+            if "fp8" in f"{keys} {queries}" and no_e4m3(torch.device("cuda", 0)):
+                continue
             case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
             case.run(9, backend="triton")
 
@@ -178,6 +190,12 @@ def _cases(op: str, preset: str, tokens: int) -> list[Case]:
     function = _FUNCTIONS[op]
     ending = _ENDINGS.get(op, op.removeprefix(function).removeprefix("_"))
     return [c for c in cases(function, preset, tokens) if c.name.endswith(ending)]
+
+
+def _is_compiled(row: dispatch.Implementation) -> bool:
+    """Return whether a row's kernels are compiled here; ``compile_packed`` has the others."""
+    others = ("dsv4.triton.grouped_gemm:", "dsv4.triton.gemm_packed:gemm_swiglu")
+    return row.name == "triton" and not row.target.startswith(others)
 
 
 def _report(op: str, name: str, kernel) -> dict:
@@ -239,11 +257,12 @@ if __name__ == "__main__":
     parser.add_argument("arch", type=int)
     parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--few", action="store_true")
     options = parser.parse_intermixed_args()
     having = [
         op
         for op in options.ops
-        if op in EXTRA or any(r.name == "triton" for r in dispatch.implementations(op))
+        if op in EXTRA or any(_is_compiled(row) for row in dispatch.implementations(op))
     ]
-    for report in compile_all(options.arch, having, options.quick):
+    for report in compile_all(options.arch, having, options.quick, options.few):
         print(json.dumps(report), flush=True)

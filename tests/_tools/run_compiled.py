@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4.device import interpret_triton
 from dsv4.ops.fp8_token import moe_gather_fp8, rms_norm_fp8, swiglu_fp8
+from dsv4.ops.indexer import indexer_queries
 from dsv4.ops.moe import moe_gather, moe_gather_quantize, moe_permute
 from dsv4.ops.norm import rms_norm_quantize
 from dsv4.ops.quantize import dequantize, quantize
@@ -33,6 +34,7 @@ from dsv4.triton._lib import nvfp4_tile
 from dsv4.triton._runtime import launch_options
 from tests._tools.compile_kernels import _Driver
 from tests._tools.ptx import grid as ptx_grid
+from tests.ops.test_indexer import compact_case
 
 
 def _flat(argument, kind) -> Iterator[torch.Tensor | int | float]:
@@ -66,13 +68,8 @@ def install(arch: int) -> list[str]:
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = run
-    launch_options.options = lambda tensor, small=False: {
-        "PDL": 2 if small else 1,
-        "launch_pdl": True,
-        "enable_fp_fusion": True,
-    }
     launch_options.sm_count = lambda device: 132
-    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
+    launch_options.capability = lambda tensor: divmod(arch, 10)
     return ran
 
 
@@ -136,6 +133,24 @@ def gathered(tokens: int, columns: int, static: bool, layout: str) -> None:
         for name in ("triton", "reference")
     )
     same(actual, expected)
+
+
+def rotated(tokens: int, heads: int) -> None:
+    """Index queries after RoPE, Hadamard transform and FP4; a NaN makes its row NaN."""
+    q = values(tokens, heads * 128).reshape(tokens, heads, 128)
+    angles = strategies.normal(7, (tokens, 32), torch.float32)
+    results = (
+        indexer_queries(q, angles.cos(), angles.sin(), rotate_quantize=True, backend=name)
+        for name in ("triton", "reference")
+    )
+    assert_bitwise(*(torch.nan_to_num(result, 7.0) for result in results), "queries")
+
+
+def selected(queries) -> None:
+    """The best of MXFP4 index keys, of small integers, which every order of a sum adds exactly."""
+    case = compact_case((0, 2, 1, 2, 64), "index_mxfp4", queries, "cpu", 128, heads=3)
+    results = (case.run(9, backend=name) for name in ("triton", "reference"))
+    assert_bitwise(*results, "entries")
 
 
 def rounded(rows: int, columns: int, layout: str) -> None:
@@ -210,6 +225,21 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
+# Those that need no conversion to E4M3, which compute capability 8.0 lacks.
+INDEXER = {
+    "index queries": lambda: rotated(2, 3),
+    "index queries, many": lambda: rotated(9, 64),
+    "index keys, mxfp4": lambda: selected("mxfp4"),
+    "index keys, bf16 queries": lambda: selected(torch.bfloat16),
+}
+CASES |= INDEXER
+
+
+def cases_of(arch: int) -> list[str]:
+    """Names of the cases that the grid can run; it has no products of Blackwell's tensor cores."""
+    if arch < 89:
+        return list(INDEXER)
+    return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
 
 
 def main(arch: int, names: list[str]) -> int:
@@ -217,7 +247,7 @@ def main(arch: int, names: list[str]) -> int:
     ran = install(arch)
     wrong = 0
     thresholds = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
-    for name in names or CASES:
+    for name in names or cases_of(arch):
         nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = thresholds
         if name.startswith("many"):
             _take_large_m_paths()

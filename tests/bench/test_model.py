@@ -21,7 +21,7 @@ from dsv4.bench.pages import models
 from dsv4.bench.pages.tables import cell
 from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
-from dsv4.bench.suites.model import measure, memory, operators, profile
+from dsv4.bench.suites.model import measure, memory, operators, profile, report
 from dsv4.bench.suites.model.document import DecodeRow, output_path, parse, validate
 from dsv4.bench.suites.model.memory import ModelBytes, model_bytes
 from dsv4.bench.suites.model.profile import Launch
@@ -245,24 +245,60 @@ class TestOnCpu:
     def test_drafts_are_timed_with_a_forced_share(self, method: str, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
         drafts = ["--speculate", method, "--draft-tokens", "2", "--accept", "0.5"]
-        sizes = ["--tokens", "2", "--context", "9", "--layers", "3", "--prompts", "none"]
+        sizes = ["--tokens", "1", "--context", "9", "--layers", "3", "--prompts", "none"]
         assert run(*sizes, *drafts, "--steps", "8", "--columns", "eager", "--out", str(path)) == 0
-        (row,) = document_of(path)["speculation"]
-        assert (row["method"], row["drafts"], row["forced"], row["share"]) == (method, 2, True, 0.5)
-        assert row["drafted"] == 2 * 2 * 8
-        assert 0 < row["accepted"] < row["drafted"]
-        assert row["length"] == pytest.approx(1 + row["accepted"] / 16)
-        assert row["token_ms"] == pytest.approx(row["step_ms"] / row["length"])
-        assert set(row["verify_ms"]) == {"1", "2", "3", "4", "6"}
-        assert min(row["draft_ms"], row["plain_ms"], *row["verify_ms"].values()) > 0
-        assert (row["missing"], row["failed"]) == ({}, [])
+        rows = document_of(path)["speculation"]
+        assert [row["drawn"] for row in rows] == ["uniform", "zipf 1"]
+        for row in rows:
+            assert (row["method"], row["drafts"]) == (method, 2)
+            assert (row["forced"], row["share"]) == (True, 0.5)
+            assert row["drafted"] == 2 * 8
+            assert 0 < row["accepted"] < row["drafted"]
+            assert row["length"] == pytest.approx(1 + row["accepted"] / 8)
+            assert row["token_ms"] == pytest.approx(row["step_ms"] / row["length"])
+            assert set(row["pass_ms"]) == {"model", "nvfp4"}
+            times = [row["draft_ms"], row["plain_ms"], row["single_ms"], row["expert_ms"]]
+            assert min(*times, *row["verify_ms"].values(), *row["pass_ms"].values()) > 0
+            assert (row["missing"], row["failed"]) == ({}, [])
+            assert row["verify_experts"]["1"] == 2
+            counts = ["1", "2", "3", "4", "6"]
+            for figures in (row["verify_ms"], row["verify_experts"], row["verify_over_single"]):
+                assert list(figures) == counts
+            read = row["verify_experts"]
+            for count in counts:
+                more = (read[count] - read["1"]) * row["expert_ms"]
+                own = (row["verify_ms"][count] - more) / row["single_ms"]
+                assert row["verify_over_single"][count] == pytest.approx(own)
+        uniform, zipf = (row["verify_experts"]["6"] for row in rows)
+        assert 0 < zipf < uniform < 8
         page = "\n".join(models.sections(parse(document_of(path))))
-        accepted = f"{row['accepted']} of {row['drafted']} by a seed"
-        assert f"| 2 {method} | {accepted} | 2 | 9 | {cell(row['length'])} |" in page
-        printed = capsys.readouterr().out
-        assert f"2 {method}" in printed
-        assert "0.5 forced" in printed
-        assert printed.splitlines()[-1] == "MEASURED: 1 rows, 0 prompts, 1 with drafts"
+        for row in rows:
+            accepted = f"{row['accepted']} of {row['drafted']} by a seed | {row['drawn']}"
+            assert f"| 2 {method} | {accepted} | 1 | 9 | {cell(row['length'])} |" in page
+        printed = capsys.readouterr().out.splitlines()
+        assert max(map(len, printed)) <= 120
+        lines = [line.split() for line in printed]
+        assert sum(line[2:6] == ["uniform", "2", method, "0.5"] for line in lines) == 1
+        assert sum(line[2:5] == ["zipf", "1", "6"] for line in lines) == 1
+        assert printed[-1] == "MEASURED: 1 rows, 0 prompts, 2 with drafts"
+
+    def test_a_checkpoint_s_routers_choose_the_experts_of_drafts(self, tmp_path: Path):
+        folder, path = tmp_path / "weights", tmp_path / "m.json"
+        config = ModelConfig.tiny(num_hidden_layers=2, num_nextn_predict_layers=1)
+        checkpoint.save(plain_model(config, mtp=True), folder, layout="nvidia")
+        sizes = ["--tokens", "1", "--context", "9", "--prompts", "none", "--steps", "4"]
+        options = ["--checkpoint", str(folder), "--speculate", "mtp", "--columns", "eager"]
+        assert run(*sizes, *options, "--out", str(path)) == 0
+        (row,) = document_of(path)["speculation"]
+        assert (row["drawn"], row["forced"], row["missing"]) == ("", False, {})
+        assert row["verify_experts"]["1"] == config.num_experts_per_tok
+        older = document_of(path)
+        for name in ("drawn", "single_ms", "pass_ms", "verify_experts", "expert_ms"):
+            del older["speculation"][0][name]
+        del older["speculation"][0]["verify_over_single"]
+        (read_again,) = parse(older).speculation
+        assert read_again.verify_ms == row["verify_ms"]
+        assert any("routers" in line for line in report.lines(parse(older), profile=False))
 
     def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"

@@ -104,6 +104,13 @@ def test_few_prompts_fill_a_cache(sequences: int, context: int, most: int) -> No
     assert fill.prompts == sequences or more * fill.prompt_tokens > max(most, 256)
 
 
+@pytest.mark.parametrize("prompt_tokens", [0, 128, 257, 8192])
+def test_prompts_of_parts_of_a_block_are_refused(prompt_tokens: int) -> None:
+    """Their pages could not be repeated."""
+    with pytest.raises(ValueError, match=f"prompt_tokens is {prompt_tokens}, wanted the context"):
+        Fill(1, 4096, 1, prompt_tokens)
+
+
 @pytest.mark.parametrize("sequences", [3, 64])
 def test_steps_that_fill_a_cache_are_bounded(sequences: int, monkeypatch) -> None:
     """So that a list of kernels for ``FILL_CHUNK`` tokens has theirs."""

@@ -32,15 +32,9 @@ LAYOUTS = st.sampled_from([FRAGMENTS, SWIZZLED])
 MESSAGE = "layers are not packed"
 
 
-def pretend_gpu(
-    monkeypatch: pytest.MonkeyPatch, *, experts: str | None = None, linear: str | None = None
-) -> None:
-    """Let the CPU be a device whose kernels take packed weights, but for the reasons given."""
-
-    def reason(device: torch.device, dtype: torch.dtype, **options: bool) -> str | None:
-        return experts if options["experts"] else linear
-
-    monkeypatch.setattr(supports, "no_packed_weights", reason)
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, reason: str | None = None) -> None:
+    """Let the CPU be a device whose kernels take packed weights, but for the reason given."""
+    monkeypatch.setattr(supports, "no_packed_weights", lambda device, dtype: reason)
     monkeypatch.setattr(supports, "packed_layout", lambda device, activation: FRAGMENTS)
 
 
@@ -160,19 +154,16 @@ class TestDefault:
         assert {m.format for m in experts} == {NVFP4 if pack else MXFP4}
         assert {m.layout for m in experts} == {FRAGMENTS if pack else LINEAR}
 
-    def test_experts_without_kernels_stay_as_they_are(self, tmp_path, monkeypatch, caplog):
+    def test_layers_without_kernels_stay_as_they_are(self, tmp_path, monkeypatch, caplog):
         source = saved(mixed(1, ["nvfp4"]), tmp_path / "a", layout="transformers")
-        pretend_gpu(monkeypatch, experts="there is no kernel")
+        pretend_gpu(monkeypatch, "there is no kernel")
         with caplog.at_level(logging.INFO, logger="dsv4.checkpoint"):
             model = load(source, progress=False)
         reasons = model.load_report.packing.kept
         assert set(reasons.values()) == {"there is no kernel"}
-        for module in packable(model):
-            expected = LINEAR if isinstance(module, DeepseekV4Experts) else FRAGMENTS
-            assert module.layout == expected
+        assert {module.layout for module in packable(model)} == {LINEAR}
         [record] = [r for r in caplog.records if MESSAGE in r.message]
-        assert "4 layers are not packed: there is no kernel" in record.message
-        assert "model.layers.0.mlp.experts" in record.message
+        assert f"{len(reasons)} layers are not packed: there is no kernel" in record.message
         original = saved(make_model(CONFIG), tmp_path / "b", layout="deepseek")
         model = load(original, progress=False)
         assert {m.format for m in packable(model) if isinstance(m, DeepseekV4Experts)} == {MXFP4}
@@ -197,22 +188,22 @@ class TestDefault:
             assert 0 < len(slow) < len(reasons)
 
     @pytest.mark.parametrize(
-        ("capability", "dtype", "experts", "linear"),
+        ("capability", "dtype", "expected"),
         [
-            ((9, 0), torch.float32, "the model is torch.float32", "the model is torch.float32"),
-            ((7, 5), torch.bfloat16, "the GPU has 7.5", "8.0 or newer, the GPU has 7.5"),
-            ((8, 0), torch.bfloat16, "the GPU has 8.0", None),
-            ((9, 0), torch.bfloat16, None, None),
-            ((10, 3), torch.bfloat16, None, None),
-            ((12, 0), torch.bfloat16, "the GPU has 12.0", None),
+            ((9, 0), torch.float32, "the model is torch.float32"),
+            ((7, 5), torch.bfloat16, "8.0 or newer, the GPU has 7.5"),
+            ((8, 0), torch.bfloat16, None),
+            ((9, 0), torch.bfloat16, None),
+            ((10, 3), torch.bfloat16, None),
+            ((11, 0), torch.bfloat16, None),
+            ((12, 0), torch.bfloat16, None),
         ],
     )
-    def test_reasons(self, capability, dtype, experts, linear):
+    def test_reasons(self, capability, dtype, expected):
         gpu = torch.device("cuda", 0)
         with machine.pretend(capability=capability, packages=True):
-            for expected, of_experts in ((experts, True), (linear, False)):
-                actual = supports.no_packed_weights(gpu, dtype, experts=of_experts)
-                assert (actual is None) if expected is None else (expected in actual)
+            actual = supports.no_packed_weights(gpu, dtype)
+            assert (actual is None) if expected is None else (expected in actual)
 
     @pytest.mark.parametrize(
         ("capability", "activation", "layout"),
@@ -222,6 +213,7 @@ class TestDefault:
             ((10, 0), "bf16", FRAGMENTS),
             ((10, 0), "nvfp4", SWIZZLED),
             ((10, 3), "nvfp4", SWIZZLED),
+            ((12, 0), "nvfp4", FRAGMENTS),
         ],
     )
     def test_layout_of_a_gpu(self, capability, activation, layout):
@@ -330,7 +322,7 @@ class TestOnTheGpu:
         assert final >= own_bytes(model)
         assert peak - final <= layer, (peak, final, layer)
         device, dtype = torch.device("cuda", torch.cuda.current_device()), torch.bfloat16
-        packed = supports.no_packed_weights(device, dtype, experts=True) is None
+        packed = supports.no_packed_weights(device, dtype) is None
         for module in experts_of(model).values():
             assert (module.layout != LINEAR) == packed
             assert module.format == NVFP4 or not packed

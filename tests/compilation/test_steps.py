@@ -57,7 +57,8 @@ for arch, preset, activation in points:
     requests = list(steps.requests.values())
     for request in requests:
         assert request.arch == arch
-        assert request.options["launch_pdl"] or request.options["enable_fp_fusion"]
+        options = request.options
+        assert options["launch_pdl"] or options["enable_fp_fusion"] or arch < "sm_90"
         if real:
             kernel_store.compile_request(request)
     ran = [[*key, sorted(ran.kernels), ran.reasons] for key, ran in steps.ran.items()]
@@ -133,6 +134,53 @@ for tokens in (22, 43, 86):  # from here on there are more rows than a power of 
         assert not new, (shape, new)
 print(json.dumps(result))
 """
+
+# Steps with drafts of ranks that share a model, at sizes between those of the list.
+DRAFTS_OF_RANKS = """
+import json
+from dataclasses import replace
+from dsv4 import ModelConfig
+from dsv4.compilation import draft_steps, steps as _steps
+from dsv4.compilation.draft_steps import DraftShape
+from dsv4.compilation.recipe import Recipe
+from dsv4.config import CSA, HCA, SLIDING, DSparkConfig
+from dsv4.parallel.context import Ranks
+
+mtp = ModelConfig.flash().replace(
+    n_routed_experts=24, num_hidden_layers=3, layer_types=(SLIDING, CSA, HCA),
+    mlp_layer_types=("hash_moe", "moe", "moe"),
+)
+draft = DSparkConfig(block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256)
+dspark = mtp.replace(num_nextn_predict_layers=0, dspark=draft)
+target, most = _steps.Target("sm_90a"), 24
+between = [
+    DraftShape(*n, 64)
+    for n in ((1, 1), (1, 4), (1, 8), (3, 3), (3, 8), (5, 4), (7, 3), (12, 2))
+]
+between += [DraftShape(*n, 64, True) for n in ((1, 7), (1, 23), (3, 21), (9, 24))]
+result = {}
+for name, config in (("mtp", mtp), ("dspark", dspark)):
+    recipe = Recipe.of(config, Ranks(2))
+    plain_head = tuple((name, w) for name, w in recipe.weights if name != "lm_head")
+    model = replace(recipe, weights=plain_head).build("sm_90a")
+    assert model.lm_head.format is None
+    assert draft_steps.has_draft(model)
+    assert not draft_steps.has_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
+    listed = _steps.find_steps(model, target, most, _steps.every_shape(most, 64, True))
+    others = _steps.find_steps(model, target, most, between)
+    new = sorted({r.name for key, r in others.requests.items() if key not in listed.requests})
+    names = sorted({request.name for request in listed.requests.values()})
+    result[name] = {"new": new, "names": names}
+print(json.dumps(result))
+"""
+
+
+@pytest.mark.slow
+def test_drafts_of_ranks_launch_nothing_that_is_not_listed():
+    for drafts in json.loads(printed(DRAFTS_OF_RANKS)).values():
+        assert drafts["new"] == []
+        verified = {"_greedy_kernel", "_candidates_kernel", "_emit_kernel", "_distribution_kernel"}
+        assert verified | {"_push_kernel"} <= set(drafts["names"])
 
 
 @pytest.mark.slow
@@ -223,6 +271,38 @@ def test_every_operator_of_a_step_has_a_kernel():
     ]
     for name, (compiled, ran) in traced(points).items():
         check(name, compiled, ran)
+
+
+# Operators of a step that convert to E4M3, which GPUs before 8.9 cannot.
+OF_E4M3 = {"norm_rope_write_kv", "sparse_attention", "compress_write", "quantize_index_queries"}
+OTHER_GPUS = ("sm_80", "sm_86", "sm_89", "sm_120a", "sm_121a")
+
+
+def check_other(name, compiled, ran):
+    """Steps of a GPU without CuTeDSL kernels: memory-bound operators have Triton ones."""
+    by_op = {}
+    for op, implementation, *_ in ran:
+        by_op.setdefault(op, set()).add(implementation)
+    without_e4m3 = OF_E4M3 if name.startswith(("sm_80", "sm_86")) else set()
+    for op in STEP_OPS:
+        assert by_op[op] <= {"triton", "cute"} or op in without_e4m3, op
+    assert "reference" not in by_op["gemm"] | by_op["gemm_swiglu"]
+    assert compiled > 40
+
+
+@pytest.mark.slow
+def test_steps_of_other_gpus_have_kernels():
+    points = [("sm_120a", "flash", "bf16"), ("sm_80", "flash", "bf16")]
+    for name, (compiled, ran) in traced(points).items():
+        check_other(name, compiled, ran)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["flash", "pro"])
+@pytest.mark.parametrize("arch", OTHER_GPUS)
+def test_kernels_of_other_gpus_compile(arch, preset):
+    for name, (compiled, ran) in traced([(arch, preset, "nvfp4")], real=True).items():
+        check_other(name, compiled, ran)
 
 
 @pytest.mark.slow

@@ -202,6 +202,30 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):
     assert of[0] - of[1] == {"_gemm_kernel"}, "of the FP8 weight"
 
 
+def test_experts_in_host_memory_are_in_the_list(kernels_of):
+    """Steps in slots, with the kernels that decide and load, and steps in waves."""
+    config = dsv4.ModelConfig.tiny(**WHOLE, n_routed_experts=32, num_experts_per_tok=2)
+    model = random_model(config, 0, mtp=False).to(torch.bfloat16)
+    layers.quantize_(model, names=["*.experts"])
+    layers.pack_(model)
+    target, sizes = Target("sm_90a"), step_shapes(24, 128)
+    plain = kernels_of(Recipe.of(model), target, *sizes)
+    layers.host_experts_(model, layers.HostExperts(9, 8))
+    recipe = Recipe.of(model)
+    weights = dict(recipe.weights)
+    assert weights["model.layers.0.mlp.experts"] == Weight("nvfp4", hosted=(9, 8))
+    built = recipe.build("sm_90a")
+    assert {name: Weight.of(built.get_submodule(name)) for name in weights} == weights
+    warm = kernels_of(recipe, target, *sizes)
+    added = [name for key, name in warm.items() if key not in plain]
+    assert {"_decide_kernel", "_load_kernel"} <= set(added)
+    assert len(added) < 10
+    for count in (1, 4, 5, 23):
+        asked = kernels_of(recipe, target, StepShape(count, 1, 128))
+        assert ("_load_kernel" in asked.values()) == (count <= 4)
+        assert [name for key, name in asked.items() if key not in warm] == []
+
+
 def _kinds(model):
     types, routers = model.config.layer_types, model.config.mlp_layer_types
     for layer, *kind in zip(model.model.layers, types, routers, strict=True):

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 from dsv4.cute import gemm, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
-from dsv4.cute.runtime.architectures import ARCHITECTURES, FAMILIES, HOPPER
+from dsv4.cute.runtime.architectures import BLACKWELL_NAMES, HOPPER, shared_limit
 from dsv4.cute.sm90 import attention_args, grouped_gemm_plans
 from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
@@ -436,20 +436,64 @@ def test_one_image_is_for_all_of_blackwell():
     every = plans_of_blackwell("sm_100a")
     assert every == plans_of_blackwell("sm_103a")
     assert {
-        (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in FAMILIES
+        (type(plan), cubin_cache.target(plan, arch)) for plan in every for arch in BLACKWELL_NAMES
     } == {(kind, "sm_100f") for kind in SMALL_M}
     for kind in SMALL_M:
         plan = next(plan for plan in every if type(plan) is kind)
         codes = {
             machine_code(cubin_cache.compile_image(plan, arch).cubin)
-            for arch in ("sm_100f", *FAMILIES)
+            for arch in ("sm_100f", *BLACKWELL_NAMES)
         }
         assert len(codes) == 1
         assert cubin_cache.target(plan, HOPPER) == HOPPER
     assert cubin_cache.target(WgmmaPlan(64, 4, 1, 2, False, False), "sm_103a") == "sm_103a"
 
 
-@pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES.values() if arch != HOPPER])
+def plans_of_rtx():
+    """Configurations of the models' sizes that dispatch can choose with 99 KB of shared memory."""
+    dense = [GemmProblem(*matrix, False, False) for matrix in MATRICES]
+    actual = [choose(problem, tokens, "sm_120a") for problem in dense for tokens in (1, 16)]
+    for sizes in ROUTED:
+        for expected in routed_kinds(*sizes):
+            actual += grouped_gemm.plans(expected, 4096 * TOP_K, "sm_120a")
+    return list(dict.fromkeys(actual))
+
+
+def test_plans_fit_the_shared_memory_of_rtx():
+    limit = shared_limit("sm_120a")
+    assert all(plan.shared_bytes <= limit for plan in plans_of_rtx())
+    problem = GemmProblem(8192, 4096, 8, False, False)
+    measured, smaller = (choose(problem, 16, arch) for arch in (HOPPER, "sm_120a"))
+    assert measured.shared_bytes > limit >= smaller.shared_bytes
+    others = [choose(GemmProblem(*m, False, False), 1, "sm_120a") for m in MATRICES]
+    assert others.count(None) == 0
+    flash, pro = (next(s for s in ROUTED if s[2] == hidden) for hidden in (4096, 7168))
+    assert all(grouped_gemm.plans(kind, 64, "sm_120a") for kind in routed_kinds(*flash))
+    assert not all(grouped_gemm.plans(kind, 64, "sm_120a") for kind in routed_kinds(*pro))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SMALL_M, ids=lambda kind: kind.__name__)
+def test_rtx(kind, tmp_path):
+    """Hopper's kernels of few tokens for compute capability 12.x: clusters, no spills."""
+    plans = [plan for plan in plans_of_rtx() if type(plan) is kind]
+    chosen = plans if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else plans[:2]
+    assert chosen
+
+    def check(plan, image, numbers, instructions):
+        assert numbers["STACK"] + numbers["LOCAL"] <= 24  # of 16 tokens by 65536 rows, float32 sums
+        assert numbers["REG"] * plan.threads <= REGISTER_FILE
+        assert image.shared_bytes == plan.shared_bytes <= shared_limit("sm_120a")
+        assert any(name.startswith("HMMA.16816.F32.BF16") for name in instructions)
+        assert "ACQBULK" in instructions, "the kernel does not wait for the one before it"
+
+    assert {
+        cubin_cache.target(plan, arch) for plan in chosen for arch in ("sm_120a", "sm_121a")
+    } == {"sm_120f"}
+    check_each(chosen, tmp_path, check, "sm_120f")
+
+
+@pytest.mark.parametrize("arch", BLACKWELL_NAMES)
 def test_blackwell_has_the_kernels_of_few_tokens_for_any_number(arch):
     for matrix in MATRICES:
         product = GemmProblem(*matrix, False, False)

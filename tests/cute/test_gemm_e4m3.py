@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, PrefetchE4m3Plan, SpreadE4m3Plan
+from dsv4.cute.sm90.e4m3_converted_plan import ConvertedE4m3Plan, grouped_converted_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, grouped_e4m3_plan
 from dsv4.ops._library import as_record
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -27,15 +29,25 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 
 # Sizes of tiles, so that drawn ones end within them.
 ROWS, K_BLOCK = 128, 128
-BY_HAND = [
-    E4m3Plan(1, 5, 3, False),
-    E4m3Plan(2, 3, 3, False, alternates=True),
-    PrefetchE4m3Plan(2, 3, 3, False),
-    PrefetchE4m3Plan(2, 3, 3, False, alternates=True),
-    PrefetchE4m3Plan(1, 5, 3, False, dequant_warpgroups=2),
-    SpreadE4m3Plan(2, 3, 3, False),
-    SpreadE4m3Plan(2, 3, 3, False, alternates=True),
-]
+# Forms of a GEMM with NVFP4 weights; what a plan takes is float32_out and swiglu.
+FORMS = {
+    "converted": lambda *kind: ConvertedE4m3Plan(2, 4, 0, *kind, dequant_warpgroups=0),
+    "in the loop": lambda *kind: E4m3Plan(2, 3, 3, *kind),
+    "staggered": lambda *kind: ConvertedE4m3Plan(
+        2, 4, 0, *kind, dequant_warpgroups=0, staggered=True
+    ),
+    "converted, narrow": lambda *kind: ConvertedE4m3Plan(1, 6, 0, *kind, dequant_warpgroups=0),
+    "in the loop, narrow": lambda *kind: E4m3Plan(1, 5, 3, *kind, dequant_warpgroups=2),
+}
+# Those that tests of values run; the others have the same bits.
+BOTH = pytest.mark.parametrize("form", ["converted", "in the loop"])
+EXPERT_FORMS = {
+    "converted": lambda *kind: grouped_converted_plan(128, *kind),
+    "in the loop": lambda *kind: grouped_e4m3_plan(1 << 20, 1, *kind),
+    "in the loop, narrow": lambda *kind: grouped_e4m3_plan(1, 1, *kind),
+}
+# Compiling takes longer than running: few examples, few configurations a test.
+quick = settings(max_examples=12)
 # Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
 ACCUMULATOR = 2.0**-10
 
@@ -135,11 +147,24 @@ def dequantized_lines(patch, weight):
     return lines
 
 
-def product(x, weight, out_dtype=torch.bfloat16, groups=1):
-    """The kernel's result; the launcher quantises ``x``."""
+@contextlib.contextmanager
+def chosen(launchers, choose):
+    """``choose`` takes the place of a launcher's own; nothing that was prepared serves it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launchers, "choose", choose)
+        patch.setattr(launchers, "_prepared", launchers._prepared.__wrapped__)
+        yield
+
+
+def product(x, weight, out_dtype=torch.bfloat16, groups=1, form=None):
+    """The kernel's result, in a form by name or in that of least estimated time."""
     from dsv4.cute import gemm_e4m3
 
-    return gemm_e4m3.gemm(gemm_record(x, weight, out_dtype, groups))
+    record = gemm_record(x, weight, out_dtype, groups)
+    if form is None:
+        return gemm_e4m3.gemm(record)
+    with chosen(gemm_e4m3, lambda problem: FORMS[form](problem.float32_out, problem.swiglu)):
+        return gemm_e4m3.gemm(record)
 
 
 def gemm_record(x, weight, out_dtype, groups):
@@ -159,11 +184,12 @@ def gemm_record(x, weight, out_dtype, groups):
     )
 
 
-def swiglu(x, weight, out_dtype=torch.bfloat16, limit=None):
+def swiglu(x, weight, out_dtype=torch.bfloat16, limit=None, form="converted"):
     from dsv4.cute import gemm_e4m3
 
     args = as_record(GemmSwigluArgs, gemm_record(x, weight, out_dtype, 1), limit=limit)
-    return gemm_e4m3.gemm_swiglu(args)
+    with chosen(gemm_e4m3, lambda problem: FORMS[form](problem.float32_out, problem.swiglu)):
+        return gemm_e4m3.gemm_swiglu(args)
 
 
 def truth(x, weight):
@@ -182,12 +208,21 @@ def assert_right(x, weight, got):
     assert_within_budget(got, expected, budget + unit * (expected.abs() + budget), "product")
 
 
+def nvfp4_plan_of(problem):
+    from dsv4.cute.e4m3_costs import nvfp4_plan
+
+    kind = (problem.float32_out, problem.swiglu)
+    return nvfp4_plan(problem.rows, problem.columns, problem.tokens, *kind)
+
+
 def bfloat16(seed, shape):
     return strategies.normal(seed, shape, torch.bfloat16).to("cuda")
 
 
 @pytest.mark.gpu
 class TestValues:
+    @BOTH
+    @quick
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 700),
@@ -197,25 +232,53 @@ class TestValues:
         span=st.integers(0, 14),
     )
     @example(0, 2000, 65, 8, -3, 6)
-    @example(0, 3000, 1024, 8, -3, 6)
+    @example(0, 1500, 256, 8, -3, 6)
     @example(0, 257, 40, 1, -9, 14)
-    def test_within_the_budget(self, seed, tokens, row_tiles, stages, low, span):
+    def test_within_the_budget(self, form, seed, tokens, row_tiles, stages, low, span):
         weight = weight_of(seed, 16 * row_tiles, K_BLOCK * stages, low=low, high=low + span)
         weight, x = weight.to("cuda"), bfloat16(seed + 1, (tokens, K_BLOCK * stages))
-        got = product(x, weight, torch.float32)
-        assert_right(x, weight, got)
-        assert_bitwise(product(x, weight), got.to(torch.bfloat16), "product in bfloat16")
+        assert_right(x, weight, product(x, weight, torch.float32, form=form))
 
+    @pytest.mark.parametrize("form", [form for form in FORMS if form != "in the loop"])
+    def test_forms_have_equal_bits(self, form):
+        for rows, columns, tokens in ((272, 128, 700), (4096, 1024, 1300), (400, 2048, 3)):
+            weight = weight_of(rows, rows, columns).to("cuda")
+            x = bfloat16(tokens, (tokens, columns))
+            if form == "staggered" and columns // K_BLOCK < 4:
+                continue  # its ring must not be longer than a tile
+            first = product(x, weight, form="in the loop")
+            assert_bitwise(product(x, weight, form=form), first, form)
+
+    def test_many_tokens_are_converted(self):
+        """What is chosen, and its bits from run to run, and in bfloat16."""
+        from dsv4.cute import gemm_e4m3
+
+        weight, x = weight_of(3, 4096, 1024).to("cuda"), bfloat16(4, (8192, 1024))
+        plans = []
+
+        def choose(problem):
+            plans.append(nvfp4_plan_of(problem))
+            return plans[-1]
+
+        with chosen(gemm_e4m3, choose):
+            first = gemm_e4m3.gemm(gemm_record(x, weight, torch.float32, 1))
+        assert isinstance(plans[0], ConvertedE4m3Plan)
+        for _ in range(20):
+            assert_bitwise(product(x, weight, torch.float32), first, "product")
+        assert_bitwise(product(x, weight), first.to(torch.bfloat16), "product in bfloat16")
+
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 600), stages=st.integers(1, 20))
     @example(0, 1000, 16)
-    def test_exact_where_everything_is_dyadic(self, seed, tokens, stages):
+    def test_exact_where_everything_is_dyadic(self, form, seed, tokens, stages):
         """Few bits: every sum of the tensor cores is exact, so the float32 bits are known."""
         weight = weight_of(seed, 208, K_BLOCK * stages, low=0, high=0)
         weight = dataclasses.replace(weight, global_scale=torch.ones(1)).to("cuda")
         x = strategies.small_integers(seed, (tokens, K_BLOCK * stages), torch.bfloat16)
         x = x.clamp(-4, 4).to("cuda")
         expected = (x.double() @ dequantize(weight, torch.float64).T).float()
-        assert_bitwise(product(x, weight, torch.float32), expected, "product")
+        assert_bitwise(product(x, weight, torch.float32, form=form), expected, "product")
 
     def test_every_code_and_exponent(self):
         """Unit vectors give the weight back: all codes, all exponents that a row may have."""
@@ -229,86 +292,74 @@ class TestValues:
             weight, _ = with_row_exponent(weight.with_layout(FRAGMENTS))
             weight = weight.to("cuda")
             x = torch.eye(128, dtype=torch.bfloat16, device="cuda")
-            got = product(x, weight, torch.float32)
+            got = product(x, weight, torch.float32, form="converted")
             assert_bitwise(got + 0.0, dequantize(weight, torch.float32).T + 0.0, "weight")
 
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(2, 600))
-    def test_bad_tokens_stay_alone(self, seed, tokens):
+    def test_bad_tokens_stay_alone(self, form, seed, tokens):
         weight = weight_of(seed, 272, 384).to("cuda")
         x = bfloat16(seed, (tokens, 384))
-        got = product(x, weight)
+        got = product(x, weight, form=form)
         bad = x.clone()
         bad[tokens // 2, 5], bad[-1, 300] = float("nan"), float("inf")
-        other = product(bad, weight)
+        other = product(bad, weight, form=form)
         good = torch.ones(tokens, dtype=torch.bool, device="cuda")
         good[tokens // 2] = good[-1] = False
         assert bool(other[~good].isnan().all())
         assert_bitwise(other[good], got[good], "the other tokens")
 
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300))
-    def test_zero_codes(self, seed, tokens):
+    def test_zero_codes(self, form, seed, tokens):
         weight = weight_of(seed, 144, 256, zeros=True).to("cuda")
-        got = product(bfloat16(seed, (tokens, 256)), weight)
+        got = product(bfloat16(seed, (tokens, 256)), weight, form=form)
         assert bool((got == 0).all())
 
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
-    def test_groups(self, seed, tokens, groups):
+    def test_groups(self, form, seed, tokens, groups):
         weight = weight_of(seed, 256 * groups, 384).to("cuda")
         x = bfloat16(seed, (tokens, groups, 384))
-        got = product(x, weight, torch.float32, groups=groups)
+        got = product(x, weight, torch.float32, groups=groups, form=form)
         assert got.shape == (tokens, groups, 256)
         for g in range(groups):
             part = weight.with_layout("linear")[256 * g : 256 * g + 256]
             assert_right(x[:, g], part, got[:, g])
 
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), segments=st.integers(2, 4))
-    def test_segments(self, seed, tokens, segments):
+    def test_segments(self, form, seed, tokens, segments):
         weight = weight_of(seed, 16 * 21, 256, segments=segments).to("cuda")
         x = bfloat16(seed, (tokens, 256))
-        assert_right(x, weight, product(x, weight, torch.float32))
+        assert_right(x, weight, product(x, weight, torch.float32, form=form))
 
+    @BOTH
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 600), limit=st.sampled_from([None, 1.5]))
-    def test_swiglu(self, seed, tokens, limit):
+    def test_swiglu(self, form, seed, tokens, limit):
         weight = weight_of(seed, 352, 256).to("cuda")
         x = bfloat16(seed, (tokens, 256))
-        sums = product(x, weight, torch.float32)
+        sums = product(x, weight, torch.float32, form=form)
         gate, up = sums[:, 0::2], sums[:, 1::2]
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         expected = torch.nn.functional.silu(gate.double()) * up.double()
-        got = swiglu(x, weight, torch.float32, limit)
+        got = swiglu(x, weight, torch.float32, limit, form)
         assert_within_budget(got, expected, 1e-5 * (expected.abs() + up.abs()), "SwiGLU")
-        narrow = swiglu(x, weight, limit=limit)
+        narrow = swiglu(x, weight, limit=limit, form=form)
         assert_bitwise(narrow, got.to(torch.bfloat16), "SwiGLU in bfloat16")
-
-    @pytest.mark.parametrize("plan", BY_HAND, ids=repr)
-    def test_configurations_that_nothing_chooses(self, plan, monkeypatch):
-        """The bits are those of the configuration that is chosen."""
-        from dsv4.cute import gemm_e4m3
-
-        for rows, columns, tokens in ((272, 128, 700), (4096, 1024, 1300), (400, 2048, 3)):
-            weight = weight_of(rows, rows, columns).to("cuda")
-            x = bfloat16(tokens, (tokens, columns))
-            expected = product(x, weight)
-            with monkeypatch.context() as patch:
-                patch.setattr(gemm_e4m3, "e4m3_plan", lambda *_: plan)
-                # What was prepared for one configuration must not serve another.
-                patch.setattr(gemm_e4m3, "_prepared", gemm_e4m3._prepared.__wrapped__)
-                assert_bitwise(product(x, weight), expected, "product")
-
-    def test_bitwise_from_run_to_run(self):
-        weight = weight_of(3, 4096, 1024).to("cuda")
-        x = bfloat16(4, (1500, 1024))
-        first = product(x, weight, torch.float32)
-        for _ in range(20):
-            assert_bitwise(product(x, weight, torch.float32), first, "product")
 
     def test_long_sums_of_one_sign(self):
         weight = weight_of(5, 256, 16384).to("cuda")
         bits = weight.with_layout(LINEAR)
         positive = dataclasses.replace(bits, codes=bits.codes & 0x77).with_layout(FRAGMENTS)
         x = bfloat16(6, (300, 16384)).abs()
-        assert_right(x, positive, product(x, positive, torch.float32))
+        assert_right(x, positive, product(x, positive, torch.float32, form="converted"))
 
 
 def block_weight_of(seed, rows, columns, dtype):
@@ -319,6 +370,7 @@ def block_weight_of(seed, rows, columns, dtype):
 
 @pytest.mark.gpu
 class TestFp8Weights:
+    @quick
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 700),
@@ -327,14 +379,13 @@ class TestFp8Weights:
         dtype=st.sampled_from(FP8_BLOCK.scale_dtypes),
     )
     @example(0, 2000, 65, 8, torch.float32)
-    @example(0, 3000, 1024, 8, torch.float8_e8m0fnu)
+    @example(0, 1500, 256, 8, torch.float8_e8m0fnu)
     def test_within_the_budget(self, seed, tokens, row_tiles, stages, dtype):
         weight = block_weight_of(seed, 16 * row_tiles, K_BLOCK * stages, dtype)
         x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
-        got = product(x, weight, torch.float32)
-        assert_right(x, weight, got)
-        assert_bitwise(product(x, weight), got.to(torch.bfloat16), "product in bfloat16")
+        assert_right(x, weight, product(x, weight, torch.float32))
 
+    @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
     def test_groups(self, seed, tokens, groups):
         weight = block_weight_of(seed, 256 * groups, 384, torch.float32)
@@ -402,8 +453,23 @@ class Routed:
 COUNTS = st.lists(st.integers(0, 400) | st.integers(0, 3), min_size=1, max_size=9).filter(sum)
 
 
+def routed(form, function, record):
+    """The result of a grouped GEMM in a form, with two experts at most at a time."""
+    from dsv4.cute import grouped_gemm_e4m3
+
+    def choose(problem):
+        kind = (problem.float32_out, problem.swiglu, problem.row_weighted, problem.quantized_out)
+        return EXPERT_FORMS[form](*kind)
+
+    with chosen(grouped_gemm_e4m3, choose), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_gemm_e4m3, "experts_at_once", lambda rows, columns: 2)
+        return getattr(grouped_gemm_e4m3, function)(record)
+
+
 @pytest.mark.gpu
 class TestExperts:
+    @pytest.mark.parametrize("form", EXPERT_FORMS)
+    @quick
     @given(
         seed=strategies.seeds(),
         counts=COUNTS,
@@ -412,19 +478,19 @@ class TestExperts:
         spare=st.integers(0, 40),
     )
     @example(0, [700, 513, 0, 1, 256], 17, 3, 7)
-    def test_rows_are_those_of_the_dense_gemm(self, seed, counts, row_tiles, stages, spare):
+    def test_rows_are_those_of_the_dense_gemm(self, form, seed, counts, row_tiles, stages, spare):
         """Bit for bit, since the order of sums is the same; rows of no expert are zeros."""
-        from dsv4.cute import grouped_gemm_e4m3
-
         made = Routed(seed, counts, 16 * row_tiles, K_BLOCK * stages, spare)
-        for dtype in (torch.float32, torch.bfloat16):
-            record = GroupedGemmArgs(**made.fields(), out_dtype=dtype, settled=False)
-            got = grouped_gemm_e4m3.grouped_gemm(record)
-            for e, weight in enumerate(made.weights):
-                rows = made.of_expert(e)
-                assert_bitwise(got[rows], product(made.x[rows], weight, dtype), f"expert {e}")
-            assert not bool(got[sum(counts) :].any())
+        record = GroupedGemmArgs(**made.fields(), out_dtype=torch.bfloat16, settled=False)
+        got = routed(form, "grouped_gemm", record)
+        for e, weight in enumerate(made.weights):
+            rows = made.of_expert(e)
+            expected = product(made.x[rows], weight, form="converted")
+            assert_bitwise(got[rows], expected, f"expert {e}")
+        assert not bool(got[sum(counts) :].any())
 
+    @BOTH
+    @quick
     @given(
         seed=strategies.seeds(),
         counts=COUNTS,
@@ -436,39 +502,33 @@ class TestExperts:
     )
     @example(0, [700, 513, 0, 1, 256], 2, 3, 10.0, True, 7)
     def test_fp8_results_are_the_quantisers(
-        self, seed, counts, blocks, stages, limit, weighted, spare
+        self, form, seed, counts, blocks, stages, limit, weighted, spare
     ):
         """Bit for bit those of ``quantize`` of the bfloat16 results; X may be codes."""
-        from dsv4.cute import grouped_gemm_e4m3
-
         made = Routed(seed, counts, 256 * blocks, K_BLOCK * stages, spare)
-        weights = made.row_weight if weighted else None
+        weights = made.row_weight if weighted else torch.ones_like(made.row_weight)
         codes = quantize(made.x, FP8_TOKEN, layout=FRAGMENTS)
         fields = made.fields(codes) | {"limit": limit, "row_weight": weights}
         record = GroupedGemmSwigluArgs(**fields, out_dtype=torch.bfloat16)
-        wide = grouped_gemm_e4m3.grouped_gemm_swiglu(record)
+        wide = routed(form, "grouped_gemm_swiglu", record)
         for e, weight in enumerate(made.weights):
             rows = made.of_expert(e)
-            if weights is None:
+            if not weighted:
                 assert_bitwise(wide[rows], swiglu(made.x[rows], weight, limit=limit), f"expert {e}")
         expected = quantize(wide, FP8_TOKEN, layout=FRAGMENTS)
         record = GroupedGemmSwigluFp8Args(**fields, result_layout=FRAGMENTS)
-        got, scales = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(record)
+        got, scales = routed(form, "grouped_gemm_swiglu_fp8", record)
         assert_bitwise(scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
         assert_bitwise(got.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
 
-    def test_bad_rows_stay_alone(self):
-        from dsv4.cute import grouped_gemm_e4m3
-
+    @BOTH
+    def test_bad_rows_stay_alone(self, form):
         made = Routed(3, [300, 20, 130], 512, 256)
         fields = {"limit": None, "row_weight": None, "result_layout": FRAGMENTS}
-        good = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
-            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
-        )
+        op = "grouped_gemm_swiglu_fp8"
+        good = routed(form, op, GroupedGemmSwigluFp8Args(**made.fields(), **fields))
         made.x[310, 3] = float("nan")
-        bad = grouped_gemm_e4m3.grouped_gemm_swiglu_fp8(
-            GroupedGemmSwigluFp8Args(**made.fields(), **fields)
-        )
+        bad = routed(form, op, GroupedGemmSwigluFp8Args(**made.fields(), **fields))
         rows = torch.arange(450, device="cuda") != 310
         for a, b in zip(good, bad, strict=True):
             assert_bitwise(a.view(torch.uint8)[rows], b.view(torch.uint8)[rows], "other rows")

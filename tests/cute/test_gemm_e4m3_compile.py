@@ -12,12 +12,17 @@ pytest.importorskip("triton")
 
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.driver import Image
+from dsv4.cute.sm90.e4m3_converted_plan import (
+    CONVERT,
+    ConvertedE4m3Plan,
+    GroupedConvertedE4m3Plan,
+    converted_plan,
+    grouped_converted_plan,
+)
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     BlockE4m3Plan,
     E4m3Plan,
     GroupedE4m3Plan,
-    PrefetchE4m3Plan,
-    SpreadE4m3Plan,
     block_e4m3_plan,
     e4m3_plan,
     grouped_e4m3_plan,
@@ -29,15 +34,16 @@ MOST_SHARED = 227 * 1024
 
 # Variants that nothing chooses before they have run on a GPU.
 BY_HAND = (
-    PrefetchE4m3Plan(2, 3, 3, False),
-    PrefetchE4m3Plan(2, 3, 3, True, True, alternates=True),
-    PrefetchE4m3Plan(1, 5, 3, False, dequant_warpgroups=2, alternates=True),
-    SpreadE4m3Plan(2, 3, 3, False),
-    SpreadE4m3Plan(2, 3, 3, False, alternates=True),
-    SpreadE4m3Plan(2, 3, 3, True, True, alternates=True),
-    E4m3Plan(2, 3, 3, False, alternates=True),
-    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, alternates=True),
-    GroupedE4m3Plan(2, 3, 2, False, True, alternates=True, is_row_weighted=True, is_quantized=True),
+    ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, staggered=True),
+    ConvertedE4m3Plan(1, 6, 0, False, True, dequant_warpgroups=0, staggered=True),
+    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, staggered=True),
+    GroupedConvertedE4m3Plan(
+        *(2, 3, 0, False, True),
+        dequant_warpgroups=0,
+        staggered=True,
+        is_row_weighted=True,
+        is_quantized=True,
+    ),
 )
 
 
@@ -45,7 +51,8 @@ def every_plan():
     """All that any sizes take."""
     yes_or_no = (False, True)
     plans = [
-        e4m3_plan(rows, 128, tokens, float32_out, swiglu)
+        choose(rows, 128, tokens, float32_out, swiglu)
+        for choose in (e4m3_plan, converted_plan)
         for rows, tokens in ((512, 1), (65536, 4096))
         for float32_out in yes_or_no
         for swiglu in yes_or_no
@@ -60,6 +67,7 @@ def every_plan():
     kinds += [(wide, True, weighted, False) for wide in yes_or_no for weighted in yes_or_no]
     kinds += [(False, True, weighted, True) for weighted in yes_or_no]
     plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
+    plans += [grouped_converted_plan(128, *kind) for kind in kinds]
     return list(dict.fromkeys([*plans, *BY_HAND]))
 
 
@@ -68,6 +76,8 @@ QUICK = (
     E4m3Plan(2, 3, 3, False),
     BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
     GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
+    BY_HAND[0],
+    grouped_converted_plan(128, False, True, True, True),
 )
 
 
@@ -101,7 +111,7 @@ def test_machine_code_and_parameters(plan, tmp_path):
     blocks = plan.token_rows * plan.row_parts
     assert names.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 4 * blocks
     # One wait for the four MMAs of a block, or two: ptxas did not serialise them.
-    waits = blocks * (2 if plan.alternates else 1)
+    waits = blocks + (plan.row_parts if plan.staggered else 0)
     assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == waits
     assert not any(name.startswith("LDG") and ".CONSTANT" in name for name in names)
     assert not any(name.startswith("LDG") for name in names[: names.index("ACQBULK")])
@@ -118,6 +128,24 @@ def test_machine_code_and_parameters(plan, tmp_path):
     for most, start, end in zip(groups, starts, ends, strict=True):
         used = [int(r) for line in listing[start:end] for r in re.findall(r"\bR(\d+)\b", line)]
         assert max(used) < most
+    assert_parameters(made.__ptx__, kernel.abi.parameters)
+
+
+def test_conversion(tmp_path):
+    """No spills, a wait before the first load, all loads before the first store."""
+    kernel = cubin_cache.kernel_of(CONVERT)
+    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
+    image = Image(made.__cubin__, "kernel", CONVERT.threads, CONVERT.ctas, CONVERT.shared_bytes)
+    usage = usage_of(image, tmp_path / "cubin")
+    (listing,) = instructions_of([image], "sm_90a", tmp_path / "code")
+    names = [line.split()[0] for line in listing]
+    assert usage["LOCAL"] == usage["STACK"] == 0
+    assert usage["REG"] <= 72
+    loads = [i for i, name in enumerate(names) if name.startswith("LDG")]
+    assert loads[0] > names.index("ACQBULK")
+    stores = [i for i, name in enumerate(names) if name.startswith("STG.E.128")]
+    assert len(stores) == 2 * CONVERT.pieces
+    assert loads[-1] < stores[0]
     assert_parameters(made.__ptx__, kernel.abi.parameters)
 
 

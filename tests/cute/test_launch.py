@@ -320,7 +320,7 @@ def test_swiglu(driver, tokens, limit, expected):
     assert values[-1] == (expected,)
 
 
-EXPERTS, INNER, HIDDEN = 5, 512, 256
+EXPERTS, INNER, HIDDEN = 12, 512, 256
 NEVER = 2**31 - 1
 ADDRESSES = ("codes", "scales", "global_scale", "x", "out", "offsets")
 # The arguments of both kernels, in order.
@@ -339,6 +339,7 @@ WGMMA_ARGUMENTS = (
     *("above", "most", "all_ready", "limit"),
 )
 SMALL_M_ROWS, LARGE_M_ROWS = 16, 80  # rows of the first kernel and of the second
+SEVERAL_ROWS = 56  # rows of both kernels, in a launch each
 
 
 class Grouped:
@@ -352,12 +353,21 @@ class Grouped:
         self.rows, self.columns, self.row_scale = rows, columns, None
 
     def __call__(
-        self, driver, function, x, *rest, segments=(), activation="bf16", dtype=None, codes=None
+        self,
+        driver,
+        function,
+        x,
+        *rest,
+        segments=(),
+        activation="bf16",
+        dtype=None,
+        codes=None,
+        step=(0, 0),
     ):
         """Launches: grid, threads, stream, and the kernel's arguments by name.
 
         ``rest`` is what SwiGLU takes, ``codes`` the scales of results that are quantised, and how
-        their block scales lie.
+        their block scales lie, ``step`` the rows and experts of a step that these are a part of.
         """
         self.problem = Experts(
             self.rows,
@@ -370,7 +380,9 @@ class Grouped:
             codes is not None,
             codes is not None and codes[1] == SWIZZLED_EXPERTS,
         )
-        self.launches = grouped_gemm.launch_plans(self.problem, max(x.shape[0], 1), driver.arch)
+        chosen = self.problem._replace(experts=step[1] or EXPERTS)
+        rows = step[0] or max(x.shape[0], 1)
+        self.launches = grouped_gemm.launch_plans(chosen, rows, driver.arch)
         self.plan = self.launches[-1].plan
         small_m = [isinstance(launch.plan, GroupedSmallMPlan) for launch in self.launches]
         kinds = (
@@ -387,7 +399,8 @@ class Grouped:
             record, last = GroupedGemmSwigluArgs, [dtype or torch.bfloat16]
         else:
             record, last = GroupedGemmArgs, [dtype or torch.bfloat16, False]
-        self.out = function(record(x, *parts, *named, *rest, *last))
+        args = record(x, *parts, *named, *rest, *last)
+        self.out = function(args._replace(step_rows=step[0], step_experts=step[1]))
         names = [(WGMMA_ARGUMENTS, SMALL_M_ARGUMENTS)[is_small_m] for is_small_m in small_m]
         return [
             (*launch[:3], dict(zip(of_launch, flat(launch[3]), strict=True)))
@@ -468,7 +481,7 @@ def test_offsets_that_are_ready(driver):
     assert values["ready"] == 1
 
 
-@pytest.mark.parametrize("tokens", [SMALL_M_ROWS, 300, 3000])
+@pytest.mark.parametrize("tokens", [SEVERAL_ROWS, 300, 3000])
 @pytest.mark.parametrize("offsets_ready", [False, True])
 def test_experts_of_other_loads_have_launches_of_their_own(
     driver, monkeypatch, tokens, offsets_ready
@@ -493,8 +506,29 @@ def test_experts_of_other_loads_have_launches_of_their_own(
     )
 
 
+@pytest.mark.parametrize("rows", [3, 300, 3000])
+@pytest.mark.parametrize("step", [(20, 64), (3000, 4), (3000, 0), (0, 256), (1000, 300)])
+def test_a_part_of_a_step_has_the_kernels_of_the_whole(driver, monkeypatch, rows, step):
+    """Launches and the experts of each follow from the step, sizes from the part."""
+    monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
+    product, x = Grouped(HIDDEN, INNER), torch.empty(rows, INNER).bfloat16()
+    launches = product(driver, grouped_gemm.grouped_gemm, x, step=step)
+    assert len(launches) == len(product.launches)
+    for (_, threads, _, values), planned in zip(launches, product.launches, strict=True):
+        assert threads == planned.plan.threads
+        assert (values.get("above", 0), values["most"]) == planned[1:]
+        assert values["experts"] == EXPERTS
+        assert values.get("map_rows", rows) == rows
+        assert values.get("code_rows", EXPERTS * HIDDEN // 16) == EXPERTS * HIDDEN // 16
+    assert launches[-1][3]["tokens"] == rows
+    counted = any(values.get("counter") for *_, values in launches)
+    chosen = product.problem._replace(experts=step[1] or EXPERTS)
+    several = len(launches) > 1
+    assert counted == (several and grouped_gemm.uses_tile_counters(chosen, step[0] or rows))
+
+
 @pytest.mark.parametrize(
-    ("tokens", "counted"), [(16, False), (192, False), (300, True), (1000, False)]
+    ("tokens", "counted"), [(SEVERAL_ROWS, False), (400, False), (900, True), (3000, False)]
 )
 def test_every_launch_has_a_counter_of_its_own(driver, monkeypatch, tokens, counted):
     """CTAs that take tiles as they are done use memory that holds zeros."""

@@ -53,7 +53,7 @@ def hidden(config, step, seed=0, device="cpu"):
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch):
     config = model_of(kind)
-    module, step = attention(config), step_of(config, 9)
+    module, step = attention(config), step_of(config, 40)  # of either of two sequences
     said = written_down(monkeypatch)
     module(hidden(config, step), past_key_values=step)
     if kind == SLIDING:
@@ -73,20 +73,36 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
         assert chosen < said.index("current waits for end 2 of side 2")
 
 
+def test_few_tokens_have_one_launch_for_all_projections(monkeypatch):
+    """One side stream then has keys and entries; attention waits for keys first."""
+    config = model_of(CSA)
+    module, step = attention(config), step_of(config, 9)
+    said = written_down(monkeypatch)
+    module(hidden(config, step), past_key_values=step)
+    made = said.index("compressor_projections on side")
+    written = [i for i, line in enumerate(said) if line == "compress_write on side"]
+    assert said.index("side waits for current") < made < written[0]
+    assert len(written) == 2
+    chosen = said.index("indexer_select on current")
+    ends = [f"current waits for end {number} of side" for number in (1, 2, 3)]
+    assert max(said.index(ends[0]), said.index(ends[1])) < chosen
+    assert chosen < said.index(ends[2]) < said.index(LAST)
+
+
 @pytest.mark.parametrize("tokens", [9, 40])
 def test_few_tokens_are_projected_beside_the_choice_of_entries(tokens, monkeypatch):
     config = model_of(CSA)
     module, step = attention(config), step_of(config, tokens)  # of either of two sequences
     said = written_down(monkeypatch)
     module(hidden(config, step), past_key_values=step)
-    where = "side 3" if 2 * tokens <= 64 else "current"
+    where = "side 2" if 2 * tokens <= 64 else "current"
     queries = said.index(f"head_norm_rope_ on {where}")
     written = said.index(f"norm_rope_write_kv on {where}")
     assert queries < written < said.index("indexer_select on current")
-    if where == "side 3":
+    if where == "side 2":
         made = max(i for i, line in enumerate(said) if line == "window_slots on current")
-        join = said.index("current waits for end 1 of side 3")
-        assert made < said.index("side 3 waits for current") < queries
+        join = said.index("current waits for end 1 of side 2")
+        assert made < said.index("side 2 waits for current") < queries
         assert said.index("indexer_select on current") < join < said.index(LAST)
 
 

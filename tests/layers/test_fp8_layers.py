@@ -208,3 +208,26 @@ class TestModel:
             for activation in ("bf16", "fp8", "nvfp4")
         }
         assert divergence["bf16"] == 0 < divergence["fp8"] < divergence["nvfp4"] / 2
+
+
+class TestMemoryOfConvertedWeights:
+    def test_the_largest_weight_counts(self, monkeypatch):
+        layer, other, stack = linear(1, rows=64), linear(2, rows=128), experts()
+        model = torch.nn.ModuleList([layer, other, stack, linear(3, rows=256, exact=False)])
+        device = torch.device("cpu")
+        assert layers.reserve.converted_bytes(model) == {}  # nothing is packed
+        layers.pack_(model)
+        matrix = 2 * 128 * 128  # gate and up of one of four experts
+        assert layers.reserve.converted_bytes(model) == {device: 4 * matrix}
+        assert layers.reserve.converted_bytes(torch.nn.ModuleList([layer, other])) == {
+            device: 128 * 128
+        }
+        for limit, size in ((3 * matrix + 5, 3 * matrix), (matrix - 1, matrix)):
+            monkeypatch.setattr(layers.reserve, "MOST_CONVERTED", limit)
+            assert layers.reserve.converted_bytes(stack) == {device: size}
+
+    def test_other_activations_convert_nothing(self):
+        layer = linear(1)
+        layer.pack()
+        layer.activation = "bf16"
+        assert layers.reserve.converted_bytes(layer) == {}

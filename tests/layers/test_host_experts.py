@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +16,16 @@ from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
 from dsv4.layers import _hosted_experts as hosted_module
+from dsv4.layers import experts as experts_module
 from dsv4.layers._expert_waves import plan_waves
 from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
+from dsv4.serving.drafting import drafting_of
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
+from tests._tools import host_soak
 
 EXPERTS, TOP_K, HIDDEN = 12, 3, 64
 KINDS = ["plain", "nvfp4", "mxfp4", "packed", "calibrated", "exact"]
@@ -118,6 +122,34 @@ class TestLayer:
             ids = tokens(seed + step, count, padding=True)[1]
             totals += torch.bincount(ids[ids >= 0], minlength=EXPERTS)
         assert layers.expert_counts(layer)[0].tolist() == totals.tolist()
+
+    @pytest.mark.parametrize("kind", ["plain", "packed", "calibrated", "exact"])
+    @pytest.mark.parametrize("count", [1, 8])
+    def test_kernels_are_those_of_the_whole_step(self, kind, count, monkeypatch):
+        """Whatever the slots and waves: kernels for other sizes may sum in another order."""
+        layer, calls = hosted(make_experts(kind), 3, 4), []
+
+        def recorded(name):
+            function = getattr(experts_module, name)
+
+            def call(x, *rest, **options):
+                step = [options.get("step_rows") or x.shape[0], options.get("step_experts")]
+                calls.append([name, *step])
+                return function(x, *rest, **options)
+
+            monkeypatch.setattr(experts_module, name, call)
+
+        gemms = [name for name in vars(experts_module) if name.startswith("grouped_gemm")]
+        for name in gemms:
+            recorded(name)
+        sort, sorted_for = experts_module.moe_sort, []
+        monkeypatch.setattr(
+            experts_module, "moe_sort", lambda *a, **b: sorted_for.append(a[3]) or sort(*a, **b)
+        )
+        layer(*tokens(0, count, padding=True))
+        assert len(calls) > (2 if count > 1 else 1)
+        assert {tuple(call[1:]) for call in calls} == {(count * TOP_K, EXPERTS)}
+        assert set(sorted_for) <= {EXPERTS}, "a kernel would be compiled for each number"
 
     def test_a_long_run_has_the_bits_and_no_leak(self):
         plain = make_experts("plain")
@@ -313,6 +345,7 @@ class TestLayer:
     cached=st.integers(1, 7),
     count=st.integers(0, 16),
 )
+@example(seed=0, static=0, cached=7, count=16)
 def test_waves_hold_every_expert_once(seed, static, cached, count):
     experts = 16
     generator = strategies.generator(seed)
@@ -322,6 +355,7 @@ def test_waves_hold_every_expert_once(seed, static, cached, count):
         expert_in[slot] = -1
     needed = torch.randperm(experts, generator=generator)[:count].tolist()
     plan = plan_waves(needed, expert_in, static, experts)
+    assert plan.positions <= experts
     slots, multiplied = list(expert_in), []
     for number, wave in enumerate(plan.waves):
         for expert, slot in wave.loads:
@@ -347,10 +381,16 @@ def test_host_memory_that_does_not_suffice_is_said():
     assert available_bytes() > 0
 
 
+def test_a_soak_counts_its_steps():
+    said = []
+    assert host_soak.soak(0.5, "cpu", every=0.2, say=said.append) > 0
+    assert "steps, hits" in said[0]
+
+
 class TestAllocation:
     @pytest.fixture
     def answer(self, monkeypatch):
-        """A CUDA runtime that locks memory, or answers 2."""
+        """A CUDA runtime that locks memory, or answers 2; "forgotten" when its error is taken."""
         calls = []
 
         class Runtime:
@@ -360,6 +400,7 @@ class TestAllocation:
 
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(host_memory, "_forget_error", lambda _: calls.append("forgotten"))
         return calls
 
     def test_is_locked_where_it_is(self, answer):
@@ -374,25 +415,31 @@ class TestAllocation:
         assert host_memory.allocate(0, torch.device("cuda", 0)).shape == (0,)
         assert not answer
 
-    def test_says_how_much_there_is(self, answer):
+    def test_says_how_much_there_is(self, answer, monkeypatch):
         answer.append(2)
         with pytest.raises(MemoryError, match=r"returned 2\); \d+\.\d GB are available"):
             host_memory.allocate(4096, torch.device("cuda", 0))
-        with pytest.raises(MemoryError, match="cannot be locked"):
+        assert answer[-1] == "forgotten", "or the next launch raises CUDA's last error"
+        with pytest.raises(MemoryError, match=r"but \d+\.\d GB are available"):
+            host_memory.allocate(1 << 62, torch.device("cuda", 0))
+        monkeypatch.setattr(host_memory, "check_available", lambda _: None)
+        with pytest.raises(MemoryError, match=r"cannot be locked .*; \d+\.\d GB are available"):
             host_memory.allocate(1 << 62, torch.device("cuda", 0))
 
 
 class TestModel:
     @pytest.fixture
     def model(self):
-        config = ModelConfig.tiny(
-            layer_types=(SLIDING, CSA, HCA),
-            n_routed_experts=EXPERTS,
-            num_experts_per_tok=TOP_K,
-            hidden_size=64,
-            moe_intermediate_size=64,
-            vocab_size=64,
-        )
+        return self.make_model()
+
+    @pytest.fixture
+    def drafting_model(self):
+        return self.make_model(layer_types=(SLIDING, CSA), num_nextn_predict_layers=1)
+
+    def make_model(self, **options):
+        sizes = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "vocab_size": 64}
+        sizes |= {"layer_types": (SLIDING, CSA, HCA), "moe_intermediate_size": 64, **options}
+        config = ModelConfig.tiny(hidden_size=64, **sizes)
         model = DeepseekV4ForCausalLM(config).requires_grad_(False)
         randomize_(model, 3)
         layers.quantize_(model, names=["*.mlp.experts"])
@@ -411,6 +458,42 @@ class TestModel:
         assert_bitwise(logits[1], logits[0], "logits")
         assert layers.cache_use(hosted_model).hit_rate < 1
         assert layers.expert_counts(hosted_model).shape == (3, EXPERTS)
+
+    def test_drafts_have_the_same_text(self, drafting_model):
+        """One draft a sequence by default, as many as slots hold, and the text of all resident."""
+        model, prompts = drafting_model, [[1, 2, 3, 4, 5, 6, 7], [9, 8]]
+        expected = model.generate(prompts, 7, stop_ids=(), speculate=None)
+        hosted_model = copy.deepcopy(model)
+        layers.host_experts_(hosted_model, HostExperts(3, 8))
+        assert hosted_model.mtp[0].layer.mlp.experts.hosted is None
+        assert drafting_of(model, "mtp").plan.tokens == 2
+        assert drafting_of(hosted_model, "mtp").plan.tokens == 1
+        assert drafting_of(hosted_model, "mtp", 3).plan.tokens == 3
+        for options in ({}, {"draft_tokens": 3}):
+            with Runner(
+                hosted_model, max_sequences=2, max_tokens=32, speculate="mtp", **options
+            ) as runner:
+                requests = [runner.add(p, max_new_tokens=7, stop_ids=()) for p in prompts]
+                runner.run()
+                assert runner.draft_counts.drafted > 0
+            assert [request.tokens for request in requests] == expected
+        assert 0 < layers.cache_use(hosted_model).hit_rate < 1
+
+    def test_drafts_are_no_more_than_slots_hold(self, drafting_model, monkeypatch):
+        """Where their number adapts; else steps are planned on the host, and are not captured."""
+        layers.host_experts_(drafting_model, HostExperts(0, 8))  # for two tokens
+        auto = drafting_of(drafting_model, "auto")
+        best = SimpleNamespace(drafts=1)
+        monkeypatch.setattr("dsv4.speculation.draft_costs.DraftCosts.best", lambda *_: best)
+        adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
+        assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+        none = auto.at_sizes(drafting_model, (2, 3), 64)
+        assert none.plan is None
+        assert none.reason == "experts in host memory have slots for 2 tokens of a step"
+        assert (auto.plan.step_tokens, drafting_of(drafting_model, "mtp").plan.step_tokens) == (
+            1,
+            2,
+        )
 
     def test_padding_loads_nothing(self, model):
         """Steps padded to four rows choose the experts of their two sequences alone."""

@@ -11,6 +11,7 @@ from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED
 
 GPU = torch.device("cuda", 0)
 HOPPER, B200, B300, THOR, RTX = (9, 0), (10, 0), (10, 3), (11, 0), (12, 0)
+ADA = (8, 9)
 WEIGHT = quantize(torch.ones(64, 256), scaling="weight")
 PACKED = WEIGHT.with_layout(FRAGMENTS)
 
@@ -47,7 +48,9 @@ def routed(rows):
         (HOPPER, 65, "cute"),
         *((gpu, tokens, "cute") for gpu in (B200, B300) for tokens in (0, 1, 17, 64)),
         *((gpu, tokens, "cublas") for gpu in (B200, B300) for tokens in (65, 4096)),
-        *((gpu, tokens, "cublas") for gpu in (THOR, RTX) for tokens in (1, 65)),
+        *((gpu, tokens, "triton") for gpu in (THOR, ADA) for tokens in (1, 65, 512)),
+        *((gpu, 513, "cublas") for gpu in (THOR, ADA, RTX)),
+        *((RTX, tokens, name) for tokens, name in ((1, "cute"), (64, "cute"), (65, "triton"))),
     ],
 )
 @pytest.mark.parametrize("activation", ["bf16", "nvfp4"])
@@ -65,17 +68,17 @@ def test_many_tokens_are_refused_with_a_reason(capability, gpu):
     assert why.endswith(f"that for more is Hopper's, whose wgmma {arch} lacks")
 
 
-@pytest.mark.parametrize("gpu", [THOR, RTX, (8, 9)])
+@pytest.mark.parametrize("gpu", [THOR, ADA])
 def test_other_gpus_are_refused_with_a_reason(capability, gpu):
     capability(gpu)
     actual = ".".join(map(str, gpu))
-    expected = f"compute capability 9.0, 10.0, 10.3, the GPU has {actual}"
+    expected = f"compute capability 9.0, 10.0, 10.3, 12.0, 12.1, the GPU has {actual}"
     assert dense(1)[1]["cute"].endswith(expected)
     assert routed(6)[1]["cute"].endswith(expected)
-    assert routed(6)[0] == "reference"
+    assert routed(6)[0] == "triton"
 
 
-@pytest.mark.parametrize("gpu", [HOPPER, B200, B300])
+@pytest.mark.parametrize("gpu", [HOPPER, B200, B300, RTX])
 @pytest.mark.parametrize("rows", [1, 6, 300])
 def test_routed_experts(capability, gpu, rows):
     """Blackwell takes the kernel for few rows an expert, whatever their number."""
@@ -104,3 +107,16 @@ def test_weights_that_are_not_packed(capability, gpu, layout, chosen):
     weight = WEIGHT.with_layout(layout)
     assert dense(4, weight, activation="nvfp4")[0] == chosen
     assert dense(4, weight)[0] == "reference", "bfloat16 activations"
+
+
+def test_experts_that_do_not_fit_are_refused_with_a_reason(capability):
+    """Rows of Pro's 7168 columns, of which 8 want more shared memory than 12.0 has."""
+    weight = quantize(torch.ones(2, 32, 7168), scaling="weight").with_layout(FRAGMENTS)
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
+    call = (ops.grouped_gemm, torch.ones(2, 7168).bfloat16(), weight, offsets)
+    capability(RTX)
+    assert (
+        candidates(*call)[1]["cute"] == "8 rows of 7168 columns do not fit 99 KB of shared memory"
+    )
+    capability(HOPPER)
+    assert candidates(*call)[0] == "cute"

@@ -198,6 +198,14 @@ def assert_same_entries(mine, other):
     assert_within_budget(actual, reference.double(), 2.0**-3 * reference.double().abs() + 2.0**-10)
 
 
+@pytest.fixture(params=["few", "many"])
+def some_tokens(request, monkeypatch):
+    """Whether the Triton kernels take their tokens as few or as many."""
+    kernels = pytest.importorskip("dsv4.triton.compressor_paged")
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 128 if request.param == "few" else 0)
+
+
+@pytest.mark.usefixtures("some_tokens")
 @settings(max_examples=20)
 @given(
     st.sampled_from(KINDS),
@@ -220,6 +228,7 @@ def test_any_run_stores_what_compress_write_stores(
     assert_same_entries(mine, other)
 
 
+@pytest.mark.usefixtures("some_tokens")
 @settings(max_examples=10)
 @given(st.sampled_from(KINDS), seeds(), runs(), st.sampled_from([1, 3]))
 def test_every_token_is_in_the_state_and_nothing_else(device, kind, seed, steps, block_size):
@@ -236,6 +245,7 @@ def test_every_token_is_in_the_state_and_nothing_else(device, kind, seed, steps,
     assert_bitwise(engine.state, states)
 
 
+@pytest.mark.usefixtures("some_tokens")
 @pytest.mark.parametrize("entry_format", [*COMPACT_FORMATS, "plain"])
 @settings(max_examples=6)
 @given(seeds(), runs())
@@ -261,6 +271,7 @@ LONG = [[(0, 0, 31)], [(0, 31, 1), (1, 0, 1)]]
         ((4, True), 128, SHORT),
     ],
 )
+@pytest.mark.usefixtures("some_tokens")
 def test_the_sizes_of_the_model(device, kind, d, steps):
     """All dims, and pages and states with gaps between them."""
     model = Model.make(0, kind, d, 64, 2, device)
@@ -278,6 +289,7 @@ def test_the_sizes_of_the_model(device, kind, d, steps):
     assert bool(wide[:, 1].isnan().all())
 
 
+@pytest.mark.usefixtures("some_tokens")
 def test_a_slot_without_a_window_is_left_alone(device):
     """Tokens that end no window, and padding, store nothing whatever their slots say."""
     model = Model.make(0, (4, True), 32, 10, 3, device)

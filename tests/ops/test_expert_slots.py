@@ -260,7 +260,19 @@ def test_rows_go_to_their_slots(device, seed, parts, wide, loads):
     experts = torch.randperm(5, generator=generator)[:loads].tolist()
     targets = torch.randperm(4, generator=generator)[:loads].tolist()
     expected = case.expected(experts, targets)
-    expert_gather(*case.arguments([*experts, -1], [*targets, -1]))
+    experts, targets = [[x for e in xs for x in (e, -1)] for xs in (experts, targets)]
+    expert_gather(*case.arguments([-1, *experts], [-1, *targets]))
+    assert_bitwise(case.slots.cpu(), expected, "slots")
+
+
+def test_long_lists_are_read_to_their_last_expert(device):
+    case = Rows.drawn(3, 5, 4, (8, 3), device)
+    expected = case.expected([4, 2], [1, 3])
+    listed = [-1] * 40
+    targets = list(listed)
+    for at, expert, target in ((20, 4, 1), (33, 2, 3)):
+        listed[at], targets[at] = expert, target
+    expert_gather(*case.arguments(listed, targets))
     assert_bitwise(case.slots.cpu(), expected, "slots")
 
 

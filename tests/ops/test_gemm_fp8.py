@@ -367,8 +367,8 @@ class TestDispatch:
         pytest.importorskip("triton")
         with interpret_triton():
             cases = (
-                ((x, packed), "the weight is 'nvfp4', wanted 'fp8_block'"),
-                ((x, packed.with_layout(FRAGMENTS)), "the weight is 'nvfp4'"),
+                ((x, packed), "the weight has layout 'linear', wanted 'fragments_16x64'"),
+                ((x.half(), packed.with_layout(FRAGMENTS)), "x is torch.float16"),
                 ((x.half(), weight), "x is torch.float16, wanted bfloat16"),
                 ((x.double(), weight), "float64, which only the reference"),
             )

@@ -210,6 +210,8 @@ class TestContract:
         ),
         ({"input_scale": torch.ones(2).double(), "activation": "nvfp4"}, TypeError, "float64"),
         ({"out_dtype": torch.uint8}, TypeError, "out_dtype is"),
+        ({"step_rows": -1}, ValueError, "step_rows is -1, wanted 0 or more"),
+        ({"step_experts": -2}, ValueError, "step_experts is -2, wanted 0 or more"),
         ({"backend": "nothing"}, ValueError, "backend is 'nothing'"),
     )
 
@@ -237,7 +239,7 @@ class TestContract:
             scale = torch.ones(2, device=device) if activation == "nvfp4" else None
             args = (x, *parts, [], offsets, fmt, "linear", activation, scale)
             row_scale = None if activation == "nvfp4" else torch.ones(5, device=device)
-            args = (*args, None, "linear", row_scale, torch.bfloat16, False, "auto")
+            args = (*args, None, "linear", row_scale, torch.bfloat16, False, 0, 0, "auto")
             op = torch.ops.dsv4.grouped_gemm.default
             torch.library.opcheck(op, args, test_utils=OPCHECKS)
             assert_pure(op, *args)

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from dsv4 import dispatch
 from dsv4.bench.checks.fused_judges import grouped_gemm_swiglu as judge
 from dsv4.bench.problem import Problem
-from dsv4.cute.grouped_gemm import of_rows, plans
+from dsv4.cute.grouped_gemm import plans
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.sm90.grouped_gemm_plans import ANY_ROWS, launch_plans, typical_plan
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
+from dsv4.ops._grouped_operands import of_rows
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
@@ -362,7 +363,7 @@ class TestContract:
     def test_dispatch_says_why(self):
         x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
         result = dispatch.explain(grouped_gemm, x, weights_of(0, 2, 32, 128, "cpu"), offsets)
-        assert [name for name, _ in result.candidates] == ["tcgen05", "cute", "reference"]
+        assert [name for name, _ in result.candidates] == ["tcgen05", "cute", "triton", "reference"]
         assert result.chosen == "reference"
 
 
@@ -418,6 +419,13 @@ class TestPlans:
         ]
         assert all(s.plan.token_block == s.most_rows for s in tiles)
         assert len(actual) <= 10
+
+    @given(experts=st.integers(8, 512), tokens=st.integers(1, 48), swiglu=st.booleans())
+    def test_rows_of_eight_tokens_have_one_launch(self, experts, tokens, swiglu):
+        expected = Experts(4096, 4096, experts, False, False, swiglu)
+        [launch] = launch_plans(expected, tokens)
+        assert isinstance(launch.plan, GroupedSmallMPlan)
+        assert (launch.above_rows, launch.most_rows) == (0, ANY_ROWS)
 
     def test_none_for_what_the_kernel_cannot_do(self):
         assert typical_plan(Experts(32, 192, 4, False, False), 10) is None

@@ -32,7 +32,14 @@ from tests.ops.test_captured_operators import CPU, WIDE, assert_follows, assert_
 REPLAYED = (
     *("rms_norm", "head_norm_rope_", "rope", "hc_post", "hc_pre_norm", "moe_sort", "moe_combine"),
     *("window_slots", "norm_rope_write_kv", "compress_write", "route_topk", "rms_norm_quantize"),
-    *("mark_nonfinite_", "verify_greedy", "verify_sampled", "draw_draft", "expert_decide"),
+    *(
+        "compressor_projections",
+        "mark_nonfinite_",
+        "verify_greedy",
+        "verify_sampled",
+        "draw_draft",
+        "expert_decide",
+    ),
 )
 
 

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from dsv4 import dispatch
+from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Request, Runner, SamplingOptions
 from dsv4.serving._setup import is_compiled
 from dsv4.serving.graphs import Graphs, default_buckets
 from tests._tools.taped import replayed
+from tests._tools.warmed import warmed
 from tests.serving.cases import ToyModel, assert_empty, packed
 
 _LENGTHS = (1, 3, 61, 64, 124, 127, 129, 250, 255, 257, 300)  # around windows and pages
@@ -107,11 +109,16 @@ def test_a_compiled_model_is_not_captured() -> None:
     assert not is_compiled(plain)
 
 
+def on_gpu(numerics: str) -> DeepseekV4ForCausalLM:
+    """A packed model whose kernels are compiled, of steps of up to 256 tokens."""
+    return warmed(packed(numerics).cuda(), 256)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
 def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
     """Bit for bit, log-probabilities too, over 1000 steps; captured ahead and at first use."""
-    model = packed(numerics).cuda()
+    model = on_gpu(numerics)
     size = sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
     eager = results_of(story(Runner(model, **size, capture=False), 1000))
     assert sum(len(tokens) for _, tokens, _ in eager) > 1000
@@ -128,7 +135,7 @@ def test_captured_steps_are_the_eager_ones(numerics: str) -> None:
 @pytest.mark.gpu
 def test_a_capture_changes_no_sequence() -> None:
     """Graphs captured between two steps of running requests."""
-    model = packed("deepseek").cuda()
+    model = on_gpu("deepseek")
     texts = []
     for ahead in (False, True):
         runner = Runner(model, **sizes())
@@ -144,7 +151,7 @@ def test_a_capture_changes_no_sequence() -> None:
 
 @pytest.mark.gpu
 def test_a_backend_by_name_runs_eagerly() -> None:
-    model = packed("deepseek").cuda()
+    model = on_gpu("deepseek")
     runner = Runner(model, **sizes())
     with dispatch.use_backend("reference"):
         request = runner.add([1, 2, 3], max_new_tokens=4, stop_ids=())
@@ -154,7 +161,7 @@ def test_a_backend_by_name_runs_eagerly() -> None:
 
 @pytest.mark.gpu
 def test_a_row_of_nan_ends_alone_in_a_captured_step() -> None:
-    model, options = packed("deepseek").cuda(), SamplingOptions(max_new_tokens=12, stop_ids=())
+    model, options = on_gpu("deepseek"), SamplingOptions(max_new_tokens=12, stop_ids=())
     runner = Runner(model, **sizes())
     expected = [runner.add([4, i], options).result() for i in range(2)]
     used = {4, 0, 1, *expected[0], *expected[1]}  # 0 is also the token of padding

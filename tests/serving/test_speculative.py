@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.kv_cache import rollback
-from dsv4.kv_cache.paged_cache import Batch
+from dsv4.kv_cache.paged_cache import Batch, CacheFullError
 from dsv4.serving import LogitsError, SamplingOptions, speculative
 from dsv4.serving.drafting import same_draws
 from dsv4.serving.graphs import Graphs
@@ -235,6 +236,48 @@ def test_replayed_steps_are_the_eager_ones(monkeypatch, ahead) -> None:
         assert runner.warm_up(kinds) == runner.warm_up(kinds)
     assert results_of(test_graphs.story(runner, 60, seed=1)) == eager_results
     assert runner.captures > 10
+
+
+def sometimes_full(prepare: Any) -> Any:
+    """A cache's ``prepare`` that has no pages for every third step with drafts."""
+    steps = itertools.count(1)
+
+    def prepared(rows: Any, counts: Any, *rest: Any, certain: Any = None, **more: Any) -> None:
+        if certain is not None and sum(counts) > sum(certain) and not next(steps) % 3:
+            raise CacheFullError("no page is left")
+        prepare(rows, counts, *rest, certain=certain, **more)
+
+    return prepared
+
+
+@pytest.mark.parametrize(
+    "scarce",
+    [{}, {"pool_tokens": 1024}, {"window_pages": 7}],
+    ids=["enough", "compressed", "raw"],
+)
+def test_after_a_warm_up_no_step_is_captured(monkeypatch, scarce) -> None:
+    """Sequences that wait, end and are preempted; buckets have drafts of their own."""
+    monkeypatch.setattr(Graphs, "captured", replayed)
+    runner, drafts = drafting(
+        monkeypatch, toy(), mixed(0.7), 5, max_sequences=4, max_tokens=512, max_chunk=64,
+        buckets=(1, 2, 4), prompt_buckets=(8, 64), verify=same_draws, **scarce,
+    )  # fmt: skip
+    steps = runner._steps
+    steps.is_captured = steps.speculative._captures_drafts = True
+    steps._drafts = {1: 5, 2: 3, 4: 1}
+    before = runner.warm_up([GREEDY])
+    drafts.steps.clear()
+    if scarce:
+        monkeypatch.setattr(runner.cache, "prepare", sometimes_full(runner.cache.prepare))
+    for number, length in enumerate((225, 1, 230, 7, 229, 235)):
+        runner.add([number] * length, replace(GREEDY, max_new_tokens=70))
+        for _ in range(4):
+            runner.step()
+    runner.run()
+    counts = {drafted for _, drafted in drafts.steps}
+    assert counts >= {1, 3, 5}
+    assert (0 in counts) == bool(scarce)
+    assert runner.captures == before
 
 
 def test_equal_batches_are_ragged_ones() -> None:

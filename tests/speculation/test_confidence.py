@@ -16,7 +16,7 @@ from dsv4.testing.models import random_model
 from tests._tools.taped import taped
 from tests.serving.cases import assert_empty
 from tests.speculation.dspark_cases import DSPARK, model_of, small
-from tests.speculation.test_served import packed
+from tests.speculation.packed_models import on_gpu
 
 PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
 OPTIONS = SamplingOptions(max_new_tokens=16, stop_ids=())
@@ -126,12 +126,13 @@ def test_captured_steps_cut_drafts_on_the_device(monkeypatch) -> None:
 @pytest.mark.gpu
 def test_captured_steps_cut_drafts_on_a_gpu() -> None:
     """As eager ones do, bit for bit, and with the text of all drafts verified."""
-    other, results = packed("dspark").cuda(), []
+    other, results = on_gpu("dspark"), []
     options = SamplingOptions(max_new_tokens=40, stop_ids=(), logprobs=2)
     for threshold, capture in ((0.3, False), (0.3, None), (0.0, None)):
         runner = Runner(
-            other, max_sequences=3, max_tokens=128, buckets=(1, 3), speculate="dspark",
-            capture=capture, confidence_threshold=threshold,
+            other, max_sequences=3, max_tokens=128, max_chunk=64, buckets=(1, 3),
+            prompt_buckets=(32,), speculate="dspark", capture=capture,
+            confidence_threshold=threshold,
         )  # fmt: skip
         requests = [runner.add(prompt, options) for prompt in PROMPTS]
         runner.run()

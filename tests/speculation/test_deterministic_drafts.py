@@ -22,9 +22,8 @@ from dsv4.testing.models import random_model
 from tests.serving.cases import assert_empty
 from tests.speculation.dspark_cases import DSPARK
 from tests.speculation.mixed_drafts import mix
-from tests.speculation.test_served import packed
+from tests.speculation.packed_models import METHODS, on_gpu
 
-METHODS = ("mtp", "dspark")
 REPORT = {"logprobs": 3, "stop_ids": ()}
 ASKED = (
     ([1, 2, 3], SamplingOptions(max_new_tokens=12, **REPORT)),
@@ -133,7 +132,7 @@ def test_drafts_whose_bits_could_differ_are_not_made() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_bits_are_those_of_wrong_drafts_alone_on_a_gpu(method: str) -> None:
-    served = packed(method).cuda()
+    served = on_gpu(method)
     plain = alone(served, verify=none_accepted, speculate=method)
     for capture in (False, None):
         assert alone(served, verify=none_accepted, speculate=method, capture=capture) == plain

@@ -108,6 +108,52 @@ def test_an_expert_in_host_memory_has_the_bytes_of_another() -> None:
     assert after.dense == pytest.approx(before.dense)
 
 
+@given(st.integers(7, 256), st.sampled_from([1, 2, 8]))
+def test_loads_of_experts_make_drafts_dearer(slots: int, sequences: int) -> None:
+    """What a step loads over PCIe grows with its tokens, as its experts do."""
+    hosted = replace(MTP, main=replace(FLASH, missed=1 - slots / 256))
+    for drafts in (1, 2):
+        plain, here = (costs.choice(sequences, drafts) for costs in (MTP, hosted))
+        assert here.gain <= plain.gain
+        assert here.ms - hosted.main.ms(sequences) >= plain.ms - MTP.main.ms(sequences) - 1e-9
+    assert hosted.best(sequences).drafts <= MTP.best(sequences).drafts
+    fewer = replace(hosted, most_tokens=2 * sequences).best(sequences)
+    assert fewer.drafts <= 1
+    assert replace(hosted, most_tokens=sequences).best(sequences).drafts == 0
+
+
+def test_flash_on_one_h200_drafts_nothing_that_it_would_have_to_load() -> None:
+    """217 of 256 experts are in slots: a token loads 39 experts of 14 MB in 11 ms."""
+    hosted = replace(MTP, main=replace(FLASH, missed=1 - 217 / 256))
+    assert hosted.main.ms(1) - FLASH.ms(1) == pytest.approx(11.0, abs=0.3)
+    assert MTP.best(1).drafts == 2
+    assert hosted.best(1).drafts == 0
+    assert hosted.choice(1, 1).gain == pytest.approx(0.97, abs=0.03)
+    text = hosted.explain([(1, 0)])
+    assert text.endswith("15 % of those that a step chooses are loaded, if routing is uniform")
+    assert "host memory" not in MTP.explain([(1, 2)])
+
+
+def test_with_experts_in_host_memory_one_draft_is_usual() -> None:
+    """Of a name, and at most with "auto"; steps have no more tokens than the slots hold."""
+    model = mtp_model()
+    top_k = model.config.num_experts_per_tok
+    assert drafting_of(model, "mtp").plan == DraftPlan("mtp", 2)
+    host_experts_(model, HostExperts(1, 3 * top_k))
+    assert drafting_of(model, "mtp").plan == DraftPlan("mtp", 1)
+    assert drafting_of(model, "mtp", 2).plan == DraftPlan("mtp", 2)
+    assert drafting_of(model, "auto").plan == DraftPlan("mtp", 1, by_size=True)
+    costs = DraftCosts.of(model, "mtp", 2)
+    experts = model.config.n_routed_experts
+    assert costs.main.missed == pytest.approx(1 - (1 + 3 * top_k) / experts)
+    assert costs.draft.missed == 0
+    assert costs.most_tokens == 3
+    assert [costs.best(n).drafts <= 3 // n - 1 for n in (1, 2, 3)] == [True] * 3
+    prompts = [[1, 2, 3], [7, 8, 9, 4, 1]]
+    plain = model.generate(prompts, 8, stop_ids=(), speculate=None)
+    assert model.generate(prompts, 8, stop_ids=(), speculate="mtp") == plain
+
+
 def mtp_model():
     config = ModelConfig.tiny(num_nextn_predict_layers=1, numerics="transformers")
     return random_model(config, 4, torch.float32, mtp=True)

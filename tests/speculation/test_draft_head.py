@@ -7,11 +7,14 @@ import torch
 
 from dsv4 import device as machine
 from dsv4.commands.checkpoints import lines
+from dsv4.compilation.kernel_calls import draft_heads
 from dsv4.config import ModelConfig
 from dsv4.cute.supports import few_token_gemm
 from dsv4.kv_cache.paged_cache import Batch
 from dsv4.layers.dspark import Taps
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.context import ALONE, Ranks
+from dsv4.parallel.emulated import emulated_rank
 from dsv4.speculation.draft_head import DraftHead, copy_bytes
 from dsv4.speculation.dspark import DSparkDraft
 from dsv4.speculation.mtp import MtpDraft
@@ -136,6 +139,20 @@ def test_what_cannot_be_is_said(bits: str) -> None:
     with pytest.raises(ValueError, match="draft_head is 'nvfp4', but the head is nvfp4 already"):
         DSparkDraft(model, "nvfp4")
     assert DSparkDraft(model).head.reason == "the head is nvfp4 already"
+
+
+def test_a_head_of_several_ranks_has_no_copy() -> None:
+    """Nor is a kernel for one compiled."""
+    heads = []
+    for ranks in (ALONE, Ranks(2)):
+        context = emulated_rank(ranks, CONFIG, "meta")
+        with torch.device("meta"):
+            model = DeepseekV4ForCausalLM(CONFIG, parallel=context).to(torch.bfloat16)
+        heads.append(len(draft_heads(model)))
+    assert heads == [1, 0]
+    assert DraftHead.of(model).reason == "the head is split over 2 ranks"
+    with pytest.raises(ValueError, match="draft_head is 'nvfp4', but the head is split over 2"):
+        DSparkDraft(model, "nvfp4")
 
 
 def test_inspect_counts_the_copy(tmp_path) -> None:

@@ -27,6 +27,7 @@ from dsv4.speculation.dspark import DSparkDraft
 from dsv4.speculation.mtp import MtpDraft
 from dsv4.speculation.verify import draw_draft, verify_greedy, verify_sampled
 from dsv4.testing.models import random_model
+from tests.speculation.packed_models import METHODS, on_gpu, packed
 
 gpu = pytest.mark.gpu
 SIZES = {
@@ -35,7 +36,7 @@ SIZES = {
 }  # fmt: skip
 DSPARK = DSparkConfig(block_size=5, noise_token_id=47, target_layer_ids=(0, 1, 2), markov_rank=16)
 DRAWN = Variant(draw=True, filters=True)
-ROWS, FILLED = 3, 40
+ROWS, FILLED = 3, 21
 
 
 def model_of(device: str = "cuda", **changes: Any) -> DeepseekV4ForCausalLM:
@@ -79,7 +80,8 @@ def filled(model: DeepseekV4ForCausalLM) -> tuple[PagedCache, torch.Tensor, torc
     cache = model.new_cache(ROWS, 256, max_chunk=64, index_format=index_format)
     rows = numbers(*[cache.allocate() for _ in range(ROWS)])
     fill = torch.Generator("cuda").manual_seed(1)
-    ids = torch.randint(512, (1, ROWS * FILLED), generator=fill, device="cuda")
+    vocab = model.config.vocab_size
+    ids = torch.randint(vocab, (1, ROWS * FILLED), generator=fill, device="cuda")
     batch = Batch.from_lengths([FILLED] * ROWS, cache.lengths[rows], rows)
     step = CacheStep(cache, batch)
     taps = DSparkDraft(model).taps() if model.dspark is not None else None
@@ -109,11 +111,32 @@ def assert_holds_no_memory(replay: Callable[[], Any]) -> None:
 )
 def test_on_hopper_no_step_of_these_models_reads_the_host(changes: dict) -> None:
     """Sizes too small for a kernel would make every capture below fail."""
-    model, device, tokens = model_of("cpu", **changes), torch.device("cuda", 0), [1, ROWS * 9]
+    assert_has_kernels(model_of("cpu", **changes))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_on_hopper_no_draft_with_a_head_of_its_own_reads_the_host(method: str) -> None:
+    assert_has_kernels(packed(method, plain_head=True))
+
+
+def assert_has_kernels(model: DeepseekV4ForCausalLM) -> None:
+    """Steps of the model can be captured on Hopper, and its head is worth an NVFP4 copy there."""
+    device, tokens = torch.device("cuda", 0), [1, ROWS * 9]
     with pretend(capability=(9, 0), sms=132, packages=True):
         assert obstacle(model, tokens, device) is None
         assert draft_obstacle(model, tokens, device) is None
-        assert few_token_gemm(device, 512, 128) is None
+        head = model.lm_head
+        assert head.format is None
+        assert few_token_gemm(device, head.out_features, head.in_features) is None
+
+
+def drafting_model(method: str, head: str) -> DeepseekV4ForCausalLM:
+    """A model on the GPU whose draft may have a head of its own."""
+    model = on_gpu(method, plain_head=True)
+    size = model.lm_head.out_features, model.lm_head.in_features
+    if head == "nvfp4" and few_token_gemm(model.device, *size):
+        pytest.skip("the copy has no kernel here")
+    return model
 
 
 @gpu
@@ -121,13 +144,11 @@ def test_on_hopper_no_step_of_these_models_reads_the_host(changes: dict) -> None
 @pytest.mark.parametrize("variant", [None, DRAWN], ids=["greedy", "drawn"])
 @torch.inference_mode()
 def test_a_captured_mtp_draft_is_the_eager_one(head: str, variant: Variant | None) -> None:
-    model = model_of(num_nextn_predict_layers=1)
-    if head == "nvfp4" and few_token_gemm(model.device, 512, 128):
-        pytest.skip("the copy has no kernel here")
+    model = drafting_model("mtp", head)
     cache, streams, rows = filled(model)
     draft = MtpDraft(model, head)
     anchors, positions = numbers(3, 4, 5), numbers(*[FILLED - 1] * ROWS)
-    chosen = None if variant is None else parameters(ROWS, 512)
+    chosen = None if variant is None else parameters(ROWS, model.config.vocab_size)
 
     def run():
         return draft.draft(anchors, streams, cache, rows, positions, 3, chosen, variant)
@@ -151,9 +172,7 @@ def test_a_captured_mtp_draft_is_the_eager_one(head: str, variant: Variant | Non
 @torch.inference_mode()
 def test_a_captured_dspark_draft_is_the_eager_one(head: str) -> None:
     """Commit of some tokens, then a draft whose length follows from its confidence."""
-    model = model_of(dspark=DSPARK)
-    if head == "nvfp4" and few_token_gemm(model.device, 512, 128):
-        pytest.skip("the copy has no kernel here")
+    model = drafting_model("dspark", head)
     cache, _, rows = filled(model)
     draft = DSparkDraft(model, head)
     anchors, lengths = numbers(3, 4, 5), numbers(*[FILLED] * ROWS)
@@ -269,7 +288,7 @@ def filled_plain(model: DeepseekV4ForCausalLM) -> tuple[PagedCache, None, torch.
 def test_after_a_warm_up_no_draft_compiles(changes: dict, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path / "kernels"))
     model = model_of(**changes)
-    dsv4.warmup(model, max_tokens=512, progress=False)
+    dsv4.warmup(model, max_tokens=ROWS * FILLED, progress=False)
     before = compilations()
     cache, streams, rows = filled(model)
     at = numbers(*[FILLED] * ROWS)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.device import interpret_triton, pretend
-from dsv4.kv_cache.paged_cache import Batch, PagedCache
+from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.pack import pack_
 from dsv4.layers.quantize import quantize_
 from dsv4.model import DeepseekV4ForCausalLM
@@ -62,15 +62,15 @@ def logits_of(model: DeepseekV4ForCausalLM, steps: list[tuple[int, int]]) -> tor
     )  # fmt: skip
     row, done = paged.allocate(), PROMPT
     model.prefill([tokens[:PROMPT].tolist()], paged, [row])
-    fixed, rows, staying = FixedRows(model, ROWS), torch.tensor([row], device=device), []
+    fixed, rows, staying = FixedRows(ROWS), torch.tensor([row], device=device), []
     for rejected, accepted in steps:
         wrong = (tokens[:rejected] + 7) % model.config.vocab_size
         ids = torch.cat((tokens[done : done + accepted], wrong))
         paged.prepare([row], [len(ids)], [done], certain=[accepted])
         batch = Batch.from_lengths([len(ids)], paged.lengths[rows], rows)
-        logits, streams = fixed.logits(ids, paged, batch)
-        assert streams.shape[1] == len(ids)
-        staying.append(logits[:accepted])
+        step = CacheStep(paged, fixed.padded(batch))
+        hidden, _ = model.model(fixed.filled(ids).unsqueeze(0), None, step)
+        staying.append(model.logits(hidden[0])[:accepted])
         paged.advance(batch, torch.tensor([accepted], device=device))
         done += accepted
         if rejected:
@@ -150,12 +150,12 @@ def test_rows_are_those_of_single_tokens_on_a_gpu(packed: tuple[str, ...], numbe
 def test_steps_that_do_not_fit_are_said() -> None:
     zero = torch.zeros(1, dtype=torch.int64)
     batch = Batch.from_lengths([4], zero, zero)
-    with pytest.raises(ValueError, match="batch has 4 tokens, wanted at most 3"):
-        FixedRows(model_of(), 3).padded(batch)
-    with pytest.raises(ValueError, match="ids are 2, wanted 4, those of batch"):
-        FixedRows(model_of(), 4).logits(torch.zeros(2, dtype=torch.int64), None, batch)
+    for call in (lambda: FixedRows(3).padded(batch), lambda: FixedRows(3).filled(zero.repeat(4))):
+        with pytest.raises(ValueError, match="the step has 4 tokens, wanted at most 3"):
+            call()
     with pytest.raises(ValueError, match="rows is 0, wanted 1 or more"):
-        FixedRows(model_of(), 0)
-    padded = FixedRows(model_of(), 6).padded(batch)
+        FixedRows(0)
+    padded = FixedRows(6).padded(batch)
     assert padded.cu_seqlens.tolist() == [0, 4, 5, 6]
     assert padded.sequence_of_token.tolist() == [0, 0, 0, 0, -1, -1]
+    assert FixedRows(6).filled(torch.arange(4), -1).tolist() == [0, 1, 2, 3, -1, -1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.batch import Batch, CacheStep
-from dsv4.layers import pack_, quantize_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.serving.drafters import Drafter, DSparkDrafter
@@ -33,9 +31,9 @@ from tests.serving.cases import assert_empty
 from tests.serving.test_sampler import chi_square
 from tests.speculation import test_mtp
 from tests.speculation.dspark_cases import DSPARK, Sequences, model_of, small
+from tests.speculation.packed_models import METHODS, on_gpu
 from tests.speculation.test_verify import request as sampled
 
-METHODS = ("mtp", "dspark")
 PROMPTS = ([1, 2, 3], [5] * 21, [7, 8, 9, 4, 1])
 
 
@@ -334,32 +332,17 @@ def test_sampled_text_has_the_distribution_of_plain_sampling(options) -> None:
 # On a GPU -------------------------------------------------------------------------------------
 
 
-def packed(method: str) -> DeepseekV4ForCausalLM:
-    """Small, but wide enough for the kernels of a published model, its draft layers too."""
-    config = ModelConfig.tiny(
-        layer_types=(SLIDING, CSA, HCA), hidden_size=128, head_dim=512, qk_rope_head_dim=64,
-        num_attention_heads=16, index_head_dim=128, q_lora_rank=64, o_groups=2, o_lora_rank=32,
-        moe_intermediate_size=128, sliding_window=128, compress_rates={CSA: 4, HCA: 128},
-        num_nextn_predict_layers=int(method == "mtp"),
-        dspark=replace(DSPARK, markov_rank=32) if method == "dspark" else None,
-    )  # fmt: skip
-    served = random_model(config, 3, torch.bfloat16, mtp=True)
-    quantize_(served)
-    pack_(served)
-    return served
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
     """Bit for bit, log-probabilities too, while requests join, leave, fork and wait."""
-    served, results = packed(method).cuda(), []
-    size = test_graphs.sizes(buckets=(1, 2, 4, 6), prompt_buckets=(8, 64, 200))
+    served, results = on_gpu(method), []
+    size = test_graphs.sizes(buckets=(1, 2, 4, 6), max_chunk=64, prompt_buckets=(8, 64))
     for capture in (False, None):
         runner = Runner(
             served, **size, capture=capture, speculate=method, verify=ForcedAcceptance(0.6)
         )
-        results.append(test_graphs.results_of(test_graphs.story(runner, 400)))
+        results.append(test_graphs.results_of(test_graphs.story(runner, 250)))
     assert results[0] == results[1]
     assert sum(len(tokens) for _, tokens, _ in results[0]) > 400
     assert 0.4 < runner.draft_counts.accepted / runner.draft_counts.drafted < 0.8
@@ -371,16 +354,20 @@ def test_captured_steps_with_drafts_are_the_eager_ones(method) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_captured_drafts_that_are_nan_change_no_text(method) -> None:
-    served = packed(method).cuda()
-    last = served.mtp[0] if method == "mtp" else served.dspark.last
-    options = SamplingOptions(max_new_tokens=20, stop_ids=())
-    with Runner(served, max_sequences=2, max_tokens=64) as runner:
+    served = on_gpu(method)
+    norm = (served.mtp[0] if method == "mtp" else served.dspark.last).norm.weight
+    number, options = float(norm[0]), SamplingOptions(max_new_tokens=20, stop_ids=())
+    sizes = {"max_sequences": 2, "max_tokens": 64, "buckets": (2,), "prompt_buckets": (32,)}
+    with Runner(served, **sizes, speculate=method) as runner:
         expected = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
         runner.run()
-        with torch.no_grad():
-            last.norm.weight[0] = torch.nan
-        requests = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
-        before = runner.draft_counts.accepted
-        runner.run()
+        norm[0] = torch.nan
+        try:
+            requests = [runner.add(prompt, options) for prompt in PROMPTS[:2]]
+            before = runner.draft_counts.accepted
+            runner.run()
+        finally:
+            norm[0] = number
+    assert runner.captures > 0
     assert runner.draft_counts.accepted == before
     assert [r.tokens for r in requests] == [r.tokens for r in expected]

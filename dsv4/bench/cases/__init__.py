@@ -16,6 +16,7 @@ from dsv4.bench.cases import (
     gemm,
     moe,
     paged,
+    projections,
     sequence,
     speculation,
 )
@@ -104,6 +105,7 @@ MAKERS: dict[str, Maker] = {
     "hc_reduce_post": elementwise.hc_reduce_post,
     "hc_reduce_post_pre_norm": fused.hc_reduce_post_pre_norm,
     "pool_windows": sequence.pool_windows,
+    "compressor_projections": projections.compressor_projections,
     "compressor_update": sequence.compressor_update,
     "compress_write": sequence.compress_write,
     "compress_write_paged": paged.compress_write_paged,

@@ -77,6 +77,10 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "hc_pre_norm_quantize": (_STREAMS,),
     "hc_post_pre_norm_quantize": (_STREAMS,),
     "pool_windows": _WINDOWS,
+    "compressor_projections": (
+        {"C": "head_dim", "H": "hidden_size"},
+        {"C": "twice head_dim", "c": "twice index_head_dim", "n": "index_n_heads", **_HIDDEN},
+    ),
     "compressor_update": _WINDOWS,
     "compress_write": (*_WINDOWS, _COMPACT),
     "compress_write_paged": (*_WINDOWS, _COMPACT),

@@ -72,16 +72,17 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
     """Steps with drafts: how many were accepted, and what they brought."""
     if not rows:
         return []
-    headings = ["drafts", "accepted", "sequences", "context", "tokens a step"]
+    headings = ["drafts", "accepted", "experts", "sequences", "context", "tokens a step"]
     headings += ["step without", "step", "per token", "gain"]
     body = []
     for row in rows:
         accepted = f"{row.accepted} of {row.drafted}" + " by a seed" * row.forced
         numbers = (row.length, row.plain_ms, row.step_ms, row.token_ms, row.gain)
         sizes = [str(row.tokens), str(row.context)]
-        body.append([f"{row.drafts} {row.method}", accepted, *sizes, *map(cell, numbers)])
+        texts = [f"{row.drafts} {row.method}", accepted, row.drawn or "of routers"]
+        body.append([*texts, *sizes, *map(cell, numbers)])
     words = "Milliseconds with drafts; tokens a step and per token are of each sequence:"
-    return ["", *paragraph(words), "", *table(headings, body, texts=2)]
+    return ["", *paragraph(words), "", *table(headings, body, texts=3)]
 
 
 def start_words(results: ModelResults) -> str:

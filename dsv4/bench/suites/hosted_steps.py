@@ -29,7 +29,8 @@ class DrawnRouter(nn.Module):
 
     Args:
         router: Computes weights, and a choice that is dropped.
-        chosen: int64 ``[T, k]``, what is chosen; written before each step.
+        chosen: int64 ``[T, k]``, what is chosen for up to T tokens; written before each step. Steps
+            of more tokens, of prompts, have the router's choice.
     """
 
     def __init__(self, router: nn.Module, chosen: torch.Tensor) -> None:
@@ -42,7 +43,13 @@ class DrawnRouter(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return scores, weights and chosen experts, as a router does."""
         scores, weights, indices = self.router(*args, **options)
-        return scores, weights, self.chosen.to(indices.dtype)
+        tokens = len(indices)
+        if tokens > len(self.chosen):
+            return scores, weights, indices
+        chosen = self.chosen[:tokens].to(indices.dtype)
+        if options.get("routed") is not None:  # some go to no expert
+            chosen = torch.where(indices < 0, indices, chosen)
+        return scores, weights, chosen
 
 
 def draw_experts(
@@ -63,13 +70,21 @@ def draw_experts(
 
 
 @contextmanager
-def drawn_routing(model: DeepseekV4ForCausalLM, tokens: int) -> Iterator[torch.Tensor]:
+def drawn_routing(
+    model: DeepseekV4ForCausalLM, tokens: int, draft: bool = False
+) -> Iterator[torch.Tensor]:
     """Replace the choice of every layer's router inside the block.
+
+    Args:
+        model: The model.
+        tokens: Most tokens of a step.
+        draft: Whether to replace those of draft layers, too, which come after the main ones.
 
     Yields:
         int64 ``[layers, tokens, top_k]``: the experts of the next step, on the model's device.
     """
-    blocks = [m for m in model.model.modules() if isinstance(m, DeepseekV4SparseMoeBlock)]
+    modules = [*model.model.modules(), *(model.mtp.modules() if draft else ())]
+    blocks = [m for m in modules if isinstance(m, DeepseekV4SparseMoeBlock)]
     shape = (len(blocks), tokens, model.config.num_experts_per_tok)
     chosen = torch.zeros(shape, dtype=torch.int64, device=model.device)
     routers = [block.gate for block in blocks]

@@ -8,7 +8,7 @@ share experts.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import groups
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.split import LocalSizes
+from dsv4.speculation.draft_costs import weight_bytes
 
 INDEX_FORMAT = "index_mxfp4"
 _REPLAYS = 20
@@ -92,14 +93,11 @@ def step_cost(
             average over layers; None: what uniform routing is expected to choose.
     """
     config = model.config
-    experts = [m for m in model.model.modules() if isinstance(m, DeepseekV4Experts)]
-    expert_bytes = [_nbytes(module) for module in experts]
+    routed = _routed_bytes(model)
     embedding = model.model.embed_tokens.weight
-    plain = _nbytes(model.model) + _nbytes(model.lm_head) - sum(expert_bytes) - embedding.nbytes
-    held = experts[0].num_local_experts
+    plain = weight_bytes(model.model) + weight_bytes(model.lm_head) - routed - embedding.nbytes
     if experts_read is None:
         experts_read = uniform_held(config, sequences, model.parallel)
-    share = experts_read / held
     embedded = sequences * embedding[0].nbytes
     reads = [_reads(config, i, context) for i in range(config.num_hidden_layers)]
     entry = entry_layout("fp8", config.head_dim, config.qk_rope_head_dim)
@@ -110,16 +108,24 @@ def step_cost(
         for read in reads
     )
     return StepCost(
-        weight_bytes=plain + share * sum(expert_bytes) + embedded,
+        weight_bytes=plain + experts_read * expert_bytes(model) + embedded,
         kv_bytes=sequences * kv_bytes,
         flops=sequences * _flops(model, reads),
     )
 
 
-def _nbytes(module: torch.nn.Module) -> int:
-    """Bytes of all parameters and buffers of a module, each memory counted once."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum({t.data_ptr(): t.nbytes for t in tensors if t.nbytes}.values())
+def expert_bytes(model: DeepseekV4ForCausalLM) -> float:
+    """Return the bytes of one routed expert of each main layer."""
+    held = next(m.num_local_experts for m in _routed(model))
+    return _routed_bytes(model) / held
+
+
+def _routed_bytes(model: DeepseekV4ForCausalLM) -> int:
+    return sum(map(weight_bytes, _routed(model)))
+
+
+def _routed(model: DeepseekV4ForCausalLM) -> list[DeepseekV4Experts]:
+    return [m for m in model.model.modules() if isinstance(m, DeepseekV4Experts)]
 
 
 @dataclass(frozen=True)
@@ -199,14 +205,25 @@ class Fill:
         sequences: Sequences of the step.
         context: Tokens of each sequence.
         prompts: Distinct prompts that are processed; other sequences get copies of their pages.
-        prompt_tokens: Tokens of each prompt. Fewer than the context: their pages are repeated up to
-            it.
+        prompt_tokens: Tokens of each prompt: the context, or fewer whole blocks, whose pages are
+            repeated up to it.
+
+    Raises:
+        ValueError: if a prompt has another number of tokens.
     """
 
     sequences: int
     context: int
     prompts: int
     prompt_tokens: int
+
+    def __post_init__(self) -> None:
+        tokens = self.prompt_tokens
+        if tokens != self.context and not (0 < tokens < self.context and tokens % BLOCK == 0):
+            raise ValueError(
+                f"Fill: prompt_tokens is {tokens}, wanted the context, {self.context}, or a "
+                f"positive multiple of {BLOCK} below it"
+            )
 
     @classmethod
     def plan(cls, sequences: int, context: int, most: int = _FILL_TOKENS) -> Fill:
@@ -303,20 +320,30 @@ class DecodeStep:
 
         On several ranks those that are held here, which tokens of any of them choose.
         """
-        chosen: list[torch.Tensor] = []
-        held = LocalSizes.of(self.model.config, self.model.parallel).experts
+        return experts_chosen(self.model, self)
 
-        def remember(module: torch.nn.Module, inputs: Any) -> None:
-            ids = inputs[1].unique()
-            chosen.append(ids[(ids >= held.start) & (ids < held.stop)])
 
-        with ExitStack() as stack:
-            for module in self.model.modules():
-                if isinstance(module, DeepseekV4Experts):
-                    handle = module.register_forward_pre_hook(remember)
-                    stack.callback(handle.remove)
-            self()
-        return statistics.mean(len(ids) for ids in chosen)
+def experts_chosen(model: DeepseekV4ForCausalLM, call: Callable[[], object]) -> float:
+    """Run a call and count the distinct experts that its tokens choose, averaged over layers.
+
+    Args:
+        model: The model; on several ranks the experts that are held here count.
+        call: Runs layers of the model.
+    """
+    chosen: list[torch.Tensor] = []
+    held = LocalSizes.of(model.config, model.parallel).experts
+
+    def remember(module: torch.nn.Module, inputs: Any) -> None:
+        ids = inputs[1].unique()
+        chosen.append(ids[(ids >= held.start) & (ids < held.stop)])
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, DeepseekV4Experts):
+                handle = module.register_forward_pre_hook(remember)
+                stack.callback(handle.remove)
+        call()
+    return statistics.mean(len(ids) for ids in chosen)
 
 
 def drawn_vocabulary(model: DeepseekV4ForCausalLM) -> int:
@@ -338,7 +365,6 @@ def _repeat_pages(cache: PagedCache, rows: Sequence[int], fill: Fill) -> None:
     """
     if fill.prompt_tokens >= fill.context:
         return
-    assert fill.prompt_tokens % BLOCK == 0, fill
     for table, data in _compressed_pages(cache):
         page_tokens = BLOCK  # a page of any ratio stands for them
         filled = fill.prompt_tokens // page_tokens
@@ -357,10 +383,19 @@ def _compressed_pages(cache: PagedCache) -> Iterator[tuple[torch.Tensor, torch.T
                 yield layer.compressed_table, data
 
 
-def replay_ms(graph: torch.cuda.CUDAGraph, replays: int = _REPLAYS) -> float:
-    """Median milliseconds of a replay; weights exceed the L2, which therefore stays cold."""
+def replay_ms(
+    graph: torch.cuda.CUDAGraph,
+    replays: int = _REPLAYS,
+    before: Callable[[], object] | None = None,
+) -> float:
+    """Median milliseconds of a replay; weights exceed the L2, which therefore stays cold.
+
+    ``before`` is called before each, outside the time.
+    """
     times = []
     for _ in range(3 + replays):
+        if before is not None:
+            before()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()

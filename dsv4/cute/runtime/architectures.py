@@ -1,10 +1,33 @@
-"""The GPUs that there are CuTeDSL kernels for."""
+"""The GPUs that there are kernels for."""
 
 from __future__ import annotations
 
+from dsv4.device import shared_memory
+
 HOPPER = "sm_90a"
-# Compute capability to what a kernel is compiled for.
-ARCHITECTURES = {(9, 0): HOPPER, (10, 0): "sm_100a", (10, 3): "sm_103a"}
-BLACKWELL = ((10, 0), (10, 3))
-# What runs on both of Blackwell's, of kernels that use no instruction of one of them alone.
-FAMILIES = {"sm_100a": "sm_100f", "sm_103a": "sm_100f"}
+# Compute capability to what CuTeDSL kernels are compiled for.
+ARCHITECTURES = {
+    (9, 0): HOPPER,
+    (10, 0): "sm_100a",
+    (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+    (12, 1): "sm_121a",
+}
+BLACKWELL = ((10, 0), (10, 3))  # of data centres: with tcgen05 and Hopper's shared memory
+BLACKWELL_NAMES = tuple(ARCHITECTURES[capability] for capability in BLACKWELL)
+# What runs on two of them, of kernels that use no instruction of one of them alone.
+FAMILIES = {
+    "sm_100a": "sm_100f",
+    "sm_103a": "sm_100f",
+    "sm_120a": "sm_120f",
+    "sm_121a": "sm_120f",
+}
+# GPUs with Triton kernels alone, and all GPUs.
+TRITON_ONLY = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89"}
+EVERY_ARCHITECTURE = {**TRITON_ONLY, **ARCHITECTURES}
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory that a CTA can have on a value of ``EVERY_ARCHITECTURE``."""
+    capability = next(number for number, name in EVERY_ARCHITECTURE.items() if name == arch)
+    return shared_memory(capability)

@@ -135,6 +135,25 @@ class E4m3Results(WgmmaCopies):
                 here = cutlass.min(total - column, 64) * 2
                 self._store_lines(lines, first, Int64(total) * 2, tile.end - begin, here, me.lane)
 
+    def _row_exponent(self, args: Any, expert: Int32, row: Int32) -> Int32:
+        """Exponent of a row of an expert's weight, or of the last one."""
+        at = Int64(expert) * args.rows + cutlass.min(row, args.rows - 1)
+        byte = ptx.load_global_byte(args.row_exponent + at)
+        return (Int32(byte) ^ 128) - 128
+
+    @cute.jit
+    def _factor(self, args: Any, expert: Int32, row: Int32) -> Float32:
+        """Global scale of a row of the weight, times the power of two of its exponent."""
+        row = cutlass.min(row, args.rows - 1)
+        index = Int32(row >= args.cut0) + Int32(row >= args.cut1) + Int32(row >= args.cut2)
+        if args.scale_rows == 1:
+            index = row
+        index += expert * args.expert_scales
+        scale = ptx.load_global_float(args.global_scale + Int64(index) * 4)
+        return scale * ptx.bits_to_float(
+            Uint32((self._row_exponent(args, expert, row) + 127) << 23)
+        )
+
     def _total_columns(self, args: Any) -> Int32:
         """Results of a token."""
         return args.rows // (ROWS // self._columns)

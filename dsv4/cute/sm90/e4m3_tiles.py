@@ -4,7 +4,9 @@
 
 Promotion. The tensor cores sum 128 columns in accumulators of their own; these sums times the
 token's scale (and the weight's, where 128 x 128 of it share one) are added in float32, in ascending
-order of K. An MMA warpgroup waits for its MMAs meanwhile; those of the other one go on.
+order of K. An MMA warpgroup waits for its MMAs meanwhile; those of the other one go on. Both begin
+a tile together, and their MMAs share the tensor cores, so without more ado they also add up
+together. Where the plan is ``staggered`` the second one begins half a block of MMAs later.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from dsv4.cute.sm90.e4m3_results import MMA_WARPS, E4m3Results, Lane, ResultBuff
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 
 K_STEPS = K_BLOCK // 32  # wgmma of a stage
-# Named barriers, one for each MMA warpgroup: the other one's MMAs are nearly done.
-_MAY_MULTIPLY = 1
+# Named barrier: the first MMA warpgroup has half of a tile's first block.
+_HALF_BLOCK = 3
 
 
 class Rings(NamedTuple):
@@ -135,11 +137,13 @@ class E4m3Tiles(E4m3Results):
         """The ``number``-th tile, or the first of those that share scales of results."""
         raise NotImplementedError
 
-    def _copy_x(
-        self, tma: Any, shared_x: cute.Tensor, tile: Tile, k: Int32, stage: Int32, barrier: Any
-    ) -> None:
-        """One warp: copy X of a stage."""
-        raise NotImplementedError
+    def _load_factor(self, args: Any, tile: Tile, me: Lane) -> Any:
+        """The factor, float32, that a thread of an MMA warpgroup has of a tile; None: none."""
+        return None
+
+    def _factors(self, buffers: ResultBuffers, slot: Int32, factor: Any, me: Lane) -> Uint32:
+        """Shared memory with the factors of a tile's rows; these are there."""
+        return buffers.factors + Uint32(slot * (ROWS * 4))
 
     # Operands.
 
@@ -204,9 +208,6 @@ class E4m3Tiles(E4m3Results):
         A warpgroup has every second block of 64 tokens.
         """
         group = me.warp // 4
-        if cutlass.const_expr(self.plan.alternates):  # noqa: SIM102 - one is known to the compiler
-            if group == 1:
-                cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY, number_of_threads=256)
         number, slot = walk.first, Int32(0)
         position, source = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(0))
         while number < walk.total:
@@ -214,12 +215,13 @@ class E4m3Tiles(E4m3Results):
             begin = first.token + group * 64 + me.warp % 4 * 16
             for part in cutlass.range_constexpr(self.plan.row_parts):
                 tile = first._replace(row=first.row + part * ROWS)
+                factor = self._load_factor(args, tile, me)
                 for i in cutlass.range_constexpr(self.plan.token_rows):
                     operands.sums[i].fill(Float32(0.0))
                 position, source = self._multiply_ring(
                     operands, rings, position, source, args, tile, begin, me
                 )
-                factors = buffers.factors + Uint32(slot * (ROWS * 4))
+                factors = self._factors(buffers, slot, factor, me)
                 for i in cutlass.range_constexpr(self.plan.token_rows):
                     if self._exists(tile, 2 * i + group):
                         self._store_block(
@@ -235,9 +237,6 @@ class E4m3Tiles(E4m3Results):
                         )
                 slot = self._next_slot(slot)
             number += walk.stride
-        if cutlass.const_expr(self.plan.alternates):  # noqa: SIM102 - one is known to the compiler
-            if group == 0:  # for the arrival after the last MMAs of the other one
-                cute.arch.barrier(barrier_id=_MAY_MULTIPLY, number_of_threads=256)
 
     @cute.jit
     def _multiply_ring(
@@ -267,13 +266,17 @@ class E4m3Tiles(E4m3Results):
                 ptx.mbarrier_wait(rings.ready + Uint32(source.stage * 8), source.parity)
             block = position.stage * (2 * self.plan.token_rows) + group
             for i in cutlass.range_constexpr(self.plan.token_rows):
+                leads = None
+                if cutlass.const_expr(self.plan.staggered and i == 0):
+                    if (group == 1) & (k == 0):
+                        cute.arch.barrier(barrier_id=_HALF_BLOCK, number_of_threads=256)
+                    # The first warpgroup has this block of every tile.
+                    leads = Int32((group == 0) & (k == 0))
                 if cutlass.const_expr(self.plan.is_grouped):
                     if self._exists(tile, 2 * i + group):
-                        self._multiply_block(operands, block + 2 * i, source.stage, group)
-                    else:
-                        self._let_multiply(group)
+                        self._multiply_block(operands, block + 2 * i, source.stage, leads)
                 else:
-                    self._multiply_block(operands, block + 2 * i, source.stage, group)
+                    self._multiply_block(operands, block + 2 * i, source.stage, leads)
                 if cutlass.const_expr(i + 1 == self.plan.token_rows):
                     self._release(rings, position, source, me.lane)
                 if cutlass.const_expr(self.plan.is_grouped):
@@ -292,10 +295,15 @@ class E4m3Tiles(E4m3Results):
         return position, source
 
     @cute.jit
-    def _multiply_block(self, operands: Operands, block: Int32, stage: Int32, group: Int32) -> None:
-        """A warpgroup: multiply a block of 64 tokens of a stage, and wait for the sums."""
-        if cutlass.const_expr(self.plan.alternates):
-            cute.arch.barrier(barrier_id=_MAY_MULTIPLY + group, number_of_threads=256)
+    def _multiply_block(self, operands: Operands, block: Int32, stage: Int32, leads: Any) -> None:
+        """A warpgroup: multiply a block of 64 tokens of a stage, and wait for the sums.
+
+        Args:
+            operands: Operands.
+            block: Block of X.
+            stage: Stage of the weights.
+            leads: Int32, whether the other warpgroup waits for half of it; None: it never does.
+        """
         # Reads of the accumulators come before the MMAs write them.
         warpgroup.fence()
         for step in cutlass.range_constexpr(K_STEPS):
@@ -306,21 +314,14 @@ class E4m3Tiles(E4m3Results):
                 operands.weights[None, None, step, stage],
                 operands.stage_sums,
             )
-            if cutlass.const_expr(self.plan.alternates and step == K_STEPS - 2):
+            if cutlass.const_expr(leads is not None and step == K_STEPS // 2 - 1):
                 warpgroup.commit_group()
         warpgroup.commit_group()
-        if cutlass.const_expr(self.plan.alternates):
-            # The other one's MMAs follow the last of these at once.
+        if cutlass.const_expr(leads is not None):
             warpgroup.wait_group(1)
-            cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY + 1 - group, number_of_threads=256)
+            # Predicated: a branch between MMAs and the wait would serialise them.
+            ptx.barrier_arrive_if(_HALF_BLOCK, 256, leads)
         warpgroup.wait_group(0)
-
-    @cute.jit
-    def _let_multiply(self, group: Int32) -> None:
-        """A warpgroup without tokens: wait, and let the other one multiply."""
-        if cutlass.const_expr(self.plan.alternates):
-            cute.arch.barrier(barrier_id=_MAY_MULTIPLY + group, number_of_threads=256)
-            cute.arch.barrier_arrive(barrier_id=_MAY_MULTIPLY + 1 - group, number_of_threads=256)
 
     @cute.jit
     def _release(self, rings: Rings, position: Position, source: Position, lane: Int32) -> None:  # type: ignore[override]

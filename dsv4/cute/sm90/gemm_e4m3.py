@@ -24,6 +24,10 @@ Barriers:
 * ``free[stage]``: mbarrier with an arrival of every MMA warp that has read dequantized weights.
 * ``sync_threads``, once: the mbarriers exist.
 
+A warp that dequantizes waits for stage n + 1, of which it loads the first piece, before it signals
+that it has dequantized stage n; stage n + 1 needs the MMAs of earlier stages than n alone, as the
+ring has two stages or more.
+
 Factors of rows (global scale times power of two) are written to shared memory by the warps that
 dequantize, before they signal the tile's first stage; there is room for those of all tiles that
 these warps may be ahead.
@@ -36,27 +40,28 @@ other's.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4.cute.device import exact_fp8, ptx
-from dsv4.cute.device.scheduler import tile_position
-from dsv4.cute.device.tile_walk import TileOrder, Walk
-from dsv4.cute.sm90.e4m3_results import MMA_WARPS, Lane, ResultBuffers, Tile
+from dsv4.cute.device.tile_walk import Walk
+from dsv4.cute.sm90.e4m3_results import MMA_WARPS, Lane, ResultBuffers
 from dsv4.cute.sm90.e4m3_tiles import E4m3Tiles, Position, Rings
+from dsv4.cute.sm90.e4m3_walks import DenseTiles
 from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, ROWS, E4m3Tma
 from dsv4.cute.sm90.wgmma_copies import fake_weights, fake_x
 
 ROW_TILES = ROWS // 16
 
+Piece = list[Uint32]  # a lane's 4 words of codes and 2 of scales of 16 rows and 64 columns
 
-class E4m3Kernel(E4m3Tiles):
+
+class E4m3Kernel(DenseTiles, E4m3Tiles):
     """The kernel of one configuration."""
 
     abi = E4M3_ABI
@@ -150,41 +155,6 @@ class E4m3Kernel(E4m3Tiles):
             operands = self._mma_operands(shared_x, shared_weights)
             self._multiply(operands, buffers, rings, walk, args, me)
 
-    @cute.jit
-    def _begin(self, table_at: Uint32, args: Any, me: Lane) -> Walk:
-        """All threads: wait for the mbarriers and for the preceding kernel.
-
-        Args:
-            table_at: Shared memory of a table of experts; none here.
-            args: The scalars.
-            me: Who this is.
-
-        Returns:
-            The CTA's tiles.
-        """
-        block, _, _ = cute.arch.block_idx()
-        grid, _, _ = cute.arch.grid_dim()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        cute.arch.griddepcontrol_wait()
-        order = TileOrder(args.token_tiles, args.token_span, args.row_blocks)
-        return Walk(Int32(block), Int32(grid), args.token_tiles * args.row_blocks, order)
-
-    def _tile(self, number: Int32, walk: Walk, args: Any) -> Tile:
-        """The ``number``-th tile."""
-        row_block, token_tile = tile_position(number, walk.order, cutlass.min)
-        token = token_tile * self.plan.token_block
-        return Tile(
-            expert=Int32(0),
-            row=row_block * ROWS,
-            token=token,
-            end=cutlass.min(token + self.plan.token_block, args.tokens),
-            input=row_block // args.group_blocks * args.stages,
-        )
-
-    def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Three warps without other work: nothing here."""
-
     # The copy warp.
 
     @cute.jit
@@ -257,6 +227,9 @@ class E4m3Kernel(E4m3Tiles):
     ) -> None:
         """``dequant_warps`` warps: dequantize the weights of every stage.
 
+        A warp has the next piece, also of the next stage, in registers while it dequantizes one.
+        Without that 4096 x 8192 of 4096 tokens took 297 us instead of 273 (H200, 2026-11-28).
+
         Args:
             packed: Codes and scales of all stages.
             to: Dequantized weights of all stages.
@@ -268,6 +241,7 @@ class E4m3Kernel(E4m3Tiles):
         """
         warp, lane = me.warp - MMA_WARPS, me.lane
         row, quarter = lane // 4, lane % 4
+        tiles = ROW_TILES // self.plan.dequant_warps
         codes_from = packed + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales_from = packed + Uint32(
             self.plan.cta_row_tiles * self.plan.code_bytes + warp * self.plan.scale_bytes + row * 8
@@ -277,8 +251,10 @@ class E4m3Kernel(E4m3Tiles):
         opaque_16 = Uint32(args.opaque_16)
         number, slot = walk.first, Int32(0)
         position, target = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(1))
+        piece = self._next_piece(codes_from, scales_from, rings, position, number < walk.total)
         while number < walk.total:
             tile = self._tile(number, walk, args)
+            is_last = number + walk.stride >= walk.total
             for part in cutlass.range_constexpr(self.plan.row_parts):
                 first_row = tile.row + part * ROWS
                 of_thread = me.thread % ROWS
@@ -291,58 +267,70 @@ class E4m3Kernel(E4m3Tiles):
                         tile.expert,
                         first_row + (warp + h * self.plan.dequant_warps) * 16 + row,
                     )
-                    for h in range(ROW_TILES // self.plan.dequant_warps)
+                    for h in range(tiles)
                 ]
-                for _ in cutlass.range(args.stages, unroll=1):
-                    ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
+                for k in cutlass.range(args.stages, unroll=1):
+                    following = self._advanced(position, self.plan.stages)
                     ptx.mbarrier_wait(rings.free + Uint32(target.stage * 8), target.parity)
-                    skip = Uint32(position.stage * self.plan.weight_bytes)
                     there = to + Uint32(target.stage * self.plan.dequantized_bytes)
-                    self._dequantize_stage(
-                        codes_from + skip, scales_from + skip, there, biases, opaque_16
-                    )
+                    for n in cutlass.range_constexpr(2 * tiles):
+                        current = piece
+                        if cutlass.const_expr(n + 1 < 2 * tiles):
+                            piece = self._load(codes_from, scales_from, position.stage, n + 1)
+                        else:
+                            more = not (
+                                is_last and k + 1 == args.stages and part + 1 == self.plan.row_parts
+                            )
+                            piece = self._next_piece(
+                                codes_from, scales_from, rings, following, more
+                            )
+                        self._write(current, there, biases[n // 2], opaque_16, n)
                     # Written by ordinary stores, read by wgmma.
                     ptx.fence_proxy_async_shared()
                     cute.arch.sync_warp()
                     if lane == 0:
                         ptx.mbarrier_arrive(rings.ready + Uint32(target.stage * 8))
                         ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
-                    position = self._advanced(position, self.plan.stages)
+                    position = following
                     target = self._advanced(target, self.plan.dequantized_stages)
             number += walk.stride
 
-    def _dequantize_stage(
+    @cute.jit
+    def _next_piece(
         self,
         codes_from: Uint32,
         scales_from: Uint32,
-        to: Uint32,
-        biases: list[Uint32],
-        opaque_16: Uint32,
-    ) -> None:
-        """One warp: dequantize its row tiles of a stage.
+        rings: Rings,
+        position: Position,
+        exists: Boolean,
+    ) -> Piece:
+        """The lane's first piece of a stage that it has not waited for, where there is one."""
+        if exists:
+            ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
+        return self._load(codes_from, scales_from, position.stage, 0)
 
-        Args:
-            codes_from: The lane's codes.
-            scales_from: The lane's block scales.
-            to: The first of the lane's two pieces of a line.
-            biases: ``exact_fp8.row_biases`` of each row tile.
-            opaque_16: 16.
-        """
-        for h, u in itertools.product(range(len(biases)), range(2)):
-            further = h * self.plan.dequant_warps
-            codes = ptx.load_shared(codes_from, 4, further * self.plan.code_bytes + u * 512)
-            scales = ptx.load_shared(scales_from, 2, further * self.plan.scale_bytes + u * 64)
-            lines: tuple[list[Uint32], list[Uint32]] = ([], [])
-            for j in range(4):
-                powers = exact_fp8.factors((scales[0], scales[1]), j, biases[h], opaque_16)
-                for line, word in zip(
-                    lines, exact_fp8.dequantized(codes[j], powers, opaque_16), strict=True
-                ):
-                    line.append(word)
-            # The second piece is the first one's neighbour.
-            at = to ^ Uint32(u * 16)
-            for half, line in enumerate(lines):
-                ptx.store_shared4(at, line, (further * 16 + half * 8) * K_BLOCK)
+    def _load(self, codes_from: Uint32, scales_from: Uint32, stage: Int32, n: int) -> Piece:
+        """The lane's piece ``n`` of a stage: row tile ``n // 2`` of the warp's, column half."""
+        skip, further = Uint32(stage * self.plan.weight_bytes), n // 2 * self.plan.dequant_warps
+        codes = ptx.load_shared(codes_from + skip, 4, further * self.plan.code_bytes + n % 2 * 512)
+        scales = ptx.load_shared(
+            scales_from + skip, 2, further * self.plan.scale_bytes + n % 2 * 64
+        )
+        return [*codes, *scales]
+
+    def _write(self, piece: Piece, to: Uint32, biases: Uint32, opaque_16: Uint32, n: int) -> None:
+        """One warp: dequantize piece ``n`` of a stage."""
+        lines: tuple[list[Uint32], list[Uint32]] = ([], [])
+        for j in range(4):
+            powers = exact_fp8.factors((piece[4], piece[5]), j, biases, opaque_16)
+            words = exact_fp8.dequantized(piece[j], powers, opaque_16)
+            for line_of_half, word in zip(lines, words, strict=True):
+                line_of_half.append(word)
+        # The second piece of 16 bytes is the first one's neighbour.
+        at = to ^ Uint32(n % 2 * 16)
+        for half, line_of_half in enumerate(lines):
+            row = n // 2 * self.plan.dequant_warps * 16 + half * 8
+            ptx.store_shared4(at, line_of_half, row * K_BLOCK)
 
     @cute.jit
     def _row_biases(self, args: Any, expert: Int32, row: Int32) -> Uint32:
@@ -351,22 +339,3 @@ class E4m3Kernel(E4m3Tiles):
         for h in cutlass.range_constexpr(2):
             exponents.append(self._row_exponent(args, expert, row + 8 * h))
         return exact_fp8.row_biases(exponents[0], exponents[1])
-
-    def _row_exponent(self, args: Any, expert: Int32, row: Int32) -> Int32:
-        """Exponent of a row of an expert's weight, or of the last one."""
-        at = Int64(expert) * args.rows + cutlass.min(row, args.rows - 1)
-        byte = ptx.load_global_byte(args.row_exponent + at)
-        return (Int32(byte) ^ 128) - 128
-
-    @cute.jit
-    def _factor(self, args: Any, expert: Int32, row: Int32) -> Float32:
-        """Global scale of a row of the weight, times the power of two of its exponent."""
-        row = cutlass.min(row, args.rows - 1)
-        index = Int32(row >= args.cut0) + Int32(row >= args.cut1) + Int32(row >= args.cut2)
-        if args.scale_rows == 1:
-            index = row
-        index += expert * args.expert_scales
-        scale = ptx.load_global_float(args.global_scale + Int64(index) * 4)
-        return scale * ptx.bits_to_float(
-            Uint32((self._row_exponent(args, expert, row) + 127) << 23)
-        )

@@ -15,7 +15,7 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
@@ -206,8 +206,8 @@ class E4m3Plan:
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
         dequant_warpgroups: Warpgroups that dequantize: 1, 2 with one tile of 64 tokens, or 0 for
             FP8 weights.
-        alternates: Whether the MMA warpgroups multiply one after the other, so that one adds up
-            while the other multiplies. Never run; nothing chooses it yet.
+        staggered: Whether the second MMA warpgroup begins a tile half a block of MMAs later than
+            the first, so that one adds up while the other multiplies.
     """
 
     token_rows: int
@@ -216,7 +216,7 @@ class E4m3Plan:
     float32_out: bool
     swiglu: bool = False
     dequant_warpgroups: int = 1
-    alternates: bool = False
+    staggered: bool = False
 
     @property
     def kernel(self) -> str:
@@ -369,56 +369,6 @@ class E4m3Plan:
 
 
 @dataclass(frozen=True)
-class PrefetchE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_prefetch``, which nothing chooses yet."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's class, as ``module:class``."""
-        return "dsv4.cute.sm90.gemm_e4m3_prefetch:PrefetchE4m3Kernel"
-
-
-@dataclass(frozen=True)
-class SpreadE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_spread``, which nothing chooses yet."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's class, as ``module:class``."""
-        return "dsv4.cute.sm90.gemm_e4m3_spread:SpreadE4m3Kernel"
-
-    @property
-    def dequant_warps(self) -> int:
-        """Warps that dequantize: all but one of two warpgroups."""
-        return 7
-
-    @property
-    def threads(self) -> int:
-        """Threads of a CTA."""
-        return 512
-
-    @property
-    def dequant_registers(self) -> int:
-        """Registers of a thread that dequantizes weights, or copies."""
-        return 40
-
-    @property
-    def copy_registers(self) -> int:
-        """Registers of a thread of the copy warp, which belongs to a warpgroup of the others."""
-        return self.dequant_registers
-
-    @property
-    def bias_bytes(self) -> int:
-        """Biases of the rows of a tile, for each slot of factors."""
-        return self.factor_slots * ROWS * 2
-
-    @property
-    def other_bytes(self) -> int:
-        """Shared memory beside the rings and their mbarriers."""
-        return super().other_bytes + self.bias_bytes
-
-
-@dataclass(frozen=True)
 class BlockE4m3Plan(E4m3Plan):
     """One configuration of the kernel in ``gemm_e4m3_block``.
 
@@ -510,7 +460,7 @@ def estimated_cycles(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> fl
     """
     tiles = -(-rows // ROWS) * -(-tokens // plan.token_block)
     stage = max(560 * plan.token_rows, 700 if plan.dequant_warps else 0)
-    return -(-tiles // SMS) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
+    return -(-tiles // tuned().sms) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
 
 
 def grouped_e4m3_plan(

@@ -17,8 +17,9 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
-from dsv4.cute.sm90.gemm_wgmma_plan import CLUSTERS, SMS, WgmmaPlan
+from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, counted_as
+from dsv4.cute.sm90.tuned import tuned
 
 BLOCK = 128  # rows, and columns, that share a scale
 # Warpgroups, and tokens of a tile: what registers hold. float32 scales take two sets of
@@ -202,7 +203,7 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8W
     if problem.columns % BLOCK or group_rows % 16:
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
-    for (warpgroups, token_block, resident), ctas in itertools.product(shapes, CLUSTERS):
+    for (warpgroups, token_block, resident), ctas in itertools.product(shapes, tuned().clusters):
         plan = _configuration(
             token_block, warpgroups, ctas, 2, *kind, folded=folded, ctas_per_sm=resident
         )
@@ -233,10 +234,10 @@ def estimated_cycles(plan: Fp8WgmmaPlan, problem: GemmProblem, tokens: int) -> f
     """
     costs = _COSTS[plan.folded, plan.ctas_per_sm]
     tiles = -(-problem.rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // (CLUSTERS[plan.ctas] * plan.ctas_per_sm))
+    rounds = -(-tiles // (tuned().clusters[plan.ctas] * plan.ctas_per_sm))
     steps = -(-problem.columns // BLOCK // plan.ctas)
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.ctas / SMS)
+    active = min(1.0, tiles * plan.ctas / tuned().sms)
     busy = max(
         plan.warpgroups * (costs.dequantizing + costs.multiplying * plan.token_block),
         costs.latency + 0.64 * plan.token_block,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Float32, Int32, Int64, KernelAbi, Pointer
+from dsv4.cute.sm90.tuned import SmallMConfiguration, SmallMKey, tuned
 
 # Tokens of one launch. 16 take two tiles of 8; 32 that way are slower than the kernel for large M:
 # 65536 x 1536 25.6 us instead of 19.6 (H200).
@@ -15,48 +16,10 @@ RING_TILE = 32 * (16 + 8)  # bytes of a 16 x 64 tile in a ring: 24 for each lane
 _PARTIAL = 512  # bytes of a warp's accumulators of 16 rows and 8 tokens
 _REGISTER_FILE = 1 << 16  # registers of an SM
 _OTHER_REGISTERS = 46  # registers of a thread beside prefetched weights
-# Warps that share K in fewer parts: about two for each of the 528 quarters of an H200's SMs.
-_ENOUGH_WARPS = 1024
 _EARLY_STAGES = 8  # loaded before X, in the configurations that were measured
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
+_HOPPER_SHARED = 227 * 1024  # shared memory that one CTA can have
 _SHARED_LIMIT = 100 * 1024  # two CTAs an SM, so that the next kernel's first loads run early
-# CTAs, warps, stages and, where it is 2, rounds of the fastest configuration that a search on an
-# H200 found for bfloat16 results, by tiles of tokens, row tiles, row tiles of a group, and columns:
-# the matrices of Pro, then of Flash.
-_MEASURED = {
-    (1, 4096, 4096, 1536): (1, 16, 4),
-    (1, 448, 448, 16384): (4, 16, 6, 2),
-    (1, 384, 384, 7168): (4, 14, 4, 2),
-    (1, 448, 448, 3072): (4, 15, 4),
-    (1, 128, 128, 7168): (8, 6, 7),
-    (1, 1024, 64, 4096): (2, 16, 5, 2),
-    (1, 512, 512, 1536): (4, 10, 6),
-    (2, 4096, 4096, 1536): (1, 16, 4),
-    (2, 448, 448, 16384): (4, 16, 4),
-    (2, 384, 384, 7168): (4, 14, 4),
-    (2, 448, 448, 3072): (4, 16, 3),
-    (2, 128, 128, 7168): (8, 9, 7),
-    (2, 1024, 64, 4096): (2, 16, 4),
-    (2, 512, 512, 1536): (2, 8, 4),
-    (1, 2048, 2048, 1024): (1, 16, 4),
-    (1, 256, 256, 8192): (8, 18, 4),
-    (1, 256, 256, 4096): (8, 4, 8),
-    (1, 96, 96, 4096): (8, 4, 8),
-    (1, 512, 512, 1024): (2, 11, 8),
-    (2, 2048, 2048, 1024): (1, 16, 4),
-    (2, 256, 256, 8192): (8, 18, 4, 2),
-    (2, 256, 256, 4096): (8, 10, 4),
-    (2, 256, 256, 2048): (8, 18, 4),
-    (2, 96, 96, 4096): (8, 7, 4),
-    (2, 512, 512, 1024): (2, 12, 4),
-}
-# CTAs, warps and stages where the kernel with rings was faster than the other (H200, the same
-# search).
-_RINGS = {
-    (1, 512, 64, 4096): (2, 8, 16),
-    (2, 512, 64, 4096): (2, 8, 8),
-    (1, 256, 256, 2048): (8, 9, 4),
-}
 
 
 class SmallMArgs(NamedTuple):
@@ -246,7 +209,13 @@ class SmallMRingPlan(SmallMPlan):
 
 
 def small_m_plan(
-    row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
+    row_tiles: int,
+    group_tiles: int,
+    columns: int,
+    tokens: int,
+    float32_out: bool,
+    row_scaled: bool,
+    shared: int = _HOPPER_SHARED,
 ) -> SmallMPlan | None:
     """The configuration for up to 16 tokens, or None if there is none.
 
@@ -261,23 +230,39 @@ def small_m_plan(
         tokens: 1 to 16.
         float32_out: Whether the result is float32.
         row_scaled: Whether every token has a scale.
+        shared: Bytes of shared memory that a CTA can have.
     """
     token_tiles = 1 if tokens <= 8 else 2
-    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled)
+    return _chosen(row_tiles, group_tiles, columns, token_tiles, float32_out, row_scaled, shared)
 
 
 def is_measured(
     row_tiles: int, group_tiles: int, columns: int, tokens: int, float32_out: bool, row_scaled: bool
 ) -> bool:
     """Return whether the configuration that ``small_m_plan`` gives is one of those measured."""
-    key = (1 if tokens <= 8 else 2, row_tiles, group_tiles, columns)
-    measured = _RINGS.get(key) or _MEASURED.get(key)
-    return measured is not None and _fits_registers(measured[0], float32_out, row_scaled)
+    key = SmallMKey(1 if tokens <= 8 else 2, row_tiles, group_tiles, columns)
+    return _measured(key, float32_out, row_scaled) is not None
 
 
-def _fits_registers(ctas: int, float32_out: bool, row_scaled: bool) -> bool:
-    """Return whether a plan measured with bfloat16 results has enough registers for this kind."""
-    return not float32_out and not (row_scaled and ctas == 1)
+def _measured(key: SmallMKey, float32_out: bool, row_scaled: bool) -> SmallMConfiguration | None:
+    """Return the configuration that was measured, or None.
+
+    All were measured with bfloat16 results; other kinds may not have enough registers for one.
+    """
+    for configuration in tuned().gemm_small_m.of(key):
+        if not float32_out and not (row_scaled and configuration.ctas == 1):
+            return configuration
+    return None
+
+
+def _plan_of(
+    measured: SmallMConfiguration, columns: int, kind: tuple[int, bool, bool]
+) -> SmallMPlan:
+    """Return the plan of a measured configuration; ``kind``: token tiles, float32, row scales."""
+    shape = (columns, measured.ctas, measured.warps, *kind, measured.stages)
+    if measured.ring:
+        return SmallMRingPlan(*shape)
+    return SmallMPlan(*shape, rounds=measured.rounds)
 
 
 @functools.cache
@@ -288,17 +273,16 @@ def _chosen(
     token_tiles: int,
     float32_out: bool,
     row_scaled: bool,
+    shared: int,
 ) -> SmallMPlan | None:
-    key = (token_tiles, row_tiles, group_tiles, columns)
     kind = (token_tiles, float32_out, row_scaled)
-    ring = _RINGS.get(key)
-    if ring is not None and _fits_registers(ring[0], float32_out, row_scaled):
-        ctas, warps, stages = ring
-        return SmallMRingPlan(columns, ctas, warps, *kind, stages)
-    measured = _MEASURED.get(key)
-    if measured is not None and _fits_registers(measured[0], float32_out, row_scaled):
-        ctas, warps, stages, rounds = (*measured, 1)[:4]
-        return SmallMPlan(columns, ctas, warps, *kind, stages, rounds=rounds)
+    measured = _measured(
+        SmallMKey(token_tiles, row_tiles, group_tiles, columns), float32_out, row_scaled
+    )
+    if measured is not None:
+        plan = _plan_of(measured, columns, kind)
+        if plan.shared_bytes <= shared:
+            return plan
     one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     stage_counts = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
@@ -310,7 +294,8 @@ def _chosen(
         most = stage_counts[0] if ctas > 1 else 3 if float32_out else 4
         stages = next(n for n in stage_counts if n <= most and tiles % n == 0)
         plan = SmallMPlan(columns, ctas, warps, token_tiles, float32_out, row_scaled, stages)
-        if plan.shared_bytes <= _SHARED_LIMIT:
+        if plan.shared_bytes <= min(shared, _SHARED_LIMIT):
             fitting.append(plan)
-    wide = [plan for plan in fitting if row_tiles * plan.ctas >= _ENOUGH_WARPS]
+    enough = tuned().gemm_small_m.enough_warps
+    wide = [plan for plan in fitting if row_tiles * plan.ctas >= enough]
     return wide[0] if wide else fitting[-1] if fitting else None

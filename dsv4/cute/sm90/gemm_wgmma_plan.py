@@ -22,6 +22,7 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
+from dsv4.cute.sm90.tuned import tuned
 
 _SHARED_LIMIT = 227 * 1024  # shared memory of an SM that one CTA can have
 _MOST_STAGES = 12
@@ -33,8 +34,6 @@ _EARLY_BYTES = 36 * 1024
 # must not be above what the CTA is launched with, else setmaxnreg hangs.
 _REGISTERS = {2: 232, 3: 152, 4: 112}
 _COPY_REGISTERS = {2: 40, 3: 40, 4: 32}
-SMS = 132  # of an H200
-CLUSTERS = {1: SMS, 2: 66, 3: 39, 4: 30, 6: 17, 8: 15}  # that an H200 holds, by CTAs of each
 # Bytes from the line of a token's 64 rows to the next in a transpose buffer: 16 of padding, so that
 # eight lines lie in different banks.
 LINE = 144
@@ -348,7 +347,7 @@ def candidates(
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
     for (warpgroups, tiles, stage_k_blocks, token_block), ctas in itertools.product(
-        shapes, CLUSTERS
+        shapes, tuned().clusters
     ):
         kind = (float32_out, row_scaled)
         plan = _configuration(
@@ -379,10 +378,10 @@ def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> f
         tokens: M.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // CLUSTERS[plan.ctas])
+    rounds = -(-tiles // tuned().clusters[plan.ctas])
     steps = -(-columns // 64 // plan.stage_k_blocks // plan.ctas) * plan.stage_k_blocks
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.ctas / SMS)
+    active = min(1.0, tiles * plan.ctas / tuned().sms)
     # More warpgroups hide more of a tile's start and end.
     ends = (706 + 4.09 * results / plan.ctas) * (2 / plan.warpgroups) ** 0.53
     tile = ends + steps * step_cycles(plan, active) + 318 * (plan.warp_tiles - 1)
@@ -391,7 +390,7 @@ def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> f
     if plan.ctas > 1:
         cycles += 6470 * (rounds - 1)
     # The CTAs of the next kernel start before those of this one end if there are free SMs.
-    return cycles - 1350 if 2 * tiles * plan.ctas <= SMS else cycles
+    return cycles - 1350 if 2 * tiles * plan.ctas <= tuned().sms else cycles
 
 
 def step_cycles(plan: WgmmaPlan, active: float) -> float:

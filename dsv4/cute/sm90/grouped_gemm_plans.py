@@ -16,14 +16,13 @@ import math
 from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
-from dsv4.cute.runtime.architectures import HOPPER
-from dsv4.cute.sm90.gemm_wgmma_plan import SMS
+from dsv4.cute.runtime.architectures import HOPPER, shared_limit
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
+from dsv4.cute.sm90.tuned import tuned
 
 GroupedPlan = GroupedWgmmaPlan | GroupedSmallMPlan
 ANY_ROWS = 2**31 - 1  # no upper bound of an expert's rows
-_SHARED_LIMIT = 227 * 1024  # shared memory of an SM that one CTA can have
 
 # Rows of X up to which K is split, because there are few row tiles for all warps. At 64 rows
 # gate_up and down of Pro took 1594 and 799 us in 4 and 2 splits, 1520 and 741 us in 2 and 1: the
@@ -43,8 +42,10 @@ _WARPS, _FEWER_WARPS = 16, 12
 _FEWER_WARPS_TILES = 64  # most tiles of 64 columns of a split of the fewer warps
 _FILLED_MORE = 0.05  # by how much they must fill their rounds better
 
-# Average rows from which the experts are divided among several launches.
-_SEVERAL_LAUNCHES_MEAN = 0.5
+# Average rows from which the experts are divided among several launches, if there are more rows of
+# all experts than that: 8 tokens of 6 different experts each give none more than 8 rows, and the
+# launch for more would find no work.
+_SEVERAL_LAUNCHES_MEAN, _ONE_LAUNCH_ROWS = 0.5, 48
 # An expert has far more rows than the average if it has this many more, or two standard deviations.
 _FAR_ABOVE = 5.0
 # Average rows above which one launch takes all experts but those of far fewer rows.
@@ -202,7 +203,8 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
     small_m = None
     if arch != HOPPER or mean <= _SMALL_M_MEAN:
         small_m = _small_m_plan(problem, tokens, arch)
-    if arch != HOPPER or (small_m is not None and mean < _SEVERAL_LAUNCHES_MEAN):
+    one_launch = mean < _SEVERAL_LAUNCHES_MEAN or tokens <= _ONE_LAUNCH_ROWS
+    if arch != HOPPER or (small_m is not None and one_launch):
         return () if small_m is None else (LaunchPlan(small_m, 0, ANY_ROWS),)
     ladder, launches, above = _ladder(problem), [], 0
     # Two standard deviations of a uniform draw.
@@ -274,10 +276,14 @@ def _small_m_plan(problem: Experts, tokens: int, arch: str) -> GroupedSmallMPlan
         swizzled_out=problem.swizzled_out,
     )
     # A few rows less than 16 seldom need a second segment; fewer than 12 would.
-    over = plan.shared_bytes - _SHARED_LIMIT
+    over = plan.shared_bytes - shared_limit(arch)
     rows = plan.segment_rows - max(0, -(-over // plan.x_row_bytes))
     fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST_ROWS)
-    return dataclasses.replace(plan, segment_rows=rows) if fits else None
+    if fits:
+        return dataclasses.replace(plan, segment_rows=rows)
+    # With less shared memory than Hopper's: 8 rows a segment, however many an expert has.
+    halved = dataclasses.replace(plan, token_tiles=1, segment_rows=8)
+    return halved if arch != HOPPER and halved.shared_bytes <= shared_limit(arch) else None
 
 
 def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, int]:
@@ -294,7 +300,7 @@ def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, in
     if arch != HOPPER or problem.float32_out or problem.row_scaled or problem.quantized_out:
         return _WARPS, splits
     longer = min(n for n in divisors if tiles // n <= _FEWER_WARPS_TILES)
-    row_tiles = tokens * problem.rows / 16 / SMS  # of a CTA
+    row_tiles = tokens * problem.rows / 16 / tuned().sms  # of a CTA
 
     def filled(warps: int, splits: int) -> float:
         rounds = row_tiles * splits / warps
@@ -334,10 +340,10 @@ def _cycles(plan: GroupedWgmmaPlan, problem: Experts, tokens: int) -> float:
         tiles += share * (whole + bool(rest))
         cycles += share * (whole * tile[plan.token_block] + bool(rest) * tile[last])
     row_blocks = problem.experts * -(-problem.rows // plan.rows)
-    rounds = tiles * row_blocks / SMS
+    rounds = tiles * row_blocks / tuned().sms
     if rounds < 8:  # few: whole rounds, of average tiles
-        return math.ceil(rounds) / rounds * cycles * row_blocks / SMS
-    return cycles * row_blocks / SMS
+        return math.ceil(rounds) / rounds * cycles * row_blocks / tuned().sms
+    return cycles * row_blocks / tuned().sms
 
 
 def _step_cycles(plan: GroupedWgmmaPlan, width: int) -> float:

@@ -9,14 +9,12 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from dsv4.cute.runtime.architectures import HOPPER
+from dsv4.cute.runtime.architectures import HOPPER, shared_limit
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
+from dsv4.cute.sm90.tuned import tuned
 
 Plan = SmallMPlan | WgmmaPlan
-# The small-M kernel is the faster one up to 8 tokens, and up to 16 for small matrices (H200).
-_SMALL_M = 8
-_SMALL_MATRIX = 24 << 20  # weights
 
 
 class GemmProblem(NamedTuple):
@@ -45,11 +43,13 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
 
     A ``SmallMPlan`` for more than ``TOKENS`` tokens means as many launches as it takes.
     """
-    small = _small_m(problem, min(tokens, TOKENS))
+    small = _small_m(problem, min(tokens, TOKENS), shared_limit(arch))
     # wgmma is Hopper's alone; elsewhere the small-M kernel multiplies 16 tokens at a time.
     if arch != HOPPER:
         return small
-    if small is not None and tokens <= (TOKENS if _takes_16_tokens(problem) else _SMALL_M):
+    if small is not None and tokens <= (
+        TOKENS if _takes_16_tokens(problem) else tuned().gemm_small_m.few_tokens
+    ):
         return small
     return _large_m(problem, counted_as(tokens)) or small
 
@@ -73,7 +73,7 @@ def token_counts(most: int) -> list[int]:
 
 def _takes_16_tokens(problem: GemmProblem) -> bool:
     """Return whether the small-M kernel takes up to 16 tokens: small and measured matrices."""
-    if problem.rows * problem.columns <= _SMALL_MATRIX:
+    if problem.rows * problem.columns <= tuned().gemm_small_m.small_matrix:
         return True
     tiles = problem.rows // 16
     kind = (problem.float32_out, problem.row_scaled)
@@ -81,7 +81,7 @@ def _takes_16_tokens(problem: GemmProblem) -> bool:
 
 
 @functools.cache
-def _small_m(problem: GemmProblem, tokens: int) -> SmallMPlan | None:
+def _small_m(problem: GemmProblem, tokens: int, shared: int) -> SmallMPlan | None:
     tiles = problem.rows // 16
     plan = small_m_plan(
         tiles,
@@ -90,6 +90,7 @@ def _small_m(problem: GemmProblem, tokens: int) -> SmallMPlan | None:
         tokens,
         problem.float32_out,
         problem.row_scaled,
+        shared,
     )
     return plan and dataclasses.replace(plan, swiglu=problem.swiglu)
 

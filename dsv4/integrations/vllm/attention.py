@@ -103,6 +103,7 @@ class Attention(DeepseekV4FlashMLAAttention):
     ) -> None:
         """Run vLLM's method; values that side streams share are made before they fork."""
         tables(self.rotary_emb.cos_sin_cache, positions)
+        self._store_slots(positions)
         super()._prepare_and_attn(
             hidden_states,
             qr,
@@ -114,6 +115,14 @@ class Attention(DeepseekV4FlashMLAAttention):
             positions,
             o_padded,
         )
+
+    def _store_slots(self, positions: torch.Tensor) -> None:
+        metadata = get_forward_context().attn_metadata
+        if not isinstance(metadata, dict):
+            return
+        for part in (self.compressor, getattr(self.indexer, "compressor", None)):
+            if isinstance(part, compressor.Compressor):
+                part.dsv4_store_slots(self._tokens(metadata, positions), metadata)
 
     def _fused_qnorm_rope_kv_insert(
         self, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, attn_metadata: Any
@@ -327,6 +336,8 @@ def adopt_metadata(module: Any, vllm_config: Any) -> None:
     """Let vLLM make the metadata that replaced modules read; with drafts, it makes all of it."""
     if getattr(vllm_config, "speculative_config", None) is not None:
         return
+    if module.compressor is not None and not isinstance(module.compressor, compressor.Compressor):
+        return  # vLLM's reads slots that these builders do not make
     module.dsv4_state.has_own_metadata = True
     step_metadata.adopt_window(module.swa_cache_layer)
     parts = [module.compressor]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from dsv4.ops.slots import prefix_slots, window_slots
+from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 
 _SHARED = "dsv4_attention"
 
@@ -122,6 +122,32 @@ class Tokens:
             *key,
             make=lambda: prefix_slots(table, page_size, self.sequences, self.visible(ratio)),
         )
+
+    def store_slots(self, block_table: torch.Tensor, page_size: int, ratio: int) -> None:
+        """Make what ``stored_slots`` returns; to be called first where no side stream runs."""
+        shared(
+            _stored_key(block_table, page_size, ratio),
+            lambda: entry_slots(block_table, page_size, self.sequences, self.visible(ratio) - 1),
+        )
+
+
+def stored_slots(block_table: torch.Tensor, page_size: int, ratio: int) -> torch.Tensor:
+    """Where the last entry that a token sees is stored, ``[count]`` int64; -1: no such entry.
+
+    That is the entry that closes with the token, if one does.
+
+    Raises:
+        RuntimeError: if ``Tokens.store_slots`` was not called with these arguments in this forward.
+    """
+
+    def missing() -> torch.Tensor:
+        raise RuntimeError(f"slots of entries at ratio {ratio} were not made in this forward")
+
+    return shared(_stored_key(block_table, page_size, ratio), missing)  # type: ignore[no-any-return]
+
+
+def _stored_key(block_table: torch.Tensor, page_size: int, ratio: int) -> tuple[Any, ...]:
+    return "stored", ratio, page_size, block_table.data_ptr()
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

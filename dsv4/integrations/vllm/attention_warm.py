@@ -198,9 +198,10 @@ def fake_metadata(
     if module.compressor is None:
         return made
     closes = (positions + 1) % module.compress_ratio == 0
+    own = module.dsv4_state.has_own_metadata
     entries = SimpleNamespace(
         max_seq_len=shape.longest,
-        slot_mapping=torch.where(closes, 0, -1),
+        slot_mapping=None if own else torch.where(closes, 0, -1),
         block_table=table(limits.block_tokens),
     )
     made[module.prefix] = entries

@@ -17,7 +17,7 @@ from dsv4.compilation.recipe import Recipe, Weight
 from dsv4.compilation.steps import of_each_kind
 from dsv4.compilation.warmup import warm_loaded, warmup
 from dsv4.config import ModelConfig
-from dsv4.cute.runtime.architectures import ARCHITECTURES
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
@@ -53,7 +53,7 @@ def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
 def _compile(model: nn.Module, context: Adoption, tokens: int) -> None:
     warm_loaded(model, tokens, progress=False)
     device = next(model.parameters()).device
-    arch = ARCHITECTURES.get(capability(device))
+    arch = EVERY_ARCHITECTURE.get(capability(device))
     if arch is None:
         return
     ranks = context.vllm_config.parallel_config.tensor_parallel_size

@@ -9,6 +9,7 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.compressor import DeepseekCompressor
 
 from dsv4.integrations.vllm.adoption import Adoption
+from dsv4.integrations.vllm.attention_step import Tokens, stored_slots
 from dsv4.integrations.vllm.cache_views import PagesOf
 from dsv4.integrations.vllm.switches import ATTENTION
 from dsv4.kv_cache.pages import Pages
@@ -34,7 +35,8 @@ class Compressor(DeepseekCompressor):
         if not isinstance(metadata, dict):
             return
         state = metadata[self.state_cache.prefix]
-        slots = metadata[self.k_cache_prefix].slot_mapping
+        pages = self._pages()
+        slots = self._slots(metadata[self.k_cache_prefix], pages)
         count = min(kv_score.shape[0], state.slot_mapping.shape[0], slots.shape[0])
         kv, score = kv_score[:count].chunk(2, dim=-1)
         compress_write_paged(
@@ -49,10 +51,22 @@ class Compressor(DeepseekCompressor):
             slots[:count],
             self.norm.weight,
             rotary_emb.cos_sin_cache,
-            self._pages(),
+            pages,
             overlap=self.overlap,
             eps=self.rms_norm_eps,
         )
+
+    def dsv4_store_slots(self, tokens: Tokens, metadata: dict[str, Any]) -> None:
+        """Find where entries are stored, unless vLLM has; before side streams fork."""
+        own = metadata[self.k_cache_prefix]
+        if own.slot_mapping is None:
+            pages = self._pages()
+            tokens.store_slots(own.block_table, pages.page_size, self.compress_ratio)
+
+    def _slots(self, own: Any, pages: Pages) -> torch.Tensor:
+        if own.slot_mapping is None:
+            return stored_slots(own.block_table, pages.page_size, self.compress_ratio)
+        return own.slot_mapping  # type: ignore[no-any-return]
 
     def _pages(self) -> Pages:
         cache = self._static_forward_context[self.k_cache_prefix].kv_cache

@@ -5,8 +5,10 @@ replaces that method by one of this module, which builds ``DeepseekV4Experts`` f
 parameters without copying codes, and multiplies with it. Router, shared experts, their streams,
 expert parallelism and all reductions stay vLLM's.
 
+The runner's sum of both is made by ``moe_combine``, see ``shared_expert``.
+
 Routing weights reach ``apply`` with ``routed_scaling_factor`` in them, because vLLM's router
-multiplies it there for DeepSeek-V4, and vLLM's runner adds what the shared experts give.
+multiplies it there for DeepSeek-V4.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from vllm.model_executor.layers.quantization.mxfp4 import Mxfp4MoEMethod
 
 from dsv4.config import ModelConfig
 from dsv4.cute import supports
+from dsv4.integrations.vllm import shared_expert
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.stacks import Stacks, mxfp4_stacks, nvfp4_stacks
 from dsv4.integrations.vllm.switches import EXPERTS
@@ -48,11 +51,13 @@ class Source:
     Attributes:
         name: Qualified name of the layer.
         method: vLLM's method that it replaces.
+        runner: The module that has the layer.
         context: Switches and report of the model.
     """
 
     name: str
     method: Any
+    runner: Any
     context: Adoption
 
 
@@ -61,21 +66,21 @@ def adopt(model: nn.Module, context: Adoption) -> None:
 
     Layers that cannot be replaced get their row at once.
     """
-    for name, layer in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, layer in modules.items():
         if isinstance(layer, RoutedExperts):
             reason = unsupported_reason(layer)
             if reason:
                 context.report.left(EXPERTS, name, type(layer.quant_method).__name__, reason)
             else:
-                _replace_method(name, layer, context)
+                runner = modules[name.rpartition(".")[0]]
+                _replace_method(layer, Source(name, layer.quant_method, runner, context))
 
 
-def _replace_method(name: str, layer: RoutedExperts, context: Adoption) -> None:
+def _replace_method(layer: RoutedExperts, source: Source) -> None:
     own_class: Any = _METHODS[type(layer.quant_method)]
     own = own_class.__new__(own_class)
-    vars(own).update(
-        vars(layer.quant_method), dsv4_source=Source(name, layer.quant_method, context)
-    )
+    vars(own).update(vars(layer.quant_method), dsv4_source=source)
     layer.quant_method = own
 
 
@@ -125,7 +130,7 @@ def _unsupported_sizes(layer: RoutedExperts) -> str:
     device = layer.w13_weight.device
     if device.type == "cpu":
         return ""
-    return supports.no_packed_weights(device, moe.in_dtype, experts=True) or ""
+    return supports.no_packed_weights(device, moe.in_dtype) or ""
 
 
 def parallel_ranks(layer: RoutedExperts) -> int:
@@ -176,6 +181,9 @@ class _Experts:
             if not reason:
                 _take_over(layer, experts)
                 report.replaced(EXPERTS, source.name, KERNEL)
+                if shared_expert.adopt(source.runner):
+                    where = source.name.rpartition(".")[0]
+                    report.replaced(EXPERTS, where, shared_expert.KERNEL)
                 return
         report.left(EXPERTS, source.name, type(source.method).__name__, reason)
         layer.quant_method = source.method

@@ -114,7 +114,7 @@ def _unsupported_nvfp4(layer: LinearBase) -> str:
     device = layer.weight.device
     if device.type == "cpu":
         return ""
-    return supports.no_packed_weights(device, layer.params_dtype, experts=False) or ""
+    return supports.no_packed_weights(device, layer.params_dtype) or ""
 
 
 class _Linear:

@@ -60,6 +60,28 @@ EXPERTS: tuple[Place, ...] = (
     Place(f"{_MOE}.fused_moe_method_base", "FusedMoEMethodBase.__init__", "self, moe"),
     Place(
         f"{_MOE}.runner.moe_runner",
+        "MoERunner.forward",
+        "self, hidden_states, router_logits, input_ids, shared_experts_input",
+    ),
+    Place(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner._maybe_reduce_final_output",
+        "self, states, trunc_size, output_is_reduced",
+    ),
+    Place(
+        f"{_MOE}.runner.moe_runner",
+        "MoERunner._maybe_apply_shared_experts",
+        "self, shared_experts_input, order",
+    ),
+    Place(f"{_MOE}.runner.moe_runner", "MoERunner._encode_layer_name", "self"),
+    Place(f"{_MOE}.runner.shared_experts", "SharedExperts.wait", "self"),
+    Place(
+        f"{_MOE}.runner.shared_experts",
+        "SharedExperts.maybe_forward_async",
+        "self, shared_experts_input",
+    ),
+    Place(
+        f"{_MOE}.runner.moe_runner",
         "MoERunner._apply_quant_method",
         "self, hidden_states, router_logits, shared_experts_input, input_ids, "
         "shared_experts_overlapping",
@@ -173,12 +195,6 @@ ATTENTION: tuple[Place, ...] = (
         "vllm.v1.attention.backends.mla.indexer",
         "DeepseekV32IndexerMetadataBuilder.build",
         "self, common_prefix_len, common_attn_metadata, fast_build",
-    ),
-    Place(
-        "vllm.v1.attention.backends.mla.compressor_utils",
-        "get_compressed_slot_mapping",
-        "num_tokens, slot_mapping, query_start_loc, seq_lens, block_table, block_size, "
-        "compress_ratio, out, dcp_world_size, cp_interleave",
     ),
     Place(
         "vllm.v1.attention.backend",

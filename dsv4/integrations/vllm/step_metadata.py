@@ -2,8 +2,9 @@
 
 Before each step, on the host and outside of captured graphs, vLLM plans DeepGEMM's index logits and
 FlashMLA's tiles, lists the slots of raw and compressed entries and finds where the latter are
-stored, once for each cache. Operators of this package need the last of these alone, and once for
-each ratio. Fields that they read, buffers and block sizes are vLLM's.
+stored, once for each cache. Operators of this package need none of it: slots follow in the forward,
+once for each ratio, in graphs where it is captured (``attention_step``). Fields that they read,
+buffers and block sizes are vLLM's.
 """
 
 from __future__ import annotations
@@ -27,38 +28,12 @@ from vllm.models.deepseek_v4.sparse_mla import (
     DeepseekV4FlashMLAMetadata,
     DeepseekV4FlashMLAMetadataBuilder,
 )
-from vllm.v1.attention.backends.mla.compressor_utils import get_compressed_slot_mapping
 from vllm.v1.attention.backends.mla.indexer import (
     DeepseekV4IndexerBackend,
     DeepseekV32IndexerMetadata,
     DeepseekV32IndexerMetadataBuilder,
 )
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
-
-_SLOTS = "_dsv4_slots"
-
-
-def _slots(builder: Any, common: Any) -> torch.Tensor:
-    """Where the entries that close in a step are stored, ``[T]`` int64; -1: nowhere.
-
-    Caches of one ratio that share a block table share them: they lie in the buffer of the builder
-    that comes first, the same in every step.
-    """
-    made = vars(common).setdefault(_SLOTS, {})
-    # Model Runner V1 copies metadata from group to group.
-    key = builder.compress_ratio, common.block_table_tensor.data_ptr()
-    if key not in made:
-        made[key] = get_compressed_slot_mapping(
-            common.num_actual_tokens,
-            common.slot_mapping,
-            common.query_start_loc,
-            common.seq_lens,
-            common.block_table_tensor,
-            int(builder.kv_cache_spec.num_states),
-            builder.compress_ratio,
-            out=builder.compressed_slot_mapping_buffer,
-        )
-    return made[key]  # type: ignore[no-any-return]
 
 
 class EntriesBuilder(DeepseekV4FlashMLAMetadataBuilder):
@@ -67,7 +42,7 @@ class EntriesBuilder(DeepseekV4FlashMLAMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> DeepseekV4FlashMLAMetadata:
-        """Make it without the slots that FlashMLA reads."""
+        """Make it without slots."""
         del common_prefix_len, fast_build
         common = common_attn_metadata
         return DeepseekV4FlashMLAMetadata(
@@ -76,7 +51,7 @@ class EntriesBuilder(DeepseekV4FlashMLAMetadataBuilder):
             max_seq_len=common.max_seq_len,
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
-            slot_mapping=_slots(self, common),
+            slot_mapping=None,
             block_table=common.block_table_tensor,
             req_id_per_token=common.token_to_req_indices(self.req_id_per_token_buffer),
             block_size=self.kv_cache_spec.block_size,
@@ -94,7 +69,7 @@ class EntriesBackend(DeepseekV4FlashMLABackend):
 
 
 class KeysBuilder(DeepseekV32IndexerMetadataBuilder):
-    """Makes the metadata of index keys: where they are stored, and the block table."""
+    """Makes the metadata of index keys: the block table."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -105,7 +80,7 @@ class KeysBuilder(DeepseekV32IndexerMetadataBuilder):
         return DeepseekV32IndexerMetadata(
             seq_lens=common.seq_lens,
             max_seq_len=common.max_seq_len,
-            slot_mapping=_slots(self, common),
+            slot_mapping=None,
             num_decodes=0,
             num_decode_tokens=0,
             num_prefills=0,

@@ -108,15 +108,24 @@ def round_e2m1(x):
 
 # The same for words of two bfloat16 values $1, scaled by $2 and back by $3: 64 times the power of
 # two below a magnitude (1 at least), added and subtracted, leaves multiples of half that power.
-_ROUNDED_WORDS = tl.constexpr(
-    """{ .reg .b32 x, a, power, signs, one, up, down;
+_WORDS_BEFORE = """{ .reg .b32 x, a, power, signs, one, up, down;
     mov.b32 signs, 0x80008000; mov.b32 one, 0x3F803F80;
     mov.b32 up, 0x42804280; mov.b32 down, 0xC280C280;
     fma.rn.bf16x2 x, $1, $2, signs;
-    max.xorsign.abs.bf16x2 power, x, one; and.b32 power, power, 0xFF80FF80;
+    """
+_WORDS_AFTER = """ and.b32 power, power, 0xFF80FF80;
     fma.rn.bf16x2 a, power, up, x; fma.rn.bf16x2 a, power, down, a;
     lop3.b32 a, a, x, signs, 0xF8;
     fma.rn.bf16x2 $0, a, $3, signs; }"""
+_ROUNDED_WORDS = tl.constexpr(
+    _WORDS_BEFORE + "max.xorsign.abs.bf16x2 power, x, one;" + _WORDS_AFTER
+)
+# Compute capability 8.0 has no xorsign: the maximum of the magnitude, then the sign of x.
+_ROUNDED_WORDS_OF_SM80 = tl.constexpr(
+    _WORDS_BEFORE
+    + "lop3.b32 a, x, signs, 0, 0x30; max.bf16x2 power, a, one; "
+    + "lop3.b32 power, power, x, signs, 0xF8;"
+    + _WORDS_AFTER
 )
 
 
@@ -129,14 +138,17 @@ def _power_of_two(exponent, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def fp4_values(groups):
-    """``[N, 32]`` to FP4 and back; NaN where a group has a NaN or an Inf."""
+def fp4_values(groups, SM: tl.constexpr):
+    """``[N, 32]`` to FP4 and back; NaN where a group has a NaN or an Inf.
+
+    ``SM`` is what ``launch_options.sm`` gives.
+    """
     exponent, finite = fp4_exponents(largest(groups))
     if groups.dtype == tl.bfloat16 and not INTERPRETED:
         inverse = _power_of_two(-exponent, groups.shape)
         factor = _power_of_two(tl.where(finite, exponent, 128), groups.shape)
         return tl.inline_asm_elementwise(
-            _ROUNDED_WORDS,
+            _ROUNDED_WORDS if SM >= 86 else _ROUNDED_WORDS_OF_SM80,
             "=r,r,r,r",
             [groups, inverse, factor],
             dtype=tl.bfloat16,
@@ -150,18 +162,18 @@ def fp4_values(groups):
 
 
 @triton.jit
-def rotate_quantize(tiles, TILES: tl.constexpr, DTYPE: tl.constexpr):
+def rotate_quantize(tiles, TILES: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr):
     """Hadamard transform, rounding to ``DTYPE``, quantisation to FP4 and back.
 
     ``tiles``: float32, see ``hadamard``; a power of two of columns, at least 32. Returns the same
-    in ``DTYPE``. A NaN or an Inf makes its row NaN.
+    in ``DTYPE``. A NaN or an Inf makes its row NaN. ``SM`` as in ``fp4_values``.
     """
     SHAPE: tl.constexpr = tiles[0].shape
     rotated = hadamard(tiles, TILES)
     made = ()
     for tile in tl.static_range(TILES):
         groups = tl.reshape(rotated[tile], [SHAPE[0] * SHAPE[1] // GROUP, GROUP])
-        made += (tl.reshape(fp4_values(narrowed(groups, DTYPE)), SHAPE),)  # type: ignore[assignment]
+        made += (tl.reshape(fp4_values(narrowed(groups, DTYPE), SM), SHAPE),)  # type: ignore[assignment]
     return made
 
 

@@ -27,6 +27,25 @@ _THROUGH_E5M2 = tl.constexpr(1)  # of ``nvfp4.conversion``
 # float32 bits of 1e-4, the smallest maximum a row of E4M3 is scaled by.
 _FLOOR = tl.constexpr(0x38D1B717)
 _NAN = tl.constexpr(0x7FC00000)
+# Words of two bfloat16 values of the eight codes in $8, each times its factor in $9.
+_FP4_WORDS = (
+    "{ .reg .b32 x, y; "
+    "shl.b32 x, $8, 12; and.b32 x, x, 0x80008000; shl.b32 y, $8, 6; "
+    "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$0, $1}, x; "
+    "shl.b32 x, $8, 8; and.b32 x, x, 0x80008000; shl.b32 y, $8, 2; "
+    "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$2, $3}, x; "
+    "shl.b32 x, $8, 4; and.b32 x, x, 0x80008000; shr.u32 y, $8, 2; "
+    "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$4, $5}, x; "
+    "and.b32 x, $8, 0x80008000; shr.u32 y, $8, 6; "
+    "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$6, $7}, x; }"
+)
+_MULTIPLIED = tl.constexpr(_FP4_WORDS)
+# Before compute capability 9.0 bfloat16 has no product but with a sum: adding -0 changes no bit.
+_MULTIPLIED_BY_FMA = tl.constexpr(
+    _FP4_WORDS.replace("x, y; ", "x, y, none; mov.b32 none, 0x80008000; ", 1).replace(
+        "mul.rn.bf16x2 x, x, $9", "fma.rn.bf16x2 x, x, $9, none"
+    )
+)
 
 
 @triton.jit
@@ -220,7 +239,7 @@ def in_word_order(values, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def load_fp4_queries(codes, scales, real):
+def load_fp4_queries(codes, scales, real, SM: tl.constexpr):
     """MXFP4 queries of 128 dims, ``[ROWS, 128]`` in bfloat16 and ``in_word_order``, and scales.
 
     The scale of a row is to be multiplied into its weight, as in ``dequantize_words``.
@@ -229,13 +248,14 @@ def load_fp4_queries(codes, scales, real):
         codes: Pointers ``[ROWS]`` to the codes of each, int32.
         scales: Pointers ``[ROWS]`` to its four scales, int32.
         real: ``[ROWS]``; the others are zeros.
+        SM: See ``dequantize_words``.
     """
     ROWS: tl.constexpr = codes.shape[0]
     address = codes[:, None] + tl.arange(0, 16)[None, :]
     words = tl.load(address, mask=real[:, None], other=0)
     factor, scale = _fp4_factors(tl.load(scales, mask=real, other=0))
     factor = tl.broadcast_to(factor[:, :, None], [ROWS, 4, 4])
-    parts = _fp4_words(words, tl.reshape(factor, [ROWS, 16]))
+    parts = _fp4_words(words, tl.reshape(factor, [ROWS, 16]), SM)
     parts = tl.permute(tl.reshape(parts, [ROWS, 4, 4, 2, 2, 2]), [0, 2, 5, 4, 1, 3])
     return tl.reshape(parts, [ROWS, 128]), scale
 
@@ -280,7 +300,9 @@ def fetch_words(
 
 
 @triton.jit
-def dequantize_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def dequantize_words(
+    low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexpr, SM: tl.constexpr
+):
     """Keys ``[ROWS, 128]`` in ``DTYPE``, ``in_word_order``, and their scales ``[ROWS]``.
 
     For the tensor core's operand that is in registers, where a thread holds, of rows r and r + 8
@@ -297,6 +319,7 @@ def dequantize_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexp
         scales: See there.
         FORMAT: ``"index_fp8"`` or ``"index_mxfp4"``.
         DTYPE: float16 or bfloat16 for FP8, bfloat16 for MXFP4.
+        SM: What ``launch_options.sm`` gives.
     """
     ROWS: tl.constexpr = low.shape[0]
     if FORMAT == "index_fp8":
@@ -308,7 +331,7 @@ def dequantize_words(low, high, scales, FORMAT: tl.constexpr, DTYPE: tl.constexp
     else:
         factor, scale = _fp4_factors(scales)
         factor = tl.broadcast_to(factor[:, :, None], [ROWS, 4, 4])
-        parts = _fp4_words(low, tl.reshape(factor, [ROWS, 16]))
+        parts = _fp4_words(low, tl.reshape(factor, [ROWS, 16]), SM)
         # [.., 8 rows, thread, word, half, code, code]
         parts = tl.reshape(parts, [ROWS // 64, 2, 4, 8, 4, 4, 2, 2, 2])
         parts = tl.permute(parts, [0, 2, 1, 3, 5, 8, 7, 4, 6])
@@ -360,7 +383,7 @@ def _fp4_factors(four):
 
 
 @triton.jit
-def _fp4_words(words, factor):
+def _fp4_words(words, factor, SM: tl.constexpr):
     # int32 [M, W] of eight codes times bfloat16 factors to [M, W, 2, 2, 2]: by bit 2 of a code's
     # number, bit 0, bit 1. The bits of a code, moved, are those of its value times 2^-126.
     if INTERPRETED:
@@ -370,15 +393,7 @@ def _fp4_words(words, factor):
         d, h = _fp4_value(words, factor, 3), _fp4_value(words, factor, 7)
     else:
         a, e, b, f, c, g, d, h = tl.inline_asm_elementwise(
-            "{ .reg .b32 x, y; "
-            "shl.b32 x, $8, 12; and.b32 x, x, 0x80008000; shl.b32 y, $8, 6; "
-            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$0, $1}, x; "
-            "shl.b32 x, $8, 8; and.b32 x, x, 0x80008000; shl.b32 y, $8, 2; "
-            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$2, $3}, x; "
-            "shl.b32 x, $8, 4; and.b32 x, x, 0x80008000; shr.u32 y, $8, 2; "
-            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$4, $5}, x; "
-            "and.b32 x, $8, 0x80008000; shr.u32 y, $8, 6; "
-            "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$6, $7}, x; }",
+            _MULTIPLIED if SM >= 90 else _MULTIPLIED_BY_FMA,
             "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
             [words, factor],
             (tl.bfloat16,) * 8,

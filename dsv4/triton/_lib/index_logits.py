@@ -343,6 +343,7 @@ def score_pages_kernel(
     KEYS: tl.constexpr,
     QUERIES: tl.constexpr,
     OPERAND: tl.constexpr,
+    SM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -379,7 +380,7 @@ def score_pages_kernel(
             address = (q + token * token_stride).to(tl.pointer_type(tl.int32))
             scales = q_scales.to(tl.pointer_type(tl.int32)) + token * H
             address += head * (head_stride // 4)
-            query, query_scale = load_fp4_queries(address, scales + head, real)
+            query, query_scale = load_fp4_queries(address, scales + head, real, SM)
             weight *= query_scale
         else:
             query = _query_tile_of(
@@ -413,7 +414,7 @@ def score_pages_kernel(
                 later = tl.minimum(block + 2 * step, count - 1)
                 page = tl.load(table + later * BLOCK // PAGE)
                 within = later * BLOCK % PAGE
-                tile, scale = dequantize_words(a, b, s, KEYS, OPERAND)
+                tile, scale = dequantize_words(a, b, s, KEYS, OPERAND, SM)
                 dots = _dot(tile, query, OPERAND)
                 _store_block(dots, scale, weight, scores, maxima, block, end, GROUP)
                 a, b, s = c, d, t

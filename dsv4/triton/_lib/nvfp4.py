@@ -40,11 +40,11 @@ _UNIT = tl.constexpr(2.0**-14)
 def conversion(tensor: torch.Tensor) -> int:
     """Return how kernels on the tensor's GPU make codes: integers, E5M2, or instructions.
 
-    All give the same bits. The first is for the interpreter; conversions to E5M2 exist from compute
-    capability 8.9, to E2M1 from 10.0.
+    All give the same bits. Conversions to E5M2 exist from compute capability 8.9, to E2M1 from
+    10.0; integers are for older GPUs and the interpreter.
     """
     version = launch_options.capability(tensor)
-    if version is None:
+    if version is None or version < (8, 9):
         return 0
     return 2 if version >= (10, 0) else 1
 

@@ -38,6 +38,7 @@ from triton.runtime.jit import JITFunction
 from dsv4.compilation import counts, sealed_file
 from dsv4.compilation.versions import digest
 from dsv4.cute.runtime import cubin_cache
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 
 _MAGIC = b"dsv4tri\n"
 _FORMAT = 2  # of what a file holds: another one is another key
@@ -72,8 +73,9 @@ class Request:
 
     @property
     def arch(self) -> str:
-        """Name of the architecture, as ``_architectures.ARCHITECTURES`` has it."""
-        return f"sm_{self.target[1]}a"
+        """Name of the architecture, as ``EVERY_ARCHITECTURE`` has it."""
+        number = self.target[1]
+        return EVERY_ARCHITECTURE.get(divmod(number, 10), f"sm_{number}")
 
 
 def request_of(

@@ -12,6 +12,7 @@ from dsv4.cute.runtime.launch import on as cuda_device
 
 _SMALL_WARPS = 1024
 _NOWHERE = contextlib.nullcontext()
+_INTERPRETED_AS = (9, 0)  # the GPU whose tiles and instructions the interpreter follows
 
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -31,9 +32,10 @@ def options(tensor: torch.Tensor, small: bool = False) -> dict[str, Any]:
         small: Whether the launch has few programs of a kernel that has ``numerics.once``. They
             then wait with their addresses computed (PDL is 2, not 1), which was slower for many.
     """
-    if tensor.device.type != "cuda":
+    version = capability(tensor)
+    if version is None:
         return {"PDL": 0}
-    if machine.capability(tensor.device)[0] < 9:
+    if version[0] < 9:
         return {"PDL": 0, "enable_fp_fusion": True}
     return {"PDL": 2 if small else 1, "launch_pdl": True, "enable_fp_fusion": True}
 
@@ -57,6 +59,37 @@ def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
     if tensor.device.type != "cuda":
         return None
     return machine.capability(tensor.device)
+
+
+def sm(tensor: torch.Tensor) -> int:
+    """Ten times the compute capability of the tensor's GPU; on the CPU Hopper's.
+
+    Kernels take it where an instruction is missing on some GPUs, and have the same bits without.
+    """
+    major, minor = capability(tensor) or _INTERPRETED_AS
+    return 10 * major + minor
+
+
+def shared_memory(tensor: torch.Tensor) -> int:
+    """Bytes of shared memory that a program can have; on the CPU Hopper's."""
+    return machine.shared_memory(capability(tensor) or _INTERPRETED_AS)
+
+
+def has_descriptors(tensor: torch.Tensor) -> bool:
+    """Return whether tiles are loaded by tensor descriptors (TMA), which Hopper began with.
+
+    Elsewhere Triton makes pointers of them, which take the registers of a large tile.
+    """
+    return sm(tensor) >= 90
+
+
+def has_wide_tiles(tensor: torch.Tensor) -> bool:
+    """Return whether tensor cores read operands from shared memory: Hopper, data-centre Blackwell.
+
+    Other GPUs multiply what is in registers (``mma.sync``), where a tile of 128 x 128 with pointers
+    of its own for each load does not fit.
+    """
+    return sm(tensor) // 10 in (9, 10, 11)
 
 
 def sm_count(device: torch.device) -> int:

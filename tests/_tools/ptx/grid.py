@@ -318,9 +318,21 @@ class Block:
         a, b = (self.read(s, instruction.parts[-1]) for s in (a, b))
         self.write(target, np.where(self.predicate(which), a, b), mask)
 
+    def parameter_at(self, register: str, mask: np.ndarray) -> np.ndarray:
+        """Values of the parameters whose addresses a register holds, uint64."""
+        numbers, result = self.bits(register), np.zeros(self.threads, np.uint64)
+        for number in np.unique(numbers[mask]):
+            name = self.program.parameters[int(number)][0]
+            result = np.where(numbers == number, self.bits(name), result)
+        return result
+
     def do_mov(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """A parameter's name stands for its address, here its number: the compiler chooses one."""
         target, source = instruction.operands
-        if instruction.parts[-1] == "pred":
+        names = [name for name, _ in self.program.parameters]
+        if source in names:
+            self.write(target, np.full(self.threads, names.index(source), np.uint64), mask)
+        elif instruction.parts[-1] == "pred":
             self.write(target, self.predicate(source), mask)
         else:
             self.write(target, self.bits(source), mask)
@@ -411,7 +423,9 @@ class Block:
         space = space_of(instruction.parts)
         kind = kind_of(type_)
         if space == "param":
-            self.write(target, self.read(base, type_), mask)
+            named = base in self.values
+            value = self.read(base, type_) if named else self.parameter_at(base, mask)
+            self.write(target, value, mask)
             return
         targets = target if isinstance(target, tuple) else (target,)
         size = np.dtype(kind).itemsize

@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm h
 
 from vllm.config import VllmConfig
 
-from dsv4.integrations.vllm import deepseek, draft, places, warm
+from dsv4.integrations.vllm import deepseek, draft, places, shared_expert, warm
 from dsv4.integrations.vllm.cache_views import kv_pages
 from dsv4.integrations.vllm.report import DRAFT, Report, path_of_stage
 from dsv4.integrations.vllm.switches import HYPER_CONNECTION
@@ -88,7 +88,7 @@ def kernels(report):
 
 def test_every_place_of_a_draft_is_replaced(mtp, dspark):
     both = {"gemm (FP8 128 x 128 weights)": 8, "grouped_gemm (NVFP4 weights)": 1, "swiglu": 1}
-    both |= {"sparse_attention": 1, "hc_pre_norm, hc_post_pre_norm": 1}
+    both |= {"sparse_attention": 1, "hc_pre_norm, hc_post_pre_norm": 1, shared_expert.KERNEL: 1}
     assert kernels(mtp.model.dsv4.report) == {**both, draft._KERNELS: 2}
     stages = {name: STAGES * count for name, count in both.items()}
     stages["gemm (FP8 128 x 128 weights)"] = 6 * STAGES + 2  # main_proj, context_wkv_proj

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ from dsv4.config import CSA, HCA, SLIDING
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
 from vllm.models.deepseek_v4.compressor import CompressorStateCache
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekSparseSWAFlashMLABackend
@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla import indexer as vllm_indexer
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekSparseSWAMetadata
 
-from dsv4.integrations.vllm import attention, compressor, indexer, step_metadata
+from dsv4.integrations.vllm import attention, attention_step, compressor, indexer, step_metadata
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.switches import Switches
 from tests.integrations.vllm import attention_modules as modules
@@ -90,19 +90,6 @@ def test_an_indexer_that_is_left_keeps_vllm_builder():
     assert module.get_attn_backend() is step_metadata.EntriesBackend
 
 
-@pytest.fixture
-def slots(monkeypatch):
-    """Calls of vLLM's kernel that finds slots, which a CPU does not have."""
-    calls = []
-
-    def slots_of(*args, **options):
-        calls.append((args, options))
-        return options["out"][: args[0]]
-
-    monkeypatch.setattr(step_metadata, "get_compressed_slot_mapping", slots_of)
-    return calls
-
-
 def common() -> CommonAttentionMetadata:
     return CommonAttentionMetadata(
         query_start_loc=torch.tensor([0, 4, 5]),
@@ -122,12 +109,11 @@ def builder_of(cls: type, ratio: int) -> SimpleNamespace:
     builder = cls.__new__(cls)
     builder.kv_cache_spec = SimpleNamespace(num_states=256 // ratio, block_size=256)
     builder.compress_ratio, builder.topk_tokens = ratio, 512
-    builder.compressed_slot_mapping_buffer = torch.arange(16) + ratio
     builder.req_id_per_token_buffer = torch.zeros(16, dtype=torch.int32)
     return builder
 
 
-def test_caches_of_a_ratio_share_slots_and_nothing_is_planned(slots, monkeypatch):
+def test_no_slots_are_found_and_nothing_is_planned(monkeypatch):
     """No kernel of DeepGEMM, whose plan vLLM makes in every step."""
     for name in ("get_paged_mqa_logits_metadata", "split_decodes_and_prefills"):
         monkeypatch.setattr(vllm_indexer, name, lambda *args, **options: pytest.fail("planned"))
@@ -140,21 +126,13 @@ def test_caches_of_a_ratio_share_slots_and_nothing_is_planned(slots, monkeypatch
             (step_metadata.EntriesBuilder, 128),
         )
     )
-    assert [args[5:] for args, _ in slots] == [(64, 4), (2, 128)]
-    assert keys.slot_mapping is entries.slot_mapping
-    assert entries.slot_mapping.tolist() == [4, 5, 6, 7, 8]
-    assert others.slot_mapping.tolist() == [128, 129, 130, 131, 132]
     for made in (entries, keys, others):
         assert made.block_table is step.block_table_tensor
         assert made.max_seq_len == 300
+        assert made.slot_mapping is None
     assert (keys.decode, keys.prefill) == (None, None)
     assert entries.req_id_per_token.tolist() == [0, 0, 0, 0, 1]
     assert entries.c128a_global_decode_topk_indices is None
-    copied = copy(step)
-    copied.block_table_tensor = torch.zeros(2, 3, dtype=torch.int32)
-    for other in (common(), copied):
-        builder_of(step_metadata.KeysBuilder, 4).build(0, other)
-    assert len(slots) == 4, "another step or group has slots of its own"
 
 
 def test_states_have_vllm_tables():
@@ -181,6 +159,32 @@ def test_windows_have_no_plans_and_no_slots():
     assert made.tile_sched_c4a is None
     with pytest.raises(ValueError, match="replay_start is a tensor, expected None"):
         builder.build(0, step, replay_start=torch.zeros(2))
+
+
+def caches_of(module: attention.Attention) -> list[str]:
+    """Names of the caches of entries and keys that close with a token."""
+    names = [module.prefix] if module.compressor is not None else []
+    return names + ([module.indexer.k_cache.prefix] if module.indexer is not None else [])
+
+
+@pytest.mark.parametrize("layer_type", [CSA, HCA])
+def test_a_compressor_that_is_left_keeps_vllm_builders(layer_type, monkeypatch):
+    """It reads where entries are stored, which vLLM's builders find."""
+    monkeypatch.setattr(compressor, "reason_against", lambda module: "no")
+    module = adopted(layer_type, engine())
+    assert module.get_attn_backend() is DeepseekV4FlashMLABackend
+    assert type(module.compressor.state_cache) is CompressorStateCache
+    assert module.swa_cache_layer.backend_cls is DeepseekSparseSWAFlashMLABackend
+
+
+def test_slots_that_were_not_made_raise():
+    """They cannot be made on a side stream, where their first reader may run."""
+    context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
+    with (
+        override_forward_context(context),
+        pytest.raises(RuntimeError, match="slots of entries at ratio 4 were not made"),
+    ):
+        attention_step.stored_slots(torch.zeros(1, 1), 64, 4)
 
 
 @pytest.mark.parametrize("layer_type", [SLIDING, CSA, HCA])
@@ -213,6 +217,8 @@ def test_layers_give_the_same_without_slots_of_vllm(layer_type, products_in_floa
                     token_to_req_indices=window.token_to_req_indices,
                     num_decode_tokens=count,
                 )
+                for cache in caches_of(module):
+                    made[cache].slot_mapping = None
             out = modules.run(module, made, positions, x)
             outs.append(out[: count - step.padding])
         results.append(outs)

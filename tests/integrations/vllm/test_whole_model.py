@@ -21,7 +21,7 @@ pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm h
 
 from vllm.forward_context import set_forward_context
 
-from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, warm
+from dsv4.integrations.vllm import compile_kernels, deepseek, linear, places, shared_expert, warm
 from dsv4.integrations.vllm.report import Report, path_of_stage
 from tests.integrations.vllm import build
 
@@ -94,14 +94,15 @@ def test_experts_shared_experts_and_scaling_factor_count_once(loaded):
         routed = mock.patch.object(runner.router, "_compute_routing", return_value=answer)
         with set_forward_context(None, loaded.config), routed, torch.inference_mode():
             result = theirs.ffn(x, torch.arange(5))
-        expected = theirs.ffn.shared_experts(x) + ours.mlp.experts(x, ids, routing)
-        assert_bitwise(result, expected)
+        assert type(runner) is shared_expert.Runner
+        shared = theirs.ffn.shared_experts(x)
+        assert_bitwise(result, ours.mlp.experts(x, ids, routing, shared))
 
 
 def test_the_report_names_every_place_and_is_saved(loaded):
     report = loaded.model.dsv4.report
     replaced = [row.place for row in report.rows if row.replaced]
-    assert len(replaced) == 4 + len(LINEARS) * 4 - 2
+    assert len(replaced) == 2 * 4 + len(LINEARS) * 4 - 2
     assert len(set(replaced)) == len(replaced)
     others = [row for row in report.rows if not row.replaced]
     assert {row.place.rpartition(".")[2] for row in others} == {"wo_a"}

@@ -24,6 +24,7 @@ from dsv4.bench.suites.model.document import (
 from dsv4.bench.suites.model.measure import Measurement, synchronize
 from dsv4.bench.suites.model.memory import fitted, free_bytes
 from dsv4.bench.suites.model.request import ModelRequest
+from dsv4.bench.suites.model.trace.step_map import lines_of
 from dsv4.bench.suites.random_model import random_model
 from dsv4.compilation.warmup import warm_ranks
 from dsv4.debug import compilations
@@ -94,12 +95,26 @@ def _measure_rows(measurement: Measurement, results: ModelResults) -> None:
     if request.drafts is not None:
         for context in request.contexts:
             for tokens in request.tokens:
-                drafted = speculation.measure(measurement, request.drafts, tokens, context)
-                results.speculation.append(drafted)
+                results.speculation += speculation.measure(
+                    measurement, request.drafts, tokens, context
+                )
                 _say(f"drafts of {tokens} sequences at {context}")
     for row in results.rows:
         measurement.kernels(row)
     _say("kernels")
+    if request.trace is not None:
+        _map_step(measurement, results, request.trace)
+
+
+def _map_step(measurement: Measurement, results: ModelResults, path: Path) -> None:
+    """Map the one row's step, print the table and write the Chrome trace."""
+    try:
+        step_map = measurement.map(results.rows[0])
+    except (RuntimeError, ValueError) as error:
+        results.stopped = f"the step was not mapped: {error}"
+        return
+    step_map.write(path)
+    print("\n".join(["", *lines_of(step_map), f"wrote {path}"]), flush=True)
 
 
 def _ranks(request: ModelRequest) -> ParallelContext | None:

@@ -13,7 +13,10 @@ from dsv4.parallel.context import TENSOR
 
 SCHEMA = "dsv4.bench.model/1"
 # Fields that older files do not have.
-_ADDED = frozenset({"ranks", "emulated", "parallel", "activation", "expected"})
+_ADDED = frozenset(
+    {"ranks", "emulated", "parallel", "activation", "expected"}
+    | {"drawn", "single_ms", "expert_ms", "verify_experts", "verify_over_single", "pass_ms"}
+)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,8 @@ class SpeculationRow(Measured):
         context: Tokens of each before the steps.
         method: ``"mtp"`` or ``"dspark"``.
         drafts: Drafts of a sequence per step.
+        drawn: By what experts were drawn in place of the routers' choice, other ones in each step:
+            ``"uniform"`` or ``"zipf 1"``; empty: the routers chose.
         forced: Whether drafts counted as right by a seed, and not as the model verified them.
         share: The share of drafts that was to be accepted, if it was forced.
         steps: Timed steps.
@@ -162,14 +167,24 @@ class SpeculationRow(Measured):
         step_ms: ``Runner.step`` with drafts.
         token_ms: The time per token of each sequence, with drafts.
         draft_ms: The draft alone: on a GPU a replay.
+        pass_ms: A pass of the draft, which is one draft of MTP or a block of DSpark, by the head
+            that it has: ``"model"``, or ``"nvfp4"``, a copy for drafts alone.
+        single_ms: The model's step of one token of each sequence, without what a draft stores: on a
+            GPU a replay; 0: not measured.
         verify_ms: The main model's part of a step, by the number of tokens of each sequence, with
             what the draft stores of them: on a GPU a replay.
+        verify_experts: Distinct experts of a layer that these steps choose, on average; on several
+            ranks of those held here.
+        expert_ms: What memory needs for one expert of each layer at its measured rate; 0: unknown.
+        verify_over_single: ``verify_ms``, without the time of the experts that a step of one token
+            does not read, over ``single_ms``.
     """
 
     tokens: int = 0
     context: int = 0
     method: str = ""
     drafts: int = 0
+    drawn: str = ""
     forced: bool = False
     share: float = 0.0
     steps: int = 0
@@ -180,7 +195,12 @@ class SpeculationRow(Measured):
     step_ms: float | None = None
     token_ms: float | None = None
     draft_ms: float | None = None
+    pass_ms: dict[str, float] = field(default_factory=dict)
+    single_ms: float = 0.0
     verify_ms: dict[str, float] = field(default_factory=dict)
+    verify_experts: dict[str, float] = field(default_factory=dict)
+    expert_ms: float = 0.0
+    verify_over_single: dict[str, float] = field(default_factory=dict)
 
     @property
     def gain(self) -> float | None:
@@ -188,6 +208,10 @@ class SpeculationRow(Measured):
         if self.plain_ms is None or self.token_ms is None:
             return None
         return self.plain_ms / self.token_ms
+
+    def more_experts_ms(self, tokens: str) -> float:
+        """Return the time of the experts that a step of one token does not read."""
+        return (self.verify_experts[tokens] - self.verify_experts["1"]) * self.expert_ms
 
 
 @dataclass

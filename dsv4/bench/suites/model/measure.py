@@ -32,6 +32,8 @@ from dsv4.bench.suites.model.request import (
     WARM_STEPS,
     ModelRequest,
 )
+from dsv4.bench.suites.model.trace.capture import mapped
+from dsv4.bench.suites.model.trace.step_map import StepMap
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.bench.tables import short
 from dsv4.kv_cache.layer_cache import BLOCK
@@ -130,6 +132,17 @@ class Measurement:
             for name in _KERNELS:
                 row.missing.pop(name, None)
             self.take(row, _KERNELS, lambda: self._profiled_step(row))
+
+    def map(self, row: DecodeRow) -> StepMap:
+        """Map the launches of a row's captured step.
+
+        Raises:
+            RuntimeError: if the driver does not tell the step's graph.
+            ValueError: if the profiler's record does not fit the graph.
+        """
+        with torch.inference_mode():
+            title = f"{row.tokens} at {row.context}"
+            return mapped(self._new_step(row), title)
 
     def _is_requested(self, row: Measured, column: str, *figures: str) -> bool:
         """Return whether a column was asked for; if not, the row says so."""

@@ -17,6 +17,7 @@ from dsv4.layers import DeepseekV4Experts, Linear
 from dsv4.layers.host_experts import HostExperts
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.emulated import emulated_rank
+from dsv4.speculation.draft_costs import weight_bytes
 
 _ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
 
@@ -74,15 +75,11 @@ def model_bytes(request: ModelRequest) -> ModelBytes:
         assert isinstance(module, (DeepseekV4Experts, Linear))
         module.to_format(stored)
         if isinstance(module, DeepseekV4Experts):
-            experts += _nbytes(module)
+            experts += weight_bytes(module)
     count = config.n_routed_experts // request.ranks
     layers = sum(isinstance(module, DeepseekV4Experts) for module in model.modules())
     layer_expert = experts // (count * layers)
-    return ModelBytes(experts // count, layer_expert, _nbytes(model) - experts, count)
-
-
-def _nbytes(module: torch.nn.Module) -> int:
-    return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
+    return ModelBytes(experts // count, layer_expert, weight_bytes(model) - experts, count)
 
 
 def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:

@@ -24,10 +24,13 @@ _DECODE = ("tokens", "context", *_MODEL)
 _TIMES = ("bytes", "flops", "kernels", "step", "runner", "generate", "eager", "gen / step")
 _MORE = ("deterministic",)  # where it was asked for
 _PROMPT = ("prompt", *_MODEL, "flops", "runner", "generate", "first", "tokens / s")
+_DRAFTED = ("tokens", "context", "routing")
 _SPECULATION = (
-    "tokens", "context", "drafts", "accept", "plain", "step", "tokens / step", "per token", "gain",
-    "draft",
+    "drafts", "accept", "plain", "step", "tokens / step", "per token", "gain", "draft", "pass",
+    "nvfp4",
 )  # fmt: skip
+_HEADS = ("model", "nvfp4")
+_VERIFIED = ("verified", "single", "verify", "experts", "more", "ratio")
 _HOSTED = (
     "tokens", "context", "routing", "experts", "step", "ms", "hits %", "loaded MB", "GB / s",
 )  # fmt: skip
@@ -183,30 +186,52 @@ def _prompts(results: ModelResults) -> list[str]:
 def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
     if not rows:
         return []
-    counts = list(dict.fromkeys(name for row in rows for name in row.verify_ms))
     body = []
     for row in rows:
         accepted = f"{row.share:g} forced" if row.forced else "verified"
         numbers = [_ms(row.plain_ms), _ms(row.step_ms)]
         numbers += ["-" if x is None else f"{x:.2f}" for x in (row.length,)]
         numbers += [_ms(row.token_ms), "-" if row.gain is None else f"{row.gain:.2f}"]
-        numbers += [_ms(row.draft_ms), *(_ms(row.verify_ms.get(count)) for count in counts)]
-        cells = [str(row.tokens), str(row.context), f"{row.drafts} {row.method}", accepted]
-        body.append([*cells, *numbers])
-    header = (*_SPECULATION, *(f"verify {count}" for count in counts))
+        numbers += [_ms(row.draft_ms)]
+        numbers += [_ms(row.pass_ms.get(head)) for head in _HEADS]
+        body.append([*_drafted_cells(row), f"{row.drafts} {row.method}", accepted, *numbers])
     lines = [
         "",
-        "ms with drafts: plain: a step without, step: with, per token of a sequence; verify: the",
-        "main model's part of a step, by tokens of each sequence",
-        *plain(header, body, 4),
+        "ms with drafts; plain: a step of the runner without, step: with, per token of a sequence;",
+        "draft: all drafts of a step, then one pass with the model's head, and with an NVFP4 copy",
+        *plain((*_DRAFTED, *_SPECULATION), body, 5),
+        *_verified(rows),
     ]
     for row in rows:
         if row.length is not None:
             lines += wrapped(
-                f"{row.tokens} at {row.context}: {row.accepted} of {row.drafted} drafts accepted "
-                f"in {row.steps} steps"
+                f"{row.tokens} at {row.context}, experts {row.drawn or 'of routers'}: "
+                f"{row.accepted} of {row.drafted} drafts accepted in {row.steps} steps"
             )
     return lines
+
+
+def _drafted_cells(row: SpeculationRow) -> list[str]:
+    return [str(row.tokens), str(row.context), row.drawn or "routers"]
+
+
+def _verified(rows: Sequence[SpeculationRow]) -> list[str]:
+    """Return lines with the main model's part of a step."""
+    body = []
+    for row in rows:
+        for count, ms in row.verify_ms.items():
+            numbers = [_ms(row.single_ms), _ms(ms)]
+            if count in row.verify_over_single:
+                numbers += [f"{row.verify_experts[count]:.1f}", f"{row.more_experts_ms(count):.2f}"]
+                numbers += [f"{row.verify_over_single[count]:.3f}"]
+            body.append([*_drafted_cells(row), count, *numbers, *["-"] * (5 - len(numbers))])
+    return [
+        "",
+        "ms of the main model's part of a step, by tokens of each sequence; single: a step of one",
+        "token without a draft; more: what memory needs for the experts beyond a single step's;",
+        "ratio: verify without that, over single",
+        *plain((*_DRAFTED, *_VERIFIED), body, 4),
+    ]
 
 
 def _hosted(rows: Sequence[HostedRow]) -> list[str]:

@@ -116,6 +116,7 @@ class ModelRequest:
         host_experts: Which experts lie in host memory, ``"auto"`` until that is resolved; None: all
             are on the device.
         left_out: Rows, as tokens and context, that are not measured, and why.
+        trace: Where the Chrome trace of the captured step is written; None: none is.
     """
 
     preset: str
@@ -137,6 +138,7 @@ class ModelRequest:
     drafts: DraftRequest | None = None
     host_experts: HostExperts | str | None = None
     left_out: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    trace: Path | None = None
 
     @classmethod
     def of(
@@ -175,9 +177,11 @@ class ModelRequest:
             parallel=_parallel(options, ranks),
             drafts=_drafts(options, source.config),
             host_experts=_host_experts(options, ranks),
+            trace=None if options.trace is None else Path(options.trace),
         )
         request.check_positions()
         request.check_ranks()
+        request.check_trace()
         if options.profile and KERNELS not in request.columns:
             columns = ",".join(request.columns)
             raise UsageError(f"--profile: --columns is {columns}, wanted kernels among them")
@@ -254,6 +258,23 @@ class ModelRequest:
             check_divides(self.config, self.ranks, self.parallel)
         except ValueError as error:
             raise UsageError(f"model: {error}") from error
+
+    def check_trace(self) -> None:
+        """Raise if the step that is asked for cannot be mapped."""
+        if self.trace is None:
+            return
+        name = f"--trace is {str(self.trace)!r}"
+        if self.device.type != "cuda":
+            raise UsageError(
+                f"{name} on {self.device}, wanted a CUDA GPU, where steps are captured"
+            )
+        if self.ranks > 1 and not self.emulated:
+            raise UsageError(f"{name} with {self.ranks} ranks, wanted one, or --emulate-peers")
+        if self.host_experts is not None:
+            raise UsageError(f"{name} with --host-experts, whose steps are not one graph")
+        steps = len(self.tokens) * len(self.contexts)
+        if steps != 1:
+            raise UsageError(f"{name} with {steps} steps, wanted one --tokens and one --context")
 
     def named(self) -> dict[str, Any]:
         """Return the fields that say which model a row is about."""

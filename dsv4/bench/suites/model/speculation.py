@@ -1,12 +1,20 @@
-"""Steps with drafts: those of a runner, and their parts alone."""
+"""Steps with drafts: those of a runner, and their parts alone.
+
+A model of random weights gets experts that are drawn, uniformly and by Zipf's law, other ones in
+each step: the choice of its own routers would be near uniform, and the same in each replay.
+"""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
+from dsv4.bench.suites.hosted_steps import ROUTINGS, draw_experts, drawn_routing
 from dsv4.bench.suites.model.document import SpeculationRow
 from dsv4.bench.suites.model.measure import (
     Measurement,
@@ -16,24 +24,35 @@ from dsv4.bench.suites.model.measure import (
     step_until,
 )
 from dsv4.bench.suites.model.request import WARM_STEPS, DraftRequest
-from dsv4.bench.suites.whole_model import DecodeStep, replay_ms
+from dsv4.bench.suites.whole_model import (
+    DecodeStep,
+    drawn_vocabulary,
+    expert_bytes,
+    experts_chosen,
+    replay_ms,
+)
+from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
+from dsv4.parallel.split import LocalSizes
 from dsv4.serving import Runner
 from dsv4.serving.drafters import drafter_of
 from dsv4.serving.drafting import DSPARK, DraftPlan
 from dsv4.serving.graphs import Graphs, SamplerStep
 from dsv4.serving.row_state import RowState
 from dsv4.serving.speculative import SpeculativeStep
+from dsv4.speculation.draft_head import AUTO, COPY, OWN, why_no_copy
 from dsv4.speculation.forced import ForcedAcceptance
 from dsv4.speculation.verify import verify_sampled
 
 VERIFIED = (1, 2, 4, 6)  # tokens of a sequence in a verified step
+DRAWN = ("uniform", "zipf 1")  # of ``ROUTINGS``
+_DRAWS = 4096  # most tokens of all draws together, but at least 8 draws
 
 
 def measure(
     measurement: Measurement, drafts: DraftRequest, tokens: int, context: int
-) -> SpeculationRow:
-    """Measure steps with drafts.
+) -> list[SpeculationRow]:
+    """Measure steps with drafts: a row for each way to draw experts, or one of a checkpoint.
 
     Args:
         measurement: Of the model.
@@ -41,20 +60,93 @@ def measure(
         tokens: Sequences.
         context: Tokens of each before the steps.
     """
-    row = SpeculationRow(
-        measurement.named,
-        tokens=tokens,
-        context=context,
-        method=drafts.method,
-        drafts=drafts.tokens,
-        forced=drafts.share is not None,
-        share=drafts.share or 0.0,
-    )
-    measurement.take(row, ("draft_ms",), lambda: _time_parts(measurement, row))
-    measurement.take(row, ("plain_ms",), lambda: _time_plain(measurement, row))
-    figures = ("step_ms", "token_ms", "length")
-    measurement.take(row, figures, lambda: _time_drafts(measurement, drafts, row))
-    return row
+    rows = [
+        SpeculationRow(
+            measurement.named,
+            tokens=tokens,
+            context=context,
+            method=drafts.method,
+            drafts=drafts.tokens,
+            drawn=drawn,
+            forced=drafts.share is not None,
+            share=drafts.share or 0.0,
+        )
+        for drawn in (DRAWN if measurement.request.checkpoint is None else ("",))
+    ]
+    for row in rows:
+        _measure(measurement, drafts, row)
+    return rows
+
+
+def _measure(measurement: Measurement, drafts: DraftRequest, row: SpeculationRow) -> None:
+    take = measurement.take
+    with _experts(measurement, row) as experts:
+        take(row, ("draft_ms",), lambda: _time_parts(measurement, row, experts))
+        take(row, ("plain_ms",), lambda: _time_plain(measurement, row, experts))
+        figures = ("step_ms", "token_ms", "length")
+        take(row, figures, lambda: _time_drafts(measurement, drafts, row, experts))
+
+
+@dataclass(eq=False)
+class Experts:
+    """The experts of steps.
+
+    Attributes:
+        model: The model.
+        chosen: int64 ``[layers, tokens, k]``, what routers return; None: what they choose.
+        draws: What ``chosen`` holds one after another, ``[n, layers, tokens, k]``.
+    """
+
+    model: DeepseekV4ForCausalLM
+    chosen: torch.Tensor | None = None
+    draws: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._next = itertools.cycle(() if self.draws is None else self.draws)
+
+    def renew(self) -> None:
+        """Draw the experts of the next step."""
+        if self.chosen is not None:
+            self.chosen.copy_(next(self._next))
+
+    def read(self, tokens: int, step: Callable[[], object]) -> float:
+        """Return the distinct experts of a main layer that a step reads here, on average.
+
+        Args:
+            tokens: Tokens of the step.
+            step: Runs it.
+        """
+        if self.draws is None:
+            return experts_chosen(self.model, step)
+        config = self.model.config
+        held = LocalSizes.of(config, self.model.parallel).experts
+        main = self.draws[:, : config.num_hidden_layers, :tokens].flatten(2)
+        counts = torch.zeros(*main.shape[:2], config.n_routed_experts, device=main.device)
+        counts.scatter_(2, main, 1.0)
+        return float(counts[..., held.start : held.stop].sum(-1).mean())
+
+
+@contextmanager
+def _experts(measurement: Measurement, row: SpeculationRow) -> Iterator[Experts]:
+    """Have experts drawn as a row says inside the block."""
+    model, request = measurement.model, measurement.request
+    if not row.drawn:
+        yield Experts(model)
+        return
+    config = model.config
+    most = row.tokens * max(*VERIFIED, row.drafts + 1)
+    with drawn_routing(model, most, draft=True) as chosen:
+        layers, _, top_k = chosen.shape
+        count = max(8, min(request.replays, _DRAWS // most))
+        sizes = (count, layers, most, top_k, config.n_routed_experts)
+        draws = draw_experts(ROUTINGS[row.drawn], *sizes, request.weights.seed)
+        # Popular experts are others in each layer, and on any rank.
+        generator = torch.Generator().manual_seed(request.weights.seed)
+        names = torch.rand(layers, config.n_routed_experts, generator=generator).argsort(1)
+        draws = names.view(1, layers, 1, -1).expand(count, -1, most, -1).gather(3, draws)
+        experts = Experts(model, chosen, draws.to(model.device))
+        experts.renew()
+        yield experts
 
 
 class Parts:
@@ -66,7 +158,7 @@ class Parts:
         sequences: How many.
         context: Tokens of each before the step.
         most: Most tokens of a sequence in a step, at least one more than its drafts.
-        seed: Seed of the prompts.
+        seed: Seed of the prompts, and of the tokens that are verified.
     """
 
     def __init__(
@@ -78,57 +170,110 @@ class Parts:
         most: int,
         seed: int = 0,
     ) -> None:
-        self._size, self._drafts = sequences, plan.tokens
-        filled = DecodeStep(model, sequences, context, seed, new_tokens=most)
-        cache = filled.cache
-        state = RowState(sequences, model.config.vocab_size, model.device)
+        self._model, self._plan, self._size, self._most = model, plan, sequences, most
+        self._filled = DecodeStep(model, sequences, context, seed, new_tokens=most)
+        self._state = RowState(sequences, model.config.vocab_size, model.device)
         self._graphs = Graphs()
-        sampler = SamplerStep(model, cache, state, (sequences,), self._graphs)
-        drafter = drafter_of(plan, model, cache)
-        self._step = SpeculativeStep(
-            model, cache, state, sampler, self._graphs, drafter, most - 1, verify_sampled
+        cache = self._filled.cache
+        self._sampler = SamplerStep(model, cache, self._state, (sequences,), self._graphs)
+        self._state.tokens[:sequences] = self._filled.tokens
+        self._sampler.write(self._filled.rows.tolist())
+        self._step = self._step_with(AUTO)
+        generator = torch.Generator().manual_seed(seed + 1)
+        shape, vocabulary = (sequences, most), drawn_vocabulary(model)
+        ids = torch.randint(2, vocabulary, shape, generator=generator)
+        self._step.put(ids.to(model.device))
+
+    def _step_with(self, head: str) -> SpeculativeStep:
+        """The step with a draft that has some head."""
+        model, cache = self._model, self._filled.cache
+        drafter = drafter_of(self._plan, model, cache, head=head)
+        return SpeculativeStep(
+            model,
+            cache,
+            self._state,
+            self._sampler,
+            self._graphs,
+            drafter,
+            self._most - 1,
+            verify_sampled,
         )
-        state.tokens[:sequences] = filled.tokens
-        sampler.write(filled.rows.tolist())
 
     def draft(self) -> Callable[[], object]:
         """Return a call that drafts greedily."""
-        return self._step.work("draft", self._size, self._drafts)
+        return self._step.work("draft", self._size, self._plan.tokens)
+
+    def draft_pass(self, head: str) -> Callable[[], object]:
+        """Return a call of the draft's layers once, with a head of ``dsv4.speculation``."""
+        drafts = self._plan.tokens if self._plan.method == DSPARK else 1
+        return self._step_with(head).work("draft", self._size, drafts)
+
+    def single(self) -> Callable[[], object]:
+        """Return a call of the model on one token of each sequence, without a draft."""
+        return self._decode
+
+    def _decode(self) -> None:
+        model, filled = self._model, self._filled
+        batch = Batch.decode(filled.cache.lengths[filled.rows], filled.rows)
+        step = CacheStep(filled.cache, batch)
+        hidden, _ = model.model(filled.tokens.unsqueeze(0), None, step)
+        model.logits(hidden[0])
 
     def verify(self, tokens: int) -> Callable[[], object]:
         """Return a call of the main model on some tokens of each sequence."""
         return self._step.work("forward", self._size, tokens - 1)
 
-    def milliseconds(self, work: Callable[[], object], replays: int) -> float:
-        """Time a call: the median replay of its graph, or without a GPU the median call."""
-        device = self._step.device
-        if not has_graphs(device):
-            times = [seconds_of(device, work) for _ in range(1 + replays)]
-            return 1e3 * statistics.median(times[1:])
-        graph, _ = self._graphs.captured(work)
-        return replay_ms(graph, replays)
+    def milliseconds(
+        self, work: Callable[[], object], replays: int, experts: Experts | None = None
+    ) -> float:
+        """Time a call: the median replay of its graph, or without a GPU the median call.
+
+        Args:
+            work: The call.
+            replays: How often.
+            experts: What is drawn before each; None: nothing.
+        """
+        device, renew = self._model.device, (lambda: None) if experts is None else experts.renew
+        if has_graphs(device):
+            graph, _ = self._graphs.captured(work)
+            return replay_ms(graph, replays, renew)
+        times = []
+        for _ in range(1 + replays):
+            renew()
+            times.append(seconds_of(device, work))
+        return 1e3 * statistics.median(times[1:])
 
 
 @torch.inference_mode()
-def _time_parts(measurement: Measurement, row: SpeculationRow) -> None:
-    """The draft, and the main model by the number of tokens."""
+def _time_parts(measurement: Measurement, row: SpeculationRow, experts: Experts) -> None:
+    """The draft, by its head, and the main model by the number of tokens."""
     request, plan = measurement.request, DraftPlan(row.method, row.drafts)
+    model, replays = measurement.model, request.replays
     counts = sorted({*VERIFIED, row.drafts + 1})
-    parts = Parts(
-        measurement.model, plan, row.tokens, row.context, counts[-1], request.weights.seed
-    )
+    parts = Parts(model, plan, row.tokens, row.context, counts[-1], request.weights.seed)
+    row.single_ms = parts.milliseconds(parts.single(), replays, experts)
+    row.expert_ms = 1e-3 * measurement.rates.bound_us(round(expert_bytes(model)), 0)
     for tokens in counts:
-        row.verify_ms[str(tokens)] = parts.milliseconds(parts.verify(tokens), request.replays)
-    row.draft_ms = parts.milliseconds(parts.draft(), request.replays)
+        name, work = str(tokens), parts.verify(tokens)
+        row.verify_ms[name] = parts.milliseconds(work, replays, experts)
+        row.verify_experts[name] = experts.read(row.tokens * tokens, work)
+        own = row.verify_ms[name] - row.more_experts_ms(name)
+        row.verify_over_single[name] = own / row.single_ms
+    for head in (OWN, COPY) if not why_no_copy(model) else (OWN,):
+        row.pass_ms[head] = parts.milliseconds(parts.draft_pass(head), replays, experts)
+    row.draft_ms = parts.milliseconds(parts.draft(), replays, experts)
 
 
-def _time_plain(measurement: Measurement, row: SpeculationRow) -> None:
+def _time_plain(measurement: Measurement, row: SpeculationRow, experts: Experts) -> None:
     """``Runner.step`` without drafts."""
     with _runner(measurement, row, speculate=None) as runner:
-        row.plain_ms = _timed(measurement, row, runner) / measurement.request.steps
+        total = _timed(measurement, row, runner, experts)
+    row.plain_ms = total / measurement.request.steps
 
 
-def _time_drafts(measurement: Measurement, drafts: DraftRequest, row: SpeculationRow) -> None:
+def _time_drafts(
+    measurement: Measurement, drafts: DraftRequest, row: SpeculationRow, experts: Experts
+) -> None:
     """``Runner.step`` with drafts."""
     verify = verify_sampled if drafts.share is None else ForcedAcceptance(drafts.share)
     # The confidence of random weights means nothing, so all drafts are verified.
@@ -141,7 +286,7 @@ def _time_drafts(measurement: Measurement, drafts: DraftRequest, row: Speculatio
         confidence_threshold=threshold,
         verify=verify,
     ) as runner:
-        total, steps = _timed(measurement, row, runner), measurement.request.steps
+        total, steps = _timed(measurement, row, runner, experts), measurement.request.steps
     row.steps, row.step_ms = steps, total / steps
     assert row.length is not None
     row.token_ms = row.step_ms / row.length
@@ -162,7 +307,9 @@ def _runner(measurement: Measurement, row: SpeculationRow, **options: object) ->
     )
 
 
-def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> float:
+def _timed(
+    measurement: Measurement, row: SpeculationRow, runner: Runner, experts: Experts
+) -> float:
     """Milliseconds of all timed steps, in which every sequence decodes; counts drafts."""
     request, device = measurement.request, measurement.request.device
     runner.warm_up()
@@ -178,6 +325,7 @@ def _timed(measurement: Measurement, row: SpeculationRow, runner: Runner) -> flo
 
     def steps() -> None:
         for _ in range(request.steps):
+            experts.renew()
             runner.step()
 
     total = 1e3 * seconds_of(device, steps)

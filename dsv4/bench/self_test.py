@@ -1,0 +1,143 @@
+"""Cases of the self-test: small calls of every operator with the sizes of heads that models have.
+
+Each is judged against the float64 reference as the bench judges it, twice, because a race may spare
+the first run.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsv4 import dispatch, self_test
+from dsv4.bench.cases import MAKERS, operators
+from dsv4.bench.measure import verify
+from dsv4.bench.problem import Case, Draw, Problem
+from dsv4.config import ModelConfig
+from dsv4.self_test import Unfinished
+
+# One token, some that fill no tile, and as many as large tiles and tensor descriptors are for.
+TOKENS = (1, 19, 1100)
+_RUNS = 2
+
+
+@functools.cache
+def config() -> ModelConfig:
+    """Return a small model whose heads have the published dims."""
+    heads = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    return ModelConfig.tiny(
+        hidden_size=512, moe_intermediate_size=128, q_lora_rank=128, o_lora_rank=128, **heads
+    )
+
+
+def wrong(op: str, name: str, device: torch.device, tokens: tuple[int, ...] = TOKENS) -> str | None:
+    """Return what an implementation of an operator does wrong on a device, or None.
+
+    Args:
+        op: The operator.
+        name: Name of the implementation.
+        device: Where it runs.
+        tokens: Numbers of tokens.
+
+    Raises:
+        Unfinished: if memory is missing, a CUDA graph is captured elsewhere, or no case is
+            supported on the device.
+    """
+    count = 0
+    with torch.no_grad(), dispatch.use_backend("reference"):
+        for case, problem in problems(op, name, device, tokens):
+            reason = _wrong(problem, name, device)
+            if reason is not None:
+                return f"{case.name or case.op} with {case.tokens} tokens: {reason}"
+            count += 1
+    if not count:
+        raise Unfinished("the self-test has no case that the kernel supports here")
+    return None
+
+
+def problems(
+    op: str, name: str, device: torch.device, tokens: tuple[int, ...] = TOKENS
+) -> Iterator[tuple[Case, Problem]]:
+    """Cases that an implementation supports on a device."""
+    [row] = [row for row in dispatch.implementations(op) if row.name == name]
+    makers = [maker for function, maker in MAKERS.items() if op in operators(function)]
+    for count in tokens:
+        for case in (case for maker in makers for case in maker(config(), count)):
+            problem = case.build(Draw(0, device))
+            call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
+            if call.op == op and row.unsupported_reason(call) is None:
+                yield case, problem
+
+
+def _wrong(problem: Problem, name: str, device: torch.device) -> str | None:
+    try:
+        for _ in range(_RUNS):
+            verdict = verify(problem, name)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if not verdict.match:
+                return verdict.message
+    except torch.OutOfMemoryError as error:
+        raise Unfinished("there is no memory for its self-test") from error
+    except Exception as error:
+        if "captur" in str(error):
+            raise Unfinished(f"its self-test ran beside a capture: {error}") from error
+        return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
+
+
+@dataclass(frozen=True)
+class Tested:
+    """A family that was tested.
+
+    Attributes:
+        op: The operator.
+        name: Name of the implementation.
+        wrong: What it does wrong, or None.
+        untested: Why it was not tested, or None.
+        seconds: How long it took, most of it to compile.
+    """
+
+    op: str
+    name: str
+    wrong: str | None
+    untested: str | None
+    seconds: float
+
+    def __str__(self) -> str:
+        verdict = "WRONG" if self.wrong else "right" if self.untested is None else "-"
+        said = self.wrong or self.untested or ""
+        return f"{verdict:<6}{self.op:<30}{self.name:<11}{self.seconds:6.1f} s  {said}".rstrip()
+
+
+def run_all(
+    device: torch.device, tokens: tuple[int, ...] = TOKENS, ops: Sequence[str] = ()
+) -> Iterator[Tested]:
+    """Test all kernels that a device supports, whatever was found before.
+
+    Args:
+        device: Where they run.
+        tokens: Numbers of tokens.
+        ops: Operators; none: all.
+    """
+    for op in ops or dispatch.operators():
+        for row in dispatch.implementations(op):
+            if row.proven is not None and any(problems(op, row.name, device, tokens[:1])):
+                yield _tested(row, device, tokens)
+
+
+def _tested(row: dispatch.Implementation, device: torch.device, tokens: tuple[int, ...]) -> Tested:
+    def test(op: str, name: str, device: torch.device) -> str | None:
+        return wrong(op, name, device, tokens)
+
+    start, untested, reason = time.perf_counter(), None, None
+    try:
+        keep = row.self_test is not None
+        reason = self_test.retested(row.op, row.name, device, test, keep=keep)
+    except Unfinished as why:
+        untested = str(why)
+    return Tested(row.op, row.name, reason, untested, time.perf_counter() - start)

@@ -1,0 +1,171 @@
+"""Join a graph's nodes with the events of one of its replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.bench.suites.model.operators import operator_of
+from dsv4.bench.suites.model.trace.events import Event
+from dsv4.bench.suites.model.trace.graph_nodes import KERNEL, RUNNING, GraphNode
+from dsv4.bench.suites.model.trace.marks import Mark, Marks, mark_of
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a step: what it is, when it ran, what it waited for.
+
+    Attributes:
+        number: Its place in the order of launches.
+        name: The kernel.
+        operator: A name of ``dsv4.bench.suites.model.operators``.
+        call: The operator call that launched it; empty where none did.
+        layer: Number of its decoder layer; None outside of layers.
+        layer_type: Type of the layer's attention; empty outside of layers.
+        stream: The profiler's number of the stream.
+        start: Microseconds from the step's begin.
+        duration: Microseconds.
+        grid: Blocks by axis.
+        block: Threads of a block by axis.
+        bytes: Bytes that its call has to read and write, at the call's longest launch; None where
+            they are not known.
+        after: Numbers of the launches that it waits for.
+    """
+
+    number: int
+    name: str
+    operator: str
+    call: str
+    layer: int | None
+    layer_type: str
+    stream: int
+    start: float
+    duration: float
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    bytes: int | None
+    after: tuple[int, ...]
+
+    @property
+    def end(self) -> float:
+        """When it ended, in microseconds from the step's begin."""
+        return self.start + self.duration
+
+
+# What a node and an event have in common, the most telling first. A profiler may write a name
+# otherwise, and show a copy as the kernel that the driver does it with.
+_KEYS: tuple[tuple[Callable[[GraphNode], Hashable], Callable[[Event], Hashable]], ...] = (
+    (lambda node: (node.name, node.grid, node.block), lambda e: (e.name, e.grid, e.block)),
+    (lambda node: (node.grid, node.block, operator_of(node.name)),
+     lambda e: (e.grid, e.block, operator_of(e.name))),
+    (lambda node: (node.grid, node.block), lambda e: (e.grid, e.block)),
+    (lambda node: None, lambda e: None),
+)  # fmt: skip
+
+
+def pairs_of(nodes: Sequence[GraphNode], events: Sequence[Event]) -> list[tuple[GraphNode, Event]]:
+    """Find the event of each node that did anything.
+
+    Layers run one after another, so of launches that look alike the first is the first that ran.
+
+    Args:
+        nodes: In the order of launches.
+        events: By start.
+
+    Raises:
+        ValueError: if more ran than there are nodes, or nodes that launch a kernel did not run.
+    """
+    left_nodes = [node for node in nodes if node.kind in RUNNING]
+    left_events = list(events)
+    pairs: list[tuple[GraphNode, Event]] = []
+    for node_key, event_key in _KEYS:
+        by_node, by_event = _grouped(left_nodes, node_key), _grouped(left_events, event_key)
+        for key, alike in by_event.items():
+            same = by_node.get(key, [])
+            if len(same) == len(alike):
+                pairs += zip(same, alike, strict=True)
+        taken_nodes = {node.index for node, _ in pairs}
+        taken_events = {id(event) for _, event in pairs}
+        left_nodes = [node for node in left_nodes if node.index not in taken_nodes]
+        left_events = [event for event in left_events if id(event) not in taken_events]
+    kernels = [node for node in left_nodes if node.kind == KERNEL]
+    if left_events or kernels:
+        names = sorted({e.name for e in left_events} | {n.name for n in kernels})
+        raise ValueError(
+            f"{len(left_events)} events and {len(kernels)} kernels of the graph have no "
+            f"counterpart: {', '.join(name[:40] for name in names[:4])}"
+        )
+    return sorted(pairs, key=lambda pair: pair[0].index)
+
+
+def _grouped(items: Sequence[Any], key: Callable[[Any], Hashable]) -> dict[Hashable, list[Any]]:
+    groups: dict[Hashable, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def launches_of(
+    nodes: Sequence[GraphNode], events: Sequence[Event], marks: Marks
+) -> tuple[Launch, ...]:
+    """Return the launches of a step in their order.
+
+    Args:
+        nodes: Of the step's graph.
+        events: Of one replay, by start.
+        marks: Of the capture.
+
+    Raises:
+        ValueError: as ``pairs_of``.
+    """
+    pairs = pairs_of(nodes, events)
+    begin = min(event.start for _, event in pairs)
+    present = {node.index for node, _ in pairs}
+    after = _contracted(nodes, present)
+    bytes_of = _bytes_by_node(pairs, marks.calls)
+    launches = []
+    for node, event in pairs:
+        layer, call = mark_of(marks.layers, node.index), mark_of(marks.calls, node.index)
+        launches.append(
+            Launch(
+                number=node.index,
+                name=event.name,
+                operator=operator_of(event.name),
+                call="" if call is None else call.name,
+                layer=None if layer is None else layer.layer,
+                layer_type="" if layer is None else layer.name,
+                stream=event.stream,
+                start=event.start - begin,
+                duration=event.duration,
+                grid=event.grid,
+                block=event.block,
+                bytes=bytes_of.get(node.index),
+                after=after[node.index],
+            )
+        )
+    return tuple(launches)
+
+
+def _contracted(nodes: Sequence[GraphNode], present: set[int]) -> dict[int, tuple[int, ...]]:
+    """Return the nodes that each waits for, with those that did not run replaced by theirs."""
+    after: dict[int, tuple[int, ...]] = {}
+    for node in nodes:  # a node waits for earlier ones
+        waits: set[int] = set()
+        for i in node.after:
+            waits.update((i,) if i in present else after[i])
+        after[node.index] = tuple(sorted(waits))
+    return after
+
+
+def _bytes_by_node(
+    pairs: Sequence[tuple[GraphNode, Event]], calls: Sequence[Mark]
+) -> dict[int, int]:
+    """Return the bytes of each call at its longest launch."""
+    durations = {node.index: event.duration for node, event in pairs}
+    bytes_of = {}
+    for call in calls:
+        own = [i for i in range(call.first, call.end) if i in durations]
+        if own and call.bytes is not None:
+            bytes_of[max(own, key=lambda i: durations[i])] = call.bytes
+    return bytes_of

@@ -1,0 +1,165 @@
+"""Arguments and configurations of the GEMMs whose NVFP4 weights become E4M3 first.
+
+Needs no compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
+from dsv4.cute.sm90.gemm_e4m3_plan import (
+    K_BLOCK,
+    ROWS,
+    BlockE4m3Tma,
+    E4m3Args,
+    E4m3Plan,
+    GroupedE4m3Args,
+    GroupedE4m3Plan,
+    estimated_cycles,
+)
+
+
+class ConvertArgs(NamedTuple):
+    """Arguments of the conversion of NVFP4 weights, in fragments, to E4M3.
+
+    Attributes:
+        codes: Packed codes of whole row tiles, of all matrices one after another.
+        scales: Their packed block scales.
+        row_exponent: int8, one per row (``dsv4.quant.exact_fp8``).
+        out: E4M3 ``[rows, K]``, columns in the order of fragments.
+        k_blocks: K / 128.
+        chunks: CTAs of a row tile.
+        opaque_16: 16. An argument, so that the compiler cannot turn products by it into shifts.
+    """
+
+    codes: Pointer
+    scales: Pointer
+    row_exponent: Pointer
+    out: Pointer
+    k_blocks: Int32
+    chunks: Int32
+    opaque_16: Int32
+
+
+CONVERT_ABI = KernelAbi(ConvertArgs)
+CONVERTED_E4M3_ABI = KernelAbi(BlockE4m3Tma, E4m3Args)
+GROUPED_CONVERTED_E4M3_ABI = KernelAbi(BlockE4m3Tma, GroupedE4m3Args)
+
+
+@dataclass(frozen=True)
+class ConvertE4m3Plan:
+    """The kernel in ``e4m3_convert``."""
+
+    kernel = "dsv4.cute.sm90.e4m3_convert:ConvertE4m3Kernel"
+    ctas = 1
+    threads = 256
+    shared_bytes = 0
+    pieces = 4  # of 128 columns that a warp converts
+    k_blocks = pieces * threads // 64  # blocks of 128 columns of a CTA: two warps have the rows
+
+
+@dataclass(frozen=True)
+class ConvertedE4m3Plan(E4m3Plan):
+    """One configuration of the kernel in ``gemm_e4m3_converted``.
+
+    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
+    """
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's class, as ``module:class``."""
+        return "dsv4.cute.sm90.gemm_e4m3_converted:ConvertedE4m3Kernel"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes of a stage."""
+        return ROWS * K_BLOCK
+
+    @property
+    def factor_slots(self) -> int:
+        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
+        return 4
+
+
+@dataclass(frozen=True)
+class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
+    """One configuration of the kernel in ``grouped_gemm_e4m3_converted``; as the dense one."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's class, as ``module:class``."""
+        return "dsv4.cute.sm90.grouped_gemm_e4m3_converted:GroupedConvertedE4m3Kernel"
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes of a stage."""
+        return ROWS * K_BLOCK
+
+    @property
+    def factor_slots(self) -> int:
+        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
+        return 4
+
+
+CONVERT = ConvertE4m3Plan()
+# Whether tiles with stages enough are ``staggered``: compiled, not yet run.
+STAGGERED = False
+_dense = functools.cache(ConvertedE4m3Plan)
+_grouped = functools.cache(GroupedConvertedE4m3Plan)
+
+
+def converted_plan(
+    rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool
+) -> ConvertedE4m3Plan:
+    """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
+    plans = [
+        _dense(
+            *(token_rows, stages, 0, float32_out, swiglu),
+            dequant_warpgroups=0,
+            staggered=STAGGERED and may_stagger(stages, columns),
+        )
+        for token_rows, stages in ((2, 4), (1, 6))
+    ]
+    return min(plans, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
+
+
+def grouped_converted_plan(
+    columns: int, float32_out: bool, swiglu: bool, row_weighted: bool, quantized_out: bool
+) -> GroupedConvertedE4m3Plan:
+    """The configuration of a grouped GEMM on converted weights; see ``grouped_e4m3_plan``."""
+    stages = 3 if quantized_out else 4
+    return _grouped(
+        *(2, stages, 0, float32_out, swiglu),
+        dequant_warpgroups=0,
+        staggered=STAGGERED and may_stagger(stages, columns),
+        is_row_weighted=row_weighted,
+        is_quantized=quantized_out,
+    )
+
+
+def may_stagger(stages: int, columns: int) -> bool:
+    """Return whether a ring is no longer than K.
+
+    A warpgroup that leads is at most a ring ahead. So it cannot arrive for a tile, at the barrier
+    that the other one waits at, before that has waited there for the tile before.
+
+    Args:
+        stages: Stages of the ring.
+        columns: K.
+    """
+    return columns // K_BLOCK >= stages
+
+
+def check_stagger(plan: E4m3Plan, columns: int) -> None:
+    """Raise ValueError if a staggered configuration could hang: see ``may_stagger``."""
+    if plan.staggered and not may_stagger(plan.stages, columns):
+        raise ValueError(f"K is {columns}, wanted at least {plan.stages * K_BLOCK} for {plan}")
+
+
+def convert_grid(rows: int, columns: int) -> tuple[int, int]:
+    """CTAs of the conversion of a number of rows, and CTAs of a row tile."""
+    chunks = -(-(columns // K_BLOCK) // CONVERT.k_blocks)
+    return rows // 16 * chunks, chunks

@@ -1,0 +1,223 @@
+"""Dequantise tiles of NVFP4 and MXFP4 weights into operands of bfloat16 tensor cores.
+
+A tile is ``[PARTS, 16 TILES, 64]``: TILES row tiles of 16 rows, PARTS neighbours along the columns.
+From fragments (``dsv4.quant.fragments``) each lane loads its own operands, so that nothing moves
+between threads: a dimension of the loaded tensor for each bit of a lane's words, the lanes
+outermost, and a reshape at the end, which is a renaming of registers. Two facts of Triton's
+compiler shape the code. ``tl.join`` in front of a ``tl.dot`` makes it permute the columns
+(``computeOrigBitWidth``), and the operand would pass through shared memory; so words are broadcast
+and each register picks its bits by constants. Lanes follow the last axis only where the loads are
+contiguous along it; so a scale word is loaded once by each lane that needs it.
+
+Two weights are multiplied by their scale in one instruction, ``fma.rn.bf16x2``, which compute
+capability 8.0 has (``mul`` came with 9.0); adding -0 changes nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, widen
+
+# How a weight lies in memory: NVFP4 in fragments, or with swizzled scales; MXFP4 row by row.
+FRAGMENTS, SWIZZLED, MXFP4 = range(3)
+_FRAGMENTS, _MXFP4 = tl.constexpr(FRAGMENTS), tl.constexpr(MXFP4)
+
+_CODES = tl.constexpr(
+    0x81C081C0
+)  # where a bfloat16 has sign, two exponent bits and one of mantissa
+_LAST = tl.constexpr(0x001B001B)  # the code of (h, k) = (1, 1), which a product moves there
+_MINUS_ZEROS = tl.constexpr(-2147450880)  # 0x80008000
+_FIRST_STEP = tl.constexpr(0x7E807E80)  # 2^126 twice: of a code's bits it makes the code
+
+
+@triton.jit
+def _times(code, scale):
+    """Word of two bfloat16 products: of the halves of both words."""
+    if INTERPRETED:
+        low = (code << 16).to(tl.float32, bitcast=True) * (scale << 16).to(tl.float32, bitcast=True)
+        high = (code & 0xFFFF0000).to(tl.float32, bitcast=True)
+        high *= (scale & 0xFFFF0000).to(tl.float32, bitcast=True)
+        low = narrow(low, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = narrow(high, tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        return low | (high << 16)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        product = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [code.to(tl.int32, bitcast=True), scale.to(tl.int32, bitcast=True), _MINUS_ZEROS],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return product.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _half(words, e):
+    """bfloat16 half ``e`` of words that are the same for both; no instruction once compiled."""
+    return (words >> (16 * e)).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _axis(SIZE: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
+    """``arange(SIZE)`` with BEFORE and AFTER axes of length 1 around it."""
+    return tl.reshape(tl.arange(0, SIZE), (1,) * BEFORE + (SIZE,) + (1,) * AFTER)
+
+
+@triton.jit
+def _fragments(codes, scales, tile, PARTS: tl.constexpr, TILES: tl.constexpr):
+    """``code * scale * 2^-7`` of the tiles ``tile [PARTS, TILES, 1]``, counted from ``codes``.
+
+    ``codes`` and ``scales`` are pointers to int32.
+    """
+    index = tl.arange(0, 128)[None, None, :]
+    word = tl.load(codes + tile * 128 + index).to(tl.uint32, bitcast=True)
+    # A lane's row has 8 bytes of scales, which the four lanes of a row load alike.
+    index = tl.arange(0, 64)[None, None, :]
+    both = tl.load(scales + tile * 16 + index // 8 * 2 + index % 2).to(tl.uint32, bitcast=True)
+    # Axes: part, tile, lane, the two bits of j, h, k, e.
+    word = tl.broadcast_to(
+        tl.reshape(word, (PARTS, TILES, 32, 2, 2, 1, 1, 1)), (PARTS, TILES, 32, 2, 2, 2, 2, 2)
+    )
+    both = tl.reshape(both, (PARTS, TILES, 32, 2, 1, 1, 1, 1))
+    second, h, k, e = _axis(2, 4, 3), _axis(2, 5, 2), _axis(2, 6, 1), _axis(2, 7, 0)
+    byte = (both >> (16 * second + 8 * h)) & 255
+    scale = tl.broadcast_to(byte * 0x00100010 + 0x76007600, (PARTS, TILES, 32, 2, 2, 2, 2, 2))
+    bits = 6 * k + 3 * h
+    rotated = (word >> bits) | (word << ((32 - bits) & 31))
+    code = tl.where(h + k == 2, (word & _LAST) * 0x4108, rotated) & _CODES
+    values = _half(_times(code, scale), e)
+    values = tl.reshape(
+        values, (PARTS, TILES, 8, 4, 4, 2, 2, 2)
+    )  # part, tile, row, quad, j, h, k, e
+    values = tl.permute(values, (0, 1, 5, 2, 4, 6, 3, 7))
+    return tl.reshape(values, (PARTS, 16 * TILES, 64))
+
+
+@triton.jit
+def _e8m0_word(byte):
+    """E8M0 as a bfloat16, twice: 0 is the subnormal 2^-127, and 255 is NaN."""
+    bits = tl.where(byte == 0, 0x40, byte << 7)
+    return tl.where(byte == 255, 0x7FC0, bits) * 0x00010001
+
+
+@triton.jit
+def _e4m3_word(byte):
+    """E4M3 times 2^119 as a bfloat16, twice, by integers: compute capability 8.0 has no E4M3."""
+    magnitude = byte & 127
+    value = (magnitude << 20).to(tl.float32, bitcast=True) * 2.0**120 * 2.0**119
+    high = value.to(tl.uint32, bitcast=True) >> 16
+    high = tl.where(magnitude == 127, 0x7FC0, high) | ((byte & 128) << 8)
+    return high * 0x00010001
+
+
+@triton.jit
+def _linear(
+    codes,
+    scales,
+    row,
+    k_tile,
+    k_tiles,
+    LAYOUT: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Values of MXFP4, or of NVFP4 times 2^-7: rows ``row``, and 64 columns of each ``k_tile``.
+
+    ``codes`` is a pointer to int32; ``scales`` to int32, of MXFP4 to int16: those of 64 columns.
+    """
+    row, k_tile = row[None, :, None], k_tile[:, None, None]
+    index = tl.arange(0, 8)[None, None, :]
+    word = tl.load(codes + (row * k_tiles + k_tile) * 8 + index).to(tl.uint32, bitcast=True)
+    if LAYOUT == _MXFP4:
+        of_row = tl.load(scales + row * k_tiles + k_tile).to(tl.uint16, bitcast=True).to(tl.uint32)
+        scale = _e8m0_word((of_row >> (index // 4 * 8)) & 255)
+    else:
+        own = (row // 128 * k_tiles + k_tile) * 128 + row % 32 * 4 + row // 32 % 4
+        of_row = tl.load(scales + own).to(tl.uint32, bitcast=True)
+        scale = _e4m3_word((of_row >> (index // 2 * 8)) & 255)
+    # Axes: part, row, word, byte, e.
+    scale = tl.broadcast_to(tl.reshape(scale, (PARTS, ROWS, 8, 1, 1)), (PARTS, ROWS, 8, 4, 2))
+    word = tl.broadcast_to(tl.reshape(word, (PARTS, ROWS, 8, 1, 1)), (PARTS, ROWS, 8, 4, 2))
+    byte, e = _axis(4, 3, 1), _axis(2, 4, 0)
+    two = (word >> (8 * byte)) & 255
+    code = ((two & 8) << 12) | ((two & 7) << 6) | ((two & 0x80) << 24) | ((two & 0x70) << 18)
+    if LAYOUT == _MXFP4:
+        code = _times(code, tl.full(code.shape, _FIRST_STEP, tl.uint32))
+    values = _half(_times(code, scale), e)
+    return tl.reshape(values, (PARTS, ROWS, 64))
+
+
+@triton.jit
+def dot(weight, x, total):
+    """``weight @ x + total`` of bfloat16 operands, in float32; with or without a batch axis."""
+    if INTERPRETED:
+        return tl.dot(widen(weight), widen(x), total, input_precision="ieee")
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.dot(weight, x, total)
+
+
+@triton.jit
+def packed_sum(
+    codes,
+    scales,
+    x,
+    token_offset,
+    tile,
+    row_tiles,
+    k_tiles,
+    begin,
+    end,
+    LAYOUT: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """float32 sums ``[16 TILES, TOKENS]`` of row tiles from ``tile`` on, and tokens.
+
+    The columns are 64 at a time from ``begin`` to ``end``, a multiple of PARTS apart. With PARTS
+    above 1 each of as many warps sums its own columns, and the sums are added at the end: for small
+    M, where one row tile does not fill several warps, and where bytes in flight are what matters.
+
+    Args:
+        codes: Pointer to int32, the first code of the matrix.
+        scales: Pointer to int32 (MXFP4: int16), its first scale.
+        x: Pointer to bfloat16.
+        token_offset: int64 ``[TOKENS]``, where each token's row of ``x`` begins.
+        tile: First row tile, 0 or more.
+        row_tiles: Row tiles of the matrix; further ones read the last.
+        k_tiles: Columns of the matrix by 64.
+        begin: First of them.
+        end: Behind the last.
+    """
+    column = tl.arange(0, 64)
+    if PARTS > 1:
+        part = tl.arange(0, PARTS)
+        addresses = (
+            x + token_offset[None, None, :] + (part[:, None] * 64 + column[None, :])[:, :, None]
+        )
+        total = tl.zeros((PARTS, 16 * TILES, TOKENS), tl.float32)
+    else:
+        part = tl.zeros((1,), tl.int32)
+        addresses = x + token_offset[None, :] + column[:, None]
+        total = tl.zeros((16 * TILES, TOKENS), tl.float32)
+    tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)
+    rows = tl.minimum(tile * 16 + tl.arange(0, 16 * TILES), row_tiles * 16 - 1)
+    first = (tiles[None, :] * k_tiles + part[:, None])[:, :, None]
+    for k in tl.range(begin, end, PARTS, num_stages=STAGES):
+        if LAYOUT == _FRAGMENTS:
+            weight = _fragments(codes + k * 128, scales + k * 16, first, PARTS, TILES)
+        else:
+            weight = _linear(codes, scales, rows, part + k, k_tiles, LAYOUT, PARTS, 16 * TILES)
+        values = tl.load(addresses + k * 64)
+        if PARTS == 1:
+            weight = tl.reshape(weight, (16 * TILES, 64))
+        total = dot(weight, values, total)
+    if PARTS > 1:
+        total = tl.sum(total, 0)
+    if LAYOUT != _MXFP4:
+        total *= 128.0
+    return total

@@ -1,0 +1,210 @@
+"""Kernel of ``dsv4.ops.compressor_projections``: several weights of one input in one launch.
+
+A program owns ROWS rows of one of the weights and TOKENS tokens, over all columns, so a sum needs
+no second launch. A step of its loop multiplies BLOCK columns, of which each of SPLIT warps takes a
+part: SPLIT products side by side, whose float32 sums are added in the end, in the order of the
+parts. Which other tokens a call has changes no result but by the choice of tiles (``tile_of``).
+
+Weights are read once if all tokens fit into a tile. Programs of few rows spread them over the GPU,
+and what limits a call of few tokens is how many bytes are on their way: a program asks L2 for all
+its rows first, then loads ``stages`` steps ahead. More tokens need more rows to a program, because
+each program reads all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4.ops.compressor_projections import CompressorProjectionsArgs
+from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.prefetch import prefetch_tile
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
+
+_MOST_TOKENS = 64  # of a tile
+
+
+@triton.jit
+def _dot(a, b, total):
+    if INTERPRETED:
+        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
+    return tl.dot(a, b, total)
+
+
+@triton.jit
+def _part_of(
+    program, kv, gate, index_kv, index_gate, heads, TILES: tl.constexpr, INDEX_TILES: tl.constexpr
+):
+    """Weight of a program, the number of its tile there, and of the weight: 0 to 4."""
+    weight, begin, number = kv, 0, 0
+    after = program >= TILES
+    weight, begin = tl.where(after, gate, weight), tl.where(after, TILES, begin)
+    number += tl.where(after, 1, 0)
+    if INDEX_TILES > 0:
+        after = program >= 2 * TILES
+        weight, begin = tl.where(after, index_kv, weight), tl.where(after, 2 * TILES, begin)
+        number += tl.where(after, 1, 0)
+        after = program >= 2 * TILES + INDEX_TILES
+        weight = tl.where(after, index_gate, weight)
+        begin = tl.where(after, 2 * TILES + INDEX_TILES, begin)
+        number += tl.where(after, 1, 0)
+        after = program >= 2 * (TILES + INDEX_TILES)
+        weight = tl.where(after, heads, weight)
+        begin = tl.where(after, 2 * (TILES + INDEX_TILES), begin)
+        number += tl.where(after, 1, 0)
+    return weight, program - begin, number
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["tokens"])
+def _projections_kernel(
+    x,
+    kv,
+    gate,
+    index_kv,
+    index_gate,
+    heads,
+    out,
+    head_out,
+    x_stride,
+    tokens,
+    HIDDEN: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of one weight by TOKENS tokens; INDEX_CHANNELS is 0 without an indexer."""
+    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
+    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
+    PART: tl.constexpr = BLOCK // SPLIT
+    weight, tile, number = _part_of(
+        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    )
+    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
+    row = tile * ROWS + tl.arange(0, ROWS)
+    stored = row < rows
+    row_read = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
+    if PDL and PREFETCH:
+        prefetch_tile(weight, HIDDEN, row_read, 0, HIDDEN)
+    wait_for_inputs(PDL)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    begin = (tl.arange(0, SPLIT) * PART)[:, None, None]
+    columns = begin + tl.arange(0, PART)[None, None, :]  # of x [SPLIT, TOKENS, PART]
+    weight_columns = begin + tl.arange(0, PART)[None, :, None]  # of weight [SPLIT, PART, ROWS]
+    x += (token.to(tl.int64) * x_stride)[None, :, None] + columns
+    weight += (row_read.to(tl.int64) * HIDDEN)[None, None, :] + weight_columns
+    present = (token < tokens)[None, :, None]
+    sums = tl.zeros([SPLIT, TOKENS, ROWS], tl.float32)
+    for start in tl.range(0, HIDDEN, BLOCK, num_stages=STAGES):
+        if HIDDEN % BLOCK == 0:
+            values = tl.load(x + start, mask=present, other=0.0)
+            weights = tl.load(weight + start)
+        else:
+            inside = present & (start + columns < HIDDEN)
+            values = tl.load(x + start, mask=inside, other=0.0)
+            weights = tl.load(weight + start, mask=start + weight_columns < HIDDEN, other=0.0)
+        sums = _dot(values, weights, sums)
+    total = tl.sum(sums, 0)
+    mask = (token < tokens)[:, None] & stored[None, :]
+    token = token.to(tl.int64)[:, None]
+    if number < 4:
+        first = tl.where(number == 1, CHANNELS, 0)
+        first = tl.where(number >= 2, 2 * CHANNELS, first)
+        column = first + tl.where(number == 3, INDEX_CHANNELS, 0) + row
+        offset = token * (2 * (CHANNELS + INDEX_CHANNELS)) + column[None, :]
+        tl.store(out + offset, narrow(total, out.dtype.element_ty), mask=mask)
+    else:
+        offset = token * HEADS + row[None, :]
+        tl.store(head_out + offset, narrow(total, head_out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program multiplies in a step.
+
+    Attributes:
+        tokens: Tokens, a power of two from 16.
+        rows: Rows of a weight, a power of two from 8.
+        block: Columns, a power of two.
+        warps: Warps, each of which has ``block / warps`` of the columns, at least 16.
+        stages: Steps on their way from memory.
+    """
+
+    tokens: int
+    rows: int
+    block: int
+    warps: int
+    stages: int
+
+
+def tile_of(tokens: int, hidden: int) -> Tile:
+    """Tile for a number of tokens; guesses from bytes on their way, not searched on a GPU."""
+    high = min(_MOST_TOKENS, max(16, launch_options.power_of_two(tokens)))
+    rows, block = {16: (8, 512), 32: (16, 256), 64: (32, 256)}[high]
+    block = min(block, max(64, launch_options.power_of_two(hidden)))
+    return Tile(high, rows, block, 4, 4)
+
+
+def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.compressor_projections.compressor_projections``."""
+    return multiply(args, tile_of(*args.x.shape))
+
+
+def multiply(
+    args: CompressorProjectionsArgs, tile: Tile, *, prefetch: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run ``compressor_projections`` with a tile.
+
+    Args:
+        args: Arguments of the operator.
+        tile: The tile.
+        prefetch: Whether a program asks L2 for all its rows first.
+    """
+    x, kv = args.x, args.kv
+    (tokens, hidden), channels = x.shape, kv.shape[0]
+    index_channels = 0 if args.index_kv is None else args.index_kv.shape[0]
+    heads = 0 if args.heads is None else args.heads.shape[0]
+    out = x.new_empty((tokens, 2 * (channels + index_channels)), dtype=args.out_dtype)
+    head_out = x.new_empty((tokens, heads))
+    if tokens == 0 or hidden == 0:
+        return out.zero_(), head_out.zero_()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    weights = [
+        (kv if weight is None else weight).contiguous()
+        for weight in (kv, args.gate, args.index_kv, args.index_gate, args.heads)
+    ]
+    tiles = [triton.cdiv(n, tile.rows) for n in (channels, index_channels, heads)]
+    grid = (2 * tiles[0] + 2 * tiles[1] + tiles[2], triton.cdiv(tokens, tile.tokens))
+    with launch_options.on(x):
+        _projections_kernel[grid](
+            x,
+            *weights,
+            out,
+            head_out,
+            x.stride(0),
+            tokens,
+            HIDDEN=hidden,
+            CHANNELS=channels,
+            INDEX_CHANNELS=index_channels,
+            HEADS=heads,
+            TOKENS=tile.tokens,
+            ROWS=tile.rows,
+            BLOCK=tile.block,
+            SPLIT=tile.warps,
+            STAGES=tile.stages,
+            PREFETCH=prefetch,
+            num_warps=tile.warps,
+            **launch_options.options(x),
+        )
+    return out, head_out

@@ -1,0 +1,286 @@
+"""Grouped GEMM with experts' weights of four bits, on every GPU from 8.0 on.
+
+NVFP4 in fragments or with swizzled scales, or MXFP4. A program multiplies some row tiles of one
+expert by a tile of its rows of x, as ``dsv4.triton.gemm_packed`` does. Which expert and which rows
+follows from the program's number and the offsets, which every program reads: the host does not.
+Rows behind the last expert's are those of one expert more, whose programs store zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4 import dispatch
+from dsv4.ops._grouped_operands import chosen_for, of_rows
+from dsv4.ops._library import as_record
+from dsv4.ops.grouped_gemm import GroupedGemmArgs
+from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
+from dsv4.ops.quantize import QuantizeNvfp4Args, bfloat16_operand, block_values, fp8_values
+from dsv4.quant import formats
+from dsv4.triton._lib.gemm_tiles import store_result
+from dsv4.triton._lib.numerics import wait_for_inputs
+from dsv4.triton._lib.packed_plan import Weight, grouped_plan
+from dsv4.triton._lib.packed_weights import FRAGMENTS, packed_sum
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
+from dsv4.triton.gemm_packed import (
+    GlobalScale,
+    aligned,
+    has_wgmma,
+    layout_of,
+    scale_words,
+    swiglu_options,
+)
+
+_AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
+
+
+@triton.jit
+def _of_expert(values, is_mine):
+    return tl.sum(tl.where(is_mine, values, 0), 0)
+
+
+@fast_launch
+@triton.jit(
+    do_not_specialize=[
+        "tokens",
+        "experts",
+        "k_tiles",
+        "code_words",
+        "scale_words",
+        "scale_count",
+        "cut0",
+        "cut1",
+        "cut2",
+    ]
+)
+def _grouped_kernel(
+    x,
+    x_stride,
+    codes,
+    scales,
+    global_scale,
+    row_scale,
+    row_weight,
+    out,
+    offsets,
+    tokens,
+    experts,
+    rows,
+    k_tiles,
+    code_words,
+    scale_words,
+    scale_count,
+    cut0,
+    cut1,
+    cut2,
+    limit,
+    LAYOUT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    UNBOUNDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """16 TILES rows of one expert's weight by TOKENS of its rows of ``x``, or those of no expert.
+
+    ``code_words``, ``scale_words`` and ``scale_count`` are an expert's codes and block scales, in
+    words as loaded, and its global scales. EXPERTS is a power of two above ``experts``.
+    """
+    wait_for_inputs(PDL)
+    ROWS: tl.constexpr = 16 * TILES
+    first, position = tl.program_id(0) * ROWS, tl.program_id(1)
+    number = tl.arange(0, EXPERTS)
+    starts = tl.load(offsets + number, mask=number <= experts, other=0)
+    ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
+    counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
+    tiles_to = tl.cumsum(counts, 0)
+    if position < tl.max(tiles_to, 0):
+        expert = tl.sum((tiles_to <= position).to(tl.int32), 0)
+        is_mine = number == expert
+        end = _of_expert(ends, is_mine)
+        tile = position - _of_expert(tiles_to - counts, is_mine)
+        token = _of_expert(starts, is_mine) + tile * TOKENS + tl.arange(0, TOKENS)
+        inside = token < end
+        # A tile's further tokens are the expert's last again, so that no load is masked.
+        token = tl.minimum(token, end - 1).to(tl.int64)
+        if expert < experts:
+            mine = expert.to(tl.int64)
+            total = packed_sum(
+                codes + mine * code_words,
+                scales + mine * scale_words,
+                x,
+                token * x_stride,
+                tl.program_id(0) * TILES,
+                rows // 16,
+                k_tiles,
+                0,
+                k_tiles,
+                LAYOUT,
+                TILES,
+                TOKENS,
+                PARTS,
+                STAGES,
+            )
+            store_result(
+                total,
+                x,
+                token * x_stride,
+                k_tiles * 64,
+                global_scale + mine * scale_count if SCALES else global_scale,
+                row_scale,
+                row_weight,
+                out,
+                token,
+                inside,
+                first,
+                rows,
+                0,
+                cut0,
+                cut1,
+                cut2,
+                limit,
+                SCALES,
+                SCALED,
+                WEIGHTED,
+                SWIGLU,
+                CLAMPED,
+                UNBOUNDED,
+                ROWS,
+                TOKENS,
+            )
+        else:
+            HIGH: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
+            high = rows // 2 if SWIGLU else rows
+            row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
+            zeros = tl.zeros((TOKENS, HIGH), out.dtype.element_ty)
+            stored = inside[:, None] & (row < high)[None, :]
+            tl.store(out + (token * high)[:, None] + row[None, :], zeros, mask=stored)
+
+
+def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
+
+    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of 32
+    bytes. Codes are dequantized first.
+    """
+    if out is None:
+        shape = (args.x.shape[0], args.weight.shape[1])
+        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
+    return out
+
+
+def grouped_gemm_swiglu(
+    args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
+    if out is None:
+        shape = (args.x.shape[0], args.weight.shape[1] // 2)
+        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    row_weight = args.row_weight
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    options = {"SWIGLU": True, **swiglu_options(args.limit)}
+    _multiply(args, out, row_weight, args.limit, options)
+    return out
+
+
+def grouped_gemm_swiglu_quantize(
+    args: GroupedGemmSwigluQuantizeArgs,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu_quantize``.
+
+    The result in bfloat16 is allocated, and the best implementation of ``quantize_nvfp4`` reads it.
+    """
+    inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, out_dtype=torch.bfloat16))
+    # Rows of no expert have the scale of one expert more.
+    own = torch.cat([args.result_scale, args.result_scale.new_ones(1)])
+    total = of_rows(own, args.offsets, inner.shape[0])
+    quantized = QuantizeNvfp4Args(inner, total, "static", formats.LINEAR)
+    codes, scales, total = dispatch.first("quantize_nvfp4", quantized)
+    if args.scale_layout == formats.SWIZZLED_EXPERTS:
+        scales = formats.swizzle_expert_scales(scales, args.offsets)
+    return codes, scales, total
+
+
+def _multiply(
+    args: _AnyArgs,
+    out: torch.Tensor,
+    row_weight: torch.Tensor | None,
+    limit: float | None,
+    options: dict[str, Any],
+) -> None:
+    """Fill ``out``; ``options`` are constants of the kernel."""
+    if out.numel() == 0:
+        return
+    x, row_scale = _operand(args)
+    x = aligned(x.unsqueeze(1)).squeeze(1)
+    tokens, columns = x.shape
+    experts, rows, _ = args.weight.shape
+    layout = layout_of(args.layout)
+    weight = Weight(rows, columns, layout == FRAGMENTS)
+    sms = launch_options.sm_count(x.device)
+    cut = grouped_plan(weight, *chosen_for(args), sms, has_wgmma(x))
+    scale = GlobalScale.of(args.global_scale, args.segments, rows)
+    assert args.scales is not None
+    scales = scale_words(args.scales, layout)
+    # Each expert with rows has one tile more at most, and so have the rows of none.
+    positions = min(experts + 1, tokens) + tokens // cut.tokens
+    with launch_options.on(x):
+        _grouped_kernel[(-(-weight.row_tiles // cut.tiles), positions)](
+            x,
+            x.stride(0) if tokens > 1 else columns,
+            args.weight.view(torch.int32),
+            scales,
+            scale.values,
+            row_scale,
+            row_weight,
+            out,
+            args.offsets,
+            tokens,
+            experts,
+            rows,
+            weight.k_tiles,
+            rows * weight.k_tiles * 8,
+            scales.numel() // experts,
+            1 if scale.values is None else scale.values.shape[-1],
+            *scale.cuts,
+            float("inf") if limit is None else float(limit),
+            LAYOUT=layout,
+            SCALES=scale.kind,
+            SCALED=row_scale is not None,
+            WEIGHTED=row_weight is not None,
+            EXPERTS=launch_options.power_of_two(experts + 1),
+            TILES=cut.tiles,
+            TOKENS=cut.tokens,
+            PARTS=cut.parts,
+            STAGES=cut.stages,
+            num_warps=cut.warps,
+            **options,
+            **launch_options.options(x),
+        )
+
+
+def _operand(args: _AnyArgs) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows as the kernel multiplies them, in bfloat16, and their global scales or None."""
+    if args.x_scales is not None:
+        return block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout), args.row_scale
+    if args.activation == "fp8":
+        return fp8_values(args.x), args.row_scale
+    if args.activation == "nvfp4":
+        static = args.input_scale
+        by_row = None if static is None else of_rows(static, args.offsets, args.x.shape[0])
+        return bfloat16_operand(args.x, by_row)
+    return args.x, args.row_scale

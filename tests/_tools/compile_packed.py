@@ -1,0 +1,131 @@
+"""Compile the Triton GEMMs with weights of four bits for a GPU that need not be there.
+
+    python -m tests._tools.compile_packed 80 [--quick]   (without TRITON_INTERPRET)
+
+The launchers run on CPU tensors that nobody has written, with Triton's launch replaced by a
+compilation. Prints one line of JSON per compiled kernel, as ``tests._tools.compile_kernels`` does,
+with its constants, ``spills`` (loads and stores of local memory in its machine code) and
+``exchanges`` (stores to shared memory, and shuffles: a weight in fragments needs neither before its
+sum is complete).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+
+import torch
+import triton
+from triton.runtime.jit import JITFunction
+
+from dsv4.device import interpret_triton
+from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
+from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
+from dsv4.triton._runtime import launch_options
+from tests._tools.compile_kernels import _Driver, _report, _tool
+
+OPERATORS = {"gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
+_SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 188}
+DENSE = ((4096, 4096), (32768, 1024), (512, 4096))
+EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
+TOKENS = (1, 16, 24, 64, 512, 4096)
+
+
+def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
+    fmt = MXFP4 if layout == LINEAR else NVFP4
+    *batch, rows, columns = shape
+    codes = torch.empty((*batch, rows, columns // 2), dtype=torch.uint8)
+    dtype = {LINEAR: torch.float8_e8m0fnu, SWIZZLED: torch.float8_e4m3fn, FRAGMENTS: torch.uint8}
+    size = [rows, columns // fmt.block[1]]
+    if layout == SWIZZLED:
+        size = [-(-rows // 128) * 128 * columns // 16]
+    scales = torch.empty((*batch, *size), dtype=torch.uint8).view(dtype[layout])
+    total = None if fmt == MXFP4 else torch.empty((*batch, 1))
+    return QuantizedTensor(codes, scales, total, fmt, layout)
+
+
+def _run(quick: bool) -> None:
+    counts = (16, 512) if quick else TOKENS
+    for layout in (FRAGMENTS, LINEAR):
+        for tokens in counts:
+            for shape in DENSE[:1] if quick else DENSE:
+                x, weight = (
+                    torch.empty(tokens, shape[1], dtype=torch.bfloat16),
+                    _weight(shape, layout),
+                )
+                gemm(x, weight, backend="triton")
+                gemm_swiglu(x, weight, 10.0, backend="triton")
+    for layout in (FRAGMENTS, SWIZZLED, LINEAR):
+        for tokens in counts[: 1 if quick and layout != FRAGMENTS else None]:
+            for shape in EXPERTS[:1] if quick else EXPERTS:
+                rows = 64 * tokens
+                x, weight = (
+                    torch.empty(rows, shape[2], dtype=torch.bfloat16),
+                    _weight(shape, layout),
+                )
+                offsets = torch.empty(shape[0] + 1, dtype=torch.int32)
+                grouped_gemm(x, weight, offsets, backend="triton")
+                weights = torch.empty(rows)
+                grouped_gemm_swiglu(x, weight, offsets, 10.0, row_weight=weights, backend="triton")
+
+
+def compile_all(arch: int, quick: bool) -> Iterator[dict]:
+    """Compile every kernel that the sizes above launch; one report for each."""
+    result: dict[str, tuple[str, object]] = {}
+    run = JITFunction.run
+
+    def compiled(self, *args, grid, warmup, **kwargs):
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        constants = {name: kwargs[name] for name in ("LAYOUT", "TILES", "TOKENS") if name in kwargs}
+        result[kernel.hash] = (self.__name__, kernel, constants)
+        return kernel
+
+    triton.runtime.driver.set_active(_Driver(arch))
+    JITFunction.run = compiled
+    pdl = {"PDL": 1, "launch_pdl": True} if arch >= 90 else {"PDL": 0}
+    launch_options.options = lambda tensor, small=False: {**pdl, "enable_fp_fusion": True}
+    launch_options.sm_count = lambda device: _SMS[arch]
+    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
+    with interpret_triton():
+        _run(quick)
+    for name, kernel, constants in result.values():
+        yield {**_report("packed", name, kernel), **constants, **_exchanges(kernel)}
+
+
+def _exchanges(kernel) -> dict[str, int]:
+    """Count instructions: of local memory, and of the loop that multiplies, between threads."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = _tool("nvdisasm", "-c", file.name)
+    local = len(re.findall(r"\b(?:LDL|STL)\b", listing))
+    return {"spills": local, "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", _loop(listing)))}
+
+
+def _loop(listing: str) -> str:
+    """The shortest loop of a listing that has tensor core instructions; empty if there is none."""
+    lines = listing.splitlines()
+    labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if line.strip().endswith(":")}
+    loops = []
+    for i, line in enumerate(lines):
+        jump = re.search(r"BRA\S* .*`\((\S+)\)", line)
+        if jump and labels.get(jump[1], i) < i:
+            loops.append("\n".join(lines[labels[jump[1]] : i]))
+    return min((loop for loop in loops if "MMA" in loop), key=len, default="")
+
+
+if __name__ == "__main__":
+    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
+    parser = argparse.ArgumentParser()
+    parser.add_argument("arch", type=int)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    for report in compile_all(options.arch, options.quick):
+        print(json.dumps(report), flush=True)

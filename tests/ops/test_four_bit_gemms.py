@@ -1,0 +1,513 @@
+"""Triton's GEMMs with weights of four bits, asked for by name: dense and grouped."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dsv4 import dispatch
+from dsv4.bench.checks.fused_judges import gemm_swiglu as swiglu_judge
+from dsv4.bench.checks.fused_judges import grouped_gemm_swiglu as grouped_judge
+from dsv4.bench.problem import Problem
+from dsv4.device import pretend
+from dsv4.ops.gemm import gemm
+from dsv4.ops.gemm_swiglu import gemm_swiglu
+from dsv4.ops.grouped_gemm import grouped_gemm
+from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
+from dsv4.ops.quantize import dequantize, quantize
+from dsv4.quant.formats import (
+    FRAGMENTS,
+    LINEAR,
+    MXFP4,
+    NVFP4,
+    SWIZZLED,
+    SWIZZLED_EXPERTS,
+    QuantizedTensor,
+)
+from dsv4.testing import strategies
+from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_budget
+from dsv4.triton import gemm_packed
+from dsv4.triton import grouped_gemm as grouped_module
+from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan, grouped_plan
+from tests.ops.test_packed_experts import loads, of_rows_or_one, scales_of, sorted_rows
+
+REFERENCE = False
+KERNELS = ("triton",)
+INTERPRETED_SHARE = 6
+ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
+DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
+SCALES = st.sampled_from(["one", "segments", "five segments", "rows"])
+LIMITS = st.sampled_from([None, 0.5, 10.0])
+# Tokens of every tile that a plan has, one of it and one more than it.
+TOKENS = st.sampled_from([1, 8, 9, 16, 17, 33, 65, 129])
+# A tiling of each kind: columns shared by warps or not, one row tile or several, split or not.
+PLANS = [
+    PackedPlan(1, 8, 2, 2, 3, 2, 2),
+    PackedPlan(2, 16, 4, 4, 3, 4),
+    PackedPlan(4, 32, 1, 4, 4, 2, 2),
+    PackedPlan(8, 64, 1, 8, 3, 3, 2),
+    PackedPlan(8, 128, 1, 4, 3, 4),
+]
+
+
+def weight_of(seed, shape, device, layout=FRAGMENTS, scales="one"):
+    """A weight whose global scales are one, one per segment, or one per row."""
+    values = strategies.normal(seed, shape)
+    if layout == LINEAR:
+        return quantize(values, MXFP4).to(device)
+    weight = quantize(values, NVFP4, scaling="weight")
+    rows = shape[-2]
+    cuts = {
+        "one": (),
+        "segments": (16, rows - 16) if rows > 16 else (4, 12),
+        "five segments": (1, 2, 3, 4, rows - 10),
+        "rows": (),
+    }[scales]
+    count = len(cuts) or (rows if scales == "rows" else 1)
+    drawn = torch.rand(*shape[:-2], count, generator=strategies.generator(seed)) + 0.5
+    total = weight.global_scale * drawn
+    return (
+        dataclasses.replace(weight, global_scale=total, segments=cuts)
+        .with_layout(layout)
+        .to(device)
+    )
+
+
+def rows_of(seed, shape, device):
+    return strategies.normal(seed, shape, torch.bfloat16).to(device)
+
+
+def operand_of(x, activation, scale=None):
+    """The activations that are multiplied, in float64."""
+    if activation == "nvfp4":
+        scaling = "token" if scale is None else "static"
+        x = dequantize(quantize(x, scaling=scaling, global_scale=scale), torch.float64)
+    elif activation == "fp8" and len(x):
+        x = dequantize(quantize(x, "fp8_token"), torch.float64)
+    return x.double()
+
+
+def check_judged(op, judge, args, **options):
+    got = op(*args, **options, backend="triton")
+    problem = Problem(op, args, options, judge, 0)
+    verdict = judge(problem, (got,), problem.widened().run("reference"))
+    assert verdict.match, verdict.message
+    return got
+
+
+class TestDense:
+    @given(
+        seed=strategies.seeds(),
+        tokens=TOKENS,
+        tiles=st.integers(1, 3),
+        columns=st.sampled_from([1, 2, 3, 8]),
+        layout=st.sampled_from([FRAGMENTS, LINEAR]),
+        activation=ACTIVATIONS,
+        scales=SCALES,
+        dtype=DTYPES,
+    )
+    def test_product(self, device, seed, tokens, tiles, columns, layout, activation, scales, dtype):
+        weight = weight_of(seed, (16 * tiles, 64 * columns), device, layout, scales)
+        x = rows_of(seed + 1, (tokens, 64 * columns), device)
+        got = gemm(x, weight, activation=activation, out_dtype=dtype, backend="triton")
+        left, right = operand_of(x, activation), dequantize(weight, torch.float64)
+        budget = gemm_budget(left, right, dtype)
+        assert_within_budget(got, left @ right.T, budget, "product")
+
+    @given(
+        seed=strategies.seeds(),
+        tokens=TOKENS,
+        layout=st.sampled_from([FRAGMENTS, LINEAR]),
+        scales=SCALES,
+        limit=LIMITS,
+        activation=ACTIVATIONS,
+        dtype=DTYPES,
+    )
+    def test_swiglu(self, device, seed, tokens, layout, scales, limit, activation, dtype):
+        weight = weight_of(seed, (48, 128), device, layout, scales)
+        x = rows_of(seed + 1, (tokens, 128), device)
+        how = {"activation": activation, "out_dtype": dtype}
+        check_judged(gemm_swiglu, swiglu_judge, (x, weight, limit), **how)
+
+    @given(
+        seed=strategies.seeds(), tokens=st.integers(1, 20), groups=st.integers(2, 3), scales=SCALES
+    )
+    def test_groups(self, device, seed, tokens, groups, scales):
+        weight = weight_of(seed, (32 * groups, 128), device, FRAGMENTS, scales)
+        x = rows_of(seed + 1, (tokens, groups, 128), device)
+        got = gemm(x, weight, groups=groups, out_dtype=torch.float32, backend="triton")
+        right = dequantize(weight, torch.float64).unflatten(0, (groups, -1))
+        for g in range(groups):
+            left = x[:, g].double()
+            budget = gemm_budget(left, right[g], torch.float32)
+            assert_within_budget(got[:, g], left @ right[g].T, budget, f"group {g}")
+
+    @pytest.mark.parametrize("layout", [FRAGMENTS, LINEAR])
+    @pytest.mark.parametrize("plan", PLANS, ids=repr)
+    def test_every_tiling_is_exact(self, device, monkeypatch, plan, layout):
+        """Integers, whose sums float32 holds in any order: the same bits from every tiling."""
+        monkeypatch.setattr(gemm_packed, "dense_plan", lambda *_: plan)
+        weight = strategies.small_integers(plan.tokens, (80, 256)).to(device)
+        fmt = MXFP4 if layout == LINEAR else NVFP4
+        how = {"scaling": "static", "global_scale": torch.ones(1, device=device)}
+        how = how if fmt == NVFP4 else {}
+        packed = quantize(weight.clamp(-6, 6), fmt, **how).with_layout(layout)
+        x = strategies.small_integers(1, (plan.tokens + 3, 256), torch.bfloat16).to(device)
+        got = gemm(x, packed, out_dtype=torch.float32, backend="triton")
+        expected = x.double() @ dequantize(packed, torch.float64).T
+        assert_bitwise(got, expected.float(), "product")
+        x[1, 5], x[2, 7] = math.inf, math.nan
+        bad = gemm(x, packed, out_dtype=torch.float32, backend="triton")
+        assert bool(bad[1:3].isnan().all())
+        assert_bitwise(bad[3:], got[3:], "the other tokens")
+        check_judged(gemm_swiglu, swiglu_judge, (x[3:] / 64, packed, 10.0))
+
+    @given(
+        seed=strategies.seeds(),
+        tokens=st.integers(2, 20),
+        kind=st.sampled_from([math.nan, math.inf, -math.inf]),
+        activation=ACTIVATIONS,
+    )
+    @example(seed=0, tokens=100, kind=math.inf, activation="bf16")
+    def test_a_bad_token_is_alone(self, device, seed, tokens, kind, activation):
+        weight = weight_of(seed, (48, 192), device)
+        x = rows_of(seed, (tokens, 192), device)
+        how = {"activation": activation, "backend": "triton"}
+        clean = gemm(x, weight, **how), gemm_swiglu(x, weight, 10.0, **how)
+        x[tokens // 2, seed % 192] = kind
+        got = gemm(x, weight, **how), gemm_swiglu(x, weight, 10.0, **how)
+        keep = torch.arange(tokens, device=device) != tokens // 2
+        for first, other in zip(got, clean, strict=True):
+            assert bool(first[tokens // 2].isnan().all())
+            assert_bitwise(first[keep], other[keep], "the other tokens")
+
+    def test_a_sum_that_passes_float32_stays_infinite(self, device):
+        weight = weight_of(3, (32, 512), "cpu")
+        weight = dataclasses.replace(weight, codes=weight.codes | 0x07)
+        weight = dataclasses.replace(weight.with_layout(LINEAR), global_scale=torch.ones(1))
+        positive = dataclasses.replace(weight, codes=weight.codes & 0x77)
+        x = rows_of(4, (40, 512), "cpu")
+        x[7] = 3e38
+        got = gemm(
+            x.to(device),
+            positive.with_layout(FRAGMENTS).to(device),
+            out_dtype=torch.float32,
+            backend="triton",
+        )
+        assert bool(got[7].isinf().all())
+        assert bool(got[:7].isfinite().all())
+
+    @given(seed=strategies.seeds(), pad=st.integers(0, 5), shift=st.integers(0, 9))
+    def test_strides_and_misaligned_rows(self, device, seed, pad, shift):
+        weight = weight_of(seed, (32, 128), device)
+        buffer = rows_of(seed, (5 * (128 + 8 * pad) + 16,), device)
+        x = buffer[shift : shift + 5 * (128 + 8 * pad)].view(5, -1)[:, :128]
+        expected = gemm(x.clone(), weight, backend="triton")
+        assert_bitwise(gemm(x, weight, backend="triton"), expected, "product")
+
+
+def every_pair(fmt):
+    """A weight of 256 rows: each code with each scale in a place of its own, in linear layout."""
+    bytes_ = torch.arange(256)
+    codes = torch.arange(64) % 16
+    codes = (codes[0::2] | codes[1::2] << 4).to(torch.uint8).expand(256, 32).contiguous()
+    if fmt == MXFP4:
+        scales = bytes_.to(torch.uint8)[:, None].expand(256, 2).contiguous()
+        return QuantizedTensor(codes, scales.view(torch.float8_e8m0fnu), None, MXFP4)
+    scales = (bytes_ % 128).to(torch.uint8)[:, None].expand(256, 4).contiguous()
+    return QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), torch.ones(1), NVFP4)
+
+
+class TestValues:
+    @pytest.mark.parametrize("layout", [FRAGMENTS, SWIZZLED, LINEAR])
+    def test_every_code_and_scale(self, device, layout):
+        """Multiplied by the identity; a NaN scale is NaN in its own row."""
+        weight = every_pair(MXFP4 if layout == LINEAR else NVFP4)
+        expected = dequantize(weight, torch.float32, backend="reference")
+        of_nan = expected.isnan().any(1)
+        weight = weight.with_layout(layout).to(device)
+        experts = dataclasses.replace(
+            weight,
+            codes=weight.codes[None],
+            scales=weight.scales[None],
+            global_scale=None if layout == LINEAR else torch.ones(1, 1, device=device),
+        )
+        x = torch.eye(64, dtype=torch.bfloat16, device=device)
+        offsets = torch.tensor([0, 64], dtype=torch.int32, device=device)
+        got = grouped_gemm(x, experts, offsets, out_dtype=torch.float32, backend="triton").T.cpu()
+        # An infinite weight times a zero of the identity is NaN; those rows are looked at below.
+        finite = expected.isfinite().all(1)
+        assert_bitwise(got[finite] + 0.0, expected[finite] + 0.0, "weights")
+        assert bool(got[of_nan].isnan().all())
+        assert bool((of_nan.sum() > 0) & (finite.sum() >= 250 - of_nan.sum()))
+
+
+class TestExperts:
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 100),
+        spare=st.integers(0, 3),
+        tiles=st.integers(1, 3),
+        columns=st.integers(1, 2),
+        layout=st.sampled_from([FRAGMENTS, SWIZZLED, LINEAR]),
+        activation=ACTIVATIONS,
+        scales=SCALES,
+        dtype=DTYPES,
+        static=st.booleans(),
+    )
+    def test_product(
+        self,
+        device,
+        seed,
+        counts,
+        spare,
+        tiles,
+        columns,
+        layout,
+        activation,
+        scales,
+        dtype,
+        static,
+    ):
+        weight = weight_of(seed, (5, 16 * tiles, 128 * columns), device, layout, scales)
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128 * columns, device)
+        scale = None
+        if static and activation == "nvfp4":
+            scale = torch.tensor([0.001, 0.002, 0.004, 0.008, 0.01], device=device)
+        how = {"activation": activation, "input_scale": scale, "out_dtype": dtype}
+        got = grouped_gemm(x, weight, offsets, **how, backend="triton")
+        dense, start = dequantize(weight, torch.float64), 0
+        for expert, end in enumerate(offsets.tolist()[1:]):
+            own = None if scale is None else scale[expert]
+            left, right = operand_of(x[start:end], activation, own), dense[expert]
+            budget = gemm_budget(left, right, dtype)
+            assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
+            start = end
+        assert_bitwise(got[start:], torch.zeros_like(got[start:]), "rows of no expert")
+        out = torch.full_like(got, math.nan)
+        assert grouped_gemm(x, weight, offsets, **how, out=out, backend="triton") is out
+        assert_bitwise(out, got, "in a given place")
+
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 100),
+        spare=st.integers(0, 3),
+        layout=st.sampled_from([FRAGMENTS, LINEAR]),
+        scales=SCALES,
+        limit=LIMITS,
+        activation=ACTIVATIONS,
+        weighted=st.booleans(),
+        dtype=DTYPES,
+    )
+    def test_swiglu(
+        self, device, seed, counts, spare, layout, scales, limit, activation, weighted, dtype
+    ):
+        weight = weight_of(seed, (5, 48, 128), device, layout, scales)
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
+        how = {"activation": activation, "row_weight": row_weight, "out_dtype": dtype}
+        args = (x, weight, offsets, limit)
+        got = check_judged(grouped_gemm_swiglu, grouped_judge, args, **how)
+        end = int(offsets[-1])
+        assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+
+    @given(
+        seed=strategies.seeds(),
+        counts=loads(5, 40),
+        spare=st.integers(0, 3),
+        swizzled=st.booleans(),
+        weighted=st.booleans(),
+    )
+    def test_codes(self, device, seed, counts, spare, swizzled, weighted):
+        weight = weight_of(seed, (5, 128, 128), device, FRAGMENTS, "rows")
+        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
+        scale = scales_of(seed, 5, device)
+        layout = SWIZZLED_EXPERTS if swizzled else LINEAR
+        how = {"row_weight": row_weight, "backend": "triton"}
+        got = grouped_gemm_swiglu_quantize(
+            x, weight, offsets, 10.0, scale, scale_layout=layout, **how
+        )
+        inner = grouped_gemm_swiglu(x, weight, offsets, 10.0, **how)
+        own = of_rows_or_one(scale, offsets, x.shape[0])
+        expected = quantize(inner, scaling="static", global_scale=own, backend="reference")
+        end = int(offsets[-1])
+        assert_bitwise(got.codes, expected.codes, "codes")
+        assert_bitwise(got.global_scale, own, "scales of rows")
+        if not swizzled:
+            bits = [q.scales.view(torch.uint8) for q in (got, expected)]
+            assert_bitwise(*bits, "block scales")
+            assert not got.scales[end:].float().any()
+
+    @given(seed=strategies.seeds(), kind=st.sampled_from([math.nan, math.inf, -math.inf]))
+    def test_a_bad_row_is_alone(self, device, seed, kind):
+        weight = weight_of(seed, (3, 48, 128), device)
+        x, offsets = sorted_rows(seed, [3, 0, 4], 0, 128, device)
+
+        def both():
+            args = (x, weight, offsets)
+            return (
+                grouped_gemm(*args, backend="triton"),
+                grouped_gemm_swiglu(*args, 10.0, backend="triton"),
+            )
+
+        clean = both()
+        x[3, seed % 128] = kind
+        keep = torch.arange(7, device=device) != 3
+        for first, other in zip(both(), clean, strict=True):
+            assert bool(first[3].isnan().all())
+            assert_bitwise(first[keep], other[keep], "the other rows")
+
+    @pytest.mark.parametrize("plan", PLANS, ids=repr)
+    def test_every_tiling_is_exact(self, device, monkeypatch, plan):
+        """Integers; experts of one row, of none, and of one more than a tile; many of no expert."""
+        whole = dataclasses.replace(plan, length=4, splits=1)
+        monkeypatch.setattr(grouped_module, "grouped_plan", lambda *_: whole)
+        values = strategies.small_integers(plan.tokens, (4, 80, 256)).to(device).clamp(-6, 6)
+        how = {"scaling": "static", "global_scale": torch.ones(1, device=device)}
+        weight = quantize(values, NVFP4, **how).with_layout(FRAGMENTS)
+        weight = dataclasses.replace(weight, global_scale=torch.ones(4, 1, device=device))
+        counts = [1, 0, plan.tokens + 1, 3]
+        x = strategies.small_integers(1, (sum(counts) + plan.tokens + 2, 256), torch.bfloat16)
+        x = x.to(device)
+        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(device)
+        got = grouped_gemm(x, weight, offsets, out_dtype=torch.float32, backend="triton")
+        expert = torch.repeat_interleave(torch.arange(4), torch.tensor(counts)).to(device)
+        dense, end = dequantize(weight, torch.float64), sum(counts)
+        expected = torch.einsum("rk,rnk->rn", x[:end].double(), dense[expert])
+        assert_bitwise(got[:end], expected.float(), "product")
+        assert not got[end:].any()
+
+    def test_no_rows(self, device):
+        weight = weight_of(0, (3, 32, 128), device)
+        for rows in (0, 5):
+            x, offsets = sorted_rows(0, [0, 0, 0], rows, 128, device)
+            got = grouped_gemm(x, weight, offsets, backend="triton")
+            assert_bitwise(got, x.new_zeros(rows, 32), "rows of no expert")
+            got = grouped_gemm_swiglu(x, weight, offsets, 10.0, backend="triton")
+            assert_bitwise(got, x.new_zeros(rows, 16), "rows of no expert")
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("rows", [6, 48, 400])
+    def test_1000_replays_of_a_graph(self, rows):
+        """Both GEMMs of experts, captured; offsets may change between replays."""
+        first, last = (weight_of(i, (8, 256, 512), "cuda") for i in (0, 1))
+        last = weight_of(1, (8, 512, 128), "cuda")
+        x = rows_of(2, (rows, 512), "cuda")
+        starts = [torch.arange(9) * rows // 8, torch.tensor([0] * 4 + [rows] * 5)]
+        tables = [start.to(torch.int32).cuda() for start in starts]
+        offsets = tables[0].clone()
+
+        def run():
+            inner = grouped_gemm_swiglu(x, first, offsets, 10.0, backend="triton")
+            return grouped_gemm(inner, last, offsets, backend="triton")
+
+        expected = []
+        for table in tables:
+            offsets.copy_(table)
+            expected.append(run().clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run()
+        wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+        for replay in range(1000):
+            offsets.copy_(tables[replay % 2])
+            out.fill_(math.nan)
+            graph.replay()
+            want = expected[replay % 2].view(torch.int16)
+            wrong += (out.view(torch.int16) != want).sum()
+        assert int(wrong) == 0
+
+
+class TestPlans:
+    @given(
+        tiles=st.integers(1, 2048),
+        k_tiles=st.integers(1, 300),
+        tokens=st.integers(1, 9000),
+        groups=st.sampled_from([1, 2, 8]),
+        sms=st.sampled_from([1, 48, 108, 132, 188]),
+        has_wgmma=st.booleans(),
+        is_fragments=st.booleans(),
+    )
+    def test_programs_cover_the_columns_once(
+        self, tiles, k_tiles, tokens, groups, sms, has_wgmma, is_fragments
+    ):
+        weight = Weight(16 * tiles, 64 * k_tiles, is_fragments)
+        plans = [dense_plan(weight, tokens, groups, sms, has_wgmma)]
+        plans += [grouped_plan(weight, tokens, 64, sms, has_wgmma)]
+        for plan in plans:
+            assert (plan.splits - 1) * plan.length < k_tiles <= plan.splits * plan.length
+            assert plan.parts in (1, plan.warps)
+            assert plan.length % plan.parts == 0
+            assert not has_wgmma or plan.parts > 1 or plan.warps in (1, 4, 8)
+            # Codes, scales as four lanes have them, and x, in stages of a pipeline.
+            stage = 768 * plan.tiles * plan.parts + 128 * plan.tokens * plan.parts
+            most = 227 if plan.tokens == 256 else 99
+            assert stage * plan.stages <= most * 1024
+        assert plans[1].splits == 1
+
+
+class TestDispatch:
+    CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0), (12, 1))
+
+    @pytest.mark.parametrize("capability", CAPABILITIES)
+    @pytest.mark.parametrize("layout", [FRAGMENTS, SWIZZLED, LINEAR])
+    def test_no_routed_expert_runs_on_the_reference(self, capability, layout):
+        weight = weight_of(0, (4, 128, 128), "cpu", layout)
+        x, offsets = torch.ones(6, 128, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int32)
+        scale = torch.ones(4)
+        calls = [
+            dispatch.arguments(grouped_gemm, x, weight, offsets),
+            dispatch.arguments(grouped_gemm_swiglu, x, weight, offsets, 10.0),
+            dispatch.arguments(grouped_gemm_swiglu_quantize, x, weight, offsets, 10.0, scale),
+        ]
+        with pretend(capability=capability, packages=True):
+            for call in calls:
+                call = call._replace(device=torch.device("cuda", 0))
+                rows = dispatch.implementations(call.op)
+                able = [row.name for row in rows if row.unsupported_reason(call, "auto") is None]
+                assert "triton" in able, [row.unsupported_reason(call, "auto") for row in rows]
+                assert able.index("triton") == len(able) - 2
+
+    @pytest.mark.parametrize(
+        ("capability", "tokens", "chosen"),
+        [
+            ((8, 0), 1, "triton"),
+            ((12, 0), 512, "triton"),
+            ((8, 9), 513, "cublas"),
+            ((9, 0), 64, "triton"),
+            ((10, 0), 65, "cublas"),
+        ],
+    )
+    def test_many_tokens_are_left_to_cublas(self, capability, tokens, chosen):
+        """Asked behind CuTeDSL's kernels."""
+        weight = weight_of(0, (32, 128), "cpu")
+        x = torch.ones(tokens, 128, dtype=torch.bfloat16)
+        with pretend(capability=capability, packages=True):
+            for op, args in ((gemm, (x, weight)), (gemm_swiglu, (x, weight, 10.0))):
+                call = dispatch.arguments(op, *args)._replace(device=torch.device("cuda", 0))
+                rows = [r for r in dispatch.implementations(call.op) if r.name != "cute"]
+                able = [r.name for r in rows if r.unsupported_reason(call, "auto") is None]
+                other = "parts" if op is gemm_swiglu else "cublas"
+                assert able[0] == (chosen if chosen == "triton" else other)
+
+    def test_what_is_unsupported_is_said(self):
+        x = torch.ones(3, 128, dtype=torch.bfloat16)
+        for weight, words in (
+            (weight_of(0, (32, 128), "cpu").with_layout(LINEAR), "fragments_16x64"),
+            (quantize(torch.ones(24, 128), MXFP4), "24 x 128"),
+            (quantize(torch.ones(32, 128), "fp8_block"), "CUDA GPU"),
+        ):
+            reasons = dict(dispatch.explain(gemm, x, weight).candidates)
+            assert reasons["triton"] is not None
+            with pretend(capability=(8, 0), packages=True):
+                call = dispatch.arguments(gemm, x, weight)._replace(device=torch.device("cuda", 0))
+                row = next(r for r in dispatch.implementations("gemm") if r.name == "triton")
+                reason = row.unsupported_reason(call)
+            assert reason is not None
+            assert words in reason or "E4M3" in reason

@@ -1,0 +1,45 @@
+"""Triton's GEMMs with weights of four bits compile for every architecture, within its limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+REGISTER_FILE = 65536
+# Shared memory of a program: 1 KB of the SM's is the driver's.
+MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+MOST_STACK = 16  # bytes; the assembler keeps a value or two of the loop's surroundings there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        (80, ["--quick"]),
+        (90, ["--quick"]),
+        (120, ["--quick"]),
+        *(pytest.param(arch, [], marks=pytest.mark.nightly) for arch in MOST_SHARED),
+    ],
+)
+def test_every_kernel_compiles_and_fits(arch, how):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests._tools.compile_packed", str(arch), *how]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    names = {kernel["kernel"] for kernel in kernels}
+    assert names == {"_gemm_kernel", "_sum_kernel", "_grouped_kernel"}
+    for kernel in kernels:
+        assert kernel["shared"] <= MOST_SHARED[arch] * 1024, kernel
+        assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
+        assert kernel["stack"] <= MOST_STACK, kernel
+        assert kernel["waits"] == (arch >= 90), kernel
+        # A weight in fragments is in registers as the tensor cores take it (layout 0).
+        if kernel.get("LAYOUT") == 0 and arch != 100:
+            assert not kernel["exchanges"], kernel
