@@ -122,7 +122,7 @@ def test_kernels_are_ended_only_where_they_wait(monkeypatch, event, aborts):
     group = object.__new__(DistributedGroup)
     group.mailbox = mailboxes.virtual(2, 64)[1]
     group._group = type("Group", (), {"_get_backend": lambda self, device: backend})()
-    monkeypatch.setattr(process_group, "_GRACE", 0.1)
+    monkeypatch.setattr(process_group, "_GRACE", 0.1 if aborts else 20.0)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(process_group.dist, "is_nccl_available", lambda: True)
