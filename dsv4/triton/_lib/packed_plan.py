@@ -2,10 +2,12 @@
 
 For small M (``parts`` above 1) the warps of a program share its columns, and a row tile or two is
 all that it multiplies: as many bytes are in flight as with a program for each warp, with one store.
-For large M they share its rows. Plans depend on powers of two
-of tokens and on tiles of them, so that the steps of ``dsv4.compilation`` have every kernel. What bounds a tile of 64 columns is the rate of memory, the
+For large M they share its rows. What bounds a tile of 64 columns is the rate of memory, the
 instructions that dequantise (some 100 of a warp for 16 x 64 weights; counted in machine code of
 Triton 3.6, sm_90a), or the tensor cores.
+
+Plans depend on powers of two of tokens and on tiles of them, so that the steps that
+``dsv4.compilation`` runs have every kernel.
 """
 
 from __future__ import annotations
