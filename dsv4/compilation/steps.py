@@ -420,6 +420,8 @@ class _Recorder(TorchDispatchMode):
                 inner = torch.ops.dsv4.grouped_gemm_swiglu(*gemm_record(arguments), dispatch.AUTO)
                 torch.ops.dsv4.quantize_fp8_token(inner, arguments.result_layout, dispatch.AUTO)
             elif row.name != "reference":
+                if row.name in ("triton", "cublas") and isinstance(arguments, _GEMM_RECORDS):
+                    self._before_gemm(row, arguments)
                 dispatch.first(op, arguments)
                 if op == "moe_gather_quantize":  # and with the scales of calibrated experts
                     experts = arguments.offsets.shape[0] - 1
@@ -430,7 +432,7 @@ class _Recorder(TorchDispatchMode):
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
         """Note how a GEMM quantises its input, in NVFP4 with a scale per row and a calibrated one.
 
-        Hopper's dequantize it again, and what comes quantised, but for FP8 tensor cores.
+        All but Blackwell's dequantize it again, and what comes quantised, but for FP8 tensor cores.
         """
         if row.name == "fp8":
             if args.activation == "fp8":
@@ -438,7 +440,7 @@ class _Recorder(TorchDispatchMode):
                 quantize(args.x.reshape(-1, args.x.shape[-1]), FP8_TOKEN, layout=layout)
             return
         grouped = isinstance(args, _GROUPED_RECORDS)
-        if grouped and args.x_scales is not None and row.name == "cute":
+        if grouped and args.x_scales is not None and row.name != "tcgen05":
             block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
         if args.activation == "fp8":
             fp8_values(args.x)
@@ -446,7 +448,7 @@ class _Recorder(TorchDispatchMode):
             return
         experts = args.offsets.shape[0] - 1 if grouped else 1
         for scale in (None, torch.empty(experts, dtype=torch.float32, device=args.x.device)):
-            if row.name == "cute":
+            if row.name != "tcgen05":
                 row_scale = scale if scale is None else scale[:1]
                 bfloat16_operand(args.x, row_scale)
             elif grouped:

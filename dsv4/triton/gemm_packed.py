@@ -156,7 +156,7 @@ def _gemm_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["count", "columns", "cut0", "cut1", "cut2"])
+@triton.jit(do_not_specialize=["count", "splits", "columns", "cut0", "cut1", "cut2"])
 def _sum_kernel(
     partials,
     x,
@@ -166,6 +166,7 @@ def _sum_kernel(
     row_scale,
     out,
     count,
+    splits,
     groups,
     rows,
     columns,
@@ -173,7 +174,6 @@ def _sum_kernel(
     cut1,
     cut2,
     limit,
-    SPLITS: tl.constexpr,
     SCALES: tl.constexpr,
     SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
@@ -190,7 +190,7 @@ def _sum_kernel(
     inside = row < rows
     partials += pair * rows
     total = tl.load(partials + row, mask=inside, other=0.0)
-    for _ in tl.static_range(1, SPLITS):
+    for _ in range(1, splits):
         partials += count
         total += tl.load(partials + row, mask=inside, other=0.0)
     group = pair % groups
@@ -390,12 +390,12 @@ def _launch(
                 row_scale,
                 out,
                 tokens * groups * weight.rows,
+                cut.splits,
                 groups,
                 weight.rows,
                 columns,
                 *scale.cuts,
                 limit,
-                SPLITS=cut.splits,
                 ROWS=block,
                 num_warps=2,
                 **options,

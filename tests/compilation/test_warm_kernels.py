@@ -199,7 +199,8 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):
     shape = StepShape(3, 3, 256)
     plain = Recipe.of(random_model(model.config, 0, mtp=False).to(torch.bfloat16))
     of = [set(kernels_of(origin, Target("sm_90a"), shape).values()) for origin in (recipe, plain)]
-    assert of[0] - of[1] == {"_gemm_kernel"}, "of the FP8 weight"
+    # Of the FP8 weight, and of experts too small for CuTeDSL's kernels.
+    assert of[0] - of[1] == {"_gemm_kernel", "_grouped_kernel"}
 
 
 def test_experts_in_host_memory_are_in_the_list(kernels_of):

@@ -157,5 +157,6 @@ def test_wrong_arguments_are_named(change, error, message):
 
 def test_dispatch_says_why():
     result = dispatch.explain(gemm_swiglu, inputs(0, (2, 64)), weight_of(0, 32, 64), 10.0)
-    assert [name for name, _ in result.candidates] == ["tcgen05", "cute", "parts", "reference"]
+    names = [name for name, _ in result.candidates]
+    assert names == ["tcgen05", "fp8", "cute", "triton", "parts", "reference"]
     assert result.chosen == "reference"

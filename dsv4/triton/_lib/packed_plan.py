@@ -5,6 +5,9 @@ all that it multiplies: as many bytes are in flight as with a program for each w
 For large M they share its rows. What bounds a tile of 64 columns is the rate of memory, the
 instructions that dequantise (some 100 of a warp for 16 x 64 weights; counted in machine code of
 Triton 3.6, sm_90a), or the tensor cores.
+
+Plans depend on powers of two of tokens and on tiles of them, so that the steps that
+``dsv4.compilation`` runs have every kernel.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ _BYTES_PER_CYCLE = 16
 _INSTRUCTIONS = 100  # of a warp for 16 x 64 weights
 _LATENCY = 500  # cycles of an iteration of a program that is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
+_OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def _small_m(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
     Args:
         weight: Sizes of the weight.
         tokens: Tokens of a program, 8 or 16.
-        copies: Groups, or experts that have rows.
+        copies: Groups, or experts that have rows at the least.
         sms: SMs of the GPU.
     """
     parts = min(_MOST_PARTS, weight.k_tiles & -weight.k_tiles)
@@ -115,7 +119,8 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
     if has_wgmma and tokens >= 1024:
         wide = 256
     tiles, warps, stages = _wide(wide, has_wgmma)
-    programs = -(-weight.row_tiles // tiles) * groups * -(-tokens // wide)
+    token_tiles = -(-tokens // wide)
+    programs = -(-weight.row_tiles // tiles) * groups * token_tiles
 
     def cycles(length: int) -> float:
         splits = -(-weight.k_tiles // length)
@@ -126,7 +131,7 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
         )
         busy = -(-programs * splits // sms) * length * block
         alone = -(-programs * splits // (2 * sms)) * length * max(float(_LATENCY), block)
-        sums = 8 * tokens * groups * weight.rows * splits / (_BYTES_PER_CYCLE * sms)
+        sums = 8 * wide * token_tiles * groups * weight.rows * splits / (_BYTES_PER_CYCLE * sms)
         return max(busy, alone) + (_SECOND_LAUNCH + sums if splits > 1 else 0.0)
 
     lengths = {-(-weight.k_tiles // splits) for splits in range(1, _MOST_SPLITS + 1)}
@@ -143,7 +148,7 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
     """
     mean = rows / experts
     if mean <= 10:
-        return _small_m(weight, 8 if mean <= 4 else 16, min(rows, experts), sms)
+        return _small_m(weight, 8 if mean <= 4 else 16, min(_OF_A_TOKEN, experts), sms)
     wide = 32 if mean <= 24 else 64 if mean <= 80 else 128
     if has_wgmma and mean >= 1024:
         wide = 256
