@@ -2,7 +2,7 @@
 
 And those of ``dsv4.quant.fragments``, which is no operator, and of sums over ranks (``push``).
 
-    python -m tests._tools.compile_kernels 90 [--quick | --brief] [OP ...]  (without TRITON_INTERPRET)
+    python -m tests._tools.compile_kernels 90 [--quick | --brief] [OP ...] (no TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
