@@ -212,8 +212,8 @@ def test_all_of_a_device(kernel, monkeypatch):
     assert [(tested.op, tested.name) for tested in listed] == [("rms_norm", "triton")]
     assert listed[0].wrong is not None
     assert str(listed[0]).startswith("WRONG rms_norm")
-    kept = self_check.verdicts().known[self_test.family("rms_norm", "triton", CPU)]
-    assert kept == listed[0].wrong
+    verdict = self_check.verdicts().known[self_test.family("rms_norm", "triton", CPU)]
+    assert verdict == listed[0].wrong
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):

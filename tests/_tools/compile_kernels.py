@@ -2,7 +2,7 @@
 
 And those of ``dsv4.quant.fragments``, which is no operator, and of sums over ranks (``push``).
 
-    python -m tests._tools.compile_kernels 90 [--quick | --few] [OP ...]  (without TRITON_INTERPRET)
+    python -m tests._tools.compile_kernels 90 [--quick | --brief] [OP ...] (no TRITON_INTERPRET)
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
@@ -77,7 +77,7 @@ class _Unfilled(Draw):
 
 
 def compile_all(
-    arch: int, ops: list[str], quick: bool = False, few: bool = False
+    arch: int, ops: list[str], quick: bool = False, brief: bool = False
 ) -> Iterator[dict]:
     """Compile what the bench's cases of ``ops`` launch; one report per kernel.
 
@@ -85,7 +85,7 @@ def compile_all(
         arch: Compute capability times 10.
         ops: Operators, and names of ``EXTRA``.
         quick: Of the last two sizes, compile only kernels that the first two have not.
-        few: Leave out the last two sizes.
+        brief: Leave out the last two sizes.
     """
     passed: set[str] = set()
     result: dict[str, tuple[str, object]] = {}
@@ -110,7 +110,7 @@ def compile_all(
             _run(op, SIZES[:2])
             if quick:
                 passed.update(name for name, _ in result.values())
-            _run(op, () if few else SIZES[2:])
+            _run(op, () if brief else SIZES[2:])
         yield from (_report(op, *result.pop(key)) for key in list(result))
 
 
@@ -257,12 +257,12 @@ if __name__ == "__main__":
     parser.add_argument("arch", type=int)
     parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--brief", action="store_true")
     options = parser.parse_intermixed_args()
     having = [
         op
         for op in options.ops
         if op in EXTRA or any(_is_compiled(row) for row in dispatch.implementations(op))
     ]
-    for report in compile_all(options.arch, having, options.quick, options.few):
+    for report in compile_all(options.arch, having, options.quick, options.brief):
         print(json.dumps(report), flush=True)
