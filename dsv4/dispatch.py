@@ -70,6 +70,8 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
+        proven_calls: ``"module:function"``, which says of a ``Call`` whether ``proven`` speaks of
+            it; None: of every call.
         self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
             each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
@@ -84,13 +86,26 @@ class Implementation:
     slower_than_later: str | None = None
     waits: bool = False
     proven: frozenset[tuple[int, int]] | None = None
+    proven_calls: str | None = None
     self_test: str | None = None
     reserves_sms: bool = False
     note: str | None = None
 
     def is_proven(self, call: Call) -> bool:
-        """Return whether it was seen right on the GPU of a call."""
-        return self.proven is None or call.capability is None or call.capability in self.proven
+        """Return whether calls of this kind were seen right on the GPU of a call."""
+        if self.proven is None or call.capability is None:
+            return True
+        if call.capability not in self.proven:
+            return False
+        return self.proven_calls is None or _named(self.proven_calls)(call)
+
+    def is_always_proven(self, capability: tuple[int, int]) -> bool:
+        """Return whether every call was seen right on GPUs of a compute capability."""
+        return self.proven is None or (capability in self.proven and self.proven_calls is None)
+
+    def run(self, args: Any) -> Any:
+        """Run it on an operator's arguments, whether or not it supports them."""
+        return _load(self.target)(args)
 
     def unsupported_reason(self, call: Call, requested: str | None = None) -> str | None:
         """Return why it cannot run a call, or None.
@@ -168,6 +183,8 @@ def _triton(
     supports: str,
     *ops: str,
     slower_than_later: str | None = None,
+    proven: frozenset[tuple[int, int]] = _ON_HOPPER,
+    proven_calls: str | None = None,
     note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for the operators of one module of Triton kernels."""
@@ -181,7 +198,8 @@ def _triton(
             f"dsv4.triton.{module}:{op}",
             check,
             slower,
-            proven=_ON_HOPPER,
+            proven=proven,
+            proven_calls=proven_calls and f"dsv4.triton.supports:{proven_calls}",
             self_test=_SELF_TEST,
             note=note,
         )
@@ -274,6 +292,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton(
         *("gemm_packed", "gemm", "gemm"),
         slower_than_later="dequantized_is_faster",
+        proven_calls="has_fp8_weight",
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -300,6 +319,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton(
         *("gemm_packed", "gemm_swiglu", "gemm_swiglu"),
         slower_than_later="dequantized_is_faster",
+        proven=_NOWHERE,
         note=_FP8_AS_BF16,
     ),
     Implementation(
@@ -318,7 +338,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_cute(
         *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
     ),
-    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, note=_FP8_AS_BF16),
+    *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, proven=_NOWHERE, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
     _fp8(*("grouped_gemm_e4m3", "grouped_gemm_swiglu_fp8", "grouped_gemm_swiglu_fp8"), "few_rows"),
     Implementation(
@@ -399,7 +419,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reduced("hc_reduce_post"),
     *_reduced("hc_reduce_post_pre_norm"),
     *_reference("all_reduce", "hc_reduce_post", "hc_reduce_post_pre_norm"),
-    *_triton("compressor_projections", "compressor_projections", "compressor_projections"),
+    *_triton(*3 * ("compressor_projections",), proven=_NOWHERE),
     *_reference("compressor_projections", "compressor_projections"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),
@@ -587,10 +607,10 @@ def _mark(row: Implementation | None, call: Call) -> str | None:
 def self_tested(op: str, name: str, device: torch.device) -> str | None:
     """Return why the self-test of a row, which runs if it is due, lets ``"auto"`` pass it over.
 
-    None for a row that is right, was seen right on such GPUs, or has no self-test.
+    None for a row that is right, was always seen right on such GPUs, or has no self-test.
     """
     row = next(row for row in implementations(op) if row.name == name)
-    if row.self_test is None or row.proven is None or capability(device) in row.proven:
+    if row.self_test is None or row.is_always_proven(capability(device)):
         return None
     return self_test.unsupported(op, name, device, _load(row.self_test))
 

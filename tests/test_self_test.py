@@ -12,11 +12,16 @@ from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
 from dsv4.cute.runtime import cubin_cache
+from dsv4.ops.gemm import gemm
 from dsv4.ops.norm import rms_norm
+from dsv4.ops.quantize import quantize
+from dsv4.ops.swiglu import SwigluArgs
 from dsv4.reference import norm as reference
+from dsv4.reference.swiglu import swiglu as reference_swiglu
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ADA, H200 = (8, 9), (9, 0)
+SELF_TESTED = [row for row in dispatch.IMPLEMENTATIONS if row.self_test is not None]
 
 
 @pytest.fixture(autouse=True)
@@ -136,10 +141,12 @@ def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
     assert len(calls) == 1
 
 
-def test_every_row_is_proven_on_hopper():
-    rows = [row for row in dispatch.IMPLEMENTATIONS if row.self_test is not None]
-    assert {"triton", "cublas", "parts"} >= {row.name for row in rows}
-    assert all(row.proven == {H200} for row in rows)
+def test_rows_are_proven_on_hopper_that_passed_their_tests_there():
+    assert {"triton", "cublas", "parts"} >= {row.name for row in SELF_TESTED}
+    unseen = {row.op for row in SELF_TESTED if not row.is_always_proven(H200)}
+    grouped = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
+    assert unseen == {"gemm", "gemm_swiglu", *grouped, "compressor_projections"}
+    assert not [row for row in SELF_TESTED if row.is_always_proven(ADA)]
     over_ranks = {"hc_reduce_post", "hc_reduce_post_pre_norm"}
     assert not [
         row
@@ -199,10 +206,92 @@ def test_explain_says_the_mark(kernel):
     assert "on GPUs like this one: measured" in str(dispatch.explain(rms_norm, *operands()))
 
 
+@pytest.mark.parametrize(("fmt", "is_proven"), [("nvfp4", False), ("fp8_block", True)])
+def test_of_gemm_the_fp8_weights_are_proven_on_hopper(fmt, is_proven):
+    weight = quantize(torch.ones(128, 128), fmt)
+    call = dispatch.arguments(gemm, torch.ones(1, 128).bfloat16(), weight)
+    call = call._replace(device=GPU)
+    row = next(row for row in dispatch.implementations("gemm") if row.name == "triton")
+    with device.pretend(capability=H200):
+        assert row.is_proven(call) == is_proven
+    with device.pretend(capability=ADA):
+        assert not row.is_proven(call)
+
+
+@pytest.fixture(scope="module")
+def calls():
+    """Calls of the cases of each operator."""
+    made = {}
+    for op in dict.fromkeys(row.op for row in SELF_TESTED):
+        for _, problem in cases.problems(op, "reference", CPU, (1,)):
+            call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
+            made.setdefault(op, []).append(call._replace(device=GPU))
+    return made
+
+
+# Operators none of whose calls a GPU without E4M3 takes.
+OF_E4M3 = {
+    *("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token"),
+    *("dequantize", "rms_norm_quantize", "rms_norm_fp8", "rope_quantize", "swiglu_quantize"),
+    *("swiglu_fp8", "moe_gather_fp8", "moe_gather_quantize", "hc_pre_norm_quantize"),
+    *("hc_post_pre_norm_quantize", "quantize_index_queries", "fake_quantize_kv"),
+}
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), ADA, H200, (12, 0)])
+def test_no_family_is_lost_for_want_of_a_case(calls, capability):
+    with device.pretend(capability=capability, packages=True):
+        for row in SELF_TESTED:
+            if row.op == "expert_gather":  # takes rows in pinned memory, which needs a GPU
+                continue
+            reasons = [row.unsupported_reason(call) for call in calls[row.op]]
+            has_case = None in reasons
+            assert has_case == (capability >= ADA or row.op not in OF_E4M3), (row.op, reasons)
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"])
+def test_weights_of_four_bits_have_cases_in_every_format(calls, op):
+    row = next(row for row in dispatch.implementations(op) if row.name == "triton")
+    with device.pretend(capability=ADA, packages=True):
+        taken = [call.args for call in calls[op] if row.unsupported_reason(call) is None]
+    assert {"nvfp4", "mxfp4"} <= {args.format for args in taken}
+
+
+@pytest.mark.parametrize("op", ["swiglu_quantize", "swiglu_fp8"])
+def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
+    """Whose roundings are not the reference's."""
+
+    def coarse(args):
+        return reference_swiglu(args).to(torch.float8_e5m2).to(torch.bfloat16)
+
+    def fused(args):
+        fmt = "nvfp4" if op == "swiglu_quantize" else "fp8_token"
+        how = {"scaling": "token"} if fmt == "nvfp4" else {}
+        inner = coarse(SwigluArgs(args.gate_up, args.limit, args.layout, None, torch.bfloat16))
+        made = quantize(inner, fmt, backend="reference", **how)
+        parts = (made.codes, made.scales, made.global_scale)
+        return tuple(part for part in parts if part is not None)
+
+    rows, load = dispatch.implementations, dispatch._load
+    fakes = {"swiglu": coarse, op: fused}
+
+    def listed(name):
+        [*_, last] = rows(name)
+        fake = dispatch.Implementation(name, "triton", f"fake:{name}", proven=frozenset())
+        return (fake, last) if name in fakes else rows(name)
+
+    monkeypatch.setattr(dispatch, "implementations", listed)
+    monkeypatch.setattr(
+        dispatch, "_load", lambda target: fakes.get(target.removeprefix("fake:")) or load(target)
+    )
+    assert cases.wrong(op, "triton", CPU, (3,)) is None
+    fakes["swiglu"] = reference_swiglu
+    assert cases.wrong(op, "triton", CPU, (3,)) is not None
+
+
 def test_every_family_has_cases():
     """The reference takes them all, so that those of a GPU are a part of these."""
-    for op in dict.fromkeys(row.op for row in dispatch.IMPLEMENTATIONS if row.self_test):
-        assert any(cases.problems(op, "reference", CPU, (1,))), op
+    for op in dict.fromkeys(row.op for row in SELF_TESTED):
         assert cases.wrong(op, "reference", CPU, (2,)) is None, op
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.kv_cache.pages import Pages
-from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format, QuantizedTensor
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
 Outputs = tuple[torch.Tensor, ...]
 _WIDENED_DTYPES = ("dtype", "out_dtype", "logits_dtype")
@@ -72,7 +72,7 @@ class Draw:
 
         Args:
             *shape: ``[*batch, N, K]``.
-            format: NVFP4 or FP8 blocks.
+            format: NVFP4, MXFP4 or FP8 blocks.
             segments: Rows of each part.
             mxfp4_cast: Whether NVFP4 scales are powers of two, one for 32 columns, as of MXFP4
                 weights that were converted: then the matrix is exact in FP8.
@@ -82,6 +82,7 @@ class Draw:
         scales_shape = format.scales_shape(shape)
         if format == FP8_BLOCK:
             codes = torch.where((codes & 0x7F) == 0x7F, 0x38, codes).view(torch.float8_e4m3fn)
+        if format in (FP8_BLOCK, MXFP4):
             exponent = self.integers(110, 118, scales_shape, torch.uint8)
             scales = exponent.view(torch.float8_e8m0fnu)
             return QuantizedTensor(codes, scales, None, format)

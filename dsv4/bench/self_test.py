@@ -10,11 +10,13 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
 from dsv4 import dispatch, self_test
 from dsv4.bench.cases import MAKERS, operators
+from dsv4.bench.cases.other_formats import other_formats
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
@@ -66,7 +68,8 @@ def problems(
     [row] = [row for row in dispatch.implementations(op) if row.name == name]
     makers = [maker for function, maker in MAKERS.items() if op in operators(function)]
     for count in tokens:
-        for case in (case for maker in makers for case in maker(config(), count)):
+        usual = (case for maker in makers for case in maker(config(), count))
+        for case in chain(usual, other_formats(op, config(), count)):
             problem = case.build(Draw(0, device))
             call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
             if call.op == op and row.unsupported_reason(call) is None:

@@ -117,6 +117,12 @@ def gemm(call: Call) -> str | None:
     return reason or gemm_dtypes(args.x.dtype, args.out_dtype) or too_many(args.groups, "groups")
 
 
+def has_fp8_weight(call: Call) -> bool:
+    """Return whether the weight of ``gemm`` is FP8, whose kernel was seen right on Hopper."""
+    args: GemmArgs = call.args
+    return args.format == FP8_BLOCK.name
+
+
 def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
     args: GemmSwigluArgs = call.args

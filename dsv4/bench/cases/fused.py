@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from dsv4 import ops
+from dsv4.bench.cases.sequence import entry_bytes
 from dsv4.bench.checks import budgets, fused_judges
-from dsv4.bench.checks.fused_judges import QUANTIZED, as_parts
+from dsv4.bench.checks.fused_judges import QUANTIZED, as_parts, by_same_kernel
 from dsv4.bench.checks.judge import Judge, bitwise
 from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
@@ -93,7 +94,7 @@ def swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The input of a down projection."""
 
     def parts(problem: Problem) -> object:
-        inner = ops.swiglu(*problem.args)
+        inner = by_same_kernel(problem, ops.swiglu, *problem.args)
         return ops.quantize(inner, "nvfp4", scaling="token", backend="reference")
 
     def build(draw: Draw) -> Problem:
@@ -118,7 +119,8 @@ def swiglu_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The input of a down projection."""
 
     def parts(problem: Problem) -> object:
-        return ops.quantize(ops.swiglu(*problem.args), "fp8_token", backend="reference")
+        inner = by_same_kernel(problem, ops.swiglu, *problem.args)
+        return ops.quantize(inner, "fp8_token", backend="reference")
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(tokens, 2 * c.moe_intermediate_size, scale=6.0)
@@ -153,7 +155,8 @@ def rope_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def parts(problem: Problem) -> object:
         x, cos, sin = problem.args
-        rotated = ops.rope(x, cos.unsqueeze(1), sin.unsqueeze(1), inverse=True)
+        angles = (cos.unsqueeze(1), sin.unsqueeze(1))
+        rotated = by_same_kernel(problem, ops.rope, x, *angles, inverse=True)
         grouped = rotated.reshape(tokens, groups, -1)
         return ops.quantize(grouped, "nvfp4", scaling="token", backend="reference")
 
@@ -166,12 +169,13 @@ def rope_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("rope_quantize", "o", sizes, tokens, build)
 
 
-def norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def norm_rope_write_kv(c: ModelConfig, tokens: int, entry_format: str = "fp8") -> Iterator[Case]:
     """New KV entries from the fused projection into pages; the last one is skipped."""
     d, rope = c.head_dim, c.qk_rope_head_dim
 
     def build(draw: Draw) -> Problem:
-        pages = Pages.allocate(tokens // _PAGE + 2, _PAGE, d, rope, device=draw.device)
+        count = tokens // _PAGE + 2
+        pages = Pages.allocate(count, _PAGE, d, rope, entry_format, device=draw.device)
         pages.data.fill_(0x35)
         slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
         if tokens > 1:
@@ -179,7 +183,7 @@ def norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
         kv = draw.normal(tokens, c.q_lora_rank + d)[:, c.q_lora_rank :]
         weight = draw.normal(d)
         cos, sin = _tables(c, tokens, draw)
-        written = int((slots >= 0).sum()) * (pages.layout.data_bytes + pages.layout.scale_bytes)
+        written = int((slots >= 0).sum()) * entry_bytes(pages)
         return Problem(
             ops.norm_rope_write_kv,
             (pages, kv, weight, cos, sin, slots),

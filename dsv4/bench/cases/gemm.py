@@ -82,7 +82,7 @@ def own_gemm(rows: int, columns: int, tokens: int, groups: int = 1) -> list[Case
         raise UsageError(f"K is {columns}, wanted a multiple of 16")
     matrix: Matrix = (rows, columns, groups, ())
     return [
-        _case(tokens, matrix, name, activation, format)
+        gemm_case(tokens, matrix, name, activation, format)
         for name, activation, format in (
             ("own", "bf16", NVFP4),
             ("own w4a4", "nvfp4", NVFP4),
@@ -124,19 +124,20 @@ def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
     for name, matrix in matrices(c).items():
         for suffix, activation in (("", "bf16"), (" w4a4", "nvfp4")):
             case = name + suffix
-            yield _case(tokens, matrix, case, activation, NVFP4, case in brief)
+            yield gemm_case(tokens, matrix, case, activation, NVFP4, case in brief)
     for name in ("q_a+kv", "q_b", "o_a", "down"):
         case = f"{name} fp8"
-        yield _case(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
+        yield gemm_case(tokens, matrices(c)[name], case, "bf16", FP8_BLOCK, case in brief)
     for name in ("q_b", "o_b", "gate_up", "down"):
         matrix = matrices(c)[name]
-        yield _case(tokens, matrix, f"{name} w4a8 (mxfp4 cast)", "fp8", NVFP4, False)
-        yield _case(tokens, matrix, f"{name} w8a8", "fp8", FP8_BLOCK, False)
+        yield gemm_case(tokens, matrix, f"{name} w4a8 (mxfp4 cast)", "fp8", NVFP4, False)
+        yield gemm_case(tokens, matrix, f"{name} w8a8", "fp8", FP8_BLOCK, False)
 
 
-def _case(
+def gemm_case(
     tokens: int, matrix: Matrix, name: str, activation: str, format: Format, brief: bool = True
 ) -> Case:
+    """A case of ``gemm``."""
     rows, columns, groups, segments = matrix
 
     def build(draw: Draw) -> Problem:
@@ -159,11 +160,17 @@ def _case(
 
 def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The shared expert's gate and up projections, interleaved, and their SwiGLU."""
+    for name, activation in ACTIVATION_CASES:
+        yield swiglu_case(c, tokens, f"gate_up{name}", activation, NVFP4)
+
+
+def swiglu_case(c: ModelConfig, tokens: int, name: str, activation: str, format: Format) -> Case:
+    """A case of ``gemm_swiglu``."""
     rows, columns, groups, _ = matrices(c)["gate_up"]
 
-    def build(draw: Draw, activation: str) -> Problem:
+    def build(draw: Draw) -> Problem:
         x, cast = draw.normal(tokens, columns), activation == "fp8"
-        weight = _weight(draw, rows, columns, groups, (), NVFP4, cast)
+        weight = _weight(draw, rows, columns, groups, (), format, cast)
         return Problem(
             ops.gemm_swiglu,
             (x, weight, c.swiglu_limit),
@@ -174,10 +181,8 @@ def gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
             writes=x.element_size() * tokens * rows // 2,
         )
 
-    for name, activation in ACTIVATION_CASES:
-        made = functools.partial(build, activation=activation)
-        brief = activation != "fp8"
-        yield Case("gemm_swiglu", f"gate_up{name}", {"N": rows, "K": columns}, tokens, made, brief)
+    sizes, brief = {"N": rows, "K": columns}, activation != "fp8"
+    return Case("gemm_swiglu", name, sizes, tokens, build, brief)
 
 
 def _weight(

@@ -24,8 +24,10 @@ from dsv4.quant.exact_fp8 import with_row_exponent
 from dsv4.quant.formats import (
     FRAGMENTS,
     LINEAR,
+    NVFP4,
     SWIZZLED,
     SWIZZLED_EXPERTS,
+    Format,
     QuantizedTensor,
     swizzle_expert_scales,
 )
@@ -139,24 +141,26 @@ def grouped_gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         ("down", hidden, inner, ()),
     ):
         for suffix, activation in ACTIVATION_CASES:
-            yield _experts(c, tokens, name + suffix, (rows, columns), segments, activation)
+            yield experts_case(c, tokens, name + suffix, (rows, columns), segments, activation)
 
 
-def _experts(
+def experts_case(
     c: ModelConfig,
     tokens: int,
     name: str,
     shape: tuple[int, int],
     segments: tuple[int, ...],
     activation: str,
+    format: Format = NVFP4,
 ) -> Case:
+    """A case of ``grouped_gemm``."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
     rows, columns = shape
 
     def build(draw: Draw) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, columns)
-        weight = _stack(draw, (experts, rows, columns), activation, segments)
+        weight = _stack(draw, (experts, rows, columns), activation, segments, format)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm,
@@ -173,13 +177,21 @@ def _experts(
 
 def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The routed experts' gate and up projections, interleaved, and their SwiGLU."""
+    for name, activation in ACTIVATION_CASES:
+        yield experts_swiglu_case(c, tokens, f"gate_up{name}", activation, NVFP4)
+
+
+def experts_swiglu_case(
+    c: ModelConfig, tokens: int, name: str, activation: str, format: Format
+) -> Case:
+    """A case of ``grouped_gemm_swiglu``."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
-    def build(draw: Draw, activation: str) -> Problem:
+    def build(draw: Draw) -> Problem:
         _, offsets = _sorted(c, tokens, draw)
         x = draw.normal(tokens * k, hidden)
-        weight = _stack(draw, (experts, 2 * inner, hidden), activation)
+        weight = _stack(draw, (experts, 2 * inner, hidden), activation, format=format)
         live = int((offsets.diff() > 0).sum())
         return Problem(
             ops.grouped_gemm_swiglu,
@@ -190,11 +202,8 @@ def grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
             4 * tokens * k * inner * hidden,
         )
 
-    for name, activation in ACTIVATION_CASES:
-        sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
-        made = functools.partial(build, activation=activation)
-        brief = activation != "fp8"
-        yield Case("grouped_gemm_swiglu", f"gate_up{name}", sizes, tokens, made, brief)
+    sizes = {"E": experts, "N": 2 * inner, "K": hidden, "k": k}
+    return Case("grouped_gemm_swiglu", name, sizes, tokens, build, activation != "fp8")
 
 
 def grouped_gemm_swiglu_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -203,7 +212,7 @@ def grouped_gemm_swiglu_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
     inner, hidden = c.moe_intermediate_size, c.hidden_size
 
     def parts(problem: Problem) -> QuantizedTensor:
-        result = ops.grouped_gemm_swiglu(*problem.args)
+        result = fused_judges.by_same_kernel(problem, ops.grouped_gemm_swiglu, *problem.args)
         layout = problem.kwargs["result_layout"]
         return ops.quantize(result, "fp8_token", layout=layout, backend="reference")
 
@@ -232,7 +241,9 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
     def parts(problem: Problem) -> QuantizedTensor:
         activation = problem.kwargs["activation"]
-        result = ops.grouped_gemm_swiglu(*problem.args, activation=activation)
+        result = fused_judges.by_same_kernel(
+            problem, ops.grouped_gemm_swiglu, *problem.args, activation=activation
+        )
         of_rows = torch.ones(result.shape[0], device=result.device)
         for expert, (start, end) in enumerate(pairwise(problem.args[2].tolist())):
             of_rows[start:end] = problem.kwargs["result_scale"][expert]
@@ -266,9 +277,15 @@ def grouped_gemm_swiglu_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def _stack(
-    draw: Draw, shape: tuple[int, int, int], activation: str, segments: tuple[int, ...] = ()
+    draw: Draw,
+    shape: tuple[int, int, int],
+    activation: str,
+    segments: tuple[int, ...] = (),
+    format: Format = NVFP4,
 ) -> QuantizedTensor:
-    """Weights of experts, packed; for FP8 activations such that are exact in FP8."""
+    """Weights of experts, NVFP4 packed; for FP8 activations such that are exact in FP8."""
+    if format != NVFP4:
+        return draw.quantized(*shape, format=format)
     cast = activation == "fp8"
     weight = _packed(draw.quantized(*shape, segments=segments, mxfp4_cast=cast), activation)
     return with_row_exponent(weight)[0] if cast and weight.layout == FRAGMENTS else weight

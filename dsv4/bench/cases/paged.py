@@ -20,7 +20,12 @@ _BLOCKS = {True: 4, False: 8}
 
 def compress_write_paged(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The cases of ``compress_write`` with states in blocks, without the Hadamard transform."""
-    for case in compress_write(c, tokens):
+    return in_blocks(compress_write(c, tokens))
+
+
+def in_blocks(cases: Iterator[Case]) -> Iterator[Case]:
+    """Make cases of ``compress_write_paged`` of those of ``compress_write``."""
+    for case in cases:
         build = functools.partial(_build, case)
         yield dataclasses.replace(case, op="compress_write_paged", build=build)
 

@@ -93,11 +93,16 @@ def _update(d: int, tokens: int, name: str, ratio: int, overlap: bool) -> Case:
 
 def compress_write(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The same on to the cache: norm, rotation, FP8, pages; and to compact index keys."""
-    for name, ratio, overlap in _compression(c):
-        yield _compress_write(c, c.head_dim, tokens, name, ratio, overlap, "fp8")
+    yield from compress_write_entries(c, tokens, "fp8")
     for name in COMPACT_FORMATS:
         ratio, d = c.compress_rates.csa, c.index_head_dim
         yield _compress_write(c, d, tokens, name, ratio, True, name)
+
+
+def compress_write_entries(c: ModelConfig, tokens: int, entry_format: str) -> Iterator[Case]:
+    """Cases of ``compress_write`` whose entries attention reads."""
+    for name, ratio, overlap in _compression(c):
+        yield _compress_write(c, c.head_dim, tokens, name, ratio, overlap, entry_format)
 
 
 def _compress_write(
@@ -126,7 +131,7 @@ def _compress_write(
         kwargs["inv_freq"] = frequencies.to(draw.device)
         if entry_format in COMPACT_FORMATS:
             kwargs["rotate_quantize"] = True
-        entry = _entry_bytes(pages)
+        entry = entry_bytes(pages)
         assert update.writes is not None
         return Problem(
             _write_compressed,
@@ -260,15 +265,18 @@ def window_slots(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("window_slots", "", {"window": c.sliding_window}, tokens, build)
 
 
-def _entry_bytes(pages: Pages) -> int:
+def entry_bytes(pages: Pages) -> int:
+    """Bytes of an entry with its scales."""
+    if pages.entry_format == "plain":
+        return pages.head_dim * pages.data.element_size()
     layout = entry_layout(pages.entry_format, pages.head_dim, pages.rope_dim)
     return layout.data_bytes + layout.scale_bytes
 
 
-def _filled(c: ModelConfig, entries: int, draw: Draw) -> Pages:
-    """FP8 pages that hold random entries."""
-    count = -(-entries // _PAGE)
-    pages = Pages.allocate(count, _PAGE, c.head_dim, c.qk_rope_head_dim, device=draw.device)
+def _filled(c: ModelConfig, entries: int, draw: Draw, entry_format: str) -> Pages:
+    """Pages that hold random entries."""
+    count, sizes = -(-entries // _PAGE), (c.head_dim, c.qk_rope_head_dim)
+    pages = Pages.allocate(count, _PAGE, *sizes, entry_format, device=draw.device)
     slots = torch.arange(count * _PAGE, device=draw.device)
     ops.write_kv(pages, draw.normal(count * _PAGE, c.head_dim), slots, backend="reference")
     return pages
@@ -280,7 +288,7 @@ def angles(c: ModelConfig, draw: Draw, tokens: int) -> dict[str, torch.Tensor]:
     return {"cos": angle.cos(), "sin": angle.sin()}
 
 
-def sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def sparse_attention(c: ModelConfig, tokens: int, entry_format: str = "fp8") -> Iterator[Case]:
     """The three layer types: the window alone, with chosen entries, with all entries."""
     context = _context(c)
     entries = {
@@ -289,20 +297,23 @@ def sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
         "hca": context // c.compress_rates.hca,
     }
     for name, count in entries.items():
-        yield attention_case(c, tokens, name, count)
+        yield attention_case(c, tokens, name, count, entry_format)
 
 
-def attention_case(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
+def attention_case(
+    c: ModelConfig, tokens: int, name: str, count: int, entry_format: str = "fp8"
+) -> Case:
     """A case that attends to the window and ``count`` compressed entries."""
     heads, d, reach = c.num_attention_heads, c.head_dim, c.sliding_window
     batch = min(tokens, _SEQUENCES)
 
     def build(draw: Draw) -> Problem:
         q, sink = draw.normal(tokens, heads, d), draw.normal(heads, dtype=torch.float32)
-        window = _filled(c, batch * reach, draw)
+        window = _filled(c, batch * reach, draw, entry_format)
         slots = draw.integers(0, window.num_slots, (tokens, reach))
         slots[0, reach // 2 :] = -1  # a young sequence
-        compressed = _filled(c, batch * max(count, _PAGE), draw) if count else None
+        rest = batch * max(count, _PAGE)
+        compressed = _filled(c, rest, draw, entry_format) if count else None
         chosen = draw.integers(0, compressed.num_slots, (tokens, count)) if compressed else None
         used = [s[s >= 0] for s in (slots, chosen) if s is not None]
         distinct = sum(int(s.unique().numel()) for s in used)
@@ -311,7 +322,7 @@ def attention_case(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
             (q, window, slots, compressed, chosen, sink),
             {"scale": d**-0.5, **angles(c, draw, tokens)},
             within(budgets.attention),
-            nbytes(q, slots, chosen, sink) + distinct * _entry_bytes(window),
+            nbytes(q, slots, chosen, sink) + distinct * entry_bytes(window),
             4 * heads * d * sum(s.numel() for s in used),
         )
 
@@ -319,19 +330,18 @@ def attention_case(c: ModelConfig, tokens: int, name: str, count: int) -> Case:
     return Case("sparse_attention", name, sizes, tokens, build)
 
 
-def write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def write_kv(c: ModelConfig, tokens: int, entry_format: str = "fp8") -> Iterator[Case]:
     """New entries to random slots of poisoned pages; the last one is skipped."""
 
     def build(draw: Draw) -> Problem:
-        pages = Pages.allocate(
-            tokens // _PAGE + 2, _PAGE, c.head_dim, c.qk_rope_head_dim, device=draw.device
-        )
+        count, sizes = tokens // _PAGE + 2, (c.head_dim, c.qk_rope_head_dim)
+        pages = Pages.allocate(count, _PAGE, *sizes, entry_format, device=draw.device)
         pages.data.fill_(_POISON)
         slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
         if tokens > 1:
             slots[-1] = -1
         entries = draw.normal(tokens, c.head_dim)
-        written = int((slots >= 0).sum()) * _entry_bytes(pages)
+        written = int((slots >= 0).sum()) * entry_bytes(pages)
         return Problem(
             ops.write_kv,
             (pages, entries, slots),
@@ -345,15 +355,15 @@ def write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("write_kv", "", {"D": c.head_dim, "R": c.qk_rope_head_dim}, tokens, build)
 
 
-def read_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+def read_kv(c: ModelConfig, tokens: int, entry_format: str = "fp8") -> Iterator[Case]:
     """Cases that read each token's window; the last slot is empty."""
     reach = c.sliding_window
 
     def build(draw: Draw) -> Problem:
-        pages = _filled(c, min(tokens, _SEQUENCES) * reach, draw)
+        pages = _filled(c, min(tokens, _SEQUENCES) * reach, draw, entry_format)
         slots = draw.integers(0, pages.num_slots, (tokens, reach))
         slots[-1, -1] = -1
-        reads = nbytes(slots) + int(slots.unique().numel()) * _entry_bytes(pages)
+        reads = nbytes(slots) + int(slots.unique().numel()) * entry_bytes(pages)
         kwargs = {"dtype": torch.bfloat16}
         return Problem(ops.read_kv, (pages, slots), kwargs, bitwise("entries"), reads)
 

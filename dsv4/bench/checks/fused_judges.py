@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsv4 import ops
+from dsv4 import dispatch, ops
 from dsv4.bench.checks import budgets
 from dsv4.bench.checks.judge import FUNCTION, Judge, U, combine, compare, same, storing, sum_error
 from dsv4.bench.problem import Outputs, Problem, Verdict, widen
@@ -23,7 +23,10 @@ from dsv4.testing.assertions import unit_roundoff
 
 
 def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
-    """Check that every output has the bits that ``parts`` of the problem returns."""
+    """Check that every output has the bits that ``parts`` of the problem returns.
+
+    Parts that round as their kernel does are made ``by_same_kernel``.
+    """
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
         quantized = parts(problem)
@@ -32,6 +35,22 @@ def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
         return combine(*(same(a, w, n) for a, w, n in zip(actual, expected, names, strict=True)))
 
     return judge
+
+
+def by_same_kernel(
+    problem: Problem, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a part of a fused operator as the fused implementation does.
+
+    By the implementation of the name that made the outputs, where the part has one that can run it,
+    else by what ``"auto"`` takes: whatever was requested, so that a self-test compares a fused
+    kernel with its parts and not with the reference's, which round otherwise.
+    """
+    call = dispatch.arguments(function, *args, **kwargs)
+    for row in dispatch.implementations(call.op):
+        if row.name == problem.backend and row.unsupported_reason(call) is None:
+            return row.run(call.args)
+    return dispatch.first(call.op, call.args)
 
 
 def as_reference(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:

@@ -1,0 +1,79 @@
+"""Further cases for the self-test: caches of floats, and weights in MXFP4.
+
+The bench measures what published models have on Hopper. GPUs without E4M3 have no other cache than
+one of floats, and MXFP4 weights are read by other code than NVFP4's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsv4.bench.cases import fused, gemm, moe, paged, sequence
+from dsv4.bench.problem import Case
+from dsv4.config import ModelConfig
+from dsv4.quant.formats import MXFP4
+
+_PLAIN = "plain"
+
+
+def other_formats(op: str, c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Return the further cases of an operator, which may be none."""
+    made = _WEIGHTS.get(op, _CACHES.get(op))
+    return iter(()) if made is None else made(c, tokens)
+
+
+def _gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    yield gemm.gemm_case(tokens, gemm.matrices(c)["down"], "down mxfp4", "bf16", MXFP4)
+
+
+def _gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    yield gemm.swiglu_case(c, tokens, "gate_up mxfp4", "bf16", MXFP4)
+
+
+def _grouped_gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    shape = (c.hidden_size, c.moe_intermediate_size)
+    yield moe.experts_case(c, tokens, "down mxfp4", shape, (), "bf16", MXFP4)
+
+
+def _grouped_gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    yield moe.experts_swiglu_case(c, tokens, "gate_up mxfp4", "bf16", MXFP4)
+
+
+def _compress_write(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return sequence.compress_write_entries(c, tokens, _PLAIN)
+
+
+def _compress_write_paged(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return paged.in_blocks(_compress_write(c, tokens))
+
+
+def _sparse_attention(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return sequence.sparse_attention(c, tokens, _PLAIN)
+
+
+def _write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return sequence.write_kv(c, tokens, _PLAIN)
+
+
+def _read_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return sequence.read_kv(c, tokens, _PLAIN)
+
+
+def _norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return fused.norm_rope_write_kv(c, tokens, _PLAIN)
+
+
+_WEIGHTS = {
+    "gemm": _gemm,
+    "gemm_swiglu": _gemm_swiglu,
+    "grouped_gemm": _grouped_gemm,
+    "grouped_gemm_swiglu": _grouped_gemm_swiglu,
+}
+_CACHES = {
+    "compress_write": _compress_write,
+    "compress_write_paged": _compress_write_paged,
+    "sparse_attention": _sparse_attention,
+    "write_kv": _write_kv,
+    "read_kv": _read_kv,
+    "norm_rope_write_kv": _norm_rope_write_kv,
+}
