@@ -38,7 +38,7 @@ from tests.ops.test_packed_experts import loads, of_rows_or_one, scales_of, sort
 
 REFERENCE = False
 KERNELS = ("triton",)
-INTERPRETED_SHARE = 6
+INTERPRETED_SHARE = 9  # of the examples; every tiling and format has a test of its own
 ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 SCALES = st.sampled_from(["one", "segments", "five segments", "rows"])
@@ -250,7 +250,7 @@ class TestValues:
 class TestExperts:
     @given(
         seed=strategies.seeds(),
-        counts=loads(5, 100),
+        counts=loads(4, 60),
         spare=st.integers(0, 3),
         tiles=st.integers(1, 3),
         columns=st.integers(1, 2),
@@ -274,11 +274,11 @@ class TestExperts:
         dtype,
         static,
     ):
-        weight = weight_of(seed, (5, 16 * tiles, 128 * columns), device, layout, scales)
+        weight = weight_of(seed, (4, 16 * tiles, 128 * columns), device, layout, scales)
         x, offsets = sorted_rows(seed + 1, counts, spare, 128 * columns, device)
         scale = None
         if static and activation == "nvfp4":
-            scale = torch.tensor([0.001, 0.002, 0.004, 0.008, 0.01], device=device)
+            scale = torch.tensor([0.001, 0.002, 0.004, 0.01], device=device)
         how = {"activation": activation, "input_scale": scale, "out_dtype": dtype}
         got = grouped_gemm(x, weight, offsets, **how, backend="triton")
         dense, start = dequantize(weight, torch.float64), 0
@@ -295,7 +295,7 @@ class TestExperts:
 
     @given(
         seed=strategies.seeds(),
-        counts=loads(5, 100),
+        counts=loads(4, 60),
         spare=st.integers(0, 3),
         layout=st.sampled_from([FRAGMENTS, LINEAR]),
         scales=SCALES,
@@ -307,7 +307,7 @@ class TestExperts:
     def test_swiglu(
         self, device, seed, counts, spare, layout, scales, limit, activation, weighted, dtype
     ):
-        weight = weight_of(seed, (5, 48, 128), device, layout, scales)
+        weight = weight_of(seed, (4, 48, 128), device, layout, scales)
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
         row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
         how = {"activation": activation, "row_weight": row_weight, "out_dtype": dtype}
@@ -318,16 +318,16 @@ class TestExperts:
 
     @given(
         seed=strategies.seeds(),
-        counts=loads(5, 40),
+        counts=loads(3, 30),
         spare=st.integers(0, 3),
         swizzled=st.booleans(),
         weighted=st.booleans(),
     )
     def test_codes(self, device, seed, counts, spare, swizzled, weighted):
-        weight = weight_of(seed, (5, 128, 128), device, FRAGMENTS, "rows")
-        x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
+        weight = weight_of(seed, (3, 128, 64), device, FRAGMENTS, "rows")
+        x, offsets = sorted_rows(seed + 1, counts, spare, 64, device)
         row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
-        scale = scales_of(seed, 5, device)
+        scale = scales_of(seed, 3, device)
         layout = SWIZZLED_EXPERTS if swizzled else LINEAR
         how = {"row_weight": row_weight, "backend": "triton"}
         got = grouped_gemm_swiglu_quantize(
@@ -396,8 +396,9 @@ class TestExperts:
     @pytest.mark.parametrize("rows", [6, 48, 400])
     def test_1000_replays_of_a_graph(self, rows):
         """Both GEMMs of experts, captured; offsets may change between replays."""
-        first, last = (weight_of(i, (8, 256, 512), "cuda") for i in (0, 1))
-        last = weight_of(1, (8, 512, 128), "cuda")
+        first, last = (
+            weight_of(i, size, "cuda") for i, size in enumerate(((8, 256, 512), (8, 512, 128)))
+        )
         x = rows_of(2, (rows, 512), "cuda")
         starts = [torch.arange(9) * rows // 8, torch.tensor([0] * 4 + [rows] * 5)]
         tables = [start.to(torch.int32).cuda() for start in starts]
