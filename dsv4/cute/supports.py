@@ -25,6 +25,7 @@ from dsv4.cute.sm90.topk_plan import is_long
 from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call, implementations
+from dsv4.ops._grouped_operands import chosen_for
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -174,7 +175,7 @@ def grouped_gemm(call: Call) -> str | None:
         _out_dtype(args),
         len(args.segments),
         weight.shape,
-        args.x.shape[0],
+        *chosen_for(args),
     )
     if reason is not None:
         return reason
@@ -194,19 +195,26 @@ def _grouped_sizes(
     segments: int,
     codes: torch.Size,
     tokens: int,
+    step_experts: int,
 ) -> str | None:
-    """The same of what does not change from call to call of a weight."""
+    """The same of what does not change from call to call of a weight.
+
+    ``tokens`` and ``step_experts`` are what kernels are chosen for, of which a call has a part.
+    """
     elsewhere = not_in_fragments(layout) or gemm_dtypes(dtype, out_dtype) or no_cute(device)
     reason = elsewhere or many_segments(segments)
     if reason:
         return reason
-    experts, rows, half = codes
-    arch, sizes = ARCHITECTURES[capability(device)], Experts(rows, 2 * half, experts, False, False)
+    held, rows, half = codes
+    experts = max(held, step_experts)
+    arch = ARCHITECTURES[capability(device)]
+    sizes = Experts(rows, 2 * half, step_experts, False, False)
     sizes = sizes._replace(float32_out=out_dtype == torch.float32)
-    if not all(typical_plan(kind, max(tokens, 1), arch) for kind in _kinds(sizes, arch)):
-        if typical_plan(sizes, max(tokens, 1)) is not None:
-            held = shared_limit(arch) // 1024
-            return f"8 rows of {2 * half} columns do not fit {held} KB of shared memory"
+    kinds = _kinds(sizes, arch)
+    if experts > MOST_EXPERTS or not all(typical_plan(k, max(tokens, 1), arch) for k in kinds):
+        if experts <= MOST_EXPERTS and typical_plan(sizes, max(tokens, 1)) is not None:
+            kib = shared_limit(arch) // 1024
+            return f"8 rows of {2 * half} columns do not fit {kib} KB of shared memory"
         return (
             f"there are {experts} experts of {2 * half} columns, wanted at most {MOST_EXPERTS} and "
             "a multiple of 128"

@@ -134,7 +134,7 @@ def dequantized_is_faster(call: Call) -> str | None:
     """Return why cuBLAS is faster with an NVFP4 weight that was dequantized first, or None.
 
     Writing that weight takes the time of multiplying it by some hundreds of tokens. On 9.0 and 10.x
-    CuTeDSL kernels take nearly every call; what they leave stays with cuBLAS there.
+    CuTeDSL kernels take nearly every call; of more than 64 tokens cuBLAS keeps what they leave.
     """
     args: GemmArgs | GemmSwigluArgs = call.args
     tokens = args.x.shape[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dsv4 import device, dispatch, ops
+from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED
 
@@ -35,10 +36,11 @@ def dense(tokens, weight=PACKED, **options):
     return candidates(ops.gemm, torch.ones(tokens, 256).bfloat16(), weight, **options)
 
 
-def routed(rows):
+def routed(rows, **options):
     weight = quantize(torch.ones(4, 64, 256), scaling="weight").with_layout(FRAGMENTS)
     offsets = torch.tensor([0, 1, 1, rows, rows], dtype=torch.int32)
-    return candidates(ops.grouped_gemm, torch.ones(rows, 256).bfloat16(), weight, offsets)
+    x = torch.ones(rows, 256).bfloat16()
+    return candidates(ops.grouped_gemm, x, weight, offsets, **options)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +59,16 @@ def routed(rows):
 def test_packed_weights(capability, gpu, tokens, chosen, activation):
     capability(gpu)
     assert dense(tokens, activation=activation)[0] == chosen
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, RTX])
+def test_experts_of_a_step_count_that_are_not_in_the_call(capability, gpu):
+    """Its kernels are chosen for the step's."""
+    capability(gpu)
+    assert routed(3, step_rows=900, step_experts=MOST_EXPERTS)[0] == "cute"
+    chosen, why = routed(3, step_experts=MOST_EXPERTS + 1)
+    assert chosen == "triton"
+    assert f"there are {MOST_EXPERTS + 1} experts" in why["cute"]
 
 
 @pytest.mark.parametrize("gpu", [B200, B300])
