@@ -105,8 +105,6 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
 
 
 CONVERT = ConvertE4m3Plan()
-# Whether tiles with stages enough are ``staggered``: compiled, not yet run.
-STAGGERED = False
 _dense = functools.cache(ConvertedE4m3Plan)
 _grouped = functools.cache(GroupedConvertedE4m3Plan)
 
@@ -116,11 +114,7 @@ def converted_plan(
 ) -> ConvertedE4m3Plan:
     """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
     plans = [
-        _dense(
-            *(token_rows, stages, 0, float32_out, swiglu),
-            dequant_warpgroups=0,
-            staggered=STAGGERED and may_stagger(stages, columns),
-        )
+        _dense(*(token_rows, stages, 0, float32_out, swiglu), dequant_warpgroups=0)
         for token_rows, stages in ((2, 4), (1, 6))
     ]
     return min(plans, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
@@ -134,29 +128,9 @@ def grouped_converted_plan(
     return _grouped(
         *(2, stages, 0, float32_out, swiglu),
         dequant_warpgroups=0,
-        staggered=STAGGERED and may_stagger(stages, columns),
         is_row_weighted=row_weighted,
         is_quantized=quantized_out,
     )
-
-
-def may_stagger(stages: int, columns: int) -> bool:
-    """Return whether a ring is no longer than K.
-
-    A warpgroup that leads is at most a ring ahead. So it cannot arrive for a tile, at the barrier
-    that the other one waits at, before that has waited there for the tile before.
-
-    Args:
-        stages: Stages of the ring.
-        columns: K.
-    """
-    return columns // K_BLOCK >= stages
-
-
-def check_stagger(plan: E4m3Plan, columns: int) -> None:
-    """Raise ValueError if a staggered configuration could hang: see ``may_stagger``."""
-    if plan.staggered and not may_stagger(plan.stages, columns):
-        raise ValueError(f"K is {columns}, wanted at least {plan.stages * K_BLOCK} for {plan}")
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:

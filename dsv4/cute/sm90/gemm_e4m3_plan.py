@@ -206,8 +206,6 @@ class E4m3Plan:
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
         dequant_warpgroups: Warpgroups that dequantize: 1, 2 with one tile of 64 tokens, or 0 for
             FP8 weights.
-        staggered: Whether the second MMA warpgroup begins a tile half a block of MMAs later than
-            the first, so that one adds up while the other multiplies.
     """
 
     token_rows: int
@@ -216,7 +214,6 @@ class E4m3Plan:
     float32_out: bool
     swiglu: bool = False
     dequant_warpgroups: int = 1
-    staggered: bool = False
 
     @property
     def kernel(self) -> str:
