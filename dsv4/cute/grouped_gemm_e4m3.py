@@ -281,7 +281,7 @@ def plans(
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [
         experts_plan(*sizes, rows, kind)
         for rows in sorted(counts)
-        if rows <= most and estimate_experts(*sizes, rows).is_faster
+        if rows <= most and estimate_experts(*sizes, rows, quantized_out=quantized_out).is_faster
     ]
     if any(isinstance(plan, GroupedConvertedE4m3Plan) for plan in chosen):
         chosen.append(CONVERT)

@@ -116,7 +116,7 @@ def test_auto_takes_it_for_fp8_weights():
 
 def test_many_tokens_have_their_weights_converted():
     in_the_loop, converted = (
-        e4m3_costs.nvfp4_plan(4096, 8192, n, False, False) for n in (1024, 8192)
+        e4m3_costs.nvfp4_plan(32768, 1024, n, False, False) for n in (1024, 4096)
     )
     assert not isinstance(in_the_loop, ConvertedE4m3Plan)
     assert isinstance(converted, ConvertedE4m3Plan)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
+from dsv4.cute.sm90 import e4m3_times
+from dsv4.cute.sm90.e4m3_times import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
     ROWS,
@@ -18,7 +20,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     E4m3Plan,
     GroupedE4m3Args,
     GroupedE4m3Plan,
-    estimated_cycles,
 )
 
 
@@ -74,6 +75,11 @@ class ConvertedE4m3Plan(E4m3Plan):
         return "dsv4.cute.sm90.gemm_e4m3_converted:ConvertedE4m3Kernel"
 
     @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.CONVERTED[self.token_rows]
+
+    @property
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return ROWS * K_BLOCK
@@ -92,6 +98,11 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
     def kernel(self) -> str:
         """The kernel's class, as ``module:class``."""
         return "dsv4.cute.sm90.grouped_gemm_e4m3_converted:GroupedConvertedE4m3Kernel"
+
+    @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.GROUPED_CONVERTED[self.stages]
 
     @property
     def weight_bytes(self) -> int:
@@ -117,7 +128,7 @@ def converted_plan(
         _dense(*(token_rows, stages, 0, float32_out, swiglu), dequant_warpgroups=0)
         for token_rows, stages in ((2, 4), (1, 6))
     ]
-    return min(plans, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
+    return min(plans, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
 def grouped_converted_plan(
