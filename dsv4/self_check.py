@@ -20,6 +20,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,8 @@ _BEFORE_CAPTURE = (
 )
 
 _log = logging.getLogger(__name__)
+_holding: ContextVar[bool] = ContextVar("dsv4_checking", default=False)
+is_checking = _holding.get  # whether this thread runs a check, with the lock of verdicts
 Implement = Callable[..., Any]
 
 
@@ -95,7 +98,11 @@ class Verdicts:
             if configuration not in self.known:
                 stored = _stored(configuration)
                 if stored is None:
-                    stored = [check()]
+                    token = _holding.set(True)
+                    try:
+                        stored = [check()]
+                    finally:
+                        _holding.reset(token)
                     _keep(configuration, stored[0])
                 self._decide(configuration, stored[0])
         return self.known[configuration]

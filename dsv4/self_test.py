@@ -6,7 +6,8 @@ and compares them with the reference. A family that is wrong is named in an erro
 once, and passed over. Verdicts are kept on disk like those of ``dsv4.self_check``, which instead
 checks each configuration of a kernel on the user's own operands.
 
-A test runs in a thread of its own, so that no mode, stream or recorder of the caller takes part.
+A test runs in a thread of its own, so that no mode, stream or recorder of the caller takes part;
+in the caller's where that runs a check already, which holds the lock of verdicts.
 While a CUDA graph is captured no test can run: the family is passed over with that reason.
 """
 
@@ -14,14 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import capability
-from dsv4.self_check import Configuration, gpu, is_capturing, verdicts
+from dsv4.self_check import Configuration, gpu, is_capturing, is_checking, verdicts
 
 MEASURED, RUN = "measured", "run"
 COMPILED, NEVER = "compiled and interpreted", "compiled for no such GPU"
@@ -67,7 +68,7 @@ def unsupported(op: str, name: str, device: torch.device, test: Test) -> str | N
         return None  # a GPU that is pretended, on which nothing runs
     if is_capturing(device):
         return _BEFORE_CAPTURE
-    if _under_test.get():  # in a thread of its own already, which holds the lock
+    if is_checking() or _under_test.get():  # another thread would wait for this one's lock
         return _verdict(tested, device, test)
     return _in_a_thread(lambda: _verdict(tested, device, test))
 
@@ -99,9 +100,8 @@ def _testing(tested: Configuration, device: torch.device) -> Iterator[None]:
     """Let this thread run the kernels of a family unseen."""
     token = _under_test.set((*_under_test.get(), tested))
     try:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        yield
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
     finally:
         _under_test.reset(token)
 

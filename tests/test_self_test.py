@@ -185,6 +185,27 @@ def test_a_test_that_needs_another_family_does_not_wait_for_itself():
     assert results == [None]
 
 
+def test_a_check_of_a_configuration_may_need_a_family():
+    """As a GEMM of quantised activations does; the check holds the lock of verdicts."""
+    checked = self_check.Configuration("gemm", "cute", "operands", "gpu")
+    tested = []
+
+    def test(op, name, device):
+        tested.append(self_test.is_under_test(op, name, device))
+
+    def check():
+        return self_test.unsupported("quantize_nvfp4", "triton", CPU, test)
+
+    results = []
+    thread = threading.Thread(
+        target=lambda: results.append(self_check.verdicts().reason(checked, check)), daemon=True
+    )
+    thread.start()
+    thread.join(30)
+    assert results == [None]
+    assert tested == [True]
+
+
 def test_marks():
     gpu = torch.device("cuda", 0)
     with device.pretend(capability=H200):
