@@ -97,6 +97,7 @@ def joined(kind: str) -> Iterator[torch.device]:
         status = _status_without_words(error, own)
         if status is None:
             raise
+        _logger.info("rank %d leaves to rank 0 to say: %s", own.rank, error)
         raise SystemExit(status) from error
     if is_new:
         _leave(device)

@@ -119,6 +119,18 @@ def test_which_errors_another_rank_than_0_leaves_to_it(error, status):
     assert processes._status_without_words(error, Launched(0, 4, 0)) is None
 
 
+def test_words_that_are_left_to_rank_0_are_logged(monkeypatch, caplog):
+    """Where this rank alone fails before ranks report to each other."""
+    monkeypatch.setattr(processes, "launched", lambda: Launched(1, 2, 1))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    caplog.set_level("INFO", "dsv4")
+    with pytest.raises(SystemExit) as end, processes.joined("cpu"):
+        raise FileNotFoundError("no such folder here")
+    assert end.value.code == BAD_INPUT
+    assert "rank 1" in caplog.text
+    assert "no such folder here" in caplog.text
+
+
 def test_a_process_alone_is_not_launched(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
