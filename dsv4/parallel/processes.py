@@ -51,6 +51,12 @@ def launched() -> Launched | None:
     return Launched(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def is_first() -> bool:
+    """Return whether this process prints: the first of those started together, or the only one."""
+    own = launched()
+    return own is None or own.rank == 0
+
+
 @contextmanager
 def joined(kind: str) -> Iterator[torch.device]:
     """Join the processes that were started together, for the length of the block.
