@@ -21,6 +21,7 @@ class Compilations:
 
     names: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _telling: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _running: int = field(default=0, repr=False)
     _observers: list[weakref.WeakMethod[Callable[[bool], None]]] = field(
         default_factory=list, repr=False
@@ -31,22 +32,22 @@ class Compilations:
         """Count one that is compiled in the block; observers hear of its begin and its end."""
         with self._lock:
             self.names[name] += 1
+        with self._telling:  # in the order in which they happen
             self._running += 1
-            is_first = self._running == 1
-        if is_first:
-            self._tell(True)
+            if self._running == 1:
+                self._tell(True)
         try:
             yield
         finally:
-            with self._lock:
+            with self._telling:
                 self._running -= 1
-                is_last = self._running == 0
-            if is_last:
-                self._tell(False)
+                if self._running == 0:
+                    self._tell(False)
 
     def observe(self, method: Callable[[bool], None]) -> None:
         """Call a method with whether this process compiles, for as long as its object lives."""
-        self._observers.append(weakref.WeakMethod(method))
+        with self._telling:
+            self._observers.append(weakref.WeakMethod(method))
 
     def _tell(self, compiles: bool) -> None:
         self._observers[:] = [known for known in self._observers if known() is not None]
