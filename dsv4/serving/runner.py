@@ -176,8 +176,7 @@ class Runner:
             deterministic=deterministic,
         )
         self.draft_counts = DraftCounts()
-        most = 1 if drafting.plan is None else drafting.plan.step_tokens
-        captured = resolve_capture(model, capture, max_sequences * most)
+        captured = resolve_capture(model, capture, max_sequences * drafting.certain_tokens)
         sizes = StepSizes(
             check_buckets(buckets, max_sequences, captured, deterministic),
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),

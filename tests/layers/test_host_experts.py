@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.serving.drafting import drafting_of
+from dsv4.speculation.draft_costs import DraftCosts
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -482,18 +482,17 @@ class TestModel:
     def test_drafts_are_no_more_than_slots_hold(self, drafting_model, monkeypatch):
         """Where their number adapts; else steps are planned on the host, and are not captured."""
         layers.host_experts_(drafting_model, HostExperts(0, 8))  # for two tokens
-        auto = drafting_of(drafting_model, "auto")
-        best = SimpleNamespace(drafts=1)
-        monkeypatch.setattr("dsv4.speculation.draft_costs.DraftCosts.best", lambda *_: best)
-        adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
-        assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+        monkeypatch.setattr(DraftCosts, "_gain", lambda *_: 2.0)  # drafts pay wherever they fit
+        for tokens in (None, 3):
+            auto = drafting_of(drafting_model, "auto", tokens)
+            adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
+            assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+            assert adapted.plan.tokens == 1
         none = auto.at_sizes(drafting_model, (2, 3), 64)
         assert none.plan is None
         assert none.reason == "experts in host memory have slots for 2 tokens of a step"
-        assert (auto.plan.step_tokens, drafting_of(drafting_model, "mtp").plan.step_tokens) == (
-            1,
-            2,
-        )
+        assert auto.certain_tokens == 1
+        assert drafting_of(drafting_model, "mtp").certain_tokens == 2
 
     def test_padding_loads_nothing(self, model):
         """Steps padded to four rows choose the experts of their two sequences alone."""
