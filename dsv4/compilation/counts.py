@@ -20,7 +20,7 @@ class Compilations:
     """
 
     names: Counter[str] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     _running: int = field(default=0, repr=False)
     _observers: list[weakref.WeakMethod[Callable[[bool], None]]] = field(
         default_factory=list, repr=False
@@ -29,24 +29,25 @@ class Compilations:
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Count one that is compiled in the block; observers hear of its begin and its end."""
-        with self._lock:
+        with self._lock:  # while observers are told, too: the last they hear is what holds
             self.names[name] += 1
             self._running += 1
-            is_first = self._running == 1
-        if is_first:
-            self._tell(True)
+            if self._running == 1:
+                self._tell(True)
         try:
             yield
         finally:
             with self._lock:
                 self._running -= 1
-                is_last = self._running == 0
-            if is_last:
-                self._tell(False)
+                if not self._running:
+                    self._tell(False)
 
     def observe(self, method: Callable[[bool], None]) -> None:
         """Call a method with whether this process compiles, for as long as its object lives."""
-        self._observers.append(weakref.WeakMethod(method))
+        with self._lock:
+            self._observers.append(weakref.WeakMethod(method))
+            if self._running:
+                method(True)
 
     def _tell(self, compiles: bool) -> None:
         self._observers[:] = [known for known in self._observers if known() is not None]

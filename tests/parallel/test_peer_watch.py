@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -82,6 +83,41 @@ def test_the_outermost_compilation_tells():
     with compilations.compiling("a"):
         pass
     assert not compilations._observers
+
+
+def test_the_last_that_others_hear_is_what_holds():
+    """A compilation may begin while they are told that another one, the last till then, ended."""
+    compilations, began = counts.Compilations(), threading.Event()
+
+    def compile_one() -> None:
+        with compilations.compiling("b"):
+            began.set()
+            observer.told.wait(20)
+
+    second = threading.Thread(target=compile_one)
+
+    class Observer:
+        def __init__(self) -> None:
+            self.heard, self.told = list[bool](), threading.Event()
+
+        def tell(self, compiles: bool) -> None:
+            if not compiles and not second.is_alive() and not began.is_set():
+                second.start()
+                began.wait(0.1)
+            self.heard.append(compiles)
+            if len(self.heard) == 3:
+                late = Observer()
+                compilations.observe(late.tell)
+                self.late = late.heard
+                self.told.set()
+
+    observer = Observer()
+    compilations.observe(observer.tell)
+    with compilations.compiling("a"):
+        pass
+    second.join()
+    assert observer.heard == [True, False, True, False]
+    assert observer.late == [True]
 
 
 def test_a_rank_that_fails_is_lost_to_the_others_and_their_waits_end():
