@@ -494,6 +494,27 @@ class TestModel:
         assert auto.certain_tokens == 1
         assert drafting_of(drafting_model, "mtp").certain_tokens == 2
 
+    @pytest.mark.parametrize(
+        ("options", "tokens"),
+        [
+            ({}, 3),  # as many drafts as fit
+            ({"speculate": "mtp"}, 6),
+            ({"speculate": "mtp", "draft_tokens": 3}, 12),
+            ({"speculate": None}, 3),
+            ({"speculate": None, "deterministic": True}, 1),  # one sequence a step
+        ],
+    )
+    def test_a_step_is_captured_by_its_most_tokens(
+        self, drafting_model, options, tokens, monkeypatch
+    ):
+        layers.host_experts_(drafting_model, HostExperts(0, 8))
+        asked = []
+        monkeypatch.setattr(
+            "dsv4.serving.runner.resolve_capture", lambda *args: asked.append(args[2]) or False
+        )
+        Runner(drafting_model, max_sequences=3, max_tokens=32, **options).close()
+        assert asked == [tokens]
+
     def test_padding_loads_nothing(self, model):
         """Steps padded to four rows choose the experts of their two sequences alone."""
         counts, texts = [], []
