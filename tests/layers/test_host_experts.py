@@ -344,15 +344,16 @@ class TestLayer:
     static=st.integers(0, 6),
     cached=st.integers(1, 7),
     count=st.integers(0, 16),
+    empty=st.sets(st.integers(0, 6)),
 )
-@example(seed=0, static=0, cached=7, count=16)
-def test_waves_hold_every_expert_once(seed, static, cached, count):
+@example(seed=0, static=0, cached=7, count=16, empty={1, 2, 5})  # between needed ones
+def test_waves_hold_every_expert_once(seed, static, cached, count, empty):
     experts = 16
     generator = strategies.generator(seed)
     order = torch.randperm(experts, generator=generator).tolist()
     expert_in = order[: static + cached]
-    for slot in range(static, static + cached, 3):
-        expert_in[slot] = -1
+    for slot in empty & set(range(cached)):
+        expert_in[static + slot] = -1
     needed = torch.randperm(experts, generator=generator)[:count].tolist()
     plan = plan_waves(needed, expert_in, static, experts)
     assert plan.positions <= experts
