@@ -29,7 +29,7 @@ class Compilations:
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Count one that is compiled in the block; observers hear of its begin and its end."""
-        with self._lock:  # while observers are told, too: the last they hear is what holds
+        with self._lock:  # for the calls of observers, too: the last one is what holds
             self.names[name] += 1
             self._running += 1
             if self._running == 1:

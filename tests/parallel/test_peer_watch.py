@@ -86,19 +86,19 @@ def test_the_outermost_compilation_tells():
 
 
 def test_the_last_that_others_hear_is_what_holds():
-    """A compilation may begin while they are told that another one, the last till then, ended."""
+    """A compilation may begin while they hear that another one, the last till then, ended."""
     compilations, began = counts.Compilations(), threading.Event()
 
     def compile_one() -> None:
         with compilations.compiling("b"):
             began.set()
-            observer.told.wait(20)
+            observer.third.wait(20)
 
     second = threading.Thread(target=compile_one)
 
     class Observer:
         def __init__(self) -> None:
-            self.heard, self.told = list[bool](), threading.Event()
+            self.heard, self.third = list[bool](), threading.Event()
 
         def tell(self, compiles: bool) -> None:
             if not compiles and not second.is_alive() and not began.is_set():
@@ -109,7 +109,7 @@ def test_the_last_that_others_hear_is_what_holds():
                 late = Observer()
                 compilations.observe(late.tell)
                 self.late = late.heard
-                self.told.set()
+                self.third.set()
 
     observer = Observer()
     compilations.observe(observer.tell)
