@@ -216,6 +216,27 @@ def test_all_of_a_device(kernel, monkeypatch):
     assert verdict == listed[0].wrong
 
 
+def test_a_kernel_of_many_tokens_alone_is_tested(kernel, monkeypatch):
+    kernel(reference.rms_norm)
+    problems = cases.problems
+
+    def of_many(op, name, device, tokens):
+        return problems(op, name, device, tuple(count for count in tokens if count > 1))
+
+    monkeypatch.setattr(cases, "problems", of_many)
+    [tested] = cases.run_all(CPU, (1, 3), ["rms_norm"])
+    assert (tested.op, tested.wrong, tested.untested) == ("rms_norm", None, None)
+
+
+@pytest.mark.parametrize(("wrong", "untested", "status"), [(None, None, 0), (None, "no memory", 1),
+                                                           ("NaN", None, 1)])  # fmt: skip
+def test_the_status_is_0_only_where_something_is_right(monkeypatch, wrong, untested, status):
+    tested = cases.Tested("rms_norm", "triton", wrong, untested, 0.1)
+    monkeypatch.setattr(cases, "run_all", lambda device: [tested])
+    with device.pretend(capability=ADA):
+        assert env._test_gpu(0) == status
+
+
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert env.test_gpus() == 1

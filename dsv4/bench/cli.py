@@ -50,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return OK
         return _COMMANDS[options.command](options)
     except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if processes.is_first():  # all processes have the same options
+            print(f"error: {error}", file=sys.stderr)
         return IMPOSSIBLE
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 
 from dsv4.commands import checkpoints, convert, env, generate, vllm_report
+from dsv4.parallel import processes
 
 _INTERRUPTED = 130  # as a shell says of SIGINT
 _MODULES = (generate, checkpoints, convert, env, vllm_report)
@@ -52,7 +53,8 @@ def guarded(command: str, action: Callable[[], int]) -> int:
         return _INTERRUPTED
     except (OSError, ValueError, ImportError) as error:
         status = 2
-        print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)
+        if processes.is_first():  # all processes have the same input
+            print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)
     except RuntimeError as error:
         status = 1
         print(f"python -m dsv4 {command}: {_sentence(error)}", file=sys.stderr)

@@ -20,7 +20,8 @@ class Compilations:
     """
 
     names: Counter[str] = field(default_factory=Counter)
-    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _telling: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _running: int = field(default=0, repr=False)
     _observers: list[weakref.WeakMethod[Callable[[bool], None]]] = field(
         default_factory=list, repr=False
@@ -29,22 +30,23 @@ class Compilations:
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
         """Count one that is compiled in the block; observers hear of its begin and its end."""
-        with self._lock:  # for the calls of observers, too: the last one is what holds
+        with self._lock:
             self.names[name] += 1
+        with self._telling:  # in the order in which they happen
             self._running += 1
             if self._running == 1:
                 self._tell(True)
         try:
             yield
         finally:
-            with self._lock:
+            with self._telling:
                 self._running -= 1
-                if not self._running:
+                if self._running == 0:
                     self._tell(False)
 
     def observe(self, method: Callable[[bool], None]) -> None:
         """Call a method with whether this process compiles, for as long as its object lives."""
-        with self._lock:
+        with self._telling:
             self._observers.append(weakref.WeakMethod(method))
             if self._running:
                 method(True)

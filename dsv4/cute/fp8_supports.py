@@ -138,7 +138,8 @@ def few_rows(call: Call) -> str | None:
     count, experts = chosen_for(args)
     if not count:
         return None
-    times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count)
+    codes = isinstance(args, GroupedGemmSwigluFp8Args)
+    times = e4m3_costs.estimate_experts(rows, 2 * half, experts, count, quantized_out=codes)
     return _slower(times, f"{count} rows of {experts} experts")
 
 

@@ -32,7 +32,6 @@ from dsv4.cute.sm90.e4m3_converted_plan import (
     CONVERTED_E4M3_ABI,
     ConvertE4m3Plan,
     ConvertedE4m3Plan,
-    check_stagger,
     convert_grid,
 )
 from dsv4.cute.sm90.gemm_e4m3_plan import (
@@ -243,7 +242,6 @@ def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> L
 
 def _prepare(kernel: Kernel, resident: int, problem: Problem, plan: E4m3Plan) -> Launch:
     rows, columns, groups, tokens, *_ = problem
-    check_stagger(plan, columns)
     token_tiles, row_blocks = -(-tokens // plan.token_block), -(-rows // ROWS)
     ctas = min(token_tiles * row_blocks, resident)
     x = Matrix(tokens, columns * groups // 2, columns * groups // 2, plan.tma_tokens)

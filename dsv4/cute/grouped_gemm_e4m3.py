@@ -31,7 +31,6 @@ from dsv4.cute.sm90.e4m3_converted_plan import (
     GROUPED_CONVERTED_E4M3_ABI,
     ConvertE4m3Plan,
     GroupedConvertedE4m3Plan,
-    check_stagger,
 )
 from dsv4.cute.sm90.gemm_e4m3_plan import GROUPED_E4M3_ABI, K_BLOCK, ROWS, GroupedE4m3Plan
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
@@ -233,7 +232,6 @@ def _prepared(problem: GroupedProblem, experts: Range, device: int, thread: int)
     """The launch, made once in every thread, because that takes longer than a launch."""
     columns, rows_of_x = problem.columns, problem.rows_of_x
     plan, count = choose(problem), experts.end - experts.first
-    check_stagger(plan, columns)
     kernel = loaded(plan, architecture(device))
     cut0, cut1, cut2 = cuts(problem.segments)
     abi = GROUPED_E4M3_ABI
@@ -283,7 +281,7 @@ def plans(
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [
         experts_plan(*sizes, rows, kind)
         for rows in sorted(counts)
-        if rows <= most and estimate_experts(*sizes, rows).is_faster
+        if rows <= most and estimate_experts(*sizes, rows, quantized_out=quantized_out).is_faster
     ]
     if any(isinstance(plan, GroupedConvertedE4m3Plan) for plan in chosen):
         chosen.append(CONVERT)

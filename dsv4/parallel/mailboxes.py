@@ -54,8 +54,7 @@ class Mailbox:
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
         owner: What keeps the memory alive.
         ending: Pinned flags of ranks that are gone, and a stream of high priority, which no waiting
-            kernel shares a queue with; None where
-            no kernel waits for another process.
+            kernel shares a queue with; None where no kernel waits for another process.
     """
 
     rank: int
@@ -104,7 +103,7 @@ class Mailbox:
     def end_waits(self) -> None:
         """End this rank's kernels that wait for a rank, and all later ones, with an error.
 
-        By a copy from the host, for which no kernel needs to end.
+        The host copies the flags, and no kernel has to end for that.
         """
         own = self.flags[self.rank]
         if self.ending is None:

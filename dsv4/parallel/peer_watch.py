@@ -156,29 +156,42 @@ def connected(group: Any, rank: int, size: int) -> PeerWatch | None:
     """
     name = f"dsv4/{uuid.uuid4()}"
     sockets: dict[int, socket.socket] = {}
-    with contextlib.ExitStack() as failed:
-        server = failed.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server,
+        contextlib.ExitStack() as made,
+    ):
         server.bind("\0" + name)  # an abstract name: no file
         server.listen(size)
         server.settimeout(_PATIENCE)
         names = group.exchange(name)
-        error = ""
-        try:
+
+        def call() -> None:
             for other in range(rank):
-                sockets[other] = _connect(names[other], rank)
+                sockets[other] = made.enter_context(_connect(names[other], rank))
+
+        def answer() -> None:
             while len(sockets) < size - 1:
-                link, _ = server.accept()
+                link = made.enter_context(server.accept()[0])
                 link.settimeout(_PATIENCE)
                 sockets[link.recv(1)[0]] = link
-        except (OSError, IndexError) as problem:
-            error = str(problem) or type(problem).__name__
-        if any(group.exchange(error)):
-            for link in sockets.values():
-                link.close()
-            return None
+
+        # All calls end before one is answered, so that none is waited for that was refused.
+        for part in (call, answer):
+            if any(group.exchange(_error_of(part))):
+                return None
+        made.pop_all()  # they stay open
     for link in sockets.values():
         link.settimeout(None)
     return PeerWatch(sockets)
+
+
+def _error_of(part: Callable[[], None]) -> str:
+    """Return what went wrong with sockets, or nothing."""
+    try:
+        part()
+    except (OSError, IndexError) as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _connect(name: str, rank: int) -> socket.socket:

@@ -4,8 +4,8 @@ The split of weights is that of ``parallel="tp"`` (attention by heads, experts b
 by rows) and ``parallel="dp"`` (whole attention on every rank, experts by ranges). Memory follows
 from shapes, times from a model with three measured constants of one H100 and from published
 latencies of sums over ranks. Two H200 were measured since (Flash, NVFP4, 4096 tokens): a captured
-step of 4.09 to 4.16 ms where 4.01 are computed, 4.30 with the choice of tokens in a runner. Of a
-step with the bytes that it read the tests hold both figures together.
+step of 4.09 to 4.16 ms where 4.01 are computed, 4.30 with the choice of tokens in a runner. A test
+compares computed with measured steps.
 """
 
 from __future__ import annotations

@@ -51,6 +51,12 @@ def launched() -> Launched | None:
     return Launched(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def is_first() -> bool:
+    """Return whether this process prints: the first of those started together, or the only one."""
+    own = launched()
+    return own is None or own.rank == 0
+
+
 @contextmanager
 def joined(kind: str) -> Iterator[torch.device]:
     """Join the processes that were started together, for the length of the block.
@@ -97,6 +103,7 @@ def joined(kind: str) -> Iterator[torch.device]:
         status = _status_without_words(error, own)
         if status is None:
             raise
+        _logger.info("rank %d leaves to rank 0 to say: %s", own.rank, error)
         raise SystemExit(status) from error
     if is_new:
         _leave(device)

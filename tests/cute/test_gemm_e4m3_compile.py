@@ -15,7 +15,6 @@ from dsv4.cute.runtime.driver import Image
 from dsv4.cute.sm90.e4m3_converted_plan import (
     CONVERT,
     ConvertedE4m3Plan,
-    GroupedConvertedE4m3Plan,
     converted_plan,
     grouped_converted_plan,
 )
@@ -30,21 +29,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, usage_of
 
 MOST_SHARED = 227 * 1024
-
-
-# Variants that nothing chooses before they have run on a GPU.
-BY_HAND = (
-    ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, staggered=True),
-    ConvertedE4m3Plan(1, 6, 0, False, True, dequant_warpgroups=0, staggered=True),
-    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0, staggered=True),
-    GroupedConvertedE4m3Plan(
-        *(2, 3, 0, False, True),
-        dequant_warpgroups=0,
-        staggered=True,
-        is_row_weighted=True,
-        is_quantized=True,
-    ),
-)
 
 
 def every_plan():
@@ -68,7 +52,7 @@ def every_plan():
     kinds += [(False, True, weighted, True) for weighted in yes_or_no]
     plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
     plans += [grouped_converted_plan(128, *kind) for kind in kinds]
-    return list(dict.fromkeys([*plans, *BY_HAND]))
+    return list(dict.fromkeys(plans))
 
 
 # Of each kind the one with the most registers; the others in the nightly profile.
@@ -76,7 +60,7 @@ QUICK = (
     E4m3Plan(2, 3, 3, False),
     BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
     GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
-    BY_HAND[0],
+    ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
     grouped_converted_plan(128, False, True, True, True),
 )
 
@@ -110,9 +94,8 @@ def test_machine_code_and_parameters(plan, tmp_path):
 
     blocks = plan.token_rows * plan.row_parts
     assert names.count("QGMMA.64x128x32.F32.E4M3.E4M3") == 4 * blocks
-    # One wait for the four MMAs of a block, or two: ptxas did not serialise them.
-    waits = blocks + (plan.row_parts if plan.staggered else 0)
-    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == waits
+    # One wait for the four MMAs of a block: ptxas did not serialise them.
+    assert sum(name.startswith("WARPGROUP.DEPBAR") for name in names) == blocks
     assert not any(name.startswith("LDG") and ".CONSTANT" in name for name in names)
     assert not any(name.startswith("LDG") for name in names[: names.index("ACQBULK")])
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from dsv4 import __main__ as command_line
+from dsv4.bench import cli
 from dsv4.parallel import processes
 from dsv4.parallel.context import RankError
 from dsv4.parallel.processes import BAD_INPUT, FAILED, Launched, launched
@@ -117,6 +119,32 @@ def test_an_error_of_one_rank_is_said_by_rank_0_and_ends_all():
 def test_which_errors_another_rank_than_0_leaves_to_it(error, status):
     assert processes._status_without_words(error, Launched(1, 4, 1)) == status
     assert processes._status_without_words(error, Launched(0, 4, 0)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_bad_input_is_said_once_before_the_processes_are_joined(rank, monkeypatch, capsys):
+    variables = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    missing = ["generate", "/no/such/folder", "--prompt", "x", "--device", "cpu"]
+    for main, arguments in (
+        (command_line.main, missing),
+        (cli.main, ["run", "no_such_operator", "--device", "cpu"]),
+    ):
+        assert main(arguments) == BAD_INPUT
+        assert len(own_lines(capsys.readouterr().err)) == (rank == 0)
+
+
+def test_words_that_are_left_to_rank_0_are_logged(monkeypatch, caplog):
+    """Where this rank alone fails before ranks report to each other."""
+    monkeypatch.setattr(processes, "launched", lambda: Launched(1, 2, 1))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    caplog.set_level("INFO", "dsv4")
+    with pytest.raises(SystemExit) as end, processes.joined("cpu"):
+        raise FileNotFoundError("no such folder here")
+    assert end.value.code == BAD_INPUT
+    assert "rank 1" in caplog.text
+    assert "no such folder here" in caplog.text
 
 
 def test_a_process_alone_is_not_launched(monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 
 from dsv4.compilation import counts
 from dsv4.parallel import mailboxes, peer_watch
+from dsv4.parallel.context import RankError
 from dsv4.parallel.mailboxes import GONE
 from dsv4.parallel.peer_watch import PeerWatch, connected
 from dsv4.testing.ranks import run_ranks
@@ -78,46 +80,40 @@ def test_the_outermost_compilation_tells():
         raise ZeroDivisionError
     assert observer.heard == [True, False] * 2
     assert compilations.copy() == {"a": 2, "b": 1}
-    del observer
+    with compilations.compiling("c"):
+        late = Observer()
+        compilations.observe(late.tell)
+    assert late.heard == [True, False]
+    del observer, late
     gc.collect()
     with compilations.compiling("a"):
         pass
     assert not compilations._observers
 
 
-def test_the_last_that_others_hear_is_what_holds():
-    """A compilation may begin while they hear that another one, the last till then, ended."""
-    compilations, began = counts.Compilations(), threading.Event()
+def test_the_end_of_one_compilation_is_not_told_after_the_begin_of_the_next():
+    """The others would not know that the next one runs."""
+    compilations, heard = counts.Compilations(), []
 
-    def compile_one() -> None:
-        with compilations.compiling("b"):
-            began.set()
-            observer.third.wait(20)
+    def compile_another() -> None:
+        with compilations.compiling("another"):
+            pass
 
-    second = threading.Thread(target=compile_one)
+    another = threading.Thread(target=compile_another)
 
     class Observer:
-        def __init__(self) -> None:
-            self.heard, self.third = list[bool](), threading.Event()
-
         def tell(self, compiles: bool) -> None:
-            if not compiles and not second.is_alive() and not began.is_set():
-                second.start()
-                began.wait(0.1)
-            self.heard.append(compiles)
-            if len(self.heard) == 3:
-                late = Observer()
-                compilations.observe(late.tell)
-                self.late = late.heard
-                self.third.set()
+            if not compiles and another.ident is None:
+                another.start()
+                another.join(0.2)
+            heard.append(compiles)
 
     observer = Observer()
     compilations.observe(observer.tell)
-    with compilations.compiling("a"):
+    with compilations.compiling("one"):
         pass
-    second.join()
-    assert observer.heard == [True, False, True, False]
-    assert observer.late == [True]
+    another.join(20)
+    assert heard == [True, False, True, False]
 
 
 def test_a_rank_that_fails_is_lost_to_the_others_and_their_waits_end():
@@ -189,9 +185,35 @@ def test_ranks_that_cannot_connect_have_no_watch(monkeypatch):
     def refuse(name: str, rank: int) -> None:
         raise ConnectionRefusedError("on another host")
 
-    monkeypatch.setattr(peer_watch, "_PATIENCE", 0.2)
+    monkeypatch.setattr(peer_watch, "_PATIENCE", 60.0)
     monkeypatch.setattr(peer_watch, "_connect", refuse)
+    began = time.monotonic()
     assert run_ranks(3, lambda own: connected(own.group, own.rank, 3)) == [None] * 3
+    assert time.monotonic() - began < 30  # nobody waits for a call that was refused
+
+
+def test_a_rank_that_fails_meanwhile_leaves_no_socket_open(monkeypatch):
+    links, connect = [], peer_watch._connect
+
+    def noted(name: str, rank: int) -> socket.socket:
+        links.append(connect(name, rank))
+        return links[-1]
+
+    class Group:
+        """The other rank's address, and then its failure."""
+
+        def exchange(self, value: Any) -> list[Any]:
+            if links:
+                raise RankError("rank 0 failed")
+            return ["dsv4/test of peer_watch", value]
+
+    monkeypatch.setattr(peer_watch, "_connect", noted)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind("\0dsv4/test of peer_watch")
+        server.listen(1)
+        with pytest.raises(RankError):
+            connected(Group(), 1, 2)
+    assert [link.fileno() for link in links] == [-1]
 
 
 def test_waits_end_in_the_own_mailbox_alone():

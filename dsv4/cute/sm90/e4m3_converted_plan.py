@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
+from dsv4.cute.sm90 import e4m3_times
+from dsv4.cute.sm90.e4m3_times import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
     ROWS,
@@ -18,7 +20,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     E4m3Plan,
     GroupedE4m3Args,
     GroupedE4m3Plan,
-    estimated_cycles,
 )
 
 
@@ -74,6 +75,11 @@ class ConvertedE4m3Plan(E4m3Plan):
         return "dsv4.cute.sm90.gemm_e4m3_converted:ConvertedE4m3Kernel"
 
     @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.CONVERTED[self.token_rows]
+
+    @property
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return ROWS * K_BLOCK
@@ -94,6 +100,11 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
         return "dsv4.cute.sm90.grouped_gemm_e4m3_converted:GroupedConvertedE4m3Kernel"
 
     @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.GROUPED_CONVERTED[self.stages]
+
+    @property
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return ROWS * K_BLOCK
@@ -105,8 +116,6 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
 
 
 CONVERT = ConvertE4m3Plan()
-# Whether tiles with stages enough are ``staggered``: compiled, not yet run.
-STAGGERED = False
 _dense = functools.cache(ConvertedE4m3Plan)
 _grouped = functools.cache(GroupedConvertedE4m3Plan)
 
@@ -116,14 +125,10 @@ def converted_plan(
 ) -> ConvertedE4m3Plan:
     """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
     plans = [
-        _dense(
-            *(token_rows, stages, 0, float32_out, swiglu),
-            dequant_warpgroups=0,
-            staggered=STAGGERED and may_stagger(stages, columns),
-        )
+        _dense(*(token_rows, stages, 0, float32_out, swiglu), dequant_warpgroups=0)
         for token_rows, stages in ((2, 4), (1, 6))
     ]
-    return min(plans, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
+    return min(plans, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
 def grouped_converted_plan(
@@ -134,29 +139,9 @@ def grouped_converted_plan(
     return _grouped(
         *(2, stages, 0, float32_out, swiglu),
         dequant_warpgroups=0,
-        staggered=STAGGERED and may_stagger(stages, columns),
         is_row_weighted=row_weighted,
         is_quantized=quantized_out,
     )
-
-
-def may_stagger(stages: int, columns: int) -> bool:
-    """Return whether a ring is no longer than K.
-
-    A warpgroup that leads is at most a ring ahead. So it cannot arrive for a tile, at the barrier
-    that the other one waits at, before that has waited there for the tile before.
-
-    Args:
-        stages: Stages of the ring.
-        columns: K.
-    """
-    return columns // K_BLOCK >= stages
-
-
-def check_stagger(plan: E4m3Plan, columns: int) -> None:
-    """Raise ValueError if a staggered configuration could hang: see ``may_stagger``."""
-    if plan.staggered and not may_stagger(plan.stages, columns):
-        raise ValueError(f"K is {columns}, wanted at least {plan.stages * K_BLOCK} for {plan}")
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:

@@ -4,9 +4,7 @@
 
 Promotion. The tensor cores sum 128 columns in accumulators of their own; these sums times the
 token's scale (and the weight's, where 128 x 128 of it share one) are added in float32, in ascending
-order of K. An MMA warpgroup waits for its MMAs meanwhile; those of the other one go on. Both begin
-a tile together, and their MMAs share the tensor cores, so without more ado they also add up
-together. Where the plan is ``staggered`` the second one begins half a block of MMAs later.
+order of K. An MMA warpgroup multiplies nothing meanwhile; the other one may.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from dsv4.cute.sm90.e4m3_results import MMA_WARPS, E4m3Results, Lane, ResultBuff
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 
 K_STEPS = K_BLOCK // 32  # wgmma of a stage
-# Named barrier: the first MMA warpgroup has half of a tile's first block.
-_HALF_BLOCK = 3
 
 
 class Rings(NamedTuple):
@@ -266,17 +262,11 @@ class E4m3Tiles(E4m3Results):
                 ptx.mbarrier_wait(rings.ready + Uint32(source.stage * 8), source.parity)
             block = position.stage * (2 * self.plan.token_rows) + group
             for i in cutlass.range_constexpr(self.plan.token_rows):
-                leads = None
-                if cutlass.const_expr(self.plan.staggered and i == 0):
-                    if (group == 1) & (k == 0):
-                        cute.arch.barrier(barrier_id=_HALF_BLOCK, number_of_threads=256)
-                    # The first warpgroup has this block of every tile.
-                    leads = Int32((group == 0) & (k == 0))
                 if cutlass.const_expr(self.plan.is_grouped):
                     if self._exists(tile, 2 * i + group):
-                        self._multiply_block(operands, block + 2 * i, source.stage, leads)
+                        self._multiply_block(operands, block + 2 * i, source.stage)
                 else:
-                    self._multiply_block(operands, block + 2 * i, source.stage, leads)
+                    self._multiply_block(operands, block + 2 * i, source.stage)
                 if cutlass.const_expr(i + 1 == self.plan.token_rows):
                     self._release(rings, position, source, me.lane)
                 if cutlass.const_expr(self.plan.is_grouped):
@@ -295,14 +285,13 @@ class E4m3Tiles(E4m3Results):
         return position, source
 
     @cute.jit
-    def _multiply_block(self, operands: Operands, block: Int32, stage: Int32, leads: Any) -> None:
+    def _multiply_block(self, operands: Operands, block: Int32, stage: Int32) -> None:
         """A warpgroup: multiply a block of 64 tokens of a stage, and wait for the sums.
 
         Args:
             operands: Operands.
             block: Block of X.
             stage: Stage of the weights.
-            leads: Int32, whether the other warpgroup waits for half of it; None: it never does.
         """
         # Reads of the accumulators come before the MMAs write them.
         warpgroup.fence()
@@ -314,13 +303,7 @@ class E4m3Tiles(E4m3Results):
                 operands.weights[None, None, step, stage],
                 operands.stage_sums,
             )
-            if cutlass.const_expr(leads is not None and step == K_STEPS // 2 - 1):
-                warpgroup.commit_group()
         warpgroup.commit_group()
-        if cutlass.const_expr(leads is not None):
-            warpgroup.wait_group(1)
-            # Predicated: a branch between MMAs and the wait would serialise them.
-            ptx.barrier_arrive_if(_HALF_BLOCK, 256, leads)
         warpgroup.wait_group(0)
 
     @cute.jit

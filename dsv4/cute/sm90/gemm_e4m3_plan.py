@@ -15,7 +15,8 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
-from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90 import e4m3_times
+from dsv4.cute.sm90.e4m3_times import TileTimes
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
@@ -206,8 +207,6 @@ class E4m3Plan:
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
         dequant_warpgroups: Warpgroups that dequantize: 1, 2 with one tile of 64 tokens, or 0 for
             FP8 weights.
-        staggered: Whether the second MMA warpgroup begins a tile half a block of MMAs later than
-            the first, so that one adds up while the other multiplies.
     """
 
     token_rows: int
@@ -216,12 +215,20 @@ class E4m3Plan:
     float32_out: bool
     swiglu: bool = False
     dequant_warpgroups: int = 1
-    staggered: bool = False
 
     @property
     def kernel(self) -> str:
         """The kernel's class, as ``module:class``."""
         return "dsv4.cute.sm90.gemm_e4m3:E4m3Kernel"
+
+    @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.LOOP[self.token_rows]
+
+    def dense_us(self, rows: int, columns: int, tokens: int) -> float:
+        """Microseconds of a dense GEMM, without a conversion; arguments as in ``e4m3_plan``."""
+        return e4m3_times.dense_us(self.times, self.token_rows, rows, columns, tokens)
 
     @property
     def ctas(self) -> int:
@@ -386,6 +393,11 @@ class BlockE4m3Plan(E4m3Plan):
         return "dsv4.cute.sm90.gemm_e4m3_block:BlockE4m3Kernel"
 
     @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.BLOCK[self.token_rows]
+
+    @property
     def weight_bytes(self) -> int:
         """Codes of a stage."""
         return ROWS * K_BLOCK
@@ -407,6 +419,11 @@ class GroupedE4m3Plan(E4m3Plan):
     def kernel(self) -> str:
         """The kernel's class, as ``module:class``."""
         return "dsv4.cute.sm90.grouped_gemm_e4m3:GroupedE4m3Kernel"
+
+    @property
+    def times(self) -> TileTimes:
+        """Measured times of its tiles."""
+        return e4m3_times.GROUPED_LOOP[self.token_rows]
 
     @property
     def is_grouped(self) -> bool:
@@ -441,7 +458,7 @@ def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: b
         swiglu: See ``E4m3Plan``.
     """
     wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu, 2)
-    return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
+    return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
 def block_e4m3_plan(
@@ -450,17 +467,7 @@ def block_e4m3_plan(
     """The configuration of a GEMM with FP8 weights; see ``e4m3_plan`` and ``BlockE4m3Plan``."""
     wide = _block(2, 4, 0, float32_out, dequant_warpgroups=0, e8m0_scales=e8m0_scales)
     narrow = _block(1, 6, 0, float32_out, dequant_warpgroups=0, e8m0_scales=e8m0_scales)
-    return min(wide, narrow, key=lambda plan: estimated_cycles(plan, rows, columns, tokens))
-
-
-def estimated_cycles(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
-    """Cycles of a GEMM: rounds of tiles, each of stages; it is there to rank configurations.
-
-    A stage of 128 tokens takes the tensor cores 512 cycles; dequantizing it takes longer.
-    """
-    tiles = -(-rows // ROWS) * -(-tokens // plan.token_block)
-    stage = max(560 * plan.token_rows, 700 if plan.dequant_warps else 0)
-    return -(-tiles // tuned().sms) * (1000 + 500 * plan.token_rows + columns // K_BLOCK * stage)
+    return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
 def grouped_e4m3_plan(

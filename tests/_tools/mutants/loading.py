@@ -143,7 +143,7 @@ MUTANTS = (
         "dsv4.checkpoint.packing:mxfp4_mode",
         "'lossless' if choice.experts_packed(device) else 'keep'",
         "'lossless'",
-        TESTS + "TestDefault::test_experts_without_kernels_stay_as_they_are",
+        TESTS + "TestDefault::test_layers_without_kernels_stay_as_they_are",
     ),
     Mutant(
         "load",

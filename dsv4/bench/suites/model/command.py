@@ -204,8 +204,7 @@ def _say(what: str) -> None:
 
 def leads() -> bool:
     """Return whether this process prints and writes, which of several the first does."""
-    own = processes.launched()
-    return own is None or own.rank == 0
+    return processes.is_first()
 
 
 def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:

@@ -44,7 +44,6 @@ from dsv4.cute.device.ptx.arithmetic import (
     swiglu,
 )
 from dsv4.cute.device.ptx.barrier import (
-    barrier_arrive_if,
     fence_mbarrier_init,
     fence_proxy_async_shared,
     mbarrier_arrive,
@@ -170,7 +169,6 @@ __all__ = [
     "async_copy16_or_zero",
     "async_store_remote4",
     "atomic_increment",
-    "barrier_arrive_if",
     "bfloat16_high_to_float",
     "bfloat16_low_to_float",
     "bits_to_float",

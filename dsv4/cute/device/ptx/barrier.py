@@ -90,21 +90,6 @@ def mbarrier_arrive_on_async_copies(barrier: Uint32) -> None:
     assembly("cp.async.mbarrier.arrive.noinc.shared.b64 [{$r0}];", (), [barrier])
 
 
-def barrier_arrive_if(barrier: int, threads: int, predicate: Int32) -> None:
-    """Predicated ``bar.arrive``: nothing where ``predicate`` is 0, which is so in whole warps.
-
-    Args:
-        barrier: Number of the named barrier.
-        threads: Threads that arrive or wait there.
-        predicate: A condition.
-    """
-    assembly(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r0}}, 0; @p bar.arrive {barrier}, {threads}; }}",
-        (),
-        [Int32(predicate)],
-    )
-
-
 def fence_proxy_async_shared() -> None:
     """``fence.proxy.async.shared::cta``: order own writes before the async proxy.
 

@@ -1,0 +1,174 @@
+"""Estimated times of the GEMMs with FP8 arithmetic beside those measured on one H200.
+
+Times are microseconds of 2026-11-28, ``notes/2026-11_fp8_gemm.md``, third run.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsv4.cute import e4m3_costs
+from dsv4.cute.sm90.e4m3_converted_plan import (
+    ConvertedE4m3Plan,
+    GroupedConvertedE4m3Plan,
+    grouped_converted_plan,
+)
+from dsv4.cute.sm90.gemm_e4m3_plan import (
+    BlockE4m3Plan,
+    E4m3Plan,
+    GroupedE4m3Plan,
+    block_e4m3_plan,
+    grouped_e4m3_plan,
+)
+
+# How far an estimate is off at most, of the measured time.
+NVFP4, FP8_WEIGHTS, EXPERTS, BFLOAT16 = 0.05, 0.08, 0.02, 0.12
+
+
+class Row(NamedTuple):
+    """A measured GEMM: times of wide tiles converted, in the loop, of narrow ones converted."""
+
+    rows: int
+    columns: int
+    tokens: int
+    converted: float
+    loop: float
+    narrow: float | None
+    cublas: float
+
+
+class BlockRow(NamedTuple):
+    """A measured GEMM with FP8 weights: wide tiles, narrow ones, the bfloat16 kernel."""
+
+    rows: int
+    columns: int
+    tokens: int
+    wide: float
+    narrow: float
+    bfloat16: float
+
+
+class ExpertsRow(NamedTuple):
+    """A measured GEMM of 64 experts of Pro, whose rows of X are Poisson numbers of a mean."""
+
+    rows: int
+    columns: int
+    mean: int
+    converted: float
+    loop: float
+    bfloat16: float
+    is_gate_up: bool
+
+
+DENSE = (
+    Row(4096, 8192, 4096, 214.0, 266.3, None, 330.6),
+    Row(4096, 8192, 1024, 69.7, 74.2, 72.4, 89.0),
+    Row(32768, 1024, 4096, 284.2, 319.4, None, 358.4),
+    Row(32768, 1024, 1024, 90.2, 86.4, 96.2, 102.3),
+    Row(7168, 16384, 4096, 790.0, 913.5, None, 1122.2),
+    Row(7168, 16384, 1024, 249.6, 268.4, 267.5, 318.3),
+    Row(4096, 4096, 4096, 115.5, 142.1, None, 172.6),
+    Row(4096, 4096, 1024, 40.5, 41.9, 41.6, 50.0),
+)
+BLOCK = (
+    BlockRow(4096, 8192, 256, 57.8, 35.1, 36.6),
+    BlockRow(4096, 8192, 1024, 63.4, 66.3, 114.2),
+    BlockRow(4096, 8192, 4096, 226.7, 240.5, 429.6),
+    BlockRow(7168, 16384, 256, 125.0, 70.7, 111.7),
+    BlockRow(7168, 16384, 1024, 255.2, 237.8, 437.7),
+    BlockRow(7168, 16384, 4096, 887.8, 840.0, 1505.0),
+)
+GATE_UP, DOWN = (6144, 7168), (7168, 3072)
+ROUTED = (
+    ExpertsRow(*GATE_UP, 512, 4238, 3505, 3785, True),
+    ExpertsRow(*GATE_UP, 1024, 6694, 6326, 7482, True),
+    ExpertsRow(*GATE_UP, 2048, 11074, 12451, 15297, True),
+    ExpertsRow(*DOWN, 512, 2017, 1813, 1952, False),
+    ExpertsRow(*DOWN, 1024, 3114, 3246, 3831, False),
+    ExpertsRow(*DOWN, 2048, 5403, 6289, 7376, False),
+)
+
+
+def near(us, tolerance):
+    """What equals a time within a share of it."""
+    return pytest.approx(us, rel=tolerance)
+
+
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_dense(row):
+    sizes = row[:3]
+    wide = ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0)
+    narrow = ConvertedE4m3Plan(1, 6, 0, False, dequant_warpgroups=0)
+    loop = E4m3Plan(2, 3, 3, False)
+    times = {wide: row.converted, loop: row.loop}
+    if row.narrow is not None:
+        times[narrow] = row.narrow
+    for plan, us in times.items():
+        assert e4m3_costs.plan_us(plan, *sizes) == near(us, NVFP4)
+    assert e4m3_costs.nvfp4_plan(*sizes, False, False) == min(times, key=times.get)
+    estimate = e4m3_costs.estimate(*sizes)
+    assert estimate.is_faster
+    assert estimate.bfloat16 == near(row.cublas, BFLOAT16)
+
+
+@pytest.mark.parametrize("row", BLOCK, ids=str)
+def test_fp8_weights(row):
+    sizes = row[:3]
+    wide = BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0)
+    narrow = BlockE4m3Plan(1, 6, 0, False, dequant_warpgroups=0)
+    times = {wide: row.wide, narrow: row.narrow}
+    for plan, us in times.items():
+        assert e4m3_costs.plan_us(plan, *sizes) == near(us, FP8_WEIGHTS)
+    assert block_e4m3_plan(*sizes, False, False) == min(times, key=times.get)
+    estimate = e4m3_costs.estimate(*sizes, is_block=True)
+    assert estimate.is_faster
+    assert estimate.bfloat16 == near(row.bfloat16, BFLOAT16)
+
+
+@pytest.mark.parametrize("row", ROUTED, ids=str)
+def test_experts(row):
+    experts, rows_of_x = 64, 64 * row.mean
+    sizes = (row.rows, row.columns, experts, rows_of_x)
+    kind = (False, row.is_gate_up, row.is_gate_up, row.is_gate_up)
+    loop = grouped_e4m3_plan(rows_of_x, experts, *kind)
+    converted = grouped_converted_plan(row.columns, *kind)
+    times = {loop: row.loop, converted: row.converted}
+    for plan, us in times.items():
+        assert e4m3_costs.experts_plan_us(plan, *sizes) == near(us, EXPERTS)
+    assert e4m3_costs.experts_plan(*sizes, kind) == min(times, key=times.get)
+    estimate = e4m3_costs.estimate_experts(*sizes, quantized_out=row.is_gate_up)
+    assert estimate.is_faster
+    assert estimate.bfloat16 == near(row.bfloat16, BFLOAT16)
+
+
+@given(
+    rows=st.integers(1, 512).map(lambda n: 128 * n),
+    columns=st.integers(1, 128).map(lambda n: 128 * n),
+    tokens=st.integers(1, 1 << 14),
+)
+def test_more_work_takes_no_less_time(rows, columns, tokens):
+    """Of each configuration, so that the fit says nothing absurd between measured sizes."""
+    plans = (
+        *(E4m3Plan(2, 3, 3, False), E4m3Plan(1, 5, 3, False, dequant_warpgroups=2)),
+        *(ConvertedE4m3Plan(*tile, 0, False, dequant_warpgroups=0) for tile in ((2, 4), (1, 6))),
+        *(BlockE4m3Plan(*tile, 0, False, dequant_warpgroups=0) for tile in ((2, 4), (1, 6))),
+    )
+    for plan in plans:
+        us = e4m3_costs.plan_us(plan, rows, columns, tokens)
+        assert us <= e4m3_costs.plan_us(plan, rows + 128, columns, tokens)
+        assert us <= e4m3_costs.plan_us(plan, rows, columns + 128, tokens)
+        assert us <= e4m3_costs.plan_us(plan, rows, columns, tokens + 128)
+
+
+@given(rows_of_x=st.integers(1, 64 * 4096))
+def test_more_rows_of_experts_take_no_less_time(rows_of_x):
+    for plan in (
+        GroupedE4m3Plan(2, 3, 3, False),
+        GroupedConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
+    ):
+        us = e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x)
+        assert us <= e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x + 64)
