@@ -48,6 +48,8 @@ class Compilations:
         """Call a method with whether this process compiles, for as long as its object lives."""
         with self._telling:
             self._observers.append(weakref.WeakMethod(method))
+            if self._running:
+                method(True)
 
     def _tell(self, compiles: bool) -> None:
         self._observers[:] = [known for known in self._observers if known() is not None]

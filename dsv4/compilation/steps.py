@@ -53,6 +53,7 @@ from dsv4.serving.prompts import BUCKETS
 
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
+_SHARING = 128  # tokens from which neighbours share index keys that Triton scores
 # SMs of an A100, A40, L40S, H200, B200, B300 (of which it is supposed), RTX PRO 6000 and GB10: they
 # decide how work is split.
 PROCESSORS = {
@@ -170,7 +171,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     """Shapes that together launch what steps of up to that many tokens do.
 
     Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
-    tokens there are: each power and each tile of 64 begins a shape.
+    tokens there are: each power and each tile of 64 begins a shape. CuTeDSL scores index keys where
+    there are many of all tokens, so contexts between two powers may have them scored by Triton.
 
     Args:
         max_tokens: Most tokens of a step.
@@ -189,6 +191,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     for narrow in _contexts(context):
         shapes += [StepShape(n, n, narrow) for n in powers]
         shapes += [StepShape(n, n, narrow, "plain") for n in (1, 16, 64, 1024) if n <= max_tokens]
+        if max_tokens >= _SHARING:
+            shapes.append(StepShape(_SHARING, _SHARING, narrow + narrow // 2))
     shapes += [StepShape(n, m, context, "plain") for n in powers for m in (1, n)]
     return list(dict.fromkeys(shapes))
 

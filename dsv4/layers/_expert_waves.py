@@ -6,7 +6,7 @@ of the slots that are not static in turn: while one half is multiplied, the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -47,7 +47,7 @@ class WavePlan:
 
 
 def plan_waves(
-    needed: Iterable[int], expert_in: Sequence[int], static: int, experts: int
+    needed: Collection[int], expert_in: Sequence[int], static: int, experts: int
 ) -> WavePlan:
     """Plan the waves of a step.
 
@@ -69,7 +69,7 @@ def plan_waves(
 
 
 def _planned(
-    needed: Iterable[int], expert_in: Sequence[int], static: int, experts: int
+    needed: Collection[int], expert_in: Sequence[int], static: int, experts: int
 ) -> WavePlan:
     """Plan the waves of a step with what is in the slots; see ``plan_waves``."""
     middle = static + (len(expert_in) - static + 1) // 2

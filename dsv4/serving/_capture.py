@@ -60,8 +60,8 @@ def _obstacle(
             if reason is not None:
                 return (
                     f"{name}: {reason}, which reads the number of rows of each expert on the "
-                    "host; wanted a bfloat16 model whose routed experts are NVFP4 and packed: "
-                    "dsv4.layers.quantize_, then dsv4.layers.pack_"
+                    "host; wanted a bfloat16 model whose routed experts are MXFP4, or NVFP4 and "
+                    "packed: dsv4.layers.quantize_, then dsv4.layers.pack_"
                 )
     return None
 

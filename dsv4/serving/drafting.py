@@ -72,11 +72,6 @@ class DraftPlan:
             "confidence_threshold": self.threshold,
         }
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a sequence in a step; 1 if the number of drafts adapts to what fits a step."""
-        return 1 if self.by_size else 1 + self.tokens
-
     def within(self, max_tokens: int) -> DraftPlan:
         """Return the plan for sequences of at most some tokens, 2 and up."""
         return replace(self, tokens=min(self.tokens, max_tokens - 1))
@@ -95,15 +90,19 @@ class Drafting:
         reason: Why not, if a draft was asked for.
         costs: What drafts cost, where the plan depends on it.
         sizes: Numbers of sequences that steps are padded to, ascending.
-        most_tokens: Most tokens of a step for whose experts in host memory there are slots, beyond
-            which a plan with ``by_size`` does not draft; None: any number.
     """
 
     plan: DraftPlan | None = None
     reason: str = ""
     costs: DraftCosts | None = field(default=None, repr=False)
     sizes: tuple[int, ...] = field(default=(), repr=False)
-    most_tokens: int | None = None
+
+    @property
+    def certain_tokens(self) -> int:
+        """Tokens of a sequence in every step; 1 where steps may have fewer drafts, or none."""
+        if self.plan is None or self.plan.by_size:
+            return 1
+        return 1 + self.plan.tokens
 
     def at_sizes(
         self, model: DeepseekV4ForCausalLM, sizes: Sequence[int], max_tokens: int
@@ -123,13 +122,13 @@ class Drafting:
         if not (plan.by_size or _has_confidence(model, plan.method)):
             return replace(self, plan=plan, sizes=tuple(sizes))
         costs = DraftCosts.of(model, plan.method, plan.tokens, plan.threshold)
-        slots = min(slot_tokens(model), default=None)
-        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes), most_tokens=slots)
+        drafting = replace(self, plan=plan, costs=costs, sizes=tuple(sizes))
         _logger.info("%s, by the number of sequences:\n%s", drafting, drafting.explain())
         most = max(map(drafting.drafts_at, sizes))
         if most:
             return replace(drafting, plan=replace(plan, tokens=most))
         reason = f"drafts would be slower at {sizes[0]} to {sizes[-1]} sequences, by bytes read"
+        slots = costs.most_tokens
         if slots is not None and slots < 2 * sizes[0]:
             reason = f"experts in host memory have slots for {slots} tokens of a step"
         return Drafting(None, reason, costs, tuple(sizes))
@@ -140,10 +139,7 @@ class Drafting:
             return 0
         if self.costs is None or not self.plan.by_size:
             return self.plan.tokens
-        drafts = self.costs.best(sequences).drafts
-        if self.most_tokens is not None:
-            drafts = min(drafts, max(0, self.most_tokens // sequences - 1))
-        return drafts
+        return self.costs.best(sequences).drafts
 
     def theta_at(self, sequences: int) -> float | None:
         """Return the least probability of acceptance of a draft that is verified; None: any."""

@@ -354,8 +354,7 @@ def prepare(
     drafting = drafting_of(model, speculate, draft_tokens, threshold=confidence_threshold)
     kind = Kind(plan=drafting.plan)
     capacity = Capacity.of_equal(sequences, min(tokens, model.config.max_position_embeddings))
-    most = 1 if drafting.plan is None else drafting.plan.step_tokens
-    reason = why_eager(model, sequences * most)
+    reason = why_eager(model, sequences * drafting.certain_tokens)
     if reason is None and not dispatch.is_free(dispatch.AUTO):
         reason = "a backend is asked for by name"
     if reason is not None:

@@ -176,8 +176,8 @@ class Runner:
             deterministic=deterministic,
         )
         self.draft_counts = DraftCounts()
-        most = 1 if drafting.plan is None else drafting.plan.step_tokens
-        captured = resolve_capture(model, capture, max_sequences * most)
+        together = 1 if deterministic else max_sequences  # sequences of a decode step, at most
+        captured = resolve_capture(model, capture, together * drafting.certain_tokens)
         sizes = StepSizes(
             check_buckets(buckets, max_sequences, captured, deterministic),
             check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),

@@ -22,6 +22,8 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from dsv4.compilation.steps import PROCESSORS
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import interpret_triton
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -31,8 +33,6 @@ from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, Quanti
 from dsv4.triton._runtime import launch_options
 from tests._tools.compile_kernels import _Driver, _report, _tool
 
-OPERATORS = {"gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
-_SMS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 120: 188}
 DENSE = ((4096, 4096), (32768, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 24, 64, 512, 4096)
@@ -89,10 +89,9 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
 
     triton.runtime.driver.set_active(_Driver(arch))
     JITFunction.run = compiled
-    pdl = {"PDL": 1, "launch_pdl": True} if arch >= 90 else {"PDL": 0}
-    launch_options.options = lambda tensor, small=False: {**pdl, "enable_fp_fusion": True}
-    launch_options.sm_count = lambda device: _SMS[arch]
-    launch_options.capability = lambda tensor: (arch // 10, arch % 10)
+    capability = divmod(arch, 10)
+    launch_options.sm_count = lambda device: PROCESSORS[EVERY_ARCHITECTURE[capability]]
+    launch_options.capability = lambda tensor: capability
     with interpret_triton():
         _run(quick)
     for name, kernel, constants in result.values():

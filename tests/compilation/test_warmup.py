@@ -582,7 +582,7 @@ class TestDevices:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"arch": "sm_75"}, "wanted one of 'sm_80', 'sm_86', 'sm_89', 'sm_120a'"),
+            ({"arch": "sm_75"}, "wanted one of 'sm_80', 'sm_86', .*'sm_90a', .*'sm_121a'$"),
             ({"device": "cpu"}, "device is cpu, wanted a CUDA GPU"),
             ({"arch": "sm_90a", "max_tokens": 0}, "max_tokens is 0, wanted at least 1"),
         ],

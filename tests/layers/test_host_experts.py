@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from dsv4.layers._host_memory import available_bytes, check_available
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.serving.drafting import drafting_of
+from dsv4.speculation.draft_costs import DraftCosts
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import randomize_
@@ -344,15 +344,16 @@ class TestLayer:
     static=st.integers(0, 6),
     cached=st.integers(1, 7),
     count=st.integers(0, 16),
+    empty=st.sets(st.integers(0, 6)),
 )
-@example(seed=0, static=0, cached=7, count=16)
-def test_waves_hold_every_expert_once(seed, static, cached, count):
+@example(seed=0, static=0, cached=7, count=16, empty={1, 2, 5})  # between needed ones
+def test_waves_hold_every_expert_once(seed, static, cached, count, empty):
     experts = 16
     generator = strategies.generator(seed)
     order = torch.randperm(experts, generator=generator).tolist()
     expert_in = order[: static + cached]
-    for slot in range(static, static + cached, 3):
-        expert_in[slot] = -1
+    for slot in empty & set(range(cached)):
+        expert_in[static + slot] = -1
     needed = torch.randperm(experts, generator=generator)[:count].tolist()
     plan = plan_waves(needed, expert_in, static, experts)
     assert plan.positions <= experts
@@ -482,18 +483,38 @@ class TestModel:
     def test_drafts_are_no_more_than_slots_hold(self, drafting_model, monkeypatch):
         """Where their number adapts; else steps are planned on the host, and are not captured."""
         layers.host_experts_(drafting_model, HostExperts(0, 8))  # for two tokens
-        auto = drafting_of(drafting_model, "auto")
-        best = SimpleNamespace(drafts=1)
-        monkeypatch.setattr("dsv4.speculation.draft_costs.DraftCosts.best", lambda *_: best)
-        adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
-        assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+        monkeypatch.setattr(DraftCosts, "_gain", lambda *_: 2.0)  # drafts pay wherever they fit
+        for tokens in (None, 3):
+            auto = drafting_of(drafting_model, "auto", tokens)
+            adapted = auto.at_sizes(drafting_model, (1, 2, 3), 64)
+            assert [adapted.drafts_at(n) for n in (1, 2, 3)] == [1, 0, 0]
+            assert adapted.plan.tokens == 1
         none = auto.at_sizes(drafting_model, (2, 3), 64)
         assert none.plan is None
         assert none.reason == "experts in host memory have slots for 2 tokens of a step"
-        assert (auto.plan.step_tokens, drafting_of(drafting_model, "mtp").plan.step_tokens) == (
-            1,
-            2,
+        assert auto.certain_tokens == 1
+        assert drafting_of(drafting_model, "mtp").certain_tokens == 2
+
+    @pytest.mark.parametrize(
+        ("options", "tokens"),
+        [
+            ({}, 3),  # as many drafts as fit
+            ({"speculate": "mtp"}, 6),
+            ({"speculate": "mtp", "draft_tokens": 3}, 12),
+            ({"speculate": None}, 3),
+            ({"speculate": None, "deterministic": True}, 1),  # one sequence a step
+        ],
+    )
+    def test_a_step_is_captured_by_its_most_tokens(
+        self, drafting_model, options, tokens, monkeypatch
+    ):
+        layers.host_experts_(drafting_model, HostExperts(0, 8))
+        asked = []
+        monkeypatch.setattr(
+            "dsv4.serving.runner.resolve_capture", lambda *args: asked.append(args[2]) or False
         )
+        Runner(drafting_model, max_sequences=3, max_tokens=32, **options).close()
+        assert asked == [tokens]
 
     def test_padding_loads_nothing(self, model):
         """Steps padded to four rows choose the experts of their two sequences alone."""

@@ -80,7 +80,11 @@ def test_the_outermost_compilation_tells():
         raise ZeroDivisionError
     assert observer.heard == [True, False] * 2
     assert compilations.copy() == {"a": 2, "b": 1}
-    del observer
+    with compilations.compiling("c"):
+        late = Observer()
+        compilations.observe(late.tell)
+    assert late.heard == [True, False]
+    del observer, late
     gc.collect()
     with compilations.compiling("a"):
         pass
