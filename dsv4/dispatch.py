@@ -419,7 +419,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reduced("hc_reduce_post"),
     *_reduced("hc_reduce_post_pre_norm"),
     *_reference("all_reduce", "hc_reduce_post", "hc_reduce_post_pre_norm"),
-    *_triton(*3 * ("compressor_projections",), proven=_NOWHERE),
+    *_triton(*3 * ("compressor_projections",)),
     *_reference("compressor_projections", "compressor_projections"),
     *_triton("compressor", "any_call", "pool_windows"),
     *_triton("compressor", "compressor_update", "compressor_update"),

@@ -55,7 +55,7 @@ _NAMES = {formats.FRAGMENTS: FRAGMENTS, formats.SWIZZLED: SWIZZLED, formats.LINE
         "cut2",
     ]
 )
-def _gemm_kernel(
+def _packed_gemm_kernel(
     x,
     x_stride,
     group_stride,
@@ -157,7 +157,7 @@ def _gemm_kernel(
 
 @fast_launch
 @triton.jit(do_not_specialize=["count", "splits", "columns", "cut0", "cut1", "cut2"])
-def _sum_kernel(
+def _packed_sum_kernel(
     partials,
     x,
     x_stride,
@@ -354,7 +354,7 @@ def _launch(
     tiles, token_tiles = -(-weight.row_tiles // cut.tiles), -(-tokens // cut.tokens)
     options = {**options, **launch_options.options(x)}
     with launch_options.on(x):
-        _gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
+        _packed_gemm_kernel[(tiles * token_tiles, groups, cut.splits)](
             x,
             *strides(x),
             args.codes.view(torch.int32),
@@ -382,7 +382,7 @@ def _launch(
         )
         if cut.splits > 1:
             block = min(256, launch_options.power_of_two(weight.rows))
-            _sum_kernel[(tokens * groups, -(-weight.rows // block))](
+            _packed_sum_kernel[(tokens * groups, -(-weight.rows // block))](
                 target,
                 x,
                 *strides(x),

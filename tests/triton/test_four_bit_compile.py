@@ -34,7 +34,7 @@ def test_every_kernel_compiles_and_fits(arch, how):
     assert done.returncode == 0, done.stderr[-4000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     names = {kernel["kernel"] for kernel in kernels}
-    assert names == {"_gemm_kernel", "_sum_kernel", "_grouped_kernel"}
+    assert names == {"_packed_gemm_kernel", "_packed_sum_kernel", "_grouped_kernel"}
     for kernel in kernels:
         assert kernel["shared"] <= MOST_SHARED[arch] * 1024, kernel
         assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
