@@ -53,6 +53,11 @@ class Call(NamedTuple):
         """CUDA compute capability of ``device``, or None when it is not a CUDA device."""
         return capability(self.device) if self.device.type == "cuda" else None
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether tensors have no data, as where kernels are listed; ``device`` may be a GPU."""
+        return next(iter(self.args)).is_meta
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -565,7 +570,7 @@ def _first(call: Call, requested: str) -> Implementation:
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
     """Return why ``"auto"`` does not take a row on a GPU where it was never seen right, or None."""
-    if call.args[0].is_meta or self_test.is_under_test(row.op, row.name, call.device):
+    if call.is_meta or self_test.is_under_test(row.op, row.name, call.device):
         return None
     if requested != AUTO:
         _warn_unproven(row.op, row.name, call.capability)
@@ -601,7 +606,7 @@ def _mark(row: Implementation | None, call: Call) -> str | None:
         return None
     if row.is_proven(call):
         return self_test.MEASURED
-    return self_test.mark(None if call.args[0].is_meta else _subject(row, call), call.capability)
+    return self_test.mark(None if call.is_meta else _subject(row, call), call.capability)
 
 
 def self_tested(op: str, name: str, device: torch.device) -> str | None:
