@@ -66,9 +66,10 @@ class PoolingModule(FixedDtypeModule):
 
     def _project(self, hidden_states: torch.Tensor) -> Pooled:
         """Project to the KV cache's values and scores."""
-        dtype = self.pooled_dtype(hidden_states)
         layers = [self.kv_proj, self.gate_proj]
-        if are_merged(layers, hidden_states):
+        is_wide = self.numerics == "deepseek"  # as pooled_dtype
+        dtype = wider(hidden_states.dtype, torch.float32) if is_wide else None
+        if self.kv_proj.format is None and are_merged(layers, hidden_states):
             return projections_of(layers, hidden_states, dtype).pooled
         kv, score = fused_linear(layers, hidden_states, dtype)
         return kv, score

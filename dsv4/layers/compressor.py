@@ -200,7 +200,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         indexer = self.indexer
         layers = [self.kv_proj, self.gate_proj, indexer.kv_proj, indexer.gate_proj]
         layers.append(indexer.scorer.weights_proj)
-        if are_merged(layers, hidden_states):
+        if self.kv_proj.format is None and are_merged(layers, hidden_states):
             return self._begin_merged(layers, hidden_states, step, layer_idx, streams)
         with streams.on("index keys"):
             self.indexer.store_keys(hidden_states, step, layer_idx)

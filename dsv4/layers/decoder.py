@@ -104,7 +104,8 @@ class DeepseekV4DecoderLayer(nn.Module):
         if isinstance(step, CacheStep):
             if step.routed is not None:
                 routed["routed"] = step.routed
-            arrival = arrival_of(step, self.layer_idx)
+            hosted = getattr(self.mlp.experts, "hosted", None)
+            arrival = None if hosted is None else arrival_of(step, self.layer_idx)
             if arrival is not None:
                 routed["slots"] = arrival.joined
         post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)

@@ -31,20 +31,11 @@ class _Part(NamedTuple):
 
     Attributes:
         slots: Which of the layer's.
-        step_rows: See ``grouped_gemm``.
-        step_experts: Likewise.
+        options: Arguments of a grouped GEMM: ``step_rows``, ``step_experts`` where a step is cut.
     """
 
     slots: slice = _ALL
-    step_rows: int = 0
-    step_experts: int = 0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of a grouped GEMM."""
-        if not self.step_experts:
-            return {}
-        return {"step_rows": self.step_rows, "step_experts": self.step_experts}
+    options: dict[str, Any] = {}  # noqa: RUF012  (nothing writes to it)
 
 
 _WHOLE = _Part()
@@ -137,7 +128,7 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        part = self._whole
+        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
@@ -154,11 +145,6 @@ class DeepseekV4Experts(ExpertWeights):
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
-
-    @property
-    def _whole(self) -> _Part:
-        """All experts; those in slots are multiplied as if all of the layer were there."""
-        return _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
 
     def _down(
         self,
@@ -220,10 +206,11 @@ class DeepseekV4Experts(ExpertWeights):
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
+        of_step = {"step_rows": len(rows), "step_experts": self.num_experts}
         for wave in hosted.run(plan):
             start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
             offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
-            part = _Part(slice(wave.start, wave.stop), len(rows), self.num_experts)
+            part = _Part(slice(wave.start, wave.stop), of_step)
             row_weights = row_weight[start:stop] if scaled else None
             memory = None if buffers.inner is None else buffers.inner[start:stop]
             inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
@@ -245,7 +232,7 @@ class DeepseekV4Experts(ExpertWeights):
             torch.empty((count, columns), dtype=dtype, device=device)
             for columns in (self.hidden_dim, self.intermediate_dim)
         )
-        part = self._whole
+        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
         first = dispatch.arguments(self._activated, rows, offsets, None, None, part)
         return first, dispatch.arguments(self._project, "down_proj", inner, offsets, None, part)
 
@@ -283,9 +270,13 @@ class DeepseekV4Experts(ExpertWeights):
         quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
             gathered = moe_sort(x, ids, weights, experts, out=out, **held)
-            return (*gathered[:2], self._of_slots(gathered[2]), gathered[3])
+            if self.hosted is not None:  # of the experts that are held, hosted ones are the first
+                held_offsets = gathered[2][: self.num_local_experts + 1]
+                return (*gathered[:2], held_offsets, gathered[3])
+            return gathered
         order, offsets, row_of_slot = moe_permute(ids, experts, **held)
-        offsets = self._of_slots(offsets)
+        if self.hosted is not None:
+            offsets = offsets[: self.num_local_experts + 1]
         if rounds:
             layout = code_layout(self._weight("gate_up_proj", _ALL))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
@@ -294,10 +285,6 @@ class DeepseekV4Experts(ExpertWeights):
             rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
-
-    def _of_slots(self, offsets: torch.Tensor) -> torch.Tensor:
-        """Return the offsets of the experts that are held, of which hosted ones are the first."""
-        return offsets if self.hosted is None else offsets[: self.num_local_experts + 1]
 
     @property
     def _quantises(self) -> bool:

@@ -131,7 +131,8 @@ def grouped_gemm(
     """
     rows, out_dtype = checked_rows("grouped_gemm", x, activation, out_dtype)
     parts = checked_weight("grouped_gemm", rows, weight, offsets, activation, input_scale)
-    check_step("grouped_gemm", step_rows, step_experts)
+    if step_rows or step_experts:
+        check_step("grouped_gemm", step_rows, step_experts)
     args = GroupedGemmArgs(
         rows.x,
         parts.codes,

@@ -207,7 +207,8 @@ def grouped_gemm_swiglu(
     op = "grouped_gemm_swiglu"
     rows, out_dtype = checked_rows(op, x, activation, out_dtype)
     parts = checked_weight(op, rows, weight, offsets, activation, input_scale)
-    check_step(op, step_rows, step_experts)
+    if step_rows or step_experts:
+        check_step(op, step_rows, step_experts)
     high = parts.codes.shape[1]
     if high % 2:
         raise ValueError(f"{op}: weight has {high} rows, wanted an even number")
@@ -297,7 +298,8 @@ def grouped_gemm_swiglu_quantize(
     op = "grouped_gemm_swiglu_quantize"
     rows, _ = checked_rows(op, x, activation, None)
     parts = checked_weight(op, rows, weight, offsets, activation, input_scale)
-    check_step(op, step_rows, step_experts)
+    if step_rows or step_experts:
+        check_step(op, step_rows, step_experts)
     high = parts.codes.shape[1]
     _check.one_of(op, "scale_layout", scale_layout, (LINEAR, SWIZZLED_EXPERTS))
     multiple = 32 if scale_layout == LINEAR else 128

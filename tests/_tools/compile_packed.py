@@ -55,7 +55,7 @@ def _run(quick: bool) -> None:
     counts = (16, 512) if quick else TOKENS
     for layout in (FRAGMENTS, LINEAR):
         for tokens in counts:
-            for shape in DENSE[:1] if quick else DENSE:
+            for shape in DENSE[::2] if quick else DENSE:  # the last is cut along K
                 x, weight = (
                     torch.empty(tokens, shape[1], dtype=torch.bfloat16),
                     _weight(shape, layout),
