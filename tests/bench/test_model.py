@@ -29,6 +29,7 @@ from dsv4.bench.suites.model.request import COLUMNS, Budget, ModelRequest
 from dsv4.bench.suites.random_model import RECIPES, Weights, random_model
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import ModelConfig
+from dsv4.layers import _host_memory
 from dsv4.testing.models import random_model as plain_model
 
 CPU = torch.device("cpu")
@@ -322,7 +323,7 @@ class TestOnCpu:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            ("auto", "all experts fit"),
+            ("auto", "on a CPU all experts are in host memory"),
             ("some", "wanted auto, or static experts and slots"),
             ("2+1", "slots is 1, wanted 2 to 6"),
         ],
@@ -545,6 +546,11 @@ class TestMemory:
         if most >= 0:
             assert dataclasses.replace(size, experts=most).peak <= available
         assert dataclasses.replace(size, experts=most + 1).peak > available
+
+    def test_memory_of_files_that_were_read_counts_as_free(self, monkeypatch):
+        """The page cache gives way: a host that has read a checkpoint has little memory unused."""
+        monkeypatch.setattr(_host_memory, "available_bytes", lambda: 7)
+        assert memory.free_bytes(torch.device("cpu")) == 7
 
     def test_what_does_not_fit_is_refused_before_it_is_built(self, monkeypatch, capsys):
         monkeypatch.setattr(memory, "free_bytes", lambda device: 60_000_000_000)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from dsv4.bench.suites.random_model import quantised_format
 from dsv4.bench.suites.whole_model import INDEX_FORMAT
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import PagedCache
-from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.layers import DeepseekV4Experts, Linear, _host_memory
 from dsv4.layers.host_experts import HostExperts
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.emulated import emulated_rank
@@ -97,10 +96,10 @@ def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device."""
+    """Return the bytes of memory that are free on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _host_memory.available_bytes()
 
 
 def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
