@@ -576,7 +576,7 @@ class TestMemory:
         assert all(row["eager_ms"] > 0 for row in rows.values())
         printed = capsys.readouterr().out
         assert "3 sequences at 70 left out: the model needs" in printed
-        assert "1 of the rows left out, which do not fit" in printed.splitlines()[-1]
+        assert "1 of the rows left out because they do not fit" in printed.splitlines()[-1]
 
     def test_rows_are_measured_exactly_where_they_fit(self):
         request = request_of(tokens=(1, 7), contexts=(9, 300))

@@ -293,7 +293,7 @@ class TestGraphNodes:
     def test_nothing_is_captured(self):
         driver = _Driver()
         driver.status = 0
-        with pytest.raises(RuntimeError, match=r"nothing is being captured"):
+        with pytest.raises(RuntimeError, match=r"no graph is being captured"):
             nodes_so_far(5, driver)
 
     def test_parameters_have_the_layout_of_the_driver(self):
