@@ -5,9 +5,9 @@ operator, in table order, for which ``supports`` returns no reason against it an
 faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
 ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the reason.
 The functions that a row names are imported when they are first needed, so this module imports no
-backend. Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
-takes it after a check on that GPU, of the family (``dsv4.self_test``) or of each configuration
-(``dsv4.self_check``); requested by name it runs, with a warning.
+backend. If a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
+takes it only after a check on that GPU: a test of the family (``dsv4.self_test``) or of each
+configuration (``dsv4.self_check``). A row requested by name runs without it, with a warning.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -55,7 +55,7 @@ class Call(NamedTuple):
 
     @property
     def is_meta(self) -> bool:
-        """Whether tensors have no data, as where kernels are listed; ``device`` may be a GPU."""
+        """Whether tensors have no data, in a list of kernels; ``device`` may still be a GPU."""
         return next(iter(self.args)).is_meta
 
 
@@ -75,8 +75,8 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
-        proven_calls: ``"module:function"``, which says of a ``Call`` whether ``proven`` speaks of
-            it; None: of every call.
+        proven_calls: ``"module:function"``, which returns whether ``proven`` applies to a ``Call``;
+            None: it applies to every call.
         self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
             each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
@@ -137,8 +137,8 @@ class Explanation:
         chosen: Name of the implementation that would run.
         candidates: Names of all, and why each is not taken.
         note: What else to know of how the chosen one runs the call.
-        mark: How well the chosen kernel is known on the GPU, see ``self_test.mark``; None where it
-            does not depend on one.
+        mark: How well the chosen kernel is known on the GPU (``self_test.mark``); None if the
+            implementation does not depend on the GPU.
     """
 
     op: str
@@ -259,7 +259,7 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
 def _fp8(
     module: str, supports: str, op: str, slower_than_later: str, *, reserves_sms: bool = False
 ) -> Implementation:
-    """Make the row of an operator whose GEMM FP8 tensor cores run, on Hopper."""
+    """Make the row of an operator whose GEMM runs on the FP8 tensor cores of Hopper."""
     return Implementation(
         op,
         "fp8",
@@ -593,7 +593,7 @@ def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
 
 
 def _subject(row: Implementation, call: Call) -> self_check.Configuration:
-    """Return what a verdict on a row would be about."""
+    """Return the configuration that a verdict on a row would have."""
     if row.self_test is not None:
         return self_test.family(row.op, row.name, call.device)
     operands = self_check.describe(call.args)
@@ -610,9 +610,9 @@ def _mark(row: Implementation | None, call: Call) -> str | None:
 
 
 def self_tested(op: str, name: str, device: torch.device) -> str | None:
-    """Return why the self-test of a row, which runs if it is due, lets ``"auto"`` pass it over.
+    """Run the self-test of a row if it is due; return why ``"auto"`` passes the row over, or None.
 
-    None for a row that is right, was always seen right on such GPUs, or has no self-test.
+    The result is None if the row is right, is proven on such GPUs, or has no self-test.
     """
     row = next(row for row in implementations(op) if row.name == name)
     if row.self_test is None or row.is_always_proven(capability(device)):

@@ -46,7 +46,7 @@ _BEFORE_CAPTURE = (
 
 _log = logging.getLogger(__name__)
 _holding: ContextVar[bool] = ContextVar("dsv4_checking", default=False)
-is_checking = _holding.get  # whether this thread runs a check, with the lock of verdicts
+is_checking = _holding.get  # whether this thread runs a check and holds the lock of verdicts
 Implement = Callable[..., Any]
 
 
@@ -108,7 +108,7 @@ class Verdicts:
         return self.known[configuration]
 
     def replace(self, configuration: Configuration, reason: str | None) -> None:
-        """Take and keep a verdict in place of an earlier one."""
+        """Store a verdict in place of an earlier one."""
         with self.lock:
             _keep(configuration, reason)
             self._decide(configuration, reason)
