@@ -3,12 +3,11 @@
 A step takes ``bytes / rate + layers * latency + operations / rate``. Bytes are those of weights,
 which a step reads once. It reads only the routed experts that tokens choose. With uniform and
 independent routing, T tokens with k experts each choose ``E (1 - (1 - k / E) ** T)`` of E.
-A step of few
-sequences therefore reads more experts for each further token. A step of many sequences reads all
-experts anyway. A step of very many is bound by operations, and a draft costs as much as a token. KV
-entries are left out, because their number is the same with and without drafts, up to the L2. With
-experts in host memory, a step also loads the chosen experts that are in no slot. Their share is
-that of uniform routing, because the routing of the text is not known before.
+A step of few sequences therefore reads more experts for each further token. A step of many reads
+all experts anyway. A step of very many is bound by operations; a draft costs as much as a token.
+KV entries are left out, because their number is the same with and without drafts, up to the L2.
+With experts in host memory, a step also loads the chosen experts that are in no slot. Their share
+is that of uniform routing, because the routing of the text is not known before.
 
 Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
 here changes a token that is generated greedily, only how fast it comes.

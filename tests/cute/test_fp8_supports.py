@@ -147,8 +147,8 @@ def test_the_form_is_the_one_of_less_estimated_time(rows, stages, tokens):
         (exact(256, 256, scale=1.125), {}, "the weight is not exact in FP8"),
         (exact(256, 256), {"activation": "bf16"}, "activation is 'bf16', wanted 'fp8'"),
         (exact(256, 256, layout=LINEAR), {}, "layout"),
-        (exact(256, 192), {}, "a group is 256 x 192, wanted columns by 128"),
-        (exact(192, 256), {"groups": 2}, "a group is 96 x 256, wanted columns by 128"),
+        (exact(256, 192), {}, "a group is 256 x 192, wanted a multiple of 128 columns"),
+        (exact(192, 256), {"groups": 2}, "a group is 96 x 256, wanted a multiple of 128 columns"),
         (exact(256, 256), {"out_dtype": torch.float16}, "torch.float16"),
     ],
 )
