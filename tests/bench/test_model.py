@@ -562,7 +562,7 @@ class TestMemory:
     def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_measured(
         self, tmp_path: Path, monkeypatch, capsys
     ):
-        """The largest number of sequences and the longest context need not fit together."""
+        """The most sequences and the longest context need not fit together."""
         sizes = ["--layers", "1", "--tokens", "1,3", "--context", "9,70", "--prompts", "none"]
         monkeypatch.setattr(memory, "cache_bytes", lambda config, n, tokens: 10**9 * n * tokens)
         path = tmp_path / "m.json"
