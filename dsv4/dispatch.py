@@ -5,9 +5,9 @@ operator, in table order, for which ``supports`` returns no reason against it an
 faster. A name given explicitly, by ``backend=``, by ``use_backend`` or by the environment variable
 ``DSV4_BACKEND``, never falls back: that implementation runs or the call raises with the reason.
 The functions that a row names are imported when they are first needed, so this module imports no
-backend. Where a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
-takes it after a check on that GPU, of the family (``dsv4.self_test``) or of each configuration
-(``dsv4.self_check``); requested by name it runs, with a warning.
+backend. If a row was never seen to be right on the GPU's architecture (``proven``), ``"auto"``
+takes it only after a check on that GPU: a test of the family (``dsv4.self_test``) or of each
+configuration (``dsv4.self_check``). A row requested by name runs without it, with a warning.
 
 The choice looks at shapes, dtypes, devices and plain arguments, never at tensor contents, so it is
 the same inside ``torch.compile`` and CUDA-graph capture.
@@ -47,8 +47,8 @@ class Explanation:
         chosen: Name of the implementation that would run.
         candidates: Names of all, and why each is not taken.
         note: What else to know of how the chosen one runs the call.
-        mark: How well the chosen kernel is known on the GPU, see ``self_test.mark``; None where it
-            does not depend on one.
+        mark: How well the chosen kernel is known on the GPU (``self_test.mark``); None if the
+            implementation does not depend on the GPU.
     """
 
     op: str
@@ -196,7 +196,7 @@ def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
 
 
 def _subject(row: Implementation, call: Call) -> self_check.Configuration:
-    """Return what a verdict on a row would be about."""
+    """Return the configuration that a verdict on a row would have."""
     if row.self_test is not None:
         return self_test.family(row.op, row.name, call.device)
     operands = self_check.describe(call.args)
@@ -213,9 +213,9 @@ def _mark(row: Implementation | None, call: Call) -> str | None:
 
 
 def self_tested(op: str, name: str, device: torch.device) -> str | None:
-    """Return why the self-test of a row, which runs if it is due, lets ``"auto"`` pass it over.
+    """Run the self-test of a row if it is due; return why ``"auto"`` passes the row over, or None.
 
-    None for a row that is right, was always seen right on such GPUs, or has no self-test.
+    The result is None if the row is right, is proven on such GPUs, or has no self-test.
     """
     row = next(row for row in implementations(op) if row.name == name)
     if row.self_test is None or row.is_always_proven(capability(device)):

@@ -40,7 +40,7 @@ class Call(NamedTuple):
 
     @property
     def is_meta(self) -> bool:
-        """Whether tensors have no data, as where kernels are listed; ``device`` may be a GPU."""
+        """Whether tensors have no data, in a list of kernels; ``device`` may still be a GPU."""
         return next(iter(self.args)).is_meta
 
 
@@ -60,8 +60,8 @@ class Implementation:
         waits: Whether it reads tensors on the host, so that no CUDA graph can hold it.
         proven: Compute capabilities on which this project has seen it run right; None where that
             does not depend on the GPU.
-        proven_calls: ``"module:function"``, which says of a ``Call`` whether ``proven`` speaks of
-            it; None: of every call.
+        proven_calls: ``"module:function"``, which returns whether ``proven`` applies to a ``Call``;
+            None: it applies to every call.
         self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
             each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
@@ -217,7 +217,7 @@ def _reduced(op: str) -> tuple[Implementation, ...]:
 def _fp8(
     module: str, supports: str, op: str, slower_than_later: str, *, reserves_sms: bool = False
 ) -> Implementation:
-    """Make the row of an operator whose GEMM FP8 tensor cores run, on Hopper."""
+    """Make the row of an operator whose GEMM runs on the FP8 tensor cores of Hopper."""
     return Implementation(
         op,
         "fp8",

@@ -1,8 +1,8 @@
 """Check kernels on the user's GPU before ``"auto"`` uses them there.
 
 Some kernels are compiled for GPUs on which they have never been seen to be right
-(``dispatch.Implementation.proven``). On such a GPU the first call of a configuration runs the
-kernel and the reference implementation on the same operands, the weight as it is and random
+(``implementations.Implementation.proven``). On such a GPU the first call of a configuration runs
+the kernel and the reference implementation on the same operands, the weight as it is and random
 activations, and compares them. The verdict decides every later call of the configuration: red, the
 kernel is passed over with the reason, which is logged once. Verdicts are kept on disk beside the
 compiled kernels, by GPU, driver and versions, so the check runs once per machine.
@@ -46,7 +46,7 @@ _BEFORE_CAPTURE = (
 
 _log = logging.getLogger(__name__)
 _holding: ContextVar[bool] = ContextVar("dsv4_checking", default=False)
-is_checking = _holding.get  # whether this thread runs a check, with the lock of verdicts
+is_checking = _holding.get  # whether this thread runs a check and holds the lock of verdicts
 Implement = Callable[..., Any]
 
 
@@ -108,7 +108,7 @@ class Verdicts:
         return self.known[configuration]
 
     def replace(self, configuration: Configuration, reason: str | None) -> None:
-        """Take and keep a verdict in place of an earlier one."""
+        """Store a verdict in place of an earlier one."""
         with self.lock:
             _keep(configuration, reason)
             self._decide(configuration, reason)

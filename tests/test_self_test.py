@@ -36,7 +36,7 @@ def fresh(monkeypatch, tmp_path):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Makes the Triton kernel of ``rms_norm`` what a test wants, on a GPU of a capability."""
+    """Replaces the Triton kernel of ``rms_norm`` on a GPU of a compute capability."""
 
     def install(implement, capability=ADA):
         calls = []
@@ -187,7 +187,7 @@ def test_a_test_that_needs_another_family_does_not_wait_for_itself():
 
 
 def test_a_check_of_a_configuration_may_need_a_family():
-    """As a GEMM of quantised activations does; the check holds the lock of verdicts."""
+    """A GEMM of quantised activations does this; the check holds the lock of verdicts."""
     checked = self_check.Configuration("gemm", "cute", "operands", "gpu")
     tested = []
 
@@ -251,7 +251,7 @@ def calls():
     return made
 
 
-# Operators none of whose calls a GPU without E4M3 takes.
+# Operators that a GPU without E4M3 never runs.
 OF_E4M3 = {
     *("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token"),
     *("dequantize", "rms_norm_quantize", "rms_norm_fp8", "rope_quantize", "swiglu_quantize"),
@@ -281,7 +281,7 @@ def test_weights_of_four_bits_have_cases_in_every_format(calls, op):
 
 @pytest.mark.parametrize("op", ["swiglu_quantize", "swiglu_fp8"])
 def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
-    """Whose roundings are not the reference's."""
+    """Such a kernel rounds differently from the reference."""
 
     def coarse(args):
         return reference_swiglu(args).to(torch.float8_e5m2).to(torch.bfloat16)

@@ -34,8 +34,8 @@ class Weight:
         scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
         exact: Of packed NVFP4 weights that FP8 activations multiply, whether the matrix, or each
             stack of experts, is exact in FP8; empty of others.
-        hosted: Of experts in host memory, the number of static ones and of slots for the others;
-            empty of others.
+        hosted: With experts in host memory, the number of static experts and the number of slots
+            for the others; else empty.
     """
 
     format: str | None

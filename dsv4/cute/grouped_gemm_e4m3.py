@@ -1,7 +1,7 @@
 """Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper.
 
-Weights are dequantized in the main loop or, for many rows an expert, converted to E4M3 first, a
-range of experts at a time, as large as scratch memory holds.
+Weights are dequantized in the main loop or, for many rows per expert, converted to E4M3 first: one
+range of experts at a time, as many as scratch memory holds.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def plans(
         return []
     kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
     sizes = (experts.rows, experts.columns, experts.experts)
-    # Tiles change above 128 rows an expert, the form and whether it is faster somewhere.
+    # Tiles change above 128 rows per expert. The form, and whether FP8 is faster, change elsewhere.
     most, step = max(max_rows, 1), 64 * experts.experts
     counts = {1, 2 * step, 2 * step + 1, *range(step, min(most, 64 * step), step), most}
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [

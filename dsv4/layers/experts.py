@@ -27,11 +27,11 @@ _ALL = slice(None)
 
 
 class _Part(NamedTuple):
-    """The experts that a GEMM multiplies, of those of a step.
+    """The part of a step's experts that one GEMM multiplies.
 
     Attributes:
-        slots: Which of the layer's.
-        options: Arguments of a grouped GEMM: ``step_rows``, ``step_experts`` where a step is cut.
+        slots: Their slots in the layer.
+        options: Arguments of a grouped GEMM: ``step_rows`` and ``step_experts`` if a step is cut.
     """
 
     slots: slice = _ALL
@@ -118,8 +118,8 @@ class DeepseekV4Experts(ExpertWeights):
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
             slots: Waits for experts in host memory that are being loaded already
-                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: what is
-                missing is loaded now.
+                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: this
+                call loads the missing experts.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -163,7 +163,7 @@ class DeepseekV4Experts(ExpertWeights):
         )
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
-        """Load the experts of a step that are missing; return the slots of all ``[T, k]``.
+        """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
 
         Raises:
             ValueError: if none are in host memory, or the layer is being calibrated or compiled.
@@ -256,9 +256,9 @@ class DeepseekV4Experts(ExpertWeights):
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        The first GEMM of FP8 activations takes codes, and Blackwell's of NVFP4, so the rows are not
-        written, read and written again. Slots of hosted experts are sorted as if there were one for
-        each expert: by the kernels of a layer that holds all, whatever the number of slots.
+        The first GEMM takes codes with FP8 activations, and on Blackwell with NVFP4 activations.
+        The rows are therefore quantised as they are sorted, in one pass. The kernels of a layer
+        with all experts sort the slots of hosted experts, whatever the number of slots.
         """
         experts = self.num_experts
         held: Any = {
@@ -270,7 +270,7 @@ class DeepseekV4Experts(ExpertWeights):
         quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
             gathered = moe_sort(x, ids, weights, experts, out=out, **held)
-            if self.hosted is not None:  # of the experts that are held, hosted ones are the first
+            if self.hosted is not None:  # slots come first among the experts that are held
                 held_offsets = gathered[2][: self.num_local_experts + 1]
                 return (*gathered[:2], held_offsets, gathered[3])
             return gathered

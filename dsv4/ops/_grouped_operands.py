@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
 
 def check_step(op: str, rows: int, experts: int) -> None:
-    """Check the rows and experts of a step, of which a call multiplies a part."""
+    """Check the numbers of rows and experts of a step; a call multiplies a part of them."""
     for name, value in (("step_rows", rows), ("step_experts", experts)):
         if value < 0:
             raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
@@ -136,7 +136,7 @@ def checked_weight(
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
 
-    Rows of no expert get the last one's, which is as good as any.
+    Rows of no expert get the value of the last expert; any value would do.
     """
     numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     expert = torch.bucketize(numbers, offsets[1:], right=True)

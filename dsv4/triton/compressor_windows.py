@@ -1,7 +1,7 @@
 """Parts of the kernels of ``dsv4.ops.compressor_paged``: windows in pages, their states, entries.
 
-A window is pooled from the tokens of the call where they are in it, else from the state. Which of
-the tokens before are those of the window is seen from their sequences and positions.
+A window is pooled from the tokens of the call that belong to it, and else from the state. Sequences
+and positions of the preceding tokens show whether they belong to the window.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def store_states(
 
 @triton.jit
 def closing(token, count, positions, state_slots, slots, RATIO: tl.constexpr):
-    """Whether a window that is to be stored ends with each of ``token``, and their positions."""
+    """Whether each of ``token`` closes a window that must be stored, and their positions."""
     here = token < count
     last = tl.load(positions + token, mask=here, other=0).to(tl.int32)
     stored = tl.load(state_slots + token, mask=here, other=-1) >= 0

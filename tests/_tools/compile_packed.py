@@ -1,11 +1,11 @@
-"""Compile the Triton GEMMs with weights of four bits for a GPU that need not be there.
+"""Compile the Triton GEMMs with four-bit weights for a GPU that this machine need not have.
 
     python -m tests._tools.compile_packed 80 [--quick]   (without TRITON_INTERPRET)
 
-The launchers run on CPU tensors that nobody has written, with Triton's launch replaced by a
-compilation. Prints one line of JSON per compiled kernel, as ``tests._tools.compile_kernels`` does,
-with its constants, ``spills`` (loads and stores of local memory in its machine code) and
-``exchanges`` (stores to shared memory, and shuffles: a weight in fragments needs neither before its
+The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
+program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
+has the kernel's constants, ``spills`` (loads and stores of local memory in its machine code) and
+``exchanges`` (stores to shared memory, and shuffles; a weight in fragments needs none before its
 sum is complete).
 """
 
@@ -99,7 +99,7 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
 
 
 def _exchanges(kernel) -> dict[str, int]:
-    """Count instructions: of local memory, and of the loop that multiplies, between threads."""
+    """Count accesses to local memory, and exchanges between threads in the loop that multiplies."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()

@@ -1,11 +1,11 @@
-"""Decode with experts in host memory for a long time: bits, tables and memory stay as they are.
+"""Decode with experts in host memory for a long time; check bits, tables and memory.
 
     python -m tests._tools.host_soak SECONDS [--device cpu] [--every SECONDS]
 
-Two copies of a small model: all experts resident, and some in host memory. Both replay the captured
-decode step of one sequence (on a CPU they call it) with other tokens each time, so other experts.
-Every so often the logits are compared bit by bit, the tables of slots are checked, static experts
-are exchanged, and memory is noted; what grew is an error. Nightly, 30 minutes:
+One copy of a small model has all experts on the device, the other has some in host memory. Both
+replay the captured decode step of one sequence (on a CPU they call it), with other tokens and so
+other experts each time. At intervals the program compares logits bit by bit, checks the tables of
+slots, exchanges static experts and reads the memory in use; growth is an error. Nightly, 30 min:
 ``HYPOTHESIS_PROFILE=nightly pytest tests/layers/test_host_experts_gpu.py -k soak``.
 """
 

@@ -147,7 +147,7 @@ def rotated(tokens: int, heads: int) -> None:
 
 
 def selected(queries) -> None:
-    """The best of MXFP4 index keys, of small integers, which every order of a sum adds exactly."""
+    """Top MXFP4 index keys; values are small integers, so sums are exact in any order."""
     case = compact_case((0, 2, 1, 2, 64), "index_mxfp4", queries, "cpu", 128, heads=3)
     results = (case.run(9, backend=name) for name in ("triton", "reference"))
     assert_bitwise(*results, "entries")
@@ -225,7 +225,7 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
-# Those that need no conversion to E4M3, which compute capability 8.0 lacks.
+# Cases without a conversion to E4M3, which compute capability 8.0 lacks.
 INDEXER = {
     "index queries": lambda: rotated(2, 3),
     "index queries, many": lambda: rotated(9, 64),
@@ -236,7 +236,7 @@ CASES |= INDEXER
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of the cases that the grid can run; it has no products of Blackwell's tensor cores."""
+    """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
     if arch < 89:
         return list(INDEXER)
     return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]

@@ -568,7 +568,7 @@ class TestMemory:
     def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_measured(
         self, tmp_path: Path, monkeypatch, capsys
     ):
-        """The largest number of sequences and the longest context need not fit together."""
+        """The most sequences and the longest context need not fit together."""
         sizes = ["--layers", "1", "--tokens", "1,3", "--context", "9,70", "--prompts", "none"]
         monkeypatch.setattr(memory, "cache_bytes", lambda config, n, tokens: 10**9 * n * tokens)
         path = tmp_path / "m.json"
@@ -582,7 +582,7 @@ class TestMemory:
         assert all(row["eager_ms"] > 0 for row in rows.values())
         printed = capsys.readouterr().out
         assert "3 sequences at 70 left out: the model needs" in printed
-        assert "1 of the rows left out, which do not fit" in printed.splitlines()[-1]
+        assert "1 of the rows left out because they do not fit" in printed.splitlines()[-1]
 
     def test_rows_are_measured_exactly_where_they_fit(self):
         request = request_of(tokens=(1, 7), contexts=(9, 300))

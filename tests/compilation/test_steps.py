@@ -449,7 +449,7 @@ def test_the_list_of_drafts_has_the_copy_of_a_head_that_can_have_one(ranks, monk
 
 
 def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
-    """Without a worker it is made in a process whose own ranks may be emulated, too."""
+    """Without a worker, this process makes the list, and its own ranks may be emulated, too."""
     context = emulated_context(2)
     name, seen = context.group.name, []
     monkeypatch.setattr(

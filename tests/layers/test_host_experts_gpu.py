@@ -24,7 +24,7 @@ from tests._tools import host_soak
 
 pytestmark = pytest.mark.gpu
 
-# Of 4096 columns K is split for up to 64 rows, so waves of fewer rows could have other sums.
+# With 4096 columns K is split for up to 64 rows, so waves of fewer rows could have other sums.
 EXPERTS, TOP_K, HIDDEN = 32, 4, 4096
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [9, 8])
 
@@ -91,7 +91,7 @@ def test_replays_have_the_bits_of_all_resident_experts(plain, count):
 @pytest.mark.parametrize(("static", "slots"), [(3, 5), (18, 8)])
 @torch.inference_mode()
 def test_waves_have_the_bits_of_all_resident_experts(plain, static, slots):
-    """Kernels are those for all rows of the step, whatever a wave has: 17 tokens are 68 rows."""
+    """A wave takes the kernels for all rows of the step, not for its own: 17 tokens are 68."""
     layer = hosted(plain, static, slots)
     for step, count in enumerate((9, 1, 17, 2, 24, 40, 1, 64, 17)):
         inputs = tokens(step, count)

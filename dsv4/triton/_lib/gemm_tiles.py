@@ -1,4 +1,4 @@
-"""What GEMM kernels share besides their sums: order of tiles, scales, and what is not finite.
+"""Parts that GEMM kernels share, apart from sums: tile order, scales, and non-finite values.
 
 A tile is ``[ROWS, TOKENS]``: rows of the weight by tokens.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.triton._lib.numerics import narrow, widen
 from dsv4.triton.swiglu import swiglu_of
 
-# How many global scales a weight has: none, one, one per segment, or one per row.
+# Number of global scales of a weight: none, one, one per segment, or one per row.
 NO_SCALE, ONE_SCALE, SEGMENT_SCALES, ROW_SCALES = range(4)
 _NONE, _SINGLE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
 _SEGMENTS = tl.constexpr(SEGMENT_SCALES)
@@ -33,15 +33,15 @@ def tile_of_program(tiles, token_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS: tl.constexpr):
-    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a value that is not finite.
+    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a non-finite value.
 
-    ``token_offset [T]``, int64, is where a row begins. A NaN in x is one in every sum; an infinity
-    is an infinity or a NaN there. So x is read again only where a sum is infinite, to tell an
-    infinite x from a sum that passed float32's range.
+    ``token_offset [T]``, int64, is the offset of each row. A NaN in x makes every sum NaN. An
+    infinity makes sums infinite or NaN. The function therefore reads x again only if a sum is
+    infinite, to tell an infinite x from a sum that passed float32's range.
     """
     infinite = (tl.abs(total) == float("inf")).to(tl.int32)
     if tl.max(tl.max(infinite, 1), 0) > 0:
-        # Small pieces: the sums are in registers meanwhile.
+        # Small pieces, because the sums occupy registers.
         BLOCK: tl.constexpr = max(16, min(_BLOCK, 2048 // TOKENS))
         bad = tl.zeros([TOKENS], tl.int32)
         for start in range(0, columns, BLOCK):
@@ -102,21 +102,21 @@ def store_result(
 
     Args:
         total: The sums.
-        x: The tokens, of which a row is read again where a sum is infinite.
-        token_offset: int64 ``[TOKENS]``, where each token's row of ``x`` begins.
-        columns: Of ``x``.
+        x: The tokens; a row is read again if one of its sums is infinite.
+        token_offset: int64 ``[TOKENS]``, offset of each token's row of ``x``.
+        columns: Columns of ``x``.
         global_scale: The weight's scales, as SCALES says.
         row_scale: float32, scale of each token, at its ``position``.
-        row_weight: float32, factor of each token's result behind SwiGLU; likewise.
+        row_weight: float32, factor of each token's result after SwiGLU, at its ``position``.
         out: The result.
-        position: int64 ``[TOKENS]``, which row of ``out`` is a token's.
-        inside: ``[TOKENS]``, which tokens there are.
+        position: int64 ``[TOKENS]``, row of ``out`` of each token.
+        inside: ``[TOKENS]``, whether the token exists.
         first: First row of the sums in the matrix.
         rows: Rows of the matrix.
-        rows_before: int64, rows of the weight in front of it: of other groups.
+        rows_before: int64, rows of the weight before the matrix, which belong to other groups.
         cut0: First row of the weight's second segment.
-        cut1: Of the third.
-        cut2: Of the fourth.
+        cut1: First row of the third segment.
+        cut2: First row of the fourth segment.
         limit: Clamp of SwiGLU.
     """
     row = first + tl.arange(0, ROWS)

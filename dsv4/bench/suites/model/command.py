@@ -218,7 +218,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
         return fitted(hosted.placed(ModelRequest.of(options, device)))
     request = ModelRequest.of(options, device, own.size)
     free = torch.tensor([free_bytes(device)], device=device)
-    # All ranks leave out, or refuse, what does not fit the fullest one.
+    # All ranks leave out, or refuse, the rows that do not fit the rank with the least memory.
     return fitted(request, min(map(int, groups.gather(free, groups.everyone()))))
 
 

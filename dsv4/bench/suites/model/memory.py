@@ -1,4 +1,4 @@
-"""Which rows of a model and its caches fit the device, before anything is built."""
+"""Estimate which rows of a request fit the device, before anything is built."""
 
 from __future__ import annotations
 
@@ -103,19 +103,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
-    """Return the request with the rows left out whose caches do not fit beside the weights.
+    """Return the request without the rows that do not fit: weights and cache exceed free memory.
 
     Args:
-        request: What is asked for.
-        free: Bytes that are free, on several ranks those of the rank with the fewest; None: those
+        request: The request.
+        free: Free bytes; on several ranks, those of the rank with the least; None: the free bytes
             of this device.
 
     Raises:
-        UsageError: if no row fits, naming the bytes that the smallest one wants, those that are
-            free, and the largest number of experts that fits.
+        UsageError: if no row fits. The message names the bytes that the smallest row needs, the
+            free bytes, and the largest number of experts that fits.
     """
     if request.checkpoint is not None:
-        return request  # only reading it tells its formats
+        return request  # its formats are known only after it is read
     size = model_bytes(request)
     if isinstance(request.host_experts, HostExperts):
         size = size.with_slots(request.host_experts)
