@@ -2,9 +2,10 @@
 
 A family is an operator and an implementation of it. If a GPU is not among those where the family
 was seen right (``implementations.Implementation.proven``), the first use of the family runs small
-cases (``Implementation.self_test``) and compares them with the reference. If the family is wrong, an
-error that names it is logged once, and ``"auto"`` passes it over. Verdicts are stored on disk, like
-those of ``dsv4.self_check``, which checks each configuration of a kernel on the user's operands.
+cases (``Implementation.self_test``) and compares them with the reference. If the family is wrong,
+an error that names it is logged once, and ``"auto"`` passes it over. Verdicts are stored on disk,
+like those of ``dsv4.self_check``, which checks each configuration of a kernel on the user's
+operands.
 
 A test runs in its own thread, so that no mode, stream or recorder of the caller takes part. If the
 caller already runs a check, the test runs in the caller's thread, which holds the lock of verdicts.
