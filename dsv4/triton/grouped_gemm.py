@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import dispatch
-from dsv4.ops._grouped_operands import chosen_for, of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
@@ -159,9 +159,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of 32
     bytes. Codes are dequantized first.
     """
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1])
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1])
     _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
     return out
 
@@ -170,9 +168,7 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1] // 2)
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1] // 2)
     row_weight = args.row_weight
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
