@@ -43,14 +43,14 @@ def kernel(monkeypatch):
             return implement(args)
 
         row = dispatch.Implementation("gemm", "fake", "fake:gemm", proven=proven)
-        rows, load = dispatch.implementations, dispatch._load
+        rows, load = dispatch.implementations, dispatch.load
         monkeypatch.setattr(
             dispatch,
             "implementations",
             lambda op: (row, rows(op)[-1]) if op == "gemm" else rows(op),
         )
         monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:gemm" else load(target)
+            dispatch, "load", lambda target: counted if target == "fake:gemm" else load(target)
         )
         monkeypatch.setattr(dispatch.Call, "capability", CAPABILITY)
         return calls

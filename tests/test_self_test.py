@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsv4 import device, dispatch, self_check, self_test
+from dsv4 import implementations as table
 from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
@@ -48,12 +49,12 @@ def kernel(monkeypatch):
         row = dispatch.Implementation(
             *("rms_norm", "triton", "fake:norm"), proven=row.proven, self_test=row.self_test
         )
-        rows, load = dispatch.implementations, dispatch._load
+        rows, load = dispatch.implementations, dispatch.load
         monkeypatch.setattr(
             dispatch, "implementations", lambda op: (row, last) if op == "rms_norm" else rows(op)
         )
         monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:norm" else load(target)
+            dispatch, "load", lambda target: counted if target == "fake:norm" else load(target)
         )
         monkeypatch.setattr(dispatch.Call, "capability", capability)
         monkeypatch.setattr(cases, "TOKENS", (1, 3))
@@ -293,7 +294,7 @@ def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
         parts = (made.codes, made.scales, made.global_scale)
         return tuple(part for part in parts if part is not None)
 
-    rows, load = dispatch.implementations, dispatch._load
+    rows, load = dispatch.implementations, dispatch.load
     fakes = {"swiglu": coarse, op: fused}
 
     def listed(name):
@@ -302,9 +303,10 @@ def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
         return (fake, last) if name in fakes else rows(name)
 
     monkeypatch.setattr(dispatch, "implementations", listed)
-    monkeypatch.setattr(
-        dispatch, "_load", lambda target: fakes.get(target.removeprefix("fake:")) or load(target)
-    )
+    for module in (dispatch, table):
+        monkeypatch.setattr(
+            module, "load", lambda target: fakes.get(target.removeprefix("fake:")) or load(target)
+        )
     assert cases.wrong(op, "triton", CPU, (3,)) is None
     fakes["swiglu"] = reference_swiglu
     assert cases.wrong(op, "triton", CPU, (3,)) is not None

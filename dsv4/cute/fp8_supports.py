@@ -1,6 +1,6 @@
 """Reasons why the GEMMs with FP8 arithmetic cannot run a call, or are slower; None where neither.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
+Named in ``dsv4.implementations``. Nothing here imports CuTeDSL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dsv4.cute import e4m3_costs
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 from dsv4.cute.supports import not_hopper
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops._grouped_operands import chosen_for
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs

@@ -1,6 +1,6 @@
 """Reasons why CuTeDSL kernels cannot run a call of an operator; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
+Named in ``dsv4.implementations``. Nothing here imports CuTeDSL.
 """
 
 from __future__ import annotations

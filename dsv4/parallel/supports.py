@@ -1,6 +1,6 @@
 """Reasons why sums over ranks cannot run a call; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. All ranks of a group come to the same reasons, because these
+Named in ``dsv4.implementations``. All ranks of a group come to the same reasons, because these
 follow from sizes, dtypes and what the ranks have agreed on: a rank that chose otherwise than its
 peers would wait for ever.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.device import no_triton
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops.all_reduce import AllReduceArgs
 from dsv4.parallel import groups, mailboxes
 from dsv4.parallel.mailboxes import Mailbox

@@ -1,6 +1,6 @@
 """Reasons why Triton kernels cannot run a call of an operator; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports Triton.
+Named in ``dsv4.implementations``. Nothing here imports Triton.
 """
 
 from __future__ import annotations
