@@ -60,6 +60,13 @@ def chosen_for(args: Any) -> tuple[int, int]:
     return args.step_rows or args.x.shape[0], args.step_experts or args.weight.shape[0]
 
 
+def result_of(args: Any, out: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """Return ``out``, or where it is None a tensor for the result ``[R, columns]`` of a record."""
+    if out is None:
+        return args.x.new_empty((args.x.shape[0], columns), dtype=args.out_dtype)
+    return out
+
+
 def checked_rows(
     op: str, x: torch.Tensor | QuantizedTensor, activation: str, out_dtype: torch.dtype | None
 ) -> tuple[Rows, torch.dtype]:

@@ -29,9 +29,10 @@ from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.compressor import _channels, _tiles
 from dsv4.triton.compressor_windows import (
     closing,
+    first_of,
     pool_group,
     pool_window,
-    store_entry,
+    store_pooled_entry,
     store_states,
     store_tile,
 )
@@ -189,23 +190,20 @@ def _paged_entry_kernel(
     if tl.program_id(0) == 0:
         prefetch_row(weight, DIM, BLOCK)
     wait_for_inputs(PDL)
+    norm, pages = (weight, angles, angles_stride, eps), (data, data_stride)
     if GROUP == 1:
         token = tl.program_id(0).to(tl.int64)
         where = tl.load(slots + token + tl.arange(0, 1)).to(tl.int64)
         last = tl.load(positions + token).to(tl.int64)
         closes = (tl.max(where, 0) >= 0) & (tl.load(state_slots + token) >= 0)
         if closes & ((last + 1) % RATIO == 0):
-            store_entry(
+            store_pooled_entry(
                 pooled,
                 token,
                 last,
                 where,
-                weight,
-                angles,
-                angles_stride,
-                eps,
-                data,
-                data_stride,
+                norm,
+                pages,
                 RATIO,
                 DIM,
                 NOPE,
@@ -220,20 +218,18 @@ def _paged_entry_kernel(
         start = tl.program_id(0) * GROUP
         member = tl.arange(0, GROUP)
         close, _ = closing(start + member, count, positions, state_slots, slots, RATIO)
-        following = tl.min(tl.where(close, member, GROUP), 0)
+        following = first_of(close, GROUP)
         while following < GROUP:
             token = (start + following).to(tl.int64)
-            store_entry(
+            last = tl.load(positions + token).to(tl.int64)
+            where = tl.load(slots + token + tl.arange(0, 1)).to(tl.int64)
+            store_pooled_entry(
                 pooled,
                 token,
-                tl.load(positions + token).to(tl.int64),
-                tl.load(slots + token + tl.arange(0, 1)).to(tl.int64),
-                weight,
-                angles,
-                angles_stride,
-                eps,
-                data,
-                data_stride,
+                last,
+                where,
+                norm,
+                pages,
                 RATIO,
                 DIM,
                 NOPE,
@@ -244,7 +240,7 @@ def _paged_entry_kernel(
                 CONVERT,
                 DTYPE,
             )
-            following = tl.min(tl.where(close & (member > following), member, GROUP), 0)
+            following = first_of(close & (member > following), GROUP)
 
 
 def compress_write_paged(args: CompressWritePagedArgs) -> None:

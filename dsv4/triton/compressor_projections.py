@@ -20,19 +20,12 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.compressor_projections import CompressorProjectionsArgs
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
-
-
-@triton.jit
-def _dot(a, b, total):
-    if INTERPRETED:
-        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
-    return tl.dot(a, b, total)
 
 
 @triton.jit
@@ -114,7 +107,7 @@ def _projections_kernel(
             inside = present & (start + columns < HIDDEN)
             values = tl.load(x + start, mask=inside, other=0.0)
             weights = tl.load(weight + start, mask=start + weight_columns < HIDDEN, other=0.0)
-        sums = _dot(values, weights, sums)
+        sums = dot(values, weights, sums)
     total = tl.sum(sums, 0)
     mask = (token < tokens)[:, None] & stored[None, :]
     token = token.to(tl.int64)[:, None]

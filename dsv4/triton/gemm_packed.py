@@ -77,7 +77,6 @@ def _packed_gemm_kernel(
     SPLIT: tl.constexpr,
     LAYOUT: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -128,30 +127,16 @@ def _packed_gemm_kernel(
     else:
         store_result(
             total,
-            x,
-            token * x_stride,
-            k_tiles * 64,
-            global_scale,
-            row_scale,
-            None,
-            out,
-            position,
-            inside,
-            first,
-            rows,
-            group * rows,
-            cut0,
-            cut1,
-            cut2,
+            (global_scale, cut0, cut1, cut2),
+            (first, rows, group * rows),
+            (x, token * x_stride, k_tiles * 64),
+            (row_scale, None),
+            (out, position, inside),
             limit,
             SCALES,
-            SCALED,
-            False,
             SWIGLU,
             CLAMPED,
             UNBOUNDED,
-            ROWS,
-            TOKENS,
         )
 
 
@@ -175,7 +160,6 @@ def _packed_sum_kernel(
     cut2,
     limit,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -197,30 +181,16 @@ def _packed_sum_kernel(
     position = tl.zeros([1], tl.int64) + pair
     store_result(
         total[:, None],
-        x + group * group_stride,
-        position // groups * x_stride,
-        columns,
-        global_scale,
-        row_scale,
-        None,
-        out,
-        position,
-        position >= 0,
-        first,
-        rows,
-        group * rows,
-        cut0,
-        cut1,
-        cut2,
+        (global_scale, cut0, cut1, cut2),
+        (first, rows, group * rows),
+        (x + group * group_stride, position // groups * x_stride, columns),
+        (row_scale, None),
+        (out, position, position >= 0),
         limit,
         SCALES,
-        SCALED,
-        False,
         SWIGLU,
         CLAMPED,
         UNBOUNDED,
-        ROWS,
-        1,
     )
 
 
@@ -327,7 +297,7 @@ def _multiply(
     sms = launch_options.sm_count(x.device)
     cut = dense_plan(weight, x.shape[0], groups, sms, has_wgmma(x))
     scale = GlobalScale.of(args.global_scale, args.segments, high)
-    options = {**options, "SCALES": scale.kind, "SCALED": row_scale is not None}
+    options = {**options, "SCALES": scale.kind}
     bound = float("inf") if limit is None else float(limit)
     _launch(x, args, layout, weight, cut, scale, row_scale, out, bound, options)
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import dispatch
-from dsv4.ops._grouped_operands import chosen_for, of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
@@ -81,8 +81,6 @@ def _grouped_kernel(
     limit,
     LAYOUT: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -135,30 +133,16 @@ def _grouped_kernel(
             )
             store_result(
                 total,
-                x,
-                token * x_stride,
-                k_tiles * 64,
-                global_scale + mine * scale_count if SCALES else global_scale,
-                row_scale,
-                row_weight,
-                out,
-                token,
-                inside,
-                first,
-                rows,
-                0,
-                cut0,
-                cut1,
-                cut2,
+                (global_scale + mine * scale_count if SCALES else global_scale, cut0, cut1, cut2),
+                (first, rows, 0),
+                (x, token * x_stride, k_tiles * 64),
+                (row_scale, row_weight),
+                (out, token, inside),
                 limit,
                 SCALES,
-                SCALED,
-                WEIGHTED,
                 SWIGLU,
                 CLAMPED,
                 UNBOUNDED,
-                ROWS,
-                TOKENS,
             )
         else:
             HIGH: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -175,9 +159,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     For bfloat16 activations with rows at multiples of 32 bytes, only the result is allocated. Codes
     are dequantized first.
     """
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1])
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1])
     _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
     return out
 
@@ -186,9 +168,7 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1] // 2)
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1] // 2)
     row_weight = args.row_weight
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
@@ -260,8 +240,6 @@ def _multiply(
             float("inf") if limit is None else float(limit),
             LAYOUT=layout,
             SCALES=scale.kind,
-            SCALED=row_scale is not None,
-            WEIGHTED=row_weight is not None,
             EXPERTS=launch_options.power_of_two(experts + 1),
             TILES=cut.tiles,
             TOKENS=cut.tokens,

@@ -22,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream
 from dsv4.triton._lib.mailbox import PushedSum, load_sum
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -172,18 +172,11 @@ def _mixing_large_m_kernel(
     total = tl.zeros([TOKENS, 4 * ROW_BLOCK], tl.float32)
     for chunk in tl.range(split * CHUNKS, (split + 1) * CHUNKS, num_stages=STAGES):
         start = chunk * BLOCK
-        total = _dot(x.load([first, start]), cut.load([0, start]).T, total)
+        total = dot(x.load([first, start]), cut.load([0, start]).T, total)
     token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
     total = tl.sum(tl.reshape(total, [TOKENS, 4, ROW_BLOCK]), 1)
     tl.store(partials + offset, total, mask=token < tokens)
-
-
-@triton.jit
-def _dot(a, b, total):
-    if INTERPRETED:
-        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
-    return tl.dot(a, b, total)
 
 
 @fast_launch

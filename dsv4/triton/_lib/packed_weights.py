@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, widen
+from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow
 
 # Layout of a weight in memory: NVFP4 in fragments, NVFP4 with swizzled scales, MXFP4 row by row.
 FRAGMENTS, SWIZZLED, MXFP4 = range(3)
@@ -148,15 +148,6 @@ def _linear(
         code = _times(code, tl.full(code.shape, _FIRST_STEP, tl.uint32))
     values = _half(_times(code, scale), e)
     return tl.reshape(values, (PARTS, ROWS, 64))
-
-
-@triton.jit
-def dot(weight, x, total):
-    """``weight @ x + total`` of bfloat16 operands, in float32; with or without a batch axis."""
-    if INTERPRETED:
-        return tl.dot(widen(weight), widen(x), total, input_precision="ieee")
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return tl.dot(weight, x, total)
 
 
 @triton.jit
