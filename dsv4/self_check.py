@@ -84,10 +84,12 @@ class Verdicts:
 
     Attributes:
         known: By configuration.
+        absent: Those that ``kept`` has not found on disk, and does not look for again.
         lock: Held while a check runs.
     """
 
     known: dict[Configuration, str | None] = field(default_factory=dict)
+    absent: set[Configuration] = field(default_factory=set)
     lock: Any = field(default_factory=threading.RLock)
 
     def reason(self, configuration: Configuration, check: Callable[[], str | None]) -> str | None:
@@ -106,6 +108,16 @@ class Verdicts:
                     _keep(configuration, stored[0])
                 self._decide(configuration, stored[0])
         return self.known[configuration]
+
+    def kept(self, configuration: Configuration, default: str | None = None) -> str | None:
+        """The verdict that is in memory or on disk, else ``default``."""
+        if configuration in self.known:
+            return self.known[configuration]
+        stored = None if configuration in self.absent else _stored(configuration)
+        if stored is None:
+            self.absent.add(configuration)
+            return default
+        return stored[0]
 
     def replace(self, configuration: Configuration, reason: str | None) -> None:
         """Take and keep a verdict in place of an earlier one."""
@@ -174,7 +186,7 @@ def known(op: str, name: str, args: Any) -> str | None:
     """
     if args.x.is_meta:
         return None
-    return verdicts().known.get(Configuration(op, name, describe(args), gpu(args.x.device)))
+    return verdicts().kept(Configuration(op, name, describe(args), gpu(args.x.device)))
 
 
 @functools.cache

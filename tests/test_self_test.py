@@ -93,6 +93,7 @@ def test_a_broken_kernel_is_passed_over_and_named(kernel, caplog):
     assert "rms_norm: the kernel 'triton' is wrong on this GPU and is not used" in caplog.text
     assert "tokens:" in str(dispatch.explain(rms_norm, *args))
     self_check.verdicts.cache_clear()
+    assert dispatch.explain(rms_norm, *args).chosen == "reference", "as a call in this process"
     rms_norm(*args)
     assert len(calls) == 1, "the verdict is kept for the next process"
 
@@ -106,8 +107,33 @@ def test_a_kernel_that_raises_is_passed_over(kernel, caplog):
     assert "it raises RuntimeError: out of resource" in caplog.text
 
 
+def with_code(code):
+    error = torch.AcceleratorError("CUDA error: something")
+    error.error_code = code
+    return error
+
+
+REFUSED = "operation not permitted when stream is capturing"
+
+
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("capture")]
+    ("error", "expected"),
+    [
+        (with_code(900), True),
+        (with_code(700), False),
+        (RuntimeError(f"Triton Error [CUDA]: {REFUSED}"), True),
+        (RuntimeError(f"loading a kernel: CUDA error 900, {REFUSED}"), True),
+        (RuntimeError("the kernel's tile is captured twice"), False),
+        (ValueError(f"CUDA error: {REFUSED}"), False),
+    ],
+)
+def test_only_cudas_errors_speak_of_a_capture(error, expected):
+    assert cases.is_of_a_capture(error) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), RuntimeError(f"Triton Error [CUDA]: {REFUSED}")],
 )
 def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     def raising(args):
@@ -219,6 +245,13 @@ def test_marks():
         assert self_test.mark(subject, (12, 0)) == self_test.COMPILED
     with device.pretend(capability=(11, 0)):
         assert self_test.mark_of_gpu(gpu) == self_test.NEVER
+
+
+def test_another_process_knows_what_ran(kernel):
+    kernel(reference.rms_norm)
+    rms_norm(*operands())
+    self_check.verdicts.cache_clear()
+    assert dispatch.explain(rms_norm, *operands()).mark == self_test.RUN
 
 
 def test_explain_says_the_mark(kernel):
