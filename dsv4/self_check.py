@@ -84,7 +84,7 @@ class Verdicts:
 
     Attributes:
         known: By configuration.
-        absent: Those that ``kept`` has not found on disk, and does not look for again.
+        absent: Those that ``look_up`` has not found on disk, and does not look for again.
         lock: Held while a check runs.
     """
 
@@ -109,7 +109,7 @@ class Verdicts:
                 self._decide(configuration, stored[0])
         return self.known[configuration]
 
-    def kept(self, configuration: Configuration, default: str | None = None) -> str | None:
+    def look_up(self, configuration: Configuration, default: str | None = None) -> str | None:
         """The verdict that is in memory or on disk, else ``default``."""
         if configuration in self.known:
             return self.known[configuration]
@@ -186,7 +186,7 @@ def known(op: str, name: str, args: Any) -> str | None:
     """
     if args.x.is_meta:
         return None
-    return verdicts().kept(Configuration(op, name, describe(args), gpu(args.x.device)))
+    return verdicts().look_up(Configuration(op, name, describe(args), gpu(args.x.device)))
 
 
 @functools.cache

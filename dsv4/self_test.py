@@ -140,7 +140,7 @@ def mark(subject: Configuration | None, compute: tuple[int, int]) -> str:
         subject: What a verdict of this GPU would be about; None: there is none.
         compute: Compute capability of the GPU.
     """
-    if subject is not None and verdicts().kept(subject, "unknown") is None:
+    if subject is not None and verdicts().look_up(subject, "unknown") is None:
         return RUN
     return COMPILED if compute in EVERY_ARCHITECTURE else NEVER
 
