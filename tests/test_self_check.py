@@ -218,12 +218,19 @@ def test_codes_and_their_scales_are_compared(scale_layout, part):
     assert actual is None if expected is None else actual.startswith(expected)
 
 
-def test_missing_memory_is_no_verdict(kernel, tmp_path):
-    def greedy(args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+    ],
+)
+def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
+    def refused(args):
+        raise error
 
-    kernel(greedy)
-    with pytest.raises(torch.OutOfMemoryError):
+    kernel(refused)
+    with pytest.raises(type(error)):
         gemm(*operands())
     assert not list(tmp_path.glob("*.verdict"))
 

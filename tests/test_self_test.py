@@ -128,7 +128,7 @@ REFUSED = "operation not permitted when stream is capturing"
     ],
 )
 def test_only_cudas_errors_speak_of_a_capture(error, expected):
-    assert cases.is_of_a_capture(error) == expected
+    assert self_check.is_of_a_capture(error) == expected
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ the first run.
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,14 +20,12 @@ from dsv4.bench.cases.other_formats import other_formats
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
+from dsv4.self_check import is_of_a_capture
 from dsv4.self_test import Unfinished
 
 # One token, some that fill no tile, and as many as large tiles and tensor descriptors are for.
 TOKENS = (1, 19, 1100)
 _RUNS = 2
-# Errors of CUDA that name a capture: cudaErrorStreamCaptureUnsupported and those after it.
-_CAPTURE_CODES = range(900, 909)
-_CAPTURE_WORDS = re.compile(r"\bCUDA\b.*captur")
 
 
 @functools.cache
@@ -95,19 +92,6 @@ def _wrong(problem: Problem, name: str, device: torch.device) -> str | None:
             raise Unfinished(f"its self-test ran beside a capture: {error}") from error
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
-
-
-def is_of_a_capture(error: Exception) -> bool:
-    """Return whether CUDA refused a call because some thread captures a graph.
-
-    CUDA tells of a stream whether it is captured, of no process whether one of its streams is, and
-    captures of others than dsv4 are known to CUDA alone. So its error decides: by the code where it
-    has one, as PyTorch's has; Triton's and ``dsv4.cute.runtime.driver``'s have CUDA's words.
-    """
-    code = getattr(error, "error_code", None)
-    if isinstance(code, int):
-        return code in _CAPTURE_CODES
-    return isinstance(error, RuntimeError) and bool(_CAPTURE_WORDS.search(str(error)))
 
 
 @dataclass(frozen=True)
