@@ -11,24 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import device, dispatch, self_check
-from dsv4.cute.runtime import cubin_cache
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.reference import gemm as reference
 from dsv4.reference import grouped_gemm as grouped_reference
+from tests._tools import fake_kernel
 
 CAPABILITY = (10, 0)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
-    self_check.verdicts.cache_clear()
-    dispatch._warn_unproven.cache_clear()
-    yield
-    self_check.verdicts.cache_clear()
+    yield from fake_kernel.no_verdicts(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -36,24 +32,8 @@ def kernel(monkeypatch):
     """Puts a kernel that was proven nowhere in front of the reference; the list of its calls."""
 
     def install(implement, proven=frozenset()):
-        calls = []
-
-        def counted(args):
-            calls.append(args)
-            return implement(args)
-
         row = dispatch.Implementation("gemm", "fake", "fake:gemm", proven=proven)
-        rows, load = dispatch.implementations, dispatch._load
-        monkeypatch.setattr(
-            dispatch,
-            "implementations",
-            lambda op: (row, rows(op)[-1]) if op == "gemm" else rows(op),
-        )
-        monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:gemm" else load(target)
-        )
-        monkeypatch.setattr(dispatch.Call, "capability", CAPABILITY)
-        return calls
+        return fake_kernel.install(monkeypatch, row, implement, CAPABILITY)
 
     return install
 

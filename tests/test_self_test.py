@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from dsv4 import device, dispatch, self_check, self_test
 from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
-from dsv4.cute.runtime import cubin_cache
 from dsv4.ops.gemm import gemm
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.reference import norm as reference
 from dsv4.reference.swiglu import swiglu as reference_swiglu
+from tests._tools import fake_kernel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ADA, H200 = (8, 9), (9, 0)
@@ -26,11 +27,7 @@ SELF_TESTED = [row for row in dispatch.IMPLEMENTATIONS if row.self_test is not N
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
-    self_check.verdicts.cache_clear()
-    dispatch._warn_unproven.cache_clear()
-    yield
-    self_check.verdicts.cache_clear()
+    yield from fake_kernel.no_verdicts(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -38,26 +35,9 @@ def kernel(monkeypatch):
     """Makes the Triton kernel of ``rms_norm`` what a test wants, on a GPU of a capability."""
 
     def install(implement, capability=ADA):
-        calls = []
-
-        def counted(args):
-            calls.append(args)
-            return implement(args)
-
-        [row, last] = dispatch.implementations("rms_norm")
-        row = dispatch.Implementation(
-            *("rms_norm", "triton", "fake:norm"), proven=row.proven, self_test=row.self_test
-        )
-        rows, load = dispatch.implementations, dispatch._load
-        monkeypatch.setattr(
-            dispatch, "implementations", lambda op: (row, last) if op == "rms_norm" else rows(op)
-        )
-        monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:norm" else load(target)
-        )
-        monkeypatch.setattr(dispatch.Call, "capability", capability)
+        row = replace(dispatch.implementations("rms_norm")[0], target="fake:norm", supports=None)
         monkeypatch.setattr(cases, "TOKENS", (1, 3))
-        return calls
+        return fake_kernel.install(monkeypatch, row, implement, capability)
 
     return install
 
