@@ -191,7 +191,7 @@ def _known_wrong(row: Implementation, call: Call, requested: str) -> str | None:
     if row.is_proven(call) or requested != AUTO:
         return None
     if row.self_test is not None:
-        return self_check.verdicts().known.get(_subject(row, call))
+        return self_check.verdicts().look_up(_subject(row, call))
     return self_check.known(row.op, row.name, call.args)
 
 

@@ -141,7 +141,7 @@ def mark(subject: Configuration | None, compute: tuple[int, int]) -> str:
         subject: Configuration of a verdict on this GPU; None: there is no such GPU.
         compute: Compute capability of the GPU.
     """
-    if subject is not None and verdicts().known.get(subject, "unknown") is None:
+    if subject is not None and verdicts().look_up(subject, "unknown") is None:
         return RUN
     return COMPILED if compute in EVERY_ARCHITECTURE else NEVER
 

@@ -20,6 +20,7 @@ from dsv4.bench.cases.other_formats import other_formats
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
+from dsv4.self_check import is_of_a_capture
 from dsv4.self_test import Unfinished
 
 # One token, numbers that fill no tile, and enough tokens for large tiles and tensor descriptors.
@@ -80,14 +81,14 @@ def _wrong(problem: Problem, name: str, device: torch.device) -> str | None:
     try:
         for _ in range(_RUNS):
             verdict = verify(problem, name)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type == "cuda":  # the device's other streams may be captured
+                torch.cuda.current_stream(device).synchronize()
             if not verdict.match:
                 return verdict.message
     except torch.OutOfMemoryError as error:
         raise Unfinished("the device has too little free memory for the self-test") from error
     except Exception as error:
-        if "captur" in str(error):
+        if is_of_a_capture(error):
             raise Unfinished(f"a CUDA graph was captured during the self-test: {error}") from error
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None

@@ -64,8 +64,8 @@ class Memory:
         return f"{allocated} MB allocated, {used} MB of the GPU, {resident} MB of the host"
 
 
-def small_model(device: torch.device) -> DeepseekV4ForCausalLM:
-    """Return a model of three layers with 16 experts each."""
+def small_model(device: torch.device, *, mtp: bool = False) -> DeepseekV4ForCausalLM:
+    """Return a model of three layers with 16 experts each, packed on a GPU."""
     config = ModelConfig.tiny(
         layer_types=(SLIDING, CSA, HCA),
         vocab_size=512,
@@ -73,8 +73,9 @@ def small_model(device: torch.device) -> DeepseekV4ForCausalLM:
         moe_intermediate_size=128,
         n_routed_experts=16,
         num_experts_per_tok=4,
+        num_nextn_predict_layers=int(mtp),
     )
-    model = DeepseekV4ForCausalLM(config, mtp=False).requires_grad_(False)
+    model = DeepseekV4ForCausalLM(config, mtp=mtp).requires_grad_(False)
     randomize_(model, 3)
     model = model.to(device, torch.bfloat16).eval()
     layers.quantize_(model)

@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 from triton.runtime.jit import JITFunction
 
 from dsv4.device import interpret_triton
@@ -31,8 +30,7 @@ from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe, norm
 from dsv4.triton._lib import nvfp4_tile
-from dsv4.triton._runtime import launch_options
-from tests._tools.compile_kernels import _Driver
+from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
 
@@ -66,10 +64,7 @@ def install(arch: int) -> list[str]:
         ran.append(self.__name__)
         return kernel
 
-    triton.runtime.driver.set_active(_Driver(arch))
-    JITFunction.run = run
-    launch_options.sm_count = lambda device: 132
-    launch_options.capability = lambda tensor: divmod(arch, 10)
+    replace_launches(arch, run, processors=132)
     return ran
 
 

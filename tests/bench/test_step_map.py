@@ -6,14 +6,20 @@ import ctypes
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4.bench import arguments
 from dsv4.bench.cli import main
+from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
+from dsv4.bench.suites.model import command
+from dsv4.bench.suites.model.document import ModelResults
+from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.model.trace.critical_path import critical_path, idle, length
 from dsv4.bench.suites.model.trace.events import events_of, replays_of, typical
 from dsv4.bench.suites.model.trace.graph_nodes import (
@@ -218,6 +224,12 @@ class TestStepMap:
         assert "step 12.0 us by the profiler; path: 3 of 4 launches" in text
         assert "layer 0, compressed_sparse_attention: 3 launches" in text
 
+    def test_what_cannot_be_written_loses_no_row(self, step_map, tmp_path):
+        (tmp_path / "file").write_text("")
+        measurement, results = SimpleNamespace(map=lambda row: step_map), ModelResults(rows=[None])
+        command._map_step(measurement, results, tmp_path / "file" / "trace.json")
+        assert results.stopped.startswith("the step was not mapped: ")
+
     def test_chrome_trace(self, step_map, tmp_path):
         step_map.write(tmp_path / "new" / "trace.json")
         content = json.loads((tmp_path / "new" / "trace.json").read_text())
@@ -338,6 +350,13 @@ def test_a_tensor_that_is_there_twice_is_read_once():
 def test_a_cpu_has_no_captured_step(capsys):
     assert main(["model", "--preset", "tiny", "--tokens", "1", "--trace", "t.json"]) != 0
     assert "--trace is 't.json' on cpu, wanted a CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_trace_needs_a_file(tmp_path):
+    options = arguments.parser().parse_args(["model", "--preset", "tiny"])
+    request = ModelRequest.of(options, torch.device("cpu"))
+    with pytest.raises(UsageError, match="a folder, wanted a file"):
+        replace(request, device=torch.device("cuda", 0), trace=tmp_path).check_trace()
 
 
 @pytest.mark.gpu

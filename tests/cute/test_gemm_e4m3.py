@@ -380,6 +380,11 @@ class TestFp8Weights:
         x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
         assert_right(x, weight, product(x, weight, torch.float32))
 
+    def test_bfloat16_is_rounded_once(self):
+        weight, x = block_weight_of(4, 272, 1024, torch.float32), bfloat16(5, (700, 1024))
+        exact = product(x, weight, torch.float32)
+        assert_bitwise(product(x, weight), exact.to(torch.bfloat16), "product in bfloat16")
+
     @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))
     def test_groups(self, seed, tokens, groups):

@@ -272,6 +272,8 @@ class ModelRequest:
             raise UsageError(f"{name} with {self.ranks} ranks, wanted one, or --emulate-peers")
         if self.host_experts is not None:
             raise UsageError(f"{name} with --host-experts, whose steps are not one graph")
+        if self.trace.is_dir():
+            raise UsageError(f"{name}, a folder, wanted a file")
         steps = len(self.tokens) * len(self.contexts)
         if steps != 1:
             raise UsageError(f"{name} with {steps} steps, wanted one --tokens and one --context")
