@@ -211,8 +211,8 @@ def is_capturing(device: torch.device) -> bool:
 def is_of_a_capture(error: Exception) -> bool:
     """Return whether CUDA refused a call because some thread captures a graph.
 
-    CUDA reports whether one stream is captured, but not whether any stream of the process is. So the
-    error decides: by its code if it has one (PyTorch's errors), else by CUDA's words (errors of
+    CUDA reports whether one stream is captured, but not whether any stream of the process is. So
+    the error decides: by its code if it has one (PyTorch's errors), else by CUDA's words (errors of
     Triton and of ``dsv4.cute.runtime.driver``).
     """
     code = getattr(error, "error_code", None)
