@@ -101,6 +101,11 @@ class ExpertStacks(FixedDtypeModule):
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
         return self.value_of(*parts, self._buffers[name + "_exponent"], name=name)
 
+    def global_scale_name(self, name: str) -> str:
+        """Return which tensor is the global scale of ``quantized_weight(name)``."""
+        is_per_row = name == "gate_up_proj" and self.layout != LINEAR
+        return "gate_up_row_scale" if is_per_row else name + "_scale_2"
+
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
         self.check_on_device()

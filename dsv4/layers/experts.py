@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -32,10 +32,24 @@ class _Part(NamedTuple):
     Attributes:
         slots: Their slots in the layer.
         options: Arguments of a grouped GEMM: ``step_rows`` and ``step_experts`` if a step is cut.
+        tensors: Tensors of these slots by name, where they are no slots of the layer.
     """
 
     slots: slice = _ALL
     options: dict[str, Any] = {}  # noqa: RUF012  (nothing writes to it)
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+    @overload
+    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None: ...
+
+    def of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the slots of a tensor of the layer, or those of the part's own of this name."""
+        if tensor is None or self.slots == _ALL:
+            return tensor
+        return (tensor if self.tensors is None else self.tensors[name])[self.slots]
 
 
 _WHOLE = _Part()
@@ -157,7 +171,7 @@ class DeepseekV4Experts(ExpertWeights):
         """Multiply SwiGLU of the first GEMM by ``down_proj``."""
         if not isinstance(inner, QuantizedTensor):
             return self._project("down_proj", inner, offsets, out, part)
-        down = self._weight("down_proj", part.slots)
+        down = self._weight("down_proj", part)
         return grouped_gemm(
             inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
         )
@@ -198,8 +212,9 @@ class DeepseekV4Experts(ExpertWeights):
         self._check_hosted()
         hosted = self.hosted
         assert hosted is not None
-        plan, bounds = hosted.plan(ids)
-        table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
+        step = hosted.plan(ids)
+        position, bounds = step.waves.position, step.bounds
+        table = torch.tensor([*position, -1], dtype=torch.int64, device="cpu").to(ids.device)
         buffers = self._buffers_for(x, ids.shape[1])
         rows, row_weight, offsets, row_of_slot = moe_sort(
             x, table[hosted.numbers(ids)], weights, self.num_experts, out=buffers.rows
@@ -207,10 +222,13 @@ class DeepseekV4Experts(ExpertWeights):
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
         of_step = {"step_rows": len(rows), "step_experts": self.num_experts}
-        for wave in hosted.run(plan):
-            start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
-            offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
-            part = _Part(slice(wave.start, wave.stop), of_step)
+        for loaded in hosted.run(step):
+            wave = loaded.wave
+            start, stop = bounds[wave.first], bounds[wave.stop_first]
+            if start == stop:  # no token chose an expert of the buffer
+                continue
+            offsets_of = offsets[wave.first : wave.stop_first + 1] - start
+            part = _Part(slice(wave.start, wave.stop), of_step, loaded.tensors)
             row_weights = row_weight[start:stop] if scaled else None
             memory = None if buffers.inner is None else buffers.inner[start:stop]
             inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
@@ -278,7 +296,7 @@ class DeepseekV4Experts(ExpertWeights):
         if self.hosted is not None:
             offsets = offsets[: self.num_local_experts + 1]
         if rounds:
-            layout = code_layout(self._weight("gate_up_proj", _ALL))
+            layout = code_layout(self._weight("gate_up_proj", _WHOLE))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
         else:
             scale = self.gate_up_proj_input_scale
@@ -315,15 +333,14 @@ class DeepseekV4Experts(ExpertWeights):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets, part.slots)
+            activation, scale = self._quantising(name, rows, offsets, part)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self._weight(name, part.slots), offsets, self.limit)
+        operands = (rows, self._weight(name, part), offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
-            result_scale = self.down_proj_input_scale
-            result_scale = result_scale if part.slots == _ALL else result_scale[part.slots]
+            result_scale = part.of("down_proj_input_scale", self.down_proj_input_scale)
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self._weight("down_proj", part.slots))
+            layout = code_layout(self._weight("down_proj", part))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
@@ -335,14 +352,13 @@ class DeepseekV4Experts(ExpertWeights):
         out: torch.Tensor | None = None,
         part: _Part = _WHOLE,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets, part.slots)
+        activation, scale = self._quantising(name, rows, offsets, part)
         if self.format is None:
-            weight = getattr(self, name)
-            weight = weight if part.slots == _ALL else weight[part.slots]
+            weight = part.of(name, getattr(self, name))
             return grouped_gemm(rows, weight, offsets, out=out, **part.options)
         return grouped_gemm(
             rows,
-            self._weight(name, part.slots),
+            self._weight(name, part),
             offsets,
             activation=activation,
             input_scale=scale,
@@ -351,22 +367,21 @@ class DeepseekV4Experts(ExpertWeights):
             **part.options,
         )
 
-    def _weight(self, name: str, part: slice) -> QuantizedTensor:
+    def _weight(self, name: str, part: _Part) -> QuantizedTensor:
         """Return the quantised matrices of some experts, a view."""
         weight = self.quantized_weight(name)
-        if part == _ALL:
+        if part.slots == _ALL:
             return weight
-        scale, exponent = weight.global_scale, weight.row_exponent
         return replace(
             weight,
-            codes=weight.codes[part],
-            scales=weight.scales[part],
-            global_scale=None if scale is None else scale[part],
-            row_exponent=None if exponent is None else exponent[part],
+            codes=part.of(name, weight.codes),
+            scales=part.of(name + "_scale", weight.scales),
+            global_scale=part.of(self.global_scale_name(name), weight.global_scale),
+            row_exponent=part.of(name + "_exponent", weight.row_exponent),
         )
 
     def _quantising(
-        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: slice
+        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: _Part
     ) -> tuple[str, torch.Tensor | None]:
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
@@ -374,8 +389,8 @@ class DeepseekV4Experts(ExpertWeights):
         if self.activation == "bf16":
             return "bf16", None
         if self._quantises:
-            scale = getattr(self, name + "_input_scale")
-            return "nvfp4", scale if scale is None or part == _ALL else scale[part]
+            name += "_input_scale"
+            return "nvfp4", part.of(name, getattr(self, name))
         return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
