@@ -3,7 +3,8 @@
 Of each layer some experts are static: they stay on the GPU and have no copy in host memory. The
 others lie in host memory; some slots on the GPU are a cache for these, by use counts with decay. A
 decode step finds and loads what it lacks on the device alone, so a CUDA graph holds it. A step that
-chooses more experts than there are slots is planned on the host, in waves.
+chooses more experts than there are slots is planned on the host, in waves. A long prompt passes
+all experts that have no slot through a buffer, layer by layer.
 """
 
 from __future__ import annotations
