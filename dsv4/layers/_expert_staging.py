@@ -20,14 +20,11 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dsv4.layers._expert_rows import ExpertRows
-
-if TYPE_CHECKING:
-    from dsv4.layers._hosted_experts import HostedExperts
 
 # Below 16 choices per expert (683 tokens of Flash) steps are in waves, because they would copy
 # experts that no token chooses. At 16 choices these are 1.3 % of all with Zipf 1 popularity.
@@ -39,12 +36,12 @@ class Load:
     """Experts of a layer that are copied to a half together, in the order of its slots.
 
     Attributes:
-        layer: The layer.
+        layer: The layer, with the layout of its rows and the rows in host memory; not kept alive.
         experts: The experts.
         rows: Their rows in host memory.
     """
 
-    layer: weakref.ref[HostedExperts]
+    layer: weakref.ref[Any]
     experts: tuple[int, ...]
     rows: tuple[int, ...]
 
@@ -100,9 +97,13 @@ class ExpertStaging:
         self._staged: deque[tuple[_Half, Load]] = deque()
         self._taken: _Half | None = None
 
-    def add(self, hosted: HostedExperts) -> None:
-        """Make the halves as large as a layer needs; layers of equal formats allocate once."""
-        half = hosted.layout.with_slots(self.experts).slot_bytes
+    def add(self, layout: ExpertRows) -> None:
+        """Make the halves as large as a layer needs; layers of equal formats allocate once.
+
+        Args:
+            layout: Layout of the layer's rows.
+        """
+        half = layout.with_slots(self.experts).slot_bytes
         if 2 * half <= self.nbytes:
             return
         self.nbytes = 2 * half

@@ -185,7 +185,7 @@ class HostedExperts:
             staging: The buffer.
             before: The layer before this one, which starts to copy this one's; or None.
         """
-        staging.add(self)
+        staging.add(self.layout)
         self.staging = staging
         if before is not None:
             before._next = weakref.ref(self)

@@ -426,7 +426,8 @@ def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str 
             f"--host-experts is {text!r}, wanted auto, or static experts and slots, 150+60, or "
             "these and the experts of a half of the buffer for long prompts, 150+60+24"
         )
-    return HostExperts(*map(int, parts[:2]), staged=int(parts[2]) if parts[2:] else 0)
+    static, slots, staged = map(int, (*parts, "0")[:3])
+    return HostExperts(static, slots, staged=staged)
 
 
 def _check_output(options: argparse.Namespace) -> None:
