@@ -115,7 +115,7 @@ class ExpertStaging:
         """Return whether all experts of a step pass through the buffer.
 
         Args:
-            choices: Tokens times experts per token.
+            choices: Tokens times experts per token, without padding.
             experts: Experts of the layer.
         """
         return choices >= self.choices_per_expert * experts

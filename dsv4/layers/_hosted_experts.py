@@ -279,13 +279,12 @@ class HostedExperts:
         flat = self.numbers(ids).flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
-        is_stream = self.staging is not None and self.staging.takes(ids.numel(), self.experts)
-        following = self._next() if is_stream and self._next is not None else None
+        following = None if self._next is None else self._next()
         layers = [self] if following is None else [self, following]
         tables = [layer.state.expert_in.long() for layer in layers]
         values = torch.cat((counts, *tables)).tolist()
         chosen, expert_in = values[: self.experts], values[self.experts :][: self.slots]
-        if is_stream:
+        if self.staging is not None and self.staging.takes(sum(chosen), self.experts):
             step = self._stream_of(chosen, expert_in)
             if following is not None:
                 loads = following._loads(values[self.experts + self.slots :])[1]
