@@ -14,7 +14,6 @@ from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.e4m3_times import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
-    ROWS,
     BlockE4m3Tma,
     E4m3Args,
     E4m3Plan,
@@ -79,16 +78,6 @@ class ConvertedE4m3Plan(E4m3Plan):
         """Measured times of its tiles."""
         return e4m3_times.CONVERTED[self.token_rows]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
-
 
 @dataclass(frozen=True)
 class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
@@ -103,16 +92,6 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
         return e4m3_times.GROUPED_CONVERTED[self.stages]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
 
 
 CONVERT = ConvertE4m3Plan()

@@ -295,7 +295,9 @@ class E4m3Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Codes and scales of a stage."""
+        """Bytes of the weight that TMA copies a stage: codes and scales, or only E4M3 codes."""
+        if not self.dequantized_stages:
+            return ROWS * K_BLOCK
         return self.cta_row_tiles * (self.code_bytes + self.scale_bytes)
 
     @property
@@ -322,9 +324,10 @@ class E4m3Plan:
     def factor_slots(self) -> int:
         """Tiles whose factors of rows exist at a time.
 
-        Tiles of one stage: the one that is stored, those of the ring, and the one that comes.
+        Where weights are dequantized, tiles of one stage: the one that is stored, those of the
+        ring, and the one that comes. Else two of each MMA warpgroup.
         """
-        return self.dequantized_stages + 2 if self.dequantized_stages else 0
+        return self.dequantized_stages + 2 if self.dequantized_stages else 4
 
     @property
     def table_bytes(self) -> int:
@@ -398,9 +401,9 @@ class BlockE4m3Plan(E4m3Plan):
         return e4m3_times.BLOCK[self.token_rows]
 
     @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
+    def factor_slots(self) -> int:
+        """Rows have no factors."""
+        return 0
 
 
 @dataclass(frozen=True)
