@@ -63,10 +63,7 @@ class ConvertE4m3Plan:
 
 @dataclass(frozen=True)
 class ConvertedE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_converted``.
-
-    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
-    """
+    """One configuration of the kernel in ``gemm_e4m3_converted``; ``dequantized_stages`` is 0."""
 
     @property
     def kernel(self) -> str:
@@ -104,7 +101,7 @@ def converted_plan(
 ) -> ConvertedE4m3Plan:
     """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
     plans = [
-        _dense(*(token_rows, stages, 0, float32_out, swiglu), dequant_warpgroups=0)
+        _dense(token_rows, stages, 0, float32_out, swiglu)
         for token_rows, stages in ((2, 4), (1, 6))
     ]
     return min(plans, key=lambda plan: plan.dense_us(rows, columns, tokens))
@@ -115,12 +112,7 @@ def grouped_converted_plan(
 ) -> GroupedConvertedE4m3Plan:
     """The configuration of a grouped GEMM on converted weights; see ``grouped_e4m3_plan``."""
     stages = 3 if quantized_out else 4
-    return _grouped(
-        *(2, stages, 0, float32_out, swiglu),
-        dequant_warpgroups=0,
-        is_row_weighted=row_weighted,
-        is_quantized=quantized_out,
-    )
+    return _grouped(2, stages, 0, float32_out, swiglu, row_weighted, quantized_out)
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:
