@@ -68,7 +68,7 @@ class SideStreams(Streams):
 
         Args:
             current: The stream.
-            first: How many streams to leave to other forks of ``current``.
+            first: Number of streams that are left to other forks of ``current``.
         """
         self._current = current
         self._works: dict[str, _Work] = {}

@@ -1,8 +1,8 @@
 """Check kernels on the user's GPU before ``"auto"`` uses them there.
 
 Some kernels are compiled for GPUs on which they have never been seen to be right
-(``dispatch.Implementation.proven``). On such a GPU the first call of a configuration runs the
-kernel and the reference implementation on the same operands, the weight as it is and random
+(``implementations.Implementation.proven``). On such a GPU the first call of a configuration runs
+the kernel and the reference implementation on the same operands, the weight as it is and random
 activations, and compares them. The verdict decides every later call of the configuration: red, the
 kernel is passed over with the reason, which is logged once. Verdicts are kept on disk beside the
 compiled kernels, by GPU, driver and versions, so the check runs once per machine.
@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -39,6 +40,9 @@ _SEED = 0
 # wrong scale, tile or layout is off by far more.
 _TOLERANCE = {torch.float32: 2.0**-10, torch.bfloat16: 2.0**-6}
 _CODES_TOLERANCE = 2.0**-4
+# Errors of CUDA that name a capture: cudaErrorStreamCaptureUnsupported and those after it.
+_CAPTURE_CODES = range(900, 909)
+_CAPTURE_WORDS = re.compile(r"\bCUDA\b.*captur")
 _BEFORE_CAPTURE = (
     "it was never seen right on this GPU, and the check of it cannot run while a CUDA graph is "
     "captured; call it once before"
@@ -46,7 +50,7 @@ _BEFORE_CAPTURE = (
 
 _log = logging.getLogger(__name__)
 _holding: ContextVar[bool] = ContextVar("dsv4_checking", default=False)
-is_checking = _holding.get  # whether this thread runs a check, with the lock of verdicts
+is_checking = _holding.get  # whether this thread runs a check and holds the lock of verdicts
 Implement = Callable[..., Any]
 
 
@@ -84,10 +88,12 @@ class Verdicts:
 
     Attributes:
         known: By configuration.
+        absent: Configurations that ``look_up`` did not find on disk and does not look for again.
         lock: Held while a check runs.
     """
 
     known: dict[Configuration, str | None] = field(default_factory=dict)
+    absent: set[Configuration] = field(default_factory=set)
     lock: Any = field(default_factory=threading.RLock)
 
     def reason(self, configuration: Configuration, check: Callable[[], str | None]) -> str | None:
@@ -107,8 +113,18 @@ class Verdicts:
                 self._decide(configuration, stored[0])
         return self.known[configuration]
 
+    def look_up(self, configuration: Configuration, default: str | None = None) -> str | None:
+        """Return the verdict that is in memory or on disk, else ``default``."""
+        if configuration in self.known:
+            return self.known[configuration]
+        stored = None if configuration in self.absent else _stored(configuration)
+        if stored is None:
+            self.absent.add(configuration)
+            return default
+        return stored[0]
+
     def replace(self, configuration: Configuration, reason: str | None) -> None:
-        """Take and keep a verdict in place of an earlier one."""
+        """Store a verdict in place of an earlier one."""
         with self.lock:
             _keep(configuration, reason)
             self._decide(configuration, reason)
@@ -174,7 +190,7 @@ def known(op: str, name: str, args: Any) -> str | None:
     """
     if args.x.is_meta:
         return None
-    return verdicts().known.get(Configuration(op, name, describe(args), gpu(args.x.device)))
+    return verdicts().look_up(Configuration(op, name, describe(args), gpu(args.x.device)))
 
 
 @functools.cache
@@ -190,6 +206,19 @@ def gpu(device: torch.device) -> str:
 def is_capturing(device: torch.device) -> bool:
     """Return whether a CUDA graph is being captured, so that no result can be read."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def is_of_a_capture(error: Exception) -> bool:
+    """Return whether CUDA refused a call because some thread captures a graph.
+
+    CUDA reports whether one stream is captured, but not whether any stream of the process is. So
+    the error decides: by its code if it has one (PyTorch's errors), else by CUDA's words (errors of
+    Triton and of ``dsv4.cute.runtime.driver``).
+    """
+    code = getattr(error, "error_code", None)
+    if isinstance(code, int):
+        return code in _CAPTURE_CODES
+    return isinstance(error, RuntimeError) and bool(_CAPTURE_WORDS.search(str(error)))
 
 
 def describe(args: Any) -> str:
@@ -218,11 +247,13 @@ def check(args: Any, implement: Implement, reference: Implement) -> str | None:
     with torch.no_grad():
         try:
             actual = _tensors(implement(drawn))
-            if actual[0].is_cuda:
-                torch.cuda.synchronize(actual[0].device)
+            if actual[0].is_cuda:  # the device's other streams may be captured
+                torch.cuda.current_stream(actual[0].device).synchronize()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if is_of_a_capture(error):
+                raise
             return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         expected = _tensors(reference(drawn))
         return _difference(actual, expected)

@@ -1,14 +1,15 @@
-"""Test kernels once, family by family, before ``"auto"`` takes them on a GPU where none ever ran.
+"""Test each family of kernels once before ``"auto"`` takes it on a GPU where it never ran.
 
-A family is an operator and an implementation of it. On a GPU where the family was never seen right
-(``dispatch.Implementation.proven``) its first use runs small cases (``Implementation.self_test``)
-and compares them with the reference. A family that is wrong is named in an error that is logged
-once, and passed over. Verdicts are kept on disk like those of ``dsv4.self_check``, which instead
-checks each configuration of a kernel on the user's own operands.
+A family is an operator and an implementation of it. If a GPU is not among those where the family
+was seen right (``implementations.Implementation.proven``), the first use of the family runs small
+cases (``Implementation.self_test``) and compares them with the reference. If the family is wrong,
+an error that names it is logged once, and ``"auto"`` passes it over. Verdicts are stored on disk,
+like those of ``dsv4.self_check``, which checks each configuration of a kernel on the user's
+operands.
 
-A test runs in a thread of its own, so that no mode, stream or recorder of the caller takes part;
-in the caller's where that runs a check already, which holds the lock of verdicts.
-While a CUDA graph is captured no test can run: the family is passed over with that reason.
+A test runs in its own thread, so that no mode, stream or recorder of the caller takes part. If the
+caller already runs a check, the test runs in the caller's thread, which holds the lock of verdicts.
+No test can run while a CUDA graph is captured: ``"auto"`` then passes the family over.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from dsv4.self_check import Configuration, gpu, is_capturing, is_checking, verdi
 
 MEASURED, RUN = "measured", "run"
 COMPILED, NEVER = "compiled and interpreted", "compiled for no such GPU"
-# Takes operator, implementation and device; says what is wrong, or None.
+# Takes operator, implementation and device; returns the error that it found, or None.
 Test = Callable[[str, str, torch.device], str | None]
 _OPERANDS = "the self-test's"
 _BEFORE_CAPTURE = (
-    "it never ran on such a GPU, and its self-test cannot run while a CUDA graph is captured; "
-    "call it once before, or run python -m dsv4 env --selftest"
+    "the kernel never ran on such a GPU, and its self-test cannot run while a CUDA graph is "
+    "captured; call it once before the capture, or run python -m dsv4 env --selftest"
 )
 _under_test: ContextVar[tuple[Configuration, ...]] = ContextVar("dsv4_under_test", default=())
 
@@ -41,17 +42,17 @@ class Unfinished(Exception):  # noqa: N818  (no error of the kernel)
 
 
 def family(op: str, name: str, device: torch.device) -> Configuration:
-    """Return what a verdict is about."""
+    """Return the configuration that a verdict has."""
     return Configuration(op, name, _OPERANDS, gpu(device))
 
 
 def is_under_test(op: str, name: str, device: torch.device) -> bool:
-    """Return whether this thread is testing a family, whose kernels then run unseen."""
+    """Return whether this thread is testing a family; its kernels then run without a check."""
     return family(op, name, device) in _under_test.get()
 
 
 def unsupported(op: str, name: str, device: torch.device, test: Test) -> str | None:
-    """Return why a family is not used on a GPU, or None; its first use tests it.
+    """Return why a family is not used on a GPU, or None; the first call tests the family.
 
     Args:
         op: The operator.
@@ -65,23 +66,23 @@ def unsupported(op: str, name: str, device: torch.device, test: Test) -> str | N
     if tested in _under_test.get():
         return None
     if device.type == "cuda" and not torch.cuda.is_available():
-        return None  # a GPU that is pretended, on which nothing runs
+        return None  # the GPU is emulated: nothing runs
     if is_capturing(device):
         return _BEFORE_CAPTURE
-    if is_checking() or _under_test.get():  # another thread would wait for this one's lock
+    if is_checking() or _under_test.get():  # this thread holds the lock: another one would wait
         return _verdict(tested, device, test)
     return _in_a_thread(lambda: _verdict(tested, device, test))
 
 
 def retested(op: str, name: str, device: torch.device, test: Test, *, keep: bool) -> str | None:
-    """Test a family, whatever was found before; what is wrong, or None.
+    """Test a family again; return the error that the test found, or None.
 
     Args:
         op: The operator.
         name: Name of the implementation.
         device: The GPU.
         test: Runs the cases.
-        keep: Whether what is found is the family's verdict from now on.
+        keep: Whether the result becomes the verdict on the family.
     """
     tested = family(op, name, device)
 
@@ -97,7 +98,7 @@ def retested(op: str, name: str, device: torch.device, test: Test, *, keep: bool
 
 @contextmanager
 def _testing(tested: Configuration, device: torch.device) -> Iterator[None]:
-    """Let this thread run the kernels of a family unseen."""
+    """Let this thread run the kernels of a family without a check."""
     token = _under_test.set((*_under_test.get(), tested))
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -115,7 +116,7 @@ def _verdict(tested: Configuration, device: torch.device, test: Test) -> str | N
 
 
 def _in_a_thread(function: Callable[[], str | None]) -> str | None:
-    """Return what a function returns, or raise what it raises, in another thread."""
+    """Call a function in another thread; return its result, or raise its error."""
     results: list[str | None] = []
     errors: list[BaseException] = []
 
@@ -137,10 +138,10 @@ def mark(subject: Configuration | None, compute: tuple[int, int]) -> str:
     """Return how well a kernel is known on a GPU on which it was not measured.
 
     Args:
-        subject: What a verdict of this GPU would be about; None: there is none.
+        subject: Configuration of a verdict on this GPU; None: there is no such GPU.
         compute: Compute capability of the GPU.
     """
-    if subject is not None and verdicts().known.get(subject, "unknown") is None:
+    if subject is not None and verdicts().look_up(subject, "unknown") is None:
         return RUN
     return COMPILED if compute in EVERY_ARCHITECTURE else NEVER
 

@@ -91,5 +91,5 @@ print([name for name in sys.modules if name.startswith(backends)])
 def test_every_row_names_what_there_is() -> None:
     for row in dispatch.IMPLEMENTATIONS:
         for name in (row.supports, row.slower_than_later):
-            assert name is None or callable(dispatch._reason(name)), row
+            assert name is None or callable(dispatch.reason_of(name)), row
         assert (row.supports is None) == (row.name == "reference"), row

@@ -48,7 +48,7 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
         record = _library.OPERATIONS[op].record
         arguments = ["args", "out"] if hasattr(torch.ops.dsv4, f"{op}_out") else ["args"]
         for row in rows:
-            function = dispatch._load(row.target)
+            function = dispatch.load(row.target)
             declared = [*arguments, *["reserve_sms"] * row.reserves_sms]
             assert list(inspect.signature(function).parameters) == declared, (op, row.name)
             assert get_type_hints(function)["args"] is record, (op, row.name)
@@ -59,7 +59,7 @@ def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.Mon
     """The result is the same as without; no other implementation, and no traced call, gets them."""
     result: list[dict[str, int]] = []
     weight, x = ops.quantize(torch.randn(32, 64), scaling="weight"), torch.randn(2, 64)
-    load = dispatch._load
+    load = dispatch.load
 
     def reserving(args, **options):
         result.append(options)
@@ -69,7 +69,7 @@ def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.Mon
     rows = (row, *dispatch.implementations(op))
     monkeypatch.setattr(dispatch, "implementations", lambda name: rows)
     monkeypatch.setattr(
-        dispatch, "_load", lambda target: reserving if target == row.target else load(target)
+        dispatch, "load", lambda target: reserving if target == row.target else load(target)
     )
     limit = () if op == "gemm" else (10.0,)
     call = getattr(ops, op)
@@ -108,7 +108,7 @@ def test_an_explicit_choice_never_falls_back(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("table")
 def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_load", lambda target: pytest.fail("ran an implementation"))
+    monkeypatch.setattr(dispatch, "load", lambda target: pytest.fail("ran an implementation"))
     result = explain(ops.rms_norm, X)
     assert result.chosen == "reference"
     assert "width is 4, wanted a multiple of 8" in result.reason
@@ -128,7 +128,7 @@ def test_explain_says_why_and_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_arguments_are_those_of_the_schema_and_nothing_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dispatch, "_load", lambda target: pytest.fail("ran an implementation"))
+    monkeypatch.setattr(dispatch, "load", lambda target: pytest.fail("ran an implementation"))
     call = dispatch.arguments(ops.rms_norm, X, eps=0.25, backend="reference")
     assert call.op == "rms_norm"
     assert call.device == X.device
@@ -142,7 +142,7 @@ def test_arguments_are_those_of_the_schema_and_nothing_runs(
 def test_arguments_are_what_an_implementation_takes() -> None:
     call = dispatch.arguments(ops.rms_norm, X)
     reference = dispatch.implementations(call.op)[-1]
-    assert torch.equal(dispatch._load(reference.target)(call.args), ops.rms_norm(X))
+    assert torch.equal(dispatch.load(reference.target)(call.args), ops.rms_norm(X))
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -11,24 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4 import device, dispatch, self_check
-from dsv4.cute.runtime import cubin_cache
 from dsv4.ops.gemm import gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu_quantize
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import FP8_BLOCK, LINEAR, NVFP4, SWIZZLED_EXPERTS
 from dsv4.reference import gemm as reference
 from dsv4.reference import grouped_gemm as grouped_reference
+from tests._tools import fake_kernel
 
 CAPABILITY = (10, 0)
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
-    self_check.verdicts.cache_clear()
-    dispatch._warn_unproven.cache_clear()
-    yield
-    self_check.verdicts.cache_clear()
+    yield from fake_kernel.no_verdicts(monkeypatch, tmp_path)
 
 
 @pytest.fixture
@@ -36,24 +32,8 @@ def kernel(monkeypatch):
     """Puts a kernel that was proven nowhere in front of the reference; the list of its calls."""
 
     def install(implement, proven=frozenset()):
-        calls = []
-
-        def counted(args):
-            calls.append(args)
-            return implement(args)
-
         row = dispatch.Implementation("gemm", "fake", "fake:gemm", proven=proven)
-        rows, load = dispatch.implementations, dispatch._load
-        monkeypatch.setattr(
-            dispatch,
-            "implementations",
-            lambda op: (row, rows(op)[-1]) if op == "gemm" else rows(op),
-        )
-        monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:gemm" else load(target)
-        )
-        monkeypatch.setattr(dispatch.Call, "capability", CAPABILITY)
-        return calls
+        return fake_kernel.install(monkeypatch, row, implement, CAPABILITY)
 
     return install
 
@@ -218,12 +198,19 @@ def test_codes_and_their_scales_are_compared(scale_layout, part):
     assert actual is None if expected is None else actual.startswith(expected)
 
 
-def test_missing_memory_is_no_verdict(kernel, tmp_path):
-    def greedy(args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: operation not permitted when stream is capturing"),
+    ],
+)
+def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
+    def refused(args):
+        raise error
 
-    kernel(greedy)
-    with pytest.raises(torch.OutOfMemoryError):
+    kernel(refused)
+    with pytest.raises(type(error)):
         gemm(*operands())
     assert not list(tmp_path.glob("*.verdict"))
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dsv4 import device, dispatch, self_check, self_test
+from dsv4 import implementations as table
 from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
-from dsv4.cute.runtime import cubin_cache
 from dsv4.ops.gemm import gemm
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
 from dsv4.ops.swiglu import SwigluArgs
 from dsv4.reference import norm as reference
 from dsv4.reference.swiglu import swiglu as reference_swiglu
+from tests._tools import fake_kernel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ADA, H200 = (8, 9), (9, 0)
@@ -26,38 +28,17 @@ SELF_TESTED = [row for row in dispatch.IMPLEMENTATIONS if row.self_test is not N
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.setenv(cubin_cache.CACHE_VARIABLE, str(tmp_path))
-    self_check.verdicts.cache_clear()
-    dispatch._warn_unproven.cache_clear()
-    yield
-    self_check.verdicts.cache_clear()
+    yield from fake_kernel.no_verdicts(monkeypatch, tmp_path)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """Makes the Triton kernel of ``rms_norm`` what a test wants, on a GPU of a capability."""
+    """Replaces the Triton kernel of ``rms_norm`` on a GPU of a compute capability."""
 
     def install(implement, capability=ADA):
-        calls = []
-
-        def counted(args):
-            calls.append(args)
-            return implement(args)
-
-        [row, last] = dispatch.implementations("rms_norm")
-        row = dispatch.Implementation(
-            *("rms_norm", "triton", "fake:norm"), proven=row.proven, self_test=row.self_test
-        )
-        rows, load = dispatch.implementations, dispatch._load
-        monkeypatch.setattr(
-            dispatch, "implementations", lambda op: (row, last) if op == "rms_norm" else rows(op)
-        )
-        monkeypatch.setattr(
-            dispatch, "_load", lambda target: counted if target == "fake:norm" else load(target)
-        )
-        monkeypatch.setattr(dispatch.Call, "capability", capability)
+        row = replace(dispatch.implementations("rms_norm")[0], target="fake:norm", supports=None)
         monkeypatch.setattr(cases, "TOKENS", (1, 3))
-        return calls
+        return fake_kernel.install(monkeypatch, row, implement, capability)
 
     return install
 
@@ -93,6 +74,7 @@ def test_a_broken_kernel_is_passed_over_and_named(kernel, caplog):
     assert "rms_norm: the kernel 'triton' is wrong on this GPU and is not used" in caplog.text
     assert "tokens:" in str(dispatch.explain(rms_norm, *args))
     self_check.verdicts.cache_clear()
+    assert dispatch.explain(rms_norm, *args).chosen == "reference", "as a call in this process"
     rms_norm(*args)
     assert len(calls) == 1, "the verdict is kept for the next process"
 
@@ -106,8 +88,33 @@ def test_a_kernel_that_raises_is_passed_over(kernel, caplog):
     assert "it raises RuntimeError: out of resource" in caplog.text
 
 
+def with_code(code):
+    error = torch.AcceleratorError("CUDA error: something")
+    error.error_code = code
+    return error
+
+
+REFUSED = "operation not permitted when stream is capturing"
+
+
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("out of memory"), RuntimeError("capture")]
+    ("error", "expected"),
+    [
+        (with_code(900), True),
+        (with_code(700), False),
+        (RuntimeError(f"Triton Error [CUDA]: {REFUSED}"), True),
+        (RuntimeError(f"loading a kernel: CUDA error 900, {REFUSED}"), True),
+        (RuntimeError("the kernel's tile is captured twice"), False),
+        (ValueError(f"CUDA error: {REFUSED}"), False),
+    ],
+)
+def test_only_cudas_errors_speak_of_a_capture(error, expected):
+    assert self_check.is_of_a_capture(error) == expected
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), RuntimeError(f"Triton Error [CUDA]: {REFUSED}")],
 )
 def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     def raising(args):
@@ -186,7 +193,7 @@ def test_a_test_that_needs_another_family_does_not_wait_for_itself():
 
 
 def test_a_check_of_a_configuration_may_need_a_family():
-    """As a GEMM of quantised activations does; the check holds the lock of verdicts."""
+    """A GEMM of quantised activations does this; the check holds the lock of verdicts."""
     checked = self_check.Configuration("gemm", "cute", "operands", "gpu")
     tested = []
 
@@ -221,6 +228,13 @@ def test_marks():
         assert self_test.mark_of_gpu(gpu) == self_test.NEVER
 
 
+def test_another_process_knows_what_ran(kernel):
+    kernel(reference.rms_norm)
+    rms_norm(*operands())
+    self_check.verdicts.cache_clear()
+    assert dispatch.explain(rms_norm, *operands()).mark == self_test.RUN
+
+
 def test_explain_says_the_mark(kernel):
     kernel(reference.rms_norm, H200)
     assert dispatch.explain(rms_norm, *operands()).mark == self_test.MEASURED
@@ -250,7 +264,7 @@ def calls():
     return made
 
 
-# Operators none of whose calls a GPU without E4M3 takes.
+# Operators that a GPU without E4M3 never runs.
 OF_E4M3 = {
     *("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token"),
     *("dequantize", "rms_norm_quantize", "rms_norm_fp8", "rope_quantize", "swiglu_quantize"),
@@ -280,7 +294,7 @@ def test_weights_of_four_bits_have_cases_in_every_format(calls, op):
 
 @pytest.mark.parametrize("op", ["swiglu_quantize", "swiglu_fp8"])
 def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
-    """Whose roundings are not the reference's."""
+    """Such a kernel rounds differently from the reference."""
 
     def coarse(args):
         return reference_swiglu(args).to(torch.float8_e5m2).to(torch.bfloat16)
@@ -293,7 +307,7 @@ def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
         parts = (made.codes, made.scales, made.global_scale)
         return tuple(part for part in parts if part is not None)
 
-    rows, load = dispatch.implementations, dispatch._load
+    rows, load = dispatch.implementations, dispatch.load
     fakes = {"swiglu": coarse, op: fused}
 
     def listed(name):
@@ -302,9 +316,10 @@ def test_a_fused_kernel_is_compared_with_its_own_parts(monkeypatch, op):
         return (fake, last) if name in fakes else rows(name)
 
     monkeypatch.setattr(dispatch, "implementations", listed)
-    monkeypatch.setattr(
-        dispatch, "_load", lambda target: fakes.get(target.removeprefix("fake:")) or load(target)
-    )
+    for module in (dispatch, table):
+        monkeypatch.setattr(
+            module, "load", lambda target: fakes.get(target.removeprefix("fake:")) or load(target)
+        )
     assert cases.wrong(op, "triton", CPU, (3,)) is None
     fakes["swiglu"] = reference_swiglu
     assert cases.wrong(op, "triton", CPU, (3,)) is not None

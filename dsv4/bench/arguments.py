@@ -182,7 +182,7 @@ def _model(model: argparse.ArgumentParser) -> None:
     add(
         "--trace",
         metavar="PATH",
-        help="map the captured step: a Chrome trace of its launches, what each waits for and the "
+        help="map the captured step: a Chrome trace with its launches, their waits and the "
         "critical path, and a table by operator; one of --tokens and --context, on a CUDA GPU",
     )
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")

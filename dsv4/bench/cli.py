@@ -368,7 +368,7 @@ def _all_reduce(options: argparse.Namespace) -> int:
     if options.ranks is not None:
         return _sums(options, device, is_virtual=True)
     if processes.launched() is None:
-        raise UsageError("all_reduce: wanted --ranks, or several processes by torchrun")
+        raise UsageError("all_reduce: wanted --ranks, or several processes started by torchrun")
     with processes.joined(device.type) as own:
         return _sums(options, own, is_virtual=False)
 

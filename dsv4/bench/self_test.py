@@ -1,7 +1,7 @@
-"""Cases of the self-test: small calls of every operator with the sizes of heads that models have.
+"""Cases of the self-test: small calls of every operator, with the head sizes of published models.
 
-Each is judged against the float64 reference as the bench judges it, twice, because a race may spare
-the first run.
+The self-test runs each case twice, because a race may spare the first run, and compares the results
+with the float64 reference as the bench does.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dsv4.bench.cases.other_formats import other_formats
 from dsv4.bench.measure import verify
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.config import ModelConfig
+from dsv4.self_check import is_of_a_capture
 from dsv4.self_test import Unfinished
 
-# One token, some that fill no tile, and as many as large tiles and tensor descriptors are for.
+# One token, numbers that fill no tile, and enough tokens for large tiles and tensor descriptors.
 TOKENS = (1, 19, 1100)
 _RUNS = 2
 
@@ -37,13 +38,13 @@ def config() -> ModelConfig:
 
 
 def wrong(op: str, name: str, device: torch.device, tokens: tuple[int, ...] = TOKENS) -> str | None:
-    """Return what an implementation of an operator does wrong on a device, or None.
+    """Test an implementation of an operator on a device; return the error that it found, or None.
 
     Args:
         op: The operator.
         name: Name of the implementation.
-        device: Where it runs.
-        tokens: Numbers of tokens.
+        device: Device of the test.
+        tokens: Numbers of tokens to test.
 
     Raises:
         Unfinished: if memory is missing, a CUDA graph is captured elsewhere, or no case is
@@ -80,15 +81,15 @@ def _wrong(problem: Problem, name: str, device: torch.device) -> str | None:
     try:
         for _ in range(_RUNS):
             verdict = verify(problem, name)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type == "cuda":  # the device's other streams may be captured
+                torch.cuda.current_stream(device).synchronize()
             if not verdict.match:
                 return verdict.message
     except torch.OutOfMemoryError as error:
-        raise Unfinished("there is no memory for its self-test") from error
+        raise Unfinished("the device has too little free memory for the self-test") from error
     except Exception as error:
-        if "captur" in str(error):
-            raise Unfinished(f"its self-test ran beside a capture: {error}") from error
+        if is_of_a_capture(error):
+            raise Unfinished(f"a CUDA graph was captured during the self-test: {error}") from error
         return f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return None
 
@@ -120,7 +121,7 @@ class Tested:
 def run_all(
     device: torch.device, tokens: tuple[int, ...] = TOKENS, ops: Sequence[str] = ()
 ) -> Iterator[Tested]:
-    """Test all kernels that a device supports, whatever was found before.
+    """Test all kernels that a device supports; earlier verdicts do not matter.
 
     Args:
         device: Where they run.

@@ -1,6 +1,6 @@
 """Reasons why GEMMs of torch's BLAS libraries cannot run a call; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``.
+Named in ``dsv4.implementations``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 
 from dsv4.cute.runtime.architectures import BLACKWELL
 from dsv4.device import capability, dotted
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.unsupported import ONLY_REFERENCE, gapped, misaligned, ragged_groups
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED

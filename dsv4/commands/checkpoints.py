@@ -177,7 +177,7 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def own_gpus() -> Iterator[str]:
-    """Say of each GPU of this machine how well kernels are known on such GPUs."""
+    """Yield a line for each GPU of this machine: how well kernels are known on such GPUs."""
     from dsv4.self_test import MEASURED, mark_of_gpu
 
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

@@ -76,7 +76,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--draft-tokens",
         type=int,
         metavar="N",
-        help="per step (2 of MTP, all of DSpark, 1 with experts in host memory)",
+        help="drafts per step (default: 2 of MTP, all of DSpark, 1 with experts in host memory)",
     )
     option(
         "--confidence-threshold",

@@ -1,4 +1,4 @@
-"""Counts the kernels that this process compiled, and tells others that it compiles."""
+"""Count the kernels that this process compiled, and tell observers when it compiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Compilations:
 
     @contextmanager
     def compiling(self, name: str) -> Iterator[None]:
-        """Count one that is compiled in the block; observers hear of its begin and its end."""
+        """Count a kernel that is compiled in the block, and notify observers of begin and end."""
         with self._lock:
             self.names[name] += 1
         with self._telling:  # in the order in which they happen
@@ -45,7 +45,7 @@ class Compilations:
                     self._tell(False)
 
     def observe(self, method: Callable[[bool], None]) -> None:
-        """Call a method with whether this process compiles, for as long as its object lives."""
+        """Call a method when compilation begins (True) or ends (False), while its object lives."""
         with self._telling:
             self._observers.append(weakref.WeakMethod(method))
             if self._running:

@@ -171,7 +171,7 @@ Call = PackedGemm | Fp8Gemm | GroupedGemm | Attention | Indexer
 
 
 def kernel_plans(calls: Sequence[Call], max_tokens: int, arch: str = HOPPER) -> list[Any]:
-    """The configurations of all kernels of these calls, each once; none of a GPU without any."""
+    """Return the configurations of all kernels of these calls, each once; may be empty."""
     if arch not in ARCHITECTURES.values():
         return []
     return list(dict.fromkeys(plan for p in calls for plan in p.plans(max_tokens, arch)))
@@ -312,7 +312,7 @@ def _of_experts(layer: DeepseekV4Experts, arch: str, ranks: int = 1) -> list[Gro
         return []
     quantises, weighs = layer.activation == "nvfp4", layer.numerics == "deepseek"
     known = quantises and layer.down_proj_input_scale is not None
-    # Experts in slots are multiplied as if all of the layer were there.
+    # GEMMs of experts in slots take the same kernels as those of all experts of the layer.
     count = layer.num_local_experts if layer.hosted is None else layer.num_experts
     first = Experts(2 * inner, hidden, count, False, quantises, True, weighs)
     second = Experts(hidden, inner, count, False, quantises)

@@ -34,8 +34,8 @@ class Weight:
         scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
         exact: Of packed NVFP4 weights that FP8 activations multiply, whether the matrix, or each
             stack of experts, is exact in FP8; empty of others.
-        hosted: Of experts in host memory, the number of static ones and of slots for the others;
-            empty of others.
+        hosted: With experts in host memory, the number of static experts and the number of slots
+            for the others; else empty.
     """
 
     format: str | None
@@ -98,7 +98,8 @@ class Recipe:
     def of(cls, model: Any, ranks: Ranks = ALONE) -> Recipe:
         """Return the recipe of a model; of a configuration, that of a bfloat16 model in NVFP4.
 
-        With FP8 activations the weights of a configuration count as exact in FP8.
+        Its compressors are plain, as published checkpoints leave them. With FP8 activations the
+        weights of a configuration count as exact in FP8.
 
         Args:
             model: Either of them.
@@ -112,7 +113,8 @@ class Recipe:
             with torch.device("meta"):
                 names = [name for name, _ in _weights(DeepseekV4ForCausalLM(short))]
             exact = (True, True) if config.activation == "fp8" else ()
-            weights = tuple((name, Weight(NVFP4.name, exact=exact)) for name in names)
+            packed = Weight(NVFP4.name, exact=exact)
+            weights = tuple((n, Weight(None) if is_plain(n) else packed) for n in names)
             return cls(short, weights=weights, ranks=ranks)
         assert isinstance(model, DeepseekV4ForCausalLM)
         config, layers, draft = model.config, model.model.layers, draft_steps.has_draft(model)
@@ -139,6 +141,11 @@ class Recipe:
         if model.parallel is not None:
             mailboxes.announce(model.parallel.group.name, model.parallel.group.mailbox)
         return model
+
+
+def is_plain(name: str) -> bool:
+    """Return whether NVFP4 checkpoints leave a weight as it is: inputs of compressors, indexers."""
+    return "compressor" in name and not name.endswith("q_b_proj")
 
 
 @functools.lru_cache(maxsize=4)

@@ -54,8 +54,8 @@ from dsv4.serving.prompts import BUCKETS
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
 _SHARING = 128  # tokens from which neighbours share index keys that Triton scores
-# SMs of an A100, A40, L40S, H200, B200, B300 (of which it is supposed), RTX PRO 6000 and GB10: they
-# decide how work is split.
+# SMs of an A100, A40, L40S, H200, B200, B300 (assumed), RTX PRO 6000 and GB10. They decide how work
+# is split.
 PROCESSORS = {
     "sm_80": 108,
     "sm_86": 84,
@@ -171,8 +171,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     """Shapes that together launch what steps of up to that many tokens do.
 
     Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
-    tokens there are: each power and each tile of 64 begins a shape. CuTeDSL scores index keys where
-    there are many of all tokens, so contexts between two powers may have them scored by Triton.
+    tokens there are: each power and each tile of 64 begins a shape. CuTeDSL scores index keys if
+    all tokens together have many; so at contexts between two powers Triton may score them.
 
     Args:
         max_tokens: Most tokens of a step.
@@ -436,7 +436,8 @@ class _Recorder(TorchDispatchMode):
     def _before_gemm(self, row: dispatch.Implementation, args: Any) -> None:
         """Note how a GEMM quantises its input, in NVFP4 with a scale per row and a calibrated one.
 
-        All but Blackwell's dequantize it again, and what comes quantised, but for FP8 tensor cores.
+        Blackwell's GEMMs and those of FP8 tensor cores multiply the codes. All others dequantize
+        their input again, also one that is quantised already.
         """
         if row.name == "fp8":
             if args.activation == "fp8":

@@ -71,7 +71,7 @@ class Warmup:
             process that first launches them, which then raises what is wrong.
         operators: What runs each operator of the steps; empty where they were not looked at.
         skipped: Why they were not.
-        passed_over: Names of kernels that the self-test of a GPU found wrong, and what is wrong.
+        passed_over: Names of kernels that fail the self-test on this GPU, and the reasons.
     """
 
     kernels: int
@@ -188,7 +188,7 @@ def warmup(
 
 
 def _self_tested(done: Warmup, gpu: torch.device) -> dict[str, str]:
-    """Test kernels that never ran on such a GPU, before CUDA graphs need them; what is wrong."""
+    """Test kernels without a verdict on this GPU before a capture; return those that are wrong."""
     wrong = {}
     for operator in done.operators:
         if operator.name in dispatch.operators():

@@ -1,12 +1,12 @@
-"""Estimated times of the GEMMs with FP8 arithmetic on Hopper, and of bfloat16's, to choose by.
+"""Estimate times of GEMMs on Hopper with FP8 arithmetic and in bfloat16; dispatch chooses by them.
 
-Three forms give results of the same operands: FP8 arithmetic with weights that a kernel dequantizes
-in its main loop, FP8 arithmetic with weights that a kernel has converted before, and the bfloat16
+The same operands can be multiplied in three forms: FP8 arithmetic with weights that are dequantized
+in the main loop, FP8 arithmetic with weights that another kernel converts first, and the bfloat16
 kernel on dequantized activations. The first two give equal bits. A dense weight of more than
 ``MOST_CONVERTED`` bytes is never converted; experts are converted in ranges.
 
-Times of tiles are in ``dsv4.cute.sm90.e4m3_times``; here are those of the conversion and of the
-bfloat16 kernels, of the same log. They rank forms.
+``dsv4.cute.sm90.e4m3_times`` has the times of tiles. This module has the times of the conversion
+and of the bfloat16 kernels, from the same log. The times only rank the forms.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
 )
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
-_CONVERSION = 5.25  # us of a conversion that do not depend on its size
-_CONVERSION_RATE = 3.83e6  # bytes a us
-_CONVERSION_BYTES = 0.5625 + 1.0  # of a weight: read packed, written
+_CONVERSION = 5.25  # us of a conversion, apart from its size
+_CONVERSION_RATE = 3.83e6  # bytes per us
+_CONVERSION_BYTES = 0.5625 + 1.0  # per weight: packed bytes read, and bytes written
 
 
 class Bfloat16Times(NamedTuple):
     """Microseconds of a GEMM of a bfloat16 kernel.
 
     Attributes:
-        launch: What does not depend on size.
-        weight: Of a weight.
-        multiply: Of a weight and token.
+        launch: Constant part.
+        weight: Time per weight.
+        multiply: Time per weight and token.
     """
 
     launch: float
@@ -49,7 +49,7 @@ class Bfloat16Times(NamedTuple):
     multiply: float
 
     def us(self, weights: int, tokens: float) -> float:
-        """Microseconds; of experts ``weights`` are all, ``tokens`` one's."""
+        """Microseconds; for experts, ``weights`` of all of them and ``tokens`` of one."""
         return self.launch + weights * (self.weight + self.multiply * tokens)
 
 
@@ -71,7 +71,7 @@ class Estimate(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Return whether FP8 arithmetic is."""
+        """Return whether FP8 arithmetic is faster."""
         return self.fp8 < self.bfloat16
 
 
@@ -116,7 +116,7 @@ def estimate_experts(
 
 @functools.lru_cache(maxsize=4096)
 def nvfp4_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool) -> E4m3Plan:
-    """The configuration of a GEMM with NVFP4 weights: the one of two forms that takes less time.
+    """Return the faster configuration of a GEMM with NVFP4 weights: converted or in the loop.
 
     Arguments as in ``e4m3_plan``.
     """
@@ -127,7 +127,7 @@ def nvfp4_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: 
 
 
 def plan_us(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
-    """Microseconds of a dense GEMM in a configuration, the conversion among them."""
+    """Microseconds of a dense GEMM in a configuration, with its conversion."""
     us = plan.dense_us(rows, columns, tokens)
     converted = isinstance(plan, ConvertedE4m3Plan)
     return us + conversion_us(rows * columns) if converted else us
@@ -141,13 +141,13 @@ def experts_plan(
     rows_of_x: int,
     kind: tuple[bool, bool, bool, bool],
 ) -> GroupedE4m3Plan:
-    """The configuration of a grouped GEMM: the one of two forms that takes less time.
+    """Return the faster configuration of a grouped GEMM: converted or in the loop.
 
     Args:
         rows: N of an expert.
         columns: K.
-        experts: How many.
-        rows_of_x: Of all experts, which are supposed to have as many each.
+        experts: Number of experts.
+        rows_of_x: Rows of all experts; each is assumed to have the same number.
         kind: The last four arguments of ``grouped_e4m3_plan``.
     """
     sizes = (rows, columns, experts, rows_of_x)
@@ -158,7 +158,7 @@ def experts_plan(
 def experts_plan_us(
     plan: GroupedE4m3Plan, rows: int, columns: int, experts: int, rows_of_x: int
 ) -> float:
-    """Microseconds of a grouped GEMM in a configuration, conversions among them."""
+    """Microseconds of a grouped GEMM in a configuration, with its conversions."""
     sizes = (rows, columns, experts, rows_of_x)
     us = e4m3_times.grouped_us(plan.times, plan.token_rows, *sizes)
     if not isinstance(plan, GroupedConvertedE4m3Plan):
@@ -174,5 +174,5 @@ def conversion_us(weights: int, launches: int = 1) -> float:
 
 
 def experts_at_once(rows: int, columns: int) -> int:
-    """Experts whose converted weights fit into scratch memory; one at least."""
+    """Number of experts whose converted weights fit into scratch memory; at least one."""
     return max(1, MOST_CONVERTED // (rows * columns))

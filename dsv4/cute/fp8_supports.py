@@ -1,6 +1,6 @@
-"""Reasons why the GEMMs with FP8 arithmetic cannot run a call, or are slower; None where neither.
+"""Reasons why a GEMM with FP8 arithmetic cannot run a call, or is slower; None: no reason.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
+``dsv4.implementations`` names these functions. Nothing here imports CuTeDSL.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dsv4.cute import e4m3_costs
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
 from dsv4.cute.supports import not_hopper
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops._grouped_operands import chosen_for
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -61,8 +61,8 @@ def _inexact(args: Any) -> str | None:
 def _sizes(rows: int, columns: int, groups: int) -> str | None:
     if columns % K_BLOCK or (groups > 1 and rows // groups % ROWS):
         return (
-            f"a group is {rows // groups} x {columns}, wanted columns by {K_BLOCK} and, of each of "
-            f"several groups, rows by {ROWS}"
+            f"a group is {rows // groups} x {columns}, wanted a multiple of {K_BLOCK} columns and, "
+            f"with several groups, a multiple of {ROWS} rows"
         )
     return None
 
@@ -121,7 +121,7 @@ def grouped_gemm_swiglu_fp8(call: Call) -> str | None:
 
 
 def few_tokens(call: Call) -> str | None:
-    """Return why a later row multiplies few tokens faster, or None: by estimated times."""
+    """Return why a later row multiplies few tokens faster by estimated times, or None."""
     args: GemmArgs | GemmSwigluArgs = call.args
     rows, tokens, columns = args.codes.shape[0], args.x.shape[0], args.x.shape[-1]
     if not tokens:
@@ -132,7 +132,7 @@ def few_tokens(call: Call) -> str | None:
 
 
 def few_rows(call: Call) -> str | None:
-    """Return why a later row multiplies few rows an expert faster, or None: by estimated times."""
+    """Return why a later row is faster for few rows per expert by estimated times, or None."""
     args: _GroupedArgs = call.args
     _, rows, half = args.weight.shape
     count, experts = chosen_for(args)
@@ -144,7 +144,7 @@ def few_rows(call: Call) -> str | None:
 
 
 def _slower(times: e4m3_costs.Estimate, what: str) -> str | None:
-    """Return a sentence where FP8 arithmetic is not the faster one."""
+    """Return a sentence with both times if FP8 arithmetic is not faster, else None."""
     if times.is_faster:
         return None
     return (

@@ -170,8 +170,8 @@ def _launch(
         reserve_sms: SMs to leave to other streams.
         stream: The driver's handle.
         addresses: Addresses of X, its scales, codes and block scales of the weight, global scales,
-            exponents of rows, the result, and of memory for converted weights; 0 for those that
-            there are not.
+            exponents of rows, the result, and of memory for converted weights; 0 for a missing
+            one.
     """
     x, x_scales, codes, scales, global_scale, row_exponent, out, scratch = addresses
     launch = _prepared(problem, device, reserve_sms, get_ident())
@@ -211,7 +211,7 @@ def convert(
 
 @functools.lru_cache(maxsize=1024)
 def _prepared_conversion(rows: int, columns: int, device: int, thread: int) -> Launch:
-    """The launch of a conversion, made once in every thread."""
+    """Return the launch of a conversion; each thread prepares it once."""
     kernel = loaded(CONVERT, architecture(device))
     kernel.prepare(device)
     ctas, chunks = convert_grid(rows, columns)
@@ -222,7 +222,7 @@ def _prepared_conversion(rows: int, columns: int, device: int, thread: int) -> L
 
 @functools.lru_cache(maxsize=4096)
 def choose(problem: Problem) -> E4m3Plan:
-    """The configuration of a GEMM: the one with the least estimated time of two forms."""
+    """Return the configuration of a GEMM with the least estimated time in two forms."""
     rows, columns, _, tokens, *_ = problem
     if not problem.global_scales:
         return block_e4m3_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
@@ -298,7 +298,7 @@ def plans(
 ) -> list[E4m3Plan | ConvertE4m3Plan]:
     """The configurations that a GEMM takes for up to ``max_tokens`` tokens, each once.
 
-    Those for numbers of tokens of which the bfloat16 kernel is faster are not among them.
+    The list leaves out configurations for numbers of tokens where the bfloat16 kernel is faster.
 
     Args:
         rows: N, of all groups.

@@ -37,7 +37,7 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
-from dsv4.ops._grouped_operands import chosen_for, of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
@@ -62,11 +62,10 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     activations whose rows begin at multiples of 16 bytes. Codes are dequantized first.
     """
     x = _values(args)
-    (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
+    (experts, rows, _), columns = args.weight.shape, x.shape[1]
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     kind = (args.out_dtype == torch.float32, scaled, False, False, False, False)
-    if out is None:
-        out = x.new_empty((tokens, rows), dtype=args.out_dtype)
+    out = result_of(args, out, rows)
     problem = (rows, columns, experts, *kind)
     _multiply(problem, args, x, None, math.inf, (out, None, None, None), args.settled)
     return out
@@ -77,13 +76,12 @@ def grouped_gemm_swiglu(
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
     x, row_weight = _values(args), args.row_weight
-    (experts, rows, _), (tokens, columns) = args.weight.shape, x.shape
+    (experts, rows, _), columns = args.weight.shape, x.shape[1]
     scaled = args.activation == "nvfp4" or args.row_scale is not None
     kind = (args.out_dtype == torch.float32, scaled, True, row_weight is not None, False, False)
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
-    if out is None:
-        out = x.new_empty((tokens, rows // 2), dtype=args.out_dtype)
+    out = result_of(args, out, rows // 2)
     limit = math.inf if args.limit is None else args.limit
     problem = (rows, columns, experts, *kind)
     _multiply(problem, args, x, row_weight, limit, (out, None, None, None))

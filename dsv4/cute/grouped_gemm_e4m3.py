@@ -1,7 +1,7 @@
 """Launchers of the CuTeDSL grouped GEMMs with FP8 arithmetic and exact NVFP4 weights, on Hopper.
 
-Weights are dequantized in the main loop or, for many rows an expert, converted to E4M3 first, a
-range of experts at a time, as large as scratch memory holds.
+Weights are dequantized in the main loop or, for many rows per expert, converted to E4M3 first: one
+range of experts at a time, as many as scratch memory holds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dsv4.cute.sm90.e4m3_converted_plan import (
     GroupedConvertedE4m3Plan,
 )
 from dsv4.cute.sm90.gemm_e4m3_plan import GROUPED_E4M3_ABI, K_BLOCK, ROWS, GroupedE4m3Plan
+from dsv4.ops._grouped_operands import result_of
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
@@ -87,9 +88,7 @@ class GroupedProblem(NamedTuple):
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``; rows that are no codes yet are quantised."""
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1])
-        out = torch.empty(shape, dtype=args.out_dtype, device=args.x.device)
+    out = result_of(args, out, args.weight.shape[1])
     problem = _problem(args, args.out_dtype == torch.float32, swiglu=False, limit=None)
     _multiply(problem, args, None, out, None)
     return out
@@ -99,9 +98,7 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; as ``grouped_gemm``."""
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1] // 2)
-        out = torch.empty(shape, dtype=args.out_dtype, device=args.x.device)
+    out = result_of(args, out, args.weight.shape[1] // 2)
     problem = _problem(args, args.out_dtype == torch.float32, swiglu=True, limit=args.limit)
     problem = problem._replace(row_weighted=args.row_weight is not None)
     _multiply(problem, args, args.row_weight, out, None)
@@ -275,7 +272,7 @@ def plans(
         return []
     kind = (experts.float32_out, experts.swiglu, experts.row_weighted, quantized_out)
     sizes = (experts.rows, experts.columns, experts.experts)
-    # Tiles change above 128 rows an expert, the form and whether it is faster somewhere.
+    # Tiles change above 128 rows per expert. The form, and whether FP8 is faster, change elsewhere.
     most, step = max(max_rows, 1), 64 * experts.experts
     counts = {1, 2 * step, 2 * step + 1, *range(step, min(most, 64 * step), step), most}
     chosen: list[GroupedE4m3Plan | ConvertE4m3Plan] = [

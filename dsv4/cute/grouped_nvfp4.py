@@ -21,7 +21,7 @@ from dsv4.cute.runtime.launch import architecture, cuts, loaded, on, run_noted, 
 from dsv4.cute.sm100.grouped_gemm_plan import GROUPED_TCGEN05_ABI, GroupedTcgen05Plan, choose
 from dsv4.cute.sm100.grouped_gemm_plan import plans as _plans
 from dsv4.cute.sm100.tensor_maps import tensor_map
-from dsv4.ops._grouped_operands import of_rows
+from dsv4.ops._grouped_operands import of_rows, result_of
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
     GroupedGemmSwigluArgs,
@@ -78,8 +78,7 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     not have their sign bit set: the tensor cores take them as unsigned.
     """
     experts = _experts(args.weight, args.out_dtype)
-    if out is None:
-        out = args.x.new_empty((args.x.shape[0], experts.rows), dtype=args.out_dtype)
+    out = result_of(args, out, experts.rows)
     _gemm(experts, args, None, math.inf, _Results(out))
     return out
 
@@ -91,8 +90,7 @@ def grouped_gemm_swiglu(
     experts = _experts(args.weight, args.out_dtype)._replace(
         swiglu=True, row_weighted=args.row_weight is not None
     )
-    if out is None:
-        out = args.x.new_empty((args.x.shape[0], experts.rows // 2), dtype=args.out_dtype)
+    out = result_of(args, out, experts.rows // 2)
     limit = math.inf if args.limit is None else args.limit
     _gemm(experts, args, args.row_weight, limit, _Results(out))
     return out

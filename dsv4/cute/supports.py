@@ -1,6 +1,6 @@
 """Reasons why CuTeDSL kernels cannot run a call of an operator; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports CuTeDSL.
+Named in ``dsv4.implementations``. Nothing here imports CuTeDSL.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _packed_sizes(
 
 
 def _fits_every_kind(problem: GemmProblem, tokens: int, arch: str) -> bool:
-    """Return whether results and tokens of each kind fit; on Hopper they do where one does."""
+    """Return whether all kinds of results and tokens fit; on Hopper all fit if one does."""
     if shared_limit(arch) == shared_limit(HOPPER):
         return True
     flags = (False, True)
@@ -197,9 +197,9 @@ def _grouped_sizes(
     tokens: int,
     step_experts: int,
 ) -> str | None:
-    """The same of what does not change from call to call of a weight.
+    """Return the reason that holds for all calls of a weight with these arguments, or None.
 
-    ``tokens`` and ``step_experts`` are what kernels are chosen for, of which a call has a part.
+    Kernels are chosen for ``tokens`` and ``step_experts``; a call has a part of these.
     """
     elsewhere = not_in_fragments(layout) or gemm_dtypes(dtype, out_dtype) or no_cute(device)
     reason = elsewhere or many_segments(segments)
@@ -223,7 +223,7 @@ def _grouped_sizes(
 
 
 def _kinds(sizes: Experts, arch: str) -> list[Experts]:
-    """Return the kinds of GEMM that have to fit: one on Hopper, which has room for each."""
+    """Return the kinds of GEMM that must fit; on Hopper one, because all have the room there."""
     if shared_limit(arch) == shared_limit(HOPPER):
         return [sizes]
     fused = sizes._replace(swiglu=True, row_weighted=True)

@@ -51,9 +51,9 @@ def plan_waves(
 ) -> WavePlan:
     """Plan the waves of a step.
 
-    There are never more places than experts, so rows are sorted by the kernel of a layer that holds
-    all of them. Places of empty slots, which an interrupted step leaves, might be too many: then
-    all slots that are not static count as empty, and have none.
+    There are never more places than experts, so the kernel of a layer with all experts sorts the
+    rows. An interrupted step leaves empty slots. If their places made too many, all slots that are
+    not static count as empty, and have no places.
 
     Args:
         needed: Experts of the step.

@@ -75,7 +75,7 @@ def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def _mapped(nbytes: int) -> torch.Tensor:
-    """Return zeros in pages of the process's own, huge ones if that can be."""
+    """Return zeros in private pages of the process, huge pages if the system has them."""
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -84,11 +84,11 @@ def _mapped(nbytes: int) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
         tensor = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
-    return tensor.zero_()  # in PyTorch's threads: locking would fault pages in one after another
+    return tensor.zero_()  # in PyTorch's threads: the lock would fault in one page after another
 
 
 def _forget_error(device: torch.device) -> None:
-    """Take CUDA's last error, which a refused call leaves: the next launch raises it, once."""
+    """Clear CUDA's last error, which a failed call leaves and the next launch would raise."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, dtype=torch.int32, device=device).add_(1)
 

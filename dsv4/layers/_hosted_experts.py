@@ -215,7 +215,7 @@ class HostedExperts:
         On the meta device, where kernels are listed, one wave has all rows.
 
         Returns:
-            The plan, and the first row of each of E places in its order, and the number of rows.
+            The plan; and the first row of each of its E places in order, then the number of rows.
 
         Raises:
             RuntimeError: if the step is being captured.
@@ -240,7 +240,7 @@ class HostedExperts:
     def _waves_of(
         self, chosen: Sequence[int], expert_in: Sequence[int]
     ) -> tuple[WavePlan, list[int]]:
-        """Plan waves for how often each expert is chosen; see ``plan``."""
+        """Plan waves from the number of choices of each expert; see ``plan``."""
         needed = [e for e, count in enumerate(chosen) if count]
         plan = plan_waves(needed, expert_in, self.static_slots, self.experts)
         sizes = [0] * self.experts
@@ -280,7 +280,7 @@ class HostedExperts:
                 if wave.half is not None:
                     load_next(wave.half)
         finally:
-            # After an error copies may be under way, which the next step must not overtake.
+            # After an error copies may still run; the next step must wait for them.
             if self._side is not None:
                 torch.cuda.current_stream(self.device).wait_stream(self._side)
         self.state.set_slots(plan.expert_in)

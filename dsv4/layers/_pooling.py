@@ -136,7 +136,7 @@ class PoolingModule(FixedDtypeModule):
             hidden_states: The tokens.
             step: The step.
             layer_idx: The layer's place in its cache.
-            projected: Values and scores of the tokens, if they are made already.
+            projected: Values and scores of the tokens; None: this method computes them.
         """
         layer, batch = step.cache.layers[layer_idx], step.batch
         state, pages = self.paged(layer)

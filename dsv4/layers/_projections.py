@@ -10,8 +10,8 @@ import torch
 from dsv4.layers.linear import Linear
 from dsv4.ops.compressor_projections import compressor_projections
 
-# Up to this many tokens the weights are multiplied in one launch. GEMMs of more tokens fill the GPU
-# by themselves, and then side streams hold them.
+# Most tokens for which one launch multiplies all weights. GEMMs of more tokens fill the GPU by
+# themselves; they run on side streams.
 _MOST_TOKENS = 64
 
 Pooled = tuple[torch.Tensor, torch.Tensor]
@@ -34,7 +34,7 @@ class Projections(NamedTuple):
 def are_merged(layers: Sequence[Linear], x: torch.Tensor) -> bool:
     """Return whether ``projections_of`` takes the layers and ``x [T, H]``.
 
-    It is for few tokens and plain weights of the dtype of ``x``, unless they are calibrated.
+    It takes few tokens, and plain weights of the dtype of ``x`` that are not being calibrated.
     """
     if x.dim() != 2 or x.shape[0] > _MOST_TOKENS:
         return False

@@ -194,8 +194,8 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
 
         Index keys have a stream of their own. On the other stream the weights come before the
         entries, because the top-k selection needs the weights and not the entries. For few tokens
-        one launch makes all projections, and one stream has all of this: keys before entries, for
-        the same reason.
+        one launch computes all projections, and a single stream runs all of this work: keys before
+        entries, for the same reason.
         """
         indexer = self.indexer
         layers = [self.kv_proj, self.gate_proj, indexer.kv_proj, indexer.gate_proj]

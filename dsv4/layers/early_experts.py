@@ -1,9 +1,9 @@
 """Experts of hash layers, loaded from host memory at the start of a captured step.
 
-What a hash layer chooses follows from the token ids alone, so its experts need not wait for the
-layers before. A branch of the graph loads those of all hash layers, one layer after another, while
-the first layers compute; each layer's experts wait for theirs. The branch begins when everything
-that was launched before has ended, so nothing reads the slots that it writes.
+A hash layer chooses experts by the token ids alone, so its experts need not wait for the layers
+before it. A branch of the graph loads the experts of all hash layers, one layer after another,
+while the first layers compute. The GEMMs of each layer wait for that layer's experts. The branch
+begins after all earlier launches have ended, so nothing reads the slots that it writes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dsv4.layers.moe import DeepseekV4SparseMoeBlock
 from dsv4.layers.router import DeepseekV4HashRouter
 from dsv4.overlap import Streams, distant_streams
 
-_KEY = "arrival"  # of what a step keeps for its layers
+_KEY = "arrival"  # of the values that a step keeps for its layers
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Slots of a step's experts, which are being loaded.
+    """Slots of a step's experts while these are being loaded.
 
     Attributes:
         slots: int32 ``[T, k]``; see ``dsv4.ops.expert_slots.expert_decide``.
-        streams: Side streams on which that happens.
+        streams: Side streams that load them.
         work: Name of the work.
     """
 
@@ -37,7 +37,7 @@ class Arrival:
     work: str
 
     def joined(self) -> torch.Tensor:
-        """Return the slots, of which the current stream reads when their experts are there."""
+        """Make the current stream wait for the experts; return their slots."""
         self.streams.join(self.work, self.slots)
         return self.slots
 
@@ -46,7 +46,7 @@ def fetch_early(layers: Iterable[nn.Module], input_ids: torch.Tensor, step: Cach
     """Load the experts of hash layers on a side stream, if a graph is being captured.
 
     Args:
-        layers: Decoder layers, which find by ``arrival_of`` what is loaded for them.
+        layers: Decoder layers; each finds its experts by ``arrival_of``.
         input_ids: ``[1, T]``, token ids of the step.
         step: The step.
     """
@@ -76,7 +76,7 @@ def arrival_of(step: CacheStep, layer_idx: int) -> Arrival | None:
 
 
 def _is_early(block: DeepseekV4SparseMoeBlock, tokens: int) -> bool:
-    """Return whether a block's experts follow from token ids, may be missing, and fit the slots."""
+    """Return whether a block has a hash router, may miss experts, and has slots for the step."""
     experts, hosted = block.experts, getattr(block.experts, "hosted", None)
     if type(block.gate) is not DeepseekV4HashRouter or hosted is None:
         return False

@@ -24,12 +24,12 @@ from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
 
 class _Part(NamedTuple):
-    """The experts that a GEMM multiplies, of those of a step.
+    """The part of a step's experts that one GEMM multiplies.
 
     Attributes:
-        slots: Which of the layer's; None: all.
-        step_rows: Rows of the step, see ``grouped_gemm``.
-        step_experts: Experts of the step.
+        slots: Their slots in the layer; None: all.
+        step_rows: Rows of the step, see ``grouped_gemm``; 0: as many as the call has.
+        step_experts: Experts of the step, likewise.
     """
 
     slots: slice | None = None
@@ -117,8 +117,8 @@ class DeepseekV4Experts(ExpertWeights):
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
             slots: Waits for experts in host memory that are being loaded already
-                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: what is
-                missing is loaded now.
+                (``dsv4.layers.early_experts``), and returns the slots of all choices; None: this
+                call loads the missing experts.
 
         Returns:
             ``[T, H]`` in ``hidden_states.dtype``.
@@ -146,7 +146,7 @@ class DeepseekV4Experts(ExpertWeights):
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
-        """Load the experts of a step that are missing; return the slots of all ``[T, k]``.
+        """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
 
         Raises:
             ValueError: if none are in host memory, or the layer is being calibrated or compiled.
@@ -238,9 +238,9 @@ class DeepseekV4Experts(ExpertWeights):
     ) -> tuple[torch.Tensor | QuantizedTensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """Sort rows (``moe_sort``) to ``out``, quantised if the first GEMM takes codes.
 
-        The first GEMM of FP8 activations takes codes, and Blackwell's of NVFP4, so the rows are not
-        written, read and written again. Slots of hosted experts are sorted as if there were one for
-        each expert: by the kernels of a layer that holds all, whatever the number of slots.
+        The first GEMM takes codes with FP8 activations, and on Blackwell with NVFP4 activations.
+        The rows are therefore quantised as they are sorted, in one pass. The kernels of a layer
+        with all experts sort the slots of hosted experts, whatever the number of slots.
         """
         experts = self.num_experts
         held: Any = {
@@ -252,7 +252,7 @@ class DeepseekV4Experts(ExpertWeights):
         quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
             gathered = moe_sort(x, ids, weights, experts, out=out, **held)
-            if self.hosted is not None:  # of the experts that are held, hosted ones are the first
+            if self.hosted is not None:  # slots come first among the experts that are held
                 held_offsets = gathered[2][: self.num_local_experts + 1]
                 return (*gathered[:2], held_offsets, gathered[3])
             return gathered
@@ -322,9 +322,13 @@ class DeepseekV4Experts(ExpertWeights):
         part: _Part = _WHOLE,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Multiply rows, or codes of rows, by the weights ``name``; the result has ``dtype``."""
+        """Multiply rows, or codes of rows, by the weights ``name``.
+
+        The result has ``dtype``; None: that of rows, which are no codes then.
+        """
         options: Any = {
             "out": out,
+            "out_dtype": dtype,
             "step_rows": part.step_rows,
             "step_experts": part.step_experts,
         }
@@ -335,7 +339,7 @@ class DeepseekV4Experts(ExpertWeights):
                 weight = weight if part.slots is None else weight[part.slots]
                 return grouped_gemm(rows, weight, offsets, **options)
             options |= {"activation": activation, "input_scale": scale}
-        options |= {"settled": name == "down_proj", "out_dtype": dtype}
+        options["settled"] = name == "down_proj"
         return grouped_gemm(rows, self.quantized_weight(name, part.slots), offsets, **options)
 
     def _quantising(

@@ -160,7 +160,7 @@ def _tensors_of(experts: DeepseekV4Experts) -> dict[str, torch.Tensor]:
 
 
 def _put(hosted: HostedExperts, experts: DeepseekV4Experts) -> None:
-    """Make slots the experts of a layer."""
+    """Replace the experts of a layer by slots."""
     for name, tensor in hosted.tensors.items():
         if name in experts._buffers:
             experts._buffers[name] = tensor
@@ -171,7 +171,7 @@ def _put(hosted: HostedExperts, experts: DeepseekV4Experts) -> None:
 
 
 def declare_hosted(experts: DeepseekV4Experts, static: int, slots: int) -> None:
-    """Give a layer on the meta device slots, as ``host_experts_`` leaves one.
+    """Give a layer on the meta device the slots that ``host_experts_`` would give it.
 
     Args:
         experts: The layer, its weights declared.

@@ -42,7 +42,7 @@ class DeepseekV4IndexerScorer(nn.Module):
 
         Args:
             hidden_states: The tokens.
-            projected: Their product with the weight, if it is made already.
+            projected: Their product with the weight; None: this method computes it.
         """
         weights = self.weights_proj(hidden_states) if projected is None else projected
         wide = weights.to(wider(weights.dtype, torch.float32))
@@ -117,7 +117,7 @@ class DeepseekV4Indexer(PoolingModule):
             hidden_states: ``[T, H]``.
             step: The step.
             layer_idx: The layer's place in its cache.
-            projected: Product of the tokens with the weights' weight, if it is made already.
+            projected: Product of the tokens with the heads' weight; None: it is computed here.
         """
         self.visible_in(step)
         pages = step.cache.layers[layer_idx].indexer_pages

@@ -139,7 +139,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         """Return the part ``[T, H]`` of the sum that is computed here."""
         arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
-        # Experts of somebody else's may not take the argument.
+        # Experts of another package may not take the argument.
         options: dict[str, Any] = {} if slots is None else {"slots": slots}
         if mlp is None:
             weights, indices = self._route(*arguments)

@@ -84,7 +84,7 @@ def warm_allocator(
     fixed: layers may run at the same time on different streams, and ``torch.cuda.empty_cache``
     frees the memory. These are the gathered rows, their SwiGLU and the results of the experts, the
     largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro. With FP8
-    activations the largest weight that a GEMM may convert to FP8 for a step is added.
+    activations they also include the largest weight that a GEMM may convert to FP8 for a step.
 
     Args:
         model: Any module.
@@ -134,7 +134,7 @@ def step_buffers(model: nn.Module, tokens: int) -> dict[torch.device, list[tuple
 
 
 def converted_bytes(model: nn.Module) -> dict[torch.device, int]:
-    """Return the most bytes of weights converted to FP8 that are alive together, per device.
+    """Return the most bytes of weights converted to FP8 that exist at a time, per device.
 
     Only weights that are exact in FP8, of layers with FP8 activations, are converted.
     """

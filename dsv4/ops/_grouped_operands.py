@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 def check_step(op: str, rows: int, experts: int) -> None:
-    """Check the rows and experts of a step, of which a call multiplies a part."""
+    """Check the numbers of rows and experts of a step; a call multiplies a part of them."""
     for name, value in (("step_rows", rows), ("step_experts", experts)):
         if value < 0:
             raise ValueError(f"{op}: {name} is {value}, wanted 0 or more")
@@ -55,6 +55,13 @@ def check_step(op: str, rows: int, experts: int) -> None:
 def chosen_for(args: Any) -> tuple[int, int]:
     """Return the rows and experts for which the kernels of a grouped GEMM's record are chosen."""
     return args.step_rows or args.x.shape[0], args.step_experts or args.weight.shape[0]
+
+
+def result_of(args: Any, out: torch.Tensor | None, columns: int) -> torch.Tensor:
+    """Return ``out``, or where it is None a tensor for the result ``[R, columns]`` of a record."""
+    if out is None:
+        return args.x.new_empty((args.x.shape[0], columns), dtype=args.out_dtype)
+    return out
 
 
 def checked_rows(
@@ -134,7 +141,7 @@ def checked_weight(
 def of_rows(values: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
     """Return each expert's value for its rows, ``[rows]``, without reading offsets on the host.
 
-    Rows of no expert get the last one's, which is as good as any.
+    Rows of no expert get the value of the last expert; any value would do.
     """
     numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     expert = torch.bucketize(numbers, offsets[1:], right=True)

@@ -9,7 +9,7 @@ convert twelve arguments there and back, which takes longer than some kernels ru
 might want to see the call (``unobserved``) or would change its arguments, the registered operator
 is called, which ends in the same body. A kernel that somebody else registers for one of these
 operators is therefore not seen in plain eager mode: another way to run an operator is a row of
-``dispatch.IMPLEMENTATIONS``.
+``dsv4.implementations``.
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd

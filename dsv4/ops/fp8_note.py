@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.quant.exact_fp8 import examine
 from dsv4.quant.formats import FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4, QuantizedTensor
 

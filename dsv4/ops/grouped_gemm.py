@@ -112,10 +112,11 @@ def grouped_gemm(
             wrote them and this one: a kernel may then read them, and their experts' weights, while
             that GEMM still runs. The second GEMM of the experts passes True.
         out_dtype: Floating; ``x.dtype`` if None, bfloat16 for quantised rows.
-        step_rows: Where ``x`` is a part of the rows of a step: how many the step has. Kernels are
-            chosen and configured for that number, so each expert's results have the bits of a call
-            with all of the step's rows. 0: R.
-        step_experts: Likewise the experts of a step, of which ``weight`` has others or fewer. 0: E.
+        step_rows: Number of rows of the whole step if ``x`` is a part of them. Kernels are chosen
+            and configured for that number, so each expert's results have the bits of a call with
+            all of the step's rows. 0: R.
+        step_experts: Likewise the number of experts of the step if ``weight`` has another one. 0:
+            E.
         out: Tensor for the result, of ``out_dtype``, contiguous, at a multiple of 16 bytes, sharing
             no memory with the other tensors; None to allocate it.
         backend: Implementation name, see ``dsv4.dispatch``.

@@ -55,7 +55,7 @@ def wait_for_device(is_done: Callable[[], bool], watch: PeerWatch | None = None)
 
     Args:
         is_done: Returns whether the work has ended, ``torch.cuda.Event.query`` for instance.
-        watch: Knows of the other ranks; None: nothing does.
+        watch: Watch of the other ranks; None: no watch.
 
     Raises:
         RankError: if it does not end, or ends with an error, as it does if a rank is gone.

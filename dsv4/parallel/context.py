@@ -12,7 +12,7 @@ class RankError(RuntimeError):
     """Another rank failed, ended or did not answer; this one cannot go on without it.
 
     Attributes:
-        failed: The rank whose error it quotes; None: it is not known.
+        failed: The rank whose error it quotes; None: unknown.
     """
 
     def __init__(self, message: str, failed: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """Reasons why an exchange of tokens over ranks cannot run a call; None where it can.
 
-Named in ``dispatch.IMPLEMENTATIONS``; all ranks come to the same reasons, see
+Named in ``dsv4.implementations``; all ranks come to the same reasons, see
 ``dsv4.parallel.supports``.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from dsv4.device import no_triton
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.parallel import groups, mailboxes
 from dsv4.parallel.mailboxes import Mailbox

@@ -52,7 +52,7 @@ def resolve(name: str) -> Any:
 
 
 def everyone() -> str:
-    """Return the name of the group of all processes, which is initialised."""
+    """Return the name of the group of all processes; it must be initialised."""
     assert dist.group.WORLD is not None, "the caller has made it"
     return dist.group.WORLD.group_name
 

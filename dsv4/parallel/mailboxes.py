@@ -53,8 +53,8 @@ class Mailbox:
         workspace: Symmetric bfloat16 buffer of torch's own all-reduce kernels; None without.
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
         owner: What keeps the memory alive.
-        ending: Pinned flags of ranks that are gone, and a stream of high priority, which no waiting
-            kernel shares a queue with; None where no kernel waits for another process.
+        ending: Pinned flags of ranks that are gone, and a high-priority stream that shares no queue
+            with waiting kernels; None if no kernel waits for another process.
     """
 
     rank: int
@@ -103,7 +103,7 @@ class Mailbox:
     def end_waits(self) -> None:
         """End this rank's kernels that wait for a rank, and all later ones, with an error.
 
-        The host copies the flags, and no kernel has to end for that.
+        The host copies the flags; the copy does not wait for any kernel.
         """
         own = self.flags[self.rank]
         if self.ending is None:
@@ -190,7 +190,7 @@ def _mailbox(
     flags = tuple(shape.flags(memory) for memory in memories)
     counter = torch.zeros(_COUNTERS, dtype=torch.int32, device=memories[rank].device)
     box = Mailbox(rank, slots, flags, counter, kind, owner=owner)
-    if counter.is_cuda:  # made now, because later the host could wait for a kernel
+    if counter.is_cuda:  # allocated now: a later allocation could wait for a kernel
         gone = torch.full(flags[rank].shape, GONE, dtype=torch.int32, device="cpu").pin_memory()
         box.ending = gone, torch.cuda.Stream(counter.device, priority=-1)
     return box
@@ -368,7 +368,7 @@ def announce(group: str, mailbox: Mailbox) -> None:
 
 @contextmanager
 def kept_open() -> Iterator[None]:
-    """Let operators use the mailboxes of before again at the end, whatever was opened meanwhile."""
+    """Restore the open mailboxes at the end of the block, whatever was opened in it."""
     before = dict(_OPEN)
     try:
         yield

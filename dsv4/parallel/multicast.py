@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops.all_reduce import AllReduceArgs
 
 # What turns multicast off in NCCL, torch's symmetric memory and NVSHMEM.

@@ -1,9 +1,9 @@
-"""What a rank knows of the others while it waits for its GPU: which ended, and which compile.
+"""Watch the other ranks while this one waits for its GPU: which have ended, and which compile.
 
-A kernel that waits for another rank does not see that its process is gone, and a host that waits
-for that kernel cannot tell a rank that is gone from one that compiles. So the ranks of a host have
-a socket between every two: the system closes those of a process that ends, however it ends, and a
-rank says through them when it compiles a kernel, and that it failed.
+A kernel that waits for another rank does not notice that the rank's process is gone. A host that
+waits for that kernel cannot tell a rank that is gone from a rank that compiles. Every two ranks of
+a host therefore share a socket. The system closes the sockets of a process that ends, however it
+ends. A rank sends a message through them when it compiles a kernel and when it failed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from typing import Any
 from dsv4.compilation import counts
 
 _COMPILES, _COMPILED, _FAILED, _LEAVES = b"C", b"c", b"F", b"L"
-_POLL = 0.5  # seconds between two looks at whether this rank has ended its watch
+_POLL = 0.5  # seconds between checks whether this rank has ended its watch
 _PATIENCE = 20.0  # seconds that ranks have to connect
-# Seconds from the end of a rank to the end of kernels that wait for it: it may have ended its work
-# well, and what it stored is read until then.
+# Seconds from the end of a rank to the end of kernels that wait for it. The rank may have finished
+# its work well; kernels can still read its results in this time.
 GRACE = 3.0
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class _Links:
-    """Sockets to the other ranks, which a thread reads."""
+    """Sockets to the other ranks; a thread reads them."""
 
     sockets: Mapping[int, socket.socket]
     compiling: set[int] = field(default_factory=set)
@@ -43,7 +43,7 @@ class _Links:
     is_closed: bool = False
 
     def send(self, message: bytes) -> None:
-        """Tell all others; those that are gone do not hear it."""
+        """Send a message to all other ranks; ignore ranks that are gone."""
         for link in self.sockets.values():
             with contextlib.suppress(OSError):
                 link.sendall(message)
@@ -55,7 +55,7 @@ class _Links:
             self.send(_LEAVES)
 
     def take(self, rank: int, message: bytes) -> bool:
-        """Note what a rank said, or by nothing that it ended; return whether it may say more."""
+        """Record a rank's message, or its end if there is none; return whether more may come."""
         for letter in (message[i : i + 1] for i in range(len(message))):
             if letter == _COMPILES:
                 self.compiling.add(rank)
@@ -72,7 +72,7 @@ class _Links:
 
 
 class PeerWatch:
-    """Watches the other ranks of a group; see the module. Ends with the object.
+    """Watch the other ranks of a group until the object is deleted; see the module.
 
     Args:
         sockets: A connected socket to each other rank.
@@ -108,7 +108,7 @@ class PeerWatch:
 
 
 def _listen(links: _Links) -> None:
-    """Note what the others say until their ends, or until the owner is gone."""
+    """Record messages of the other ranks until all have ended, or until the owner is gone."""
     ends: float | None = None
     with selectors.DefaultSelector() as selector:
         for rank, link in links.sockets.items():
@@ -139,7 +139,7 @@ def _act(known: weakref.WeakMethod[Callable[[], None]] | None) -> None:
         return
     try:
         action()
-    except RuntimeError as error:  # of a GPU that has ended with an error already
+    except RuntimeError as error:  # the GPU already has an error
         _logger.info("kernels that wait for a rank that is gone were not ended: %s", error)
 
 
@@ -175,7 +175,7 @@ def connected(group: Any, rank: int, size: int) -> PeerWatch | None:
                 link.settimeout(_PATIENCE)
                 sockets[link.recv(1)[0]] = link
 
-        # All calls end before one is answered, so that none is waited for that was refused.
+        # All connections are made before any is accepted: a refused one is not waited for.
         for part in (call, answer):
             if any(group.exchange(_error_of(part))):
                 return None
@@ -186,7 +186,7 @@ def connected(group: Any, rank: int, size: int) -> PeerWatch | None:
 
 
 def _error_of(part: Callable[[], None]) -> str:
-    """Return what went wrong with sockets, or nothing."""
+    """Return the error of the sockets as text; empty if there is none."""
     try:
         part()
     except (OSError, IndexError) as error:

@@ -3,9 +3,9 @@
 The split of weights is that of ``parallel="tp"`` (attention by heads, experts by ranges, vocabulary
 by rows) and ``parallel="dp"`` (whole attention on every rank, experts by ranges). Memory follows
 from shapes, times from a model with three measured constants of one H100 and from published
-latencies of sums over ranks. Two H200 were measured since (Flash, NVFP4, 4096 tokens): a captured
-step of 4.09 to 4.16 ms where 4.01 are computed, 4.30 with the choice of tokens in a runner. A test
-compares computed with measured steps.
+latencies of sums over ranks. A later run measured two H200 (Flash, NVFP4, 4096 tokens): a captured
+step took 4.09 to 4.16 ms (computed: 4.01), and 4.30 ms in a runner, which also chooses tokens. A
+test compares computed with measured steps.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _OTHER = 6.0e9
 # one H100, 2026-11-24, 9.07 GB took 2.93 at 3.1 TB/s, and the rest is of 43 layers.
 _LAYER_US = (5.24e3 - 9.07e9 / 3.1e12 * 1e6) / 43
 # Microseconds of one sum of up to 14 KB over ranks in a graph, with the wait for the slowest rank,
-# by number of ranks: from what SGLang and vLLM publish (sglang#2904, vllm#24111). The sum alone was
-# measured for two H200: 3.4 to 3.5.
+# by number of ranks, from figures of SGLang and vLLM (sglang#2904, vllm#24111). The sum alone takes
+# 3.4 to 3.5 on two H200 (measured).
 _ALL_REDUCE_US = {1: 0.0, 2: 5.0, 4: 5.0, 8: 7.0}
 _SUMS_OF_LAYER = 2
 # Rows of compressor state and entries of a window that speculative decoding needs.

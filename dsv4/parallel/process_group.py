@@ -109,7 +109,7 @@ class DistributedGroup:
         name: ``group_name`` of the process group.
         mailbox: This rank's mailboxes (``dsv4.parallel.opening``), which live as long as the group;
             None without.
-        watch: What is known of the other ranks while this one waits for its GPU; None without.
+        watch: Watch of the other ranks while this one waits for its GPU; None: no watch.
     """
 
     def __init__(self, group: Any) -> None:
@@ -219,9 +219,9 @@ class DistributedGroup:
             self._close(RankError(f"this rank failed before, with {record['error']}"))
 
     def abandon(self, device: torch.device) -> None:
-        """End kernels on a GPU that still run after some seconds: they wait for a rank.
+        """End kernels that still run on the GPU after some seconds, because they wait for a rank.
 
-        The process group and its mailboxes cannot be used then.
+        The process group and its mailboxes cannot be used afterwards.
         """
         if device.type != "cuda" or _is_idle(device, _GRACE):
             return

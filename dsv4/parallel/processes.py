@@ -1,8 +1,8 @@
-"""The processes that ``torchrun`` started: which one this is, their process group, and their end.
+"""Processes that ``torchrun`` started: the place of this one, their process group, and their end.
 
-The one place of this package that makes a process group. A process of several that fails must not
-wait for the others: they may be gone, or wait for it. So a group is left on a GPU only after the
-work has ended well, for some seconds at most, and ``run`` ends a process without destructors.
+No other module of this package makes a process group. A process that fails must not wait for the
+others: they may be gone, or wait for it. A process therefore leaves a group on a GPU only after its
+work has ended well, and waits for some seconds at most. ``run`` ends a process without destructors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """Return where this process is among them; None if it was started alone."""
+    """Return the place of this process among those of ``torchrun``; None if it runs alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1 or not {"RANK", "MASTER_ADDR"} <= os.environ.keys():
         return None
@@ -59,10 +59,10 @@ def is_first() -> bool:
 
 @contextmanager
 def joined(kind: str) -> Iterator[torch.device]:
-    """Join the processes that were started together, for the length of the block.
+    """Join the processes that were started together for the duration of the block.
 
-    Errors of bad input, and those that name another rank, are on all ranks; rank 0 alone raises
-    them, and the others end with the same status.
+    All ranks have errors of bad input and errors that name another rank. Only rank 0 raises these;
+    the others end with the same status.
 
     Args:
         kind: ``"cuda"`` or ``"cpu"``.
@@ -103,14 +103,14 @@ def joined(kind: str) -> Iterator[torch.device]:
         status = _status_without_words(error, own)
         if status is None:
             raise
-        _logger.info("rank %d leaves to rank 0 to say: %s", own.rank, error)
+        _logger.info("rank %d does not print this error, because rank 0 does: %s", own.rank, error)
         raise SystemExit(status) from error
     if is_new:
         _leave(device)
 
 
 def _status_without_words(error: Exception, own: Launched) -> int | None:
-    """Return the status of a process whose error rank 0 says, or None if it says it itself."""
+    """Return the status of a process whose error rank 0 prints; None if it prints its own."""
     if own.rank == 0:
         return None
     if isinstance(error, RankError):
@@ -125,7 +125,7 @@ def _leave(device: torch.device) -> None:
     if device.type != "cuda":
         dist.destroy_process_group()
         return
-    gc.collect()  # NCCL waits for the end of graphs that hold its sums
+    gc.collect()  # NCCL waits until graphs with its sums are gone
     torch.cuda.synchronize(device)
 
     def end() -> None:
@@ -143,8 +143,8 @@ def _leave(device: torch.device) -> None:
 def run(main: Callable[[], int]) -> NoReturn:
     """Run a command and end the process with its status.
 
-    One of several processes ends without destructors, which could wait for the others; an error
-    that the command does not handle is printed.
+    If there are several processes, this one ends without destructors, because these could wait for
+    the others. An error that the command does not handle is printed.
     """
     if launched() is None:
         sys.exit(main())

@@ -1,6 +1,6 @@
 """Reasons why sums over ranks cannot run a call; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. All ranks of a group come to the same reasons, because these
+Named in ``dsv4.implementations``. All ranks of a group come to the same reasons, because these
 follow from sizes, dtypes and what the ranks have agreed on: a rank that chose otherwise than its
 peers would wait for ever.
 """
@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 
 from dsv4.device import no_triton
-from dsv4.dispatch import Call
+from dsv4.implementations import Call
 from dsv4.ops.all_reduce import AllReduceArgs
 from dsv4.parallel import groups, mailboxes
 from dsv4.parallel.mailboxes import Mailbox
 
 # Bytes that a rank receives up to which one exchange is chosen, and above which each element is
 # summed by one rank: 1 MB, 512 KB and 256 KB of a sum over 2, 4 and 8 ranks. On two H200 a sum of
-# 1 MB takes 10.0 us by push and 13.5 by two-shot, the next best. For more ranks from what others
-# publish of their kernels on H100 (vllm#24111, sglang#2904), not measured here.
+# 1 MB takes 10.0 us by push and 13.5 by two-shot, the next best. The bounds for more ranks follow
+# published figures of other kernels on H100 (vllm#24111, sglang#2904); they are not measured here.
 ONE_SHOT_RECEIVED = 2 << 20
 # Bytes of a sum from which NCCL is chosen. On two H200 two-shot and NCCL take 76 and 84 us for
 # 16 MB, 281 and 279 for 64 MB.

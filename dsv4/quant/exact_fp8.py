@@ -26,7 +26,7 @@ LOWEST, HIGHEST = -8, 6  # exponents k for which every E2M1 value times 2^k is a
 SPAN = HIGHEST - LOWEST
 # The largest exponent of an E4M3 scale, 8, becomes HIGHEST: so rows without small scales agree.
 _USUAL = 8 - HIGHEST
-# Bytes of converted weights that GEMMs keep at a time, if one matrix takes no more.
+# Bytes of converted weights that a GEMM holds at a time; a single matrix may take more.
 MOST_CONVERTED = 256 << 20
 _PIECE = 1 << 22  # block scales that are examined at once
 _NO_POWER = 127  # stands for the exponent of a scale that is no power of two

@@ -390,7 +390,7 @@ def check_layout(fmt: Format, layout: str) -> None:
     if layout == SWIZZLED and not fmt.packed:
         raise ValueError(f"layout is {SWIZZLED!r}, wanted 'linear': {fmt.name} has no swizzled one")
     if layout == FRAGMENTS and fmt not in (NVFP4, FP8_TOKEN):
-        raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': of weights only nvfp4 has it")
+        raise ValueError(f"layout is {FRAGMENTS!r}, wanted 'linear': only nvfp4 weights have it")
 
 
 def check_token_columns(layout: str, columns: int) -> None:

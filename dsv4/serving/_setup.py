@@ -216,7 +216,7 @@ def resolve_capture(model: DeepseekV4ForCausalLM, capture: bool | None, max_toke
 
     Args:
         model: The model.
-        capture: What was asked for; None: if they can be.
+        capture: Whether the caller wants captured steps; None: if they can be captured.
         max_tokens: Most tokens of a step, drafts included.
 
     Raises:

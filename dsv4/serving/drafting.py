@@ -21,7 +21,7 @@ from dsv4.speculation.verify import Verified, verify_same_draws
 AUTO, MTP, DSPARK = "auto", "mtp", "dspark"
 METHODS = (AUTO, MTP, DSPARK)
 MTP_TOKENS = 2  # the layer was trained for one; drafts get worse with each that is made of drafts
-_HOSTED_TOKENS = 1  # where experts are in host memory: more tokens choose more that must be loaded
+_HOSTED_TOKENS = 1  # with experts in host memory, because each token must load its experts
 _SAID = "_said_undrafted"  # attribute of a model: logged reasons
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Drafting:
 
     @property
     def certain_tokens(self) -> int:
-        """Tokens of a sequence in every step; 1 where steps may have fewer drafts, or none."""
+        """Tokens of a sequence in every step; 1 if steps may have fewer drafts, or none."""
         if self.plan is None or self.plan.by_size:
             return 1
         return 1 + self.plan.tokens

@@ -58,9 +58,9 @@ def default_buckets(max_sequences: int) -> tuple[int, ...]:
 class Graphs:
     """Captures graphs that share memory, because they are replayed one after another.
 
-    The memory is a pool of PyTorch's allocator, which belongs to the graphs: when the last of them
-    is freed the allocator takes the pool back, and refuses a capture into it. So a pool is used
-    as long as one of its graphs lives, and a capture after that gets another.
+    The memory is a pool of PyTorch's allocator and belongs to the graphs. When the last graph is
+    freed, the allocator takes the pool back and refuses a capture into it. This class therefore
+    uses a pool only while one of its graphs lives; a later capture gets a new pool.
     """
 
     def __init__(self) -> None:

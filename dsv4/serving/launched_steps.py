@@ -49,8 +49,8 @@ class LaunchedSteps:
         cache: The cache, which learns how many drafts of a sequence were accepted.
         rows: Most rows of a step.
         counts: Counts of drafts, to which each step's are added.
-        peers: The group of other ranks, for which steps wait and which may be gone; None: there
-            are none.
+        peers: The group of other ranks. Steps wait for them, and they may be gone; None: no other
+            ranks.
     """
 
     def __init__(

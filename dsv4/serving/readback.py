@@ -53,8 +53,8 @@ class Readback:
         rows: Rows of a buffer.
         depth: Number of buffers.
         device: Where the results are.
-        peers: The group of other ranks, for which steps wait and which may be gone; None: there
-            are none.
+        peers: The group of other ranks. Steps wait for them, and they may be gone; None: no other
+            ranks.
 
     Attributes:
         depth: Most steps that may be in flight.

@@ -1,12 +1,13 @@
-"""What drafts cost and bring, from sizes: at how many sequences they pay, and how many to verify.
+"""Compute costs and gains of drafts from sizes: whether drafts pay, and how many to verify.
 
-A step takes ``bytes / rate + layers * latency + operations / rate``. Bytes are weights, read once
-a step, of routed experts those that tokens choose: ``E (1 - (1 - k / E) ** T)`` of E for T tokens
-with k each, if routing is uniform and independent. So a step of few sequences reads more experts
-for each token more, one of many reads all of them anyway, and one of very many is bound by
-operations, where a draft costs as much as a token. KV entries are left out: they are as many with
-and without drafts, up to the L2. Where experts are in host memory, those that are in no slot are
-loaded, too: a share of them that uniform routing misses, because the text's is not known before.
+A step takes ``bytes / rate + layers * latency + operations / rate``. Bytes are those of weights,
+which a step reads once. It reads only the routed experts that tokens choose. With uniform and
+independent routing, T tokens with k experts each choose ``E (1 - (1 - k / E) ** T)`` of E.
+A step of few sequences therefore reads more experts for each further token. A step of many reads
+all experts anyway. A step of very many is bound by operations; a draft costs as much as a token.
+KV entries are left out, because their number is the same with and without drafts, up to the L2.
+With experts in host memory, a step also loads the chosen experts that are in no slot. Their share
+is that of uniform routing, because the routing of the text is not known before.
 
 Tokens of a step follow from the shares of drafts that published measurements had accepted. Nothing
 here changes a token that is generated greedily, only how fast it comes.
@@ -188,9 +189,8 @@ class DraftCosts:
     def best(self, sequences: int) -> Choice:
         """Return the most drafts that are not slower than none, which may be none.
 
-        Shares of accepted drafts are low ones here: text that is easier to guess gains more by more
-        drafts. With experts in host memory a step has no more tokens than slots hold the experts
-        of.
+        The shares of accepted drafts are low here: predictable text gains more from more drafts.
+        With experts in host memory, a step has only as many tokens as the slots have experts for.
         """
         most = len(self.accepted)
         if self.most_tokens is not None:
@@ -253,8 +253,8 @@ def _missed(experts: DeepseekV4Experts) -> float:
 def _shared(experts: DeepseekV4Experts) -> int:
     """Return the experts that share the weights held here.
 
-    Of several ranks, each has a share of a token's experts; slots for experts in host memory hold
-    whole ones.
+    With several ranks, each rank has a share of a token's experts. Slots for experts in host memory
+    hold whole experts.
     """
     return experts.num_experts if experts.hosted is None else experts.num_local_experts
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.triton._lib.cache_entries import page_stride
-from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import dot, e4m3_value, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.rotation import load_angles, rotate
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -66,14 +66,6 @@ class Shape:
 _SHAPES = (Shape(64, 64, 8, 2, 1, 8100, 0, 4000), Shape(16, 32, 4, 3, 2, 3700, 600, 6000))
 # Cycles of a launch, and bytes that an SM moves per cycle.
 _LAUNCH, _BYTES = 3000, 20
-
-
-@triton.jit
-def _dot(a, b, c):
-    if INTERPRETED:
-        return tl.dot(widen(a), widen(b), c, input_precision="ieee")
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return tl.dot(a, b, c)
 
 
 @triton.jit
@@ -304,8 +296,8 @@ def _attend_kernel(
         stride = tl.where(second, compressed_stride, window_stride)
         left, right = _entries(data, stride, slot, second, PAGE, SECOND_PAGE, NOPE, ROPE, HALF)
         none = tl.zeros([HEADS, BLOCK], tl.float32)
-        left_dots = _dot(left_query, tl.trans(left), none)
-        right_dots = _dot(right_query, tl.trans(right), none)
+        left_dots = dot(left_query, tl.trans(left), none)
+        right_dots = dot(right_query, tl.trans(right), none)
         factor = tl.full([HEADS], 1.0, tl.float32)
         weight = tl.zeros([HEADS, BLOCK], tl.bfloat16)
         # Always true. Triton splits a GEMM whose result is an operand of another GEMM in the same
@@ -321,8 +313,8 @@ def _attend_kernel(
             # Of the rounded weights: so the result stays a mean of entries and zero.
             total = total * factor + tl.sum(widen(weight), 1)
             top = higher
-        left_sum = _dot(weight, left, left_sum * factor[:, None])
-        right_sum = _dot(weight, right, right_sum * factor[:, None])
+        left_sum = dot(weight, left, left_sum * factor[:, None])
+        right_sum = dot(weight, right, right_sum * factor[:, None])
     if SPLIT:
         row = (token * splits + split) * heads + head
         tl.store(tops + row, top, mask=head < heads)

@@ -23,14 +23,11 @@ from dsv4.ops._library import as_record
 from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
 from dsv4.triton._lib import cache_entries, row_tiles
 from dsv4.triton._lib.angles import cos_sin
-from dsv4.triton._lib.cache_entries import store_entries
+from dsv4.triton._lib.compressed_entries import norm_and_rotate, store_entry
 from dsv4.triton._lib.hadamard import hadamard_row, rotate_quantize_row
-from dsv4.triton._lib.index_keys import store_keys
 from dsv4.triton._lib.numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import conversion
 from dsv4.triton._lib.prefetch import prefetch_row
-from dsv4.triton._lib.rms import inverse_rms
-from dsv4.triton._lib.rotation import rotate
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -610,23 +607,18 @@ def _entry_kernel(
     scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
     frequency = tl.load(frequencies + pair, mask=rotating, other=0.0)
     own_table = table + tl.maximum(row, 0) * table_stride
-    pages = tl.where(row >= 0, table_pages, 0)
-    slots = _slot(own_table, pages, position // RATIO, PAGE_SIZE)
+    owned = tl.where(row >= 0, table_pages, 0)
+    slots = _slot(own_table, owned, position // RATIO, PAGE_SIZE)
     c, s = cos_sin(frequency * position.to(tl.float32))
     c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
-    values = widen(narrow(values, DTYPE))
-    rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
-    normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
-    entry = narrow(tl.where(column < UNROTATED, normed, rotate(normed, c, s)), DTYPE)
-    if COMPACT is not None:
-        key = widen(entry)
-        if ROTATE_QUANTIZE:
-            key = widen(narrow(hadamard_row(key, DIM), DTYPE))
-        store_keys(data, data_stride, slots, key, DIM, PAGE_SIZE, COMPACT, CONVERT)
-    else:
-        if ROTATE_QUANTIZE:
+    entry = norm_and_rotate(values, scale, eps, c, s, column, DIM, ROTATED, DTYPE)
+    if ROTATE_QUANTIZE:
+        if COMPACT is not None:
+            entry = narrow(hadamard_row(widen(entry), DIM), DTYPE)
+        else:
             entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
-        store_entries(data, data_stride, slots, entry, NOPE, DIM - NOPE, PAGE_SIZE)
+    pages = data, data_stride
+    store_entry(pages, slots, entry, DIM, NOPE, PAGE_SIZE, COMPACT, CONVERT)
 
 
 @triton.jit

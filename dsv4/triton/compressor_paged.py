@@ -7,9 +7,9 @@ the window is seen from their sequences and positions. Tiles are those of ``trit
 
 The second kernel has a program per token, which ends at once unless an entry is to be stored.
 
-Of many tokens most programs would end at once, and starting them takes longer than their work. Both
-kernels then have programs for groups of neighbours, which look for the tokens that close a window,
-and states are stored by programs that take tiles of tokens.
+For many tokens most programs would end at once, and their launch would take longer than their work.
+Both kernels then have programs for groups of neighbours, which look for tokens that close a window.
+Other programs store states, one tile of tokens each.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.compressor import _channels, _tiles
 from dsv4.triton.compressor_windows import (
     closing,
+    first_of,
     pool_group,
     pool_window,
-    store_entry,
+    store_pooled_entry,
     store_states,
     store_tile,
 )
 
-FEW_TOKENS = 128  # up to which a program has a token
-_MOST_GROUPED = 16  # tokens of a program for many
+FEW_TOKENS = 128  # most tokens for which each token has a program
+_MOST_GROUPED = 16  # most tokens of a program for more tokens
 _COPIED = 512  # most columns of a program that stores states
 
 
@@ -124,9 +125,10 @@ def _pool_many_kernel(
     COPIED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``pools`` programs that pool, each a slice of what closes in a group, then such that store.
+    """Pool windows in the first ``pools`` programs, and store states in the others.
 
-    Those that store have a tile of TILE tokens and COPIED of their columns.
+    A program that pools has a slice of the windows that close in a group. A program that stores has
+    a tile of TILE tokens and COPIED of their columns.
     """
     wait_for_inputs(PDL)
     COLUMNS: tl.constexpr = (1 + OVERLAP) * CHANNELS
@@ -184,27 +186,24 @@ def _paged_entry_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Entries of GROUP tokens, of those that have one. COMPACT: as in ``triton/compressor``."""
+    """Write the entries of GROUP tokens that have one. COMPACT: as in ``triton/compressor``."""
     if tl.program_id(0) == 0:
         prefetch_row(weight, DIM, BLOCK)
     wait_for_inputs(PDL)
+    norm, pages = (weight, angles, angles_stride, eps), (data, data_stride)
     if GROUP == 1:
         token = tl.program_id(0).to(tl.int64)
         where = tl.load(slots + token + tl.arange(0, 1)).to(tl.int64)
         last = tl.load(positions + token).to(tl.int64)
         closes = (tl.max(where, 0) >= 0) & (tl.load(state_slots + token) >= 0)
         if closes & ((last + 1) % RATIO == 0):
-            store_entry(
+            store_pooled_entry(
                 pooled,
                 token,
                 last,
                 where,
-                weight,
-                angles,
-                angles_stride,
-                eps,
-                data,
-                data_stride,
+                norm,
+                pages,
                 RATIO,
                 DIM,
                 NOPE,
@@ -219,20 +218,18 @@ def _paged_entry_kernel(
         start = tl.program_id(0) * GROUP
         member = tl.arange(0, GROUP)
         close, _ = closing(start + member, count, positions, state_slots, slots, RATIO)
-        following = tl.min(tl.where(close, member, GROUP), 0)
+        following = first_of(close, GROUP)
         while following < GROUP:
             token = (start + following).to(tl.int64)
-            store_entry(
+            last = tl.load(positions + token).to(tl.int64)
+            where = tl.load(slots + token + tl.arange(0, 1)).to(tl.int64)
+            store_pooled_entry(
                 pooled,
                 token,
-                tl.load(positions + token).to(tl.int64),
-                tl.load(slots + token + tl.arange(0, 1)).to(tl.int64),
-                weight,
-                angles,
-                angles_stride,
-                eps,
-                data,
-                data_stride,
+                last,
+                where,
+                norm,
+                pages,
                 RATIO,
                 DIM,
                 NOPE,
@@ -243,7 +240,7 @@ def _paged_entry_kernel(
                 CONVERT,
                 DTYPE,
             )
-            following = tl.min(tl.where(close & (member > following), member, GROUP), 0)
+            following = first_of(close & (member > following), GROUP)
 
 
 def compress_write_paged(args: CompressWritePagedArgs) -> None:
@@ -306,14 +303,14 @@ def _launch_pool(
 
 
 def _group(count: int, ratio: int) -> int:
-    """Tokens of a program that looks for those with which a window closes."""
+    """Number of tokens of a program that looks for tokens that close a window."""
     if count <= FEW_TOKENS:
         return 1
     return min(_MOST_GROUPED, launch_options.power_of_two(ratio))
 
 
 def _many_tiles(slots: int, channels: int) -> tuple[int, int]:
-    """Channels of a program that pools, of many tokens, and its warps."""
+    """Channels and warps of a program that pools, for many tokens."""
     width = min(launch_options.power_of_two(channels), max(32, 1024 // slots))
     return width, min(16, max(4, slots * width // 512))
 

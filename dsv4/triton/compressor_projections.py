@@ -1,14 +1,14 @@
 """Kernel of ``dsv4.ops.compressor_projections``: several weights of one input in one launch.
 
-A program owns ROWS rows of one of the weights and TOKENS tokens, over all columns, so a sum needs
-no second launch. A step of its loop multiplies BLOCK columns, of which each of SPLIT warps takes a
-part: SPLIT products side by side, whose float32 sums are added in the end, in the order of the
-parts. Which other tokens a call has changes no result but by the choice of tiles (``tile_of``).
+A program owns ROWS rows of one weight and TOKENS tokens, over all columns, so a sum needs no second
+launch. A step of its loop multiplies BLOCK columns. Each of SPLIT warps takes a part of them, with
+its own float32 sums; these are added at the end, in the order of the parts. Other tokens of a call
+can change a result only through the choice of tiles (``tile_of``).
 
-Weights are read once if all tokens fit into a tile. Programs of few rows spread them over the GPU,
-and what limits a call of few tokens is how many bytes are on their way: a program asks L2 for all
-its rows first, then loads ``stages`` steps ahead. More tokens need more rows to a program, because
-each program reads all tokens.
+Weights are read once if all tokens fit into a tile. Programs of few rows spread the weights over
+the GPU. The number of bytes in flight limits a call of few tokens. A program therefore prefetches
+all its rows into L2, then loads ``stages`` steps ahead. For more tokens a program has more rows,
+because each program reads all tokens.
 """
 
 from __future__ import annotations
@@ -20,26 +20,19 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.compressor_projections import CompressorProjectionsArgs
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_MOST_TOKENS = 64  # of a tile
-
-
-@triton.jit
-def _dot(a, b, total):
-    if INTERPRETED:
-        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
-    return tl.dot(a, b, total)
+_MOST_TOKENS = 64  # most tokens of a tile
 
 
 @triton.jit
 def _part_of(
     program, kv, gate, index_kv, index_gate, heads, TILES: tl.constexpr, INDEX_TILES: tl.constexpr
 ):
-    """Weight of a program, the number of its tile there, and of the weight: 0 to 4."""
+    """Weight of a program, number of its tile in the weight, and number of the weight (0 to 4)."""
     weight, begin, number = kv, 0, 0
     after = program >= TILES
     weight, begin = tl.where(after, gate, weight), tl.where(after, TILES, begin)
@@ -114,7 +107,7 @@ def _projections_kernel(
             inside = present & (start + columns < HIDDEN)
             values = tl.load(x + start, mask=inside, other=0.0)
             weights = tl.load(weight + start, mask=start + weight_columns < HIDDEN, other=0.0)
-        sums = _dot(values, weights, sums)
+        sums = dot(values, weights, sums)
     total = tl.sum(sums, 0)
     mask = (token < tokens)[:, None] & stored[None, :]
     token = token.to(tl.int64)[:, None]
@@ -131,14 +124,14 @@ def _projections_kernel(
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program multiplies in a step.
+    """Sizes that a program multiplies in a step.
 
     Attributes:
         tokens: Tokens, a power of two from 16.
         rows: Rows of a weight, a power of two from 8.
         block: Columns, a power of two.
         warps: Warps, each of which has ``block / warps`` of the columns, at least 16.
-        stages: Steps on their way from memory.
+        stages: Steps whose loads are in flight.
     """
 
     tokens: int
@@ -149,7 +142,7 @@ class Tile:
 
 
 def tile_of(tokens: int, hidden: int) -> Tile:
-    """Tile for a number of tokens; guesses from bytes on their way, not searched on a GPU."""
+    """Tile for a number of tokens, guessed from bytes in flight, not searched on a GPU."""
     high = min(_MOST_TOKENS, max(16, launch_options.power_of_two(tokens)))
     rows, block = {16: (8, 512), 32: (16, 256), 64: (32, 256)}[high]
     block = min(block, max(64, launch_options.power_of_two(hidden)))

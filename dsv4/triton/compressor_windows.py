@@ -1,7 +1,7 @@
 """Parts of the kernels of ``dsv4.ops.compressor_paged``: windows in pages, their states, entries.
 
-A window is pooled from the tokens of the call where they are in it, else from the state. Which of
-the tokens before are those of the window is seen from their sequences and positions.
+A window is pooled from the tokens of the call that belong to it, and else from the state. Sequences
+and positions of the preceding tokens show whether they belong to the window.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.cache_entries import store_entries
-from dsv4.triton._lib.index_keys import store_keys
-from dsv4.triton._lib.numerics import narrow, widen
-from dsv4.triton._lib.rms import inverse_rms
-from dsv4.triton._lib.rotation import rotate
+from dsv4.triton._lib.compressed_entries import norm_and_rotate, store_entry
+from dsv4.triton._lib.numerics import widen
 from dsv4.triton.compressor import _pool, _score, _store_pooled
 
 _ABSENT = tl.constexpr(float("-inf"))
@@ -141,12 +138,18 @@ def store_states(
 
 @triton.jit
 def closing(token, count, positions, state_slots, slots, RATIO: tl.constexpr):
-    """Whether a window that is to be stored ends with each of ``token``, and their positions."""
+    """Whether each of ``token`` closes a window that must be stored, and their positions."""
     here = token < count
     last = tl.load(positions + token, mask=here, other=0).to(tl.int32)
     stored = tl.load(state_slots + token, mask=here, other=-1) >= 0
     has_slot = tl.load(slots + token, mask=here, other=-1) >= 0
     return here & stored & has_slot & ((last + 1) % RATIO == 0), last
+
+
+@triton.jit
+def first_of(chosen, GROUP: tl.constexpr):
+    """Number of the first that is true of ``chosen [GROUP]``; GROUP if there is none."""
+    return tl.min(tl.where(chosen, tl.arange(0, GROUP), GROUP), 0)
 
 
 @triton.jit
@@ -171,7 +174,7 @@ def pool_group(
     positions, _, _, _ = batch
     member = tl.arange(0, GROUP)
     closes, last = closing(start + member, count, positions, state_slots, slots, RATIO)
-    following = tl.min(tl.where(closes, member, GROUP), 0)
+    following = first_of(closes, GROUP)
     while following < GROUP:
         pool_window(
             tokens,
@@ -187,7 +190,7 @@ def pool_group(
             SLOTS,
             STATES,
         )
-        following = tl.min(tl.where(closes & (member > following), member, GROUP), 0)
+        following = first_of(closes & (member > following), GROUP)
 
 
 @triton.jit
@@ -212,17 +215,13 @@ def store_tile(
 
 
 @triton.jit
-def store_entry(
+def store_pooled_entry(
     pooled,
     token,
     last,
     where,
-    weight,
-    angles,
-    angles_stride,
-    eps,
-    data,
-    data_stride,
+    norm,
+    pages,
     RATIO: tl.constexpr,
     DIM: tl.constexpr,
     NOPE: tl.constexpr,
@@ -233,21 +232,19 @@ def store_entry(
     CONVERT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Norm, rotation and storage of a token's pooled row; ``last``, ``where``: int64 [1]."""
-    UNROTATED: tl.constexpr = DIM - ROTATED
+    """Norm, rotation and storage of a token's pooled row.
+
+    ``last``: int64, its position; ``where``: int64 ``[1]``, its slot. ``norm``: weight, angles,
+    their row stride and eps.
+    """
+    weight, angles, angles_stride, eps = norm
     column = tl.arange(0, BLOCK)[None, :]
-    pair = tl.arange(0, BLOCK // 2)[None, :] - UNROTATED // 2
+    pair = tl.arange(0, BLOCK // 2)[None, :] - (DIM - ROTATED) // 2
     rotating = (pair >= 0) & (pair < ROTATED // 2)
     values = tl.load(pooled + token * DIM + column, mask=column < DIM, other=0.0)
     scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
     table = angles + (last + 1 - RATIO) * angles_stride
     c = tl.load(table + pair, mask=rotating, other=1.0)
     s = tl.load(table + ROTATED // 2 + pair, mask=rotating, other=0.0)
-    values = widen(narrow(values, DTYPE))
-    rms = inverse_rms(tl.sum(values * values, 1), DIM, eps)
-    normed = widen(narrow(scale * (values * rms[:, None]), DTYPE))
-    entry = narrow(tl.where(column < UNROTATED, normed, rotate(normed, c, s)), DTYPE)
-    if COMPACT is not None:
-        store_keys(data, data_stride, where, widen(entry), DIM, PAGE_SIZE, COMPACT, CONVERT)
-    else:
-        store_entries(data, data_stride, where, entry, NOPE, DIM - NOPE, PAGE_SIZE)
+    entry = norm_and_rotate(values, scale, eps, c, s, column, DIM, ROTATED, DTYPE)
+    store_entry(pages, where, entry, DIM, NOPE, PAGE_SIZE, COMPACT, CONVERT)

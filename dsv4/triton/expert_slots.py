@@ -32,7 +32,7 @@ from dsv4.triton._runtime.launcher import fast_launch
 
 _WORDS = 2048  # of a chunk that a CTA copies at a time: 16 bytes per thread, four times
 _CTAS = 64
-_ID_TILE = 16  # choices that are compared with all experts at once; listed experts that are read
+_ID_TILE = 16  # choices that are compared with all experts at a time; listed experts per read
 _DECAY_STEPS = tl.constexpr(DECAY_STEPS)
 _MOST_USES = tl.constexpr(MOST_USES)
 _LAST_STEP = tl.constexpr(LAST_STEP)
@@ -191,7 +191,7 @@ def _load_kernel(
     WORDS: tl.constexpr,
     ID_TILE: tl.constexpr,
 ):
-    # A step that misses nothing, the usual one, reads the list once instead of entry by entry.
+    # Usually a step misses nothing; it then reads the list once instead of entry by entry.
     end = 0
     for start in range(0, size, ID_TILE):
         index = start + tl.arange(0, ID_TILE)

@@ -194,8 +194,8 @@ def plan(
     """Choose tiles by tokens, and the split of the columns by an estimate of cycles.
 
     ``rows`` are those of a group. Columns that end within a block take small tiles, which
-    leave registers for loads of single values. ``shared`` is how many bytes of shared memory a
-    program can have, which bounds the stages.
+    leave registers for loads of single values. ``shared`` is the number of bytes of shared memory
+    of a program; it bounds the stages.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:

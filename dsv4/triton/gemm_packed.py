@@ -1,10 +1,10 @@
-"""GEMM with a weight of four bits: NVFP4 in fragments, or MXFP4; for every GPU from 8.0 on.
+"""GEMM with a four-bit weight, NVFP4 in fragments or MXFP4, for every GPU from 8.0 on.
 
 The weight's rows are the left operand of the tensor cores, tokens the right one. A program
 dequantises its rows in registers (``dsv4.triton._lib.packed_weights``), 64 columns at a time. The
-sum is float32; the global scales, the clamps of SwiGLU and the rounding come behind it. Where tiles
-are few, several programs share the columns of one (split-K), and a second launch adds their sums in
-the order of the columns.
+sum is float32; the global scales, the clamps of SwiGLU and the rounding follow it. If there are few
+tiles, several programs share the columns of a tile (split-K), and a second launch adds their sums
+in the order of the columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_s
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_TOGETHER = 8  # token tiles whose programs follow one another
+_TOGETHER = 8  # token tiles before the next row tile, in the order of programs
 _NAMES = {formats.FRAGMENTS: FRAGMENTS, formats.SWIZZLED: SWIZZLED, formats.LINEAR: MXFP4}
 
 
@@ -77,7 +77,6 @@ def _packed_gemm_kernel(
     SPLIT: tl.constexpr,
     LAYOUT: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -98,7 +97,7 @@ def _packed_gemm_kernel(
     group, part, groups = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(1)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
-    # A tile's further tokens are the last one again, so that no load is masked.
+    # Tokens past the end repeat the last one, so that no load is masked.
     token = tl.minimum(token, tokens - 1).to(tl.int64)
     x += group * group_stride
     of_group = group * rows * k_tiles
@@ -128,30 +127,16 @@ def _packed_gemm_kernel(
     else:
         store_result(
             total,
-            x,
-            token * x_stride,
-            k_tiles * 64,
-            global_scale,
-            row_scale,
-            None,
-            out,
-            position,
-            inside,
-            first,
-            rows,
-            group * rows,
-            cut0,
-            cut1,
-            cut2,
+            (global_scale, cut0, cut1, cut2),
+            (first, rows, group * rows),
+            (x, token * x_stride, k_tiles * 64),
+            (row_scale, None),
+            (out, position, inside),
             limit,
             SCALES,
-            SCALED,
-            False,
             SWIGLU,
             CLAMPED,
             UNBOUNDED,
-            ROWS,
-            TOKENS,
         )
 
 
@@ -175,7 +160,6 @@ def _packed_sum_kernel(
     cut2,
     limit,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -197,30 +181,16 @@ def _packed_sum_kernel(
     position = tl.zeros([1], tl.int64) + pair
     store_result(
         total[:, None],
-        x + group * group_stride,
-        position // groups * x_stride,
-        columns,
-        global_scale,
-        row_scale,
-        None,
-        out,
-        position,
-        position >= 0,
-        first,
-        rows,
-        group * rows,
-        cut0,
-        cut1,
-        cut2,
+        (global_scale, cut0, cut1, cut2),
+        (first, rows, group * rows),
+        (x + group * group_stride, position // groups * x_stride, columns),
+        (row_scale, None),
+        (out, position, position >= 0),
         limit,
         SCALES,
-        SCALED,
-        False,
         SWIGLU,
         CLAMPED,
         UNBOUNDED,
-        ROWS,
-        1,
     )
 
 
@@ -229,8 +199,8 @@ class GlobalScale:
     """A weight's global scales as kernels take them.
 
     Attributes:
-        values: Contiguous; None where there are none.
-        kind: How many there are, of each matrix: one of ``dsv4.triton._lib.gemm_tiles``.
+        values: Contiguous; None without scales.
+        kind: Number of scales of each matrix: a constant of ``dsv4.triton._lib.gemm_tiles``.
         cuts: First rows of the second, third and fourth segment.
     """
 
@@ -240,7 +210,7 @@ class GlobalScale:
 
     @classmethod
     def of(cls, values: torch.Tensor | None, segments: Sequence[int], rows: int) -> GlobalScale:
-        """Return those of a matrix of ``rows`` rows, ``[..., 1]``, one per segment, or per row."""
+        """Return the scales of a matrix of ``rows`` rows: ``[..., 1]``, per segment, or per row."""
         if values is None:
             return cls(None, NO_SCALE, cuts(()))
         if len(segments) > MOST_SEGMENTS:
@@ -251,12 +221,12 @@ class GlobalScale:
 
 
 def layout_of(layout: str) -> int:
-    """Return what kernels call the layout of a weight."""
+    """Return the kernels' constant for the layout of a weight."""
     return _NAMES[layout]
 
 
 def scale_words(scales: torch.Tensor, layout: int) -> torch.Tensor:
-    """Block scales as the kernels load them: a word of MXFP4 is 64 columns, of fragments 32."""
+    """Block scales as kernels load them; a word covers 64 columns of MXFP4, 32 of fragments."""
     return scales.view(torch.int16 if layout == MXFP4 else torch.int32)
 
 
@@ -266,7 +236,7 @@ def swiglu_options(limit: float | None) -> dict[str, Any]:
 
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
-    """``x [T, G, K]`` or a copy: unit stride, and rows at multiples of 32 bytes, for wide loads."""
+    """``x [T, G, K]`` or a copy with unit stride and rows at multiples of 32 bytes (wide loads)."""
     fits = x.data_ptr() % 16 == 0 and not any(stride % 16 for stride in strides(x))
     if x.stride(2) == 1 and fits:
         return x
@@ -287,8 +257,8 @@ def has_wgmma(x: torch.Tensor) -> bool:
 def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups.
 
-    FP8 weights are ``gemm_fp8``'s. Allocates float32 partials ``[S, T, G, N]`` where the columns
-    are shared by S programs.
+    ``gemm_fp8`` multiplies FP8 weights. If S programs share the columns, float32 partials ``[S, T,
+    G, N]`` are allocated.
     """
     if args.format == formats.FP8_BLOCK.name:
         return gemm_fp8.gemm(args)
@@ -327,7 +297,7 @@ def _multiply(
     sms = launch_options.sm_count(x.device)
     cut = dense_plan(weight, x.shape[0], groups, sms, has_wgmma(x))
     scale = GlobalScale.of(args.global_scale, args.segments, high)
-    options = {**options, "SCALES": scale.kind, "SCALED": row_scale is not None}
+    options = {**options, "SCALES": scale.kind}
     bound = float("inf") if limit is None else float(limit)
     _launch(x, args, layout, weight, cut, scale, row_scale, out, bound, options)
     return out

@@ -1,9 +1,9 @@
-"""Grouped GEMM with experts' weights of four bits, on every GPU from 8.0 on.
+"""Grouped GEMM with four-bit weights of experts, on every GPU from 8.0 on.
 
-NVFP4 in fragments or with swizzled scales, or MXFP4. A program multiplies some row tiles of one
-expert by a tile of its rows of x, as ``dsv4.triton.gemm_packed`` does. Which expert and which rows
-follows from the program's number and the offsets, which every program reads: the host does not.
-Rows behind the last expert's are those of one expert more, whose programs store zeros.
+Weights are NVFP4 in fragments, NVFP4 with swizzled scales, or MXFP4. A program multiplies some row
+tiles of one expert by a tile of its rows of x, as ``dsv4.triton.gemm_packed`` does. Every program
+reads the offsets, and finds its expert and rows from them and from its number; the host does not
+read them. Rows after the last expert's belong to one further expert; its programs store zeros.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dsv4 import dispatch
-from dsv4.ops._grouped_operands import chosen_for, of_rows
+from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
@@ -81,8 +81,6 @@ def _grouped_kernel(
     limit,
     LAYOUT: tl.constexpr,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
@@ -113,7 +111,7 @@ def _grouped_kernel(
         tile = position - _of_expert(tiles_to - counts, is_mine)
         token = _of_expert(starts, is_mine) + tile * TOKENS + tl.arange(0, TOKENS)
         inside = token < end
-        # A tile's further tokens are the expert's last again, so that no load is masked.
+        # Tokens past the end repeat the expert's last one, so that no load is masked.
         token = tl.minimum(token, end - 1).to(tl.int64)
         if expert < experts:
             mine = expert.to(tl.int64)
@@ -135,30 +133,16 @@ def _grouped_kernel(
             )
             store_result(
                 total,
-                x,
-                token * x_stride,
-                k_tiles * 64,
-                global_scale + mine * scale_count if SCALES else global_scale,
-                row_scale,
-                row_weight,
-                out,
-                token,
-                inside,
-                first,
-                rows,
-                0,
-                cut0,
-                cut1,
-                cut2,
+                (global_scale + mine * scale_count if SCALES else global_scale, cut0, cut1, cut2),
+                (first, rows, 0),
+                (x, token * x_stride, k_tiles * 64),
+                (row_scale, row_weight),
+                (out, token, inside),
                 limit,
                 SCALES,
-                SCALED,
-                WEIGHTED,
                 SWIGLU,
                 CLAMPED,
                 UNBOUNDED,
-                ROWS,
-                TOKENS,
             )
         else:
             HIGH: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
@@ -172,12 +156,10 @@ def _grouped_kernel(
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm.grouped_gemm``.
 
-    Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of 32
-    bytes. Codes are dequantized first.
+    For bfloat16 activations with rows at multiples of 32 bytes, only the result is allocated. Codes
+    are dequantized first.
     """
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1])
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1])
     _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
     return out
 
@@ -186,9 +168,7 @@ def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    if out is None:
-        shape = (args.x.shape[0], args.weight.shape[1] // 2)
-        out = args.x.new_empty(shape, dtype=args.out_dtype)
+    out = result_of(args, out, args.weight.shape[1] // 2)
     row_weight = args.row_weight
     if row_weight is not None:
         row_weight = row_weight.float().contiguous()
@@ -205,7 +185,7 @@ def grouped_gemm_swiglu_quantize(
     The result in bfloat16 is allocated, and the best implementation of ``quantize_nvfp4`` reads it.
     """
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, out_dtype=torch.bfloat16))
-    # Rows of no expert have the scale of one expert more.
+    # Rows of no expert have the scale of one further expert.
     own = torch.cat([args.result_scale, args.result_scale.new_ones(1)])
     total = of_rows(own, args.offsets, inner.shape[0])
     quantized = QuantizeNvfp4Args(inner, total, "static", formats.LINEAR)
@@ -236,7 +216,7 @@ def _multiply(
     scale = GlobalScale.of(args.global_scale, args.segments, rows)
     assert args.scales is not None
     scales = scale_words(args.scales, layout)
-    # Each expert with rows has one tile more at most, and so have the rows of none.
+    # Each expert with rows has at most one further tile, and so have the rows of no expert.
     positions = min(experts + 1, tokens) + tokens // cut.tokens
     with launch_options.on(x):
         _grouped_kernel[(-(-weight.row_tiles // cut.tiles), positions)](
@@ -260,8 +240,6 @@ def _multiply(
             float("inf") if limit is None else float(limit),
             LAYOUT=layout,
             SCALES=scale.kind,
-            SCALED=row_scale is not None,
-            WEIGHTED=row_weight is not None,
             EXPERTS=launch_options.power_of_two(experts + 1),
             TILES=cut.tiles,
             TOKENS=cut.tokens,

@@ -422,12 +422,12 @@ class _Tile:
         return triton.cdiv(steps, triton.cdiv(steps, min(range(1, most + 1), key=work)))
 
 
-# Of many tokens where tiles are loaded by pointers: 48 KB, no spill on compute capability 8.x.
+# For many tokens if pointers load tiles: 48 KB, no spill on compute capability 8.x.
 _POINTER_TILE = _Tile(64, 64, 64, 3, 4)
 
 
 def _tile(tokens: int, experts: int, operand: torch.dtype, shared: int) -> _Tile:
-    """Tiles for a number of tokens; the fastest measured on an H200 where its memory is there.
+    """Tiles for a number of tokens: the fastest on an H200, with fewer stages if memory is smaller.
 
     Args:
         tokens: Number of tokens.
@@ -436,7 +436,7 @@ def _tile(tokens: int, experts: int, operand: torch.dtype, shared: int) -> _Tile
         shared: Bytes of shared memory that a program can have.
     """
     tile = _measured_tile(tokens, experts, operand)
-    # A few hundred bytes beside the stages hold barriers.
+    # Barriers take a few hundred bytes besides the stages.
     stage = tile.block * (tile.tokens + tile.columns + tile.rest) * operand.itemsize
     return replace(tile, stages=min(tile.stages, (shared - 1024) // stage))
 

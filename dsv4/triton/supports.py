@@ -1,6 +1,6 @@
 """Reasons why Triton kernels cannot run a call of an operator; None where they can.
 
-Named in ``dispatch.IMPLEMENTATIONS``. Nothing here imports Triton.
+Named in ``dsv4.implementations``. Nothing here imports Triton.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ LARGEST_SELECTION = 4096  # entries that a kernel chooses per token
 LARGEST_HEAD = 512  # dims of a head that a program holds
 MOST_EXPERTS = 4094  # experts that a kernel sorts by
 _HALVES = frozenset((torch.bfloat16, torch.float16))
-# Tokens up to which a GEMM with a weight of four bits takes less time than dequantising the weight
-# and cuBLAS. Not measured: at 60 % of cuBLAS's rate the times are equal at 3.45 tokens per
-# multiplication that a GPU does while it moves a byte, which is 430 (A100) to 1500 (GB10).
+# Most tokens for which a GEMM with a four-bit weight takes less time than dequantising the weight
+# and cuBLAS. Computed, not measured: at 60 % of cuBLAS's rate the times are equal at 3.45 tokens
+# per multiplication that a GPU does while it moves a byte: 430 tokens (A100) to 1500 (GB10).
 MOST_PACKED_TOKENS = 512
 
 
@@ -118,7 +118,7 @@ def gemm(call: Call) -> str | None:
 
 
 def has_fp8_weight(call: Call) -> bool:
-    """Return whether the weight of ``gemm`` is FP8, whose kernel was seen right on Hopper."""
+    """Return whether the weight of ``gemm`` is FP8; the kernel for it was seen right on Hopper."""
     args: GemmArgs = call.args
     return args.format == FP8_BLOCK.name
 
@@ -133,8 +133,8 @@ def gemm_swiglu(call: Call) -> str | None:
 def dequantized_is_faster(call: Call) -> str | None:
     """Return why cuBLAS is faster with an NVFP4 weight that was dequantized first, or None.
 
-    Writing that weight takes the time of multiplying it by some hundreds of tokens. On 9.0 and 10.x
-    CuTeDSL kernels take nearly every call; of more than 64 tokens cuBLAS keeps what they leave.
+    Writing that weight takes as long as multiplying it by some hundreds of tokens. On 9.0 and 10.x
+    CuTeDSL kernels take nearly every call; cuBLAS takes the rest above 64 tokens.
     """
     args: GemmArgs | GemmSwigluArgs = call.args
     tokens = args.x.shape[0]
@@ -146,7 +146,7 @@ def dequantized_is_faster(call: Call) -> str | None:
 
 
 def grouped_gemm(call: Call) -> str | None:
-    """Return why ``grouped_gemm`` and its fused forms are unsupported: weights of four bits."""
+    """Return why ``grouped_gemm`` or a fused form with four-bit weights is unsupported, or None."""
     args: GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluQuantizeArgs = call.args
     dtype = args.x.dtype if args.x_scales is None else torch.bfloat16
     result = dtype if isinstance(args, GroupedGemmSwigluQuantizeArgs) else args.out_dtype

@@ -22,21 +22,18 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from dsv4 import device, dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw, Problem
-from dsv4.compilation.steps import PROCESSORS
-from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import interpret_triton
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.ops.unsupported import no_e4m3
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
 from dsv4.triton import all_reduce, hyper_connection, moe_exchange
-from dsv4.triton._runtime import launch_options
+from tests._tools.other_gpu import replace_launches
 from tests.ops.test_indexer import COMPACT_FORMATS, QUERY_FORMATS, compact_case
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -51,22 +48,6 @@ SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
 _ENDINGS = {"gemm": " fp8"}
 # The public function of each operator, whose cases are named by the rest of the operator's name.
 _FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
-
-
-class _Driver:
-    """The answers of a driver that Triton asks for before it launches."""
-
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class _Unfilled(Draw):
@@ -98,11 +79,7 @@ def compile_all(
         result[kernel.hash] = (self.__name__, kernel)
         return kernel
 
-    triton.runtime.driver.set_active(_Driver(arch))
-    JITFunction.run = compiled
-    capability = divmod(arch, 10)
-    launch_options.sm_count = lambda device: PROCESSORS[EVERY_ARCHITECTURE[capability]]
-    launch_options.capability = lambda tensor: capability
+    capability = replace_launches(arch, compiled)
     for op in ops:
         passed.clear()
         with interpret_triton(), device.pretend(capability=capability):
@@ -111,7 +88,7 @@ def compile_all(
             if quick:
                 passed.update(name for name, _ in result.values())
             _run(op, () if brief else SIZES[2:])
-        yield from (_report(op, *result.pop(key)) for key in list(result))
+        yield from (report_of(op, *result.pop(key)) for key in list(result))
 
 
 def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
@@ -198,11 +175,12 @@ def _is_compiled(row: dispatch.Implementation) -> bool:
     return row.name == "triton" and not row.target.startswith(others)
 
 
-def _report(op: str, name: str, kernel) -> dict:
+def report_of(op: str, name: str, kernel) -> dict:
+    """Return what a compiled kernel needs and waits for."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
+        usage = tool("cuobjdump", "-res-usage", file.name)
     numbers = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return {
         "op": op,
@@ -242,11 +220,12 @@ def _exchanges(kernel) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        listing = _tool("nvdisasm", "-c", file.name)
+        listing = tool("nvdisasm", "-c", file.name)
     return re.findall(r"\b(LDG|SHFL|BAR)\.", listing)
 
 
-def _tool(name: str, *arguments: str) -> str:
+def tool(name: str, *arguments: str) -> str:
+    """Return what one of the tools that come with Triton prints."""
     command = [str(_TOOLS / name), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

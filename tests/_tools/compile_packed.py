@@ -1,11 +1,11 @@
-"""Compile the Triton GEMMs with weights of four bits for a GPU that need not be there.
+"""Compile the Triton GEMMs with four-bit weights for a GPU that this machine need not have.
 
     python -m tests._tools.compile_packed 80 [--quick]   (without TRITON_INTERPRET)
 
-The launchers run on CPU tensors that nobody has written, with Triton's launch replaced by a
-compilation. Prints one line of JSON per compiled kernel, as ``tests._tools.compile_kernels`` does,
-with its constants, ``spills`` (loads and stores of local memory in its machine code) and
-``exchanges`` (stores to shared memory, and shuffles: a weight in fragments needs neither before its
+The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
+program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
+has the kernel's constants, ``spills`` (loads and stores of local memory in its machine code) and
+``exchanges`` (stores to shared memory, and shuffles; a weight in fragments needs none before its
 sum is complete).
 """
 
@@ -19,19 +19,16 @@ import tempfile
 from collections.abc import Iterator
 
 import torch
-import triton
 from triton.runtime.jit import JITFunction
 
-from dsv4.compilation.steps import PROCESSORS
-from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.device import interpret_triton
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
-from dsv4.triton._runtime import launch_options
-from tests._tools.compile_kernels import _Driver, _report, _tool
+from tests._tools.compile_kernels import report_of, tool
+from tests._tools.other_gpu import replace_launches
 
 DENSE = ((4096, 4096), (32768, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
@@ -87,23 +84,19 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
         result[kernel.hash] = (self.__name__, kernel, constants)
         return kernel
 
-    triton.runtime.driver.set_active(_Driver(arch))
-    JITFunction.run = compiled
-    capability = divmod(arch, 10)
-    launch_options.sm_count = lambda device: PROCESSORS[EVERY_ARCHITECTURE[capability]]
-    launch_options.capability = lambda tensor: capability
+    replace_launches(arch, compiled)
     with interpret_triton():
         _run(quick)
     for name, kernel, constants in result.values():
-        yield {**_report("packed", name, kernel), **constants, **_exchanges(kernel)}
+        yield {**report_of("packed", name, kernel), **constants, **_exchanges(kernel)}
 
 
 def _exchanges(kernel) -> dict[str, int]:
-    """Count instructions: of local memory, and of the loop that multiplies, between threads."""
+    """Count accesses to local memory, and exchanges between threads in the loop that multiplies."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        listing = _tool("nvdisasm", "-c", file.name)
+        listing = tool("nvdisasm", "-c", file.name)
     local = len(re.findall(r"\b(?:LDL|STL)\b", listing))
     return {"spills": local, "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", _loop(listing)))}
 

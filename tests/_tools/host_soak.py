@@ -1,11 +1,11 @@
-"""Decode with experts in host memory for a long time: bits, tables and memory stay as they are.
+"""Decode with experts in host memory for a long time; check bits, tables and memory.
 
     python -m tests._tools.host_soak SECONDS [--device cpu] [--every SECONDS]
 
-Two copies of a small model: all experts resident, and some in host memory. Both replay the captured
-decode step of one sequence (on a CPU they call it) with other tokens each time, so other experts.
-Every so often the logits are compared bit by bit, the tables of slots are checked, static experts
-are exchanged, and memory is noted; what grew is an error. Nightly, 30 minutes:
+One copy of a small model has all experts on the device, the other has some in host memory. Both
+replay the captured decode step of one sequence (on a CPU they call it), with other tokens and so
+other experts each time. At intervals the program compares logits bit by bit, checks the tables of
+slots, exchanges static experts and reads the memory in use; growth is an error. Nightly, 30 min:
 ``HYPOTHESIS_PROFILE=nightly pytest tests/layers/test_host_experts_gpu.py -k soak``.
 """
 
@@ -64,8 +64,8 @@ class Memory:
         return f"{allocated} MB allocated, {used} MB of the GPU, {resident} MB of the host"
 
 
-def small_model(device: torch.device) -> DeepseekV4ForCausalLM:
-    """Return a model of three layers with 16 experts each."""
+def small_model(device: torch.device, *, mtp: bool = False) -> DeepseekV4ForCausalLM:
+    """Return a model of three layers with 16 experts each, packed on a GPU."""
     config = ModelConfig.tiny(
         layer_types=(SLIDING, CSA, HCA),
         vocab_size=512,
@@ -73,8 +73,9 @@ def small_model(device: torch.device) -> DeepseekV4ForCausalLM:
         moe_intermediate_size=128,
         n_routed_experts=16,
         num_experts_per_tok=4,
+        num_nextn_predict_layers=int(mtp),
     )
-    model = DeepseekV4ForCausalLM(config, mtp=False).requires_grad_(False)
+    model = DeepseekV4ForCausalLM(config, mtp=mtp).requires_grad_(False)
     randomize_(model, 3)
     model = model.to(device, torch.bfloat16).eval()
     layers.quantize_(model)

@@ -179,7 +179,7 @@ def import_launchers() -> None:
     """Import every implementation, so that what they hold can be replaced."""
     for row in dispatch.IMPLEMENTATIONS:
         with contextlib.suppress(ImportError):
-            dispatch._load(row.target)
+            dispatch.load(row.target)
 
 
 def main() -> None:

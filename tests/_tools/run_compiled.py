@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import triton
 from triton.runtime.jit import JITFunction
 
 from dsv4.device import interpret_triton
@@ -31,8 +30,7 @@ from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe, norm
 from dsv4.triton._lib import nvfp4_tile
-from dsv4.triton._runtime import launch_options
-from tests._tools.compile_kernels import _Driver
+from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
 
@@ -66,10 +64,7 @@ def install(arch: int) -> list[str]:
         ran.append(self.__name__)
         return kernel
 
-    triton.runtime.driver.set_active(_Driver(arch))
-    JITFunction.run = run
-    launch_options.sm_count = lambda device: 132
-    launch_options.capability = lambda tensor: divmod(arch, 10)
+    replace_launches(arch, run, processors=132)
     return ran
 
 
@@ -147,7 +142,7 @@ def rotated(tokens: int, heads: int) -> None:
 
 
 def selected(queries) -> None:
-    """The best of MXFP4 index keys, of small integers, which every order of a sum adds exactly."""
+    """Top MXFP4 index keys; values are small integers, so sums are exact in any order."""
     case = compact_case((0, 2, 1, 2, 64), "index_mxfp4", queries, "cpu", 128, heads=3)
     results = (case.run(9, backend=name) for name in ("triton", "reference"))
     assert_bitwise(*results, "entries")
@@ -225,7 +220,7 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
-# Those that need no conversion to E4M3, which compute capability 8.0 lacks.
+# Cases without a conversion to E4M3, which compute capability 8.0 lacks.
 INDEXER = {
     "index queries": lambda: rotated(2, 3),
     "index queries, many": lambda: rotated(9, 64),
@@ -236,7 +231,7 @@ CASES |= INDEXER
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of the cases that the grid can run; it has no products of Blackwell's tensor cores."""
+    """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
     if arch < 89:
         return list(INDEXER)
     return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]

@@ -1,9 +1,9 @@
 """Compile the kernels of a test's model in parallel, once for all processes of a test run.
 
-A test on a GPU that runs a whole model launches some 150 kernels. Where none of them is on disk a
-process compiles one after the other, each in about a second, and every worker of pytest-xdist the
-same ones: such tests then take minutes. ``warmed`` compiles them on all processors before, in one
-process of the run; the others wait and load them.
+A test that runs a whole model on a GPU launches some 150 kernels. If none of them is on disk, a
+process compiles one after the other, each in about a second, and all workers of pytest-xdist
+compile the same ones. Such tests then take minutes. ``warmed`` compiles the kernels first, on all
+processors and in one process of the run; the other processes wait and load them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 
 
 def warmed(model: DeepseekV4ForCausalLM, max_tokens: int) -> DeepseekV4ForCausalLM:
-    """Compile or load what steps of a model launch, and return the model.
+    """Compile or load the kernels that steps of a model launch, and return the model.
 
     Args:
         model: On a GPU, packed.

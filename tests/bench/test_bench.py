@@ -37,7 +37,7 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _damaged(op: str):
     """The reference with one value of its result, or of what it changes, off by a little."""
-    target = dispatch._load(dispatch.implementations(op)[-1].target)
+    target = dispatch.load(dispatch.implementations(op)[-1].target)
 
     arguments = getattr(torch.ops.dsv4, op).default._schema.arguments
     changed = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
@@ -61,13 +61,13 @@ def _damaged(op: str):
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Put an implementation before all others of an operator."""
-    load = dispatch._load
+    load = dispatch.load
 
     def add(op: str, function, name: str = "wrong") -> None:
         row = dispatch.Implementation(op, name, f"{name}:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
-            dispatch, "_load", lambda target: function if target == row.target else load(target)
+            dispatch, "load", lambda target: function if target == row.target else load(target)
         )
         dispatch.implementations.cache_clear()
 
@@ -182,7 +182,7 @@ def test_a_slightly_wrong_implementation_is_found(op: str, register, capsys, tmp
 
 @pytest.mark.parametrize("channel", [0, 1])
 def test_a_wrong_state_is_found(channel: int, register, capsys):
-    target = dispatch._load(dispatch.implementations("compressor_update")[-1].target)
+    target = dispatch.load(dispatch.implementations("compressor_update")[-1].target)
 
     def run(args):
         result = target(args)
@@ -197,7 +197,7 @@ def test_a_wrong_state_is_found(channel: int, register, capsys):
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("op", ["route_topk", "hc_pre"])
 def test_every_output_is_checked(op: str, index: int, register):
-    target = dispatch._load(dispatch.implementations(op)[-1].target)
+    target = dispatch.load(dispatch.implementations(op)[-1].target)
 
     def run(args):
         result = list(target(args))

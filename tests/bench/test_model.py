@@ -29,6 +29,7 @@ from dsv4.bench.suites.model.request import COLUMNS, Budget, ModelRequest
 from dsv4.bench.suites.random_model import RECIPES, Weights, random_model
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.config import ModelConfig
+from dsv4.layers import _host_memory
 from dsv4.testing.models import random_model as plain_model
 
 CPU = torch.device("cpu")
@@ -322,7 +323,7 @@ class TestOnCpu:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            ("auto", "all experts fit"),
+            ("auto", "on a CPU all experts are in host memory"),
             ("some", "wanted auto, or static experts and slots"),
             ("2+1", "slots is 1, wanted 2 to 6"),
         ],
@@ -546,6 +547,11 @@ class TestMemory:
             assert dataclasses.replace(size, experts=most).peak <= available
         assert dataclasses.replace(size, experts=most + 1).peak > available
 
+    def test_memory_of_files_that_were_read_counts_as_free(self, monkeypatch):
+        """The page cache gives way: a host that has read a checkpoint has little memory unused."""
+        monkeypatch.setattr(_host_memory, "available_bytes", lambda: 7)
+        assert memory.free_bytes(torch.device("cpu")) == 7
+
     def test_what_does_not_fit_is_refused_before_it_is_built(self, monkeypatch, capsys):
         monkeypatch.setattr(memory, "free_bytes", lambda device: 60_000_000_000)
         arguments = ["--preset", "flash", "--tokens", "1", "--context", "4096", "--prompts", "none"]
@@ -562,7 +568,7 @@ class TestMemory:
     def test_a_row_that_does_not_fit_is_left_out_and_the_others_are_measured(
         self, tmp_path: Path, monkeypatch, capsys
     ):
-        """The largest number of sequences and the longest context need not fit together."""
+        """The most sequences and the longest context need not fit together."""
         sizes = ["--layers", "1", "--tokens", "1,3", "--context", "9,70", "--prompts", "none"]
         monkeypatch.setattr(memory, "cache_bytes", lambda config, n, tokens: 10**9 * n * tokens)
         path = tmp_path / "m.json"
@@ -576,7 +582,7 @@ class TestMemory:
         assert all(row["eager_ms"] > 0 for row in rows.values())
         printed = capsys.readouterr().out
         assert "3 sequences at 70 left out: the model needs" in printed
-        assert "1 of the rows left out, which do not fit" in printed.splitlines()[-1]
+        assert "1 of the rows left out because they do not fit" in printed.splitlines()[-1]
 
     def test_rows_are_measured_exactly_where_they_fit(self):
         request = request_of(tokens=(1, 7), contexts=(9, 300))

@@ -50,13 +50,13 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Iterator:
     """Put an implementation before all others of an operator."""
-    load = dispatch._load
+    load = dispatch.load
 
     def add(op: str, function) -> None:
         row = dispatch.Implementation(op, "wrong", f"wrong:{op}")
         monkeypatch.setattr(dispatch, "IMPLEMENTATIONS", (row, *dispatch.IMPLEMENTATIONS))
         monkeypatch.setattr(
-            dispatch, "_load", lambda target: function if target == row.target else load(target)
+            dispatch, "load", lambda target: function if target == row.target else load(target)
         )
         dispatch.implementations.cache_clear()
 
@@ -249,7 +249,7 @@ class TestVerdict:
         assert line.startswith(f"{word}: ")
 
     def test_the_error_is_kept_in_units_of_its_budget(self, register, tmp_path: Path, capsys):
-        load = dispatch._load(dispatch.implementations("swiglu")[-1].target)
+        load = dispatch.load(dispatch.implementations("swiglu")[-1].target)
         register("swiglu", lambda args: load(args) * 1.1)
         path = tmp_path / "x.json"
         assert main(["run", "swiglu", "--device", "cpu", "--json", str(path)]) == 1
@@ -311,7 +311,7 @@ class TestMainJob:
 
     def test_a_wrong_operator_is_found_by_generation(self, register, capsys):
         pytest.importorskip("transformers")
-        target = dispatch._load(dispatch.implementations("rope")[-1].target)
+        target = dispatch.load(dispatch.implementations("rope")[-1].target)
         register("rope", lambda args: target(args._replace(sin=1.001 * args.sin)))
         assert [check.passed for check in main_job.generation(CPU)] == [False, False]
         assert capsys.readouterr().out.count("WRONG") == 2

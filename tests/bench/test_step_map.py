@@ -1,4 +1,4 @@
-"""The map of a step: graph and replay joined, the critical path, and what is written of it."""
+"""The map of a step: join of graph and replay, the critical path, and the written output."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import ctypes
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4.bench import arguments
 from dsv4.bench.cli import main
+from dsv4.bench.problem import UsageError
 from dsv4.bench.suites import whole_model
+from dsv4.bench.suites.model import command
+from dsv4.bench.suites.model.document import ModelResults
+from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.model.trace.critical_path import critical_path, idle, length
 from dsv4.bench.suites.model.trace.events import events_of, replays_of, typical
 from dsv4.bench.suites.model.trace.graph_nodes import (
@@ -42,9 +48,9 @@ def launch(number, start, duration, after=(), stream=7, **changes):
 
 @st.composite
 def schedules(draw):
-    """Launches on a few streams, each after some earlier ones; some begin before those have ended.
+    """Launches on a few streams. Each waits for some earlier ones; some begin before these end.
 
-    The one before on a stream is always among those waited for.
+    A launch always waits for its predecessor on the same stream.
     """
     launches: list[Launch] = []
     for number in range(draw(st.integers(1, 14))):
@@ -53,7 +59,7 @@ def schedules(draw):
         others = st.sets(st.sampled_from(range(number)), max_size=2) if number else st.just(set())
         after = {*before, *draw(others)} or set(range(number)[-1:])
         ready = max((launches[i].end for i in after), default=0.0)
-        early = draw(st.sampled_from((0.0, 0.0, 0.5)))  # of a programmatic dependent launch
+        early = draw(st.sampled_from((0.0, 0.0, 0.5)))  # programmatic dependent launch
         start = max(0.0, ready + draw(st.integers(0, 3)) - early)
         launches.append(launch(number, start, draw(st.integers(1, 9)), sorted(after), stream))
     return launches
@@ -70,7 +76,7 @@ class TestCriticalPath:
 
     @given(schedules())
     def test_it_is_as_long_as_any_stream_is_busy(self, launches):
-        """Launches of a stream may overlap where one begins early; what overlaps counts once."""
+        """Launches of a stream overlap if one begins early; the overlap counts once."""
         total = sum(v.gap + v.time for v in critical_path(launches))
         for stream in {x.stream for x in launches}:
             own = [x for x in launches if x.stream == stream]
@@ -85,7 +91,7 @@ class TestCriticalPath:
 
     @given(schedules())
     def test_idle_time_is_no_more_than_the_gaps(self, launches):
-        """Where nothing runs, the path waits."""
+        """The path has a gap wherever nothing runs."""
         assert idle(launches) <= sum(v.gap for v in critical_path(launches)) + 1e-9
 
     def test_a_chain_is_all_of_it(self):
@@ -218,6 +224,12 @@ class TestStepMap:
         assert "step 12.0 us by the profiler; path: 3 of 4 launches" in text
         assert "layer 0, compressed_sparse_attention: 3 launches" in text
 
+    def test_what_cannot_be_written_loses_no_row(self, step_map, tmp_path):
+        (tmp_path / "file").write_text("")
+        measurement, results = SimpleNamespace(map=lambda row: step_map), ModelResults(rows=[None])
+        command._map_step(measurement, results, tmp_path / "file" / "trace.json")
+        assert results.stopped.startswith("the step was not mapped: ")
+
     def test_chrome_trace(self, step_map, tmp_path):
         step_map.write(tmp_path / "new" / "trace.json")
         content = json.loads((tmp_path / "new" / "trace.json").read_text())
@@ -293,7 +305,7 @@ class TestGraphNodes:
     def test_nothing_is_captured(self):
         driver = _Driver()
         driver.status = 0
-        with pytest.raises(RuntimeError, match=r"nothing is being captured"):
+        with pytest.raises(RuntimeError, match=r"no graph is being captured"):
             nodes_so_far(5, driver)
 
     def test_parameters_have_the_layout_of_the_driver(self):
@@ -338,6 +350,13 @@ def test_a_tensor_that_is_there_twice_is_read_once():
 def test_a_cpu_has_no_captured_step(capsys):
     assert main(["model", "--preset", "tiny", "--tokens", "1", "--trace", "t.json"]) != 0
     assert "--trace is 't.json' on cpu, wanted a CUDA GPU" in capsys.readouterr().err
+
+
+def test_a_trace_needs_a_file(tmp_path):
+    options = arguments.parser().parse_args(["model", "--preset", "tiny"])
+    request = ModelRequest.of(options, torch.device("cpu"))
+    with pytest.raises(UsageError, match="a folder, wanted a file"):
+        replace(request, device=torch.device("cuda", 0), trace=tmp_path).check_trace()
 
 
 @pytest.mark.gpu

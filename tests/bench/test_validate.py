@@ -30,17 +30,17 @@ def register(monkeypatch):
     """Put an implementation before all others of an operator: what it makes of the right result."""
 
     def put(change, supports=None, of="gemm"):
-        right = dispatch._load(dispatch.implementations(of)[-1].target)
+        right = dispatch.load(dispatch.implementations(of)[-1].target)
         row = dispatch.Implementation(of, "tested", "tests:tested", supports)
         rows = (row, *dispatch.implementations(of))
         others = dispatch.implementations.__wrapped__
         monkeypatch.setattr(
             dispatch, "implementations", lambda op: rows if op == of else others(op)
         )
-        load = dispatch._load.__wrapped__
+        load = dispatch.load.__wrapped__
         monkeypatch.setattr(
             dispatch,
-            "_load",
+            "load",
             lambda target: (
                 (lambda args: change(args, right(args)))
                 if target == "tests:tested"

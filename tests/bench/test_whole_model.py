@@ -106,7 +106,7 @@ def test_few_prompts_fill_a_cache(sequences: int, context: int, most: int) -> No
 
 @pytest.mark.parametrize("prompt_tokens", [0, 128, 257, 8192])
 def test_prompts_of_parts_of_a_block_are_refused(prompt_tokens: int) -> None:
-    """Their pages could not be repeated."""
+    """The pages of such prompts could not be repeated."""
     with pytest.raises(ValueError, match=f"prompt_tokens is {prompt_tokens}, wanted the context"):
         Fill(1, 4096, 1, prompt_tokens)
 

@@ -15,11 +15,13 @@ import torch
 import dsv4
 from dsv4 import layers
 from dsv4.compilation import draft_steps, kernel_calls, pool
+from dsv4.compilation import recipe as recipes
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.jobs import CuteJob, FindJob, TritonJob
 from dsv4.compilation.recipe import Recipe
 from dsv4.compilation.warmup import Operator
+from dsv4.layers._projections import are_merged
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
 from dsv4.parallel.context import Ranks
@@ -340,10 +342,17 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     empty = _steps.packed_model(config, layout)
     assert dict(forms(empty)) == dict(forms(model))
     arch = "sm_100a" if layout == SWIZZLED else "sm_90a"
-    recipes = [Recipe.of(config), Recipe.of(model)]
-    assert recipes[0] == recipes[1], "a list made for one would not be found by the other"
-    short = _steps.packed_model(_steps.of_each_kind(config), layout)
-    assert dict(forms(recipes[0].build(arch))) == dict(forms(short))
+    published = random_model(config, 0, mtp=False).to(torch.bfloat16)
+    layers.quantize_(published, names=[*(n for n in plain if not recipes.is_plain(n)), "*.experts"])
+    layers.pack_(published, layout)
+    ours, theirs = Recipe.of(config), Recipe.of(published)
+    assert ours == theirs, "a list made for one would not be found by the other"
+    built, short = ours.build(arch), _steps.packed_model(_steps.of_each_kind(config), layout)
+    actual, expected = (
+        {n: f for n, f in forms(made) if not recipes.is_plain(n.rpartition(".")[0])}
+        for made in (built, short)
+    )
+    assert actual == expected
 
 
 def forms(model):
@@ -449,7 +458,7 @@ def test_the_list_of_drafts_has_the_copy_of_a_head_that_can_have_one(ranks, monk
 
 
 def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
-    """Without a worker it is made in a process whose own ranks may be emulated, too."""
+    """Without a worker, this process makes the list, and its own ranks may be emulated, too."""
     context = emulated_context(2)
     name, seen = context.group.name, []
     monkeypatch.setattr(
@@ -459,3 +468,15 @@ def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
     FindJob(recipe, _steps.Target("sm_90a"), 8, ()).run()
     assert seen == ["meta"]
     assert mailboxes.of_group(name) is context.group.mailbox
+
+
+@pytest.mark.parametrize("ranks", [Ranks(1), Ranks(2)])
+def test_the_list_of_a_configuration_has_the_projections_of_compressors(ranks):
+    """One launch multiplies their weights, which published checkpoints leave plain."""
+    config = dsv4.ModelConfig.flash().replace(n_routed_experts=24)
+    model = Recipe.of(config, ranks).build("sm_90a")
+    x = torch.empty(1, config.hidden_size, dtype=torch.bfloat16, device="meta")
+    compressors = [m for n, m in model.named_modules() if n.endswith("compressor")]
+    assert len(compressors) >= 3
+    for compressor in compressors:
+        assert are_merged([compressor.kv_proj, compressor.gate_proj], x)

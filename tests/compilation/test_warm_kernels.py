@@ -97,7 +97,7 @@ if NIGHTLY:
 @example(shape=StepShape(21, 1, 1024))
 @example(shape=StepShape(4096, 1, 65536))
 @example(shape=StepShape(32, 64, 1024))
-@example(shape=StepShape(185, 17, 2052))  # few keys more than are selected, of shared tiles
+@example(shape=StepShape(185, 17, 2052))  # few more keys than are selected, in shared tiles
 @example(shape=StepShape(1, 1, 131104))  # an odd number of pages
 @example(shape=StepShape(8000, 1, 50176, "plain"))  # scored in parts of an odd number of tokens
 @settings(deadline=None)

@@ -218,7 +218,7 @@ def test_of_blackwells_products_every_configuration_is_compiled():
 
 
 def test_ranks_that_draft_by_dspark_have_its_products():
-    """Those of its ``main_proj`` are of no other layer; ranks with own tokens draft nothing."""
+    """No other layer has the kernels of ``main_proj``; ranks with own tokens draft nothing."""
     draft = dsv4.config.DSparkConfig(
         block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256
     )

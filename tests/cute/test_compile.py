@@ -475,7 +475,7 @@ def test_plans_fit_the_shared_memory_of_rtx():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SMALL_M, ids=lambda kind: kind.__name__)
 def test_rtx(kind, tmp_path):
-    """Hopper's kernels of few tokens for compute capability 12.x: clusters, no spills."""
+    """Hopper's kernels of few tokens for compute capability 12.x: clusters, hardly any stack."""
     plans = [plan for plan in plans_of_rtx() if type(plan) is kind]
     chosen = plans if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else plans[:2]
     assert chosen

@@ -50,7 +50,7 @@ def ptx():
 @example(0, 18, -9)
 @example(1, 2, -6)
 def test_compiled_kernel(seed, stages, low):
-    """Its PTX, an instruction at a time; 18 blocks of columns need two CTAs."""
+    """Run the PTX of the kernel, one instruction at a time; 18 blocks of columns need two CTAs."""
     from tests._tools.ptx import grid
 
     weight = weight_of(seed, 32, 128 * stages, low)

@@ -1,4 +1,4 @@
-"""Estimated times of the GEMMs with FP8 arithmetic beside those measured on one H200.
+"""Compare estimated times of the GEMMs with FP8 arithmetic with times measured on one H200.
 
 Times are microseconds of 2026-11-28, ``notes/2026-11_fp8_gemm.md``, third run.
 """
@@ -25,7 +25,7 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     grouped_e4m3_plan,
 )
 
-# How far an estimate is off at most, of the measured time.
+# Largest error of an estimate, as a share of the measured time.
 NVFP4, FP8_WEIGHTS, EXPERTS, BFLOAT16 = 0.05, 0.08, 0.02, 0.12
 
 
@@ -94,7 +94,7 @@ ROUTED = (
 
 
 def near(us, tolerance):
-    """What equals a time within a share of it."""
+    """A value that equals a time within a share of it."""
     return pytest.approx(us, rel=tolerance)
 
 
@@ -151,7 +151,7 @@ def test_experts(row):
     tokens=st.integers(1, 1 << 14),
 )
 def test_more_work_takes_no_less_time(rows, columns, tokens):
-    """Of each configuration, so that the fit says nothing absurd between measured sizes."""
+    """This holds for each configuration, so the fit is plausible between measured sizes."""
     plans = (
         *(E4m3Plan(2, 3, 3, False), E4m3Plan(1, 5, 3, False)),
         *(ConvertedE4m3Plan(*tile, 0, False) for tile in ((2, 4), (1, 6))),

@@ -1,4 +1,4 @@
-"""Choice of the GEMMs by FP8 tensor cores, and why others do not get them."""
+"""Choice of the GEMMs on FP8 tensor cores, and the reasons against them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DENSE, ROUTED = (gemm, gemm_swiglu), (grouped_gemm, grouped_gemm_swiglu, grouped
 
 @pytest.fixture(autouse=True)
 def packages():
-    """Every package is installed, and a GPU is what a test says."""
+    """Every package counts as installed, and a test names the GPU."""
     with machine.pretend(packages=True):
         machine.MACHINE.pretend(capability=(9, 0))
         yield
@@ -47,7 +47,7 @@ def exact(*shape, layout=FRAGMENTS, scale=1.0):
 
 
 def sizes_of(*shape, weight_format=NVFP4):
-    """A weight of these sizes, whose memory nobody reads or writes."""
+    """A weight of these sizes; its memory is never read or written."""
     if weight_format == FP8_BLOCK:
         codes = torch.empty(shape, dtype=torch.float8_e4m3fn)
         return QuantizedTensor(codes, torch.empty(*(n // 128 for n in shape)), None, FP8_BLOCK)
@@ -83,7 +83,7 @@ def call_of_experts(op, weight, rows=256, layout=None, **how):
 
 
 def reason(call, requested="fp8"):
-    """Why the row ``"fp8"`` does not run a call, or None."""
+    """Return why the row ``"fp8"`` does not run a call, or None."""
     row = next(row for row in dispatch.implementations(call.op) if row.name == "fp8")
     return row.unsupported_reason(call, requested)
 
@@ -147,8 +147,8 @@ def test_the_form_is_the_one_of_less_estimated_time(rows, stages, tokens):
         (exact(256, 256, scale=1.125), {}, "the weight is not exact in FP8"),
         (exact(256, 256), {"activation": "bf16"}, "activation is 'bf16', wanted 'fp8'"),
         (exact(256, 256, layout=LINEAR), {}, "layout"),
-        (exact(256, 192), {}, "a group is 256 x 192, wanted columns by 128"),
-        (exact(192, 256), {"groups": 2}, "a group is 96 x 256, wanted columns by 128"),
+        (exact(256, 192), {}, "a group is 256 x 192, wanted a multiple of 128 columns"),
+        (exact(192, 256), {"groups": 2}, "a group is 96 x 256, wanted a multiple of 128 columns"),
         (exact(256, 256), {"out_dtype": torch.float16}, "torch.float16"),
     ],
 )

@@ -29,21 +29,21 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 
 # Sizes of tiles, so that drawn ones end within them.
 ROWS, K_BLOCK = 128, 128
-# Forms of a GEMM with NVFP4 weights; what a plan takes is float32_out and swiglu.
+# Forms of a GEMM with NVFP4 weights; a plan takes float32_out and swiglu.
 FORMS = {
     "converted": lambda *kind: ConvertedE4m3Plan(2, 4, 0, *kind),
     "in the loop": lambda *kind: E4m3Plan(2, 3, 3, *kind),
     "converted, narrow": lambda *kind: ConvertedE4m3Plan(1, 6, 0, *kind),
     "in the loop, narrow": lambda *kind: E4m3Plan(1, 5, 3, *kind),
 }
-# Those that tests of values run; the others have the same bits.
+# Forms in tests of values; the others have the same bits.
 BOTH = pytest.mark.parametrize("form", ["converted", "in the loop"])
 EXPERT_FORMS = {
     "converted": lambda *kind: grouped_converted_plan(128, *kind),
     "in the loop": lambda *kind: grouped_e4m3_plan(1 << 20, 1, *kind),
     "in the loop, narrow": lambda *kind: grouped_e4m3_plan(1, 1, *kind),
 }
-# Compiling takes longer than running: few examples, few configurations a test.
+# Compilation takes longer than a run: few examples and few configurations per test.
 quick = settings(max_examples=12)
 # Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
 ACCUMULATOR = 2.0**-10
@@ -146,7 +146,7 @@ def dequantized_lines(patch, weight):
 
 @contextlib.contextmanager
 def chosen(launchers, choose):
-    """``choose`` takes the place of a launcher's own; nothing that was prepared serves it."""
+    """Replace a launcher's choice by ``choose``; no prepared launch is reused."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launchers, "choose", choose)
         patch.setattr(launchers, "_prepared", launchers._prepared.__wrapped__)
@@ -154,7 +154,7 @@ def chosen(launchers, choose):
 
 
 def product(x, weight, out_dtype=torch.bfloat16, groups=1, form=None):
-    """The kernel's result, in a form by name or in that of least estimated time."""
+    """The kernel's result, in a named form or in the form with the least estimated time."""
     from dsv4.cute import gemm_e4m3
 
     record = gemm_record(x, weight, out_dtype, groups)
@@ -245,7 +245,7 @@ class TestValues:
             assert_bitwise(product(x, weight, form=form), first, form)
 
     def test_many_tokens_are_converted(self):
-        """What is chosen, and its bits from run to run, and in bfloat16."""
+        """The chosen form: the same bits in each run, and in bfloat16."""
         from dsv4.cute import gemm_e4m3
 
         weight, x = weight_of(3, 4096, 1024).to("cuda"), bfloat16(4, (8192, 1024))
@@ -379,6 +379,11 @@ class TestFp8Weights:
         weight = block_weight_of(seed, 16 * row_tiles, K_BLOCK * stages, dtype)
         x = bfloat16(seed + 1, (tokens, K_BLOCK * stages))
         assert_right(x, weight, product(x, weight, torch.float32))
+
+    def test_bfloat16_is_rounded_once(self):
+        weight, x = block_weight_of(4, 272, 1024, torch.float32), bfloat16(5, (700, 1024))
+        exact = product(x, weight, torch.float32)
+        assert_bitwise(product(x, weight), exact.to(torch.bfloat16), "product in bfloat16")
 
     @quick
     @given(seed=strategies.seeds(), tokens=st.integers(1, 300), groups=st.integers(2, 4))

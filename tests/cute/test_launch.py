@@ -509,7 +509,7 @@ def test_experts_of_other_loads_have_launches_of_their_own(
 @pytest.mark.parametrize("rows", [3, 300, 3000])
 @pytest.mark.parametrize("step", [(20, 64), (3000, 4), (3000, 0), (0, 256), (1000, 300)])
 def test_a_part_of_a_step_has_the_kernels_of_the_whole(driver, monkeypatch, rows, step):
-    """Launches and the experts of each follow from the step, sizes from the part."""
+    """The step decides the launches and the experts of each; the part decides sizes."""
     monkeypatch.setattr(grouped_gemm, "launch_plans", grouped_gemm_plans.launch_plans)
     product, x = Grouped(HIDDEN, INNER), torch.empty(rows, INNER).bfloat16()
     launches = product(driver, grouped_gemm.grouped_gemm, x, step=step)

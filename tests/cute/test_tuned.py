@@ -1,4 +1,4 @@
-"""Data files of plans: what is read, what is refused, and that choices stay those of before."""
+"""Data files of plans: values that are read, values that are refused, and unchanged choices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.cute.sm90.tuned import SmallMKey, TunedFileError, read, tuned
 
 FILE = module._FOLDER / module._H200
-# N, K and groups of matrices of Pro and Flash, and of two that nobody measured.
+# N, K and groups of matrices of Pro and Flash, and of two matrices without measurements.
 MATRICES = (
     *((2048, 7168, 1), (65536, 1536, 1), (7168, 16384, 1), (6144, 7168, 1), (16384, 4096, 16)),
     *((32768, 1024, 1), (4096, 8192, 1), (4096, 2048, 1), (8192, 4096, 8)),
@@ -30,7 +30,7 @@ def digest(plan) -> int:
 
 
 def test_choices_are_those_that_are_recorded(snapshots):
-    """A change of a plan changes times, and can change bits: it is to be read in a diff."""
+    """A change of a plan changes times and can change bits, so a diff must show it."""
     figures = {
         f"{rows}x{columns}, {groups} groups, {kind}": {
             str(tokens): digest(choose(GemmProblem(rows, columns, groups, *kind), tokens))
@@ -64,7 +64,7 @@ def test_the_file_of_the_h200():
 
 
 def changed(content, path, value):
-    """The content with another value at a path, or without the last name of the path if None."""
+    """The content with another value at a path; None removes the last name of the path."""
     inner = content
     for name in path[:-1]:
         inner = inner[name]

@@ -22,7 +22,7 @@ TYPES = ("hash_moe", "moe", "hash_moe")
 
 
 class Noted(Streams):
-    """Runs in order, and notes what was launched and joined, behind what."""
+    """Run work in order, and record launches and joins with their predecessors."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, ...]] = []

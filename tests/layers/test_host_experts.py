@@ -126,7 +126,7 @@ class TestLayer:
     @pytest.mark.parametrize("kind", ["plain", "packed", "calibrated", "exact"])
     @pytest.mark.parametrize("count", [1, 8])
     def test_kernels_are_those_of_the_whole_step(self, kind, count, monkeypatch):
-        """Whatever the slots and waves: kernels for other sizes may sum in another order."""
+        """Slots and waves change no bit; kernels for other sizes may sum in another order."""
         layer, calls = hosted(make_experts(kind), 3, 4), []
 
         def recorded(name):
@@ -461,7 +461,7 @@ class TestModel:
         assert layers.expert_counts(hosted_model).shape == (3, EXPERTS)
 
     def test_drafts_have_the_same_text(self, drafting_model):
-        """One draft a sequence by default, as many as slots hold, and the text of all resident."""
+        """One draft per sequence by default; the same text as with all experts resident."""
         model, prompts = drafting_model, [[1, 2, 3, 4, 5, 6, 7], [9, 8]]
         expected = model.generate(prompts, 7, stop_ids=(), speculate=None)
         hosted_model = copy.deepcopy(model)
@@ -481,7 +481,7 @@ class TestModel:
         assert 0 < layers.cache_use(hosted_model).hit_rate < 1
 
     def test_drafts_are_no_more_than_slots_hold(self, drafting_model, monkeypatch):
-        """Where their number adapts; else steps are planned on the host, and are not captured."""
+        """Drafts fit the slots if their number adapts; other steps are planned on the host."""
         layers.host_experts_(drafting_model, HostExperts(0, 8))  # for two tokens
         monkeypatch.setattr(DraftCosts, "_gain", lambda *_: 2.0)  # drafts pay wherever they fit
         for tokens in (None, 3):

@@ -10,7 +10,7 @@ import torch
 
 import dsv4
 from dsv4 import layers
-from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.config import ModelConfig
 from dsv4.debug import compilations
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
@@ -24,7 +24,7 @@ from tests._tools import host_soak
 
 pytestmark = pytest.mark.gpu
 
-# Of 4096 columns K is split for up to 64 rows, so waves of fewer rows could have other sums.
+# With 4096 columns K is split for up to 64 rows, so waves of fewer rows could have other sums.
 EXPERTS, TOP_K, HIDDEN = 32, 4, 4096
 PROMPTS = ([1, 2, 3, 4, 5, 6, 7], [9, 8])
 
@@ -91,7 +91,7 @@ def test_replays_have_the_bits_of_all_resident_experts(plain, count):
 @pytest.mark.parametrize(("static", "slots"), [(3, 5), (18, 8)])
 @torch.inference_mode()
 def test_waves_have_the_bits_of_all_resident_experts(plain, static, slots):
-    """Kernels are those for all rows of the step, whatever a wave has: 17 tokens are 68 rows."""
+    """A wave takes the kernels for all rows of the step, not for its own: 17 tokens are 68."""
     layer = hosted(plain, static, slots)
     for step, count in enumerate((9, 1, 17, 2, 24, 40, 1, 64, 17)):
         inputs = tokens(step, count)
@@ -134,20 +134,7 @@ def test_memory_that_cannot_be_locked_leaves_no_error(monkeypatch):
 @pytest.fixture(scope="module")
 def models() -> tuple[DeepseekV4ForCausalLM, DeepseekV4ForCausalLM]:
     """A model, and the same with experts in host memory and warm kernels."""
-    config = ModelConfig.tiny(
-        layer_types=(SLIDING, CSA, HCA),
-        vocab_size=128,
-        hidden_size=256,
-        moe_intermediate_size=128,
-        n_routed_experts=16,
-        num_experts_per_tok=TOP_K,
-        num_nextn_predict_layers=1,
-    )
-    model = DeepseekV4ForCausalLM(config).requires_grad_(False)
-    randomize_(model, 3)
-    model = model.to("cuda", torch.bfloat16).eval()
-    layers.quantize_(model)
-    layers.pack_(model)
+    model = host_soak.small_model(torch.device("cuda"), mtp=True)
     other = copy.deepcopy(model)
     layers.host_experts_(other, HostExperts(3, 8))
     done = dsv4.warmup(other, max_tokens=64, progress=False)

@@ -63,7 +63,7 @@ def test_packed_weights(capability, gpu, tokens, chosen, activation):
 
 @pytest.mark.parametrize("gpu", [HOPPER, RTX])
 def test_experts_of_a_step_count_that_are_not_in_the_call(capability, gpu):
-    """Its kernels are chosen for the step's."""
+    """Kernels are chosen for the experts of the step."""
     capability(gpu)
     assert routed(3, step_rows=900, step_experts=MOST_EXPERTS)[0] == "cute"
     chosen, why = routed(3, step_experts=MOST_EXPERTS + 1)
@@ -122,7 +122,7 @@ def test_weights_that_are_not_packed(capability, gpu, layout, chosen):
 
 
 def test_experts_that_do_not_fit_are_refused_with_a_reason(capability):
-    """Rows of Pro's 7168 columns, of which 8 want more shared memory than 12.0 has."""
+    """8 rows of Pro's 7168 columns need more shared memory than 12.0 has."""
     weight = quantize(torch.ones(2, 32, 7168), scaling="weight").with_layout(FRAGMENTS)
     offsets = torch.tensor([0, 1, 2], dtype=torch.int32)
     call = (ops.grouped_gemm, torch.ones(2, 7168).bfloat16(), weight, offsets)

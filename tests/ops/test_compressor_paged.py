@@ -200,7 +200,7 @@ def assert_same_entries(mine, other):
 
 @pytest.fixture(params=["few", "many"])
 def some_tokens(request, monkeypatch):
-    """Whether the Triton kernels take their tokens as few or as many."""
+    """Whether the Triton kernels take the path for few tokens or that for many."""
     kernels = pytest.importorskip("dsv4.triton.compressor_paged")
     monkeypatch.setattr(kernels, "FEW_TOKENS", 128 if request.param == "few" else 0)
 

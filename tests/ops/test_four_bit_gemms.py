@@ -1,4 +1,4 @@
-"""Triton's GEMMs with weights of four bits, asked for by name: dense and grouped."""
+"""Triton's GEMMs with four-bit weights, requested by name: dense and grouped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.ops.test_packed_experts import loads, of_rows_or_one, scales_of, sort
 
 REFERENCE = False
 KERNELS = ("triton",)
-INTERPRETED_SHARE = 9  # of the examples; every tiling and format has a test of its own
+INTERPRETED_SHARE = 9  # one example in nine; every tiling and format has its own test
 ACTIVATIONS = st.sampled_from(["bf16", "nvfp4", "fp8"])
 DTYPES = st.sampled_from([torch.bfloat16, torch.float32])
 SCALES = st.sampled_from(["one", "segments", "five segments", "rows"])
@@ -83,7 +83,7 @@ def rows_of(seed, shape, device):
 
 
 def operand_of(x, activation, scale=None):
-    """The activations that are multiplied, in float64."""
+    """The activations as the GEMM multiplies them, in float64."""
     if activation == "nvfp4":
         scaling = "token" if scale is None else "static"
         x = dequantize(quantize(x, scaling=scaling, global_scale=scale), torch.float64)
@@ -150,7 +150,7 @@ class TestDense:
     @pytest.mark.parametrize("layout", [FRAGMENTS, LINEAR])
     @pytest.mark.parametrize("plan", PLANS, ids=repr)
     def test_every_tiling_is_exact(self, device, monkeypatch, plan, layout):
-        """Integers, whose sums float32 holds in any order: the same bits from every tiling."""
+        """Every tiling gives the same bits, because sums of integers are exact in any order."""
         monkeypatch.setattr(gemm_packed, "dense_plan", lambda *_: plan)
         weight = strategies.small_integers(plan.tokens, (80, 256)).to(device)
         fmt = MXFP4 if layout == LINEAR else NVFP4
@@ -226,7 +226,7 @@ def every_pair(fmt):
 class TestValues:
     @pytest.mark.parametrize("layout", [FRAGMENTS, SWIZZLED, LINEAR])
     def test_every_code_and_scale(self, device, layout):
-        """Multiplied by the identity; a NaN scale is NaN in its own row."""
+        """The weight times the identity; a NaN scale gives NaN only in its own row."""
         weight = every_pair(MXFP4 if layout == LINEAR else NVFP4)
         expected = dequantize(weight, torch.float32, backend="reference")
         of_nan = expected.isnan().any(1)
@@ -486,7 +486,7 @@ class TestDispatch:
         ],
     )
     def test_many_tokens_are_left_to_cublas(self, capability, tokens, chosen):
-        """Asked behind CuTeDSL's kernels."""
+        """The row comes after CuTeDSL's kernels."""
         weight = weight_of(0, (32, 128), "cpu")
         x = torch.ones(tokens, 128, dtype=torch.bfloat16)
         with pretend(capability=capability, packages=True):

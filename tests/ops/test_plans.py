@@ -161,7 +161,7 @@ def test_whatever_came_before_a_call_is_the_function(calls) -> None:
 def logged() -> Iterator[list[str]]:
     """Operators and implementations that ran, planned or not."""
     ran: list[str] = []
-    load = dispatch._load
+    load = dispatch.load
     names = {row.target: f"{row.op} {row.name}" for row in dispatch.IMPLEMENTATIONS}
 
     def logging(target: str):
@@ -174,7 +174,7 @@ def logged() -> Iterator[list[str]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_load", logging)
+        patch.setattr(dispatch, "load", logging)
         yield ran
 
 

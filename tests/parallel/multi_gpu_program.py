@@ -390,10 +390,10 @@ def logits(worker: Worker) -> dict[str, Any]:
 
 
 def virtual_ranks(worker: Worker) -> None:
-    """The bits of the same ranks as threads of one process, whose sums are the host's.
+    """Compare bits with the same ranks as threads of one process; the host computes their sums.
 
-    With the same kernels: these have the sizes of a rank. That such ranks compute what the whole
-    model does is tested in float64.
+    Kernels are the same, because their sizes are those of a rank. Other tests show in float64 that
+    such ranks compute the results of the whole model.
     """
     if worker.rank == 0:
         whole = worker.load(None, prepare=False, reserve_tokens=0)
@@ -418,11 +418,11 @@ def _prefilled(model: Any) -> torch.Tensor:
 def _compared(worker: Worker, ours: torch.Tensor) -> dict[str, Any]:
     """Compare with the whole model by the reference, which compiles no kernel.
 
-    In bfloat16 it is ``floor`` away from float32. Where one process rounds the output of a sublayer
-    once, ranks round N parts and their sum, so that independent errors are at most ``(N + 1)^0.5``
-    as large; and what lies between two results is at most the sum of their errors. A close call
-    of a router or an indexer in bfloat16 gives a token another expert or entry, and one prompt of
-    all may have such a call; ``virtual_ranks`` compares bits.
+    The bfloat16 reference differs from float32 by ``floor``. One process rounds the output of a
+    sublayer once; ranks round N parts and their sum. Independent errors are therefore at most ``(N
+    + 1)^0.5`` as large, and two results differ by at most the sum of their errors. A close call of
+    a router or an indexer in bfloat16 gives a token another expert or entry. One prompt may have
+    such a call; ``virtual_ranks`` compares bits.
     """
     right, exact = _of_one(worker, "bfloat16"), _of_one(worker, "float32")
     floors = _distances(right, exact)

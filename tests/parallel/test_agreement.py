@@ -55,7 +55,7 @@ def test_it_does_not_wait_for_ever(monkeypatch):
 
 
 class Watch:
-    """Stands in for what is known of other ranks."""
+    """Stands in for the watch of other ranks."""
 
     def __init__(self, looks: int = 0, lost: int | None = None) -> None:
         self.looks, self.lost = looks, lost

@@ -142,7 +142,7 @@ def test_a_rank_loads_its_share_of_the_drafts(tmp_path):
 
 
 def test_all_ranks_draft_as_rank_0_computes(monkeypatch):
-    """Of other bytes another number of drafts pays, or another confidence is enough."""
+    """With other bytes, another number of drafts pays, or another confidence is enough."""
     of = DraftCosts.of
 
     def differing(model: Any, *arguments: Any) -> DraftCosts:

@@ -76,7 +76,7 @@ def launch(ranks: int, *arguments: str) -> list[Ended]:
 
 
 def own_lines(text: str) -> list[str]:
-    """Lines but those that libraries print on their own."""
+    """Lines of a text, without those that libraries print."""
     return [line for line in text.splitlines() if "nanobind" not in line and line[:2] != " -"]
 
 
@@ -136,7 +136,7 @@ def test_bad_input_is_said_once_before_the_processes_are_joined(rank, monkeypatc
 
 
 def test_words_that_are_left_to_rank_0_are_logged(monkeypatch, caplog):
-    """Where this rank alone fails before ranks report to each other."""
+    """Only this rank fails, before ranks report to each other."""
     monkeypatch.setattr(processes, "launched", lambda: Launched(1, 2, 1))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     caplog.set_level("INFO", "dsv4")

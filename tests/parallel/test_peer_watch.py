@@ -1,4 +1,4 @@
-"""What a rank learns of the others: that they compile, leave, fail, or are killed."""
+"""A rank learns that the others compile, leave, fail, or are killed."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_rank_that_is_killed_is_lost_at_once_even_while_it_compiles():
 
 
 def test_ranks_that_cannot_connect_have_no_watch(monkeypatch):
-    """On all of them, as where one is on another host."""
+    """All ranks go without a watch, for instance if one is on another host."""
 
     def refuse(name: str, rank: int) -> None:
         raise ConnectionRefusedError("on another host")

@@ -34,8 +34,8 @@ class Allocator:
     """Pools of an allocator that counts their graphs, with stand-ins for PyTorch's captures."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.graphs: dict[Any, int] = {}  # of each pool that a capture has begun in
-        self.pools: list[Any] = []  # of each capture that has ended
+        self.graphs: dict[Any, int] = {}  # number of graphs of each pool with a capture
+        self.pools: list[Any] = []  # pool of each capture that has ended
         graphs, handles = self.graphs, itertools.count()
 
         class Stream:

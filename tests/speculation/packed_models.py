@@ -1,4 +1,4 @@
-"""Packed models with a draft, as wide as the kernels of published ones need, for tests on a GPU."""
+"""Packed models with a draft for tests on a GPU, as wide as kernels of published models need."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_flash_on_one_h200_drafts_nothing_that_it_would_have_to_load() -> None:
 
 
 def test_with_experts_in_host_memory_one_draft_is_usual() -> None:
-    """With a method by name; with "auto" it is the most. No step exceeds the slots."""
+    """A named method drafts one token, "auto" at most one. No step exceeds the slots."""
     model = mtp_model()
     top_k = model.config.num_experts_per_tok
     assert drafting_of(model, "mtp").plan == DraftPlan("mtp", 2)

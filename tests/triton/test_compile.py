@@ -23,7 +23,7 @@ FOUR_BIT = ("dsv4.triton.grouped_gemm:", "dsv4.triton.gemm_packed:gemm_swiglu")
 KERNEL_OPS = {
     row.op
     for row in dispatch.IMPLEMENTATIONS
-    # GEMMs with weights of four bits have a test of their own, whose weights nobody fills.
+    # GEMMs with four-bit weights have their own test, which does not initialise weights.
     if row.name == "triton" and not row.target.startswith(FOUR_BIT)
 }
 # Operators whose launchers write NVFP4 codes, which Blackwell converts by an instruction.
@@ -153,7 +153,7 @@ def test_every_kernel_compiles_and_fits(arch, how):
     ],
 )
 def test_what_did_not_run_on_other_gpus_fits_them(arch, ops):
-    """Tiles took Hopper's shared memory, and words bfloat16 instructions of newer GPUs.
+    """Tiles took as much shared memory as Hopper has, and code took instructions of newer GPUs.
 
     On 12.0 prompts of 1024 tokens (``hc_pre_norm``, ``route_*``) and FP8 weights of more than 64
     (``gemm``) raised, on 8.0 every step with an indexer.

@@ -1,4 +1,4 @@
-"""Triton's GEMMs with weights of four bits compile for every architecture, within its limits."""
+"""Triton's GEMMs with four-bit weights compile for every architecture, within its limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 REGISTER_FILE = 65536
 # Shared memory of a program: 1 KB of the SM's is the driver's.
 MOST_SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-MOST_STACK = 16  # bytes; the assembler keeps a value or two of the loop's surroundings there
+MOST_STACK = 16  # bytes; the assembler keeps one or two values from outside the loop there
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def of_reference(backend: str) -> Baseline:
         call = captured(problem)
         if call.op == "sparse_attention" and call.args.q.shape[0] > _MOST_TOKENS:
             return None
-        reference = dispatch._load(dispatch.implementations(call.op)[-1].target)
+        reference = dispatch.load(dispatch.implementations(call.op)[-1].target)
         return attempt(lambda: compiled(reference, (call.args,), backend), f"{backend}: {call.op}")
 
     return baseline

@@ -283,7 +283,7 @@ def _stack(
     segments: tuple[int, ...] = (),
     format: Format = NVFP4,
 ) -> QuantizedTensor:
-    """Weights of experts, NVFP4 packed; for FP8 activations such that are exact in FP8."""
+    """Packed NVFP4 weights of experts; for FP8 activations they are exact in FP8."""
     if format != NVFP4:
         return draw.quantized(*shape, format=format)
     cast = activation == "fp8"

@@ -1,7 +1,7 @@
 """Further cases for the self-test: caches of floats, and weights in MXFP4.
 
-The bench measures what published models have on Hopper. GPUs without E4M3 have no other cache than
-one of floats, and MXFP4 weights are read by other code than NVFP4's.
+The bench measures the formats that published models use on Hopper. GPUs without E4M3 support only
+caches of floats, and other code reads MXFP4 weights than NVFP4 weights.
 """
 
 from __future__ import annotations

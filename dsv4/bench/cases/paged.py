@@ -24,7 +24,7 @@ def compress_write_paged(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def in_blocks(cases: Iterator[Case]) -> Iterator[Case]:
-    """Make cases of ``compress_write_paged`` of those of ``compress_write``."""
+    """Make cases of ``compress_write_paged`` from the cases of ``compress_write``."""
     for case in cases:
         build = functools.partial(_build, case)
         yield dataclasses.replace(case, op="compress_write_paged", build=build)

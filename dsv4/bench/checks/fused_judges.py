@@ -23,9 +23,9 @@ from dsv4.testing.assertions import unit_roundoff
 
 
 def as_parts(parts: Callable[[Problem], Any], *names: str) -> Judge:
-    """Check that every output has the bits that ``parts`` of the problem returns.
+    """Make a judge that compares the bits of every output with those that ``parts`` returns.
 
-    Parts that round as their kernel does are made ``by_same_kernel``.
+    ``parts`` calls ``by_same_kernel`` for operators whose rounding depends on the kernel.
     """
 
     def judge(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
@@ -42,9 +42,9 @@ def by_same_kernel(
 ) -> Any:
     """Call a part of a fused operator as the fused implementation does.
 
-    By the implementation of the name that made the outputs, where the part has one that can run it,
-    else by what ``"auto"`` takes: whatever was requested, so that a self-test compares a fused
-    kernel with its parts and not with the reference's, which round otherwise.
+    The part runs on the implementation of the same name as the fused one, if it supports the call,
+    and else on the choice of ``"auto"``. The requested backend does not matter. A self-test
+    therefore compares a fused kernel with its own parts. The reference's parts round differently.
     """
     call = dispatch.arguments(function, *args, **kwargs)
     for row in dispatch.implementations(call.op):

@@ -29,8 +29,8 @@ class DrawnRouter(nn.Module):
 
     Args:
         router: Computes weights, and a choice that is dropped.
-        chosen: int64 ``[T, k]``, what is chosen for up to T tokens; written before each step. Steps
-            of more tokens, of prompts, have the router's choice.
+        chosen: int64 ``[T, k]``, the experts of up to T tokens, written before each step. Steps of
+            more tokens (prompts) keep the router's choice.
     """
 
     def __init__(self, router: nn.Module, chosen: torch.Tensor) -> None:

@@ -205,8 +205,8 @@ class Fill:
         sequences: Sequences of the step.
         context: Tokens of each sequence.
         prompts: Distinct prompts that are processed; other sequences get copies of their pages.
-        prompt_tokens: Tokens of each prompt: the context, or fewer whole blocks, whose pages are
-            repeated up to it.
+        prompt_tokens: Tokens of each prompt: the context, or fewer whole blocks; their pages are
+            then repeated up to the context.
 
     Raises:
         ValueError: if a prompt has another number of tokens.
@@ -388,9 +388,9 @@ def replay_ms(
     replays: int = _REPLAYS,
     before: Callable[[], object] | None = None,
 ) -> float:
-    """Median milliseconds of a replay; weights exceed the L2, which therefore stays cold.
+    """Return the median milliseconds of a replay; the L2 stays cold, because weights exceed it.
 
-    ``before`` is called before each, outside the time.
+    ``before`` is called before each replay and is not timed.
     """
     times = []
     for _ in range(3 + replays):

@@ -1,19 +1,18 @@
-"""Conversion of NVFP4 weights that are exact in E4M3, from fragments to E4M3 for TMA copies.
+"""Convert NVFP4 weights in fragments, exact in E4M3, to E4M3 for TMA copies.
 
-Tiling and ownership. A CTA converts 16 rows and up to ``k_blocks`` blocks of 128 columns. Two of
-its warps have a block: one the rows 0 to 3 and 8 to 11, the other one the rest. Lane ``8 r + p``
-has 32 codes of rows r and r + 8, piece p of their lines: a load of 16 bytes, two stores of 16
-bytes, of which eight lanes fill a line. A warp has ``pieces`` blocks, and loads all before it
-converts one.
+Tiling and ownership. A CTA converts 16 rows and up to ``k_blocks`` blocks of 128 columns. Two warps
+share a block: one has rows 0 to 3 and 8 to 11, the other one has the other rows. Lane ``8 r + p``
+has 32 codes: piece p of the lines of rows r and r + 8. It loads 16 bytes and stores 16 bytes twice;
+eight lanes fill a line. A warp has ``pieces`` blocks, and loads all of them before it converts one.
 
-Columns of the result stand in fragment order (``dsv4.quant.fragments.fragment_columns``), as those
-of the X that it is multiplied by.
+Columns of the result are in fragment order (``dsv4.quant.fragments.fragment_columns``), like the
+columns of X.
 
-Dependencies. Nothing is read or written before griddepcontrol.wait: the result's memory may be what
-the preceding kernel reads.
+Dependencies. The kernel reads and writes nothing before griddepcontrol.wait, because the preceding
+kernel may read the result's memory.
 
-Numerics. Bit for bit ``dsv4.quant.exact_fp8.to_e4m3``; the power of two of a row is left to the
-GEMM's results.
+Numerics. Results equal ``dsv4.quant.exact_fp8.to_e4m3`` bit for bit. The GEMM applies the power of
+two of each row to its results.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class ConvertE4m3Kernel(PlannedKernel):
             exponents.append(exact_fp8.load_row_exponent(at))
         biases = exact_fp8.row_biases(exponents[0], exponents[1])
         opaque_16 = Uint32(args.opaque_16)
-        # The piece of the last block again where there are no more.
+        # Past the last block, load its piece again.
         blocks = [cutlass.min(first + n, args.k_blocks - 1) for n in range(self.plan.pieces)]
         loaded = []
         for n in cutlass.range_constexpr(self.plan.pieces):
@@ -93,7 +92,7 @@ def sources(
         tile: Row tile.
         k_block: Block of 128 columns.
         k_blocks: How many there are.
-        row: Row of the tile, 0 to 7; the codes are also of the one 8 further on.
+        row: Row of the tile, 0 to 7; the codes belong to this row and to row + 8.
         piece: Piece of 16 bytes of the line of 128.
     """
     # Piece 2 q + u: the codes of lane 4 row + q of 64 columns u.

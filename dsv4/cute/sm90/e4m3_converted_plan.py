@@ -1,4 +1,4 @@
-"""Arguments and configurations of the GEMMs whose NVFP4 weights become E4M3 first.
+"""Arguments and configurations of the GEMMs whose NVFP4 weights are converted to E4M3 first.
 
 Needs no compiler.
 """
@@ -26,13 +26,13 @@ class ConvertArgs(NamedTuple):
     """Arguments of the conversion of NVFP4 weights, in fragments, to E4M3.
 
     Attributes:
-        codes: Packed codes of whole row tiles, of all matrices one after another.
+        codes: Packed codes of whole row tiles; matrices follow one another.
         scales: Their packed block scales.
         row_exponent: int8, one per row (``dsv4.quant.exact_fp8``).
         out: E4M3 ``[rows, K]``, columns in the order of fragments.
         k_blocks: K / 128.
         chunks: CTAs of a row tile.
-        opaque_16: 16. An argument, so that the compiler cannot turn products by it into shifts.
+        opaque_16: 16; an argument, so that the compiler cannot replace multiplications by shifts.
     """
 
     codes: Pointer
@@ -57,8 +57,8 @@ class ConvertE4m3Plan:
     ctas = 1
     threads = 256
     shared_bytes = 0
-    pieces = 4  # of 128 columns that a warp converts
-    k_blocks = pieces * threads // 64  # blocks of 128 columns of a CTA: two warps have the rows
+    pieces = 4  # pieces of 128 columns that a warp converts
+    k_blocks = pieces * threads // 64  # blocks of 128 columns of a CTA; two warps share the rows
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ConvertedE4m3Plan(E4m3Plan):
 
 @dataclass(frozen=True)
 class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
-    """One configuration of the kernel in ``grouped_gemm_e4m3_converted``; as the dense one."""
+    """One configuration of the kernel in ``grouped_gemm_e4m3_converted``, like the dense one."""
 
     @property
     def kernel(self) -> str:

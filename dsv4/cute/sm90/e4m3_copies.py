@@ -2,8 +2,8 @@
 
 ``gemm_e4m3`` says what a CTA's warps do, and names the barriers.
 
-Shared memory. X of all stages, the weights that MMAs read, packed weights where these are
-dequantized ones, buffers of results with the factors of rows, a table of experts' tiles, mbarriers.
+Shared memory holds X of all stages, the weights that MMAs read, the packed weights if they are
+dequantized, buffers of results with the factors of rows, a table of experts' tiles, and mbarriers.
 
 The copy warp keeps the ring full by TMA, tile after tile: X of the tile's tokens, in boxes of
 ``tma_tokens``, and the weights of its rows. All copies of a stage complete bytes of its mbarrier.
@@ -117,7 +117,7 @@ class E4m3Copies(E4m3Tiles):
             tokens = cute.domain_offset((tile.token, 0), tma.x_tensor)
             x_tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
             x = self._partition(tma.x_tma, stages_of_x, x_tiles)
-            # Boxes that have tokens of the tile; a dense tile is a single box.
+            # Boxes with tokens of the tile; a dense tile is a single box.
             count = Int32(1)
             if cutlass.const_expr(boxes > 1):
                 most = cutlass.min(tile.end - tile.token, self.plan.token_block)

@@ -134,11 +134,11 @@ class E4m3Tiles(E4m3Results):
         raise NotImplementedError
 
     def _load_factor(self, args: Any, tile: Tile, me: Lane) -> Any:
-        """The factor, float32, that a thread of an MMA warpgroup has of a tile; None: none."""
+        """The float32 factor of a tile that a thread of an MMA warpgroup holds; None: no factor."""
         return None
 
     def _factors(self, buffers: ResultBuffers, slot: Int32, factor: Any, me: Lane) -> Uint32:
-        """Shared memory with the factors of a tile's rows; these are there."""
+        """Shared memory with the factors of a tile's rows, which have been written."""
         return buffers.factors + Uint32(slot * (ROWS * 4))
 
     # Operands.

@@ -1,4 +1,4 @@
-"""Measured times of tiles of the GEMMs with FP8 arithmetic, and what they add up to.
+"""Measured times of tiles of the GEMMs with FP8 arithmetic, and sums of them.
 
 Constants are fitted to times of one H200, 2026-11-28 (``notes/2026-11_fp8_gemm.md``, third run):
 4096 x 8192, 32768 x 1024, 7168 x 16384 and 4096 x 4096 of 1024 and 4096 tokens, FP8 weights of 256,
@@ -22,12 +22,12 @@ class TileTimes(NamedTuple):
     """Microseconds of a GEMM's parts.
 
     Attributes:
-        launch: What does not depend on size.
-        tile: Of a tile: the first stage to arrive, and results.
-        stage: Of a stage of 128 columns of a tile.
-        stage_column: What a stage takes longer for each column of the weight.
-        last: Of experts: the share of a stage's time that stages of an expert's last tile take
-            beyond their share of tokens.
+        launch: Constant part.
+        tile: Constant part of a tile: arrival of the first stage, and results.
+        stage: Time of a stage of 128 columns of a tile.
+        stage_column: Further time of a stage for each column of the weight.
+        last: Experts only: further time of the stages of an expert's last tile beyond its share of
+            tokens, as a share of a stage's time.
     """
 
     launch: float
@@ -45,21 +45,21 @@ class TileTimes(NamedTuple):
         return columns // _K_BLOCK * (self.stage + self.stage_column * columns)
 
 
-# By blocks of 128 tokens of a tile.
+# Keys: blocks of 128 tokens of a tile.
 LOOP: Mapping[int, TileTimes] = MappingProxyType(
     {1: TileTimes(8.5, 1.8, 0.73), 2: TileTimes(8.5, 1.8, 0.993)}
 )
 CONVERTED: Mapping[int, TileTimes] = MappingProxyType(
     {1: TileTimes(2.2, 1.55, 0.388), 2: TileTimes(2.2, 2.96, 0.673, 5.7e-6)}
 )
-# FP8 weights. Narrow tiles are faster at 16384 columns, and where one round has all of them.
+# FP8 weights. Narrow tiles are faster at 16384 columns, and if one round holds all tiles.
 BLOCK: Mapping[int, TileTimes] = MappingProxyType(
     {1: TileTimes(5.7, 1.5, 0.452), 2: TileTimes(5.7, 2.8, 0.689, 1.55e-5)}
 )
 GROUPED_LOOP: Mapping[int, TileTimes] = MappingProxyType(
     {1: TileTimes(8.0, 1.0, 0.73, last=0.4), 2: TileTimes(8.0, 1.0, 1.103, last=0.39)}
 )
-# By stages of the ring: results in FP8 leave room for three.
+# Keys: stages of the ring. Results in FP8 leave room for three.
 GROUPED_CONVERTED: Mapping[int, TileTimes] = MappingProxyType(
     {3: TileTimes(2.5, 1.0, 0.882, last=0.556), 4: TileTimes(2.5, 1.0, 0.805, last=0.556)}
 )
@@ -69,7 +69,7 @@ def dense_us(times: TileTimes, token_rows: int, rows: int, columns: int, tokens:
     """Microseconds of a dense GEMM: rounds of tiles.
 
     Args:
-        times: Of its kernel and tiles.
+        times: Times of its kernel and tiles.
         token_rows: Blocks of 128 tokens of a tile, 1 or 2.
         rows: N, of all groups.
         columns: K.
@@ -85,12 +85,12 @@ def grouped_us(
     """Microseconds of a grouped GEMM whose experts have about as many rows each.
 
     Args:
-        times: Of its kernel and tiles.
+        times: Times of its kernel and tiles.
         token_rows: As in ``dense_us``.
         rows: N of an expert.
         columns: K.
-        experts: How many.
-        rows_of_x: Of all experts.
+        experts: Number of experts.
+        rows_of_x: Rows of all experts.
     """
     full = rows_of_x / experts / (128 * token_rows)
     # Half of the experts have a tile more than that, rounded down.

@@ -1,6 +1,6 @@
-"""The tiles of the GEMMs with FP8 arithmetic: dense ones, and those of routed experts.
+"""Tiles of the GEMMs with FP8 arithmetic: dense ones, and those of routed experts.
 
-Classes for kernels to derive from, before the class that has their warps.
+A kernel derives from one of these classes first, and then from the class with its warps.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.e4m3_results import E4m3Results, Lane, Tile
 from dsv4.cute.sm90.gemm_e4m3_plan import ROWS
 
-_CLEAR_THREADS = 96  # of the copy warps but the first
-_SCALE_OF_ZEROS = 105  # as the quantiser gives to 128 zeros
+_CLEAR_THREADS = 96  # threads of the copy warps except the first
+_SCALE_OF_ZEROS = 105  # the quantiser's scale of 128 zeros
 
 
 class DenseTiles(E4m3Results):
-    """Tiles of a dense GEMM, those of tokens of a span after one another."""
+    """Tiles of a dense GEMM; the token tiles of a span follow one another."""
 
     @cute.jit
     def _begin(self, table_at: Uint32, args: Any, me: Lane) -> Walk:
         """All threads: wait for the mbarriers and for the preceding kernel.
 
         Args:
-            table_at: Shared memory of a table of experts; none here.
+            table_at: Shared memory of a table of experts; unused here.
             args: The scalars.
-            me: Who this is.
+            me: This thread.
 
         Returns:
             The CTA's tiles.
@@ -67,7 +67,7 @@ class DenseTiles(E4m3Results):
         )
 
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Three warps without other work: nothing here."""
+        """Three warps without other work: do nothing."""
 
 
 class GroupedTiles(E4m3Results):

@@ -2,7 +2,7 @@
 
 It has the warps, rings and tiles of ``gemm_e4m3_converted``, with these differences.
 
-Weights are E4M3 codes as they are stored, so columns stand in their order.
+Weights are E4M3 codes as they are stored; columns keep their order.
 
 Scales. A tile's 128 rows lie in one row of blocks. The sums of a stage are multiplied by the
 token's scale times the block's, which a lane loads from global memory a stage earlier. Rows have no
@@ -30,10 +30,10 @@ class BlockE4m3Kernel(ConvertedE4m3Kernel):
     plan: BlockE4m3Plan  # type: ignore[assignment]
 
     def _load_factor(self, args: Any, tile: Tile, me: Lane) -> None:
-        """Nothing: rows have no factors."""
+        """Return None, because rows have no factors."""
 
     def _factors(self, buffers: ResultBuffers, slot: Int32, factor: Any, me: Lane) -> Uint32:
-        """No factors."""
+        """Do nothing, because rows have no factors."""
         return Uint32(0)
 
     def _scale_addresses(self, args: BlockE4m3Args, tile: Tile, first: Int32) -> ScaleAddresses:

@@ -6,12 +6,11 @@ Weights. A stage is 128 columns of X and of 128 rows of the weight, E4M3 codes; 
 swizzles both. Nothing is dequantized, so there is one ring, and no warpgroup between copies and
 MMAs. Columns of both operands stand in fragment order.
 
-Factors of rows. A thread of an MMA warpgroup loads one row's at the beginning of a tile, and writes
-it to shared memory at the end, for its own warpgroup. A named barrier of the warpgroup orders that
-with the reads; factors of the tile before last are overwritten.
+Factors of rows. Each thread of an MMA warpgroup loads the factor of one row at the beginning of a
+tile. At the end it writes the factor to shared memory for its own warpgroup. A named barrier of the
+warpgroup orders writes and reads. The writes overwrite factors of the tile before last.
 
-Dependencies. The weights are results of the preceding kernel: nothing is read before
-griddepcontrol.wait.
+Dependencies. The preceding kernel writes the weights; nothing is read before griddepcontrol.wait.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dsv4.cute.sm90.e4m3_walks import DenseTiles
 from dsv4.cute.sm90.gemm_e4m3_plan import ROWS, BlockE4m3Tma
 from dsv4.cute.sm90.wgmma_copies import CopyPair, fake_x
 
-_FACTORS = 1  # named barriers, one for each MMA warpgroup: its factors are written
+_FACTORS = 1  # first named barrier; one per MMA warpgroup signals that its factors are written
 
 
 class ConvertedE4m3Kernel(DenseTiles, E4m3Copies):

@@ -42,9 +42,9 @@ _WARPS, _FEWER_WARPS = 16, 12
 _FEWER_WARPS_TILES = 64  # most tiles of 64 columns of a split of the fewer warps
 _FILLED_MORE = 0.05  # by how much they must fill their rounds better
 
-# Average rows from which the experts are divided among several launches, if there are more rows of
-# all experts than that: 8 tokens of 6 different experts each give none more than 8 rows, and the
-# launch for more would find no work.
+# Average rows per expert from which several launches share the experts, and the most rows of all
+# experts that still take one launch: 8 tokens with 6 experts each give no expert more than 8 rows,
+# so the launch for more rows would find no work.
 _SEVERAL_LAUNCHES_MEAN, _ONE_LAUNCH_ROWS = 0.5, 48
 # An expert has far more rows than the average if it has this many more, or two standard deviations.
 _FAR_ABOVE = 5.0
@@ -281,7 +281,7 @@ def _small_m_plan(problem: Experts, tokens: int, arch: str) -> GroupedSmallMPlan
     fits = rows == plan.segment_rows or (token_tiles == 2 and rows >= _LEAST_ROWS)
     if fits:
         return dataclasses.replace(plan, segment_rows=rows)
-    # With less shared memory than Hopper's: 8 rows a segment, however many an expert has.
+    # With less shared memory than Hopper: 8 rows per segment, whatever the rows of an expert.
     halved = dataclasses.replace(plan, token_tiles=1, segment_rows=8)
     return halved if arch != HOPPER and halved.shared_bytes <= shared_limit(arch) else None
 

@@ -1,7 +1,7 @@
-"""What was measured on a GPU and decides plans of kernels there, from a data file.
+"""Measured figures of a GPU that decide plans of kernels, read from a data file.
 
-A file says on which GPU, when and with which versions its figures were measured. All of Hopper
-takes those of an H200.
+A file names the GPU, the date and the versions of its measurement. All Hopper GPUs use the figures
+of an H200.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class TunedFileError(ValueError):
-    """A data file of plans that is not as it should be."""
+    """A data file of plans has a wrong schema, field or value."""
 
 
 class SmallMKey(NamedTuple):
@@ -64,11 +64,11 @@ class SmallMData:
     """Data of the small-M GEMM.
 
     Attributes:
-        enough_warps: Warps from which K is not shared by more CTAs: about two for each quarter of
-            the GPU's SMs.
-        few_tokens: Tokens up to which this kernel is faster than the one for large M.
-        small_matrix: Weights of a matrix up to which it is the faster one up to 16 tokens.
-        configurations: The measured ones, those with rings first.
+        enough_warps: Number of warps from which K is not split over more CTAs: about two for each
+            quarter of the GPU's SMs.
+        few_tokens: Most tokens for which this kernel is faster than the one for large M.
+        small_matrix: Most weights of a matrix for which it is faster for up to 16 tokens.
+        configurations: Measured configurations, those with rings first.
     """
 
     enough_warps: int
@@ -87,11 +87,11 @@ class TunedData:
 
     Attributes:
         gpu: Name of the GPU that was measured.
-        date: When.
-        versions: With which versions, by package.
-        source: How the figures were made.
+        date: Date of the measurement.
+        versions: Version of each package.
+        source: How the figures were measured.
         sms: SMs of the GPU.
-        clusters: Clusters that it holds at once, by CTAs of each.
+        clusters: Number of clusters that the GPU holds at a time, by CTAs of a cluster.
         gemm_small_m: Data of the small-M GEMM.
     """
 

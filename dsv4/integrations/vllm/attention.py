@@ -337,7 +337,7 @@ def adopt_metadata(module: Any, vllm_config: Any) -> None:
     if getattr(vllm_config, "speculative_config", None) is not None:
         return
     if module.compressor is not None and not isinstance(module.compressor, compressor.Compressor):
-        return  # vLLM's reads slots that these builders do not make
+        return  # vLLM's attention reads slots that these builders do not make
     module.dsv4_state.has_own_metadata = True
     step_metadata.adopt_window(module.swa_cache_layer)
     parts = [module.compressor]

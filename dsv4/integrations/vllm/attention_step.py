@@ -124,7 +124,7 @@ class Tokens:
         )
 
     def store_slots(self, block_table: torch.Tensor, page_size: int, ratio: int) -> None:
-        """Make what ``stored_slots`` returns; to be called first where no side stream runs."""
+        """Compute the result of ``stored_slots``; call it first, before side streams fork."""
         shared(
             _stored_key(block_table, page_size, ratio),
             lambda: entry_slots(block_table, page_size, self.sequences, self.visible(ratio) - 1),
@@ -132,9 +132,9 @@ class Tokens:
 
 
 def stored_slots(block_table: torch.Tensor, page_size: int, ratio: int) -> torch.Tensor:
-    """Where the last entry that a token sees is stored, ``[count]`` int64; -1: no such entry.
+    """Return the slot of the last entry that each token sees, ``[count]`` int64; -1: no such entry.
 
-    That is the entry that closes with the token, if one does.
+    If an entry closes with the token, it is that entry.
 
     Raises:
         RuntimeError: if ``Tokens.store_slots`` was not called with these arguments in this forward.

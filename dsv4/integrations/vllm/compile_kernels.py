@@ -43,7 +43,7 @@ def compile_replaced(model: nn.Module, context: Adoption, tokens: int) -> None:
     try:
         if group.rank_in_group == 0:
             _compile(model, context, tokens)
-    finally:  # the others do not wait for a rank that failed
+    finally:  # so that the others do not wait for a rank that failed
         if group.world_size > 1:
             group.barrier()
     if group.rank_in_group != 0:

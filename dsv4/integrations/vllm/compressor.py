@@ -57,7 +57,7 @@ class Compressor(DeepseekCompressor):
         )
 
     def dsv4_store_slots(self, tokens: Tokens, metadata: dict[str, Any]) -> None:
-        """Find where entries are stored, unless vLLM has; before side streams fork."""
+        """Compute the slots of entries if vLLM has not; call it before side streams fork."""
         own = metadata[self.k_cache_prefix]
         if own.slot_mapping is None:
             pages = self._pages()

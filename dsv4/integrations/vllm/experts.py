@@ -5,7 +5,7 @@ replaces that method by one of this module, which builds ``DeepseekV4Experts`` f
 parameters without copying codes, and multiplies with it. Router, shared experts, their streams,
 expert parallelism and all reductions stay vLLM's.
 
-The runner's sum of both is made by ``moe_combine``, see ``shared_expert``.
+``moe_combine`` adds routed and shared experts in place of vLLM's runner (``shared_expert``).
 
 Routing weights reach ``apply`` with ``routed_scaling_factor`` in them, because vLLM's router
 multiplies it there for DeepSeek-V4.

@@ -1,8 +1,8 @@
-"""The shared expert's output is added where the routed experts' rows are combined.
+"""Add the shared expert's output when the routed experts' rows are combined.
 
-vLLM's runner of a mixture of experts runs the shared expert, on a side stream where steps are
-small, and adds its output to that of the routed experts by a kernel of its own. ``moe_combine``
-adds it, too, in float32 and before its sum is rounded: a launch and a rounding less in every layer.
+vLLM's runner of a mixture of experts runs the shared expert, on a side stream if steps are small,
+and adds its output to that of the routed experts in a separate kernel. ``moe_combine`` can add it
+in float32, before it rounds its sum. This saves a launch and a rounding in every layer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KERNEL = "moe_combine (adds the shared expert)"
 class SharedStream(Streams):
     """vLLM's stream on which the shared expert runs, for ``DeepseekV4Experts``.
 
-    vLLM keeps the output's memory until its own code has waited for the stream; so does whoever
-    joins this.
+    vLLM keeps the output's memory until its own code has waited for the stream. The caller of
+    ``join`` must keep it likewise.
     """
 
     def __init__(self, shared: SharedExperts) -> None:
@@ -39,7 +39,7 @@ class SharedStream(Streams):
 
 
 class Runner(MoERunner):
-    """``MoERunner`` whose experts add what the shared expert gives; made by ``adopt`` alone."""
+    """``MoERunner`` whose experts add the shared expert's output; only ``adopt`` makes one."""
 
     def forward(
         self,
@@ -51,7 +51,7 @@ class Runner(MoERunner):
         """Return the sum of shared and routed experts, over all ranks.
 
         Raises:
-            ValueError: with an input of the shared expert of its own, which no DeepSeek-V4 has.
+            ValueError: if the shared expert has its own input; DeepSeek-V4 has none.
         """
         if shared_experts_input is not None:
             raise ValueError(
@@ -89,7 +89,7 @@ class Runner(MoERunner):
 
 
 def adopt(runner: Any) -> bool:
-    """Change the class of a runner whose experts are replaced, if nothing comes between the two.
+    """Change the class of a runner with replaced experts, if no step separates them from the sum.
 
     Returns:
         Whether it was changed. If not, vLLM adds both outputs.

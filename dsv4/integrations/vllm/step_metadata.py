@@ -1,10 +1,10 @@
-"""vLLM's metadata of a step without what only vLLM's own attention kernels read.
+"""vLLM's metadata of a step, without the fields that only vLLM's attention kernels read.
 
 Before each step, on the host and outside of captured graphs, vLLM plans DeepGEMM's index logits and
 FlashMLA's tiles, lists the slots of raw and compressed entries and finds where the latter are
-stored, once for each cache. Operators of this package need none of it: slots follow in the forward,
-once for each ratio, in graphs where it is captured (``attention_step``). Fields that they read,
-buffers and block sizes are vLLM's.
+stored, once for each cache. Operators of this package need none of it. The forward computes slots
+once for each ratio, inside the graph if it is captured (``attention_step``). The fields that the
+operators read, buffers and block sizes remain vLLM's.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ _CACHES: dict[type, type] = {
 
 
 def adopt(cache: Any) -> None:
-    """Change the class of a cache that replaced modules alone use; other classes stay."""
+    """Change the class of a cache that only replaced modules use; keep other classes."""
     if type(cache) in _CACHES:
         cache.__class__ = _CACHES[type(cache)]
 

@@ -1,4 +1,4 @@
-"""What GEMM kernels share besides their sums: order of tiles, scales, and what is not finite.
+"""Parts that GEMM kernels share, apart from sums: tile order, scales, and non-finite values.
 
 A tile is ``[ROWS, TOKENS]``: rows of the weight by tokens.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4.triton._lib.numerics import narrow, widen
 from dsv4.triton.swiglu import swiglu_of
 
-# How many global scales a weight has: none, one, one per segment, or one per row.
+# Number of global scales of a weight: none, one, one per segment, or one per row.
 NO_SCALE, ONE_SCALE, SEGMENT_SCALES, ROW_SCALES = range(4)
 _NONE, _SINGLE = tl.constexpr(NO_SCALE), tl.constexpr(ONE_SCALE)
 _SEGMENTS = tl.constexpr(SEGMENT_SCALES)
@@ -33,15 +33,15 @@ def tile_of_program(tiles, token_tiles, TOGETHER: tl.constexpr):
 
 @triton.jit
 def nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS: tl.constexpr):
-    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a value that is not finite.
+    """``total [N, T]`` with NaN in the columns whose rows of ``x`` hold a non-finite value.
 
-    ``token_offset [T]``, int64, is where a row begins. A NaN in x is one in every sum; an infinity
-    is an infinity or a NaN there. So x is read again only where a sum is infinite, to tell an
-    infinite x from a sum that passed float32's range.
+    ``token_offset [T]``, int64, is the offset of each row. A NaN in x makes every sum NaN. An
+    infinity makes sums infinite or NaN. The function therefore reads x again only if a sum is
+    infinite, to tell an infinite x from a sum that passed float32's range.
     """
     infinite = (tl.abs(total) == float("inf")).to(tl.int32)
     if tl.max(tl.max(infinite, 1), 0) > 0:
-        # Small pieces: the sums are in registers meanwhile.
+        # Small pieces, because the sums occupy registers.
         BLOCK: tl.constexpr = max(16, min(_BLOCK, 2048 // TOKENS))
         bad = tl.zeros([TOKENS], tl.int32)
         for start in range(0, columns, BLOCK):
@@ -57,8 +57,9 @@ def nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS: tl.conste
 
 
 @triton.jit
-def _weight_scaled(total, global_scale, row, owned, cut0, cut1, cut2, SCALES: tl.constexpr):
+def _weight_scaled(total, weight_scale, row, owned, SCALES: tl.constexpr):
     """``total [N, T]`` times the weight's global scale of each row ``row [N]``."""
+    global_scale, cut0, cut1, cut2 = weight_scale
     if SCALES == _NONE:
         return total
     elif SCALES == _SINGLE:  # noqa: RET505  (a choice of the compiler)
@@ -73,65 +74,52 @@ def _weight_scaled(total, global_scale, row, owned, cut0, cut1, cut2, SCALES: tl
 @triton.jit
 def store_result(
     total,
-    x,
-    token_offset,
-    columns,
-    global_scale,
-    row_scale,
-    row_weight,
-    out,
-    position,
-    inside,
-    first,
-    rows,
-    rows_before,
-    cut0,
-    cut1,
-    cut2,
+    weight_scale,
+    matrix,
+    tokens,
+    token_scale,
+    result,
     limit,
     SCALES: tl.constexpr,
-    SCALED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
-    """Scale sums ``total [ROWS, TOKENS]`` of a matrix, apply SwiGLU, and store them.
+    """Scale sums of a matrix, apply SwiGLU, and store them.
 
     Args:
-        total: The sums.
-        x: The tokens, of which a row is read again where a sum is infinite.
-        token_offset: int64 ``[TOKENS]``, where each token's row of ``x`` begins.
-        columns: Of ``x``.
-        global_scale: The weight's scales, as SCALES says.
-        row_scale: float32, scale of each token, at its ``position``.
-        row_weight: float32, factor of each token's result behind SwiGLU; likewise.
-        out: The result.
-        position: int64 ``[TOKENS]``, which row of ``out`` is a token's.
-        inside: ``[TOKENS]``, which tokens there are.
-        first: First row of the sums in the matrix.
-        rows: Rows of the matrix.
-        rows_before: int64, rows of the weight in front of it: of other groups.
-        cut0: First row of the weight's second segment.
-        cut1: Of the third.
-        cut2: Of the fourth.
+        total: The sums ``[ROWS, TOKENS]``.
+        weight_scale: The weight's scales, as SCALES says, and the first rows of its second, third
+            and fourth segments.
+        matrix: First row of the sums in the matrix; rows of the matrix; int64, rows of the weight
+            before the matrix, which belong to other groups.
+        tokens: ``x``, of which a row is read again if one of its sums is infinite; int64
+            ``[TOKENS]``, offset of each token's row of ``x``; columns of ``x``.
+        token_scale: float32, scale of each token at its position; factor of each token's result
+            after SwiGLU, likewise. None for ones.
+        result: The output; int64 ``[TOKENS]``, position of each token, a row of the output;
+            ``[TOKENS]``, whether the token exists.
         limit: Clamp of SwiGLU.
     """
+    ROWS: tl.constexpr = total.shape[0]
+    TOKENS: tl.constexpr = total.shape[1]
+    first, rows, rows_before = matrix
+    row_scale, row_weight = token_scale
+    out, position, inside = result
     row = first + tl.arange(0, ROWS)
     owned = row < rows
     if not SWIGLU:  # which gives NaN for a gate or up that is no number, whatever made it
+        x, token_offset, columns = tokens
         total = nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS)
-    if SCALED:
+    if row_scale is not None:
         total *= tl.load(row_scale + position, mask=inside, other=0.0)[None, :]
-    total = _weight_scaled(total, global_scale, rows_before + row, owned, cut0, cut1, cut2, SCALES)
+    total = _weight_scaled(total, weight_scale, rows_before + row, owned, SCALES)
     if SWIGLU:
         # Even rows are gates, odd ones ups.
         pairs = tl.permute(tl.reshape(total, (ROWS // 2, 2, TOKENS)), (0, 2, 1))
         gate, up = tl.split(pairs)
         total = swiglu_of(gate, up, limit, CLAMPED, UNBOUNDED)
-        if WEIGHTED:
+        if row_weight is not None:
             total *= tl.load(row_weight + position, mask=inside, other=0.0)[None, :]
         row = first // 2 + tl.arange(0, ROWS // 2)
         owned = row < rows // 2

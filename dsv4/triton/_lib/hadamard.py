@@ -120,7 +120,7 @@ _WORDS_AFTER = """ and.b32 power, power, 0xFF80FF80;
 _ROUNDED_WORDS = tl.constexpr(
     _WORDS_BEFORE + "max.xorsign.abs.bf16x2 power, x, one;" + _WORDS_AFTER
 )
-# Compute capability 8.0 has no xorsign: the maximum of the magnitude, then the sign of x.
+# Compute capability 8.0 has no xorsign: take the maximum of the magnitude, then the sign of x.
 _ROUNDED_WORDS_OF_SM80 = tl.constexpr(
     _WORDS_BEFORE
     + "lop3.b32 a, x, signs, 0, 0x30; max.bf16x2 power, a, one; "
@@ -141,7 +141,7 @@ def _power_of_two(exponent, SHAPE: tl.constexpr):
 def fp4_values(groups, SM: tl.constexpr):
     """``[N, 32]`` to FP4 and back; NaN where a group has a NaN or an Inf.
 
-    ``SM`` is what ``launch_options.sm`` gives.
+    ``SM`` is the result of ``launch_options.sm``.
     """
     exponent, finite = fp4_exponents(largest(groups))
     if groups.dtype == tl.bfloat16 and not INTERPRETED:

@@ -27,7 +27,7 @@ _THROUGH_E5M2 = tl.constexpr(1)  # of ``nvfp4.conversion``
 # float32 bits of 1e-4, the smallest maximum a row of E4M3 is scaled by.
 _FLOOR = tl.constexpr(0x38D1B717)
 _NAN = tl.constexpr(0x7FC00000)
-# Words of two bfloat16 values of the eight codes in $8, each times its factor in $9.
+# Four words, each with two bfloat16 values of the eight codes in $8 times the factors in $9.
 _FP4_WORDS = (
     "{ .reg .b32 x, y; "
     "shl.b32 x, $8, 12; and.b32 x, x, 0x80008000; shl.b32 y, $8, 6; "
@@ -40,7 +40,7 @@ _FP4_WORDS = (
     "lop3.b32 x, y, 0x01C001C0, x, 0xEA; mul.rn.bf16x2 x, x, $9; mov.b32 {$6, $7}, x; }"
 )
 _MULTIPLIED = tl.constexpr(_FP4_WORDS)
-# Before compute capability 9.0 bfloat16 has no product but with a sum: adding -0 changes no bit.
+# Before compute capability 9.0 bfloat16 has fma but no mul; adding -0 changes no bit.
 _MULTIPLIED_BY_FMA = tl.constexpr(
     _FP4_WORDS.replace("x, y; ", "x, y, none; mov.b32 none, 0x80008000; ", 1).replace(
         "mul.rn.bf16x2 x, x, $9", "fma.rn.bf16x2 x, x, $9, none"
@@ -319,7 +319,7 @@ def dequantize_words(
         scales: See there.
         FORMAT: ``"index_fp8"`` or ``"index_mxfp4"``.
         DTYPE: float16 or bfloat16 for FP8, bfloat16 for MXFP4.
-        SM: What ``launch_options.sm`` gives.
+        SM: Result of ``launch_options.sm``.
     """
     ROWS: tl.constexpr = low.shape[0]
     if FORMAT == "index_fp8":

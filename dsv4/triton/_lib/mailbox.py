@@ -27,11 +27,11 @@ GENERATIONS = tl.constexpr(mailboxes.GENERATIONS)
 # Calls are counted up to here and then from 1 again: a multiple of the generations, so that their
 # order stays, and reached after a day of decoding.
 _LAST_CALL = tl.constexpr(3 << 28)
-# A flag is asked for so often before the kernel ends with an error: some minutes at 1 us each,
-# because the peer may compile. The host of a rank whose peer is gone writes GONE to its own flags.
+# Number of polls of a flag before the kernel ends with an error: some minutes at 1 us per poll,
+# because the peer may compile. If a peer is gone, a rank's host writes GONE to its own flags.
 _MOST_POLLS = tl.constexpr(1 << 28)
 GONE = tl.constexpr(mailboxes.GONE)
-_ANY_GONE = tl.constexpr(1 << 16)  # more than there are flags
+_ANY_GONE = tl.constexpr(1 << 16)  # more than the number of flags
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def wait_for_chunk(flags, call, chunk, chunks, RANKS: tl.constexpr):
 
 @triton.jit
 def _missing(seen, call, expected):
-    """Return how many flags are not there; ``_ANY_GONE`` or more if a rank is gone."""
+    """Return the number of missing flags; ``_ANY_GONE`` or more if a rank is gone."""
     weight = tl.where(seen == GONE, _ANY_GONE, 1)
     return tl.sum(tl.where(expected & (seen != call), weight, 0), 0)
 

@@ -22,24 +22,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream
 from dsv4.triton._lib.mailbox import PushedSum, load_sum
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 # Up to this many tokens a program takes one token and uses no tensor core.
 SMALL_M = 4
-# With the write-back before it, which is a launch of its own for more tokens, up to this many if
-# rows have at most 4096 columns: 8 tokens 7.1 us instead of 8.2, of 7168 columns 9.0 either way
-# (H200).
+# Most tokens for which that kernel also does the preceding write-back, if rows have at most 4096
+# columns; for more tokens the write-back is a separate launch. 8 tokens take 7.1 us instead of 8.2
+# (7168 columns: 9.0 either way) on an H200.
 _SMALL_M_WRITTEN_BACK, _SHORT_ROW = 8, 4096
 # Registers of a thread of that kernel. Without a number the compiler saves registers, so that loads
 # wait for earlier loads.
 _REGISTERS = 128
 # From this many tokens on a launch of its own splits ``fn`` once, not every program again.
 LARGE_M = 1024
-# Of ``_mixing_large_m_kernel``: tokens and columns of a tile, pipeline stages, warps. The second is
-# for GPUs with less shared memory than the first takes.
+# Tilings of ``_mixing_large_m_kernel``: tokens and columns of a tile, pipeline stages, warps. The
+# second one is for GPUs whose shared memory does not hold the first one.
 _LARGE_M_TILE, _LOWER_TILE = (256, 64, 4, 8), (128, 64, 2, 4)
 
 
@@ -172,18 +172,11 @@ def _mixing_large_m_kernel(
     total = tl.zeros([TOKENS, 4 * ROW_BLOCK], tl.float32)
     for chunk in tl.range(split * CHUNKS, (split + 1) * CHUNKS, num_stages=STAGES):
         start = chunk * BLOCK
-        total = _dot(x.load([first, start]), cut.load([0, start]).T, total)
+        total = dot(x.load([first, start]), cut.load([0, start]).T, total)
     token = first.to(tl.int64) + tl.arange(0, TOKENS)[:, None]
     offset = (split.to(tl.int64) * tokens + token) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[None, :]
     total = tl.sum(tl.reshape(total, [TOKENS, 4, ROW_BLOCK]), 1)
     tl.store(partials + offset, total, mask=token < tokens)
-
-
-@triton.jit
-def _dot(a, b, total):
-    if INTERPRETED:
-        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
-    return tl.dot(a, b, total)
 
 
 @fast_launch
@@ -282,7 +275,7 @@ def _empty_partials(x: torch.Tensor, fn: torch.Tensor, splits: int) -> Partials:
 def _partials_of_many(x: torch.Tensor, fn: torch.Tensor) -> Partials:
     """Partial sums of ``fn`` times the streams ``x [T, 4, H]``: about two programs per SM."""
     tokens, width = x.shape[0], fn.shape[1]
-    # Operands of mma.sync are in registers, which hold no more than 16 tokens of 128 columns.
+    # mma.sync takes operands from registers; these hold at most 16 tokens of 128 columns.
     block = 128 if tokens <= 16 or launch_options.has_wide_tiles(x) else 64
     group = 16 if tokens <= 16 else 64
     groups, chunks = -(-tokens // group), -(-width // block)

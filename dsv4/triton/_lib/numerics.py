@@ -74,6 +74,15 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def dot(a, b, total):
+    """``a b + total`` of bfloat16 operands, in float32; with or without a batch axis."""
+    if INTERPRETED:
+        return tl.dot(widen(a), widen(b), total, input_precision="ieee")
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.dot(a, b, total)
+
+
+@triton.jit
 def e4m3_bits(x):
     """float32 to the nearest E4M3 (ties to even, saturating at 448, NaN to 0x7F), uint8 bits."""
     if INTERPRETED:

@@ -1,13 +1,13 @@
 """Tiles of the GEMMs of ``dsv4.triton.gemm_packed`` and ``grouped_gemm``; needs no compiler.
 
-For small M (``parts`` above 1) the warps of a program share its columns, and a row tile or two is
-all that it multiplies: as many bytes are in flight as with a program for each warp, with one store.
-For large M they share its rows. What bounds a tile of 64 columns is the rate of memory, the
-instructions that dequantise (some 100 of a warp for 16 x 64 weights; counted in machine code of
-Triton 3.6, sm_90a), or the tensor cores.
+For small M (``parts`` above 1) the warps of a program share its columns, and the program multiplies
+one or two row tiles. As many bytes are in flight as with one program per warp, but there is one
+store. For large M the warps share the rows of the program. A tile of 64 columns is bound by memory
+bandwidth, by the instructions that dequantise (some 100 of a warp for 16 x 64 weights; counted in
+machine code of Triton 3.6, sm_90a), or by the tensor cores.
 
-Plans depend on powers of two of tokens and on tiles of them, so that the steps that
-``dsv4.compilation`` runs have every kernel.
+Plans depend on powers of two of tokens and on token tiles, so that the steps that
+``dsv4.compilation`` runs launch every kernel.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 SMALL_M = 16  # tokens up to which the warps of a program share its columns
 _MOST_PARTS = 8
 _MOST_SPLITS = 16
-# Bytes a cycle that an SM gets of the memory's rate, on a GPU that has little memory per SM.
+# Bytes per cycle that memory delivers to an SM, on a GPU with little memory bandwidth per SM.
 _BYTES_PER_CYCLE = 16
-_INSTRUCTIONS = 100  # of a warp for 16 x 64 weights
-_LATENCY = 500  # cycles of an iteration of a program that is alone on its SM
+_INSTRUCTIONS = 100  # instructions of a warp for 16 x 64 weights
+_LATENCY = 500  # cycles of an iteration if a program is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
 _OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
 
@@ -56,7 +56,7 @@ class Weight:
     Attributes:
         rows: A multiple of 16.
         columns: A multiple of 64.
-        is_fragments: Whether lanes find their operands in memory; else they are exchanged.
+        is_fragments: Whether lanes load their own operands; else lanes exchange them.
     """
 
     rows: int
@@ -84,12 +84,12 @@ def _small_m(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
     Args:
         weight: Sizes of the weight.
         tokens: Tokens of a program, 8 or 16.
-        copies: Groups, or experts that have rows at the least.
+        copies: Groups, or the least number of experts that have rows.
         sms: SMs of the GPU.
     """
     parts = min(_MOST_PARTS, weight.k_tiles & -weight.k_tiles)
     programs = weight.row_tiles // 2 * copies
-    # Two row tiles halve the reads of x; operands that are exchanged take twice the registers.
+    # Two row tiles halve the reads of x; operands that lanes exchange take twice the registers.
     tiles = 2 if weight.is_fragments and programs >= 0.9 * sms else 1
     stages = 4 if tokens == 8 else 3
     return PackedPlan(tiles, tokens, parts, parts, stages, weight.k_tiles)
@@ -143,8 +143,8 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
 def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: bool) -> PackedPlan:
     """Choose tiles for ``rows`` rows of x that are spread over ``experts`` experts.
 
-    Any routing is right; the plan supposes a uniform one. Columns are split among the warps of a
-    program only: experts that have rows are enough programs for every GPU.
+    Results are right for any routing; the plan assumes a uniform one. Only the warps of a program
+    split columns, because the experts with rows make enough programs for every GPU.
     """
     mean = rows / experts
     if mean <= 10:

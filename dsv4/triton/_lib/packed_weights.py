@@ -2,15 +2,15 @@
 
 A tile is ``[PARTS, 16 TILES, 64]``: TILES row tiles of 16 rows, PARTS neighbours along the columns.
 From fragments (``dsv4.quant.fragments``) each lane loads its own operands, so that nothing moves
-between threads: a dimension of the loaded tensor for each bit of a lane's words, the lanes
-outermost, and a reshape at the end, which is a renaming of registers. Two facts of Triton's
-compiler shape the code. ``tl.join`` in front of a ``tl.dot`` makes it permute the columns
-(``computeOrigBitWidth``), and the operand would pass through shared memory; so words are broadcast
-and each register picks its bits by constants. Lanes follow the last axis only where the loads are
-contiguous along it; so a scale word is loaded once by each lane that needs it.
+between threads. The loaded tensor has a dimension for each bit of a lane's words, with the lanes
+outermost; the reshape at the end only renames registers. Two facts of Triton's compiler shape the
+code. First, ``tl.join`` before a ``tl.dot`` makes it permute the columns (``computeOrigBitWidth``),
+and the operand would pass through shared memory. The code therefore broadcasts words, and each
+register picks its bits by constants. Second, lanes follow the last axis only if loads are
+contiguous along it. Each lane that needs a scale word therefore loads it once.
 
-Two weights are multiplied by their scale in one instruction, ``fma.rn.bf16x2``, which compute
-capability 8.0 has (``mul`` came with 9.0); adding -0 changes nothing.
+One instruction, ``fma.rn.bf16x2``, multiplies two weights by their scale. Compute capability 8.0
+has it (``mul`` came with 9.0); adding -0 changes nothing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, widen
+from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow
 
-# How a weight lies in memory: NVFP4 in fragments, or with swizzled scales; MXFP4 row by row.
+# Layout of a weight in memory: NVFP4 in fragments, NVFP4 with swizzled scales, MXFP4 row by row.
 FRAGMENTS, SWIZZLED, MXFP4 = range(3)
 _FRAGMENTS, _MXFP4 = tl.constexpr(FRAGMENTS), tl.constexpr(MXFP4)
 
 _CODES = tl.constexpr(
     0x81C081C0
 )  # where a bfloat16 has sign, two exponent bits and one of mantissa
-_LAST = tl.constexpr(0x001B001B)  # the code of (h, k) = (1, 1), which a product moves there
+_LAST = tl.constexpr(0x001B001B)  # code of (h, k) = (1, 1); a multiplication moves it there
 _MINUS_ZEROS = tl.constexpr(-2147450880)  # 0x80008000
 _FIRST_STEP = tl.constexpr(0x7E807E80)  # 2^126 twice: of a code's bits it makes the code
 
@@ -74,7 +74,7 @@ def _fragments(codes, scales, tile, PARTS: tl.constexpr, TILES: tl.constexpr):
     """
     index = tl.arange(0, 128)[None, None, :]
     word = tl.load(codes + tile * 128 + index).to(tl.uint32, bitcast=True)
-    # A lane's row has 8 bytes of scales, which the four lanes of a row load alike.
+    # A row has 8 bytes of scales; all four lanes of the row load them.
     index = tl.arange(0, 64)[None, None, :]
     both = tl.load(scales + tile * 16 + index // 8 * 2 + index % 2).to(tl.uint32, bitcast=True)
     # Axes: part, tile, lane, the two bits of j, h, k, e.
@@ -151,15 +151,6 @@ def _linear(
 
 
 @triton.jit
-def dot(weight, x, total):
-    """``weight @ x + total`` of bfloat16 operands, in float32; with or without a batch axis."""
-    if INTERPRETED:
-        return tl.dot(widen(weight), widen(x), total, input_precision="ieee")
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return tl.dot(weight, x, total)
-
-
-@triton.jit
 def packed_sum(
     codes,
     scales,
@@ -178,20 +169,21 @@ def packed_sum(
 ):
     """float32 sums ``[16 TILES, TOKENS]`` of row tiles from ``tile`` on, and tokens.
 
-    The columns are 64 at a time from ``begin`` to ``end``, a multiple of PARTS apart. With PARTS
-    above 1 each of as many warps sums its own columns, and the sums are added at the end: for small
-    M, where one row tile does not fill several warps, and where bytes in flight are what matters.
+    The loop takes blocks of 64 columns from ``begin`` to ``end``, whose distance is a multiple of
+    PARTS. With PARTS above 1, each of PARTS warps sums its own columns, and the sums are added at
+    the end. This is for small M: one row tile does not fill several warps, and the number of bytes
+    in flight decides.
 
     Args:
         codes: Pointer to int32, the first code of the matrix.
         scales: Pointer to int32 (MXFP4: int16), its first scale.
         x: Pointer to bfloat16.
-        token_offset: int64 ``[TOKENS]``, where each token's row of ``x`` begins.
+        token_offset: int64 ``[TOKENS]``, offset of each token's row of ``x``.
         tile: First row tile, 0 or more.
-        row_tiles: Row tiles of the matrix; further ones read the last.
-        k_tiles: Columns of the matrix by 64.
-        begin: First of them.
-        end: Behind the last.
+        row_tiles: Row tiles of the matrix; tiles past the end read the last one.
+        k_tiles: Blocks of 64 columns of the matrix.
+        begin: First block.
+        end: Block after the last.
     """
     column = tl.arange(0, 64)
     if PARTS > 1:

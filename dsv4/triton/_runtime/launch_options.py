@@ -12,7 +12,7 @@ from dsv4.cute.runtime.launch import on as cuda_device
 
 _SMALL_WARPS = 1024
 _NOWHERE = contextlib.nullcontext()
-_INTERPRETED_AS = (9, 0)  # the GPU whose tiles and instructions the interpreter follows
+_INTERPRETED_AS = (9, 0)  # the interpreter takes the tiles and instructions of this GPU
 
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -62,9 +62,9 @@ def capability(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def sm(tensor: torch.Tensor) -> int:
-    """Ten times the compute capability of the tensor's GPU; on the CPU Hopper's.
+    """Ten times the compute capability of the tensor's GPU; on the CPU that of Hopper.
 
-    Kernels take it where an instruction is missing on some GPUs, and have the same bits without.
+    Kernels take it if some GPUs lack an instruction; they have the same bits without it.
     """
     major, minor = capability(tensor) or _INTERPRETED_AS
     return 10 * major + minor
@@ -76,9 +76,9 @@ def shared_memory(tensor: torch.Tensor) -> int:
 
 
 def has_descriptors(tensor: torch.Tensor) -> bool:
-    """Return whether tiles are loaded by tensor descriptors (TMA), which Hopper began with.
+    """Return whether tensor descriptors (TMA) load tiles: on Hopper and newer GPUs.
 
-    Elsewhere Triton makes pointers of them, which take the registers of a large tile.
+    Elsewhere Triton replaces them by pointers, which take registers from a large tile.
     """
     return sm(tensor) >= 90
 
@@ -86,8 +86,8 @@ def has_descriptors(tensor: torch.Tensor) -> bool:
 def has_wide_tiles(tensor: torch.Tensor) -> bool:
     """Return whether tensor cores read operands from shared memory: Hopper, data-centre Blackwell.
 
-    Other GPUs multiply what is in registers (``mma.sync``), where a tile of 128 x 128 with pointers
-    of its own for each load does not fit.
+    Other GPUs multiply operands in registers (``mma.sync``). A tile of 128 x 128 with separate
+    pointers for each load does not fit there.
     """
     return sm(tensor) // 10 in (9, 10, 11)
 

@@ -1,4 +1,4 @@
-"""The sum of shared and routed experts in vLLM's runner, and which runners keep vLLM's."""
+"""The sum of shared and routed experts in vLLM's runner, and runners that keep vLLM's sum."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ORDER = shared_expert.SharedExpertsOrder
 
 
 def runner_with(**changes):
-    """A runner of vLLM's class with the attributes that are looked at."""
+    """A runner of vLLM's class with the attributes that ``adopt`` reads."""
     runner = shared_expert.MoERunner.__new__(shared_expert.MoERunner)
     nn.Module.__init__(runner)
     method = SimpleNamespace(supports_internal_mk=False, topk_indices_dtype=None, moe_kernel=None)
@@ -67,7 +67,7 @@ def test_whatever_comes_between_leaves_the_sum_to_vllm(changes):
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_the_stream_is_waited_for_when_all_else_is_launched(overlapping):
-    """An output that is on its way is joined by the experts; one that is there is not."""
+    """Experts join an output that is still being computed, and do not join a ready one."""
     order, output = [], torch.full((2, 4), 3.0)
     shared = mock.Mock(output=output, wait=lambda: order.append("wait"))
     runner = runner_with()

@@ -169,7 +169,7 @@ def caches_of(module: attention.Attention) -> list[str]:
 
 @pytest.mark.parametrize("layer_type", [CSA, HCA])
 def test_a_compressor_that_is_left_keeps_vllm_builders(layer_type, monkeypatch):
-    """It reads where entries are stored, which vLLM's builders find."""
+    """It reads the slots of entries, and vLLM's builders find these."""
     monkeypatch.setattr(compressor, "reason_against", lambda module: "no")
     module = adopted(layer_type, engine())
     assert module.get_attn_backend() is DeepseekV4FlashMLABackend
@@ -178,7 +178,7 @@ def test_a_compressor_that_is_left_keeps_vllm_builders(layer_type, monkeypatch):
 
 
 def test_slots_that_were_not_made_raise():
-    """They cannot be made on a side stream, where their first reader may run."""
+    """Slots cannot be made on a side stream, but their first reader may run on one."""
     context = ForwardContext(no_compile_layers={}, attn_metadata={}, slot_mapping={})
     with (
         override_forward_context(context),

@@ -110,10 +110,14 @@ def _map_step(measurement: Measurement, results: ModelResults, path: Path) -> No
     """Map the one row's step, print the table and write the Chrome trace."""
     try:
         step_map = measurement.map(results.rows[0])
-    except (RuntimeError, ValueError) as error:
+        step_map.write(path)
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # what was measured is written all the same
         results.stopped = f"the step was not mapped: {error}"
         return
-    step_map.write(path)
     print("\n".join(["", *lines_of(step_map), f"wrote {path}"]), flush=True)
 
 
@@ -218,7 +222,7 @@ def prepare(options: argparse.Namespace, device: torch.device) -> ModelRequest:
         return fitted(hosted.placed(ModelRequest.of(options, device)))
     request = ModelRequest.of(options, device, own.size)
     free = torch.tensor([free_bytes(device)], device=device)
-    # All ranks leave out, or refuse, what does not fit the fullest one.
+    # All ranks leave out, or refuse, the rows that do not fit the rank with the least memory.
     return fitted(request, min(map(int, groups.gather(free, groups.everyone()))))
 
 

@@ -155,8 +155,8 @@ class SpeculationRow(Measured):
         context: Tokens of each before the steps.
         method: ``"mtp"`` or ``"dspark"``.
         drafts: Drafts of a sequence per step.
-        drawn: By what experts were drawn in place of the routers' choice, other ones in each step:
-            ``"uniform"`` or ``"zipf 1"``; empty: the routers chose.
+        drawn: Distribution of the experts that were drawn, afresh for each step, in place of the
+            routers' choice: ``"uniform"`` or ``"zipf 1"``; empty: the routers chose.
         forced: Whether drafts counted as right by a seed, and not as the model verified them.
         share: The share of drafts that was to be accepted, if it was forced.
         steps: Timed steps.
@@ -167,17 +167,18 @@ class SpeculationRow(Measured):
         step_ms: ``Runner.step`` with drafts.
         token_ms: The time per token of each sequence, with drafts.
         draft_ms: The draft alone: on a GPU a replay.
-        pass_ms: A pass of the draft, which is one draft of MTP or a block of DSpark, by the head
-            that it has: ``"model"``, or ``"nvfp4"``, a copy for drafts alone.
-        single_ms: The model's step of one token of each sequence, without what a draft stores: on a
-            GPU a replay; 0: not measured.
+        pass_ms: Time of a pass of the draft (one draft of MTP, or a block of DSpark), by its head:
+            ``"model"``, or ``"nvfp4"``, a copy that only drafts use.
+        single_ms: The model's step of one token of each sequence, without the stores for a draft;
+            on a GPU a replay; 0: not measured.
         verify_ms: The main model's part of a step, by the number of tokens of each sequence, with
             what the draft stores of them: on a GPU a replay.
-        verify_experts: Distinct experts of a layer that these steps choose, on average; on several
-            ranks of those held here.
-        expert_ms: What memory needs for one expert of each layer at its measured rate; 0: unknown.
-        verify_over_single: ``verify_ms``, without the time of the experts that a step of one token
-            does not read, over ``single_ms``.
+        verify_experts: Average number of distinct experts of a layer that these steps choose; on
+            several ranks only the experts of this rank count.
+        expert_ms: Time to read one expert of each layer at the measured rate of the memory; 0:
+            unknown.
+        verify_over_single: Ratio of ``verify_ms`` to ``single_ms``, without the time of the experts
+            that a step of one token does not read.
     """
 
     tokens: int = 0

@@ -43,6 +43,11 @@ def placed(request: ModelRequest) -> ModelRequest:
     )
     try:
         if request.host_experts == "auto":
+            if request.device.type != "cuda":
+                raise UsageError(
+                    "--host-experts is auto, and on a CPU all experts are in host memory: wanted "
+                    "STATIC+SLOTS, or without"
+                )
             host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
             placement = sizes.placement(free_bytes(request.device), host)
             if placement is None:

@@ -137,7 +137,7 @@ class Measurement:
         """Map the launches of a row's captured step.
 
         Raises:
-            RuntimeError: if the driver does not tell the step's graph.
+            RuntimeError: if the driver cannot list the nodes of the step's graph.
             ValueError: if the profiler's record does not fit the graph.
         """
         with torch.inference_mode():
@@ -173,7 +173,7 @@ class Measurement:
                 row.failed += [name] * failed
 
     def _left_out(self, row: Measured) -> str | None:
-        """Return why a row is not measured at all, the same on all ranks, or None."""
+        """Return the reason why a row is not measured, the same on all ranks, or None."""
         sizes = getattr(row, "tokens", 0), getattr(row, "context", 0)
         return self.request.left_out.get(sizes)
 

@@ -1,8 +1,7 @@
-"""Which rows of a model and its caches fit the device, before anything is built."""
+"""Estimate which rows of a request fit the device, before anything is built."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +12,7 @@ from dsv4.bench.suites.random_model import quantised_format
 from dsv4.bench.suites.whole_model import INDEX_FORMAT
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import PagedCache
-from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.layers import DeepseekV4Experts, Linear, _host_memory
 from dsv4.layers.host_experts import HostExperts
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.emulated import emulated_rank
@@ -97,26 +96,26 @@ def cache_bytes(config: ModelConfig, sequences: int, tokens: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on a device."""
+    """Return the bytes of memory that are free on a device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _host_memory.available_bytes()
 
 
 def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
-    """Return the request with the rows left out whose caches do not fit beside the weights.
+    """Return the request without the rows that do not fit: weights and cache exceed free memory.
 
     Args:
-        request: What is asked for.
-        free: Bytes that are free, on several ranks those of the rank with the fewest; None: those
+        request: The request.
+        free: Free bytes; on several ranks, those of the rank with the least; None: the free bytes
             of this device.
 
     Raises:
-        UsageError: if no row fits, naming the bytes that the smallest one wants, those that are
-            free, and the largest number of experts that fits.
+        UsageError: if no row fits. The message names the bytes that the smallest row needs, the
+            free bytes, and the largest number of experts that fits.
     """
     if request.checkpoint is not None:
-        return request  # only reading it tells its formats
+        return request  # its formats are known only after it is read
     size = model_bytes(request)
     if isinstance(request.host_experts, HostExperts):
         size = size.with_slots(request.host_experts)

@@ -197,8 +197,9 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
         body.append([*_drafted_cells(row), f"{row.drafts} {row.method}", accepted, *numbers])
     lines = [
         "",
-        "ms with drafts; plain: a step of the runner without, step: with, per token of a sequence;",
-        "draft: all drafts of a step, then one pass with the model's head, and with an NVFP4 copy",
+        "ms; plain: a step of the runner without drafts; step: one with drafts, then its time per",
+        "token of a sequence; draft: all drafts of a step, then one pass with the model's head,",
+        "then one pass with an NVFP4 copy of the head",
         *plain((*_DRAFTED, *_SPECULATION), body, 5),
         *_verified(rows),
     ]
@@ -228,8 +229,8 @@ def _verified(rows: Sequence[SpeculationRow]) -> list[str]:
     return [
         "",
         "ms of the main model's part of a step, by tokens of each sequence; single: a step of one",
-        "token without a draft; more: what memory needs for the experts beyond a single step's;",
-        "ratio: verify without that, over single",
+        "token without a draft; more: ms to read the experts that a single step does not read;",
+        "ratio: (verify - more) / single",
         *plain((*_DRAFTED, *_VERIFIED), body, 4),
     ]
 
@@ -327,7 +328,7 @@ def verdict(results: ModelResults) -> str:
         parts.append(f"{late} figures not begun (--limit)")
     small = sum(any(why.startswith(LEFT_OUT) for why in row.missing.values()) for row in rows)
     if small:
-        parts.append(f"{small} of the rows left out, which do not fit")
+        parts.append(f"{small} of the rows left out because they do not fit")
     word = "STOPPED" if results.stopped else "MEASURED"
     return short(f"{word}: {'; '.join(parts)}{stopped}", WIDTH)
 

@@ -115,8 +115,8 @@ class ModelRequest:
         drafts: Drafts to measure; None: none.
         host_experts: Which experts lie in host memory, ``"auto"`` until that is resolved; None: all
             are on the device.
-        left_out: Rows, as tokens and context, that are not measured, and why.
-        trace: Where the Chrome trace of the captured step is written; None: none is.
+        left_out: Rows (tokens, context) that are not measured, and the reasons.
+        trace: File for the Chrome trace of the captured step; None: no trace.
     """
 
     preset: str
@@ -272,6 +272,8 @@ class ModelRequest:
             raise UsageError(f"{name} with {self.ranks} ranks, wanted one, or --emulate-peers")
         if self.host_experts is not None:
             raise UsageError(f"{name} with --host-experts, whose steps are not one graph")
+        if self.trace.is_dir():
+            raise UsageError(f"{name}, a folder, wanted a file")
         steps = len(self.tokens) * len(self.contexts)
         if steps != 1:
             raise UsageError(f"{name} with {steps} steps, wanted one --tokens and one --context")
@@ -413,8 +415,8 @@ def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str 
     for name in ("columns", "profile"):
         if getattr(options, name):
             raise UsageError(
-                f"--host-experts is {text!r} with --{name}, wanted it without: no such figures of "
-                "experts in host memory are measured"
+                f"--host-experts is {text!r} with --{name}, wanted it without: the bench does not "
+                "measure these figures for experts in host memory"
             )
     if text == "auto":
         return text

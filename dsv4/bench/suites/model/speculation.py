@@ -1,7 +1,7 @@
-"""Steps with drafts: those of a runner, and their parts alone.
+"""Measure steps with drafts: whole steps of a runner, and each part of a step alone.
 
-A model of random weights gets experts that are drawn, uniformly and by Zipf's law, other ones in
-each step: the choice of its own routers would be near uniform, and the same in each replay.
+A model with random weights gets experts that are drawn for each step, uniformly or by Zipf's law,
+because the choice of its own routers is nearly uniform, and equal in each replay.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Experts:
 
     Attributes:
         model: The model.
-        chosen: int64 ``[layers, tokens, k]``, what routers return; None: what they choose.
-        draws: What ``chosen`` holds one after another, ``[n, layers, tokens, k]``.
+        chosen: int64 ``[layers, tokens, k]``, experts that routers return; None: their own choice.
+        draws: ``[n, layers, tokens, k]``, successive values of ``chosen``.
     """
 
     model: DeepseekV4ForCausalLM
@@ -110,7 +110,7 @@ class Experts:
             self.chosen.copy_(next(self._next))
 
     def read(self, tokens: int, step: Callable[[], object]) -> float:
-        """Return the distinct experts of a main layer that a step reads here, on average.
+        """Return the average number of distinct experts of a main layer that a step reads here.
 
         Args:
             tokens: Tokens of the step.
@@ -128,7 +128,7 @@ class Experts:
 
 @contextmanager
 def _experts(measurement: Measurement, row: SpeculationRow) -> Iterator[Experts]:
-    """Have experts drawn as a row says inside the block."""
+    """Draw the experts inside the block as a row says."""
     model, request = measurement.model, measurement.request
     if not row.drawn:
         yield Experts(model)
@@ -140,7 +140,7 @@ def _experts(measurement: Measurement, row: SpeculationRow) -> Iterator[Experts]
         count = max(8, min(request.replays, _DRAWS // most))
         sizes = (count, layers, most, top_k, config.n_routed_experts)
         draws = draw_experts(ROUTINGS[row.drawn], *sizes, request.weights.seed)
-        # Popular experts are others in each layer, and on any rank.
+        # Each layer has its own popular experts, and they may be on any rank.
         generator = torch.Generator().manual_seed(request.weights.seed)
         names = torch.rand(layers, config.n_routed_experts, generator=generator).argsort(1)
         draws = names.view(1, layers, 1, -1).expand(count, -1, most, -1).gather(3, draws)
@@ -185,7 +185,7 @@ class Parts:
         self._step.put(ids.to(model.device))
 
     def _step_with(self, head: str) -> SpeculativeStep:
-        """The step with a draft that has some head."""
+        """Return a step whose draft has a head of a kind."""
         model, cache = self._model, self._filled.cache
         drafter = drafter_of(self._plan, model, cache, head=head)
         return SpeculativeStep(
@@ -226,12 +226,12 @@ class Parts:
     def milliseconds(
         self, work: Callable[[], object], replays: int, experts: Experts | None = None
     ) -> float:
-        """Time a call: the median replay of its graph, or without a GPU the median call.
+        """Return the median time of a call: of replays of its graph, or of calls without a GPU.
 
         Args:
             work: The call.
-            replays: How often.
-            experts: What is drawn before each; None: nothing.
+            replays: Number of replays.
+            experts: Experts, drawn before each replay; None: no draw.
         """
         device, renew = self._model.device, (lambda: None) if experts is None else experts.renew
         if has_graphs(device):
@@ -246,7 +246,7 @@ class Parts:
 
 @torch.inference_mode()
 def _time_parts(measurement: Measurement, row: SpeculationRow, experts: Experts) -> None:
-    """The draft, by its head, and the main model by the number of tokens."""
+    """Time the draft with each head, and the main model for each number of tokens."""
     request, plan = measurement.request, DraftPlan(row.method, row.drafts)
     model, replays = measurement.model, request.replays
     counts = sorted({*VERIFIED, row.drafts + 1})

@@ -1,4 +1,4 @@
-"""Capture a decode step so that its graph can be asked, and map one of its replays."""
+"""Capture a decode step in a graph that can be inspected, and map one of its replays."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mapped(step: DecodeStep, title: str) -> StepMap:
         title: Which step it is, in words.
 
     Raises:
-        RuntimeError: if the driver does not tell the graph.
+        RuntimeError: if the driver cannot list the graph.
         ValueError: if the profiler's record does not fit the graph.
     """
     graph, marks = captured_with_marks(step)

@@ -1,4 +1,4 @@
-"""The critical path of a step: which launches its time passes with."""
+"""The critical path of a step: the launches that determine its time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Visit:
 
     Attributes:
         launch: The launch.
-        gap: Microseconds in which the path waits for it to begin.
-        time: Microseconds of the step that pass with it and with nothing before it on the path.
+        gap: Microseconds between the end of the path before it and its start.
+        time: Microseconds of it that do not overlap earlier launches of the path.
     """
 
     launch: Launch
@@ -24,12 +24,12 @@ class Visit:
 
 
 def critical_path(launches: Sequence[Launch]) -> tuple[Visit, ...]:
-    """Return the launches that the end of a step follows from, by start.
+    """Return the launches on the critical path of a step, in order of their starts.
 
-    The last one on the path is the one that ends last. The one before each is, of those that it
-    waits for, the one that ends last. A launch may begin before that one has ended (programmatic
-    dependent launch), and then the path has the part of it that comes after. So gaps and times add
-    up to the step, from its begin.
+    The last launch of the path is the one that ends last. The predecessor of a launch is the one
+    that ends last among those that it waits for. A launch may begin before its predecessor ends
+    (programmatic dependent launch); the path then counts only the part after that end. Gaps and
+    times therefore add up to the time of the step.
     """
     if not launches:
         return ()

@@ -1,4 +1,4 @@
-"""What ran in replays of a graph, as torch's profiler writes it."""
+"""Events of a graph's replays, read from the record of torch's profiler."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Event:
 
 
 def events_of(content: Mapping[str, Any]) -> list[Event]:
-    """Return what ran on GPUs, by start, from a Chrome trace of torch's profiler."""
+    """Return the GPU events of a Chrome trace of torch's profiler, by start."""
     events = []
     for entry in content["traceEvents"]:
         kind = _KINDS.get(entry.get("cat", ""))
@@ -78,18 +78,18 @@ def _sizes(values: Sequence[int] | None) -> Sizes:
 
 
 def replays_of(events: Sequence[Event], count: int) -> list[list[Event]]:
-    """Divide the events of equal replays, one after another, into those of each.
+    """Divide the events of successive equal replays into one list per replay.
 
     Raises:
         ValueError: if they are not ``count`` times as many as those of one replay.
     """
     if not events or len(events) % count:
-        raise ValueError(f"{len(events)} events of {count} replays, wanted equally many of each")
+        raise ValueError(f"{len(events)} events of {count} replays, wanted equally many per replay")
     size = len(events) // count
     parts = [list(events[i * size : (i + 1) * size]) for i in range(count)]
     counts = [sorted(event.name for event in part) for part in parts]
     if any(names != counts[0] for names in counts):
-        raise ValueError("replays differ in what ran, wanted the same kernels in each")
+        raise ValueError("replays differ in their kernels, wanted the same kernels in each")
     return parts
 
 

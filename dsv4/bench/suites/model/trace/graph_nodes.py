@@ -1,7 +1,7 @@
-"""Nodes and edges of a captured CUDA graph, asked of the driver with ``ctypes``.
+"""Nodes and edges of a captured CUDA graph, read from the driver with ``ctypes``.
 
-A profiler's record of a replay has times and no order of launches; the graph has the order and what
-waits for what, and no times. ``dsv4.bench.suites.model.trace.matching`` joins the two.
+A profiler's record of a replay has times, but not the order of launches. The graph has the order
+and the dependencies, but no times. ``dsv4.bench.suites.model.trace.matching`` joins the two.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _driver() -> Any:
 
 
 def nodes_so_far(stream: int, driver: Any = None) -> int:
-    """Return how many nodes the graph has that is being captured on a stream.
+    """Return the number of nodes of the graph that is being captured on a stream.
 
     Args:
         stream: The driver's handle of the stream.
@@ -77,14 +77,14 @@ def nodes_so_far(stream: int, driver: Any = None) -> int:
     """
     driver = _driver() if driver is None else driver
     status, graph, number = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64()
-    # Without dependencies: the driver refuses to list programmatic ones without their data.
+    # Dependencies are not requested: the driver lists programmatic ones only with their data.
     failed = driver.cuStreamGetCaptureInfo_v3(
         *(ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)),
         *(ctypes.byref(graph), None, None, None),
     )
-    check(failed, "asking a stream for the graph that is captured on it")
+    check(failed, "reading the graph that is captured on a stream")
     if status.value != _CAPTURING:
-        raise RuntimeError("nothing is being captured on the stream, wanted a capture")
+        raise RuntimeError("no graph is being captured on the stream, wanted a capture")
     return _count(graph, driver)
 
 
@@ -119,7 +119,7 @@ def nodes_of(graph: int, driver: Any = None) -> list[GraphNode]:
 def _edges(graph: ctypes.c_void_p, nodes: Sequence[Any], driver: Any) -> list[tuple[int, ...]]:
     """Return the nodes that each node waits for."""
     count, what = ctypes.c_size_t(), "listing a graph's edges"
-    # With room for the edges' data: a programmatic edge cannot be listed without.
+    # The driver lists a programmatic edge only if there is a buffer for the edges' data.
     check(driver.cuGraphGetEdges_v2(graph, None, None, None, ctypes.byref(count)), what)
     sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
     data = (ctypes.c_uint64 * count.value)()
@@ -159,7 +159,7 @@ def _name_of(values: _KernelParameters, driver: Any) -> str:
 
 @functools.cache
 def demangled(name: str) -> str:
-    """Return a C++ name as its source has it, and any other as it is."""
+    """Return a C++ name demangled, and any other name unchanged."""
     if not name.startswith("_Z"):
         return name
     try:

@@ -1,4 +1,4 @@
-"""Layers and operator calls of a capture, by the graph's nodes that each has added."""
+"""Layers and operator calls of a capture, with the graph nodes that each of them added."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsv4 import dispatch
 from dsv4.layers.decoder import DeepseekV4DecoderLayer
 from dsv4.layers.linear import Linear
 
-# Operators that read all of their arguments once. Others read pages, states, or the rows of the
-# experts that tokens chose, which sizes of arguments do not tell.
+# Operators that read all of their arguments once. Others read some pages, states or experts, so the
+# sizes of their arguments are not the bytes that they read.
 _WHOLE = frozenset(
     (
         *("gemm", "gemm_swiglu", "compressor_projections", "route_topk", "rms_norm"),
@@ -36,8 +36,8 @@ class Mark:
         name: A layer's type, or an operator.
         first: Its first node, by place in the order of launches.
         end: The node after its last.
-        bytes: Bytes that it reads and writes; None where sizes do not tell.
-        layer: A layer's number; None of operators.
+        bytes: Bytes that it reads and writes; None if they do not follow from sizes.
+        layer: Number of the layer; None for an operator.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Marks:
     """Marks of a capture.
 
     Attributes:
-        layers: Of decoder layers.
-        calls: Of operators, and of plain linear layers, in the order of calls.
+        layers: Marks of decoder layers.
+        calls: Marks of operators and of plain linear layers, in the order of calls.
     """
 
     layers: list[Mark] = field(default_factory=list)
@@ -117,6 +117,6 @@ def moved_bytes(values: Any) -> int:
 
 
 def mark_of(marks: Sequence[Mark], node: int) -> Mark | None:
-    """Return the mark that a node belongs to, of several the innermost; None of none."""
+    """Return the innermost mark that contains a node, or None."""
     holding = [mark for mark in marks if mark.first <= node < mark.end]
     return min(holding, key=lambda mark: mark.end - mark.first, default=None)

@@ -14,7 +14,7 @@ from dsv4.bench.suites.model.trace.marks import Mark, Marks, mark_of
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of a step: what it is, when it ran, what it waited for.
+    """A launch of a step: its kernel, its times and its dependencies.
 
     Attributes:
         number: Its place in the order of launches.
@@ -28,8 +28,8 @@ class Launch:
         duration: Microseconds.
         grid: Blocks by axis.
         block: Threads of a block by axis.
-        bytes: Bytes that its call has to read and write, at the call's longest launch; None where
-            they are not known.
+        bytes: Bytes that its call has to read and write. The call's longest launch has them all;
+            None: unknown, or another launch has them.
         after: Numbers of the launches that it waits for.
     """
 
@@ -53,8 +53,8 @@ class Launch:
         return self.start + self.duration
 
 
-# What a node and an event have in common, the most telling first. A profiler may write a name
-# otherwise, and show a copy as the kernel that the driver does it with.
+# Keys that a node and its event share, the most specific first. A profiler may write a name
+# differently, and may show a copy as the kernel by which the driver copies.
 _KEYS: tuple[tuple[Callable[[GraphNode], Hashable], Callable[[Event], Hashable]], ...] = (
     (lambda node: (node.name, node.grid, node.block), lambda e: (e.name, e.grid, e.block)),
     (lambda node: (node.grid, node.block, operator_of(node.name)),
@@ -65,16 +65,16 @@ _KEYS: tuple[tuple[Callable[[GraphNode], Hashable], Callable[[Event], Hashable]]
 
 
 def pairs_of(nodes: Sequence[GraphNode], events: Sequence[Event]) -> list[tuple[GraphNode, Event]]:
-    """Find the event of each node that did anything.
+    """Return each node that ran, with its event.
 
-    Layers run one after another, so of launches that look alike the first is the first that ran.
+    Layers run one after another. Launches with equal keys are therefore paired in order.
 
     Args:
-        nodes: In the order of launches.
-        events: By start.
+        nodes: Nodes in the order of launches.
+        events: Events by start.
 
     Raises:
-        ValueError: if more ran than there are nodes, or nodes that launch a kernel did not run.
+        ValueError: if an event has no node, or a node that launches a kernel has no event.
     """
     left_nodes = [node for node in nodes if node.kind in RUNNING]
     left_events = list(events)
@@ -112,12 +112,12 @@ def launches_of(
     """Return the launches of a step in their order.
 
     Args:
-        nodes: Of the step's graph.
-        events: Of one replay, by start.
-        marks: Of the capture.
+        nodes: Nodes of the step's graph.
+        events: Events of one replay, by start.
+        marks: Marks of the capture.
 
     Raises:
-        ValueError: as ``pairs_of``.
+        ValueError: like ``pairs_of``.
     """
     pairs = pairs_of(nodes, events)
     begin = min(event.start for _, event in pairs)
@@ -148,7 +148,7 @@ def launches_of(
 
 
 def _contracted(nodes: Sequence[GraphNode], present: set[int]) -> dict[int, tuple[int, ...]]:
-    """Return the nodes that each waits for, with those that did not run replaced by theirs."""
+    """Map each node to the nodes that it waits for, through nodes that did not run."""
     after: dict[int, tuple[int, ...]] = {}
     for node in nodes:  # a node waits for earlier ones
         waits: set[int] = set()
@@ -161,7 +161,7 @@ def _contracted(nodes: Sequence[GraphNode], present: set[int]) -> dict[int, tupl
 def _bytes_by_node(
     pairs: Sequence[tuple[GraphNode, Event]], calls: Sequence[Mark]
 ) -> dict[int, int]:
-    """Return the bytes of each call at its longest launch."""
+    """Map the longest launch of each call to the bytes of the call."""
     durations = {node.index: event.duration for node, event in pairs}
     bytes_of = {}
     for call in calls:

@@ -18,16 +18,16 @@ _NAME = 44  # characters of a kernel's name in a line
 
 @dataclass(frozen=True)
 class OperatorPart:
-    """What one operator takes of a step.
+    """Share of one operator in a step.
 
     Attributes:
-        operator: Its name.
-        launches: How many.
-        us: Sum of its launches' microseconds.
-        path: Microseconds of the critical path that pass with them.
-        gap: Microseconds of the path that wait for them to begin.
-        bytes: Bytes of the launches of which they are known.
-        known: How many launches these are.
+        operator: Name of the operator.
+        launches: Number of its launches.
+        us: Sum of the launches' microseconds.
+        path: Microseconds of the launches on the critical path.
+        gap: Microseconds of gaps on the path before the launches.
+        bytes: Sum of the bytes of launches with known bytes.
+        known: Number of launches with known bytes.
     """
 
     operator: str
@@ -40,7 +40,7 @@ class OperatorPart:
 
     @property
     def hidden(self) -> float:
-        """Microseconds that pass beside other launches of the path."""
+        """Microseconds of its launches that are not on the critical path."""
         return self.us - self.path
 
 
@@ -49,7 +49,7 @@ class StepMap:
     """Launches of one replayed step.
 
     Attributes:
-        title: Which step, in words.
+        title: Description of the step.
         launches: In the order of launches.
     """
 
@@ -62,7 +62,7 @@ class StepMap:
         return critical_path(self.launches)
 
     def parts(self) -> list[OperatorPart]:
-        """Return every operator, that with the most time on the critical path first."""
+        """Return every operator, sorted by its time on the critical path, the largest first."""
         return _parts(self.launches, self.path, lambda launch: launch.operator)
 
     def of_layers(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ def _row(part: OperatorPart) -> list[str]:
 
 
 def _one_layer(step_map: StepMap) -> Iterator[str]:
-    """Yield the launches of the middle layer of each type: what to merge is seen there."""
+    """Yield the launches of the middle layer of each type: these show which launches to merge."""
     visits = {visit.launch.number: visit for visit in step_map.path}
     for kind in step_map.of_layers():
         layers = sorted({launch.layer for launch in step_map.launches if launch.layer_type == kind
