@@ -644,6 +644,14 @@ def test_a_state_that_overlaps_is_refused(data):
     assert not state.any()
 
 
+def test_odd_columns_are_refused_with_overlap(device):
+    kv, score, ape, state, *numbers = arguments(4, True, device)
+    with pytest.raises(ValueError, match="compressor_update: kv has 3 columns, wanted an even num"):
+        compressor_update(
+            kv[:, :3], score[:, :3], ape[:, :3], state[..., :3].contiguous(), *numbers, overlap=True
+        )
+
+
 def test_bad_windows_are_named(device):
     x = torch.zeros(2, 3, 4, 6, device=device)
     with pytest.raises(ValueError, match=r"kv has shape \[\], wanted \[any, any, any, any\]"):
