@@ -329,11 +329,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("fp8_token", "rms_norm_fp8", "swiglu_fp8", "moe_gather_fp8"),
     *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
-    *_triton("moe", "moe_sorting", "moe_permute"),
-    *_triton("moe", "any_call", "moe_gather"),
-    *_triton("moe", "moe_sorting", "moe_sort"),
-    *_triton("moe", "moe_gather_quantize", "moe_gather_quantize"),
-    *_triton("moe", "moe_combine", "moe_combine"),
+    *_triton("moe_sort", "moe_sorting", "moe_permute", "moe_sort"),
+    *_triton("moe_gather", "any_call", "moe_gather"),
+    *_triton(*3 * ("moe_gather_quantize",)),
+    *_triton(*3 * ("moe_combine",)),
     *_reference(
         "moe", "moe_permute", "moe_gather", "moe_sort", "moe_gather_quantize", "moe_combine"
     ),
