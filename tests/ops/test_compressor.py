@@ -780,7 +780,7 @@ LARGE = [
 def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, counts_as_few):
     """However many rows a batch is said to have: programs share them out in two ways."""
     ragged = Ragged.make(1, (ratio, overlap), d, batch, device, spare=8)
-    kernels = pytest.importorskip("dsv4.triton.compressor")
+    kernels = pytest.importorskip("dsv4.triton._lib.window_pooling")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_WARPS", 1 << 30 if counts_as_few else 0)
         state, pooled, positions, sequence = ragged.update()
@@ -796,7 +796,7 @@ def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, cou
 @given(kinds, seeds(), pieces())
 def test_a_batch_larger_than_one_scan(device, kind, seed, batch):
     """Entries of the batch are looked at two at a time, here."""
-    kernels = pytest.importorskip("dsv4.triton.compressor")
+    kernels = pytest.importorskip("dsv4.triton.compressor_update")
     ragged = Ragged.make(seed, kind, 5, batch, device)
     expected = ragged.update()
     with pytest.MonkeyPatch.context() as patch:
