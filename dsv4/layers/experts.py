@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,33 +22,26 @@ from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
-_ALL = slice(None)
-
 
 class _Part(NamedTuple):
     """The part of a step's experts that one GEMM multiplies.
 
     Attributes:
-        slots: Their slots in the layer.
-        options: Arguments of a grouped GEMM: ``step_rows`` and ``step_experts`` if a step is cut.
-        tensors: Tensors of these slots by name, where they are no slots of the layer.
+        slots: Their slots in the layer; None: all.
+        step_rows: Rows of the step, see ``grouped_gemm``; 0: as many as the call has.
+        step_experts: Experts of the step, likewise.
+        tensors: Stacks that have these slots, by name, instead of the layer's; None: the layer's.
     """
 
-    slots: slice = _ALL
-    options: dict[str, Any] = {}  # noqa: RUF012  (nothing writes to it)
+    slots: slice | None = None
+    step_rows: int = 0
+    step_experts: int = 0
     tensors: Mapping[str, torch.Tensor] | None = None
 
-    @overload
-    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None: ...
-
-    def of(self, name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the slots of a tensor of the layer, or those of the part's own of this name."""
-        if tensor is None or self.slots == _ALL:
-            return tensor
-        return (tensor if self.tensors is None else self.tensors[name])[self.slots]
+    def of(self, name: str, stack: torch.Tensor) -> torch.Tensor:
+        """Return the slots of a stack of the layer, or of the one of this name."""
+        stack = stack if self.tensors is None else self.tensors[name]
+        return stack if self.slots is None else stack[self.slots]
 
 
 _WHOLE = _Part()
@@ -142,7 +134,7 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
+        part = _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
@@ -155,26 +147,10 @@ class DeepseekV4Experts(ExpertWeights):
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
         inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
-        out = self._down(inner, offsets, hidden_states.dtype, buffers.rows, part)
+        out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
-
-    def _down(
-        self,
-        inner: torch.Tensor | QuantizedTensor,
-        offsets: torch.Tensor,
-        dtype: torch.dtype,
-        out: torch.Tensor | None,
-        part: _Part,
-    ) -> torch.Tensor:
-        """Multiply SwiGLU of the first GEMM by ``down_proj``."""
-        if not isinstance(inner, QuantizedTensor):
-            return self._project("down_proj", inner, offsets, out, part)
-        down = self._weight("down_proj", part)
-        return grouped_gemm(
-            inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
-        )
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
@@ -207,7 +183,8 @@ class DeepseekV4Experts(ExpertWeights):
         """Do what ``forward`` does for a step that may need more experts than slots hold.
 
         The host reads which experts the step needs. Rows are sorted once, in the order of the
-        waves; each wave multiplies its rows by a slice of the slots.
+        waves; each wave multiplies its rows by a slice of the slots, or of the buffer that long
+        prompts pass their experts through.
         """
         self._check_hosted()
         hosted = self.hosted
@@ -221,18 +198,18 @@ class DeepseekV4Experts(ExpertWeights):
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
-        of_step = {"step_rows": len(rows), "step_experts": self.num_experts}
         for loaded in hosted.run(step):
             wave = loaded.wave
             start, stop = bounds[wave.first], bounds[wave.stop_first]
             if start == stop:  # no token chose an expert of the buffer
                 continue
             offsets_of = offsets[wave.first : wave.stop_first + 1] - start
-            part = _Part(slice(wave.start, wave.stop), of_step, loaded.tensors)
+            slots = slice(wave.start, wave.stop)
+            part = _Part(slots, len(rows), self.num_experts, loaded.tensors)
             row_weights = row_weight[start:stop] if scaled else None
             memory = None if buffers.inner is None else buffers.inner[start:stop]
             inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
-            self._down(inner, offsets_of, x.dtype, out[start:stop], part)
+            self._project("down_proj", inner, offsets_of, out[start:stop], part, x.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
@@ -250,7 +227,7 @@ class DeepseekV4Experts(ExpertWeights):
             torch.empty((count, columns), dtype=dtype, device=device)
             for columns in (self.hidden_dim, self.intermediate_dim)
         )
-        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
+        part = _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
         first = dispatch.arguments(self._activated, rows, offsets, None, None, part)
         return first, dispatch.arguments(self._project, "down_proj", inner, offsets, None, part)
 
@@ -296,7 +273,7 @@ class DeepseekV4Experts(ExpertWeights):
         if self.hosted is not None:
             offsets = offsets[: self.num_local_experts + 1]
         if rounds:
-            layout = code_layout(self._weight("gate_up_proj", _WHOLE))
+            layout = code_layout(self.quantized_weight("gate_up_proj"))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
         else:
             scale = self.gate_up_proj_input_scale
@@ -328,57 +305,54 @@ class DeepseekV4Experts(ExpertWeights):
         second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
-        options: Any = {"row_weight": row_weight, **part.options}
+        options: Any = {
+            "row_weight": row_weight,
+            "step_rows": part.step_rows,
+            "step_experts": part.step_experts,
+        }
         if isinstance(rows, torch.Tensor):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
             activation, scale = self._quantising(name, rows, offsets, part)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self._weight(name, part), offsets, self.limit)
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        operands = (rows, weight, offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
             result_scale = part.of("down_proj_input_scale", self.down_proj_input_scale)
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self._weight("down_proj", part))
+            layout = code_layout(self.quantized_weight("down_proj"))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
     def _project(
         self,
         name: str,
-        rows: torch.Tensor,
+        rows: torch.Tensor | QuantizedTensor,
         offsets: torch.Tensor,
         out: torch.Tensor | None = None,
         part: _Part = _WHOLE,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets, part)
-        if self.format is None:
-            weight = part.of(name, getattr(self, name))
-            return grouped_gemm(rows, weight, offsets, out=out, **part.options)
-        return grouped_gemm(
-            rows,
-            self._weight(name, part),
-            offsets,
-            activation=activation,
-            input_scale=scale,
-            settled=name == "down_proj",
-            out=out,
-            **part.options,
-        )
+        """Multiply rows, or codes of rows, by the weights ``name``.
 
-    def _weight(self, name: str, part: _Part) -> QuantizedTensor:
-        """Return the quantised matrices of some experts, a view."""
-        weight = self.quantized_weight(name)
-        if part.slots == _ALL:
-            return weight
-        return replace(
-            weight,
-            codes=part.of(name, weight.codes),
-            scales=part.of(name + "_scale", weight.scales),
-            global_scale=part.of(self.global_scale_name(name), weight.global_scale),
-            row_exponent=part.of(name + "_exponent", weight.row_exponent),
-        )
+        The result has ``dtype``; None: that of rows, which are no codes then.
+        """
+        options: Any = {
+            "out": out,
+            "out_dtype": dtype,
+            "step_rows": part.step_rows,
+            "step_experts": part.step_experts,
+        }
+        if isinstance(rows, torch.Tensor):
+            activation, scale = self._quantising(name, rows, offsets, part)
+            if self.format is None:
+                return grouped_gemm(rows, part.of(name, getattr(self, name)), offsets, **options)
+            options |= {"activation": activation, "input_scale": scale}
+        options["settled"] = name == "down_proj"
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        return grouped_gemm(rows, weight, offsets, **options)
 
     def _quantising(
         self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: _Part
@@ -390,7 +364,8 @@ class DeepseekV4Experts(ExpertWeights):
             return "bf16", None
         if self._quantises:
             name += "_input_scale"
-            return "nvfp4", part.of(name, getattr(self, name))
+            scale = getattr(self, name)
+            return "nvfp4", None if scale is None else part.of(name, scale)
         return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:
