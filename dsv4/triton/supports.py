@@ -30,7 +30,6 @@ from dsv4.ops.unsupported import (
     gapped_pages,
     gemm_dtypes,
     misaligned,
-    no_e4m3,
     not_in_fragments,
     odd_dims,
     too_many,
@@ -72,9 +71,7 @@ def quantize_nvfp4(call: Call) -> str | None:
 
 def _quantized(call: Call, x: torch.Tensor) -> str | None:
     """Return why codes of NVFP4 are unsupported for rows of as many columns as ``x`` or fewer."""
-    reason = no_e4m3(call.device)
-    if reason is None and call.args.scaling == "token":
-        reason = wide_row(x.shape[-1])
+    reason = wide_row(x.shape[-1]) if call.args.scaling == "token" else None
     return reason or _many_matrices(x)
 
 
@@ -84,13 +81,13 @@ def _many_matrices(x: torch.Tensor) -> str | None:
 
 def quantize_blocks(call: Call) -> str | None:
     """Return why quantisation to another format than NVFP4 is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
+    return any_call(call) or _many_matrices(call.args.x)
 
 
 def dequantize(call: Call) -> str | None:
     """Return why ``dequantize`` is unsupported, or None."""
     args: DequantizeArgs = call.args
-    reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
+    reason = any_call(call) or float64_result(args.dtype)
     if reason is None and args.layout == FRAGMENTS and args.format != FP8_TOKEN.name:
         reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
@@ -107,9 +104,7 @@ def gemm(call: Call) -> str | None:
     """Return why ``gemm`` with an FP8 weight, or one of four bits, is unsupported, or None."""
     args: GemmArgs = call.args
     reason = any_call(call)
-    if reason is None and args.format == FP8_BLOCK.name:
-        reason = no_e4m3(call.device)
-    elif reason is None:
+    if reason is None and args.format != FP8_BLOCK.name:
         reason = _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
     if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
         rows = args.codes.shape[0] // args.groups
@@ -223,12 +218,12 @@ def rms_norm_quantize(call: Call) -> str | None:
 
 def rms_norm_fp8(call: Call) -> str | None:
     """Return why ``rms_norm_fp8`` is unsupported, or None."""
-    return rms_norm(call) or no_e4m3(call.device)
+    return rms_norm(call)
 
 
 def fp8_token(call: Call) -> str | None:
     """Return why ``swiglu_fp8`` and ``moe_gather_fp8`` are unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device)
+    return any_call(call)
 
 
 def rope_quantize(call: Call) -> str | None:
@@ -241,7 +236,7 @@ def rope_quantize(call: Call) -> str | None:
         reason = f"heads have {dims} dims, wanted a multiple of 16"
     if reason is None and args.scaling == "token":
         reason = wide_row(columns)
-    return reason or too_many(tokens, "tokens") or no_e4m3(call.device)
+    return reason or too_many(tokens, "tokens")
 
 
 def swiglu_quantize(call: Call) -> str | None:
@@ -265,7 +260,7 @@ def moe_sorting(call: Call) -> str | None:
 
 def moe_gather_quantize(call: Call) -> str | None:
     """Return why ``moe_gather_quantize`` is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device) or wide_row(call.args.x.shape[1])
+    return any_call(call) or wide_row(call.args.x.shape[1])
 
 
 def moe_combine(call: Call) -> str | None:
@@ -288,7 +283,7 @@ def hyper_connection_quantize(call: Call) -> str | None:
     """Return why hyper-connections that quantise are unsupported, or None."""
     streams = call.args.streams
     wide = any_call(call) or wide_row(streams.shape[-1])
-    return wide or _not_four_streams(streams) or no_e4m3(call.device)
+    return wide or _not_four_streams(streams)
 
 
 def compressor_projections(call: Call) -> str | None:
@@ -326,8 +321,6 @@ def compress_write(call: Call) -> str | None:
     if torch.float64 in (args.dtype, args.table_dtype):
         return "entries or tables are float64, which only the reference computes in"
     reason = gapped_pages(args.data) or odd_dims(args.head_dim)
-    if reason is None and args.entry_format != "plain":
-        reason = no_e4m3(call.device)
     if reason:
         return reason
     if args.entry_format == "fp8" and args.rotate_quantize:
@@ -343,8 +336,6 @@ def compress_write_paged(call: Call) -> str | None:
     if args.dtype == torch.float64:
         return "entries are float64, which only the reference computes in"
     reason = any_call(call) or gapped_pages(args.data) or odd_dims(args.head_dim)
-    if reason is None and args.entry_format != "plain":
-        reason = no_e4m3(call.device)
     if reason is None and args.entry_format == "index_fp8" and args.data.data_ptr() % 4:
         reason = "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
     if reason is None and args.state.stride(2) != 1:
@@ -354,7 +345,7 @@ def compress_write_paged(call: Call) -> str | None:
 
 def quantize_index_queries(call: Call) -> str | None:
     """Return why ``quantize_index_queries`` is unsupported in any format, or None."""
-    return any_call(call) or no_e4m3(call.device)
+    return any_call(call)
 
 
 def indexer_select(call: Call) -> str | None:
@@ -368,10 +359,6 @@ def indexer_select(call: Call) -> str | None:
         return "the keys are 'fp8' entries, which only the reference reads as index keys"
     if entry_format == "index_fp8" and (data.stride(0) % 4 or data.data_ptr() % 4):
         return "the pages do not begin at multiples of 4 bytes, where their scales need to be"
-    if entry_format == "index_fp8" or args.q.dtype == torch.float8_e4m3fn:
-        reason = no_e4m3(call.device)
-        if reason:
-            return reason
     if LARGEST_SELECTION < args.top_k < args.page_table.shape[1] * args.page_size:
         return f"top_k is {args.top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
     return None
@@ -423,7 +410,7 @@ def _fp8_entries(call: Call) -> str | None:
     misplaced = any(pool.data_ptr() % 8 for pool, _ in pools_of(args))
     if (dims + rope_dim) % 8 or (dims - rope_dim) % 2 or misplaced:
         return "entries do not begin at multiples of 8 bytes, where their scales need to be"
-    return no_e4m3(call.device)
+    return None
 
 
 def write_kv(call: Call) -> str | None:
@@ -438,7 +425,7 @@ def read_kv(call: Call) -> str | None:
 
 def fake_quantize_kv(call: Call) -> str | None:
     """Return why ``fake_quantize_kv`` is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device)
+    return any_call(call)
 
 
 def norm_rope_write_kv(call: Call) -> str | None:
@@ -456,8 +443,7 @@ def _pages(call: Call) -> str | None:
     args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs = call.args
     if args.entry_format.startswith("index_"):
         return "compact index keys are written by 'compress_write' and read by 'indexer_select'"
-    reason = None if args.entry_format == "plain" else no_e4m3(call.device)
-    reason = reason or gapped_pages(args.data)
+    reason = gapped_pages(args.data)
     if reason is None and args.entry_format != "plain" and args.data.data_ptr() % 2:
         reason = "the pages begin at an odd address"
     return reason

@@ -220,7 +220,6 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
-# Cases without a conversion to E4M3, which compute capability 8.0 lacks.
 INDEXER = {
     "index queries": lambda: rotated(2, 3),
     "index queries, many": lambda: rotated(9, 64),
@@ -232,8 +231,6 @@ CASES |= INDEXER
 
 def cases_of(arch: int) -> list[str]:
     """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
-    if arch < 89:
-        return list(INDEXER)
     return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
 
 
