@@ -30,6 +30,7 @@ from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe, norm
 from dsv4.triton._lib import nvfp4_tile
+from tests._tools import compiled_caches
 from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
@@ -226,12 +227,13 @@ INDEXER = {
     "index keys, mxfp4": lambda: selected("mxfp4"),
     "index keys, bf16 queries": lambda: selected(torch.bfloat16),
 }
-CASES |= INDEXER
+CASES |= INDEXER | compiled_caches.CASES
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
-    return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    """Names of the cases that the grid can run; it runs ``mma.sync`` alone of tensor cores."""
+    names = [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    return [name for name in names if arch // 10 in (8, 12) or name not in compiled_caches.CASES]
 
 
 def main(arch: int, names: list[str]) -> int:

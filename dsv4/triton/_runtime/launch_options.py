@@ -16,7 +16,7 @@ _INTERPRETED_AS = (9, 0)  # the interpreter takes the tiles and instructions of 
 _RESERVED = 1024  # bytes of shared memory that the driver takes for each program
 # FP8 types that GPUs before 8.9 convert to. Triton has the same by itself; as an option of a launch
 # they let a newer GPU run what older GPUs run (``numerics.converts_e4m3``).
-_OLDER_FP8 = ("fp8e4b15", "fp8e5")
+OLDER_FP8 = ("fp8e4b15", "fp8e5")
 
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -40,7 +40,7 @@ def options(tensor: torch.Tensor, small: bool = False) -> dict[str, Any]:
     if version is None:
         return {"PDL": 0}
     if version < (8, 9):
-        return {"PDL": 0, "enable_fp_fusion": True, "supported_fp8_dtypes": _OLDER_FP8}
+        return {"PDL": 0, "enable_fp_fusion": True, "supported_fp8_dtypes": OLDER_FP8}
     if version[0] < 9:
         return {"PDL": 0, "enable_fp_fusion": True}
     return {"PDL": 2 if small else 1, "launch_pdl": True, "enable_fp_fusion": True}
