@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.device import is_interpreting, no_triton
+from dsv4.device import is_interpreting, no_triton, shared_memory
 from dsv4.dispatch import AUTO, Call, implementations
+from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
@@ -374,7 +375,24 @@ def pools_of(args: SparseAttentionArgs) -> list[tuple[torch.Tensor, int]]:
 
 def sparse_attention(call: Call) -> str | None:
     """Return why ``sparse_attention`` is unsupported, or None."""
-    return any_call(call) or attention_sizes(call)
+    return any_call(call) or attention_sizes(call) or _padded_entries(call)
+
+
+def _padded_entries(call: Call) -> str | None:
+    """Return why padded entries do not fit shared memory of a GPU with less than Hopper, or None.
+
+    Of ``"fp8"`` entries the dims with and without rotary embedding are padded to groups each.
+    """
+    args: SparseAttentionArgs = call.args
+    dims = args.q.shape[-1]
+    rope = args.rope_dim if args.window_format == "fp8" else 0
+    groups = -(-(dims - rope) // GROUP) + -(-rope // GROUP)
+    capability = call.capability
+    if capability is None or shared_memory(capability) >= shared_memory((9, 0)):
+        return None
+    if groups * GROUP > LARGEST_HEAD:
+        return f"entries have {groups} groups of {GROUP} dims, wanted at most {LARGEST_HEAD} dims"
+    return None
 
 
 def attention_sizes(call: Call) -> str | None:
