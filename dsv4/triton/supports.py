@@ -203,7 +203,7 @@ def grouped_parts(call: Call) -> str | None:
 
 
 def rms_norm(call: Call) -> str | None:
-    """Return why ``rms_norm`` and ``rms_norm_pair`` are unsupported, or None."""
+    """Return why ``rms_norm``, ``rms_norm_pair`` and ``rms_norm_fp8`` are unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[-1])
 
 
@@ -215,16 +215,6 @@ def head_norm_rope(call: Call) -> str | None:
 def rms_norm_quantize(call: Call) -> str | None:
     """Return why ``rms_norm_quantize`` is unsupported, or None."""
     return rms_norm(call) or _quantized(call, call.args.x)
-
-
-def rms_norm_fp8(call: Call) -> str | None:
-    """Return why ``rms_norm_fp8`` is unsupported, or None."""
-    return rms_norm(call)
-
-
-def fp8_token(call: Call) -> str | None:
-    """Return why ``swiglu_fp8`` and ``moe_gather_fp8`` are unsupported, or None."""
-    return any_call(call)
 
 
 def rope_quantize(call: Call) -> str | None:
@@ -344,11 +334,6 @@ def compress_write_paged(call: Call) -> str | None:
     return reason
 
 
-def quantize_index_queries(call: Call) -> str | None:
-    """Return why ``quantize_index_queries`` is unsupported in any format, or None."""
-    return any_call(call)
-
-
 def indexer_select(call: Call) -> str | None:
     """Return why ``indexer_select`` is unsupported, or None."""
     args: IndexerSelectArgs = call.args
@@ -439,11 +424,6 @@ def write_kv(call: Call) -> str | None:
 def read_kv(call: Call) -> str | None:
     """Return why ``read_kv`` is unsupported, or None."""
     return any_call(call) or float64_result(call.args.dtype) or _pages(call)
-
-
-def fake_quantize_kv(call: Call) -> str | None:
-    """Return why ``fake_quantize_kv`` is unsupported, or None."""
-    return any_call(call)
 
 
 def norm_rope_write_kv(call: Call) -> str | None:
