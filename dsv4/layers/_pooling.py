@@ -7,7 +7,6 @@ entries live in a ``PagedCache``. Both call the same operators.
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,14 +32,14 @@ class PoolingModule(FixedDtypeModule):
         cache_name: Name under which transformers' cache objects keep this compressor's state.
         compress_rate: Tokens per entry.
         overlap: Whether a window also pools the first half of the window before it.
-        paged: Gives the state and the pages of entries of a layer's cache (``LayerCache``).
+        paged: Two fields of a layer's cache (``LayerCache``): the state and the pages of entries.
         rotates: Whether DeepSeek's numerics transform and round entries before they are stored.
     """
 
     wide = frozenset({"position_bias"})
     joined = (("kv_proj", "gate_proj"),)
     rope_layer_type = "compress"
-    paged: Any = attrgetter("state", "compressed")
+    paged = ("state", "compressed")
     rotates = False
 
     def __init__(
@@ -139,7 +138,7 @@ class PoolingModule(FixedDtypeModule):
             projected: Values and scores of the tokens; None: this method computes them.
         """
         layer, batch = step.cache.layers[layer_idx], step.batch
-        state, pages = self.paged(layer)
+        state, pages = getattr(layer, self.paged[0]), getattr(layer, self.paged[1])
         assert state is not None
         assert pages is not None
         assert layer.compressed_table is not None

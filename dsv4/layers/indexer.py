@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -68,7 +67,7 @@ class DeepseekV4Indexer(PoolingModule):
     With DeepSeek's numerics queries and keys go through a Hadamard transform and FP4.
     """
 
-    paged = attrgetter("indexer_state", "indexer_pages")
+    paged = ("indexer_state", "indexer_pages")
     rotates = True
 
     def __init__(self, config: Any) -> None:

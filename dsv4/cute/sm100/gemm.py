@@ -88,14 +88,7 @@ class Tcgen05Kernel(Tcgen05Copies, Tcgen05Mma, Tcgen05Epilogue):
                 x_scales, self.plan.token_scale_box, multicast=self.plan.multicasts_scales
             ),
         )
-        self.kernel(tma, args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(tma, args), stream)
 
     @cute.kernel
     def kernel(self, tma: Tcgen05Tma, args: Tcgen05Args) -> None:

@@ -97,14 +97,7 @@ class GroupedTcgen05Kernel(GroupedTcgen05Scales, Tcgen05Kernel):
             row_scales=self._scale_operand(scales, (1, 4)),
             token_codes=self._code_operand(x_codes, self.plan.cta_tokens),
         )
-        self.kernel(tma, args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(tma, args), stream)
 
     @cute.kernel
     def kernel(self, tma: GroupedTcgen05Tma, args: GroupedTcgen05Args) -> None:  # type: ignore[override]

@@ -20,12 +20,4 @@ class ClusterLaunch(PlannedKernel):
     @cute.jit
     def __call__(self, args: ClusterAttentionArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            cluster=[self.plan.ctas, 1, 1],
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-        )
+        self._launch(self.kernel(args), stream, preferred_smem_carveout=100)

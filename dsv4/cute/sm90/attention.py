@@ -142,14 +142,7 @@ class AttentionKernel(AttentionWeights, AttentionEpilogue, AttentionInput, Entry
     def __call__(self, args: AttentionArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
         layouts, gemms = self._layouts(), self._gemms()
-        self.kernel(layouts, gemms, args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(layouts, gemms, args), stream)
 
     @property
     def tile_heads(self) -> int:

@@ -54,13 +54,7 @@ class MergeKernel(PlannedKernel):
     @cute.jit
     def __call__(self, args: MergeArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.attention`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            stream=stream,
-            # Without it the compiler keeps to 40 registers, and loads wait for loads.
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(args), stream)
 
     @cute.kernel
     def kernel(self, args: MergeArgs) -> None:

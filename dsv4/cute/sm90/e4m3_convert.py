@@ -40,12 +40,7 @@ class ConvertE4m3Kernel(PlannedKernel):
     @cute.jit
     def __call__(self, args: ConvertArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(args), stream)
 
     @cute.kernel
     def kernel(self, args: ConvertArgs) -> None:

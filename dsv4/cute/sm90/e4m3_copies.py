@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cuda.bindings.driver import CUstream
 from cutlass import BFloat16, Int32, Uint32
 from cutlass.cute.nvgpu import cpasync
 
@@ -50,19 +49,6 @@ class CtaMemory(NamedTuple):
 
 class E4m3Copies(E4m3Tiles):
     """Device functions of a CTA's shared memory and of its copy warp."""
-
-    kernel: Any
-
-    def _launch(self, tma: Any, args: Any, stream: CUstream) -> None:
-        """Launch, for the compiler's sake; ``dsv4.cute`` launches the cubin itself."""
-        self.kernel(tma, args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[1, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
 
     def _lane(self) -> Lane:
         """The thread's position."""

@@ -95,7 +95,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             codes_tensor=codes_tensor,
             scales_tensor=scales_tensor,
         )
-        self._launch(tma, args, stream)
+        self._launch(self.kernel(tma, args), stream)
 
     @cute.kernel
     def kernel(self, tma: E4m3Tma, args: Any) -> None:

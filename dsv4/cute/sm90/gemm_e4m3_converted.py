@@ -59,7 +59,7 @@ class ConvertedE4m3Kernel(DenseTiles, E4m3Copies):
             x_tensor=x_tensor,
             codes_tensor=codes_tensor,
         )
-        self._launch(tma, args, stream)
+        self._launch(self.kernel(tma, args), stream)
 
     @cute.kernel
     def kernel(self, tma: BlockE4m3Tma, args: Any) -> None:

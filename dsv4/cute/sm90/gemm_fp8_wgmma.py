@@ -170,12 +170,9 @@ class Fp8WgmmaKernel(WgmmaKernel):
             codes_tensor=codes_tensor,
             x_layout=self._x_layout(),
         )
-        self.kernel(tma, self._mma(self.plan.token_block), args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
+        self._launch(
+            self.kernel(tma, self._mma(self.plan.token_block), args),
+            stream,
             min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=100,
         )

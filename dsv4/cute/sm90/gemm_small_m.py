@@ -62,12 +62,9 @@ class SmallMKernel(SmallMInput):
     @cute.jit
     def __call__(self, args: SmallMArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.gemm`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
+        self._launch(
+            self.kernel(args),
+            stream,
             min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=100,
         )

@@ -176,14 +176,7 @@ class WgmmaKernel(WgmmaCopies):
             scales_tensor=scales_tensor,
             x_layout=self._x_layout(),
         )
-        self.kernel(tma, self._mma(self.plan.token_block), args).launch(
-            grid=[self.plan.ctas, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[self.plan.ctas, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(self.kernel(tma, self._mma(self.plan.token_block), args), stream)
 
     @cute.kernel
     def kernel(self, tma: WgmmaTma, mma: cute.TiledMma, args: WgmmaArgs) -> None:

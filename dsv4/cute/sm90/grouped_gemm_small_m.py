@@ -108,15 +108,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
     @cute.jit
     def __call__(self, args: GroupedSmallMArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.grouped_gemm`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[1, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-        )
+        self._launch(self.kernel(args), stream, preferred_smem_carveout=100)
 
     @cute.kernel
     def kernel(self, args: GroupedSmallMArgs) -> None:

@@ -114,11 +114,9 @@ class IndexerLogitsKernel(IndexerLogitsQueries, IndexerLogitsCorrection):
     @cute.jit
     def __call__(self, args: IndexerLogitsArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.indexer`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
+        self._launch(
+            self.kernel(args),
+            stream,
             min_blocks_per_mp=self.plan.ctas_per_sm,
             preferred_smem_carveout=50,
         )

@@ -78,13 +78,7 @@ class TopkKernel(TopkRows):
     @cute.jit
     def __call__(self, args: TopkArgs, stream: CUstream) -> None:
         """Launch, for the compiler's sake; ``dsv4.cute.indexer`` launches the cubin itself."""
-        self.kernel(args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            cluster=[self.plan.ctas, 1, 1],
-        )
+        self._launch(self.kernel(args), stream, min_blocks_per_mp=0)
 
     @cute.kernel
     def kernel(self, args: TopkArgs) -> None:
