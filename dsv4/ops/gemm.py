@@ -12,7 +12,7 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
-from dsv4.quant.formats import FORMATS, FP8_TOKEN, QuantizedTensor
+from dsv4.quant.formats import FORMATS, FP8_TOKEN, LINEAR, QuantizedTensor
 
 ACTIVATIONS = ("bf16", "nvfp4", "fp8")
 
@@ -21,7 +21,8 @@ class GemmArgs(NamedTuple):
     """Arguments of ``gemm``: GEMM of activations with a quantised weight.
 
     Attributes:
-        x: ``[T, K]``, or ``[T, G, K]`` with G > 1 groups; bfloat16, float16, float32 or float64.
+        x: ``[T, K]``, or ``[T, G, K]`` with G > 1 groups; bfloat16, float16, float32 or float64, or
+            FP8 codes, float8_e4m3fn.
         codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
         scales: Block scales in the weight's layout.
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
@@ -33,6 +34,9 @@ class GemmArgs(NamedTuple):
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         groups: G; the weight's rows are the groups' one after another.
         out_dtype: Dtype of the result, floating.
+        x_scales: float8_e8m0fnu ``[T, ceil(K/128)]`` or ``[T, G, ceil(K/128)]``, block scales where
+            ``x`` is codes, else None.
+        x_layout: Order of the columns of codes, ``"linear"`` of others.
     """
 
     x: torch.Tensor
@@ -47,6 +51,32 @@ class GemmArgs(NamedTuple):
     input_scale: torch.Tensor | None
     groups: int
     out_dtype: torch.dtype
+    x_scales: torch.Tensor | None = None
+    x_layout: str = LINEAR
+
+
+class Activations(NamedTuple):
+    """The input of a GEMM in the form that operators take, checked.
+
+    Attributes:
+        x: Its values or codes, with all of its leading axes.
+        scales: Block scales of codes, else None.
+        layout: Order of the columns of codes, linear of others.
+        dtype: Dtype of the result if none is asked for.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    layout: str
+    dtype: torch.dtype
+
+    def flat(self, axes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return values or codes, and scales, with one axis in front of those of a token."""
+        return _flat(self.x, axes), None if self.scales is None else _flat(self.scales, axes)
+
+
+def _flat(x: torch.Tensor, axes: int) -> torch.Tensor:
+    return x if x.dim() == axes + 1 else x.reshape(math.prod(x.shape[:-axes]), *x.shape[-axes:])
 
 
 def _fake(args: GemmArgs) -> torch.Tensor:
@@ -60,7 +90,7 @@ _gemm = define("gemm", GemmArgs, _fake)
 
 @planned
 def gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor,
     *,
     activation: str = "bf16",
@@ -83,7 +113,10 @@ def gemm(
 
     Args:
         x: ``[..., K]``, or ``[..., G, K]`` with ``groups`` = G > 1. bfloat16, float16, float32 or
-            float64.
+            float64; or ``"fp8_token"``, equal to values that the GEMM rounds itself
+            (``activation`` is ``"bf16"`` then). FP8 tensor cores take codes in the layout that
+            ``dsv4.ops.fp8_token.code_layout`` names; codes in another layout are multiplied as
+            bfloat16.
         weight: ``[N, K]``, or ``[G * N, K]`` with the groups' rows one after another.
         activation: ``"bf16"`` takes ``x`` as it is. ``"nvfp4"`` quantises ``x`` first, with
             ``input_scale`` (static) or, without it, with one dynamic global scale per row.
@@ -92,7 +125,7 @@ def gemm(
         input_scale: float32 ``[]`` or ``[1]``, finite and above 0; only with ``"nvfp4"``. Values on
             other devices than the CPU are not checked; an invalid one gives NaN.
         groups: G.
-        out_dtype: Floating; ``x.dtype`` if None.
+        out_dtype: Floating; if None ``x.dtype``, bfloat16 for codes.
         reserve_sms: SMs to leave to work on other streams. A hint for implementations with
             persistent CTAs (``Implementation.reserves_sms``); no result depends on it. It has no
             effect in calls that torch sees (traced, profiled), because the registered operator does
@@ -104,12 +137,16 @@ def gemm(
 
     Raises:
         TypeError: if a dtype is not as stated or ``weight`` is not a ``QuantizedTensor``.
-        ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
+        ValueError: if shapes do not fit, a name is unknown, tensors are on different devices,
+            codes are in another format than ``"fp8_token"`` or beside an ``activation``, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
-    own = 2 if groups > 1 else 1  # axes of a token
-    flat = x if x.dim() == own + 1 else x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
+    given = activations("gemm", x, activation)
+    x = given.x
+    input_scale = check_gemm(
+        "gemm", given, weight, activation, input_scale, out_dtype, groups=groups
+    )
+    flat, scales = given.flat(2 if groups > 1 else 1)
     args = GemmArgs(
         flat,
         weight.codes,
@@ -122,15 +159,30 @@ def gemm(
         activation,
         input_scale,
         groups,
-        x.dtype if out_dtype is None else out_dtype,
+        given.dtype if out_dtype is None else out_dtype,
+        scales,
+        given.layout,
     )
     out = _gemm(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
+def activations(op: str, x: torch.Tensor | QuantizedTensor, activation: str) -> Activations:
+    """Return the input of a GEMM, with its codes checked where it has some."""
+    if isinstance(x, torch.Tensor):
+        return Activations(x, None, LINEAR, x.dtype)
+    if x.format != FP8_TOKEN:
+        raise ValueError(f"{op}: x is in {x.format.name!r}, wanted {FP8_TOKEN.name!r} or values")
+    if activation != "bf16":
+        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}, wanted 'bf16'")
+    if not torch.compiler.is_compiling():
+        x.validate()
+    return Activations(x.codes, x.scales, x.layout, torch.bfloat16)
+
+
 def check_gemm(
     op: str,
-    x: torch.Tensor,
+    given: Activations,
     weight: QuantizedTensor,
     activation: str,
     input_scale: torch.Tensor | None,
@@ -139,6 +191,7 @@ def check_gemm(
     groups: int = 1,
 ) -> torch.Tensor | None:
     """Check the arguments of ``gemm``; return the scale as operators take it."""
+    x = given.x
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if weight.format.name == FP8_TOKEN.name:
@@ -147,7 +200,7 @@ def check_gemm(
         input_scale = check_input_scale(op, activation, input_scale)
     _check.tensors(
         op,
-        ("x", x, _check.FLOATS, None),
+        ("x", x, _check.FLOATS if given.scales is None else (x.dtype,), None),
         ("weight", weight.codes, (weight.codes.dtype,), None),
         ("input_scale", input_scale, (torch.float32,), None),
     )
