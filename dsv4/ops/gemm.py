@@ -55,30 +55,6 @@ class GemmArgs(NamedTuple):
     x_layout: str = LINEAR
 
 
-class Activations(NamedTuple):
-    """The input of a GEMM in the form that operators take, checked.
-
-    Attributes:
-        x: Its values or codes, with all of its leading axes.
-        scales: Block scales of codes, else None.
-        layout: Order of the columns of codes, linear of others.
-        dtype: Dtype of the result if none is asked for.
-    """
-
-    x: torch.Tensor
-    scales: torch.Tensor | None
-    layout: str
-    dtype: torch.dtype
-
-    def flat(self, axes: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return values or codes, and scales, with one axis in front of those of a token."""
-        return _flat(self.x, axes), None if self.scales is None else _flat(self.scales, axes)
-
-
-def _flat(x: torch.Tensor, axes: int) -> torch.Tensor:
-    return x if x.dim() == axes + 1 else x.reshape(math.prod(x.shape[:-axes]), *x.shape[-axes:])
-
-
 def _fake(args: GemmArgs) -> torch.Tensor:
     return args.x.new_empty(
         (*args.x.shape[:-1], args.codes.shape[0] // args.groups), dtype=args.out_dtype
@@ -141,12 +117,20 @@ def gemm(
             codes are in another format than ``"fp8_token"`` or beside an ``activation``, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    given = activations("gemm", x, activation)
-    x = given.x
+    scales, x_layout = None, LINEAR
+    if not isinstance(x, torch.Tensor):
+        check_codes("gemm", x, activation)
+        x, scales, x_layout = x.codes, x.scales, x.layout
+    coded = scales is not None
     input_scale = check_gemm(
-        "gemm", given, weight, activation, input_scale, out_dtype, groups=groups
+        "gemm", x, weight, activation, input_scale, out_dtype, groups=groups, coded=coded
     )
-    flat, scales = given.flat(2 if groups > 1 else 1)
+    own = 2 if groups > 1 else 1  # axes of a token
+    flat = x if x.dim() == own + 1 else x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
+    if scales is not None and flat is not x:
+        scales = scales.reshape(*flat.shape[:-1], scales.shape[-1])
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if coded else x.dtype
     args = GemmArgs(
         flat,
         weight.codes,
@@ -159,39 +143,49 @@ def gemm(
         activation,
         input_scale,
         groups,
-        given.dtype if out_dtype is None else out_dtype,
+        out_dtype,
         scales,
-        given.layout,
+        x_layout,
     )
     out = _gemm(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
 
 
-def activations(op: str, x: torch.Tensor | QuantizedTensor, activation: str) -> Activations:
-    """Return the input of a GEMM, with its codes checked where it has some."""
-    if isinstance(x, torch.Tensor):
-        return Activations(x, None, LINEAR, x.dtype)
+def check_codes(op: str, x: QuantizedTensor, activation: str) -> None:
+    """Raise ValueError unless a quantised input is in FP8 by tokens and is not quantised again."""
+    if not isinstance(x, QuantizedTensor):
+        raise TypeError(f"{op}: x is {type(x).__name__}, wanted a tensor or a QuantizedTensor")
     if x.format != FP8_TOKEN:
         raise ValueError(f"{op}: x is in {x.format.name!r}, wanted {FP8_TOKEN.name!r} or values")
     if activation != "bf16":
         raise ValueError(f"{op}: x is quantised, but activation is {activation!r}, wanted 'bf16'")
     if not torch.compiler.is_compiling():
         x.validate()
-    return Activations(x.codes, x.scales, x.layout, torch.bfloat16)
 
 
 def check_gemm(
     op: str,
-    given: Activations,
+    x: torch.Tensor,
     weight: QuantizedTensor,
     activation: str,
     input_scale: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     *,
     groups: int = 1,
+    coded: bool = False,
 ) -> torch.Tensor | None:
-    """Check the arguments of ``gemm``; return the scale as operators take it."""
-    x = given.x
+    """Check the arguments of ``gemm``; return the scale as operators take it.
+
+    Args:
+        op: Name of the operator, for messages.
+        x: See ``gemm``; codes if ``coded``.
+        weight: See ``gemm``.
+        activation: See ``gemm``.
+        input_scale: See ``gemm``.
+        out_dtype: See ``gemm``.
+        groups: See ``gemm``.
+        coded: Whether ``x`` is codes that ``check_codes`` has checked.
+    """
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if weight.format.name == FP8_TOKEN.name:
@@ -200,7 +194,7 @@ def check_gemm(
         input_scale = check_input_scale(op, activation, input_scale)
     _check.tensors(
         op,
-        ("x", x, _check.FLOATS if given.scales is None else (x.dtype,), None),
+        ("x", x, (x.dtype,) if coded else _check.FLOATS, None),
         ("weight", weight.codes, (weight.codes.dtype,), None),
         ("input_scale", input_scale, (torch.float32,), None),
     )

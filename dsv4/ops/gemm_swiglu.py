@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.gemm import activations, check_gemm
+from dsv4.ops.gemm import check_codes, check_gemm
 from dsv4.quant.formats import LINEAR, QuantizedTensor
 
 
@@ -91,11 +92,18 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    given = activations("gemm_swiglu", x, activation)
-    x = given.x
-    input_scale = check_gemm("gemm_swiglu", given, weight, activation, input_scale, out_dtype)
+    op, scales, x_layout = "gemm_swiglu", None, LINEAR
+    if not isinstance(x, torch.Tensor):
+        check_codes(op, x, activation)
+        x, scales, x_layout = x.codes, x.scales, x.layout
+    coded = scales is not None
+    input_scale = check_gemm(op, x, weight, activation, input_scale, out_dtype, coded=coded)
     _check_swiglu(weight, limit)
-    flat, scales = given.flat(1)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if scales is not None and flat is not x:
+        scales = scales.reshape(flat.shape[0], scales.shape[-1])
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if coded else x.dtype
     args = GemmSwigluArgs(
         flat,
         weight.codes,
@@ -108,9 +116,9 @@ def gemm_swiglu(
         activation,
         input_scale,
         limit,
-        given.dtype if out_dtype is None else out_dtype,
+        out_dtype,
         scales,
-        given.layout,
+        x_layout,
     )
     out = _gemm_swiglu(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)
