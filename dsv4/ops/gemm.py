@@ -120,7 +120,7 @@ def gemm(
     scales, x_layout = None, LINEAR
     if not isinstance(x, torch.Tensor):
         check_codes("gemm", x, activation)
-        x, scales, x_layout = x.codes, x.scales, x.layout
+        scales, x_layout, x = x.scales, x.layout, x.codes
     coded = scales is not None
     input_scale = check_gemm(
         "gemm", x, weight, activation, input_scale, out_dtype, groups=groups, coded=coded

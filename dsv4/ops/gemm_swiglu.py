@@ -95,7 +95,7 @@ def gemm_swiglu(
     op, scales, x_layout = "gemm_swiglu", None, LINEAR
     if not isinstance(x, torch.Tensor):
         check_codes(op, x, activation)
-        x, scales, x_layout = x.codes, x.scales, x.layout
+        scales, x_layout, x = x.scales, x.layout, x.codes
     coded = scales is not None
     input_scale = check_gemm(op, x, weight, activation, input_scale, out_dtype, coded=coded)
     _check_swiglu(weight, limit)
