@@ -56,9 +56,9 @@ def _input(args: GemmArgs | GemmSwigluArgs) -> str | None:
     """Return why the input of a dense GEMM is not FP8, or its columns not in the right order."""
     if args.x_scales is None:
         return _activation(args.activation)
-    wanted = LINEAR if args.format == FP8_BLOCK.name else FRAGMENTS
-    if args.x_layout != wanted:
-        return f"the columns of codes are {args.x_layout!r}, wanted {wanted!r}"
+    layout = LINEAR if args.format == FP8_BLOCK.name else FRAGMENTS
+    if args.x_layout != layout:
+        return f"the columns of codes are {args.x_layout!r}, wanted {layout!r}"
     return None
 
 

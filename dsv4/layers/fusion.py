@@ -30,8 +30,8 @@ def fused_linear(
     """
     whole = _one_gemm(layers, x, out_dtype)
     if whole is None:
-        given = rounded_once(x, layers) if layers[0].activation == "fp8" else x
-        return [layer(given, out_dtype) for layer in layers]
+        rounded = rounded_once(x, layers) if layers[0].activation == "fp8" else x
+        return [layer(rounded, out_dtype) for layer in layers]
     # ``Tensor.split`` comes to the same after six more calls of Python.
     return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
@@ -56,8 +56,8 @@ def concatenated_linear(
     """
     whole = _one_gemm(layers, x, reserve_sms=reserve_sms)
     if whole is None:
-        given = rounded_once(x, layers) if layers[0].activation == "fp8" else x
-        return torch.cat([layer(given, reserve_sms=reserve_sms) for layer in layers], dim=-1)
+        rounded = rounded_once(x, layers) if layers[0].activation == "fp8" else x
+        return torch.cat([layer(rounded, reserve_sms=reserve_sms) for layer in layers], dim=-1)
     return whole
 
 

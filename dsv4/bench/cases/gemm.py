@@ -153,10 +153,10 @@ def gemm_case(
         cast = activation == "fp8" and format == NVFP4
         weight = _weight(draw, rows, columns, groups, segments, format, cast)
         how: dict[str, object] = {"activation": activation, "groups": groups}
-        given = x if not coded else ops.quantize(x, "fp8_token", layout=code_layout(weight))
+        operand = x if not coded else ops.quantize(x, "fp8_token", layout=code_layout(weight))
         return Problem(
             ops.gemm,
-            (given, weight),
+            (operand, weight),
             {**how, "activation": "bf16", "out_dtype": x.dtype} if coded else how,
             within(budgets.gemm),
             nbytes(x, weight),
