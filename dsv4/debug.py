@@ -17,6 +17,9 @@ first that was not finite, and of which token, and nothing about counts or param
 ``count_dropped`` counts expert ids that are out of range, which a device drops in silence: on the
 device, without waiting for it, and in CUDA graphs, too.
 
+``count_gemms`` counts which implementation multiplied each quantised weight, and with which
+activations: whether FP8 tensor cores ran.
+
 ``compilations`` counts the kernels that this process compiled: none after ``dsv4.warmup``.
 """
 
@@ -35,6 +38,9 @@ from torch import nn
 
 from dsv4.boundaries import Boundaries, Finding, tensors_in, token_rows
 from dsv4.compilation import counts as _compilations
+from dsv4.gemm_counts import GemmCall as GemmCall
+from dsv4.gemm_counts import GemmCounts as GemmCounts
+from dsv4.gemm_counts import count_gemms as count_gemms
 from dsv4.ops.moe import out_of_range
 
 # float4_e2m1fn_x2 has no NaN and no infinity, and torch cannot convert it.

@@ -88,6 +88,9 @@ if _ENVIRONMENT is not os.environ:
     _VARIABLE = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 _override: ContextVar[str] = ContextVar("dsv4_backend", default=AUTO)
 _explaining: ContextVar[bool] = ContextVar("dsv4_explaining", default=False)
+# Gets every call of the thread with the row that runs it; see ``watching``.
+Watcher = Callable[[Call, Implementation], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("dsv4_watcher", default=None)
 
 
 class _Explained(Exception):  # noqa: N818  (control flow, not an error)
@@ -138,6 +141,19 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         _override.reset(token)
+
+
+@contextmanager
+def watching(seen: Watcher) -> Iterator[None]:
+    """Call ``seen`` before each operator call of this thread in the block, which no plan repeats.
+
+    An operator that is made of others is seen first, then these.
+    """
+    token = _watcher.set(seen)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def choose(call: Call, backend: str = AUTO) -> Implementation:
@@ -256,6 +272,9 @@ def run(
     if _explaining.get():
         raise _Explained(call, requested)
     row = _first(call, requested)
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(call, row)
     implementation = load(row.target)
     if reserve_sms and row.reserves_sms:
         return implementation(args, reserve_sms=reserve_sms)
@@ -263,9 +282,9 @@ def run(
 
 
 def is_free(backend: str) -> bool:
-    """Return whether ``"auto"`` decides, and the call is to run, not to be explained."""
+    """Return whether ``"auto"`` decides, and the call is to run, not to be explained or watched."""
     chosen = backend != AUTO or _override.get() != AUTO or _VARIABLE in _ENVIRONMENT
-    return not (chosen or _explaining.get())
+    return not (chosen or _explaining.get() or _watcher.get() is not None)
 
 
 def implementation(op: str, args: Any) -> Callable[..., Any]:
@@ -285,7 +304,11 @@ def first(op: str, args: Any) -> Any:
 
     For implementations that are made of other operators; ``args`` as in ``Call``.
     """
-    return load(_first(Call(op, args, args[0].device), AUTO).target)(args)
+    call = Call(op, args, args[0].device)
+    row, watcher = _first(call, AUTO), _watcher.get()
+    if watcher is not None:
+        watcher(call, row)
+    return load(row.target)(args)
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

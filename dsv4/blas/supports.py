@@ -35,6 +35,8 @@ def scaled_mm(call: Call) -> str | None:
 def _operands(args: GemmArgs) -> str | None:
     if args.format != NVFP4.name:
         return f"the weight is {args.format!r}, wanted {NVFP4.name!r}"
+    if args.x_scales is not None:
+        return "x is FP8 codes, and both operands have to be NVFP4"
     if args.activation != NVFP4.name:
         return f"activations are {args.activation!r}, and both operands have to be NVFP4"
     if args.layout == FRAGMENTS:

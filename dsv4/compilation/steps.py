@@ -37,7 +37,7 @@ from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args, gemm_record
-from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_values, quantize
+from dsv4.ops.quantize import bfloat16_operand, block_values, fp8_operand, fp8_values, quantize
 from dsv4.parallel.context import ParallelContext, tensor_parallel
 from dsv4.quant.formats import (
     FP8_TOKEN,
@@ -440,14 +440,16 @@ class _Recorder(TorchDispatchMode):
         their input again, also one that is quantised already.
         """
         if row.name == "fp8":
-            if args.activation == "fp8":
+            if args.x_scales is None and args.activation == "fp8":
                 layout = FRAGMENTS if args.format == NVFP4.name else LINEAR
                 quantize(args.x.reshape(-1, args.x.shape[-1]), FP8_TOKEN, layout=layout)
             return
         grouped = isinstance(args, _GROUPED_RECORDS)
-        if grouped and args.x_scales is not None and row.name != "tcgen05":
+        if not grouped:
+            fp8_operand(args)
+        elif args.x_scales is not None and row.name != "tcgen05":
             block_values(args.x, args.x_scales, torch.bfloat16, args.x_layout)
-        if args.activation == "fp8":
+        elif args.activation == "fp8":
             fp8_values(args.x)
         if args.activation != NVFP4.name:
             return

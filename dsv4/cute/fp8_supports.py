@@ -20,7 +20,14 @@ from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
-from dsv4.ops.unsupported import gapped, gemm_dtypes, many_segments, misaligned, not_in_fragments
+from dsv4.ops.unsupported import (
+    dense_gemm_dtypes,
+    gapped,
+    gemm_dtypes,
+    many_segments,
+    misaligned,
+    not_in_fragments,
+)
 from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4
 
 _GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluFp8Args
@@ -29,7 +36,7 @@ _GroupedArgs = GroupedGemmArgs | GroupedGemmSwigluArgs | GroupedGemmSwigluFp8Arg
 def gemm(call: Call) -> str | None:
     """Return why ``gemm`` by FP8 tensor cores is unsupported, or None."""
     args: GemmArgs = call.args
-    reason = _activation(args.activation) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    reason = _input(args) or dense_gemm_dtypes(args)
     reason = reason or not_hopper(call.device)
     if reason:
         return reason
@@ -41,8 +48,18 @@ def gemm(call: Call) -> str | None:
 def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` by FP8 tensor cores is unsupported, or None."""
     args: GemmSwigluArgs = call.args
-    reason = _activation(args.activation) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    reason = _input(args) or dense_gemm_dtypes(args)
     return reason or not_hopper(call.device) or _dense(args, 1)
+
+
+def _input(args: GemmArgs | GemmSwigluArgs) -> str | None:
+    """Return why the input of a dense GEMM is not FP8, or its columns not in the right order."""
+    if args.x_scales is None:
+        return _activation(args.activation)
+    layout = LINEAR if args.format == FP8_BLOCK.name else FRAGMENTS
+    if args.x_layout != layout:
+        return f"the columns of codes are {args.x_layout!r}, wanted {layout!r}"
+    return None
 
 
 def _activation(activation: str) -> str | None:

@@ -27,7 +27,7 @@ from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, Plan, choose, token_counts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_values
+from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 from dsv4.quant.formats import FP8_BLOCK
 
 # Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
@@ -61,8 +61,7 @@ def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
     shape = (x.shape[0], rows) if groups == 1 else (x.shape[0], groups, rows // groups)
     out = x.new_empty(shape, dtype=args.out_dtype)
     weight = (args.codes, args.scales, args.global_scale)
-    scale = args.input_scale
-    x = fp8_values(x) if args.activation == "fp8" else x
+    scale, x = args.input_scale, fp8_operand(args)
     return _multiply(problem, x, weight, args.segments, scale, math.inf, out, shape[0], reserve_sms)
 
 
@@ -75,7 +74,7 @@ def gemm_swiglu(args: GemmSwigluArgs, reserve_sms: int = 0) -> torch.Tensor:
     weight = (args.codes, args.scales, args.global_scale)
     bound = math.inf if args.limit is None else args.limit
     scale = args.input_scale
-    x = fp8_values(args.x) if args.activation == "fp8" else args.x
+    x = fp8_operand(args)
     return _multiply(problem, x, weight, args.segments, scale, bound, out, tokens, reserve_sms)
 
 

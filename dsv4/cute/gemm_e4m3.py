@@ -85,17 +85,22 @@ class Problem(NamedTuple):
 
 
 def gemm(args: GemmArgs, reserve_sms: int = 0) -> torch.Tensor:
-    """See ``dsv4.ops.gemm.gemm``; ``x`` is quantised first, ``activation`` is ``"fp8"``."""
-    is_block = args.format == FP8_BLOCK.name
-    x = quantize(args.x, FP8_TOKEN, layout=LINEAR if is_block else FRAGMENTS)
-    return multiply(x, args, math.inf, swiglu=False, reserve_sms=reserve_sms)
+    """See ``dsv4.ops.gemm.gemm``; ``x`` is quantised first unless it is codes."""
+    return multiply(_codes(args), args, math.inf, swiglu=False, reserve_sms=reserve_sms)
 
 
 def gemm_swiglu(args: GemmSwigluArgs, reserve_sms: int = 0) -> torch.Tensor:
     """See ``dsv4.ops.gemm_swiglu.gemm_swiglu``; as ``gemm``."""
-    x = quantize(args.x, FP8_TOKEN, layout=FRAGMENTS)
     limit = math.inf if args.limit is None else args.limit
-    return multiply(x, args, limit, swiglu=True, reserve_sms=reserve_sms)
+    return multiply(_codes(args), args, limit, swiglu=True, reserve_sms=reserve_sms)
+
+
+def _codes(args: GemmArgs | GemmSwigluArgs) -> QuantizedTensor:
+    """Return the activations in FP8, in the order of the weight's columns."""
+    if args.x_scales is not None:
+        return QuantizedTensor(args.x, args.x_scales, None, FP8_TOKEN, args.x_layout)
+    is_block = args.format == FP8_BLOCK.name
+    return quantize(args.x, FP8_TOKEN, layout=LINEAR if is_block else FRAGMENTS)
 
 
 def multiply(

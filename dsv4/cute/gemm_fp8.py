@@ -21,7 +21,7 @@ from dsv4.cute.runtime.launch import (
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import GemmProblem, token_counts
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_values
+from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 
 # Tokens whose tiles follow one another before the next block of rows does: their X stays in L2.
 _SPAN = 1024
@@ -47,8 +47,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     row_scale = None
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
-    elif args.activation == "fp8":
-        x = fp8_values(x)
+    else:
+        x = fp8_operand(args)
     x, _, token_stride = aligned(x, tokens)
     form = (args.out_dtype == torch.float32, args.activation == "nvfp4")
     problem = GemmProblem(rows, codes.shape[1], groups, *form)

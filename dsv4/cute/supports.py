@@ -33,8 +33,10 @@ from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.unsupported import (
+    dense_gemm_dtypes,
     gapped,
     gemm_dtypes,
+    input_dtype,
     many_segments,
     misaligned,
     not_both_nvfp4,
@@ -68,7 +70,7 @@ def _packed_gemm(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: 
     reason = _packed_sizes(
         device,
         args.layout,
-        args.x.dtype,
+        input_dtype(args),
         args.out_dtype,
         len(args.segments),
         args.codes.shape,
@@ -150,7 +152,7 @@ def _many_tokens(arch: str, tokens: int, rows: int, columns: int) -> str:
 
 def _fp8_gemm(args: GemmArgs, device: torch.device) -> str | None:
     codes, scales, groups = args.codes, args.scales, args.groups
-    elsewhere = gemm_dtypes(args.x.dtype, args.out_dtype) or not_hopper(device)
+    elsewhere = dense_gemm_dtypes(args) or not_hopper(device)
     if elsewhere:
         return elsewhere
     sizes = GemmProblem(codes.shape[0], codes.shape[1], groups, False, False)
@@ -253,11 +255,16 @@ def tcgen05_gemm_swiglu(call: Call) -> str | None:
     return _tcgen05(call.args, call.device, 1)
 
 
+def _activation(args: GemmArgs | GemmSwigluArgs) -> str:
+    """Return the format of activations; that of codes is called "bf16" in the record."""
+    return args.activation if args.x_scales is None else FP8_TOKEN.name
+
+
 def _tcgen05(args: GemmArgs | GemmSwigluArgs, device: torch.device, groups: int) -> str | None:
     elsewhere = (
-        not_both_nvfp4(args.format, args.activation)
+        not_both_nvfp4(args.format, _activation(args))
         or not_swizzled(args.layout)
-        or gemm_dtypes(args.x.dtype, args.out_dtype)
+        or dense_gemm_dtypes(args)
         or not_blackwell(device)
     )
     if elsewhere:

@@ -12,8 +12,10 @@ from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers._pooling import one_cache, plain_pages
+from dsv4.layers._rounded import Values, is_own, rounded_norm
 from dsv4.layers.compressor import DeepseekV4CSACompressor, DeepseekV4HCACompressor
 from dsv4.layers.fusion import fused_linear
+from dsv4.layers.indexer import DeepseekV4Indexer
 from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
@@ -172,19 +174,32 @@ class DeepseekV4Attention(FixedDtypeModule):
         grouped = out.reshape(*out.shape[:-2], o_a_proj.n_groups, o_a_proj.in_features)
         return self.o_b_proj(o_a_proj(grouped).flatten(-2))
 
-    def _down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return q_residual ``[..., q_lora]``, normed, and kv ``[..., D]``, as projected."""
-        q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
-        return self.q_a_norm(q_a), kv
+    def _down(self, x: torch.Tensor) -> tuple[Values, torch.Tensor]:
+        """Return q_residual ``[..., q_lora]``, normed, and kv ``[..., D]``, as projected.
 
-    def _queries(self, q_residual: torch.Tensor, tables: Tables) -> torch.Tensor:
+        With FP8 activations q_residual is codes, if all projections of it take them.
+        """
+        q_a, kv = fused_linear([self.q_a_proj, self.kv_proj], x)
+        if getattr(self._modules["q_b_proj"], "activation", None) != "fp8":
+            return self.q_a_norm(q_a), kv
+        return rounded_norm(self.q_a_norm, q_a, self._query_projections()), kv
+
+    def _query_projections(self) -> list[nn.Module]:
+        """Return all layers that read q_residual; modules of somebody else get values."""
+        layers: list[nn.Module] = [self.q_b_proj]
+        if isinstance(self.compressor, DeepseekV4CSACompressor):
+            indexer = self.compressor.indexer
+            layers.append(indexer.q_b_proj if is_own(indexer, DeepseekV4Indexer) else indexer)
+        return layers
+
+    def _queries(self, q_residual: Values, tables: Tables) -> torch.Tensor:
         """Return rotated q ``[T, heads, D]`` from ``q_residual [..., q_lora]``, by T-row tables."""
         q = self.q_b_proj(q_residual).reshape(-1, self.num_heads, self.head_dim)
         head_norm_rope_(q, *tables, self.q_b_norm.eps)
         return q
 
     @staticmethod
-    def _flat(tables: Tables, q: torch.Tensor) -> Tables:
+    def _flat(tables: Tables, q: Values) -> Tables:
         """Return a row of both tables for each token of ``q [B, S, ...]``."""
         cos, sin = (table.expand(*q.shape[:2], -1).flatten(0, 1) for table in tables)
         return cos, sin

@@ -11,6 +11,7 @@ from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._pooling import PoolingModule, one_cache
 from dsv4.layers._projections import are_merged, projections_of
+from dsv4.layers._rounded import Values
 from dsv4.layers.indexer import DeepseekV4Indexer
 from dsv4.layers.linear import Linear
 from dsv4.overlap import Streams
@@ -32,7 +33,7 @@ class _AttentionCompressor(PoolingModule):
         self,
         entries: torch.Tensor,
         hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
+        q_residual: Values,
         position_ids: torch.Tensor,
         past_key_values: Any,
         layer_idx: int,
@@ -50,8 +51,8 @@ class _AttentionCompressor(PoolingModule):
         """
         raise NotImplementedError
 
-    def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor | None:
-        """Return index queries of ``q_residual [T, q_lora_rank]``; None without an indexer."""
+    def index_queries(self, q_residual: Values) -> torch.Tensor | None:
+        """Return index queries of ``q_residual [T, q_lora]`` or codes; None without an indexer."""
         return None
 
     def paged_slots(
@@ -121,7 +122,7 @@ class DeepseekV4HCACompressor(_AttentionCompressor):
         self,
         entries: torch.Tensor,
         hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
+        q_residual: Values,
         position_ids: torch.Tensor,
         past_key_values: Any,
         layer_idx: int,
@@ -179,7 +180,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         self,
         entries: torch.Tensor,
         hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
+        q_residual: Values,
         position_ids: torch.Tensor,
         past_key_values: Any,
         layer_idx: int,
@@ -228,7 +229,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
             self.write_pages(x, step, layer_idx, made.pooled)
         return weights
 
-    def index_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
+    def index_queries(self, q_residual: Values) -> torch.Tensor:
         """Return the index queries ``[T, heads, d]`` before rotation."""
         return self.indexer.project_queries(q_residual)
 

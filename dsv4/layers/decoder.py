@@ -12,6 +12,7 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers import _layer_plan
 from dsv4.layers._pooling import one_cache
+from dsv4.layers._rounded import rounded_norm
 from dsv4.layers.attention import DeepseekV4Attention, Tables
 from dsv4.layers.early_experts import arrival_of
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
@@ -169,8 +170,9 @@ class DeepseekV4MTP(nn.Module):
 
     def combine(self, streams: torch.Tensor, next_embeddings: torch.Tensor) -> torch.Tensor:
         """Return the block's input ``[B, S, n, H]``; see ``forward`` for the arguments."""
-        embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)
-        return embedded + self.h_proj(self.hnorm(streams))
+        embedded = self.e_proj(rounded_norm(self.enorm, next_embeddings, [self.e_proj]))
+        normed = rounded_norm(self.hnorm, streams, [self.h_proj])
+        return embedded.unsqueeze(-2) + self.h_proj(normed)
 
     def write_window(
         self, streams: torch.Tensor, next_embeddings: torch.Tensor, step: CacheStep

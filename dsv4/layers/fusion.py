@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsv4.layers._fused_weight import FusedWeight, interleaved_rows
+from dsv4.layers._rounded import rounded_once
 from dsv4.layers.linear import Linear
 from dsv4.ops.gemm import gemm
 from dsv4.ops.gemm_swiglu import gemm_swiglu
@@ -29,7 +30,8 @@ def fused_linear(
     """
     whole = _one_gemm(layers, x, out_dtype)
     if whole is None:
-        return [layer(x, out_dtype) for layer in layers]
+        rounded = rounded_once(x, layers) if layers[0].activation == "fp8" else x
+        return [layer(rounded, out_dtype) for layer in layers]
     # ``Tensor.split`` comes to the same after six more calls of Python.
     return list(whole.split_with_sizes([layer.out_features for layer in layers], dim=-1))
 
@@ -54,7 +56,8 @@ def concatenated_linear(
     """
     whole = _one_gemm(layers, x, reserve_sms=reserve_sms)
     if whole is None:
-        return torch.cat([layer(x, reserve_sms=reserve_sms) for layer in layers], dim=-1)
+        rounded = rounded_once(x, layers) if layers[0].activation == "fp8" else x
+        return torch.cat([layer(rounded, reserve_sms=reserve_sms) for layer in layers], dim=-1)
     return whole
 
 

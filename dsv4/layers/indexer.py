@@ -12,6 +12,7 @@ from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.layers._module import wider
 from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
+from dsv4.layers._rounded import Values
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -83,13 +84,13 @@ class DeepseekV4Indexer(PoolingModule):
     def _stored(self, entries: torch.Tensor) -> torch.Tensor:
         return indexer_rotate_quantize(entries) if self.numerics == "deepseek" else entries
 
-    def queries(self, q_residual: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def queries(self, q_residual: Values, position_ids: torch.Tensor) -> torch.Tensor:
         """Project, rotate and quantise index queries ``[..., heads, d]``; no norm per head."""
-        tables = self.rotary_emb(q_residual, position_ids, self.rope_layer_type)
         q = self.project_queries(q_residual)
+        tables = self.rotary_emb(q, position_ids, self.rope_layer_type)
         return self._rotated(q, *(t.expand(*q.shape[:-2], -1).flatten(0, -2) for t in tables))
 
-    def project_queries(self, q_residual: torch.Tensor) -> torch.Tensor:
+    def project_queries(self, q_residual: Values) -> torch.Tensor:
         """Return queries ``[..., heads, d]`` before rotation."""
         return self.q_b_proj(q_residual).unflatten(-1, (self.num_heads, self.head_dim))
 
@@ -169,7 +170,7 @@ class DeepseekV4Indexer(PoolingModule):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        q_residual: torch.Tensor,
+        q_residual: Values,
         position_ids: torch.Tensor,
         past_key_values: Any = None,
         layer_idx: int = -1,
@@ -180,7 +181,7 @@ class DeepseekV4Indexer(PoolingModule):
 
         Args:
             hidden_states: ``[B, S, H]``.
-            q_residual: ``[B, S, q_lora_rank]``.
+            q_residual: ``[B, S, q_lora_rank]``, or its codes.
             position_ids: ``[B, S]`` or ``[1, S]``.
             past_key_values: None or a transformers cache.
             layer_idx: The layer's place in that cache.

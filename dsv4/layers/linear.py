@@ -96,7 +96,7 @@ class Linear(FixedDtypeModule):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | QuantizedTensor,
         out_dtype: torch.dtype | None = None,
         *,
         reserve_sms: int = 0,
@@ -104,14 +104,19 @@ class Linear(FixedDtypeModule):
         """Multiply ``x`` by the weight.
 
         Args:
-            x: ``[..., in_features]``, or ``[..., groups, in_features]`` when grouped.
-            out_dtype: Dtype of the result; float32 also multiplies in float32. Default ``x.dtype``.
+            x: ``[..., in_features]``, or ``[..., groups, in_features]`` when grouped; or the same
+                in ``"fp8_token"`` if the layer would round it so (``takes_codes``).
+            out_dtype: Dtype of the result; float32 also multiplies in float32. Default ``x.dtype``,
+                bfloat16 for codes.
             reserve_sms: SMs that the GEMM leaves to other streams, see ``dsv4.ops.gemm``.
 
         Raises:
-            ValueError: if the last axes of ``x`` differ from these.
+            ValueError: if the last axes of ``x`` differ from these, or it is quantised and the
+                layer wants values.
             TypeError: if ``x`` is not floating, or not of a plain weight's dtype.
         """
+        if isinstance(x, QuantizedTensor):
+            return self._of_codes(x, out_dtype, reserve_sms)
         is_plain = self.format is None
         if (
             x.shape[-1] != self.in_features
@@ -131,6 +136,27 @@ class Linear(FixedDtypeModule):
             self.quantized_weight(),
             activation=activation,
             input_scale=self.input_scale if activation == "nvfp4" else None,
+            groups=self.groups,
+            out_dtype=out_dtype,
+            reserve_sms=reserve_sms,
+        )
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether the layer rounds its input to FP8 now, and so takes one that is rounded."""
+        return self.activation == "fp8" and self.format is not None and self.observer is None
+
+    def _of_codes(
+        self, x: QuantizedTensor, out_dtype: torch.dtype | None, reserve_sms: int
+    ) -> torch.Tensor:
+        if not self.takes_codes:
+            name = type(self).__name__
+            seen = "plain" if self.format is None else f"activation {self.activation!r}"
+            seen = seen if self.observer is None else "being calibrated"
+            raise ValueError(f"{name}: x is in {x.format.name!r} and the layer is {seen}")
+        return gemm(
+            x,
+            self.quantized_weight(),
             groups=self.groups,
             out_dtype=out_dtype,
             reserve_sms=reserve_sms,
@@ -408,13 +434,13 @@ class DeepseekV4GroupedLinear(Linear):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | QuantizedTensor,
         out_dtype: torch.dtype | None = None,
         *,
         reserve_sms: int = 0,
     ) -> torch.Tensor:
         """Map ``[..., n_groups, in]`` to ``[..., n_groups, out_features / n_groups]``."""
-        if x.dim() < 2 or x.shape[-2] != self.n_groups:
+        if len(x.shape) < 2 or x.shape[-2] != self.n_groups:
             raise ValueError(
                 f"GroupedLinear: x has shape {list(x.shape)}, "
                 f"wanted [..., {self.n_groups}, {self.in_features}]"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.layers._rounded import Values, rounded_swiglu
 from dsv4.layers.fusion import concatenated_linear, fused_swiglu
 from dsv4.layers.linear import Linear
-from dsv4.ops.swiglu import swiglu
 from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.split import LocalSizes
 
@@ -55,11 +55,11 @@ class DeepseekV4MLP(nn.Module):
             return down(inner, reserve_sms=reserve_sms)
         return down(inner)
 
-    def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> torch.Tensor:
-        """Map ``[..., H]`` to ``[..., I]``, the input of the down projection."""
+    def inner(self, x: torch.Tensor, *, reserve_sms: int = 0) -> Values:
+        """Map ``[..., H]`` to ``[..., I]``, the down projection's input, which may be codes."""
         gate, up = self.gate_proj, self.up_proj
         inner = fused_swiglu(gate, up, x, self.limit, reserve_sms=reserve_sms)
         if inner is None:
             gate_up = concatenated_linear((gate, up), x, reserve_sms=reserve_sms)
-            inner = swiglu(gate_up, self.limit)
+            return rounded_swiglu(gate_up, self.limit, self.down_proj)
         return inner

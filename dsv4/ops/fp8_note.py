@@ -19,7 +19,7 @@ def multiplied_as_bfloat16(call: Call) -> str | None:
     Counts the block scales of the weight, unless it is on the meta device.
     """
     args: Any = call.args
-    coded = getattr(args, "x_scales", None) is not None and args.x.dtype == FP8_TOKEN.codes_dtype
+    coded = args.x_scales is not None and args.x.dtype == FP8_TOKEN.codes_dtype
     if args.activation != "fp8" and not coded:
         return None
     codes = args.codes if hasattr(args, "codes") else args.weight

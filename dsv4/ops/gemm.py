@@ -12,7 +12,7 @@ from dsv4.ops import _check
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
 from dsv4.ops.quantize import positive
-from dsv4.quant.formats import FORMATS, FP8_TOKEN, QuantizedTensor
+from dsv4.quant.formats import FORMATS, FP8_TOKEN, LINEAR, QuantizedTensor
 
 ACTIVATIONS = ("bf16", "nvfp4", "fp8")
 
@@ -21,7 +21,8 @@ class GemmArgs(NamedTuple):
     """Arguments of ``gemm``: GEMM of activations with a quantised weight.
 
     Attributes:
-        x: ``[T, K]``, or ``[T, G, K]`` with G > 1 groups; bfloat16, float16, float32 or float64.
+        x: ``[T, K]``, or ``[T, G, K]`` with G > 1 groups; bfloat16, float16, float32 or float64, or
+            FP8 codes, float8_e4m3fn.
         codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
         scales: Block scales in the weight's layout.
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
@@ -33,6 +34,9 @@ class GemmArgs(NamedTuple):
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         groups: G; the weight's rows are the groups' one after another.
         out_dtype: Dtype of the result, floating.
+        x_scales: float8_e8m0fnu ``[T, ceil(K/128)]`` or ``[T, G, ceil(K/128)]``, block scales where
+            ``x`` is codes, else None.
+        x_layout: Order of the columns of codes, ``"linear"`` of others.
     """
 
     x: torch.Tensor
@@ -47,6 +51,8 @@ class GemmArgs(NamedTuple):
     input_scale: torch.Tensor | None
     groups: int
     out_dtype: torch.dtype
+    x_scales: torch.Tensor | None = None
+    x_layout: str = LINEAR
 
 
 def _fake(args: GemmArgs) -> torch.Tensor:
@@ -60,7 +66,7 @@ _gemm = define("gemm", GemmArgs, _fake)
 
 @planned
 def gemm(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor,
     *,
     activation: str = "bf16",
@@ -83,7 +89,10 @@ def gemm(
 
     Args:
         x: ``[..., K]``, or ``[..., G, K]`` with ``groups`` = G > 1. bfloat16, float16, float32 or
-            float64.
+            float64; or ``"fp8_token"``, equal to values that the GEMM rounds itself
+            (``activation`` is ``"bf16"`` then). FP8 tensor cores take codes in the layout that
+            ``dsv4.ops.fp8_token.code_layout`` names; codes in another layout are multiplied as
+            bfloat16.
         weight: ``[N, K]``, or ``[G * N, K]`` with the groups' rows one after another.
         activation: ``"bf16"`` takes ``x`` as it is. ``"nvfp4"`` quantises ``x`` first, with
             ``input_scale`` (static) or, without it, with one dynamic global scale per row.
@@ -92,7 +101,7 @@ def gemm(
         input_scale: float32 ``[]`` or ``[1]``, finite and above 0; only with ``"nvfp4"``. Values on
             other devices than the CPU are not checked; an invalid one gives NaN.
         groups: G.
-        out_dtype: Floating; ``x.dtype`` if None.
+        out_dtype: Floating; if None ``x.dtype``, bfloat16 for codes.
         reserve_sms: SMs to leave to work on other streams. A hint for implementations with
             persistent CTAs (``Implementation.reserves_sms``); no result depends on it. It has no
             effect in calls that torch sees (traced, profiled), because the registered operator does
@@ -104,12 +113,24 @@ def gemm(
 
     Raises:
         TypeError: if a dtype is not as stated or ``weight`` is not a ``QuantizedTensor``.
-        ValueError: if shapes do not fit, a name is unknown, tensors are on different devices, or
+        ValueError: if shapes do not fit, a name is unknown, tensors are on different devices,
+            codes are in another format than ``"fp8_token"`` or beside an ``activation``, or
             ``input_scale`` is not finite and above 0 or is given with ``"bf16"``.
     """
-    input_scale = check_gemm("gemm", x, weight, activation, input_scale, out_dtype, groups=groups)
+    scales, x_layout = None, LINEAR
+    if not isinstance(x, torch.Tensor):
+        check_codes("gemm", x, activation)
+        scales, x_layout, x = x.scales, x.layout, x.codes
+    coded = scales is not None
+    input_scale = check_gemm(
+        "gemm", x, weight, activation, input_scale, out_dtype, groups=groups, coded=coded
+    )
     own = 2 if groups > 1 else 1  # axes of a token
     flat = x if x.dim() == own + 1 else x.reshape(math.prod(x.shape[:-own]), *x.shape[-own:])
+    if scales is not None and flat is not x:
+        scales = scales.reshape(*flat.shape[:-1], scales.shape[-1])
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if coded else x.dtype
     args = GemmArgs(
         flat,
         weight.codes,
@@ -122,10 +143,24 @@ def gemm(
         activation,
         input_scale,
         groups,
-        x.dtype if out_dtype is None else out_dtype,
+        out_dtype,
+        scales,
+        x_layout,
     )
     out = _gemm(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // groups)
+
+
+def check_codes(op: str, x: QuantizedTensor, activation: str) -> None:
+    """Raise ValueError unless a quantised input is in FP8 by tokens and is not quantised again."""
+    if not isinstance(x, QuantizedTensor):
+        raise TypeError(f"{op}: x is {type(x).__name__}, wanted a tensor or a QuantizedTensor")
+    if x.format != FP8_TOKEN:
+        raise ValueError(f"{op}: x is in {x.format.name!r}, wanted {FP8_TOKEN.name!r} or values")
+    if activation != "bf16":
+        raise ValueError(f"{op}: x is quantised, but activation is {activation!r}, wanted 'bf16'")
+    if not torch.compiler.is_compiling():
+        x.validate()
 
 
 def check_gemm(
@@ -137,8 +172,20 @@ def check_gemm(
     out_dtype: torch.dtype | None,
     *,
     groups: int = 1,
+    coded: bool = False,
 ) -> torch.Tensor | None:
-    """Check the arguments of ``gemm``; return the scale as operators take it."""
+    """Check the arguments of ``gemm``; return the scale as operators take it.
+
+    Args:
+        op: Name of the operator, for messages.
+        x: See ``gemm``; codes if ``coded``.
+        weight: See ``gemm``.
+        activation: See ``gemm``.
+        input_scale: See ``gemm``.
+        out_dtype: See ``gemm``.
+        groups: See ``gemm``.
+        coded: Whether ``x`` is codes that ``check_codes`` has checked.
+    """
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"{op}: weight is {type(weight).__name__}, wanted a QuantizedTensor")
     if weight.format.name == FP8_TOKEN.name:
@@ -147,7 +194,7 @@ def check_gemm(
         input_scale = check_input_scale(op, activation, input_scale)
     _check.tensors(
         op,
-        ("x", x, _check.FLOATS, None),
+        ("x", x, (x.dtype,) if coded else _check.FLOATS, None),
         ("weight", weight.codes, (weight.codes.dtype,), None),
         ("input_scale", input_scale, (torch.float32,), None),
     )

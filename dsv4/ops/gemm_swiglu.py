@@ -10,15 +10,15 @@ import torch
 
 from dsv4.ops._library import define
 from dsv4.ops._plans import planned
-from dsv4.ops.gemm import check_gemm
-from dsv4.quant.formats import QuantizedTensor
+from dsv4.ops.gemm import check_codes, check_gemm
+from dsv4.quant.formats import LINEAR, QuantizedTensor
 
 
 class GemmSwigluArgs(NamedTuple):
     """Arguments of ``gemm_swiglu``: GEMM with a quantised gate and up weight, and SwiGLU.
 
     Attributes:
-        x: ``[T, K]``, bfloat16, float16, float32 or float64.
+        x: ``[T, K]``, bfloat16, float16, float32 or float64, or FP8 codes, float8_e4m3fn.
         codes: ``[N, K/2]`` uint8 (NVFP4, MXFP4) or ``[N, K]`` float8_e4m3fn, of all groups.
         scales: Block scales in the weight's layout.
         global_scale: float32 ``[1]`` or one per segment or row; None where the format has none.
@@ -30,6 +30,8 @@ class GemmSwigluArgs(NamedTuple):
         input_scale: float32 ``[1]``, static global scale of quantised ``x``, or None.
         limit: Clamp bound above 0, or None for no clamp.
         out_dtype: Dtype of the result, floating.
+        x_scales: float8_e8m0fnu ``[T, ceil(K/128)]``, block scales where ``x`` is codes, else None.
+        x_layout: Order of the columns of codes, ``"linear"`` of others.
     """
 
     x: torch.Tensor
@@ -44,6 +46,8 @@ class GemmSwigluArgs(NamedTuple):
     input_scale: torch.Tensor | None
     limit: float | None
     out_dtype: torch.dtype
+    x_scales: torch.Tensor | None = None
+    x_layout: str = LINEAR
 
 
 def _fake(args: GemmSwigluArgs) -> torch.Tensor:
@@ -55,7 +59,7 @@ _gemm_swiglu = define("gemm_swiglu", GemmSwigluArgs, _fake)
 
 @planned
 def gemm_swiglu(
-    x: torch.Tensor,
+    x: torch.Tensor | QuantizedTensor,
     weight: QuantizedTensor,
     limit: float | None,
     *,
@@ -71,12 +75,12 @@ def gemm_swiglu(
     a rounding between them: the intermediate result stays float32 (float64 for float64 ``x``).
 
     Args:
-        x: ``[..., K]``. bfloat16, float16, float32 or float64.
+        x: ``[..., K]``. bfloat16, float16, float32 or float64, or ``"fp8_token"``, see ``gemm``.
         weight: ``[2 I, K]``.
         limit: Clamp bound, greater than 0, or None for no clamp.
         activation: See ``gemm``.
         input_scale: See ``gemm``.
-        out_dtype: Floating; ``x.dtype`` if None.
+        out_dtype: Floating; if None ``x.dtype``, bfloat16 for codes.
         reserve_sms: See ``gemm``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
@@ -88,9 +92,18 @@ def gemm_swiglu(
         ValueError: as ``gemm``, and if the weight has an odd number of rows or ``limit`` is not
             above 0.
     """
-    input_scale = check_gemm("gemm_swiglu", x, weight, activation, input_scale, out_dtype)
+    op, scales, x_layout = "gemm_swiglu", None, LINEAR
+    if not isinstance(x, torch.Tensor):
+        check_codes(op, x, activation)
+        scales, x_layout, x = x.scales, x.layout, x.codes
+    coded = scales is not None
+    input_scale = check_gemm(op, x, weight, activation, input_scale, out_dtype, coded=coded)
     _check_swiglu(weight, limit)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if scales is not None and flat is not x:
+        scales = scales.reshape(flat.shape[0], scales.shape[-1])
+    if out_dtype is None:
+        out_dtype = torch.bfloat16 if coded else x.dtype
     args = GemmSwigluArgs(
         flat,
         weight.codes,
@@ -103,7 +116,9 @@ def gemm_swiglu(
         activation,
         input_scale,
         limit,
-        x.dtype if out_dtype is None else out_dtype,
+        out_dtype,
+        scales,
+        x_layout,
     )
     out = _gemm_swiglu(args, backend, reserve_sms=reserve_sms)
     return out if flat is x else out.reshape(*x.shape[:-1], weight.rows // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -360,6 +360,24 @@ def fp8_values(x: torch.Tensor) -> torch.Tensor:
     """
     flat = x.reshape(-1, x.shape[-1])
     return dequantize(quantize(flat, FP8_TOKEN), torch.bfloat16).reshape(x.shape)
+
+
+def fp8_operand(args: Any) -> torch.Tensor:
+    """Return ``x`` of a dense GEMM's record as a bfloat16 GEMM multiplies it, ``[..., K]``.
+
+    Codes are dequantised, values are rounded to FP8 if ``activation`` is ``"fp8"``. Both are exact
+    in bfloat16.
+    """
+    x, scales = args.x, args.x_scales
+    if scales is None:
+        return fp8_values(x) if args.activation == "fp8" else x
+    flat = block_values(
+        x.reshape(-1, x.shape[-1]),
+        scales.reshape(-1, scales.shape[-1]),
+        torch.bfloat16,
+        args.x_layout,
+    )
+    return flat.reshape(x.shape)
 
 
 def block_values(

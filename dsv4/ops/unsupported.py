@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -54,6 +55,17 @@ def gapped_pages(pages: torch.Tensor) -> str | None:
 def odd_dims(dims: int) -> str | None:
     """Return a reason if entries, whose dims are rotated in pairs, have an odd number."""
     return f"entries have {dims} dims, wanted an even number" if dims % 2 else None
+
+
+def dense_gemm_dtypes(args: Any) -> str | None:
+    """Return ``gemm_dtypes`` of the record of a dense GEMM; codes are multiplied as bfloat16."""
+    return gemm_dtypes(input_dtype(args), args.out_dtype)
+
+
+def input_dtype(args: Any) -> torch.dtype:
+    """Return the dtype of a dense GEMM's input; codes are dequantised to bfloat16."""
+    dtype: torch.dtype = args.x.dtype if args.x_scales is None else torch.bfloat16
+    return dtype
 
 
 def gemm_dtypes(x: torch.dtype, result: torch.dtype) -> str | None:

@@ -7,7 +7,7 @@ import torch
 from dsv4.ops.gemm import GemmArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
-from dsv4.reference.quantize import fake_quantized, fp8_rounded, operand
+from dsv4.reference.quantize import code_values, fake_quantized, fp8_rounded, operand
 
 
 def matmul(
@@ -44,18 +44,21 @@ def matmul(
 
 def gemm(args: GemmArgs) -> torch.Tensor:
     """See ``dsv4.ops.gemm.gemm``; ``x`` is ``[T, K]``, or ``[T, G, K]`` with several groups."""
-    compute = compute_dtype(args.x)
+    x = args.x
+    if args.x_scales is not None:
+        x = code_values(x, args.x_scales, args.x_layout, args.out_dtype)
+    compute = compute_dtype(x)
     weight = operand(args.codes, args.scales, args.format, args.layout, compute)
     row = None
     if args.global_scale is not None:
         row = formats.expand_segments(args.global_scale, args.segments, args.codes.shape[0])
         row = row.to(compute)
     if args.groups == 1:
-        return matmul(args.x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
+        return matmul(x, weight, row, args.activation, args.input_scale).to(args.out_dtype)
     rows = args.codes.shape[0] // args.groups
     parts = []
     for g in range(args.groups):
         part = slice(g * rows, (g + 1) * rows)
         scale = None if row is None else row[part]
-        parts.append(matmul(args.x[:, g], weight[part], scale, args.activation, args.input_scale))
+        parts.append(matmul(x[:, g], weight[part], scale, args.activation, args.input_scale))
     return torch.stack(parts, 1).to(args.out_dtype)

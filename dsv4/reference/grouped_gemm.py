@@ -15,7 +15,7 @@ from dsv4.ops.swiglu import SwigluArgs
 from dsv4.quant import formats
 from dsv4.reference._precision import compute_dtype
 from dsv4.reference.gemm import matmul
-from dsv4.reference.quantize import operand, quantize_fp8_token, quantize_nvfp4
+from dsv4.reference.quantize import code_values, operand, quantize_fp8_token, quantize_nvfp4
 from dsv4.reference.swiglu import swiglu
 
 _AnyArgs = (
@@ -104,13 +104,9 @@ def grouped_gemm_swiglu_fp8(args: GroupedGemmSwigluFp8Args) -> tuple[torch.Tenso
 
 def _values(args: _AnyArgs, out_dtype: torch.dtype) -> torch.Tensor:
     """The rows, of codes without their global scales: in bfloat16, which is exact."""
-    x, scales = args.x, args.x_scales
-    if scales is None:
-        return x
-    dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
-    compute = torch.promote_types(dtype, torch.float32)
-    name = (formats.NVFP4 if x.dtype == torch.uint8 else formats.FP8_TOKEN).name
-    return operand(x, scales, name, args.x_layout, compute).to(dtype)
+    if args.x_scales is None:
+        return args.x
+    return code_values(args.x, args.x_scales, args.x_layout, out_dtype)
 
 
 def _bounds(offsets: torch.Tensor, rows: int) -> list[int]:

@@ -183,6 +183,19 @@ def operand(
     return (blocks * scales_to_float(scales).to(dtype)[..., None]).flatten(-2)
 
 
+def code_values(
+    codes: torch.Tensor, scales: torch.Tensor, layout: str, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """``code * block scale`` of activations, NVFP4 or FP8 by tokens: the input of a GEMM.
+
+    In bfloat16, which is exact; in float64 for a float64 result, so that sums are, too.
+    """
+    dtype = torch.float64 if out_dtype == torch.float64 else torch.bfloat16
+    compute = torch.promote_types(dtype, torch.float32)
+    name = (NVFP4 if codes.dtype == torch.uint8 else FP8_TOKEN).name
+    return operand(codes, scales, name, layout, compute).to(dtype)
+
+
 def dequantize(args: DequantizeArgs) -> torch.Tensor:
     """See ``dsv4.ops.quantize.dequantize``."""
     compute = torch.float64 if args.dtype == torch.float64 else torch.float32

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_values
+from dsv4.ops.quantize import bfloat16_operand, fp8_operand, fp8_values
 from dsv4.quant import formats
 from dsv4.triton._lib.numerics import narrow, wait_for_inputs
 from dsv4.triton._runtime import launch_options
@@ -75,7 +75,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     weight = dequantize_packed(args.codes, args.scales).reshape(
         args.groups, rows // args.groups, columns
     )
-    tokens = args.x.reshape(args.x.shape[0], args.groups, columns)
+    values = args.x if args.x_scales is None else fp8_operand(args)
+    tokens = values.reshape(args.x.shape[0], args.groups, columns)
     finite = torch.isfinite(tokens).all(-1, keepdim=True)
     if args.activation == "nvfp4":
         tokens, row_scale = bfloat16_operand(tokens, args.input_scale)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_values
+from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 from dsv4.triton._lib import row_tiles
 from dsv4.triton._lib.gemm_tiles import nan_if_not_finite, tile_of_program
 from dsv4.triton._lib.numerics import INTERPRETED, e4m3_value, narrow, wait_for_inputs, widen
@@ -245,8 +245,8 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     row_scale = None
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
-    elif args.activation == "fp8":
-        x = fp8_values(x)
+    else:
+        x = fp8_operand(args)
     x = _aligned(x if x.dim() == 3 else x.unsqueeze(1))
     _launch_gemm(x, row_tiles.as_rows(args.codes), args.scales.contiguous(), row_scale, out)
     return out

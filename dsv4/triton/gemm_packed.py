@@ -20,7 +20,7 @@ import triton.language as tl
 from dsv4.cute.runtime.launch import cuts
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_values
+from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 from dsv4.ops.unsupported import MOST_SEGMENTS
 from dsv4.quant import formats
 from dsv4.triton import gemm_fp8
@@ -288,8 +288,8 @@ def _multiply(
         return out
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
-    elif args.activation == "fp8":
-        x = fp8_values(x)
+    else:
+        x = fp8_operand(args)
     x = aligned(x if x.dim() == 3 else x.unsqueeze(1))
     high, columns = args.codes.shape[0], 2 * args.codes.shape[1]
     layout = layout_of(args.layout)

@@ -25,6 +25,7 @@ from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.ops.quantize import DequantizeArgs
 from dsv4.ops.rope import RopeQuantizeArgs
 from dsv4.ops.unsupported import (
+    dense_gemm_dtypes,
     float64_result,
     float64_tensor,
     gapped,
@@ -97,7 +98,7 @@ def dequantize(call: Call) -> str | None:
 def packed_gemm(call: Call) -> str | None:
     """Return why ``gemm`` with an NVFP4 weight, dequantized first, is unsupported, or None."""
     args: GemmArgs = call.args
-    wrong = not_in_fragments(args.layout) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    wrong = not_in_fragments(args.layout) or dense_gemm_dtypes(args)
     return wrong or any_call(call)
 
 
@@ -110,7 +111,7 @@ def gemm(call: Call) -> str | None:
     if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
         rows = args.codes.shape[0] // args.groups
         reason = f"a group has {rows} rows, wanted a multiple of 16"
-    return reason or gemm_dtypes(args.x.dtype, args.out_dtype) or too_many(args.groups, "groups")
+    return reason or dense_gemm_dtypes(args) or too_many(args.groups, "groups")
 
 
 def has_fp8_weight(call: Call) -> bool:
@@ -122,7 +123,7 @@ def has_fp8_weight(call: Call) -> bool:
 def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
     args: GemmSwigluArgs = call.args
-    reason = any_call(call) or gemm_dtypes(args.x.dtype, args.out_dtype)
+    reason = any_call(call) or dense_gemm_dtypes(args)
     return reason or _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
 
 

@@ -327,6 +327,7 @@ def test_fp8_activations_have_kernels():
     kernels = {(op, name): set(kernel_names) for op, name, kernel_names, _ in ran}
     assert "_fp8_token_kernel" in kernels["quantize_fp8_token", "triton"]
     assert "_gather_fp8_kernel" in kernels["moe_gather_fp8", "triton"]
+    assert "_norm_fp8_kernel" in kernels["rms_norm_fp8", "triton"]  # of the queries' input
     implementations = {op: name for op, name, _, _ in ran if "gemm" in op}
     assert {*(PRODUCTS - {"grouped_gemm_swiglu"}), "grouped_gemm_swiglu_fp8"} <= set(
         implementations

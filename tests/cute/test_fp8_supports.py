@@ -58,9 +58,13 @@ def sizes_of(*shape, weight_format=NVFP4):
     return QuantizedTensor(codes, scales, scale, NVFP4, FRAGMENTS, row_exponent=exponent)
 
 
-def call_of(op, weight, tokens=192, activation="fp8", **how):
+def call_of(op, weight, tokens=192, activation="fp8", layout=None, **how):
+    """An input of codes in ``layout``, or of bfloat16 if that is None."""
     shape = (tokens, *([how["groups"]] if "groups" in how else []), weight.columns)
     x = torch.empty(shape, dtype=torch.bfloat16)
+    if layout is not None:
+        codes, scales = empty_fp8_token(x, shape)
+        x, activation = QuantizedTensor(codes, scales, None, FP8_TOKEN, layout), "bf16"
     rest = () if op is gemm else (None,)
     arguments = dispatch.arguments(op, x, weight, *rest, activation=activation, **how)
     return dispatch.Call(arguments.op, arguments.args, torch.device("cuda", 0))
@@ -88,11 +92,12 @@ def reason(call, requested="fp8"):
     return row.unsupported_reason(call, requested)
 
 
+@pytest.mark.parametrize("layout", [None, FRAGMENTS])
 @pytest.mark.parametrize("op", DENSE, ids=lambda op: op.__name__)
-def test_auto_takes_it_for_many_tokens(op):
+def test_auto_takes_it_for_many_tokens(op, layout):
     weight = sizes_of(4096, 8192)
-    assert dispatch.choose(call_of(op, weight, tokens=4096)).name == "fp8"
-    short = call_of(op, weight, tokens=128)
+    assert dispatch.choose(call_of(op, weight, tokens=4096, layout=layout)).name == "fp8"
+    short = call_of(op, weight, tokens=128, layout=layout)
     assert dispatch.choose(short).name == "cute"
     assert re.search(r"an estimated \d+ us for 128 tokens, bfloat16's \d+", reason(short, "auto"))
     assert reason(short) is None
@@ -108,10 +113,27 @@ def test_auto_takes_it_for_many_rows_of_experts(op, layout):
     assert reason(short) is None
 
 
-def test_auto_takes_it_for_fp8_weights():
+@pytest.mark.parametrize("layout", [None, LINEAR])
+def test_auto_takes_it_for_fp8_weights(layout):
     weight = sizes_of(4096, 8192, weight_format=FP8_BLOCK)
-    assert dispatch.choose(call_of(gemm, weight, tokens=1024)).name == "fp8"
-    assert "bfloat16" in reason(call_of(gemm, weight, tokens=16), "auto")
+    assert dispatch.choose(call_of(gemm, weight, tokens=1024, layout=layout)).name == "fp8"
+    assert "bfloat16" in reason(call_of(gemm, weight, tokens=16, layout=layout), "auto")
+    other = call_of(gemm, weight, tokens=1024, layout=FRAGMENTS)
+    assert dispatch.choose(other).name == "cute"
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (8, 0), (12, 0)])
+@pytest.mark.parametrize("op", DENSE, ids=lambda op: op.__name__)
+def test_some_kernel_takes_codes_in_any_order(op, capability):
+    """Kernels for bfloat16 dequantise them; no GEMM of NVFP4 activations takes them."""
+    machine.MACHINE.pretend(capability=capability)
+    for layout in (LINEAR, FRAGMENTS):
+        call = call_of(op, sizes_of(4096, 8192), tokens=16, layout=layout)
+        rows = {row.name: row.unsupported_reason(call) for row in dispatch.implementations(call.op)}
+        assert rows["triton"] is None
+        assert rows["tcgen05"] is not None
+        if op is gemm:
+            assert "FP8 codes" in rows["scaled_mm"]
 
 
 def test_many_tokens_have_their_weights_converted():
@@ -150,6 +172,7 @@ def test_the_form_is_the_one_of_less_estimated_time(rows, stages, tokens):
         (exact(256, 192), {}, "a group is 256 x 192, wanted a multiple of 128 columns"),
         (exact(192, 256), {"groups": 2}, "a group is 96 x 256, wanted a multiple of 128 columns"),
         (exact(256, 256), {"out_dtype": torch.float16}, "torch.float16"),
+        (exact(256, 256), {"layout": LINEAR}, "columns of codes are 'linear', wanted 'fragments"),
     ],
 )
 def test_gemms_it_cannot_run(weight, how, said):

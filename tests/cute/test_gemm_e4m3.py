@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from dsv4.cute.sm90.e4m3_converted_plan import ConvertedE4m3Plan, grouped_converted_plan
 from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, grouped_e4m3_plan
 from dsv4.ops._library import as_record
-from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.gemm_swiglu import GemmSwigluArgs
+from dsv4.ops.gemm import GemmArgs, gemm
+from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import GroupedGemmSwigluFp8Args
@@ -47,6 +47,7 @@ EXPERT_FORMS = {
 quick = settings(max_examples=12)
 # Precision of Hopper's sums of E4M3 products, relative to the magnitudes summed (128 columns).
 ACCUMULATOR = 2.0**-10
+BY_FP8 = {"backend": "fp8"}
 
 
 def weight_of(seed, rows, columns, *, low=-3, high=3, segments=1, zeros=False):
@@ -160,8 +161,17 @@ def product(x, weight, out_dtype=torch.bfloat16, groups=1, form=None):
     record = gemm_record(x, weight, out_dtype, groups)
     if form is None:
         return gemm_e4m3.gemm(record)
-    with chosen(gemm_e4m3, lambda problem: FORMS[form](problem.float32_out, problem.swiglu)):
+    with chosen_form(form):
         return gemm_e4m3.gemm(record)
+
+
+@contextlib.contextmanager
+def chosen_form(form):
+    """Let the launcher of dense GEMMs take a named form."""
+    from dsv4.cute import gemm_e4m3
+
+    with chosen(gemm_e4m3, lambda problem: FORMS[form](problem.float32_out, problem.swiglu)):
+        yield
 
 
 def gemm_record(x, weight, out_dtype, groups):
@@ -185,7 +195,7 @@ def swiglu(x, weight, out_dtype=torch.bfloat16, limit=None, form="converted"):
     from dsv4.cute import gemm_e4m3
 
     args = as_record(GemmSwigluArgs, gemm_record(x, weight, out_dtype, 1), limit=limit)
-    with chosen(gemm_e4m3, lambda problem: FORMS[form](problem.float32_out, problem.swiglu)):
+    with chosen_form(form):
         return gemm_e4m3.gemm_swiglu(args)
 
 
@@ -349,6 +359,24 @@ class TestValues:
         narrow = swiglu(x, weight, limit=limit, form=form)
         assert_bitwise(narrow, got.to(torch.bfloat16), "SwiGLU in bfloat16")
 
+    @BOTH
+    @quick
+    @given(seed=strategies.seeds(), tokens=st.integers(1, 700), groups=st.integers(1, 3))
+    def test_codes(self, form, seed, tokens, groups):
+        """The bits of a GEMM that quantises its input itself."""
+        weight = weight_of(seed, 256 * groups, 384).to("cuda")
+        shape = (tokens, 384) if groups == 1 else (tokens, groups, 384)
+        x = bfloat16(seed, shape)
+        with chosen_form(form):
+            got = gemm(quantize(x, FP8_TOKEN, layout=FRAGMENTS), weight, groups=groups, **BY_FP8)
+            expected = gemm(x, weight, groups=groups, activation="fp8", **BY_FP8)
+            assert_bitwise(got, expected, "product")
+            if groups == 1:
+                codes = quantize(x, FP8_TOKEN, layout=FRAGMENTS)
+                fused = gemm_swiglu(codes, weight, 1.5, **BY_FP8)
+                expected = gemm_swiglu(x, weight, 1.5, activation="fp8", **BY_FP8)
+                assert_bitwise(fused, expected, "SwiGLU")
+
     def test_long_sums_of_one_sign(self):
         weight = weight_of(5, 256, 16384).to("cuda")
         bits = weight.with_layout(LINEAR)
@@ -395,6 +423,14 @@ class TestFp8Weights:
             codes, scales = weight.codes[256 * g :][:256], weight.scales[2 * g : 2 * g + 2]
             part = dataclasses.replace(weight, codes=codes, scales=scales)
             assert_right(x[:, g], part, got[:, g])
+
+    @pytest.mark.parametrize("groups", [1, 2])
+    def test_codes(self, groups):
+        weight = block_weight_of(1, 256 * groups, 384, torch.float32)
+        x = bfloat16(2, (300, 384) if groups == 1 else (300, groups, 384))
+        got = gemm(quantize(x, FP8_TOKEN), weight, groups=groups, **BY_FP8)
+        expected = gemm(x, weight, groups=groups, activation="fp8", **BY_FP8)
+        assert_bitwise(got, expected, "product")
 
     def test_bad_tokens_and_weights(self):
         weight = block_weight_of(1, 272, 384, torch.float32)

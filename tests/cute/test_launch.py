@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.cute import gemm, gemm_fp8, grouped_gemm
+from dsv4.cute import gemm, gemm_e4m3, gemm_fp8, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_gemm_plans
+from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
@@ -28,6 +29,7 @@ from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
+from dsv4.ops.quantize import empty_fp8_token
 from dsv4.quant.formats import LINEAR, SWIZZLED_EXPERTS
 
 MAP = bytes(range(128))
@@ -124,7 +126,7 @@ def driver(monkeypatch):
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "launch_plans", single_launch)
     monkeypatch.setattr(gemm, "choose", lambda *what: result.plan or choose(*what))
-    for module in (gemm, gemm_fp8, grouped_gemm):
+    for module in (gemm, gemm_fp8, gemm_e4m3, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
@@ -274,6 +276,41 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
         *(1024, 512, 640, 2, 8),
     ]
     assert asked == [(GemmProblem(1024, 512, 2, True, True), 300, folded)]
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])
+@pytest.mark.parametrize("layout", ["linear", "fragments_16x64"])
+def test_fp8_tensor_cores_take_codes_as_they_are(driver, monkeypatch, op, layout):
+    """No launch before the GEMM, which reads the caller's codes and scales."""
+    block = layout == "linear"
+    if block and op == "gemm_swiglu":
+        pytest.skip("no SwiGLU with FP8 weights")
+    monkeypatch.setattr(gemm_e4m3, "quantize", lambda *what, **how: pytest.fail("quantised"))
+    form = ("fp8_block", "linear") if block else ("nvfp4", "fragments_16x64")
+    codes, scales = torch.empty(256, 128, dtype=torch.uint8), torch.empty(256, 16).byte()
+    scale, exponent = torch.ones(1), torch.zeros(256, dtype=torch.int8)
+    if block:
+        codes, scales = torch.empty(256, 256, dtype=torch.uint8), torch.ones(2, 2)
+        codes, scale, exponent = codes.view(torch.float8_e4m3fn), None, None
+    x, x_scales = empty_fp8_token(torch.empty(0, device="cpu"), (300, 256))
+    weight = (x, codes, scales, scale, exponent, [], *form, "bf16", None)
+    codes_of_x = {"x_scales": x_scales, "x_layout": layout}
+    if not block:  # its weight is dequantized in the main loop
+        plan = E4m3Plan(2, 3, 3, False, op == "gemm_swiglu")
+        monkeypatch.setattr(gemm_e4m3, "choose", lambda problem: plan)
+    abi = gemm_e4m3.BLOCK_E4M3_ABI if block else gemm_e4m3.E4M3_ABI
+    driver.kinds = abi.parameters
+    if op == "gemm":
+        args = GemmArgs(*weight, 1, torch.bfloat16, **codes_of_x)
+    else:
+        args = GemmSwigluArgs(*weight, None, torch.bfloat16, **codes_of_x)
+    out = getattr(gemm_e4m3, op)(args)
+    assert (out.shape, out.dtype) == ((300, 256 if op == "gemm" else 128), torch.bfloat16)
+    [(_, _, stream, values)] = driver.launches
+    assert stream == 77
+    assert x_scales.data_ptr() in flat(values[:16])
+    assert driver.maps[0][0] == x.data_ptr()
+    assert driver.maps[1][0] == codes.data_ptr()
 
 
 def test_sixteen_tokens_at_a_time(driver):

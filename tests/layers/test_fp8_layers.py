@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4 import layers
+from dsv4 import device as machine
+from dsv4 import dispatch, layers
+from dsv4.bench.suites.random_model import Weights, random_model
 from dsv4.config import ModelConfig
-from dsv4.layers import DeepseekV4Experts, Linear
+from dsv4.layers import DeepseekV4Experts, Linear, _rounded
+from dsv4.layers._rounded import rounded_norm, rounded_once
+from dsv4.layers.observer import AmaxObserver
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.exact_fp8 import Exactness, to_e4m3
@@ -231,3 +236,137 @@ class TestMemoryOfConvertedWeights:
         layer.pack()
         layer.activation = "bf16"
         assert layers.reserve.converted_bytes(layer) == {}
+
+
+class Quantisers:
+    """Names of the operators that made FP8 codes of activations."""
+
+    NAMES = ("quantize_fp8_token", "rms_norm_fp8", "swiglu_fp8")
+
+    def __init__(self):
+        self.ran = Counter()
+
+    def __call__(self, call, row):
+        if call.op in self.NAMES:
+            self.ran[call.op] += 1
+
+
+def by_each_layer(run):
+    """Return the result with every layer rounding its own input."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_rounded, "_common_layout", lambda layers, x: None)
+        return run()
+
+
+def shared(run):
+    """Return the result, and which operators made codes outside the GEMMs."""
+    seen = Quantisers()
+    with dispatch.watching(seen), torch.no_grad():
+        result = run()
+    return result, seen.ran
+
+
+@pytest.fixture(scope="module", params=["nvfp4", "nvidia"])
+def model(request):
+    weights = Weights("mxfp4-cast", request.param)
+    return random_model(CONFIG.replace(q_lora_rank=128), torch.device("cpu"), weights)
+
+
+class TestSharedInputs:
+    """One rounding for all projections of an input, with the bits of one for each."""
+
+    def test_models_have_equal_bits(self, model):
+        ids = torch.arange(19)[None]
+        got, ran = shared(lambda: model(ids))
+        assert ran["rms_norm_fp8"] == len(model.model.layers)
+        assert ran["swiglu_fp8"] == (0 if is_packed(model) else len(model.model.layers))
+        # FP8 weights of one input are not fused: its quantiser is shared.
+        assert ran["quantize_fp8_token"] == (0 if is_packed(model) else 2 * len(model.model.layers))
+        with torch.no_grad():
+            assert_bitwise(by_each_layer(lambda: model(ids)), got, "logits")
+
+    def test_a_paged_step_has_equal_bits(self, model):
+        def run():
+            return model.generate([list(range(19))], max_new_tokens=2)
+
+        got, ran = shared(run)
+        assert ran["rms_norm_fp8"]
+        assert by_each_layer(run) == got
+
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_layouts_that_differ_are_not_shared(self, exact):
+        """Weights that are exact take the order of fragments, others the linear one."""
+        parts = [linear(1, 16, exact=True), linear(2, 16, exact=exact)]
+        for layer in parts:
+            layer.pack()
+        x = strategies.normal(3, (5, 128), torch.bfloat16)
+        codes = rounded_once(x, parts)
+        assert isinstance(codes, QuantizedTensor) == exact
+        if exact:
+            assert codes.layout == FRAGMENTS
+            assert_bitwise(parts[1](codes), parts[1](x), "result")
+
+    def test_who_gets_values(self):
+        layer, norm = linear(1, 16), layers.DeepseekV4RMSNorm(128).bfloat16().requires_grad_(False)
+        x = strategies.normal(3, (2, 5, 128), torch.bfloat16)
+        codes = rounded_norm(norm, x, [layer])
+        assert codes.shape == (2, 5, 128)
+        assert_bitwise(layer(codes), layer(norm(x)), "result")
+        wide = copy.deepcopy(norm).float()
+        assert isinstance(rounded_norm(wide, x.float(), [layer]), torch.Tensor)
+        for change in ("activation", "observer", "hook", "class", "format", "norm"):
+            other, its_norm = copy.deepcopy(layer), copy.deepcopy(norm)
+            if change == "activation":
+                other.activation = "bf16"
+            elif change == "observer":
+                other.observer = AmaxObserver()
+            elif change == "class":
+                other.__class__ = type("Theirs", (Linear,), {})
+            elif change == "format":
+                other.set_weight(other.dense_weight(torch.bfloat16))
+            else:
+                watched = other if change == "hook" else its_norm
+                watched.register_forward_hook(lambda *_: None)
+            got = rounded_norm(its_norm, x, [layer, other])
+            assert isinstance(got, torch.Tensor), change
+            assert_bitwise(got, norm(x), change)
+
+    @pytest.mark.parametrize("change", ["activation", "observer", "format"])
+    def test_a_layer_that_wants_values_refuses_codes(self, change):
+        layer = linear(1, 16)
+        codes = quantize(strategies.normal(3, (5, 128)), "fp8_token")
+        if change == "activation":
+            layer.activation = "nvfp4"
+        elif change == "observer":
+            layer.observer = AmaxObserver()
+        else:
+            layer.set_weight(layer.dense_weight())
+        with pytest.raises(ValueError, match="x is in 'fp8_token' and the layer is "):
+            layer(codes)
+
+    @pytest.mark.parametrize("recipe", ["nvfp4", "nvidia"])
+    def test_kernels_have_equal_bits(self, recipe):
+        """In Triton's interpreter: the shared expert, and the projections of queries."""
+        config = CONFIG.replace(
+            q_lora_rank=128,
+            num_hidden_layers=2,
+            layer_types=CONFIG.layer_types[:2],
+            mlp_layer_types=CONFIG.mlp_layer_types[:2],
+        )
+        model = random_model(config, torch.device("cpu"), Weights("mxfp4-cast", recipe))
+        block, x = model.model.layers[1], strategies.normal(3, (5, 128), torch.bfloat16)
+
+        def run():
+            residual, kv = block.self_attn._down(x)
+            queries = block.self_attn.q_b_proj(residual)
+            index = block.self_attn.compressor.index_queries(residual)
+            return torch.cat([kv, queries, index.flatten(1), block.mlp.shared_experts(x)], 1)
+
+        with machine.interpret_triton(), torch.no_grad():
+            got, ran = shared(run)
+            assert ran["rms_norm_fp8"] == 1
+            assert_bitwise(by_each_layer(run), got, "results")
+
+
+def is_packed(model):
+    return model.model.layers[0].self_attn.q_b_proj.layout == FRAGMENTS

@@ -361,6 +361,8 @@ class TestContract:
                 scale,
                 1,
                 torch.float32,
+                None,
+                "linear",
                 "auto",
             )
             assert torch.isnan(got).all()
@@ -373,7 +375,7 @@ class TestContract:
         for activation in ("bf16", "nvfp4", "fp8"):
             scale = torch.ones(1, device=device) if activation == "nvfp4" else None
             args = (x, w.codes, w.scales, w.global_scale, None, [], fmt.name, w.layout, activation)
-            args = (*args, scale, groups, torch.bfloat16, "auto")
+            args = (*args, scale, groups, torch.bfloat16, None, formats.LINEAR, "auto")
             torch.library.opcheck(torch.ops.dsv4.gemm.default, args, test_utils=OPCHECKS)
             assert_pure(torch.ops.dsv4.gemm.default, *args)
 

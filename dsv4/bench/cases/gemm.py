@@ -12,6 +12,7 @@ from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.judge import bitwise, within
 from dsv4.bench.problem import Case, Draw, Problem, UsageError, nbytes
 from dsv4.config import ModelConfig
+from dsv4.ops.fp8_token import code_layout
 from dsv4.quant import fragments
 from dsv4.quant.exact_fp8 import with_row_exponent
 from dsv4.quant.formats import (
@@ -135,19 +136,28 @@ def gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def gemm_case(
-    tokens: int, matrix: Matrix, name: str, activation: str, format: Format, brief: bool = True
+    tokens: int,
+    matrix: Matrix,
+    name: str,
+    activation: str,
+    format: Format,
+    brief: bool = True,
+    *,
+    coded: bool = False,
 ) -> Case:
-    """A case of ``gemm``."""
+    """A case of ``gemm``; with ``coded`` its FP8 input is codes already."""
     rows, columns, groups, segments = matrix
 
     def build(draw: Draw) -> Problem:
         x = draw.normal(*((tokens, columns) if groups == 1 else (tokens, groups, columns)))
         cast = activation == "fp8" and format == NVFP4
         weight = _weight(draw, rows, columns, groups, segments, format, cast)
+        how: dict[str, object] = {"activation": activation, "groups": groups}
+        operand = x if not coded else ops.quantize(x, "fp8_token", layout=code_layout(weight))
         return Problem(
             ops.gemm,
-            (x, weight),
-            {"activation": activation, "groups": groups},
+            (operand, weight),
+            {**how, "activation": "bf16", "out_dtype": x.dtype} if coded else how,
             within(budgets.gemm),
             nbytes(x, weight),
             2 * tokens * groups * rows * columns,

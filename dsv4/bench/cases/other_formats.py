@@ -1,4 +1,4 @@
-"""Further cases for the self-test: caches of floats, and weights in MXFP4.
+"""Further cases for the self-test: caches of floats, weights in MXFP4, and inputs of FP8 codes.
 
 The bench measures the formats that published models use on Hopper. GPUs without E4M3 support only
 caches of floats, and other code reads MXFP4 weights than NVFP4 weights.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dsv4.bench.cases import fused, gemm, moe, paged, sequence
 from dsv4.bench.problem import Case
 from dsv4.config import ModelConfig
-from dsv4.quant.formats import MXFP4
+from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4
 
 _PLAIN = "plain"
 
@@ -23,7 +23,10 @@ def other_formats(op: str, c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def _gemm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    yield gemm.gemm_case(tokens, gemm.matrices(c)["down"], "down mxfp4", "bf16", MXFP4)
+    matrix = gemm.matrices(c)["down"]
+    yield gemm.gemm_case(tokens, matrix, "down mxfp4", "bf16", MXFP4)
+    for name, form in (("mxfp4 cast", NVFP4), ("fp8", FP8_BLOCK)):
+        yield gemm.gemm_case(tokens, matrix, f"down {name}, codes", "fp8", form, coded=True)
 
 
 def _gemm_swiglu(c: ModelConfig, tokens: int) -> Iterator[Case]:

@@ -38,20 +38,20 @@ def gemm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     """
     x, weight, *rest = problem.widened().args
     magnitudes = dataclasses.replace(
-        problem.widened(), args=(x.abs(), _magnitude(weight), *rest)
+        problem.widened(), args=(_magnitude(x), _magnitude(weight), *rest)
     ).run("reference")[0]
     return (sum_error(x.shape[-1]) + 3 * U) * magnitudes
 
 
-def _magnitude(weight: Any) -> Any:
-    if isinstance(weight, torch.Tensor):
-        return weight.abs()
-    assert isinstance(weight, QuantizedTensor)
-    if weight.layout == FRAGMENTS:
-        weight = weight.with_layout(LINEAR)
-    signless = 0x77 if weight.format.packed else 0x7F
-    codes = (weight.codes.view(torch.uint8) & signless).view(weight.codes.dtype)
-    return dataclasses.replace(weight, codes=codes)
+def _magnitude(operand: Any) -> Any:
+    if isinstance(operand, torch.Tensor):
+        return operand.abs()
+    assert isinstance(operand, QuantizedTensor)
+    if operand.layout == FRAGMENTS:
+        operand = operand.with_layout(LINEAR)
+    signless = 0x77 if operand.format.packed else 0x7F
+    codes = (operand.codes.view(torch.uint8) & signless).view(operand.codes.dtype)
+    return dataclasses.replace(operand, codes=codes)
 
 
 def copied(problem: Problem, truth: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ _WHOLE = frozenset(
         *("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm", "quantize_nvfp4"),
         *("hc_pre_norm_quantize", "hc_post_pre_norm_quantize", "quantize_index_queries"),
         *("rope", "rope_quantize", "quantize_fp8_token", "all_reduce"),
+        *("rms_norm_fp8", "swiglu_fp8"),
     )
 )
 
