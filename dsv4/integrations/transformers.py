@@ -270,7 +270,16 @@ def from_pretrained(
     modeling = _modeling()
     chosen, dtype = _chosen(parts), as_dtype(dtype)
     check_reserve(reserve_tokens)
-    request = FillRequest(device, dtype, activation, mxfp4, pack, input_scales)
+    request = FillRequest(
+        device=device,
+        dtype=dtype,
+        activation=activation,
+        mxfp4=mxfp4,
+        pack=pack,
+        input_scales=input_scales,
+        check_values=False,  # an error drops the model
+        progress=progress,
+    )
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint.config(), numerics, activation)
         checkpoint.check_size(config)
@@ -286,7 +295,7 @@ def from_pretrained(
             experts.cut(model, modeling)
         report = _apply(model, modeling, config, chosen, experts)
         others = () if experts is None else experts.others(config)
-        _fill(model, checkpoint, request, report, progress, others)
+        _fill(model, checkpoint, request, report, others)
     _narrow_norms(model, modeling)
     _finish(model, modeling, torch.device(device))
     model.generation_config = _generation_config(Path(path), config)
@@ -307,14 +316,14 @@ def _fill(
     checkpoint: Checkpoint,
     request: FillRequest,
     report: Report,
-    progress: bool,
     others: tuple[str, ...],
 ) -> None:
     """Fill a swapped model on meta, and complete its report; ``others`` are for other ranks."""
-    from dsv4.checkpoint.filling import fill_new
+    from dsv4.checkpoint.filling import fill_module
 
-    request = dataclasses.replace(request, float32=_float32_names(model))
-    filled = fill_new(model, checkpoint, request, ignore=("mtp.*", *others), progress=progress)
+    ignore, float32 = ("mtp.*", *others), _float32_names(model)
+    request = dataclasses.replace(request, ignore=ignore, float32=float32)
+    filled = fill_module(model, checkpoint, request)
     report.packing, report.conversion = filled.packing, filled.conversion
     report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
 

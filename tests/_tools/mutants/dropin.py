@@ -86,8 +86,8 @@ MUTANTS = (
         "HF",
         "what transformers keeps in float32 is rounded",
         "dsv4.integrations.transformers:_fill",
-        "request = dataclasses.replace(request, float32=_float32_names(model))",
-        "",
+        "_float32_names(model)",
+        "frozenset()",
         SETTINGS + "what_transformers_keeps_in_float32_stays_so",
     ),
     Mutant(
