@@ -120,10 +120,10 @@ def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
 
 
 def _warmup(options: argparse.Namespace) -> int:
-    from dsv4.compilation import bundle, steps
+    from dsv4.compilation import bundle, launch_recorder
     from dsv4.compilation.warmup import compile_model
 
-    reason = steps.impossible()
+    reason = launch_recorder.impossible()
     if reason is not None:
         raise RuntimeError(f"Triton kernels cannot be compiled: {reason}")
     if options.out is not None and not Path(options.out).absolute().parent.is_dir():

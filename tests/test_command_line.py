@@ -17,7 +17,7 @@ import pytest
 import dsv4
 from dsv4 import __main__ as command_line
 from dsv4.compilation import bundle as _bundle
-from dsv4.compilation import compiler, steps
+from dsv4.compilation import compiler, launch_recorder
 from dsv4.compilation import warmup as _warmup
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.versions import Versions
@@ -41,7 +41,7 @@ def asked(monkeypatch):
         return Warmup(3, 1, 2.0, 5, 4), outcome
 
     failed = {}
-    monkeypatch.setattr(steps, "impossible", lambda: None)
+    monkeypatch.setattr(launch_recorder, "impossible", lambda: None)
     monkeypatch.setattr(_warmup, "compile_model", compile_model)
     result.append(failed)
     return result

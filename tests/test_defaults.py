@@ -32,7 +32,7 @@ OF_THE_MODULE = {
     "layers/hyper_connection.py": 4,
     "layers/norm.py": 1,
     "layers/router.py": 2,
-    "model.py": 1,
+    "model/backbone.py": 1,
 }
 
 DEFAULTS: tuple[tuple[torch.dtype, str | None, str | None], ...] = (

@@ -74,26 +74,37 @@ def fill(
         TypeError: if ``dtype`` is not a floating torch.dtype.
         ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
     """
-    request = FillRequest(device, dtype, activation, mxfp4, pack, input_scales, float32)
-    options, choice = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, prefix), checkpoint, options, progress)
-    nbytes = filling.check_headers(ignore)
-    if check_values:
-        filling.check_values(nbytes)
-    return filling.finished(model, choice, nbytes)
+    request = FillRequest(
+        prefix=prefix,
+        device=device,
+        dtype=dtype,
+        activation=activation,
+        mxfp4=mxfp4,
+        pack=pack,
+        input_scales=input_scales,
+        float32=float32,
+        ignore=ignore,
+        check_values=check_values,
+        progress=progress,
+    )
+    return fill_module(model, checkpoint, request)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FillRequest:
-    """Arguments of ``fill`` that say how values become those of the model, not checked yet."""
+    """Arguments of ``fill`` beside module and checkpoint, not checked yet; see there."""
 
-    device: torch.device | str | None
-    dtype: torch.dtype | str | None
-    activation: str
-    mxfp4: str | None
-    pack: bool | str
-    input_scales: str
+    prefix: str = ""
+    device: torch.device | str | None = None
+    dtype: torch.dtype | str | None = None
+    activation: str = "bf16"
+    mxfp4: str | None = "keep"
+    pack: bool | str = False
+    input_scales: str = "stored"
     float32: Collection[str] = ()
+    ignore: Sequence[str] = ()
+    check_values: bool = True
+    progress: bool = True
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[Options, PackChoice]:
         """Check the arguments and resolve their defaults for a checkpoint.
@@ -113,51 +124,47 @@ class FillRequest:
         return options, choice
 
 
-def fill_new(
+def fill_module(
     model: nn.Module,
     checkpoint: Checkpoint,
     request: FillRequest,
-    *,
-    ignore: Sequence[str],
-    progress: bool,
     hosting: Hosting | None = None,
 ) -> Filled:
-    """Fill a model that is dropped on an error, so that values need not be read in advance.
+    """Fill a module tree as a request says; see ``fill``, also for errors.
 
     Args:
-        model: The model, on meta.
-        checkpoint: See ``fill``, also for what the other arguments raise.
-        request: How values become those of the model.
-        ignore: See ``fill``.
-        progress: See ``fill``.
+        model: The module tree.
+        checkpoint: The checkpoint to read.
+        request: How values become those of the model. A model that is dropped on an error needs no
+            ``check_values``.
         hosting: What moves experts to host memory, a layer as soon as it is packed; None: nothing.
 
     Returns:
         The layers that were packed and converted.
     """
     options, choice = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, ""), checkpoint, options, progress, hosting)
-    return filling.finished(model, choice, filling.check_headers(ignore))
+    slots = slots_of(model, request.prefix)
+    filling = _Filling(slots, checkpoint, options, request.progress, hosting)
+    nbytes = filling.check_headers(request.ignore)
+    if request.check_values:
+        filling.check_values(nbytes)
+    return filling.finished(model, choice, nbytes)
 
 
-def check_all(
-    model: nn.Module, checkpoint: Checkpoint, *, ignore: Sequence[str], progress: bool
-) -> int:
-    """Check everything that ``fill`` checks, and fill nothing.
+def check_module(model: nn.Module, checkpoint: Checkpoint, request: FillRequest) -> int:
+    """Check everything that ``fill_module`` checks, and fill nothing.
 
     Args:
         model: The model, on meta.
-        checkpoint: See ``fill``, also for what the other arguments raise.
-        ignore: See ``fill``.
-        progress: See ``fill``.
+        checkpoint: The checkpoint to read.
+        request: How values would become those of the model.
 
     Returns:
         The number of bytes that were read.
     """
-    request = FillRequest(None, None, "bf16", "keep", False, "stored")
     options, _ = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, ""), checkpoint, options, progress)
-    nbytes = filling.check_headers(ignore)
+    filling = _Filling(slots_of(model, request.prefix), checkpoint, options, request.progress)
+    nbytes = filling.check_headers(request.ignore)
     filling.check_values(nbytes)
     return nbytes
 
@@ -171,7 +178,7 @@ class _Filling:
         checkpoint: Source of the values.
         options: How values become those of the model.
         progress: Whether to show progress.
-        hosting: See ``fill_new``.
+        hosting: See ``fill_module``.
     """
 
     slots: Sequence[Slot]

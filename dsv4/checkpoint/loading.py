@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-import dsv4
-from dsv4.checkpoint.arguments import as_dtype, check_prepare, check_reserve
-from dsv4.checkpoint.filling import FillRequest, check_all, fill_new
-from dsv4.checkpoint.host_experts import check_argument, hosting_of
-from dsv4.checkpoint.rank_part import check_split, entries_of_rank
+from dsv4.checkpoint import rank_loading
+from dsv4.checkpoint.arguments import as_dtype
+from dsv4.checkpoint.filling import FillRequest, check_module, fill_module
+from dsv4.checkpoint.host_experts import hosting_of
+from dsv4.checkpoint.load_request import LoadRequest
+from dsv4.checkpoint.preparing import make_ready
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
-from dsv4.layers.host_experts import HostExperts, Hosting
-from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
-from dsv4.parallel.agreement import agree, digest, reported
-from dsv4.parallel.context import ParallelContext, has_own_tokens
+from dsv4.layers.host_experts import HostExperts
+from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.parallel.agreement import reported
+from dsv4.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
-
-_logger = logging.getLogger("dsv4.checkpoint")
 
 
 def load(
@@ -141,36 +139,30 @@ def load(
             ranks differ in configuration, options or version, or config.json is not a configuration
             this package implements.
     """
-    request = FillRequest(device, as_dtype(dtype), activation, mxfp4, pack, input_scales)
-    check_reserve(reserve_tokens)
-    check_prepare(prepare)
-    check_argument(host_experts)
-    context = _context(device_mesh, parallel, torch.device(device))
-    if host_experts is not None and context is not None:
-        raise ValueError(
-            f"host_experts is {host_experts!r} beside parallel={parallel!r}, wanted None: ranks "
-            "have their experts on their GPUs"
-        )
+    request = LoadRequest(
+        path=path,
+        values=FillRequest(
+            device=torch.device(device),
+            dtype=as_dtype(dtype),
+            activation=activation,
+            mxfp4=mxfp4,
+            pack=pack,
+            input_scales=input_scales,
+            check_values=False,  # an error drops the model
+            progress=progress,
+        ),
+        numerics=numerics,
+        mtp=mtp,
+        reserve_tokens=reserve_tokens,
+        prepare=prepare,
+        host_experts=host_experts,
+    )
+    request.check()
+    context = rank_loading.context_of(request, device_mesh, parallel)
+    request = rank_loading.request_of_rank(request, context)
     with reported(context):
-        with Checkpoint.open(path) as checkpoint:
-            drafts = mtp if context is None else _drafts_of_ranks(checkpoint, mtp, context)
-            config = _configuration(checkpoint, numerics, activation, drafts)
-            if context is not None:
-                _check_ranks(checkpoint, config, request, context)
-                if not has_own_tokens(context):
-                    _open_mailboxes(context, torch.device(device))
-                checkpoint.entries = entries_of_rank(checkpoint.entries, context)
-                progress = progress and context.rank == 0
-            hosting = hosting_of(host_experts, checkpoint, config, request)
-            model = _filled(checkpoint, config, request, progress, context, hosting)
-        warm_allocator(model, reserve_tokens, model.dtype)
-        model.eval()
-        if context is not None:
-            context.group.exchange(None)  # a rank that failed ends all of them here
-            _open_exchange(model, context)
-        if prepare:
-            _prepare(model, max(reserve_tokens, STEP_TOKENS), prepare is True, progress)
-            _reserve_again(model, reserve_tokens)
+        model = _filled(request, context)
+        make_ready(model, request, context)
     return model
 
 
@@ -191,8 +183,24 @@ def verify(path: str | Path, *, progress: bool = True) -> int:
     """
     with Checkpoint.open(path) as checkpoint:
         config = _configuration(checkpoint, "deepseek", "bf16", None)
-        ignore = ignored_drafts(config)
-        return check_all(_on_meta(config), checkpoint, ignore=ignore, progress=progress)
+        request = FillRequest(ignore=ignored_drafts(config), progress=progress)
+        return check_module(_on_meta(config), checkpoint, request)
+
+
+def _filled(request: LoadRequest, context: ParallelContext | None) -> DeepseekV4ForCausalLM:
+    """Build the model and fill it; its ``load_report`` says what was left out."""
+    values = request.values
+    with Checkpoint.open(request.path) as checkpoint:
+        mtp = rank_loading.drafts_of_ranks(checkpoint, request.mtp, context)
+        config = _configuration(checkpoint, request.numerics, values.activation, mtp)
+        if context is not None:
+            rank_loading.split_checkpoint(checkpoint, config, values, context)
+        hosting = hosting_of(request.host_experts, checkpoint, config, values)
+        model = _on_meta(config, context)
+        values = replace(values, ignore=ignored_drafts(config))
+        filled = fill_module(model, checkpoint, values, hosting)
+        model.load_report = report_of(checkpoint, config, values.input_scales, filled)
+    return model
 
 
 def _configuration(
@@ -209,114 +217,9 @@ def _configuration(
     return config
 
 
-def _context(mesh: Any, parallel: str | None, device: torch.device) -> ParallelContext | None:
-    if mesh is None and parallel is None:
-        return None
-    from dsv4.parallel.process_group import context_of  # imports torch.distributed
-
-    return context_of(mesh, parallel, device)
-
-
-def _open_mailboxes(context: ParallelContext, device: torch.device) -> None:
-    from dsv4.parallel.opening import open_mailboxes  # imports torch.distributed
-
-    open_mailboxes(context, device)
-
-
-def _drafts_of_ranks(
-    checkpoint: Checkpoint, mtp: bool | None, context: ParallelContext
-) -> bool | None:
-    """Return whether several ranks load drafts: those with tokens of their own leave DSpark out."""
-    if not checkpoint.has_dspark or not has_own_tokens(context):
-        return mtp
-    if mtp:
-        raise ValueError(
-            "mtp is True, wanted None or False: with parallel='dp' ranks have no DSpark draft"
-        )
-    return False
-
-
-def _check_ranks(
-    checkpoint: Checkpoint, config: ModelConfig, request: FillRequest, context: ParallelContext
-) -> None:
-    """Check that the ranks load one model, and that it can be split over them."""
-    tensors = sorted((e.name, e.kind, e.shape) for e in checkpoint.entries.values())
-    options, choice = request.resolved(checkpoint)
-    agree(
-        context,
-        {
-            "parallel": context.mode,
-            "the version of dsv4": dsv4.__version__,
-            "the version of torch": torch.__version__,
-            **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
-            "a hash of the checkpoint's tensors": digest(tensors),
-            "activation": options.activation,
-            "dtype": options.dtype,
-            "mxfp4": options.mxfp4,
-            "pack": (choice.enabled, choice.layout),
-            "input_scales": options.input_scales,
-        },
-    )
-    device = torch.device("cpu") if options.device is None else options.device
-    check_split(checkpoint.entries, config, context, choice, device)
-
-
-def _filled(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    request: FillRequest,
-    progress: bool,
-    context: ParallelContext | None = None,
-    hosting: Hosting | None = None,
-) -> DeepseekV4ForCausalLM:
-    """Build the model and fill it; its ``load_report`` says what was left out."""
-    model, ignore = _on_meta(config, context), ignored_drafts(config)
-    filled = fill_new(model, checkpoint, request, ignore=ignore, progress=progress, hosting=hosting)
-    model.load_report = report_of(checkpoint, config, request.input_scales, filled)
-    return model
-
-
 def _on_meta(config: ModelConfig, context: ParallelContext | None = None) -> DeepseekV4ForCausalLM:
     """Build a model without memory."""
     from dsv4.model import DeepseekV4ForCausalLM
 
     with torch.device("meta"):
         return DeepseekV4ForCausalLM(config, parallel=context)
-
-
-def _open_exchange(model: DeepseekV4ForCausalLM, context: ParallelContext) -> None:
-    from dsv4.parallel.exchange_mailboxes import open_exchange  # imports torch.distributed
-
-    open_exchange(context, model.config, model.device, model.dtype)
-
-
-def _prepare(model: DeepseekV4ForCausalLM, tokens: int, generation: bool, progress: bool) -> None:
-    """Load or compile the kernels of steps, and make the runner of ``generate`` if requested."""
-    from dsv4 import serving
-    from dsv4.compilation.warmup import warm_ranks
-
-    warmed = warm_ranks(model, tokens, progress)
-    # Without its kernels a step could raise, which is for the step's caller.
-    if generation and warmed is not None and not warmed.failed:
-        serving.prepare(model)
-
-
-def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    """Get the memory of a step once more, because each capture empties the allocator's cache.
-
-    A step of ``reserve_tokens`` is the user's; where both have no room, the graphs are released.
-    """
-    from dsv4 import serving
-
-    try:
-        warm_allocator(model, tokens, model.dtype)
-    except torch.OutOfMemoryError as error:
-        if model.parallel is not None:
-            raise  # other ranks keep their graphs
-        serving.release(model)
-        warm_allocator(model, tokens, model.dtype)
-        _logger.warning(
-            "generate is not prepared, because its graphs and a step of %d tokens (reserve_tokens) "
-            "do not fit together: %s; its first call tries again",
-            *(tokens, str(error).partition("\n")[0]),
-        )

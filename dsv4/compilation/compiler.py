@@ -8,10 +8,11 @@ from typing import Any
 
 from dsv4.compilation import bundle
 from dsv4.compilation.jobs import CuteJob, FindJob, KernelJob, TritonJob
+from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.pool import Finished, Pool
 from dsv4.compilation.progress_line import Count
-from dsv4.compilation.steps import Steps, every_shape
+from dsv4.compilation.step_shapes import every_shape
 from dsv4.cute.runtime import cubin_cache
 
 _SHARE = 50  # steps of a list at least, which take less than the start of another one

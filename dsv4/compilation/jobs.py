@@ -126,7 +126,7 @@ class FindJob:
 
     Attributes:
         recipe: Recipe of the model.
-        target: The ``dsv4.compilation.steps.Target``.
+        target: The ``dsv4.compilation.target.Target``.
         max_tokens: Most tokens of a step.
         shapes: Shapes of the steps.
     """
@@ -147,7 +147,7 @@ class FindJob:
         return _USUAL["list"]
 
     def run(self) -> Any:
-        """The ``dsv4.compilation.steps.Steps``."""
+        """The ``dsv4.compilation.launch_recorder.Steps``."""
         from dsv4.compilation import steps
 
         with mailboxes.kept_open():  # those of this process have the name of the recipe's

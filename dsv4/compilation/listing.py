@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.compilation import bundle, sealed_file
+from dsv4.compilation.launch_recorder import Ran, Steps
 from dsv4.compilation.recipe import Recipe
-from dsv4.compilation.steps import Ran, Steps, Target
+from dsv4.compilation.target import Target
 from dsv4.compilation.versions import Versions, digest
 from dsv4.cute.runtime import cubin_cache
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.compilation import draft_steps, steps
+from dsv4.compilation import draft_steps
+from dsv4.compilation.meta_model import declare_packed
 from dsv4.config import ModelConfig
 from dsv4.cute.supports import packed_layout_of
 from dsv4.layers._expert_stacks import PROJECTIONS
@@ -68,7 +69,7 @@ class Weight:
     def declare(self, layer: Linear | DeepseekV4Experts, arch: str) -> None:
         """Give a layer on the meta device such weights; NVFP4 as ``pack_`` leaves them."""
         if self.format == NVFP4.name:
-            steps.declare_packed(layer, packed_layout_of(arch, layer.activation), self.exact)
+            declare_packed(layer, packed_layout_of(arch, layer.activation), self.exact)
         elif isinstance(layer, Linear):
             layer.to_format(self.format, scale_dtype=self.scale_dtype)
         elif self.format is not None:

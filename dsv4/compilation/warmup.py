@@ -17,14 +17,16 @@ from torch import nn
 from dsv4 import dispatch
 from dsv4.compilation import bundle as _bundle
 from dsv4.compilation import compiler as _compile
+from dsv4.compilation import launch_recorder as _launch_recorder
 from dsv4.compilation import pool as _compile_pool
-from dsv4.compilation import steps as _steps
 from dsv4.compilation.compiler import Outcome
 from dsv4.compilation.jobs import CuteJob, KernelJob
 from dsv4.compilation.kernel_calls import every_call, kernel_plans
+from dsv4.compilation.launch_recorder import Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.progress_line import progress as progress_line
 from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.target import Target
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
@@ -279,7 +281,7 @@ def compile_model(
         plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
         work.add(CuteJob(plan, arch) for plan in plans)
         work.finish()
-    outcome, steps = work.outcome, stored or _steps.Steps()
+    outcome, steps = work.outcome, stored or Steps()
     if listing is not None and stored is None:
         steps, skipped = _steps_of(work)
         if steps.requests and not outcome.failed:
@@ -321,20 +323,20 @@ def _listing(
     if isinstance(model, nn.Module) and not isinstance(model, DeepseekV4ForCausalLM):
         reason = f"{type(model).__name__} is not a whole model of this package"
         return None, reason
-    reason = _steps.impossible() or ""
+    reason = _launch_recorder.impossible() or ""
     if reason:
         return None, reason
-    target = _steps.Target(arch) if gpu is None else _steps.Target.of(gpu, arch)
+    target = Target(arch) if gpu is None else Target.of(gpu, arch)
     return Listing(Recipe.of(model, ranks), target, max_tokens), ""
 
 
-def _steps_of(work: _compile.Compilation) -> tuple[_steps.Steps, str]:
+def _steps_of(work: _compile.Compilation) -> tuple[Steps, str]:
     """The list, or why it could not be made: then kernels are compiled at their first launch."""
     try:
         return work.steps(), ""
     except RuntimeError as error:
         _log.warning("Triton kernels are compiled at their first launch: %s", error)
-        return _steps.Steps(), str(error).partition("\n")[0]
+        return Steps(), str(error).partition("\n")[0]
 
 
 def _load(gpu: torch.device, job: KernelJob) -> None:

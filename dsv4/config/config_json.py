@@ -16,10 +16,7 @@ from dsv4.config import fields
 from dsv4.config.dspark import DSparkConfig, read_dspark
 from dsv4.config.fields import FIXED, OPTIONAL, REQUIRED, is_integer, is_number
 from dsv4.config.json_file import show
-
-SLIDING = "sliding_attention"
-CSA = "compressed_sparse_attention"
-HCA = "heavily_compressed_attention"
+from dsv4.config.layer_types import CSA, HCA, SLIDING
 
 
 def parse(values: Mapping[str, Any]) -> dict[str, Any]:

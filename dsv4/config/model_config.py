@@ -7,116 +7,21 @@ so layers accept either. The values and their meaning are in specification, sect
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dsv4.config import config_json
 from dsv4.config.dspark import DSparkConfig
 from dsv4.config.fields import MAX_INTEGER, is_number
 from dsv4.config.json_file import parse, read_bytes, show
+from dsv4.config.layer_types import CSA, HCA, LAYER_TYPES, MLP_LAYER_TYPES, SLIDING, CompressRates
+from dsv4.config.presets import PRO, TINY, flash_sizes
+from dsv4.config.rope_parameters import RopeParameters
 
-SLIDING = config_json.SLIDING
-CSA = config_json.CSA
-HCA = config_json.HCA
-LAYER_TYPES = (SLIDING, CSA, HCA)
-MLP_LAYER_TYPES = ("hash_moe", "moe")
 NUMERICS = ("deepseek", "transformers")
 ACTIVATIONS = ("bf16", "nvfp4", "fp8")
-
-
-@dataclass(frozen=True)
-class RopeParameters:
-    """A rotary table: base, width and, for compressed layers, YaRN (specification, section 4.3).
-
-    Attributes:
-        theta: Base of the geometric sequence of frequencies.
-        dim: Number of rotated dimensions R, even.
-        factor: YaRN's interpolation factor, or None for plain RoPE.
-        original_max_position: Positions seen before YaRN.
-        beta_fast: Rotations above which a frequency is left alone.
-        beta_slow: Rotations below which a frequency is divided by ``factor``.
-    """
-
-    theta: float
-    dim: int = 64
-    factor: float | None = None
-    original_max_position: int = 65536
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.dim < 2 or self.dim % 2:
-            raise ValueError(f"RopeParameters: dim is {self.dim}, wanted an even number >= 2")
-        if not 1 < self.theta < math.inf:
-            raise ValueError(f"RopeParameters: theta is {self.theta}, wanted a number > 1")
-        if self.factor is not None and not 1 <= self.factor < math.inf:
-            raise ValueError(f"RopeParameters: factor is {self.factor}, wanted None or >= 1")
-        for name in ("beta_fast", "beta_slow"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"RopeParameters: {name} is {getattr(self, name)}, wanted > 0")
-        if self.original_max_position < 1:
-            raise ValueError(
-                "RopeParameters: original_max_position is "
-                f"{self.original_max_position}, wanted >= 1"
-            )
-
-    def correction_range(self) -> tuple[int, int]:
-        """Return the first and last index of YaRN's ramp: 15 and 25 for the published models."""
-
-        def index(rotations: float) -> float:
-            turns = self.original_max_position / (rotations * 2 * math.pi)
-            return self.dim * math.log(turns) / (2 * math.log(self.theta))
-
-        low = max(math.floor(index(self.beta_fast)), 0)
-        high = min(math.ceil(index(self.beta_slow)), self.dim - 1)
-        return low, high
-
-    def frequencies(self) -> list[float]:
-        """Return the R/2 angular frequencies in radians per position, in double precision."""
-        plain = [self.theta ** (-2 * i / self.dim) for i in range(self.dim // 2)]
-        if self.factor is None:
-            return plain
-        low, high = self.correction_range()
-        width = max(high - low, 0.001)  # a ramp of no width is a step
-        ramp = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
-        return [f * (1 - r) + f / self.factor * r for f, r in zip(plain, ramp, strict=True)]
-
-    def inv_freq(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Return the frequencies as a float32 table ``[R/2]``, without an amplitude (pitfall 2).
-
-        Computed in float32 on the CPU, step by step as the published code does: the models were
-        trained with that table, whose last bit is worth hundredths of a radian at position 2^20.
-        """
-        index = torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu")
-        plain = 1.0 / (self.theta ** (index / self.dim))
-        if self.factor is None:
-            return plain.to(device or "cpu")
-        low, high = self.correction_range()
-        steps = torch.arange(self.dim // 2, dtype=torch.float32, device="cpu")
-        ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
-        return (plain / self.factor * ramp + plain * (1 - ramp)).to(device or "cpu")
-
-
-@dataclass(frozen=True)
-class CompressRates(Mapping[str, int]):
-    """Tokens per compressed entry of the two compressed layer types; a hashable mapping."""
-
-    csa: int = 4
-    hca: int = 128
-
-    def __getitem__(self, layer_type: str) -> int:
-        return {CSA: self.csa, HCA: self.hca}[layer_type]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((CSA, HCA))
-
-    def __len__(self) -> int:
-        return 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,13 +236,13 @@ class ModelConfig:
     def pro(cls, **changes: Any) -> ModelConfig:
         """DeepSeek-V4-Pro (specification, section 1)."""
         types = (HCA, HCA, *((CSA, HCA) * 30))[:61]
-        return _published(cls, types).replace(**{**_PRO, **changes})
+        return cls(**flash_sizes(types)).replace(**{**PRO, **changes})
 
     @classmethod
     def flash(cls, **changes: Any) -> ModelConfig:
         """DeepSeek-V4-Flash (specification, section 1)."""
         types = (SLIDING, SLIDING, *((CSA, HCA) * 21))[:43]
-        return _published(cls, types).replace(**changes)
+        return cls(**flash_sizes(types)).replace(**changes)
 
     @classmethod
     def tiny(cls, **changes: Any) -> ModelConfig:
@@ -350,10 +255,10 @@ class ModelConfig:
         cycle = (SLIDING, CSA, HCA, CSA)
         count = changes.get("num_hidden_layers", len(changes.get("layer_types", cycle)))
         types = tuple(changes.pop("layer_types", (cycle * count)[:count]))
-        base = _published(cls, types, hash_layers=(count + 1) // 2)
+        base = cls(**flash_sizes(types, hash_layers=(count + 1) // 2))
         # A short original context makes YaRN matter at positions that tests reach.
         yarn = RopeParameters(160000.0, 64, 16.0, original_max_position=64)
-        return base.replace(rope_compress=yarn).replace(**{**_TINY, **changes})
+        return base.replace(rope_compress=yarn).replace(**{**TINY, **changes})
 
     def replace(self, **changes: Any) -> ModelConfig:
         """Return a copy with some fields changed; the rope tables follow ``qk_rope_head_dim``."""
@@ -451,69 +356,3 @@ class ModelConfig:
     def _check_layer(self, layer_idx: int) -> None:
         if not 0 <= layer_idx < self.total_layers:
             raise ValueError(f"layer_idx is {layer_idx}, wanted 0 to {self.total_layers - 1}")
-
-
-_PRO: dict[str, Any] = {
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "o_groups": 16,
-    "n_routed_experts": 384,
-    "moe_intermediate_size": 3072,
-    "routed_scaling_factor": 2.5,
-    "index_topk": 1024,
-}
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "head_dim": 64,
-    "qk_rope_head_dim": 16,
-    "q_lora_rank": 32,
-    "o_groups": 2,
-    "o_lora_rank": 16,
-    "sliding_window": 8,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "index_n_heads": 16,  # with fewer, ReLU leaves ties at 0 for the top-k to break
-    "index_head_dim": 32,
-    "index_topk": 4,
-    "compress_rates": CompressRates(4, 8),
-    "max_position_embeddings": 1024,
-}
-
-
-def _published(
-    cls: type[ModelConfig], layer_types: tuple[str, ...], hash_layers: int = 3
-) -> ModelConfig:
-    """Return Flash's sizes with a schedule; Pro and tiny change what differs."""
-    count = len(layer_types)
-    return cls(
-        vocab_size=129280,
-        hidden_size=4096,
-        num_hidden_layers=count,
-        num_attention_heads=64,
-        head_dim=512,
-        qk_rope_head_dim=64,
-        q_lora_rank=1024,
-        o_groups=8,
-        o_lora_rank=1024,
-        sliding_window=128,
-        n_routed_experts=256,
-        num_experts_per_tok=6,
-        moe_intermediate_size=2048,
-        routed_scaling_factor=1.5,
-        swiglu_limit=10.0,
-        hc_mult=4,
-        hc_sinkhorn_iters=20,
-        index_n_heads=64,
-        index_head_dim=128,
-        index_topk=512,
-        layer_types=layer_types,
-        mlp_layer_types=(*["hash_moe"] * min(hash_layers, count), *["moe"] * count)[:count],
-        rope_main=RopeParameters(10000.0),
-        rope_compress=RopeParameters(160000.0, factor=16.0),
-        max_position_embeddings=1048576,
-        num_nextn_predict_layers=1,
-    )

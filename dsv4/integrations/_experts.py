@@ -21,6 +21,14 @@ _LAYOUT = {
     "has_post_expert_norm": False,
 }
 _SILU = ("SiLU", "SiLUActivation")
+EXPERTS_IMPLEMENTATION = "dsv4"
+
+
+def register_forward() -> None:
+    """Make ``experts_implementation="dsv4"`` known to transformers."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
 
 
 def experts_forward(

@@ -33,33 +33,21 @@ What differs from transformers' own modules:
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import math
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
-from dsv4.config import ACTIVATIONS, NUMERICS, ModelConfig
-from dsv4.config.fields import KNOWN
 from dsv4.integrations import _expert_parallel
-from dsv4.integrations._arguments import transformers_version, warn_if_untested
-from dsv4.integrations._expert_parallel import Distribution, ExpertRange
-from dsv4.integrations._experts import experts_forward
-from dsv4.integrations._guards import Guards, check_implementation
+from dsv4.integrations._applying import modeling_module, swap_modules
+from dsv4.integrations._configs import config_of, with_modes
+from dsv4.integrations._experts import EXPERTS_IMPLEMENTATION, register_forward
 from dsv4.integrations._report import NotReplaced, Replaced, Report
-from dsv4.integrations._settings import changed_frequencies
-from dsv4.integrations._swap import PARTS, Plan
+from dsv4.integrations._swap import PARTS
 from dsv4.kv_cache.layer_cache import ROLLBACK
-from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
-
-if TYPE_CHECKING:
-    from dsv4.checkpoint import Checkpoint
-    from dsv4.checkpoint.filling import FillRequest
+from dsv4.layers.reserve import STEP_TOKENS
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -74,10 +62,6 @@ __all__ = [
     "register_expert_parallel",
     "register_experts",
 ]
-
-EXPERTS_IMPLEMENTATION = "dsv4"
-
-_logger = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
@@ -101,10 +85,8 @@ def register_experts() -> None:
     Raises:
         ImportError: if transformers is not installed.
     """
-    _modeling()
-    from transformers.integrations.moe import ExpertsInterface
-
-    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
+    modeling_module()
+    register_forward()
 
 
 def register_expert_parallel() -> None:
@@ -117,7 +99,7 @@ def register_expert_parallel() -> None:
     Raises:
         ImportError: if transformers is not installed or older than 5.24.
     """
-    _modeling()
+    modeling_module()
     _expert_parallel.register()
 
 
@@ -164,43 +146,14 @@ def apply(
             is not one this package implements, or its rotary tables differ from each other. Nothing
             is changed then.
     """
-    modeling = _modeling()
+    modeling = modeling_module()
     if not isinstance(model, (modeling.DeepseekV4ForCausalLM, modeling.DeepseekV4Model)):
         raise TypeError(
             f"apply: model is a {type(model).__module__}.{type(model).__qualname__}, wanted "
             "transformers' DeepseekV4ForCausalLM or DeepseekV4Model"
         )
-    config = _configuration(_config_of(model.config), numerics, activation)
-    return _apply(model, modeling, config, _chosen(parts))
-
-
-def _apply(
-    model: Any,
-    modeling: Any,
-    config: ModelConfig,
-    parts: tuple[str, ...],
-    experts: ExpertRange | None = None,
-) -> Report:
-    warn_if_untested(transformers_version())
-    if "attention" in parts:
-        check_implementation(model.config)
-    plan = Plan(config, modeling, parts, changed_frequencies(model, config), experts)
-    plan.visit(model)
-    plan.check()
-    register_experts()
-    _install_recorders(model, modeling)
-    replaced = plan.execute()
-    guards = Guards.install(model, modeling, replaced)
-
-    def undo() -> None:
-        plan.undo()
-        guards.remove()
-
-    title = (
-        f"dsv4 in {type(model).__name__}, numerics {config.numerics}, "
-        f"activation {config.activation}"
-    )
-    return Report(title, replaced, tuple(plan.not_replaced), tuple(_notes(replaced)), _undo=undo)
+    config = with_modes(config_of(model.config), numerics, activation)
+    return swap_modules(model, modeling, config, _chosen(parts))
 
 
 def from_pretrained(
@@ -262,70 +215,31 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4.checkpoint import Checkpoint
     from dsv4.checkpoint.arguments import as_dtype, check_reserve
     from dsv4.checkpoint.filling import FillRequest
-    from dsv4.compilation.warmup import warm_loaded
+    from dsv4.integrations._loading import PretrainedRequest, load_pretrained
 
-    modeling = _modeling()
-    chosen, dtype = _chosen(parts), as_dtype(dtype)
+    modeling = modeling_module()
+    request = PretrainedRequest(
+        path=path,
+        parts=_chosen(parts),
+        values=FillRequest(
+            device=torch.device(device),
+            dtype=as_dtype(dtype),
+            activation=activation,
+            mxfp4=mxfp4,
+            pack=pack,
+            input_scales=input_scales,
+            check_values=False,  # an error drops the model
+            progress=progress,
+        ),
+        numerics=numerics,
+        reserve_tokens=reserve_tokens,
+        compile_kernels=compile_kernels,
+        distributed_config=distributed_config,
+    )
     check_reserve(reserve_tokens)
-    request = FillRequest(device, dtype, activation, mxfp4, pack, input_scales)
-    with Checkpoint.open(path) as checkpoint:
-        config = _configuration(checkpoint.config(), numerics, activation)
-        checkpoint.check_size(config)
-        distribution = None
-        if distributed_config is not None:
-            distribution = Distribution.prepare(
-                distributed_config, modeling, config, chosen, torch.device(device)
-            )
-        experts = None if distribution is None else distribution.experts
-        with torch.device("meta"):
-            model = modeling.DeepseekV4ForCausalLM(_their_config(config, dtype))
-        if experts is not None:
-            experts.cut(model, modeling)
-        report = _apply(model, modeling, config, chosen, experts)
-        others = () if experts is None else experts.others(config)
-        _fill(model, checkpoint, request, report, progress, others)
-    _narrow_norms(model, modeling)
-    _finish(model, modeling, torch.device(device))
-    model.generation_config = _generation_config(Path(path), config)
-    report.title = f"{report.title}, from {path}"
-    report._undo = _not_undoable
-    model.dsv4_report = report
-    warm_allocator(model, reserve_tokens, model.get_input_embeddings().weight.dtype)
-    if compile_kernels:
-        warm_loaded(model, max(reserve_tokens, STEP_TOKENS), progress)
-    _warn_of_left_out(path, report)
-    if distribution is not None:
-        distribution.install(model)
-    return model.eval().requires_grad_(False)
-
-
-def _fill(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    request: FillRequest,
-    report: Report,
-    progress: bool,
-    others: tuple[str, ...],
-) -> None:
-    """Fill a swapped model on meta, and complete its report; ``others`` are for other ranks."""
-    from dsv4.checkpoint.filling import fill_new
-
-    request = dataclasses.replace(request, float32=_float32_names(model))
-    filled = fill_new(model, checkpoint, request, ignore=("mtp.*", *others), progress=progress)
-    report.packing, report.conversion = filled.packing, filled.conversion
-    report.left_out = tuple(name for name in checkpoint.entries if name.startswith("mtp."))
-
-
-def _warn_of_left_out(path: str | Path, report: Report) -> None:
-    if report.left_out:
-        _logger.warning(
-            "%s: %d mtp.* tensors were left out; transformers has no multi-token-prediction layers",
-            path,
-            len(report.left_out),
-        )
+    return load_pretrained(request, modeling)
 
 
 def paged_cache(
@@ -364,7 +278,7 @@ def paged_cache(
         TypeError: if the attention of a layer is not this package's.
         ValueError: if a number is below 1 or the format unknown.
     """
-    _modeling()
+    modeling_module()
     from dsv4.integrations._cache import paged_cache_for
 
     return paged_cache_for(
@@ -399,22 +313,10 @@ def generate_assisted(model: Any, *args: Any, **options: Any) -> Any:
         TypeError: if ``past_key_values`` is not a ``paged_cache``.
         ValueError: if a guess is longer than what can be taken back.
     """
-    _modeling()
+    modeling_module()
     from dsv4.integrations import _cache
 
     return _cache.generate_assisted(model, args, options)
-
-
-def _modeling() -> Any:
-    """transformers' module of DeepSeek-V4 code."""
-    try:
-        from transformers.models.deepseek_v4 import modeling_deepseek_v4
-    except ImportError as error:
-        raise ImportError(
-            "dsv4.integrations.transformers needs transformers >= 5.17: "
-            f"pip install 'dsv4[hf]' ({error})"
-        ) from error
-    return modeling_deepseek_v4
 
 
 def _chosen(parts: Iterable[str] | None) -> tuple[str, ...]:
@@ -427,112 +329,3 @@ def _chosen(parts: Iterable[str] | None) -> tuple[str, ...]:
     if unknown or not requested:
         raise ValueError(f"parts is {requested}, wanted some of {', '.join(PARTS)}")
     return requested
-
-
-def _configuration(config: ModelConfig, numerics: str, activation: str) -> ModelConfig:
-    if numerics not in NUMERICS:
-        raise ValueError(f"numerics is {numerics!r}, wanted one of {', '.join(NUMERICS)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)}")
-    return config.replace(numerics=numerics, activation=activation)
-
-
-def _config_of(config: Any) -> ModelConfig:
-    """The configuration of a transformers model, without attributes that only its user knows."""
-    values = config.to_dict()
-    declared = {f.name for f in dataclasses.fields(config)}
-    values = {name: v for name, v in values.items() if name in declared or name in KNOWN}
-    limit = values.get("swiglu_limit")
-    if limit == math.inf:
-        values["swiglu_limit"] = None
-    elif limit == 0:
-        raise ValueError(
-            f"swiglu_limit is {limit}, wanted a number > 0, or inf for no clamp: transformers "
-            "clamps at 0, so that every expert gives 0"
-        )
-    return ModelConfig.of(values)
-
-
-def _float32_names(model: nn.Module) -> frozenset[str]:
-    """Parameters and buffers that the installed transformers keeps float32 in a narrower model."""
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return frozenset(name for name, _ in tensors if any(pattern in name for pattern in patterns))
-
-
-def _narrow_norms(model: Any, modeling: Any) -> None:
-    """Give norms that stay transformers' the model's dtype where they cannot be float32.
-
-    Up to 5.17 their results have the dtype of the weight, which the layer behind them refuses.
-    """
-    norm = modeling.DeepseekV4RMSNorm(1).float()
-    if norm(torch.zeros(1, 1, dtype=torch.bfloat16, device="cpu")).dtype == torch.bfloat16:
-        return
-    for module in model.modules():
-        if isinstance(module, modeling.DeepseekV4RMSNorm):
-            module.to(model.get_input_embeddings().weight.dtype)
-
-
-def _install_recorders(model: nn.Module, modeling: Any) -> None:
-    """Make transformers put its recording hooks on the modules now, so that a swap can keep them.
-
-    It would otherwise do so when outputs are first asked for, by class, and miss the new modules:
-    the answer would be an empty tuple.
-    """
-    from transformers.utils.output_capturing import maybe_install_capturing_hooks
-
-    for module in model.modules():
-        if isinstance(module, modeling.DeepseekV4Model):
-            maybe_install_capturing_hooks(module)
-
-
-def _notes(replaced: Iterable[Replaced]) -> Iterable[str]:
-    parts = {entry.part for entry in replaced}
-    if parts:
-        yield "inference only: a backward pass through a replaced module raises"
-    if "attention" in parts:
-        yield "output_attentions=True raises: attention weights are never materialised"
-        yield "attn_implementation other than eager raises, as do 4-D masks with a bias"
-        yield "left-padded batches decode differently, but with paged_cache; see the module's text"
-    if "experts" in parts:
-        yield "experts_implementation has no effect on replaced experts"
-
-
-def _their_config(config: ModelConfig, dtype: torch.dtype | None) -> Any:
-    from transformers import DeepseekV4Config
-
-    values = config.to_transformers_dict()
-    if config.swiglu_limit is None:
-        values["swiglu_limit"] = math.inf  # transformers clamps at 0 and takes no None
-    theirs = DeepseekV4Config(**values)
-    theirs.dtype = dtype or torch.bfloat16
-    theirs.architectures = ["DeepseekV4ForCausalLM"]
-    return theirs
-
-
-def _finish(model: nn.Module, modeling: Any, device: torch.device) -> None:
-    """Compute the rotary tables that no checkpoint holds, and make sure that nothing is missing."""
-    for module in model.modules():
-        if isinstance(module, modeling.DeepseekV4RotaryEmbedding):
-            fresh = modeling.DeepseekV4RotaryEmbedding(module.config)
-            for name, buffer in fresh._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    empty = [name for name, tensor in tensors if tensor.is_meta]
-    assert not empty, f"not filled: {empty}"
-
-
-def _generation_config(path: Path, config: ModelConfig) -> Any:
-    from transformers import GenerationConfig
-
-    if (path / "generation_config.json").exists():
-        return GenerationConfig.from_pretrained(path)
-    eos = config.eos_token_id
-    return GenerationConfig(
-        bos_token_id=config.bos_token_id,
-        eos_token_id=list(eos) if isinstance(eos, tuple) else eos,
-    )
-
-
-def _not_undoable() -> None:
-    raise RuntimeError("undo: the original modules never held this checkpoint's weights")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from dsv4.config import ModelConfig
-from dsv4.config.model_config import CSA, SLIDING
+from dsv4.config.layer_types import CSA, SLIDING
 from dsv4.kv_cache.pages import bytes_per_page
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format
 

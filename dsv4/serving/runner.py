@@ -13,33 +13,21 @@ import torch
 
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.agreement import agree, reported
-from dsv4.parallel.context import RankError, has_own_tokens
-from dsv4.serving._setup import (
-    Limits,
-    check_buckets,
-    check_fits,
-    check_prompt_buckets,
-    check_window,
-    default_index_format,
-    default_window_pages,
-    resolve_capture,
-    stop_tokens,
-)
-from dsv4.serving.device_steps import DeviceSteps, StepSizes
-from dsv4.serving.drafting import AUTO, Verification, drafting_of, same_draws
+from dsv4.parallel.agreement import reported
+from dsv4.parallel.context import RankError
+from dsv4.serving._setup import check_fits, stop_tokens
+from dsv4.serving.drafting import AUTO, Verification
 from dsv4.serving.launched_steps import LaunchedSteps
 from dsv4.serving.options import SamplingOptions, token_ids
 from dsv4.serving.prefix_cache import PrefixCache
 from dsv4.serving.rank_link import Orders, RankLink
 from dsv4.serving.request import Request, RequestError
+from dsv4.serving.runner_plan import RunnerPlan, RunnerRequest
 from dsv4.serving.sampler import Variant
 from dsv4.serving.scheduler import Piece, Scheduler
-from dsv4.serving.shared_steps import Needs, SharedSteps
+from dsv4.serving.shared_steps import Needs
 from dsv4.serving.speculative import DraftCounts
-from dsv4.serving.split_sampler import VocabularyPart
 from dsv4.serving.step_launcher import StepLauncher
-from dsv4.speculation.verify import verify_sampled
 
 _PREFIX_SEQUENCES = 4
 
@@ -150,88 +138,44 @@ class Runner:
                 buckets are given with ``deterministic``, or that with ``parallel="dp"``, or
                 ``speculate`` names drafts that cannot be used here.
         """
-        if not isinstance(deterministic, bool):
-            raise TypeError(f"Runner: deterministic is {deterministic!r}, wanted True or False")
-        has_own = has_own_tokens(getattr(model, "parallel", None))
-        if deterministic and has_own:
-            raise ValueError(
-                "Runner: deterministic is True, wanted False with parallel='dp', whose steps have "
-                "the sizes of all ranks' requests"
-            )
-        limits = Limits.of(model, max_sequences, max_tokens, max_chunk, prefix_sequences)
-        enough_pages = default_window_pages(model.config, limits)
-        if window_pages is None:
-            window_pages = enough_pages
-        if index_format is None:
-            index_format = default_index_format(model.config)
-        if pool_tokens is None:
-            pool_tokens = limits.pool_tokens()
-        self.model = model
-        self.limits = limits
-        drafting = drafting_of(
-            model,
-            speculate,
-            draft_tokens,
-            threshold=confidence_threshold,
+        request = RunnerRequest(
+            max_sequences=max_sequences,
+            max_tokens=max_tokens,
+            max_chunk=max_chunk,
+            pool_tokens=pool_tokens,
+            window_pages=window_pages,
+            index_format=index_format,
+            buckets=buckets,
+            prompt_buckets=prompt_buckets,
+            capture=capture,
+            prefix_sequences=prefix_sequences,
             deterministic=deterministic,
+            speculate=speculate,
+            draft_tokens=draft_tokens,
+            confidence_threshold=confidence_threshold,
+            verify=verify,
         )
-        self.draft_counts = DraftCounts()
-        together = 1 if deterministic else max_sequences  # sequences of a decode step, at most
-        captured = resolve_capture(model, capture, together * drafting.certain_tokens)
-        sizes = StepSizes(
-            check_buckets(buckets, max_sequences, captured, deterministic),
-            check_prompt_buckets(model, prompt_buckets, limits.max_chunk, captured, deterministic),
-            is_scarce=pool_tokens < limits.pool_tokens() or window_pages < enough_pages,
-        )
-        if verify is None:
-            verify = same_draws if deterministic else verify_sampled
-        grid = limits.max_chunk if deterministic else None
-        self._link, self._shared, part = None, None, None
+        self.model = model
+        self._build(request.resolved(model))
+
+    def _build(self, plan: RunnerPlan) -> None:
+        """Make the cache, the steps on the device, and what schedules them."""
+        model, limits = self.model, plan.limits
         with reported(model.parallel):
-            if model.parallel is not None:
-                rest = {
-                    "buckets": sizes.buckets,
-                    "prompt_buckets": sizes.prompts,
-                    "capture": captured,
-                    "drafts": drafting.plan,
-                }
-                options = {"pool_tokens": pool_tokens, "deterministic": deterministic}
-                agree(model.parallel, {"limits of the runner": limits, **rest, **options})
-            self.drafting = drafting.at_sizes(model, sizes.buckets, max_tokens)
-            if model.parallel is not None and has_own:
-                self._shared = SharedSteps(model.parallel)
-            elif model.parallel is not None:
-                self._link = RankLink(model.parallel)
-                # The costs follow from a rank's bytes, which may differ a little.
-                self.drafting = model.parallel.group.broadcast(self.drafting)
-                # Drafts are verified against all logits, which each rank gathers.
-                if self.drafting.plan is None:
-                    part = VocabularyPart(model.parallel, model.model.vocabulary)
-            width = 1 if self.drafting.plan is None else 1 + self.drafting.plan.tokens
-            chunk = max(limits.max_chunk, width)
-            self.cache: PagedCache = model.new_cache(
-                limits.rows, max_tokens, chunk, index_format, pool_tokens, window_pages
-            )
-            check_window(self.cache, limits.max_chunk)
-            self._steps = DeviceSteps(
-                model,
-                self.cache,
-                limits,
-                sizes,
-                captured,
-                part,
-                self.drafting,
-                verify,
-                fixed=deterministic,
-            )
-        self._prefixes = PrefixCache(self.cache, prefix_sequences, grid=grid)
+            plan, ranks = plan.agreed(model)
+            self.cache: PagedCache = plan.new_cache(model)
+            self._steps = plan.new_steps(model, self.cache, ranks.part)
+        self.limits, self.drafting, self.draft_counts = limits, plan.drafting, DraftCounts()
+        self._link, self._shared = ranks.link, ranks.shared
+        self._prefixes = PrefixCache(self.cache, limits.prefix_sequences, grid=plan.grid)
         peers = None if model.parallel is None else model.parallel.group
-        self._launched = LaunchedSteps(self.cache, max_sequences * width, self.draft_counts, peers)
+        most = limits.max_sequences * plan.rows_per_sequence
+        self._launched = LaunchedSteps(self.cache, most, self.draft_counts, peers)
         self._scheduler = Scheduler(
-            self.cache, self._prefixes, max_sequences, self._launched.read, grid
+            self.cache, self._prefixes, limits.max_sequences, self._launched.read, plan.grid
         )
         self._launcher = StepLauncher(
-            self._steps, self._scheduler, self._prefixes, self._launched, deterministic
+            self._steps, self._scheduler, self._prefixes, self._launched, plan.deterministic
         )
         self._arrivals: deque[Request] = deque()
         self._open: list[Request] = []

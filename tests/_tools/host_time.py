@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 
 from dsv4 import ModelConfig, dispatch
 from dsv4 import device as machine
-from dsv4.compilation import steps as _steps
+from dsv4.compilation.meta_model import packed_model
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel
@@ -169,7 +169,7 @@ def build(layers: int, experts: int) -> tuple[DeepseekV4ForCausalLM, Any]:
         num_nextn_predict_layers=0,
         vocab_size=256,
     )
-    model = _steps.packed_model(config).to_empty(device="cpu").eval().requires_grad_(False)
+    model = packed_model(config).to_empty(device="cpu").eval().requires_grad_(False)
     cache = model.new_cache(1, 4096, 64, index_format="index_mxfp4")
     cache.allocate()
     return model, cache

@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from dsv4.compilation.steps import PROCESSORS
+from dsv4.compilation.target import PROCESSORS
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
 from dsv4.triton._runtime import launch_options
 

@@ -15,8 +15,7 @@ from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import Draw, Problem
 from dsv4.bench.suites import attention, attention_layer
-from dsv4.config import CSA, ModelConfig
-from dsv4.config.config_json import SLIDING
+from dsv4.config import CSA, SLIDING, ModelConfig
 
 CPU = torch.device("cpu")
 OPTIONS = Options(CPU, repeat=1)

@@ -14,12 +14,14 @@ import torch
 
 import dsv4
 from dsv4 import layers
-from dsv4.compilation import draft_steps, kernel_calls, pool
+from dsv4.compilation import draft_steps, kernel_calls, launch_recorder, meta_model, pool
 from dsv4.compilation import recipe as recipes
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.bundle import Compiled
 from dsv4.compilation.jobs import CuteJob, FindJob, TritonJob
+from dsv4.compilation.launch_recorder import Ran, Steps
 from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.target import Target
 from dsv4.compilation.warmup import Operator
 from dsv4.layers._projections import are_merged
 from dsv4.model import DeepseekV4ForCausalLM
@@ -37,8 +39,10 @@ import json, sys
 from dataclasses import replace
 from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, device, dispatch
-from dsv4.compilation import steps as _steps
 from dsv4.compilation.recipe import Recipe, Weight
+from dsv4.compilation.step_shapes import StepShape
+from dsv4.compilation.steps import find_steps
+from dsv4.compilation.target import Target
 from dsv4.triton.moe_gather_quantize import _gather_quantize_kernel
 from dsv4.triton._runtime import kernel_store, launch_options
 
@@ -64,9 +68,8 @@ for arch, preset, activation in points:
         return JITFunction.run, launch_options.options, device.MACHINE.pretended, dispatch.Call
     before = patched()
     sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
-    shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
-    model = recipe_of(config, dense).build(arch)
-    steps = _steps.find_steps(model, _steps.Target(arch), 8192, shapes)
+    shapes = [StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
+    steps = find_steps(recipe_of(config, dense).build(arch), Target(arch), 8192, shapes)
     assert before == patched()
     requests = list(steps.requests.values())
     for request in requests:
@@ -97,19 +100,22 @@ RANKS = """
 import json
 import torch
 from dsv4 import ModelConfig
-from dsv4.compilation import steps as _steps
 from dsv4.compilation.draft_steps import DraftShape
 from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.step_shapes import StepShape, step_shapes
+from dsv4.compilation.steps import find_steps
+from dsv4.compilation.target import Target
+from dsv4.layers.pack import join_packed_
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext, Ranks
 
 # 18, the last's first, is no multiple
 drafting = ModelConfig.flash().replace(n_routed_experts=24)
 config = drafting.replace(num_nextn_predict_layers=0)
-shapes = [_steps.StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
+shapes = [StepShape(*n, 4096) for n in ((1, 1), (5, 5), (256, 1))]
 
 def found(model, more=()):
-    steps = _steps.find_steps(model, _steps.Target("sm_90a"), 256, [*shapes, *more])
+    steps = find_steps(model, Target("sm_90a"), 256, [*shapes, *more])
     experts = {
         value
         for request in steps.requests.values() if request.name == "_sort_kernel"
@@ -128,7 +134,7 @@ def first_and_last(mode):
         last = DeepseekV4ForCausalLM(first.config, mtp=False, parallel=context).to(torch.bfloat16)
         for name, weight in recipe.weights:
             weight.declare(last.get_submodule(name), "sm_90a")
-        _steps.join_packed_(last)
+        join_packed_(last)
     return {f"{mode} first": found(first), f"{mode} last": found(last)}
 
 result = first_and_last("tp") | first_and_last("dp")
@@ -138,12 +144,12 @@ result["drafts"] = found(Recipe.of(drafting, Ranks(4)).build("sm_90a"), drafts)
 
 # Of ranks with tokens of their own: sizes of steps between those of the list.
 model = Recipe.of(config, Ranks(6, "dp")).build("sm_90a")
-target = _steps.Target("sm_90a")
-listed = _steps.find_steps(model, target, 90, _steps.step_shapes(90, 64)).requests
+target = Target("sm_90a")
+listed = find_steps(model, target, 90, step_shapes(90, 64)).requests
 for tokens in (22, 43, 86):  # from here on there are more rows than a power of two
     for sequences in (1, tokens):
-        shape = _steps.StepShape(tokens, sequences, 64)
-        others = _steps.find_steps(model, target, 90, [shape]).requests
+        shape = StepShape(tokens, sequences, 64)
+        others = find_steps(model, target, 90, [shape]).requests
         new = [request.name for key, request in others.items() if key not in listed]
         assert not new, (shape, new)
 print(json.dumps(result))
@@ -154,9 +160,12 @@ DRAFTS_OF_RANKS = """
 import json
 from dataclasses import replace
 from dsv4 import ModelConfig
-from dsv4.compilation import draft_steps, steps as _steps
+from dsv4.compilation import draft_steps
 from dsv4.compilation.draft_steps import DraftShape
 from dsv4.compilation.recipe import Recipe
+from dsv4.compilation.step_shapes import every_shape
+from dsv4.compilation.steps import find_steps
+from dsv4.compilation.target import Target
 from dsv4.config import CSA, HCA, SLIDING, DSparkConfig
 from dsv4.parallel.context import Ranks
 
@@ -166,7 +175,7 @@ mtp = ModelConfig.flash().replace(
 )
 draft = DSparkConfig(block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256)
 dspark = mtp.replace(num_nextn_predict_layers=0, dspark=draft)
-target, most = _steps.Target("sm_90a"), 24
+target, most = Target("sm_90a"), 24
 between = [
     DraftShape(*n, 64)
     for n in ((1, 1), (1, 4), (1, 8), (3, 3), (3, 8), (5, 4), (7, 3), (12, 2))
@@ -178,10 +187,10 @@ for name, config in (("mtp", mtp), ("dspark", dspark)):
     plain_head = tuple((name, w) for name, w in recipe.weights if name != "lm_head")
     model = replace(recipe, weights=plain_head).build("sm_90a")
     assert model.lm_head.format is None
-    assert draft_steps.has_draft(model)
-    assert not draft_steps.has_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
-    listed = _steps.find_steps(model, target, most, _steps.every_shape(most, 64, True))
-    others = _steps.find_steps(model, target, most, between)
+    assert drafthas_draft(model)
+    assert not drafthas_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
+    listed = find_steps(model, target, most, every_shape(most, 64, True))
+    others = find_steps(model, target, most, between)
     new = sorted({r.name for key, r in others.requests.items() if key not in listed.requests})
     names = sorted({request.name for request in listed.requests.values()})
     result[name] = {"new": new, "names": names}
@@ -353,7 +362,7 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     report = layers.pack_(model, layout)
     assert report.packed
     assert report.joined
-    empty = _steps.packed_model(config, layout)
+    empty = meta_model.packed_model(config, layout)
     assert dict(forms(empty)) == dict(forms(model))
     arch = "sm_100a" if layout == SWIZZLED else "sm_90a"
     published = random_model(config, 0, mtp=False).to(torch.bfloat16)
@@ -361,7 +370,10 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     layers.pack_(published, layout)
     ours, theirs = Recipe.of(config), Recipe.of(published)
     assert ours == theirs, "a list made for one would not be found by the other"
-    built, short = ours.build(arch), _steps.packed_model(_steps.of_each_kind(config), layout)
+    built, short = (
+        ours.build(arch),
+        meta_model.packed_model(meta_model.of_each_kind(config), layout),
+    )
     actual, expected = (
         {n: f for n, f in forms(made) if not recipes.is_plain(n.rpartition(".")[0])}
         for made in (built, short)
@@ -378,7 +390,7 @@ def forms(model):
 
 def test_one_layer_of_each_kind():
     config = dsv4.ModelConfig.pro()
-    short = _steps.of_each_kind(config)
+    short = meta_model.of_each_kind(config)
     kinds = list(zip(short.layer_types, short.mlp_layer_types, strict=True))
     assert len(kinds) == len(set(kinds)) == short.num_hidden_layers
     assert set(kinds) == set(zip(config.layer_types, config.mlp_layer_types, strict=True))
@@ -389,7 +401,7 @@ class TestWarmup:
     def nothing_is_compiled(self, monkeypatch, tmp_path):
         monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
 
-        monkeypatch.setattr(_steps, "impossible", lambda: None)
+        monkeypatch.setattr(launch_recorder, "impossible", lambda: None)
         monkeypatch.setattr(pool, "can_start", lambda: False)
         monkeypatch.setattr(CuteJob, "stored", lambda self: b"code")
         monkeypatch.setattr(TritonJob, "stored", lambda job: b"code" if job.key < b"2" else None)
@@ -399,11 +411,11 @@ class TestWarmup:
 
         def steps(self):
             ran = {
-                ("rope", "triton"): _steps.Ran(kernels={"_rope_kernel"}),
-                ("gemm", "cublas"): _steps.Ran({"cute": "too many"}, {"_dequantize_kernel"}),
+                ("rope", "triton"): Ran(kernels={"_rope_kernel"}),
+                ("gemm", "cublas"): Ran({"cute": "too many"}, {"_dequantize_kernel"}),
             }
             requests = {key: SimpleNamespace(key=key, name="k") for key in (b"0", b"1", b"2")}
-            return _steps.Steps(ran, requests)
+            return Steps(ran, requests)
 
         monkeypatch.setattr(FindJob, "run", steps)
 
@@ -445,9 +457,9 @@ class TestWarmup:
     def test_an_interpreter_cannot_compile(self, monkeypatch):
         monkeypatch.undo()
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert "TRITON_INTERPRET is set" in _steps.impossible()
+        assert "TRITON_INTERPRET is set" in launch_recorder.impossible()
         monkeypatch.setenv("TRITON_INTERPRET", "0")
-        assert _steps.impossible() is None
+        assert launch_recorder.impossible() is None
 
     def test_plans_are_those_of_the_architecture(self):
         config = dsv4.ModelConfig.tiny(hidden_size=128)
@@ -479,7 +491,7 @@ def test_a_list_leaves_the_emulated_ranks_of_its_process(monkeypatch):
         _steps, "find_steps", lambda model, *_: seen.append(mailboxes.of_group(name).device.type)
     )
     recipe = Recipe.of(dsv4.ModelConfig.tiny(), Ranks(2))
-    FindJob(recipe, _steps.Target("sm_90a"), 8, ()).run()
+    FindJob(recipe, Target("sm_90a"), 8, ()).run()
     assert seen == ["meta"]
     assert mailboxes.of_group(name) is context.group.mailbox
 

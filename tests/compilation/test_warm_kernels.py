@@ -24,9 +24,11 @@ from dsv4.compilation import pool, sealed_file
 from dsv4.compilation.draft_steps import MOST_SEQUENCES, DraftShape, draft_shapes
 from dsv4.compilation.jobs import FindJob, TritonJob
 from dsv4.compilation.kernel_calls import PackedGemm, every_call
+from dsv4.compilation.launch_recorder import Ran, Steps
 from dsv4.compilation.listing import Listing
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.compilation.steps import Ran, Steps, StepShape, Target, every_shape, step_shapes
+from dsv4.compilation.step_shapes import StepShape, every_shape, step_shapes
+from dsv4.compilation.target import Target
 from dsv4.config import DSparkConfig
 from dsv4.cute.runtime import cubin_cache
 from dsv4.kv_cache.layer_cache import ROLLBACK
@@ -240,7 +242,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
-from dsv4.compilation import steps as _steps
+from dsv4.compilation import launch_recorder
 from dsv4.debug import compilations
 from dsv4.ops.slots import WindowSlotsArgs
 from dsv4.triton import slots
@@ -253,7 +255,7 @@ def only_compile(self, *args, grid, warmup, **kwargs):
     return kernel
 JITFunction.run = only_compile
 launch_options.options = lambda tensor, small=False: {"PDL": 1, "launch_pdl": True}
-driver.set_active(_steps._Driver(GPUTarget("cuda", 90, 32), 0))
+driver.set_active(launch_recorder._Driver(GPUTarget("cuda", 90, 32), 0))
 table = torch.zeros((2, 4), dtype=torch.int32, device="meta")
 for tokens in (3, 3, 4, 16):
     numbers = torch.zeros(tokens, dtype=torch.int64, device="meta")

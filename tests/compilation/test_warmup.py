@@ -16,7 +16,7 @@ import dsv4
 from dsv4 import device as machine
 from dsv4 import layers
 from dsv4.compilation import kernel_calls as _kernel_calls
-from dsv4.compilation import pool, progress_line, steps
+from dsv4.compilation import meta_model, pool, progress_line
 from dsv4.compilation import warmup as _warmup
 from dsv4.compilation.kernel_calls import (
     Attention,
@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def no_steps(monkeypatch):
     """Triton's kernels are another file's."""
-    monkeypatch.setattr(_warmup._steps, "impossible", lambda: "not here")
+    monkeypatch.setattr(_warmup._launch_recorder, "impossible", lambda: "not here")
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_on_blackwell_quantised_activations_have_swizzled_weights(monkeypatch):
 
 
 def test_of_blackwells_products_every_configuration_is_compiled():
-    config = steps.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
+    config = meta_model.of_each_kind(dsv4.ModelConfig.flash().replace(activation="nvfp4"))
     dense = [p for p in packed_gemms(config, "sm_103a") if p.layout == SWIZZLED]
     assert {p.groups for p in dense} == {1, config.o_groups}
     for p in dense:
@@ -222,7 +222,7 @@ def test_ranks_that_draft_by_dspark_have_its_products():
     draft = dsv4.config.DSparkConfig(
         block_size=5, noise_token_id=0, target_layer_ids=(0, 1, 2), markov_rank=256
     )
-    config = steps.of_each_kind(dsv4.ModelConfig.flash()).replace(
+    config = meta_model.of_each_kind(dsv4.ModelConfig.flash()).replace(
         num_nextn_predict_layers=0, dspark=draft
     )
     projection = (config.hidden_size, 3 * config.hidden_size)

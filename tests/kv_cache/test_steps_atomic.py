@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
-from dsv4.kv_cache import batch, step_record
-from dsv4.kv_cache import paged_cache as cache_module
+from dsv4.kv_cache import batch, step_preparation, step_record
 from dsv4.kv_cache.page_tables import PageTable
 from dsv4.kv_cache.paged_cache import Batch, PagedCache
 from dsv4.kv_cache.row_counts import OpenStep
@@ -86,7 +85,7 @@ FAULT_POINTS: tuple[tuple[Any, str], ...] = (
     (PagedCache, "_save_states"),
     (PagedCache, "_set_lengths"),
     (Batch, "__init__"),
-    (cache_module, "to_device"),
+    (step_preparation, "to_device"),
     (batch, "to_device"),
     (step_record, "to_device"),
     (torch.nn.Embedding, "forward"),

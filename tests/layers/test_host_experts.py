@@ -513,7 +513,7 @@ class TestModel:
         layers.host_experts_(drafting_model, HostExperts(0, 8))
         asked = []
         monkeypatch.setattr(
-            "dsv4.serving.runner.resolve_capture", lambda *args: asked.append(args[2]) or False
+            "dsv4.serving.runner_plan.resolve_capture", lambda *args: asked.append(args[2]) or False
         )
         Runner(drafting_model, max_sequences=3, max_tokens=32, **options).close()
         assert asked == [tokens]

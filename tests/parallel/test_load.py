@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4
-from dsv4.checkpoint import Checkpoint, loading, save
+from dsv4.checkpoint import Checkpoint, rank_loading, save
 from dsv4.layers import quantize_
 from dsv4.parallel.context import MODES
 from dsv4.parallel.local_model import local_model
@@ -230,7 +230,7 @@ class TestRefusals:
                 return f"1.{self.ranks.number}"
 
         installed = Installed()
-        monkeypatch.setattr(loading, package, installed)
+        monkeypatch.setattr(rank_loading, package, installed)
 
         def options(rank):
             installed.ranks.number = rank

@@ -301,7 +301,7 @@ def test_a_step_has_its_memory_after_the_captures(
             raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
         return 0
 
-    monkeypatch.setattr("dsv4.checkpoint.loading.warm_allocator", reserve)
+    monkeypatch.setattr("dsv4.checkpoint.preparing.warm_allocator", reserve)
     monkeypatch.setattr(
         "dsv4.compilation.warmup.warm_loaded", lambda *args: Warmup(1, 0, 0.0, failed={})
     )

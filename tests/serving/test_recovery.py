@@ -13,13 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dsv4.kv_cache.page_tables
-import dsv4.kv_cache.paged_cache
+import dsv4.kv_cache.sequence_rows
+import dsv4.kv_cache.step_preparation
 import dsv4.serving
 from dsv4.serving import Request, RequestError, Runner, SamplingOptions
 from tests.serving.cases import ToyModel, assert_empty, last_hash, option_sets, plain_text
 
 _SERVING = dsv4.serving.__file__.removesuffix("__init__.py")
-_INTERRUPTED = (dsv4.kv_cache.paged_cache.__file__, dsv4.kv_cache.page_tables.__file__, _SERVING)
+_INTERRUPTED = (
+    dsv4.kv_cache.page_tables.__file__,
+    dsv4.kv_cache.sequence_rows.__file__,
+    dsv4.kv_cache.step_preparation.__file__,
+    _SERVING,
+)
 _GREEDY = SamplingOptions(max_new_tokens=10, stop_ids=())
 
 

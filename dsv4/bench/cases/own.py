@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from dsv4.bench.cases import MAKERS, gemm, sequence
 from dsv4.bench.problem import Case, UsageError
 from dsv4.config import ModelConfig
-from dsv4.config.model_config import CompressRates
+from dsv4.config.layer_types import CompressRates
 
 Sizes = Mapping[str, int]
 

@@ -31,8 +31,7 @@ from dsv4.bench.environment import Rates
 from dsv4.bench.measure import Options, chosen
 from dsv4.bench.problem import Draw
 from dsv4.bench.results import Row
-from dsv4.config import CSA, HCA, ModelConfig
-from dsv4.config.config_json import SLIDING
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.kv_cache.pages import entry_layout
 from dsv4.layers import DeepseekV4Attention, DeepseekV4RMSNorm, Linear, pack_

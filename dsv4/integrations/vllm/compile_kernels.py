@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from vllm.distributed import get_tp_group
 
+from dsv4.compilation.meta_model import of_each_kind
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.compilation.steps import of_each_kind
 from dsv4.compilation.warmup import warm_loaded, warmup
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsv4.compilation.steps import token_counts
+from dsv4.compilation.step_shapes import token_counts
 from dsv4.integrations.vllm._log import logger
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.compile_kernels import compile_replaced

@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "pitfall 1",
         "no YaRN on compressed layers",
-        "dsv4.config.model_config:RopeParameters.inv_freq",
+        "dsv4.config.rope_parameters:RopeParameters.inv_freq",
         "self.factor is None",
         "True",
         ROPE + "test_pitfall_1_base_and_yarn_belong_to_the_layer_type",

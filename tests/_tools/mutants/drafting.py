@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         "served",
         "a fork shares pages that a step under way may leave unfinished",
-        "dsv4.kv_cache.paged_cache:PagedCache.copy",
+        "dsv4.kv_cache.sequence_rows:SequenceRows.copy",
         "min(count.reach(self.rollback), count.low)",
         "count.reach(self.rollback)",
         "tests/kv_cache/test_rollback.py::test_a_fork_shares_no_page_that_an_open_step_may_leave"

@@ -41,7 +41,7 @@ MUTANTS = (
     Mutant(
         "HF",
         "forwards are swapped without a look at their arguments",
-        "dsv4.integrations.transformers:_apply",
+        "dsv4.integrations._applying:swap_modules",
         "plan.check()",
         "",
         ARGUMENTS + "an_argument_that_is_not_known_is_an_error_before_the_swap",
@@ -85,9 +85,9 @@ MUTANTS = (
     Mutant(
         "HF",
         "what transformers keeps in float32 is rounded",
-        "dsv4.integrations.transformers:_fill",
-        "request = dataclasses.replace(request, float32=_float32_names(model))",
-        "",
+        "dsv4.integrations._loading:_filled",
+        "_float32_names(model)",
+        "frozenset()",
         SETTINGS + "what_transformers_keeps_in_float32_stays_so",
     ),
     Mutant(

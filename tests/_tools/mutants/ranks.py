@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "ranks",
         "token ids are not moved to the rank's part of the embedding",
-        "dsv4.model:DeepseekV4Model.embed",
+        "dsv4.model.backbone:DeepseekV4Model.embed",
         "input_ids - self.vocabulary.start",
         "input_ids + 0",
         LOGITS,

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from .mutant import TRITON, Mutant
 
-BUNDLE, STEPS, POOL = (
-    "dsv4/compilation/bundle.py",
-    "dsv4/compilation/steps.py",
-    "dsv4/compilation/forks.py",
-)
 BUNDLES = "tests/compilation/test_bundle.py::"
 WARM = "tests/compilation/test_warm_kernels.py::"
 POOLS = "tests/compilation/test_compile_pool.py::"
@@ -41,7 +36,7 @@ MUTANTS = (
     Mutant(
         "start",
         "steps of powers of two alone",
-        "dsv4.compilation.steps:token_counts",
+        "dsv4.compilation.step_shapes:token_counts",
         "{48, *range(65, most, 64), most}",
         "{most}",
         WARM + "test_any_step_launches_what_was_found",
@@ -49,7 +44,7 @@ MUTANTS = (
     Mutant(
         "start",
         "no small caches",
-        "dsv4.compilation.steps:_contexts",
+        "dsv4.compilation.step_shapes:_contexts",
         "[power for power in powers if power < most]",
         "[]",
         WARM + "test_any_step_launches_what_was_found",

@@ -56,7 +56,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork without the compressors' state",
-        "dsv4.kv_cache.paged_cache:PagedCache._copy_rows",
+        "dsv4.kv_cache.sequence_rows:SequenceRows._copy_rows",
         "tensor[target] = tensor[source].clone()",
         "continue",
         FORK,
@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork with the last token of the compressors' state alone",
-        "dsv4.kv_cache.paged_cache:PagedCache._copy_rows",
+        "dsv4.kv_cache.sequence_rows:SequenceRows._copy_rows",
         "tensor[target] = tensor[source].clone()",
         "tensor[target, -1:] = tensor[source, -1:].clone()",
         FORK,
@@ -72,7 +72,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "a fork without the window",
-        "dsv4.kv_cache.paged_cache:PagedCache._copy_pages",
+        "dsv4.kv_cache.step_preparation:StepPreparation._copy_pages",
         "layer.pools(ratio)",
         "layer.pools(ratio) if ratio else ()",
         FORK,
@@ -152,7 +152,7 @@ MUTANTS = (
     Mutant(
         "pitfall 15",
         "window pages evicted by tokens that may be taken back",
-        "dsv4.kv_cache.paged_cache:PagedCache._trim",
+        "dsv4.kv_cache.step_preparation:StepPreparation._trim",
         "window.trim(row, self._window_low(self._counts[row].low))",
         "window.trim(row, self._window_low(self._counts[row].high))",
         "tests/kv_cache/test_rollback.py::test_rejected_guesses_leave_nothing",

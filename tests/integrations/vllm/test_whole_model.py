@@ -170,7 +170,7 @@ def test_kernels_are_compiled_before_they_are_launched(loaded, monkeypatch, capl
     monkeypatch.setattr(compile_kernels, "warmup", compile_one)
     monkeypatch.setattr(compile_kernels, "capability", lambda device: (9, 0))
     compile_kernels.compile_replaced(loaded.model, loaded.model.dsv4, 64)
-    assert compiled == [type(loaded.model).__module__, "dsv4.model"]
+    assert compiled == [type(loaded.model).__module__, "dsv4.model.causal_lm"]
     compiled.append("")
     monkeypatch.setattr(compile_kernels, "warm_loaded", lambda *args, **options: None)
     with caplog.at_level("WARNING"):

@@ -1,6 +1,7 @@
-"""The whole model: prefill, chunked prefill, decode and generation over a paged cache.
+"""The whole model with its output head: prefill, chunked prefill, decode and generation.
 
-The module tree has transformers' names, so that one checkpoint map serves both.
+These run over a paged cache. The module tree has transformers' names, so that one checkpoint map
+serves both.
 """
 
 from __future__ import annotations
@@ -15,23 +16,14 @@ from dsv4.config import ModelConfig
 from dsv4.kv_cache.page_tables import to_device
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers._module import wider
-from dsv4.layers.attention import following_positions
-from dsv4.layers.decoder import DeepseekV4DecoderLayer, DeepseekV4MTP
-from dsv4.layers.dspark import DeepseekV4DSpark, Taps
-from dsv4.layers.early_experts import fetch_early
-from dsv4.layers.hyper_connection import DeepseekV4HyperHead
+from dsv4.layers.decoder import DeepseekV4MTP
+from dsv4.layers.dspark import DeepseekV4DSpark
 from dsv4.layers.linear import Linear
-from dsv4.layers.moe import UNROUTED
-from dsv4.layers.norm import DeepseekV4RMSNorm
-from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.model.backbone import DeepseekV4Model, check_ids
 from dsv4.parallel.agreement import reported
-from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
-from dsv4.parallel.reduce import all_reduce
-from dsv4.parallel.split import LocalSizes
+from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.serving.arguments import (
-    INTEGERS,
     check_tokens,
-    check_vocabulary,
     checked_count,
     checked_prompts,
     checked_rows,
@@ -41,115 +33,6 @@ from dsv4.serving.sampling import Sampler
 
 if TYPE_CHECKING:
     from dsv4.checkpoint.report import LoadReport
-
-
-def _embedding(rows: int, columns: int) -> nn.Embedding:
-    """An embedding that draws nothing on the meta device: that would import torch's compiler."""
-    if torch.get_default_device().type != "meta":
-        return nn.Embedding(rows, columns)
-    return nn.Embedding.from_pretrained(torch.empty(rows, columns), freeze=False)
-
-
-class DeepseekV4Model(nn.Module):
-    """Embedding, layers, head collapse and final norm (specification, section 2)."""
-
-    def __init__(self, config: Any, parallel: ParallelContext | None = None) -> None:
-        super().__init__()
-        self.config = ModelConfig.of(config)
-        config = self.config
-        self.parallel = tensor_parallel(parallel)
-        self.own_tokens = has_own_tokens(parallel)
-        self.vocabulary = LocalSizes.of(config, parallel).vocabulary
-        self.embed_tokens = _embedding(len(self.vocabulary), config.hidden_size)
-        self.layers = nn.ModuleList(
-            DeepseekV4DecoderLayer(config, i, parallel) for i in range(config.num_hidden_layers)
-        )
-        self.norm = DeepseekV4RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
-        self.hc_head = DeepseekV4HyperHead(config)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        *,
-        taps: Taps | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run all layers.
-
-        Args:
-            input_ids: ``[B, S]`` int64; ``[1, T]`` with a ``CacheStep``.
-            position_ids: ``[B, S]`` or ``[1, S]``; by default those that follow the tokens of a
-                cache. A step has its own.
-            past_key_values: None, the paged cache with this batch, or a transformers cache.
-            taps: Gets what a DSpark draft reads from some layers; None: nothing is computed.
-
-        Returns:
-            Normalised hidden states ``[B, S, H]`` and the streams before the head ``[B, S, n, H]``.
-
-        Raises:
-            TypeError: if ``input_ids`` are not integers.
-            ValueError: if their shape is wrong, or a step comes with ``position_ids``.
-        """
-        _check_ids(input_ids, self.config.vocab_size)
-        step = isinstance(past_key_values, CacheStep)
-        positions = self._positions(input_ids, position_ids, past_key_values)
-        embedded = self.embed(input_ids)
-        streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
-        tables = {
-            label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
-        }
-        routed = input_ids
-        if step and self.own_tokens:
-            is_padding = past_key_values.batch.sequence_of_token < 0
-            routed = input_ids.masked_fill(is_padding, UNROUTED)
-        if step and past_key_values.routed is None and self._hosts_experts:
-            # Padding loads no expert from host memory.
-            batch = past_key_values.batch
-            past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
-        if step and self._hosts_experts:
-            fetch_early(self.layers, input_ids, past_key_values)
-        for number, layer in enumerate(self.layers):
-            streams = layer(
-                streams,
-                routed,
-                position_embeddings=tables,
-                position_ids=None if step else positions,
-                past_key_values=past_key_values,
-            )
-            if taps is not None:
-                taps.take(number, streams)
-        return self.norm(self.hc_head(streams)), streams
-
-    @property
-    def _hosts_experts(self) -> bool:
-        """Return whether experts lie in host memory: of all layers or of none."""
-        experts = getattr(self.layers[0].mlp, "experts", None)
-        return getattr(experts, "hosted", None) is not None
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings ``[..., H]`` of token ids, on several ranks those of all."""
-        if self.parallel is None:
-            return self.embed_tokens(input_ids)
-        own = input_ids - self.vocabulary.start
-        outside = (own < 0) | (own >= len(self.vocabulary))
-        embedded = self.embed_tokens(own.masked_fill(outside, 0))
-        # One rank has the embedding, the others add zeros: nothing is rounded.
-        partial = embedded.masked_fill(outside.unsqueeze(-1), 0)
-        return all_reduce(self.parallel, partial)
-
-    def _positions(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, past: Any
-    ) -> torch.Tensor:
-        if isinstance(past, CacheStep):
-            if position_ids is not None:
-                raise ValueError(
-                    "position_ids beside a CacheStep, wanted None: "
-                    "a step has the positions of its tokens"
-                )
-            return past.batch.positions.unsqueeze(0)
-        return following_positions(input_ids, past) if position_ids is None else position_ids
 
 
 class DeepseekV4ForCausalLM(nn.Module):
@@ -243,7 +126,7 @@ class DeepseekV4ForCausalLM(nn.Module):
         Returns:
             Logits ``[B, S, vocab]`` of the token after ``next_ids``, and the new streams.
         """
-        _check_ids(next_ids, self.config.vocab_size, "next_ids")
+        check_ids(next_ids, self.config.vocab_size, "next_ids")
         if self.dspark is not None:
             raise ValueError(
                 "draft: the model has a DSpark draft, wanted layers of multi-token prediction: "
@@ -523,11 +406,3 @@ def _eos_ids(config: ModelConfig) -> tuple[int, ...]:
     if eos is None:
         return ()
     return (eos,) if isinstance(eos, int) else tuple(eos)
-
-
-def _check_ids(ids: torch.Tensor, vocabulary: int, name: str = "input_ids") -> None:
-    if ids.dtype not in INTEGERS:
-        raise TypeError(f"{name} have dtype {ids.dtype}, wanted int64")
-    if ids.dim() != 2:
-        raise ValueError(f"{name} have shape {list(ids.shape)}, wanted [B, S]")
-    check_vocabulary(name, ids, vocabulary)
