@@ -39,7 +39,7 @@ from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, device, dispatch
 from dsv4.compilation import steps as _steps
 from dsv4.compilation.recipe import Recipe, Weight
-from dsv4.triton import moe
+from dsv4.triton.moe_gather_quantize import _gather_quantize_kernel
 from dsv4.triton._runtime import kernel_store, launch_options
 
 def recipe_of(config, dense):
@@ -51,7 +51,7 @@ def recipe_of(config, dense):
     return replace(recipe, weights=tuple(weights))
 
 def static(request):
-    position = moe._gather_quantize_kernel.arg_names.index("STATIC")
+    position = _gather_quantize_kernel.arg_names.index("STATIC")
     return request.constants[(position,)]
 
 real, points = map(json.loads, sys.argv[1:])
