@@ -11,7 +11,10 @@ from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.sm90 import tuned as module
 from dsv4.cute.sm90.grouped_gemm_plans import launch_plans
 from dsv4.cute.sm90.plans import GemmProblem, choose
-from dsv4.cute.sm90.tuned import SmallMKey, TunedFileError, read, tuned
+from dsv4.cute.sm90.costs import Costs
+from dsv4.cute.sm90.tuned import read, tuned
+from dsv4.cute.sm90.tuned_file import TunedFileError
+from dsv4.cute.sm90.tuned_records import SmallMConfiguration, SmallMKey
 
 FILE = module._FOLDER / module._H200
 # N, K and groups of matrices of Pro and Flash, and of two matrices without measurements.
@@ -53,14 +56,15 @@ def test_choices_are_those_that_are_recorded(snapshots):
 def test_the_file_of_the_h200():
     data = read(FILE)
     assert (data.gpu, data.sms, data.clusters[1]) == ("NVIDIA H200", 132, 132)
-    assert tuned() == data
-    fastest = data.gemm_small_m.of(SmallMKey(1, 512, 64, 4096))
-    assert [(c.ctas, c.warps, c.stages, c.ring) for c in fastest] == [(2, 8, 16, True)]
-    assert data.gemm_small_m.of(SmallMKey(1, 1, 1, 64)) == ()
-    for key, configurations in data.gemm_small_m.configurations.items():
-        for configuration in configurations:
-            assert key.columns // 64 % configuration.ctas == 0
-            assert configuration.rounds in (1, 2)
+    assert tuned().entries == data.entries
+    assert tuned().costs == data.costs == Costs()
+    fastest = data.plan_of(SmallMKey(1, 512, 64, 4096))
+    assert fastest == SmallMConfiguration(2, 8, 16, 1, True)
+    assert data.plan_of(SmallMKey(1, 1, 1, 64)) is None
+    assert [str(tuned().origins[name]) for name in ("gemm_small_m", "attention")] == [
+        "shipped, NVIDIA H200, 2026-11-23, nvidia_h200.json",
+        "rule, constants fitted on NVIDIA H200",
+    ]
 
 
 def changed(content, path, value):
