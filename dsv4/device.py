@@ -154,13 +154,13 @@ def hopper() -> Gpu | None:
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         found = map(torch.cuda.get_device_properties, range(count))
-        return next((_gpu(p) for p in found if (p.major, p.minor) == _HOPPER), None)
+        return next((gpu_of(p) for p in found if (p.major, p.minor) == _HOPPER), None)
     except RuntimeError:  # a fork of a process that uses CUDA cannot
         return None
 
 
-def _gpu(properties: Any) -> Gpu:
-    """Return the facts of a GPU that PyTorch describes."""
+def gpu_of(properties: Any) -> Gpu:
+    """Return the facts of a GPU that ``torch.cuda.get_device_properties`` describes."""
     kilohertz = getattr(properties, "memory_clock_rate", 0)
     bits = getattr(properties, "memory_bus_width", 0)
     terabytes = 2 * kilohertz * 1e3 * bits / 8 / 1e12  # two transfers a clock

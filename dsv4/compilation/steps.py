@@ -24,7 +24,9 @@ from dsv4 import dispatch
 from dsv4.compilation.draft_steps import DraftShape, draft_shapes, has_draft, run_draft_step
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
-from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE, HOPPER
+from dsv4.cute.sm90 import tuned
+from dsv4.cute.sm90.tuned_records import TunedData
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -120,15 +122,21 @@ class Target:
     Attributes:
         arch: A value of ``EVERY_ARCHITECTURE``.
         processors: Its SMs, which decide how work is split.
+        plans: Figures that plans of CuTeDSL kernels are chosen by; None: those that Hopper GPUs
+            have by default.
     """
 
     arch: str
     processors: int = 0
+    plans: TunedData | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, device: torch.device, arch: str) -> Target:
         """A GPU of this machine."""
-        return cls(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        own = tuned.tuned() if arch == HOPPER else None
+        is_usual = own is None or own.digest == tuned.resolve(None).digest
+        return cls(arch, processors, None if is_usual else own)
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -506,7 +514,9 @@ def _listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:
-        undo.enter_context(machine.pretend(capability=capability, sms=target.sms))
+        undo.enter_context(
+            machine.pretend(capability=capability, sms=target.sms, plans=target.plans)
+        )
         for owner, name, value in replaced:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 from dsv4.cute.sm90 import e4m3_times
+from dsv4.cute.sm90.costs import E4m3Costs
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
     GroupedConvertedE4m3Plan,
@@ -106,10 +107,20 @@ def nvfp4_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: 
         float32_out: Whether the result is float32.
         swiglu: See ``E4m3Plan``.
     """
-    plans: list[E4m3Plan] = [*e4m3_plans(float32_out, swiglu)]
-    if rows * columns <= MOST_CONVERTED:
-        plans += converted_plans(float32_out, swiglu)
+    plans = plans_of(rows, columns, False, float32_out, swiglu)
     return _fastest(plans, rows, columns, tokens)
+
+
+def plans_of(
+    rows: int, columns: int, is_block: bool, float32_out: bool = False, other: bool = False
+) -> list[E4m3Plan]:
+    """Return every configuration of a GEMM; ``other``: E8M0 scales of FP8 weights, else SwiGLU."""
+    if is_block:
+        return [*block_e4m3_plans(float32_out, other)]
+    plans: list[E4m3Plan] = [*e4m3_plans(float32_out, other)]
+    if rows * columns <= MOST_CONVERTED:
+        plans += converted_plans(float32_out, other)
+    return plans
 
 
 @cached
@@ -185,9 +196,9 @@ def experts_plan_us(
     return us + more + conversion_us(experts * rows * columns, ranges)
 
 
-def conversion_us(weights: int, launches: int = 1) -> float:
-    """Microseconds of the conversion of a number of weights."""
-    costs = tuned().costs.gemm_e4m3
+def conversion_us(weights: int, launches: int = 1, costs: E4m3Costs | None = None) -> float:
+    """Microseconds of the conversion of a number of weights; by the constants of the GPU."""
+    costs = costs or tuned().costs.gemm_e4m3
     return launches * costs.conversion + weights * _CONVERSION_BYTES * costs.conversion_byte
 
 

@@ -46,7 +46,9 @@ def grouped_converted(stages: int) -> TileTimes:
     return costs.experts_three_stages if stages == 3 else costs.experts_four_stages
 
 
-def dense_us(times: TileTimes, token_rows: int, rows: int, columns: int, tokens: int) -> float:
+def dense_us(
+    times: TileTimes, token_rows: int, rows: int, columns: int, tokens: int, sms: int
+) -> float:
     """Microseconds of a dense GEMM: rounds of tiles.
 
     Args:
@@ -55,9 +57,10 @@ def dense_us(times: TileTimes, token_rows: int, rows: int, columns: int, tokens:
         rows: N, of all groups.
         columns: K.
         tokens: At least 1.
+        sms: SMs of the GPU.
     """
     tiles = -(-rows // _ROWS) * -(-tokens // (128 * token_rows))
-    return times.launch + -(-tiles // tuned().sms) * times.tile_us(columns)
+    return times.launch + -(-tiles // sms) * times.tile_us(columns)
 
 
 def grouped_us(

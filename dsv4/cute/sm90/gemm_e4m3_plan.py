@@ -17,6 +17,7 @@ from dsv4.cute.runtime.kernel_abi import (
 )
 from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.costs import TileTimes
+from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
@@ -228,7 +229,7 @@ class E4m3Plan:
 
     def dense_us(self, rows: int, columns: int, tokens: int) -> float:
         """Microseconds of a dense GEMM, without a conversion; see ``e4m3_times.dense_us``."""
-        return e4m3_times.dense_us(self.times, self.token_rows, rows, columns, tokens)
+        return e4m3_times.dense_us(self.times, self.token_rows, rows, columns, tokens, tuned().sms)
 
     @property
     def ctas(self) -> int:

@@ -269,19 +269,26 @@ def fits(key: SmallMKey, configuration: SmallMConfiguration) -> bool:
         return False
     if configuration.rounds > 2 or (configuration.rounds == 2 and configuration.ctas == 1):
         return False
+    if configuration.stages > tiles:
+        return False
     if configuration.ring:
         shaped = configuration.ctas > 1 and configuration.rounds == 1
-        shaped = shaped and configuration.stages <= tiles
         registers = _OTHER_REGISTERS
     else:
         shaped = configuration.rounds == 2 or tiles % configuration.stages == 0
         registers = _OTHER_REGISTERS + 6 * configuration.stages * configuration.rounds
-    plan = _plan_of(configuration, key.columns, (key.token_tiles, False, False))
+    plan = plan_of(configuration, key.columns, (key.token_tiles, False, False))
     fitting = plan.threads * registers <= _REGISTER_FILE and registers <= _THREAD_REGISTERS
     return shaped and fitting and plan.shared_bytes <= _HOPPER_SHARED
 
 
-def _plan_of(
+def configuration_of(plan: SmallMPlan) -> SmallMConfiguration:
+    """Return the configuration of a plan, as a data file has it."""
+    shape = (plan.ctas, plan.warps, plan.stages, plan.rounds)
+    return SmallMConfiguration(*shape, ring=isinstance(plan, SmallMRingPlan))
+
+
+def plan_of(
     measured: SmallMConfiguration, columns: int, kind: tuple[int, bool, bool]
 ) -> SmallMPlan:
     """Return the plan of a measured configuration; ``kind``: token tiles, float32, row scales."""
@@ -306,7 +313,7 @@ def _chosen(
         SmallMKey(token_tiles, row_tiles, group_tiles, columns), float32_out, row_scaled
     )
     if measured is not None:
-        plan = _plan_of(measured, columns, kind)
+        plan = plan_of(measured, columns, kind)
         if plan.shared_bytes <= shared:
             return plan
     one_input = group_tiles == row_tiles

@@ -53,7 +53,7 @@ def resolve(gpu: Gpu | None, *, user: bool = True) -> TunedData:
         below = by_rule(base, gpu)
         if own.is_file() and is_of(shipped := read(own), gpu):
             below = combined(below, shipped, OF_KEY)
-    above = _user_data(gpu) if user else None
+    above = user_data(gpu) if user else None
     return below if above is None else combined(below, above, OF_KEY)
 
 
@@ -84,7 +84,7 @@ def file_name(gpu: str) -> str:
     return (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown") + ".json"
 
 
-def _user_data(gpu: Gpu) -> TunedData | None:
+def user_data(gpu: Gpu) -> TunedData | None:
     """Return the user's file of a GPU; None if there is none that can be used."""
     path = user_path(gpu)
     if path is None or not path.is_file():

@@ -29,7 +29,7 @@ _FIELDS = {
     "clusters": dict,
     "families": dict,
 }
-_FAMILY = {"constants": dict, "residual": (dict, type(None)), "plans": list}
+_FAMILY = {"date": str, "constants": dict, "residual": (dict, type(None)), "plans": list}
 _RESIDUAL = {"points": int, "mean": (int, float), "worst": (int, float)}
 _TIMES = ("us", "rule_us")
 _CAN_BE_ZERO = "compressed"  # slots of a layer without compressed entries
@@ -97,12 +97,13 @@ def decode(text: str, kind: str, where: str) -> TunedData:
         raise TunedFileError(f"{where}: the schema is {found!r}, wanted {SCHEMA!r}")
     _checked(where, "the file", content, _FIELDS)
     _at_least(where, "sms", content["sms"], 1)
-    origin = Origin(kind, f"{content['gpu']}, {content['date']}, {where}")
     costs, entries, residuals = Costs(), dict[Key, Entry](), dict[str, Residual]()
+    origins: dict[str, Origin] = {}
     for name, family in content["families"].items():
         if name not in FAMILIES:
             raise TunedFileError(f"{where}: families has {name!r}, wanted of {sorted(FAMILIES)}")
         _checked(where, name, family, _FAMILY)
+        origins[name] = Origin(kind, f"{family['date']}, {where}", family["date"])
         constants = _constants(where, name, family["constants"], getattr(costs, name))
         costs = with_values(costs, {f"{name}.{key}": value for key, value in constants.items()})
         if family["residual"] is not None:
@@ -128,7 +129,7 @@ def decode(text: str, kind: str, where: str) -> TunedData:
         entries=entries,
         residuals=residuals,
         families=tuple(content["families"]),
-        origins=dict.fromkeys(content["families"], origin),
+        origins=origins,
     )
 
 
@@ -143,6 +144,7 @@ def encode(data: TunedData) -> str:
         ]
         residual = data.residuals.get(name)
         parts = {
+            "date": json.dumps(data.origins[name].date),
             "constants": json.dumps(flat(getattr(data.costs, name))),
             "residual": json.dumps(None if residual is None else asdict(residual)),
             "plans": "[\n        " + ",\n        ".join(plans) + "\n      ]" if plans else "[]",

@@ -6,9 +6,9 @@ sizes that were measured, the fastest plan.
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4.cute.sm90.costs import Costs
@@ -222,10 +222,12 @@ class Origin:
     Attributes:
         kind: ``"rule"``, ``"shipped"`` (a file of the package) or ``"tuned"`` (the user's file).
         words: What else a user should know of it.
+        date: Date of the measurement; empty for the rule.
     """
 
     kind: str
     words: str
+    date: str = ""
 
     def __str__(self) -> str:
         kind = "tuned on this machine" if self.kind == TUNED else self.kind
@@ -279,6 +281,13 @@ class TunedData:
     families: tuple[str, ...]
     origins: Mapping[str, Origin]
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that choices depend on."""
+        entries = sorted((repr(key), repr(entry.plan)) for key, entry in self.entries.items())
+        made_from = (self.sms, sorted(self.clusters.items()), self.costs, entries)
+        return hashlib.sha256(repr(made_from).encode()).hexdigest()
+
     def plan_of(self, key: Key) -> Any:
         """Return the measured plan of a key, of the key's kind, or None."""
         entry = self.entries.get(key)
@@ -288,37 +297,62 @@ class TunedData:
 def by_rule(base: TunedData, gpu: Gpu) -> TunedData:
     """Return the figures for a GPU that was not measured, from its SMs and its bandwidth.
 
-    Of a GPU with as many SMs as the measured one, the measured plans are kept: they fill as many
-    SMs. Otherwise there are none, and thresholds and clusters are scaled by the number of SMs.
-    The time of a byte from memory on an SM is scaled by the SMs that share the bandwidth.
+    A GPU with as many SMs as the measured one takes its figures as they are: an H100, which has less
+    bandwidth, was measured with those of an H200. For any other, no plan was measured; thresholds
+    and clusters are scaled by the number of SMs, and the time of a byte from memory on an SM by the
+    SMs that share the bandwidth.
     """
-    share = gpu.sms / base.sms
-    bandwidth = gpu.bandwidth or base.bandwidth
-    relative = 1.0
+    if gpu.sms == base.sms:
+        words = f"{gpu.sms} SMs as {base.gpu}, whose figures are taken"
+        origins = dict.fromkeys(base.origins, Origin(RULE, words))
+        bandwidth = gpu.bandwidth or base.bandwidth
+        return replace(base, gpu=gpu.name, bandwidth=bandwidth, families=(), origins=origins)
+    share, relative = gpu.sms / base.sms, 1.0
     if gpu.bandwidth and base.bandwidth:
         relative = share * base.bandwidth / gpu.bandwidth
-    alike = gpu.sms == base.sms
     small = base.costs.gemm_small_m
     grouped = base.costs.grouped_gemm
-    costs = dataclasses.replace(
+    enough = int(small.enough_warps * share)
+    costs = replace(
         base.costs,
-        gemm_small_m=dataclasses.replace(small, enough_warps=int(small.enough_warps * share)),
-        grouped_gemm=dataclasses.replace(grouped, memory=grouped.memory * relative),
+        gemm_small_m=replace(small, enough_warps=enough),
+        grouped_gemm=replace(grouped, memory=grouped.memory * relative),
     )
     clusters = {ctas: max(1, int(count * share)) for ctas, count in base.clusters.items()}
-    of_memory = f"{bandwidth:.1f} TB/s" if gpu.bandwidth else "unknown bandwidth"
+    of_memory = f"{gpu.bandwidth:.1f} TB/s" if gpu.bandwidth else "unknown bandwidth"
     words = f"from {gpu.sms} SMs and {of_memory}, constants of {base.gpu}"
-    return dataclasses.replace(
+    return replace(
         base,
         gpu=gpu.name,
         sms=gpu.sms,
-        bandwidth=bandwidth,
+        bandwidth=gpu.bandwidth or base.bandwidth,
         clusters=clusters,
         costs=costs,
-        entries=base.entries if alike else {},
+        entries={},
         residuals={},
         families=(),
         origins=dict.fromkeys(base.origins, Origin(RULE, words)),
+    )
+
+
+def merged(before: TunedData, now: TunedData, of_key: Mapping[type, str]) -> TunedData:
+    """Return the content of a user's file after a run: its families replace those before.
+
+    Args:
+        before: Content of the file.
+        now: What the run measured, on the same GPU.
+        of_key: Family of each kind of key.
+    """
+    kept = tuple(name for name in before.families if name not in now.families)
+    costs = {name: getattr(before.costs, name) for name in kept}
+    entries = {k: e for k, e in before.entries.items() if of_key[type(k)] in kept}
+    return replace(
+        now,
+        costs=replace(now.costs, **costs),
+        entries={**entries, **now.entries},
+        residuals={**{n: r for n, r in before.residuals.items() if n in kept}, **now.residuals},
+        families=(*kept, *now.families),
+        origins={**{name: before.origins[name] for name in kept}, **now.origins},
     )
 
 
@@ -333,11 +367,11 @@ def combined(below: TunedData, above: TunedData, of_key: Mapping[type, str]) -> 
     replaced = {name: getattr(above.costs, name) for name in above.families}
     kept = {k: e for k, e in below.entries.items() if of_key[type(k)] not in above.families}
     own = {name: above.origins[name] for name in above.families}
-    return dataclasses.replace(
+    return replace(
         below,
         clusters=above.clusters,
         bandwidth=above.bandwidth or below.bandwidth,
-        costs=dataclasses.replace(below.costs, **replaced),
+        costs=replace(below.costs, **replaced),
         entries={**kept, **above.entries},
         residuals={**below.residuals, **above.residuals},
         origins={**below.origins, **own},
