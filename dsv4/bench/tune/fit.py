@@ -16,7 +16,8 @@ _DIFFERENCE = 1e-6  # relative change of a constant by which slopes are taken
 # Weight of staying at the start, relative to a measured time: for constants that no time depends
 # on. A constant that times do depend on moves by less than this because of it.
 _PULL = 1e-9
-_ENOUGH = 1e-12  # relative decrease of the sum of squares at which the fit ends
+_ENOUGH = 1e-4  # relative decrease of the sum of squares at which the fit ends
+_EXACT = 1e-12  # mean square of the errors at which it ends: no time is measured as exactly
 
 
 def least_squares(model: Model, times: Sequence[float], start: Mapping[str, float]) -> dict:
@@ -55,7 +56,7 @@ def least_squares(model: Model, times: Sequence[float], start: Mapping[str, floa
             break
         gain = 1 - float(better[1] @ better[1]) / float(now @ now)
         (shares, now), damping = better, max(damping / 10, 1e-14)
-        if gain < _ENOUGH:
+        if gain < _ENOUGH or float(now @ now) < _EXACT * len(times):
             break
     fitted = {name: start[name] * float(s) for name, s in zip(names, shares, strict=True)}
     return {**start, **fitted}

@@ -45,7 +45,9 @@ _FEW_TOKENS, _MANY_TOKENS = (1, 16), (32, 128, 1024, 64, 4096, 256, 512)
 _FP8_TOKENS, _E4M3_TOKENS = (1, 16, 64, 1024, 256), (1024, 4096, 256)
 _BEST = 8  # candidates with the least estimates that are measured
 _OTHERS = 4  # candidates spread over the other estimates, for the fit
-_WARPS, _RINGS = (4, 6, 8, 12, 16), (4, 8, 16)
+_WARPS = (4, 6, 8, 12, 16)
+_NEAR = 2  # numbers of warps that are tried, near the one that fills the SMs once
+_STAGES, _RINGS = (7, 4, 6, 5, 3, 2, 1), (8, 16, 4)
 
 C = TypeVar("C")
 
@@ -150,15 +152,13 @@ def _small_m_candidates(key: SmallMKey) -> list[SmallMConfiguration]:
     found = []
     for ctas in (1, 2, 4, 8):
         filling = math.ceil(key.row_tiles * ctas / tuned().sms)
-        for warps in sorted({filling, *_WARPS}):
-            if not 0.5 <= filling / warps <= 2.0 and warps != filling:
-                continue
-            registers = [(s, rounds) for s in (8, 7, 6, 5, 4, 3) for rounds in (1, 2)]
-            able = [SmallMConfiguration(ctas, warps, s, r, False) for s, r in registers]
-            rings = [SmallMConfiguration(ctas, warps, s, 1, True) for s in _RINGS]
-            for kind in (able[::2], able[1::2], rings):  # one round, two rounds, rings
-                fitting = [c for c in kind if gemm_small_m_plan.fits(key, c)]
-                found += fitting[:2]
+        near = sorted({*_WARPS, filling}, key=lambda warps, full=filling: abs(warps - full))
+        for warps in near[:_NEAR]:
+            for rounds, ring in ((1, False), (2, False), (1, True)):
+                stages = _RINGS if ring else _STAGES
+                able = [SmallMConfiguration(ctas, warps, s, rounds, ring) for s in stages]
+                fitting = [c for c in able if gemm_small_m_plan.fits(key, c)]
+                found += fitting[:1] if rounds == 2 else fitting[:2]
     return found
 
 

@@ -297,10 +297,10 @@ class TunedData:
 def by_rule(base: TunedData, gpu: Gpu) -> TunedData:
     """Return the figures for a GPU that was not measured, from its SMs and its bandwidth.
 
-    A GPU with as many SMs as the measured one takes its figures as they are: an H100, which has less
-    bandwidth, was measured with those of an H200. For any other, no plan was measured; thresholds
-    and clusters are scaled by the number of SMs, and the time of a byte from memory on an SM by the
-    SMs that share the bandwidth.
+    A GPU with as many SMs as the measured one takes its figures as they are: an H100, which has
+    less bandwidth, was measured with those of an H200. For any other, no plan was measured;
+    thresholds and clusters are scaled by the number of SMs, and the time of a byte from memory on
+    an SM by the SMs that share the bandwidth.
     """
     if gpu.sms == base.sms:
         words = f"{gpu.sms} SMs as {base.gpu}, whose figures are taken"
