@@ -153,8 +153,8 @@ def hopper() -> Gpu | None:
         return Gpu(facts.name, facts.sms or 0, facts.bandwidth) if known else None
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        found = map(torch.cuda.get_device_properties, range(count))
-        return next((gpu_of(p) for p in found if (p.major, p.minor) == _HOPPER), None)
+        gpus = map(torch.cuda.get_device_properties, range(count))
+        return next((gpu_of(p) for p in gpus if (p.major, p.minor) == _HOPPER), None)
     except RuntimeError:  # a fork of a process that uses CUDA cannot
         return None
 

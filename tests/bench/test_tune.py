@@ -21,7 +21,7 @@ from dsv4.bench.tune.command import Search
 from dsv4.bench.tune.families import ALL, named
 from dsv4.bench.tune.gpu_timer import BrokenGpuError, GpuTimer
 from dsv4.bench.tune.outcome import CYCLES_PER_US
-from dsv4.bench.tune.work import Measured, Rival, WrongError
+from dsv4.bench.tune.work import Baseline, Measured, WrongError
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.cubin_cache import key as cubin_key
 from dsv4.cute.sm90 import tuned
@@ -104,25 +104,25 @@ def test_a_linear_fit_recovers_constants(known, noise):
 
     names = ("launch", "round", "byte")
     times = model(dict(zip(names, known, strict=True)))
-    found = fit.least_squares(model, times, dict.fromkeys(names, 1.0))
-    assert list(found.values()) == pytest.approx(known, rel=1e-4)
+    fitted = fit.least_squares(model, times, dict.fromkeys(names, 1.0))
+    assert list(fitted.values()) == pytest.approx(known, rel=1e-4)
 
 
 def test_constants_that_no_time_depends_on_stay_and_zero_stays_zero():
     start = {"used": 1.0, "unused": 3.0, "absent": 0.0}
-    found = fit.least_squares(lambda v: [2 * v["used"], 3 * v["used"]], [8.0, 12.0], start)
-    assert found == pytest.approx({"used": 4.0, "unused": 3.0, "absent": 0.0}, rel=1e-6)
+    fitted = fit.least_squares(lambda v: [2 * v["used"], 3 * v["used"]], [8.0, 12.0], start)
+    assert fitted == pytest.approx({"used": 4.0, "unused": 3.0, "absent": 0.0}, rel=1e-6)
 
 
 def test_no_constant_becomes_negative():
     points = (1.0, 2.0, 3.0)
-    found = fit.least_squares(
+    fitted = fit.least_squares(
         lambda v: [v["constant"] + v["slope"] * x for x in points],
         [0.5, 1.6, 2.9],
         {"constant": 1.0, "slope": 1.0},
     )
-    assert found["constant"] == 0.0
-    assert found["slope"] > 0.5
+    assert fitted["constant"] == 0.0
+    assert fitted["slope"] > 0.5
 
 
 @pytest.mark.parametrize("name", ["gemm_wgmma", "gemm_fp8_wgmma", "gemm_e4m3", "attention"])
@@ -130,17 +130,17 @@ def test_the_fit_recovers_the_times_of_known_constants(name, works):
     family, costs, base = BY_NAME[name], other_costs(name), tuned.resolve(GPU, user=False)
     timer, measured = FakeTimer(costs), []
     assert search.run(works[name], timer, 1e9, timer.clock, measured) == ""
-    found = outcome.fitted(family, base, measured)
-    assert found.words == ""
-    assert found.after.mean < 0.02 < found.before.mean
+    fitted = outcome.fitted(family, base, measured)
+    assert fitted.words == ""
+    assert fitted.after.mean < 0.02 < fitted.before.mean
     # The plan of the least estimate is the fastest one, at sizes that were not measured, too.
     others = list(family.works({"pro": ModelConfig.pro()}))[:20]
-    fitted = dataclasses.replace(base.costs, **{name: found.constants})
+    fitted_costs = dataclasses.replace(base.costs, **{name: fitted.constants})
     lost = []
     for work in others:
-        plans = [plan for plan in work.candidates if not isinstance(plan, Rival)]
+        plans = [plan for plan in work.candidates if not isinstance(plan, Baseline)]
         true = {plan: family.estimate(costs, base, work, plan) for plan in plans}
-        chosen = min(plans, key=lambda p, w=work: family.estimate(fitted, base, w, p))
+        chosen = min(plans, key=lambda p, w=work: family.estimate(fitted_costs, base, w, p))
         lost.append(true[chosen] / min(true.values()) - 1)
     assert sum(lost) / len(lost) < 0.02
 
@@ -150,20 +150,20 @@ def test_linear_constants_are_recovered_themselves(works):
     costs, base = other_costs("gemm_e4m3"), tuned.resolve(GPU, user=False)
     timer, measured = FakeTimer(costs), []
     search.run(works["gemm_e4m3"], timer, 1e9, timer.clock, measured)
-    found = flat(outcome.fitted(BY_NAME["gemm_e4m3"], base, measured).constants)
+    fitted = flat(outcome.fitted(BY_NAME["gemm_e4m3"], base, measured).constants)
     known = flat(costs.gemm_e4m3)
     for name in ("loop_wide.stage", "block_narrow.stage", "bfloat16.multiply", "conversion_byte"):
-        assert found[name] == pytest.approx(known[name], rel=0.02)
+        assert fitted[name] == pytest.approx(known[name], rel=0.02)
     unmeasured = flat(base.costs.gemm_e4m3)
-    assert found["experts_loop_wide.stage"] == unmeasured["experts_loop_wide.stage"]
+    assert fitted["experts_loop_wide.stage"] == unmeasured["experts_loop_wide.stage"]
 
 
 def test_too_few_times_leave_the_constants(works):
     base, timer, measured = tuned.resolve(GPU, user=False), FakeTimer(), []
     search.run(works["gemm_wgmma"][:1], timer, 1e9, timer.clock, measured)
-    found = outcome.fitted(BY_NAME["gemm_wgmma"], base, measured)
-    assert found.constants == base.costs.gemm_wgmma
-    assert "times are too few for" in found.words
+    fitted = outcome.fitted(BY_NAME["gemm_wgmma"], base, measured)
+    assert fitted.constants == base.costs.gemm_wgmma
+    assert "times are too few for" in fitted.words
 
 
 @pytest.fixture
@@ -181,7 +181,7 @@ def test_the_chosen_plans_are_the_fastest_of_the_measured(works, folder, capsys)
     assert (data.clusters[1], data.clusters[8]) == (131, 14)
     times: dict = {}
     for work, candidate in list(timer.asked):
-        if not isinstance(candidate, Rival):
+        if not isinstance(candidate, Baseline):
             times.setdefault(work.key, {})[candidate] = timer.us(work, candidate)
     assert set(data.entries) == set(times)
     for key, entry in data.entries.items():
@@ -205,8 +205,8 @@ def test_a_wrong_candidate_is_named_and_left_out(works, folder, capsys):
     fastest = min(work.candidates, key=lambda c: FakeTimer(prepared=[work]).us(work, c))
     timer.wrong = (fastest,)
     path = folder / "x.json"
-    wanted = request(listed, path, names=["gemm_small_m"])
-    assert command.measure(wanted, GPU, timer, timer.clock) == command.WRONG
+    asked_for = request(listed, path, names=["gemm_small_m"])
+    assert command.measure(asked_for, GPU, timer, timer.clock) == command.WRONG
     assert decode(path.read_text(), TUNED, "x").plan_of(work.key) != fastest
     printed = capsys.readouterr().out
     assert f"wrong, left out: gemm_small_m {work.name}, {fastest}: row 3 is off by 0.5" in printed
@@ -228,8 +228,10 @@ def test_the_rule_can_be_wrong(works, folder, capsys):
 def test_what_stops_a_run_keeps_whole_problems(error, works, folder, capsys):
     first, second = works["gemm_wgmma"][:2]
     timer = FakeTimer(stop_at=len(first.candidates) + 3, error=error)
-    path, wanted = folder / "x.json", {"gemm_wgmma": [first, second]}
-    status = command.measure(request(wanted, path, names=["gemm_wgmma"]), GPU, timer, timer.clock)
+    path, asked_for = folder / "x.json", {"gemm_wgmma": [first, second]}
+    status = command.measure(
+        request(asked_for, path, names=["gemm_wgmma"]), GPU, timer, timer.clock
+    )
     assert status == (130 if error is KeyboardInterrupt else 1)
     assert set(decode(path.read_text(), TUNED, "x").entries) == {first.key}
     assert "stopped: " in capsys.readouterr().out
@@ -238,8 +240,8 @@ def test_what_stops_a_run_keeps_whole_problems(error, works, folder, capsys):
 def test_without_a_whole_problem_no_file_is_written(works, folder, capsys):
     timer = FakeTimer(stop_at=3)
     path = folder / "x.json"
-    wanted = request({"gemm_wgmma": works["gemm_wgmma"]}, path, names=["gemm_wgmma"])
-    assert command.measure(wanted, GPU, timer, timer.clock) == 130
+    asked_for = request({"gemm_wgmma": works["gemm_wgmma"]}, path, names=["gemm_wgmma"])
+    assert command.measure(asked_for, GPU, timer, timer.clock) == 130
     assert not folder.exists()
     assert "no file was written" in capsys.readouterr().out
 
@@ -271,7 +273,7 @@ def test_no_candidate_begins_after_the_time(works):
 
 
 def test_families_take_turns(works):
-    order = search.in_turn([works["gemm_wgmma"][:3], works["attention"][:1]])
+    order = search.interleaved([works["gemm_wgmma"][:3], works["attention"][:1]])
     assert [w.family for w in order] == ["gemm_wgmma", "attention", "gemm_wgmma", "gemm_wgmma"]
 
 
@@ -289,7 +291,7 @@ def test_candidates_can_be_chosen_and_compiled(family, works):
         for candidate in work.candidates:
             kernels = family.plans(work, candidate)
             assert all(cubin_key(plan, "sm_90a") for plan in kernels)
-            if isinstance(candidate, Rival):
+            if isinstance(candidate, Baseline):
                 continue
             assert kernels
             assert fits(work.key, candidate)
@@ -364,9 +366,9 @@ def test_families_by_operator_and_by_name():
         named(["gemm", "x"])
 
 
-def test_measured_plans_leave_the_rival_out():
-    found = Measured(None, {Rival(): 1.0})
-    assert found.plans == {}
+def test_measured_plans_leave_the_baseline_out():
+    fitted = Measured(None, {Baseline(): 1.0})
+    assert fitted.plans == {}
 
 
 def test_the_file_is_json_that_a_person_can_read(works, folder):

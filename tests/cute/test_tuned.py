@@ -365,8 +365,8 @@ def test_explain_says_where_plans_are_from(folder):
     call = call._replace(device=torch.device("cuda", 0))
     with on(H200):
         assert gemm_origin(call) == "plans: rule, constants fitted on NVIDIA H200"
-        few = call._replace(args=call.args._replace(x=call.args.x[:1]))
-        assert gemm_origin(few) == "plans: shipped, 2026-11-23, nvidia_h200.json"
+        single = call._replace(args=call.args._replace(x=call.args.x[:1]))
+        assert gemm_origin(single) == "plans: shipped, 2026-11-23, nvidia_h200.json"
     module.write(measured(H200, OTHER), module.user_path(H200))
     with on(H200):
         assert "tuned on this machine, 2026-11-29" in str(gemm_origin(call))

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, measuring: Options) -> int:
     base = tuned.resolve(gpu, user=False)
     with pretend(plans=base):
         families = named(options.only or ())
-        works = search.in_turn([list(f.works(_configs(options.shapes))) for f in families])
+        works = search.interleaved([list(f.works(_configs(options.shapes))) for f in families])
         if options.dry_run:
             print("\n".join(_listed(works, base, reason)))
             return OK
@@ -136,7 +136,7 @@ def measure(
         outcome.fitted(family, request.base, [m for m in measured if m.work.family == family.name])
         for family in request.families
     ]
-    found = outcome.data(
+    data = outcome.data(
         request.base,
         fits,
         measured,
@@ -145,34 +145,34 @@ def measure(
         source=f"python -m dsv4.bench tune, commit {environment.commit()}",
         clusters=clusters,
     )
-    print("\n".join(report(fits, measured, found)))
+    print("\n".join(report(fits, measured, data)))
     if stopped:
         print(f"stopped: {stopped}")
-    if not found.families:
+    if not data.families:
         print("no problem was measured whole, so no file was written")
         return status or WRONG
     if request.path is not None:
-        _write(request, gpu, found)
+        _write(request, gpu, data)
     return status
 
 
-def _write(request: Search, gpu: Gpu, found: TunedData) -> None:
+def _write(request: Search, gpu: Gpu, data: TunedData) -> None:
     """Write the file; a user's file keeps families that were not measured this time."""
     assert request.path is not None
     before = tuned.user_data(gpu) if request.is_users else None
-    tuned.write(found if before is None else merged(before, found, OF_KEY), request.path)
+    tuned.write(data if before is None else merged(before, data, OF_KEY), request.path)
     print(f"wrote {request.path}")
     if not request.is_users:
         print(f"launchers read it as {tuned.user_path(gpu)}")
 
 
-def report(fits: Sequence[Fitted], measured: Sequence[Measured], found: TunedData) -> Iterator[str]:
+def report(fits: Sequence[Fitted], measured: Sequence[Measured], data: TunedData) -> Iterator[str]:
     """Return the report: a line for each problem, then one for each family."""
     body = []
     for times in measured:
-        if times.work.key not in found.entries or not times.is_whole:
+        if times.work.key not in data.entries or not times.is_whole:
             continue
-        entry = found.entries[times.work.key]
+        entry = data.entries[times.work.key]
         rule = "wrong" if entry.rule_us is None else f"{entry.rule_us:.2f}"
         gain = entry.rule_us / entry.us - 1 if entry.rule_us and entry.us else None
         faster = "" if gain is None else f"{gain:.1%}"
@@ -182,13 +182,13 @@ def report(fits: Sequence[Fitted], measured: Sequence[Measured], found: TunedDat
     yield from tables.plain(_HEADINGS, body)
     for fit in fits:
         own = [m for m in measured if m.work.family == fit.family]
-        yield _summary(fit, own, found)
+        yield _summary(fit, own, data)
 
 
-def _summary(fit: Fitted, measured: Sequence[Measured], found: TunedData) -> str:
+def _summary(fit: Fitted, measured: Sequence[Measured], data: TunedData) -> str:
     """Return a family's line: problems, wrong candidates, gains and residuals."""
     whole = [m for m in measured if m.is_whole]
-    entries = [found.entries[m.work.key] for m in whole if m.work.key in found.entries]
+    entries = [data.entries[m.work.key] for m in whole if m.work.key in data.entries]
     parts = [f"{len(whole)} problems"]
     wrong = sum(len(m.wrong) for m in measured)
     if wrong:

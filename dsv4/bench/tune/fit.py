@@ -36,9 +36,9 @@ def least_squares(model: Model, times: Sequence[float], start: Mapping[str, floa
 
     def errors(shares: torch.Tensor) -> torch.Tensor:
         values = {n: start[n] * float(s) for n, s in zip(names, shares, strict=True)}
-        found = torch.tensor(model({**start, **values}), dtype=torch.float64)
+        estimates = torch.tensor(model({**start, **values}), dtype=torch.float64)
         pulled = _PULL**0.5 * (shares - 1)
-        return torch.cat((found / measured - 1, pulled))
+        return torch.cat((estimates / measured - 1, pulled))
 
     shares, damping = torch.ones(len(names), dtype=torch.float64), 1e-3
     now = errors(shares)
@@ -82,8 +82,8 @@ def _moved(
     sizes = slopes.norm(dim=0)
     held = torch.diag(damping**0.5 * sizes)
     system = torch.cat((slopes, held))
-    wanted = torch.cat((-now, torch.zeros(len(shares), dtype=torch.float64)))
-    step = torch.linalg.lstsq(system, wanted[:, None], driver="gelsd").solution[:, 0]
+    right_side = torch.cat((-now, torch.zeros(len(shares), dtype=torch.float64)))
+    step = torch.linalg.lstsq(system, right_side[:, None], driver="gelsd").solution[:, 0]
     return (shares + step).clamp_min(0.0)
 
 

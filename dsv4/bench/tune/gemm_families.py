@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from dsv4.bench.cases.gemm import Matrix, gemm_case, matrices
 from dsv4.bench.problem import Case, Problem
-from dsv4.bench.tune.work import Candidate, Rival, Work
+from dsv4.bench.tune.work import Baseline, Candidate, Work
 from dsv4.config import ModelConfig
 from dsv4.cute import e4m3_costs
 from dsv4.cute.sm90 import (
@@ -149,17 +149,17 @@ class SmallM(_Gemm):
 
 def _small_m_candidates(key: SmallMKey) -> list[SmallMConfiguration]:
     """Return plans around those that fill the GPU's SMs once, by both kernels."""
-    found = []
+    plans = []
     for ctas in (1, 2, 4, 8):
         filling = math.ceil(key.row_tiles * ctas / tuned().sms)
-        near = sorted({*_WARPS, filling}, key=lambda warps, full=filling: abs(warps - full))
-        for warps in near[:_NEAR]:
+        near = sorted((abs(warps - filling), warps) for warps in {*_WARPS, filling})
+        for _, warps in near[:_NEAR]:
             for rounds, ring in ((1, False), (2, False), (1, True)):
                 stages = _RINGS if ring else _STAGES
                 able = [SmallMConfiguration(ctas, warps, s, rounds, ring) for s in stages]
                 fitting = [c for c in able if gemm_small_m_plan.fits(key, c)]
-                found += fitting[:1] if rounds == 2 else fitting[:2]
-    return found
+                plans += fitting[:1] if rounds == 2 else fitting[:2]
+    return plans
 
 
 class Wgmma(_Gemm):
@@ -278,7 +278,7 @@ class E4m3(_Gemm):
                 named = f"{name}, {format.name} weights"
                 work = Work(self.name, named, case, key, ())
                 rule = self.chosen(work)
-                able: list[Candidate] = [*_forms(key), Rival()]
+                able: list[Candidate] = [*_forms(key), Baseline()]
                 yield dataclasses.replace(work, candidates=_first(rule, able))
 
     def chosen(self, work: Work) -> Configuration:
@@ -286,8 +286,8 @@ class E4m3(_Gemm):
         return e4m3_costs.configuration_of(_e4m3_plan(work))
 
     def plans(self, work: Work, candidate: Any) -> list[Any]:
-        """Return the configurations of the GEMM and of the conversion; none of the rival."""
-        if isinstance(candidate, Rival):
+        """Return the configurations of the GEMM and of the conversion; none of the baseline."""
+        if isinstance(candidate, Baseline):
             return []
         assert isinstance(work.key, E4m3Key)
         is_block = work.key.is_block
@@ -297,11 +297,11 @@ class E4m3(_Gemm):
 
     def backend(self, candidate: Candidate) -> str:
         """Name of the implementation."""
-        return "cute" if isinstance(candidate, Rival) else "fp8"
+        return "cute" if isinstance(candidate, Baseline) else "fp8"
 
     def call(self, candidate: Candidate, problem: Problem) -> Callable[[], Any]:
-        """Return the GEMM on quantised activations, or the rival on bfloat16 ones."""
-        if isinstance(candidate, Rival):
+        """Return the GEMM on quantised activations, or the baseline on bfloat16 ones."""
+        if isinstance(candidate, Baseline):
             plain = dataclasses.replace(problem, kwargs={**problem.kwargs, "activation": "bf16"})
             return functools.partial(plain.run, "cute")
         from dsv4 import dispatch
@@ -319,7 +319,7 @@ class E4m3(_Gemm):
         assert isinstance(work.key, E4m3Key)
         own, key = costs.gemm_e4m3, work.key
         sizes = (key.rows, key.columns, key.tokens)
-        if isinstance(candidate, Rival):
+        if isinstance(candidate, Baseline):
             times = own.bfloat16_block if key.is_block else own.bfloat16
             return times.us(key.rows * key.columns, key.tokens)
         tile = _tile_times(own, candidate, key.is_block)

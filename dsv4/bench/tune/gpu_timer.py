@@ -10,7 +10,7 @@ import torch
 from dsv4.bench import timing
 from dsv4.bench.measure import Options, copies
 from dsv4.bench.problem import Draw, Outputs, Problem
-from dsv4.bench.tune.work import Candidate, Family, Rival, Work, WrongError
+from dsv4.bench.tune.work import Baseline, Candidate, Family, Work, WrongError
 from dsv4.compilation import pool
 from dsv4.compilation.jobs import CuteJob
 from dsv4.cute.runtime import cubin_cache
@@ -75,12 +75,12 @@ class GpuTimer:
         if work is not self._work:
             self._draw(work)
         entries = dict(self._base.entries)
-        if not isinstance(candidate, Rival):
+        if not isinstance(candidate, Baseline):
             entries[work.key] = Entry(candidate)
         with pretend(plans=dataclasses.replace(self._base, entries=entries)):
             PLANS.forget()
             try:
-                if not isinstance(candidate, Rival) and family.chosen(work) != candidate:
+                if not isinstance(candidate, Baseline) and family.chosen(work) != candidate:
                     raise AssertionError(f"{work.name}: {candidate} is not what dispatch takes")
                 return self._checked(family, candidate)
             finally:

@@ -38,12 +38,12 @@ class Fitted:
 
 def entries(measured: Sequence[Measured]) -> dict[Key, Entry]:
     """Return the fastest of the measured plans of each problem whose candidates all were tried."""
-    found: dict[Key, Entry] = {}
+    fastest: dict[Key, Entry] = {}
     for times in measured:
         if times.is_whole and times.plans:
             best = min(times.plans, key=lambda plan: times.plans[plan])
-            found[times.work.key] = Entry(best, times.plans[best], times.rule_us)
-    return found
+            fastest[times.work.key] = Entry(best, times.plans[best], times.rule_us)
+    return fastest
 
 
 def fitted(family: Family, base: TunedData, measured: Sequence[Measured]) -> Fitted:
@@ -70,13 +70,13 @@ def fitted(family: Family, base: TunedData, measured: Sequence[Measured]) -> Fit
     if len(points) < _POINTS_PER_CONSTANT * used:
         words = f"{len(points)} times are too few for {used} constants"
         return Fitted(family.name, constants, before, None, words)
-    found = fit.least_squares(estimates, times, now)
-    after = fit.residual(estimates(found), times, scaled=False)
-    lost = [_lost(family, base, numbers, measured) for numbers in (now, found)]
+    numbers = fit.least_squares(estimates, times, now)
+    after = fit.residual(estimates(numbers), times, scaled=False)
+    lost = [_lost(family, base, n, measured) for n in (now, numbers)]
     if lost[1] > lost[0]:
         words = f"plans by fitted constants lose {lost[1]:.2%}, by those before {lost[0]:.2%}"
         return Fitted(family.name, constants, before, None, words)
-    return Fitted(family.name, with_values(constants, found), before, after)
+    return Fitted(family.name, with_values(constants, numbers), before, after)
 
 
 def replaced(costs: Costs, family: str, numbers: Mapping[str, float]) -> Costs:
@@ -117,18 +117,19 @@ def data(
     """Return the figures for a data file: families of which a problem was measured whole."""
     own = entries(measured)
     families = {m.work.family for m in measured if m.is_whole and m.plans}
-    kept = [found for found in fits if found.family in families]
-    costs = dataclasses.replace(base.costs, **{found.family: found.constants for found in kept})
-    names = tuple(found.family for found in kept)
+    own_fits = [own_fit for own_fit in fits if own_fit.family in families]
+    constants = {own_fit.family: own_fit.constants for own_fit in own_fits}
+    residuals = {own_fit.family: own_fit.after for own_fit in own_fits}
+    names = tuple(constants)
     return dataclasses.replace(
         base,
         date=date,
         versions=versions,
         source=source,
         clusters=clusters,
-        costs=costs,
+        costs=dataclasses.replace(base.costs, **constants),
         entries=own,
-        residuals={found.family: found.after for found in kept if found.after is not None},
+        residuals={name: after for name, after in residuals.items() if after is not None},
         families=names,
         origins=dict.fromkeys(names, Origin(TUNED, date, date)),
     )

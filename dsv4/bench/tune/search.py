@@ -10,7 +10,7 @@ from dsv4.bench.tune.work import Measured, Timer, Work, WrongError
 _PREPARED = 12  # problems whose kernels are compiled together, so that all processors have work
 
 
-def in_turn(works: Iterable[Sequence[Work]]) -> list[Work]:
+def interleaved(works: Iterable[Sequence[Work]]) -> list[Work]:
     """Return the problems of all families, the first of each, then the second, and so on."""
     rows = zip_longest(*works)
     return [work for row in rows for work in row if work is not None]
@@ -44,16 +44,16 @@ def run(
         if clock() < end:
             timer.prepare(part)
         for work in part:
-            found = Measured(work)
-            measured.append(found)
+            times = Measured(work)
+            measured.append(times)
             for candidate in work.candidates:
                 if clock() >= end:
                     whole = sum(m.is_whole for m in measured)
                     return f"{seconds:g} seconds are over after {whole} of {len(works)} problems"
                 try:
-                    found.us[candidate] = timer.us(work, candidate)
+                    times.us[candidate] = timer.us(work, candidate)
                 except WrongError as error:
-                    found.wrong[candidate] = str(error)
+                    times.wrong[candidate] = str(error)
                     say(f"wrong, left out: {work.family} {work.name}, {candidate}: {error}")
-            found.is_whole = True
+            times.is_whole = True
     return ""

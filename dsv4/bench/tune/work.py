@@ -13,14 +13,14 @@ from dsv4.cute.sm90.tuned_records import Configuration, Key, TunedData
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """The bfloat16 kernel, with which a family competes: no plan of the family.
 
     Its times are for the constants by which dispatch chooses between both.
     """
 
 
-Candidate = Configuration | Rival
+Candidate = Configuration | Baseline
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Measured:
     @property
     def plans(self) -> dict[Configuration, float]:
         """Times of the family's own plans."""
-        return {plan: us for plan, us in self.us.items() if not isinstance(plan, Rival)}
+        return {plan: us for plan, us in self.us.items() if not isinstance(plan, Baseline)}
 
     @property
     def rule_us(self) -> float | None:

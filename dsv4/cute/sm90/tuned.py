@@ -94,8 +94,8 @@ def user_data(gpu: Gpu) -> TunedData | None:
         text = trusted.read_file(str(path), _MOST_BYTES).decode()
         data = decode(text, TUNED, str(path))
         if not is_of(data, gpu):
-            found, wanted = f"{data.gpu!r} with {data.sms} SMs", f"{gpu.name!r} with {gpu.sms}"
-            raise TunedFileError(f"{path}: is of {found}, wanted {wanted}")
+            actual, expected = f"{data.gpu!r} with {data.sms} SMs", f"{gpu.name!r} with {gpu.sms}"
+            raise TunedFileError(f"{path}: is of {actual}, wanted {expected}")
     except (TunedFileError, trusted.UntrustedError, OSError, UnicodeDecodeError) as reason:
         _log.warning("the plans in %s are not used: %s", path, reason)
         return None

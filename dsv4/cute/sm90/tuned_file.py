@@ -93,8 +93,8 @@ def decode(text: str, kind: str, where: str) -> TunedData:
     except (ValueError, RecursionError) as error:
         raise TunedFileError(f"{where}: is no JSON: {error}") from None
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        found = content.get("schema") if isinstance(content, dict) else type(content).__name__
-        raise TunedFileError(f"{where}: the schema is {found!r}, wanted {SCHEMA!r}")
+        actual = content.get("schema") if isinstance(content, dict) else type(content).__name__
+        raise TunedFileError(f"{where}: the schema is {actual!r}, wanted {SCHEMA!r}")
     _checked(where, "the file", content, _FIELDS)
     _at_least(where, "sms", content["sms"], 1)
     costs, entries, residuals = Costs(), dict[Key, Entry](), dict[str, Residual]()
@@ -167,9 +167,9 @@ def encode(data: TunedData) -> str:
 
 
 def _clusters(where: str, content: dict[str, Any]) -> dict[int, int]:
-    wanted = [str(ctas) for ctas in CLUSTERS]
-    if sorted(content) != sorted(wanted):
-        raise TunedFileError(f"{where}: clusters has {sorted(content)}, wanted {wanted}")
+    expected = [str(ctas) for ctas in CLUSTERS]
+    if sorted(content) != sorted(expected):
+        raise TunedFileError(f"{where}: clusters has {sorted(content)}, wanted {expected}")
     for ctas, count in content.items():
         _at_least(where, f"clusters.{ctas}", count, 1)
     return {ctas: content[str(ctas)] for ctas in CLUSTERS}
@@ -177,9 +177,9 @@ def _clusters(where: str, content: dict[str, Any]) -> dict[int, int]:
 
 def _constants(where: str, name: str, content: dict[str, Any], default: Any) -> dict[str, float]:
     """Return the constants of a family; raise if one is missing, unknown or no finite number."""
-    wanted = flat(default)
-    if content.keys() != wanted.keys():
-        odd = sorted(content.keys() ^ wanted.keys())
+    expected = flat(default)
+    if content.keys() != expected.keys():
+        odd = sorted(content.keys() ^ expected.keys())
         raise TunedFileError(f"{where}: {name}.constants differs in {odd} from what is wanted")
     for key, value in content.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -194,8 +194,8 @@ def _entry(where: str, at: str, content: Any, family: Family) -> tuple[Key, Entr
         raise TunedFileError(f"{where}: {at} is one too many: the family has constants alone")
     names = {f.name: f.type for kind in (family.key, family.plan) for f in fields(kind)}
     if not isinstance(content, dict) or content.keys() != {*names, *_TIMES}:
-        found = sorted(content) if isinstance(content, dict) else type(content).__name__
-        raise TunedFileError(f"{where}: {at} has {found}, wanted {sorted({*names, *_TIMES})}")
+        actual = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise TunedFileError(f"{where}: {at} has {actual}, wanted {sorted({*names, *_TIMES})}")
     for name, kind in names.items():
         value = content[name]
         if kind == "bool" and type(value) is not bool:
@@ -226,11 +226,11 @@ def _at_least(where: str, name: str, value: Any, least: float) -> None:
         raise TunedFileError(f"{where}: {name} is {value!r}, wanted {least} or more")
 
 
-def _checked(where: str, name: str, content: Any, wanted: Mapping[str, Any]) -> None:
+def _checked(where: str, name: str, content: Any, expected: Mapping[str, Any]) -> None:
     """Raise unless a part has exactly these fields, of these types."""
-    if not isinstance(content, dict) or content.keys() != wanted.keys():
-        found = sorted(content) if isinstance(content, dict) else type(content).__name__
-        raise TunedFileError(f"{where}: {name} has {found}, wanted {sorted(wanted)}")
-    for key, kinds in wanted.items():
+    if not isinstance(content, dict) or content.keys() != expected.keys():
+        actual = sorted(content) if isinstance(content, dict) else type(content).__name__
+        raise TunedFileError(f"{where}: {name} has {actual}, wanted {sorted(expected)}")
+    for key, kinds in expected.items():
         if not isinstance(content[key], kinds) or isinstance(content[key], bool):
             raise TunedFileError(f"{where}: {name}.{key} is {content[key]!r}, wanted {kinds}")

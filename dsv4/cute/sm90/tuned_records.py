@@ -343,16 +343,19 @@ def merged(before: TunedData, now: TunedData, of_key: Mapping[type, str]) -> Tun
         now: What the run measured, on the same GPU.
         of_key: Family of each kind of key.
     """
-    kept = tuple(name for name in before.families if name not in now.families)
-    costs = {name: getattr(before.costs, name) for name in kept}
-    entries = {k: e for k, e in before.entries.items() if of_key[type(k)] in kept}
+    unchanged = tuple(name for name in before.families if name not in now.families)
+    costs = {name: getattr(before.costs, name) for name in unchanged}
+    entries = {k: e for k, e in before.entries.items() if of_key[type(k)] in unchanged}
     return replace(
         now,
         costs=replace(now.costs, **costs),
         entries={**entries, **now.entries},
-        residuals={**{n: r for n, r in before.residuals.items() if n in kept}, **now.residuals},
-        families=(*kept, *now.families),
-        origins={**{name: before.origins[name] for name in kept}, **now.origins},
+        residuals={
+            **{n: r for n, r in before.residuals.items() if n in unchanged},
+            **now.residuals,
+        },
+        families=(*unchanged, *now.families),
+        origins={**{name: before.origins[name] for name in unchanged}, **now.origins},
     )
 
 
@@ -365,14 +368,15 @@ def combined(below: TunedData, above: TunedData, of_key: Mapping[type, str]) -> 
         of_key: Family of each kind of key.
     """
     replaced = {name: getattr(above.costs, name) for name in above.families}
-    kept = {k: e for k, e in below.entries.items() if of_key[type(k)] not in above.families}
+    old = below.entries.items()
+    unchanged = {key: e for key, e in old if of_key[type(key)] not in above.families}
     own = {name: above.origins[name] for name in above.families}
     return replace(
         below,
         clusters=above.clusters,
         bandwidth=above.bandwidth or below.bandwidth,
         costs=replace(below.costs, **replaced),
-        entries={**kept, **above.entries},
+        entries={**unchanged, **above.entries},
         residuals={**below.residuals, **above.residuals},
         origins={**below.origins, **own},
     )
