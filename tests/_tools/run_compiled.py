@@ -28,7 +28,8 @@ from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
-from dsv4.triton import moe, norm
+from dsv4.triton import moe_gather_quantize as moe_kernels
+from dsv4.triton import norm
 from dsv4.triton._lib import nvfp4_tile
 from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
@@ -184,9 +185,19 @@ def rounded_behind(name: str, layout: str) -> None:
     same(_without_signs_of_nan(q), by_tokens(y, layout))
 
 
+# Constants up to which the launchers count rows as few.
+_THRESHOLDS = (
+    (nvfp4_tile, "_FEW_ROWS"),
+    (norm, "_FEW_ROWS"),
+    (moe_kernels, "_FEW_PROGRAMS"),
+    (moe_kernels, "_SEPARATE_TOKENS"),
+)
+
+
 def _take_large_m_paths() -> None:
     """Let the launchers take few rows as they take many."""
-    nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
+    for module, name in _THRESHOLDS:
+        setattr(module, name, 0)
 
 
 _STATIC = {"scaling": "static", "global_scale": 0.004}
@@ -241,9 +252,10 @@ def main(arch: int, names: list[str]) -> int:
     """The number of cases that differ."""
     ran = install(arch)
     wrong = 0
-    thresholds = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
+    thresholds = [getattr(module, name) for module, name in _THRESHOLDS]
     for name in names or cases_of(arch):
-        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = thresholds
+        for (module, constant), value in zip(_THRESHOLDS, thresholds, strict=True):
+            setattr(module, constant, value)
         if name.startswith("many"):
             _take_large_m_paths()
         ran.clear()

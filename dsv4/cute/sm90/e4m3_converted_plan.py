@@ -14,7 +14,6 @@ from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.costs import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
-    ROWS,
     BlockE4m3Tma,
     E4m3Args,
     E4m3Plan,
@@ -64,10 +63,7 @@ class ConvertE4m3Plan:
 
 @dataclass(frozen=True)
 class ConvertedE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_converted``.
-
-    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
-    """
+    """One configuration of the kernel in ``gemm_e4m3_converted``; ``dequantized_stages`` is 0."""
 
     @property
     def kernel(self) -> str:
@@ -78,16 +74,6 @@ class ConvertedE4m3Plan(E4m3Plan):
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
         return e4m3_times.converted(self.token_rows)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
 
 
 @dataclass(frozen=True)
@@ -104,16 +90,6 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
         """Measured times of its tiles."""
         return e4m3_times.grouped_converted(self.stages)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
-
 
 CONVERT = ConvertE4m3Plan()
 _dense = functools.cache(ConvertedE4m3Plan)
@@ -122,10 +98,7 @@ _grouped = functools.cache(GroupedConvertedE4m3Plan)
 
 def converted_plans(float32_out: bool, swiglu: bool) -> tuple[ConvertedE4m3Plan, ConvertedE4m3Plan]:
     """The configurations of a GEMM on converted weights; see ``e4m3_plans``."""
-    return (
-        _dense(2, 4, 0, float32_out, swiglu, dequant_warpgroups=0),
-        _dense(1, 6, 0, float32_out, swiglu, dequant_warpgroups=0),
-    )
+    return _dense(2, 4, 0, float32_out, swiglu), _dense(1, 6, 0, float32_out, swiglu)
 
 
 def grouped_converted_plan(
@@ -133,12 +106,7 @@ def grouped_converted_plan(
 ) -> GroupedConvertedE4m3Plan:
     """The configuration of a grouped GEMM on converted weights; see ``grouped_e4m3_plan``."""
     stages = 3 if quantized_out else 4
-    return _grouped(
-        *(2, stages, 0, float32_out, swiglu),
-        dequant_warpgroups=0,
-        is_row_weighted=row_weighted,
-        is_quantized=quantized_out,
-    )
+    return _grouped(2, stages, 0, float32_out, swiglu, row_weighted, quantized_out)
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:
