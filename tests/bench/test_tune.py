@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import time
 
 import pytest
 import torch
@@ -380,3 +381,24 @@ def test_the_file_is_json_that_a_person_can_read(works, folder):
     assert content["source"].startswith("python -m dsv4.bench tune, commit ")
     assert {"date", "constants", "residual", "plans"} == set(content["families"]["attention"])
     assert content["families"]["gemm_wgmma"]["residual"]["points"] > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
+def test_candidates_are_right_on_a_gpu_and_have_times(family):
+    """The first problem of each family, as ``tune`` measures it."""
+    device = torch.device("cuda", 0)
+    reason = command._impossible(device)
+    if reason is not None:
+        pytest.skip(reason)
+    base = tuned.resolve(machine.gpu_of(torch.cuda.get_device_properties(0)), user=False)
+    with machine.pretend(plans=base):
+        work = next(family.works(FLASH))
+    timer, measured = GpuTimer([family], base, Options(device, repeat=3)), []
+    stopped = search.run([work], timer, 120, time.monotonic, measured)
+    assert stopped == ""
+    assert measured[0].wrong == {}
+    assert set(measured[0].us) == set(work.candidates)
+    assert all(0 < us < 1e5 for us in measured[0].us.values())
+    clusters = timer.clusters()
+    assert clusters[1] >= 2 * clusters[2] > 0
