@@ -188,7 +188,8 @@ def test_the_chosen_plans_are_the_fastest_of_the_measured(works, folder, capsys)
     for key, entry in data.entries.items():
         assert entry.us == min(times[key].values()) == times[key][entry.plan]
         assert entry.us <= entry.rule_us
-    with machine.pretend(capability=(9, 0), sms=132, name=GPU.name, bandwidth=4.8):
+    facts = {"capability": (9, 0), "sms": 132, "packages": True}
+    with machine.pretend(**facts, name=GPU.name, bandwidth=4.8):
         for name, listed in works.items():
             for work in listed:
                 assert BY_NAME[name].chosen(work) == data.plan_of(work.key)
@@ -326,7 +327,7 @@ def test_the_real_timer_checks_before_it_times(works, monkeypatch):
     with pytest.raises(WrongError, match="raised"):
         timer.us(work, candidate)
     monkeypatch.setattr(type(family), "chosen", lambda self, work: None)
-    with pytest.raises(AssertionError, match="is not what dispatch takes"):
+    with pytest.raises(WrongError, match="not the plan that dispatch takes"):
         timer.us(work, candidate)
 
 
@@ -358,6 +359,15 @@ def test_a_dry_run_lists_and_measures_nothing(folder, capsys):
 def test_options_that_do_not_exist(arguments, message, capsys):
     assert main(["tune", "--device", "cpu", "--dry-run", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_where_no_file_can_be_written_nothing_begins(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "x.json"):
+        with pytest.raises(UsageError, match="no file can be written there"):
+            command._target(str(out), GPU)
+    assert command._target(None, GPU) == (folder / "nvidia-h200.json", True)
+    assert command._target(str(folder / "x.json"), GPU) == (folder / "x.json", False)
 
 
 def test_families_by_operator_and_by_name():

@@ -163,7 +163,13 @@ WGMMA = WgmmaKey(4096, 1, 4096, 64)
 
 
 def on(gpu):
-    facts = {"capability": (9, 0), "sms": gpu.sms, "name": gpu.name, "bandwidth": gpu.bandwidth}
+    facts = {
+        "packages": True,
+        "capability": (9, 0),
+        "sms": gpu.sms,
+        "name": gpu.name,
+        "bandwidth": gpu.bandwidth,
+    }
     return machine.pretend(**facts)
 
 
@@ -177,7 +183,8 @@ def folder(tmp_path, monkeypatch):
 
 def measured(gpu, plan, family="gemm_wgmma", date="2026-11-29"):
     """Figures of a GPU as ``bench tune`` writes them, with one plan."""
-    base = module.resolve(gpu, user=False)
+    with machine.pretend(packages=True):
+        base = module.resolve(gpu, user=False)
     costs = dataclasses.replace(base.costs, gemm_wgmma=WgmmaCosts(launch=1111.0))
     return dataclasses.replace(
         base,
@@ -227,6 +234,15 @@ def test_the_users_file_comes_first_then_the_shipped_one_then_the_rule(folder):
     with on(H100):
         assert choose(PROBLEM, 64) == usual
     assert choose(PROBLEM, 64) == usual  # without a GPU, as a list of kernels is made
+
+
+def test_without_cutedsl_plans_are_those_that_wheels_have(folder):
+    module.write(measured(H200, OTHER), module.user_path(H200))
+    for gpu in (H200, H20):
+        with on(gpu) as pretend:
+            pretend(packages=False)
+            assert tuned().digest == module.resolve(None).digest
+            assert "without CuTeDSL" in module.said("gemm_wgmma")
 
 
 def test_without_a_user_file_nothing_is_created(folder):

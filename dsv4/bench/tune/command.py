@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.tune import outcome, search
 from dsv4.bench.tune.families import named
-from dsv4.bench.tune.gpu_timer import BrokenGpuError, GpuTimer
+from dsv4.bench.tune.gpu_timer import GpuTimer
 from dsv4.bench.tune.outcome import Fitted
 from dsv4.bench.tune.work import Family, Measured, Timer, Work
 from dsv4.cute.sm90 import tuned
@@ -96,11 +98,14 @@ def _configs(names: str) -> dict:
 def _target(out: str | None, gpu: Gpu) -> tuple[Path, bool]:
     """Return the data file, and whether launchers read it."""
     users = tuned.user_path(gpu)
-    if out is not None:
-        return Path(out), users is not None and Path(out).absolute() == users
-    if users is None:
+    if out is None and users is None:
         raise UsageError("tune: there is no home directory; name a file by --out")
-    return users, True
+    path = users if out is None else Path(out).absolute()
+    assert path is not None
+    folder = next(parent for parent in path.parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"--out is {str(path)!r}, and no file can be written there")
+    return path, path == users
 
 
 def _listed(works: Sequence[Work], base: TunedData, reason: str | None) -> Iterator[str]:
@@ -128,8 +133,10 @@ def measure(
         clusters = timer.clusters()
     except KeyboardInterrupt:
         stopped, status, clusters = "interrupted", INTERRUPTED, dict(request.base.clusters)
-    except (BrokenGpuError, torch.OutOfMemoryError) as error:
-        stopped, status, clusters = str(error), WRONG, dict(request.base.clusters)
+    except Exception as error:  # whatever it is, what was measured until then is kept
+        traceback.print_exc()
+        stopped, status = f"{type(error).__name__}: {error}", WRONG
+        clusters = dict(request.base.clusters)
     if any(m.wrong for m in measured):
         status = status or WRONG
     fits = [

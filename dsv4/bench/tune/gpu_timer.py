@@ -81,7 +81,7 @@ class GpuTimer:
             PLANS.forget()
             try:
                 if not isinstance(candidate, Baseline) and family.chosen(work) != candidate:
-                    raise AssertionError(f"{work.name}: {candidate} is not what dispatch takes")
+                    raise WrongError("it is not the plan that dispatch takes")
                 return self._checked(family, candidate)
             finally:
                 PLANS.forget()

@@ -7,7 +7,8 @@ figures of an H200.
 
 The user's file is in ``plans`` in the folder of compiled kernels (``$DSV4_CACHE_DIR`` or
 ``~/.cache/dsv4/kernels``). A file of another schema or GPU, or with anything else wrong, is not
-used at all, and the reason is logged.
+used at all, and the reason is logged. Without CuTeDSL the figures of an H200 hold on every GPU,
+because wheels of compiled kernels have those of their plans.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dsv4.cute.runtime import trusted
 from dsv4.cute.runtime.cubin_cache import folder
 from dsv4.cute.sm90.tuned_file import FAMILIES, OF_KEY, TunedFileError, decode, encode
 from dsv4.cute.sm90.tuned_records import RULE, SHIPPED, TUNED, Origin, TunedData, by_rule, combined
-from dsv4.device import MACHINE, Gpu, cached, hopper
+from dsv4.device import MACHINE, Gpu, cached, has, hopper
 
 _FOLDER = Path(__file__).parent / "data"
 _H200 = "nvidia_h200.json"
@@ -46,6 +47,9 @@ def resolve(gpu: Gpu | None, *, user: bool = True) -> TunedData:
     base = _with_rule(read(_FOLDER / _H200))
     if gpu is None:
         return base
+    if not has("cutlass"):
+        origin = Origin(RULE, f"figures of {base.gpu}: without CuTeDSL no other kernel is compiled")
+        return dataclasses.replace(base, origins=dict.fromkeys(base.origins, origin))
     own = _FOLDER / file_name(gpu.name).replace("-", "_")
     if is_of(base, gpu):
         below = base
