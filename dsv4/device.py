@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
 
 _MOST_CACHED = 1 << 16  # entries of a cache whose arguments are sizes
 # KiB of shared memory that a CTA can have, by compute capability (CUDA C++ Programming Guide).
@@ -33,6 +34,10 @@ _SHARED_KIB = {
     (12, 0): 99,
     (12, 1): 99,
 }
+_MOST_LAUNCHES = 4096  # of a function
+_HOPPER = (9, 0)
+# TB/s within which the memory of a Hopper GPU can be; drivers report 0 where they do not know.
+_LEAST_BANDWIDTH, _MOST_BANDWIDTH = 0.5, 20.0
 
 
 @dataclass(frozen=True)
@@ -43,11 +48,33 @@ class Pretended:
         capability: Compute capability of every CUDA device.
         sms: SMs of every CUDA device.
         packages: Whether every package is installed.
+        name: Name of every CUDA device; read where ``sms`` is pretended, too.
+        bandwidth: Terabytes per second of every CUDA device's memory; read likewise.
+        plans: Figures that plans of kernels are chosen by (``dsv4.cute.sm90.tuned.TunedData``).
     """
 
     capability: tuple[int, int] | None = None
     sms: int | None = None
     packages: bool | None = None
+    name: str = ""
+    bandwidth: float | None = None
+    plans: Any = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Properties of a GPU that decide plans of kernels.
+
+    Attributes:
+        name: The name that CUDA reports, such as ``"NVIDIA H200"``.
+        sms: Its SMs.
+        bandwidth: Terabytes per second between its memory and its chip, by the memory's clock and
+            width; None if the driver does not report them.
+    """
+
+    name: str
+    sms: int
+    bandwidth: float | None = None
 
 
 @dataclass(eq=False)
@@ -62,9 +89,12 @@ class Machine:
     pretended: Pretended = field(default_factory=Pretended)
     caches: list[Any] = field(default_factory=list)
 
-    def cached(self, function: F) -> F:
-        """Decorator: cache results, which may depend on facts, until ``forget``."""
-        memo = functools.lru_cache(maxsize=_MOST_CACHED)(function)
+    def cached(self, function: F, most: int = _MOST_CACHED) -> F:
+        """Decorator: cache results, which may depend on facts, until ``forget``; ``most`` of them.
+
+        Launches depend on facts, too, because they hold plans.
+        """
+        memo = functools.lru_cache(maxsize=most)(function)
         self.caches.append(memo)
         return memo  # type: ignore[return-value]
 
@@ -81,6 +111,11 @@ class Machine:
 
 MACHINE = Machine()
 cached = MACHINE.cached
+
+
+def launches(function: Callable[..., R]) -> Callable[..., R]:
+    """Decorator of functions that return launches: ``cached``, with fewer entries."""
+    return cached(function, _MOST_LAUNCHES)
 
 
 @cached
@@ -104,6 +139,34 @@ def sms(device: torch.device) -> int:
     if pretended is not None:
         return pretended
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cached
+def hopper() -> Gpu | None:
+    """Return the first GPU of this process that has compute capability 9.0, or None.
+
+    Plans of kernels are chosen for it. Other Hopper GPUs of the process take the same plans.
+    """
+    facts = MACHINE.pretended
+    if facts.capability is not None:
+        known = facts.capability == _HOPPER and facts.sms is not None
+        return Gpu(facts.name, facts.sms or 0, facts.bandwidth) if known else None
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = map(torch.cuda.get_device_properties, range(count))
+        return next((gpu_of(p) for p in gpus if (p.major, p.minor) == _HOPPER), None)
+    except RuntimeError:  # a fork of a process that uses CUDA cannot
+        return None
+
+
+def gpu_of(properties: Any) -> Gpu:
+    """Return the facts of a GPU that ``torch.cuda.get_device_properties`` describes."""
+    kilohertz = getattr(properties, "memory_clock_rate", 0)
+    bits = getattr(properties, "memory_bus_width", 0)
+    terabytes = 2 * kilohertz * 1e3 * bits / 8 / 1e12  # two transfers a clock
+    known = _LEAST_BANDWIDTH < terabytes < _MOST_BANDWIDTH
+    bandwidth = terabytes if known else None
+    return Gpu(properties.name, properties.multi_processor_count, bandwidth)
 
 
 @cached

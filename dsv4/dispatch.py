@@ -49,6 +49,8 @@ class Explanation:
         note: What else to know of how the chosen one runs the call.
         mark: How well the chosen kernel is known on the GPU (``self_test.mark``); None if the
             implementation does not depend on the GPU.
+        plans: Where the plans of the chosen kernel are from: the rule, a file of the package, or
+            the file that ``python -m dsv4.bench tune`` wrote; None if it has none that are tuned.
     """
 
     op: str
@@ -57,6 +59,7 @@ class Explanation:
     candidates: tuple[tuple[str, str | None], ...]
     note: str | None = None
     mark: str | None = None
+    plans: str | None = None
 
     @property
     def reason(self) -> str:
@@ -74,11 +77,11 @@ class Explanation:
             mark = "->" if name == self.chosen else "  "
             lines.append(f"{mark} {name}: {'supported' if why is None else why}")
             if name == self.chosen:
-                lines += [f"     {said}" for said in (self.note, self._marked()) if said]
+                lines += [f"     {said}" for said in self._more() if said]
         return "\n".join(lines)
 
-    def _marked(self) -> str | None:
-        return self.mark and f"on GPUs like this one: {self.mark}"
+    def _more(self) -> tuple[str | None, ...]:
+        return self.note, self.mark and f"on GPUs like this one: {self.mark}", self.plans
 
 
 # The dictionary inside ``os.environ``, where Python has it, and the variable's name in it.
@@ -362,4 +365,5 @@ def _explanation(call: Call, requested: str) -> Explanation:
     chosen = able[0] if able else None
     row = next((row for row in implementations(call.op) if row.name == chosen), None)
     note = None if row is None or row.note is None else reason_of(row.note)(call)
-    return Explanation(call.op, requested, chosen, candidates, note, _mark(row, call))
+    plans = None if row is None or row.plans is None else reason_of(row.plans)(call)
+    return Explanation(call.op, requested, chosen, candidates, note, _mark(row, call), plans)

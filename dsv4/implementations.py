@@ -65,6 +65,8 @@ class Implementation:
         self_test: ``"module:function"``, a ``self_test.Test`` that decides on other GPUs; None:
             each configuration is checked on its own operands.
         reserves_sms: Whether the function takes ``reserve_sms``.
+        plans: ``"module:function"``, which says of a ``Call`` where the plans of its kernel are
+            from, or returns None. ``explain`` alone asks it.
         note: ``"module:function"``, which says of a ``Call`` in a sentence what else a user should
             know, or returns None. ``explain`` alone asks it, so it may read tensors.
     """
@@ -79,6 +81,7 @@ class Implementation:
     proven_calls: str | None = None
     self_test: str | None = None
     reserves_sms: bool = False
+    plans: str | None = None
     note: str | None = None
 
     def is_proven(self, call: Call) -> bool:
@@ -131,6 +134,7 @@ def _named(name: str) -> Callable[..., Any]:
 
 _ON_HOPPER = frozenset({(9, 0)})
 _NOWHERE: frozenset[tuple[int, int]] = frozenset()
+_ORIGINS = "dsv4.cute.plan_origins"
 _SELF_TEST = "dsv4.bench.self_test:wrong"
 
 
@@ -178,6 +182,7 @@ def _cute(
     slower_than_later: str | None = None,
     proven: frozenset[tuple[int, int]] | None = None,
     reserves_sms: bool = False,
+    plans: str | None = None,
     note: str | None = None,
 ) -> tuple[Implementation, ...]:
     """Make rows for operators of one module of CuTeDSL launchers."""
@@ -192,6 +197,7 @@ def _cute(
             slower,
             proven=proven,
             reserves_sms=reserves_sms,
+            plans=plans and f"{_ORIGINS}:{plans}",
             note=note,
         )
         for op in ops
@@ -226,6 +232,7 @@ def _fp8(
         f"dsv4.cute.fp8_supports:{slower_than_later}",
         proven=_ON_HOPPER,
         reserves_sms=reserves_sms,
+        plans=f"{_ORIGINS}:gemm_e4m3",
     )
 
 
@@ -250,6 +257,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         *("cute", "gemm", "gemm", "gemm"),
         proven=_ON_HOPPER,
         reserves_sms=True,
+        plans="gemm",
         note=_FP8_AS_BF16,
     ),
     *_triton(
@@ -277,6 +285,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
         proven=_ON_HOPPER,
         reserves_sms=True,
+        plans="gemm",
         note=_FP8_AS_BF16,
     ),
     *_triton(
@@ -299,7 +308,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "few_rows"),
     _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "few_rows"),
     *_cute(
-        *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED), proven=_ON_HOPPER, note=_FP8_AS_BF16
+        *("cute", "grouped_gemm", "grouped_gemm", *_GROUPED),
+        proven=_ON_HOPPER,
+        plans="grouped_gemm",
+        note=_FP8_AS_BF16,
     ),
     *_triton("grouped_gemm", "grouped_gemm", *_GROUPED, proven=_NOWHERE, note=_FP8_AS_BF16),
     *_reference("grouped_gemm", *_GROUPED, waits=True),
@@ -402,7 +414,11 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton(*3 * ("indexer_select",)),
     *_reference("indexer", "indexer_rotate_quantize", "indexer_queries"),
     *_reference("indexer", "quantize_index_queries", "indexer_select"),
-    *_cute("cute", "attention", "sparse_attention", "sparse_attention", proven=_ON_HOPPER),
+    *_cute(
+        *("cute", "attention", "sparse_attention", "sparse_attention"),
+        proven=_ON_HOPPER,
+        plans="attention",
+    ),
     *_triton("attention", "sparse_attention", "sparse_attention"),
     *_reference("attention", "sparse_attention"),
     *_triton("nonfinite", "any_call", "mark_nonfinite_"),

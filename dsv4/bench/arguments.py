@@ -63,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     _compare(
         commands.add_parser("compare", help="two files of results, row by row; status 1 if slower")
     )
+    _tune(commands.add_parser("tune", help="measure plans of kernels for this GPU, and keep them"))
     _report(commands.add_parser("report", help="pages and charts from files of results"))
     return top
 
@@ -188,6 +189,28 @@ def _model(model: argparse.ArgumentParser) -> None:
     )
     _common(model, "--out", file="<date>-model_<preset>_<recipe>")
     model.set_defaults(command="model")
+
+
+def _tune(tune: argparse.ArgumentParser) -> None:
+    add = tune.add_argument
+    add(
+        "--out",
+        metavar="FILE",
+        help="the data file; default: the one that launchers of this user read",
+    )
+    add("--only", nargs="+", metavar="OP", help="operators, or families as the report names them")
+    add(
+        "--seconds",
+        type=_limit,
+        default=600.0,
+        help="no measurement begins later; what was measured until then is kept; default 600",
+    )
+    add("--dry-run", action="store_true", help="list what would be measured, and write nothing")
+    add("--shapes", default="flash,pro", help=f"{', '.join(PRESETS)}, comma-separated")
+    add("--repeat", type=_positive, default=20, help="timed runs; default 20")
+    add("--seed", type=int, default=argparse.SUPPRESS, help="of the random inputs; default 0")
+    add("--device", default=argparse.SUPPRESS, help="default: cuda:0 if there is one, else cpu")
+    tune.set_defaults(command="tune")
 
 
 def _compare(compare: argparse.ArgumentParser) -> None:

@@ -439,6 +439,12 @@ def _compare(options: argparse.Namespace) -> int:
     return WRONG if compared.failed() else OK
 
 
+def _tune(options: argparse.Namespace) -> int:
+    from dsv4.bench.tune import command
+
+    return command.run(options, _measuring(options))
+
+
 def _report(options: argparse.Namespace) -> int:
     from dsv4.bench.pages import command
 
@@ -464,5 +470,6 @@ _COMMANDS = {
     "env": _env,
     "explain": _explain,
     "compare": _compare,
+    "tune": _tune,
     "report": _report,
 }

@@ -148,7 +148,7 @@ def chosen(tokens: int) -> torch.Tensor:
 
 
 def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
-    problems = [problem, *_copies(case, options, problem)]
+    problems = [problem, *copies(case, options, problem)]
     taken = timing.measure(
         [_call(copied, options.backend) for copied in problems],
         options.device,
@@ -175,7 +175,7 @@ def _times(case: Case, problem: Problem, options: Options) -> dict[str, Any]:
     return times
 
 
-def _copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
+def copies(case: Case, options: Options, problem: Problem) -> list[Problem]:
     """Return more inputs of the same kind, so that timed calls find nothing in a GPU's cache."""
     if options.device.type != "cuda":
         return []

@@ -177,7 +177,12 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def own_gpus() -> Iterator[str]:
-    """Yield a line for each GPU of this machine: how well kernels are known on such GPUs."""
+    """Yield a line for each GPU of this machine: how well kernels are known on such GPUs.
+
+    On Hopper there are lines of where plans of kernels are from, too.
+    """
+    from dsv4.cute.sm90.tuned import lines as plan_lines
+    from dsv4.device import hopper
     from dsv4.self_test import MEASURED, mark_of_gpu
 
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -185,6 +190,8 @@ def own_gpus() -> Iterator[str]:
         advice = "" if known == MEASURED else "; python -m dsv4 env --selftest runs them"
         name = torch.cuda.get_device_name(index)
         yield f"GPU {index} of this machine, {name}: kernels for such GPUs are {known}{advice}"
+    if hopper() is not None:
+        yield from plan_lines()
 
 
 def _head_copy(checkpoint: Checkpoint) -> int:

@@ -208,7 +208,9 @@ def listing_for(target: Target, steps: Steps) -> Iterator[list[str]]:
     ]
     driver = triton.runtime.driver
     with ExitStack() as undo:
-        undo.enter_context(machine.pretend(capability=capability, sms=target.sms))
+        undo.enter_context(
+            machine.pretend(capability=capability, sms=target.sms, plans=target.plans)
+        )
         for owner, name, value in replaced:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)

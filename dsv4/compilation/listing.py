@@ -42,6 +42,8 @@ class Listing:
         from dsv4.triton._runtime import kernel_store as triton_images
 
         made_from = [self.recipe, self.target.arch, self.target.sms, self.max_tokens]
+        if self.target.plans is not None:
+            made_from.append(self.target.plans.digest)
         made_from += [Versions.current(), digest((".",)), triton_images.environment()]
         return hashlib.sha256(repr(made_from).encode()).digest()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
+from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE, HOPPER
+from dsv4.cute.sm90 import tuned
+from dsv4.cute.sm90.tuned_records import TunedData
 
 # SMs of an A100, A40, L40S, H200, B200, B300 (assumed), RTX PRO 6000 and GB10. They decide how work
 # is split.
@@ -29,15 +31,21 @@ class Target:
     Attributes:
         arch: A value of ``EVERY_ARCHITECTURE``.
         processors: Its SMs, which decide how work is split.
+        plans: Figures by which plans of CuTeDSL kernels are chosen; None: those that Hopper GPUs
+            have by default.
     """
 
     arch: str
     processors: int = 0
+    plans: TunedData | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, device: torch.device, arch: str) -> Target:
         """A GPU of this machine."""
-        return cls(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        own = tuned.tuned() if arch == HOPPER else None
+        is_usual = own is None or own.digest == tuned.resolve(None).digest
+        return cls(arch, processors, None if is_usual else own)
 
     @property
     def capability(self) -> tuple[int, int]:

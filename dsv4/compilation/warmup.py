@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsv4 import device as machine
 from dsv4 import dispatch
 from dsv4.compilation import bundle as _bundle
 from dsv4.compilation import compiler as _compile
@@ -30,6 +32,7 @@ from dsv4.compilation.target import Target
 from dsv4.config import ModelConfig
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute.runtime.architectures import EVERY_ARCHITECTURE
+from dsv4.cute.sm90 import tuned
 from dsv4.device import capability
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import mailboxes
@@ -278,7 +281,8 @@ def compile_model(
         work = _compile.Compilation(pool, count, ready)
         if listing is not None and stored is None:
             work.find(listing)  # begins before plans are made, which takes a second
-        plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
+        with _plans_for(gpu):
+            plans = kernel_plans(every_call(model, arch, ranks), max_tokens, arch)
         work.add(CuteJob(plan, arch) for plan in plans)
         work.finish()
     outcome, steps = work.outcome, stored or Steps()
@@ -296,6 +300,13 @@ def compile_model(
     seconds = time.perf_counter() - start
     sizes = (len(plans), number, seconds, len(steps.requests) + len(steps.known), len(new) - number)
     return Warmup(*sizes, outcome.failed, operators, skipped), outcome
+
+
+def _plans_for(gpu: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    """Choose plans by the usual figures of Hopper, not of this machine, unless for its GPU."""
+    if gpu is not None or machine.hopper() is None:
+        return contextlib.nullcontext()
+    return machine.pretend(plans=tuned.resolve(None))
 
 
 def check_ranks(model: Any, ranks: Ranks) -> None:

@@ -5,57 +5,39 @@ in the main loop, FP8 arithmetic with weights that another kernel converts first
 kernel on dequantized activations. The first two give equal bits. A dense weight of more than
 ``MOST_CONVERTED`` bytes is never converted; experts are converted in ranges.
 
-``dsv4.cute.sm90.e4m3_times`` has the times of tiles. This module has the times of the conversion
-and of the bfloat16 kernels, from the same log. The times only rank the forms.
+``dsv4.cute.sm90.e4m3_times`` adds up the times of tiles. This module adds those of the conversion
+and has those of the bfloat16 kernels. The times only rank the forms; a form that was measured to be
+the fastest is taken (``dsv4.cute.sm90.tuned``).
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 from dsv4.cute.sm90 import e4m3_times
+from dsv4.cute.sm90.costs import E4m3Costs
 from dsv4.cute.sm90.e4m3_converted_plan import (
     ConvertedE4m3Plan,
     GroupedConvertedE4m3Plan,
-    converted_plan,
+    converted_plans,
     grouped_converted_plan,
 )
 from dsv4.cute.sm90.gemm_e4m3_plan import (
+    BlockE4m3Plan,
     E4m3Plan,
     GroupedE4m3Plan,
-    block_e4m3_plan,
-    e4m3_plan,
+    block_e4m3_plans,
+    e4m3_plans,
     grouped_e4m3_plan,
 )
+from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import E4m3Configuration, E4m3Key
+from dsv4.device import cached
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
-_CONVERSION = 5.25  # us of a conversion, apart from its size
-_CONVERSION_RATE = 3.83e6  # bytes per us
+P = TypeVar("P", bound=E4m3Plan)
 _CONVERSION_BYTES = 0.5625 + 1.0  # per weight: packed bytes read, and bytes written
-
-
-class Bfloat16Times(NamedTuple):
-    """Microseconds of a GEMM of a bfloat16 kernel.
-
-    Attributes:
-        launch: Constant part.
-        weight: Time per weight.
-        multiply: Time per weight and token.
-    """
-
-    launch: float
-    weight: float
-    multiply: float
-
-    def us(self, weights: int, tokens: float) -> float:
-        """Microseconds; for experts, ``weights`` of all of them and ``tokens`` of one."""
-        return self.launch + weights * (self.weight + self.multiply * tokens)
-
-
-_BFLOAT16 = Bfloat16Times(8.0, 0.11e-6, 2.35e-9)
-_BFLOAT16_BLOCK = Bfloat16Times(8.0, 0.11e-6, 3.05e-9)  # FP8 weights
-_BFLOAT16_EXPERTS = Bfloat16Times(8.0, 0.11e-6, 2.5e-9)
 
 
 class Estimate(NamedTuple):
@@ -75,7 +57,7 @@ class Estimate(NamedTuple):
         return self.fp8 < self.bfloat16
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def estimate(rows: int, columns: int, tokens: int, *, is_block: bool = False) -> Estimate:
     """Times of a dense GEMM.
 
@@ -85,16 +67,16 @@ def estimate(rows: int, columns: int, tokens: int, *, is_block: bool = False) ->
         tokens: At least 1.
         is_block: Whether the weight is FP8, else NVFP4.
     """
-    weights = rows * columns
+    weights, costs = rows * columns, tuned().costs.gemm_e4m3
     if is_block:
-        block = block_e4m3_plan(rows, columns, tokens, False, False)
+        block = block_plan(rows, columns, tokens, False, False)
         us = plan_us(block, rows, columns, tokens)
-        return Estimate(us, _BFLOAT16_BLOCK.us(weights, tokens))
+        return Estimate(us, costs.bfloat16_block.us(weights, tokens))
     plan = nvfp4_plan(rows, columns, tokens, False, False)
-    return Estimate(plan_us(plan, rows, columns, tokens), _BFLOAT16.us(weights, tokens))
+    return Estimate(plan_us(plan, rows, columns, tokens), costs.bfloat16.us(weights, tokens))
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def estimate_experts(
     rows: int, columns: int, experts: int, rows_of_x: int, *, quantized_out: bool = False
 ) -> Estimate:
@@ -110,20 +92,66 @@ def estimate_experts(
     sizes = (rows, columns, experts, rows_of_x)
     plan = experts_plan(*sizes, (False, quantized_out, False, quantized_out))
     weights = experts * rows * columns
-    bfloat16 = _BFLOAT16_EXPERTS.us(weights, rows_of_x / experts)
+    bfloat16 = tuned().costs.gemm_e4m3.bfloat16_experts.us(weights, rows_of_x / experts)
     return Estimate(experts_plan_us(plan, *sizes), bfloat16)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def nvfp4_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool) -> E4m3Plan:
     """Return the faster configuration of a GEMM with NVFP4 weights: converted or in the loop.
 
-    Arguments as in ``e4m3_plan``.
+    Args:
+        rows: N, of all groups, a multiple of 128 in each group if there are several.
+        columns: K, a multiple of 128.
+        tokens: At least 1.
+        float32_out: Whether the result is float32.
+        swiglu: See ``E4m3Plan``.
     """
-    plans: list[E4m3Plan] = [e4m3_plan(rows, columns, tokens, float32_out, swiglu)]
+    plans = plans_of(rows, columns, False, float32_out, swiglu)
+    return _fastest(plans, rows, columns, tokens)
+
+
+def plans_of(
+    rows: int, columns: int, is_block: bool, float32_out: bool = False, other: bool = False
+) -> list[E4m3Plan]:
+    """Return every configuration of a GEMM; ``other``: E8M0 scales of FP8 weights, else SwiGLU."""
+    if is_block:
+        return [*block_e4m3_plans(float32_out, other)]
+    plans: list[E4m3Plan] = [*e4m3_plans(float32_out, other)]
     if rows * columns <= MOST_CONVERTED:
-        plans.append(converted_plan(rows, columns, tokens, float32_out, swiglu))
+        plans += converted_plans(float32_out, other)
+    return plans
+
+
+@cached
+def block_plan(
+    rows: int, columns: int, tokens: int, float32_out: bool, e8m0_scales: bool
+) -> BlockE4m3Plan:
+    """Return the faster configuration of a GEMM with FP8 weights; see ``BlockE4m3Plan``."""
+    return _fastest(block_e4m3_plans(float32_out, e8m0_scales), rows, columns, tokens)
+
+
+def _fastest(plans: Sequence[P], rows: int, columns: int, tokens: int) -> P:
+    """Return the plan that was measured to be the fastest, else that of the least estimate."""
+    is_block = isinstance(plans[0], BlockE4m3Plan)
+    counted = -(-tokens // 128) * 128
+    measured = tuned().plan_of(E4m3Key(rows, columns, counted, is_block))
+    if measured is not None:
+        return next(plan for plan in plans if configuration_of(plan) == measured)
     return min(plans, key=lambda plan: plan_us(plan, rows, columns, tokens))
+
+
+def configuration_of(plan: E4m3Plan) -> E4m3Configuration:
+    """Return the configuration of a plan, as a data file has it."""
+    return E4m3Configuration(plan.token_rows, isinstance(plan, ConvertedE4m3Plan))
+
+
+def fits(key: E4m3Key, measured: E4m3Configuration) -> bool:
+    """Return whether a configuration is a candidate for a key."""
+    if key.columns % 128 or key.tokens % 128 or measured.token_rows > 2:
+        return False
+    can_convert = not key.is_block and key.rows * key.columns <= MOST_CONVERTED
+    return can_convert or not measured.converted
 
 
 def plan_us(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
@@ -133,7 +161,7 @@ def plan_us(plan: E4m3Plan, rows: int, columns: int, tokens: int) -> float:
     return us + conversion_us(rows * columns) if converted else us
 
 
-@functools.lru_cache(maxsize=4096)
+@cached
 def experts_plan(
     rows: int,
     columns: int,
@@ -168,9 +196,10 @@ def experts_plan_us(
     return us + more + conversion_us(experts * rows * columns, ranges)
 
 
-def conversion_us(weights: int, launches: int = 1) -> float:
-    """Microseconds of the conversion of a number of weights."""
-    return launches * _CONVERSION + weights * _CONVERSION_BYTES / _CONVERSION_RATE
+def conversion_us(weights: int, launches: int = 1, costs: E4m3Costs | None = None) -> float:
+    """Microseconds of the conversion of a number of weights; by the constants of the GPU."""
+    costs = costs or tuned().costs.gemm_e4m3
+    return launches * costs.conversion + weights * _CONVERSION_BYTES * costs.conversion_byte
 
 
 def experts_at_once(rows: int, columns: int) -> int:

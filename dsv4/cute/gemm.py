@@ -25,6 +25,7 @@ from dsv4.cute.runtime.launch import (
 from dsv4.cute.sm90.gemm_small_m_plan import SMALL_M_ABI, TOKENS, SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WGMMA_ABI, WgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, Plan, choose, token_counts
+from dsv4.device import launches
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import bfloat16_operand, fp8_operand
@@ -151,7 +152,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
             launch(stream, pointers, described=(part_x, codes, scales))
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def _prepared(
     problem: _Problem,
     tokens: int,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4.cute.e4m3_costs import estimate, nvfp4_plan
+from dsv4.cute.e4m3_costs import block_plan, estimate, nvfp4_plan
 from dsv4.cute.runtime.driver import Kernel, Launch, Matrix
 from dsv4.cute.runtime.launch import (
     architecture,
@@ -40,8 +40,8 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
     ROWS,
     E4m3Plan,
-    block_e4m3_plan,
 )
+from dsv4.device import launches
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.quantize import quantize
@@ -225,16 +225,16 @@ def _prepared_conversion(rows: int, columns: int, device: int, thread: int) -> L
     )
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def choose(problem: Problem) -> E4m3Plan:
     """Return the configuration of a GEMM with the least estimated time in two forms."""
     rows, columns, _, tokens, *_ = problem
     if not problem.global_scales:
-        return block_e4m3_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
+        return block_plan(rows, columns, tokens, problem.float32_out, problem.e8m0_scales)
     return nvfp4_plan(rows, columns, tokens, problem.float32_out, problem.swiglu)
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def _prepared(problem: Problem, device: int, reserve_sms: int, thread: int) -> Launch:
     """The launch of a GEMM, made once in every thread, because that takes longer than a launch."""
     plan = choose(problem)
@@ -326,7 +326,7 @@ def plans(
             chosen.append(nvfp4_plan(rows, columns, tokens, is_wide, swiglu))
         else:
             folded = scale_dtype == torch.float8_e8m0fnu
-            chosen.append(block_e4m3_plan(rows, columns, tokens, is_wide, folded))
+            chosen.append(block_plan(rows, columns, tokens, is_wide, folded))
     if any(isinstance(plan, ConvertedE4m3Plan) for plan in chosen):
         chosen.append(CONVERT)
     return list(dict.fromkeys(chosen))

@@ -20,6 +20,7 @@ from dsv4.cute.runtime.launch import (
 )
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import FP8_WGMMA_ABI, Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.plans import GemmProblem, token_counts
+from dsv4.device import launches
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 
@@ -73,7 +74,7 @@ def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> Non
     launch(stream, pointers, described=(x, codes))
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def _prepared(
     problem: GemmProblem,
     tokens: int,

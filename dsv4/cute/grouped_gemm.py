@@ -37,6 +37,7 @@ from dsv4.cute.sm90.grouped_gemm_small_m_plan import (
     GroupedSmallMPlan,
 )
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GROUPED_WGMMA_ABI, GroupedWgmmaPlan
+from dsv4.device import launches
 from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import (
@@ -235,7 +236,7 @@ class _Prepared(NamedTuple):
     counted: bool
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def _prepared(
     problem: _Problem,
     tokens: int,

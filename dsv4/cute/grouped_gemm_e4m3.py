@@ -33,6 +33,7 @@ from dsv4.cute.sm90.e4m3_converted_plan import (
     GroupedConvertedE4m3Plan,
 )
 from dsv4.cute.sm90.gemm_e4m3_plan import GROUPED_E4M3_ABI, K_BLOCK, ROWS, GroupedE4m3Plan
+from dsv4.device import launches
 from dsv4.ops._grouped_operands import result_of
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs
@@ -216,7 +217,7 @@ def _launch_range(
         launch(stream, pointers, described=(x, codes, scales))
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def choose(problem: GroupedProblem) -> GroupedE4m3Plan:
     """The configuration of a grouped GEMM."""
     kind = (problem.float32_out, problem.swiglu, problem.row_weighted, problem.quantized_out)
@@ -224,7 +225,7 @@ def choose(problem: GroupedProblem) -> GroupedE4m3Plan:
     return experts_plan(*sizes, kind)
 
 
-@functools.lru_cache(maxsize=4096)
+@launches
 def _prepared(problem: GroupedProblem, experts: Range, device: int, thread: int) -> Launch:
     """The launch, made once in every thread, because that takes longer than a launch."""
     columns, rows_of_x = problem.columns, problem.rows_of_x

@@ -21,7 +21,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     BlockE4m3Plan,
     E4m3Plan,
     GroupedE4m3Plan,
-    block_e4m3_plan,
     grouped_e4m3_plan,
 )
 
@@ -123,7 +122,7 @@ def test_fp8_weights(row):
     times = {wide: row.wide, narrow: row.narrow}
     for plan, us in times.items():
         assert e4m3_costs.plan_us(plan, *sizes) == near(us, FP8_WEIGHTS)
-    assert block_e4m3_plan(*sizes, False, False) == min(times, key=times.get)
+    assert e4m3_costs.block_plan(*sizes, False, False) == min(times, key=times.get)
     estimate = e4m3_costs.estimate(*sizes, is_block=True)
     assert estimate.is_faster
     assert estimate.bfloat16 == near(row.bfloat16, BFLOAT16)

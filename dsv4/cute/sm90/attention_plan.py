@@ -1,14 +1,19 @@
 """Configurations of the sparse-attention kernels, and the number of KV splits of a token.
 
-``attention_plan`` chooses among four kernels by estimated clock cycles; the estimates are linear in
-KV blocks, heads and bytes, and their constants were fitted to times on an H200.
+``attention_plan`` chooses among four kernels by times that were measured (``tuned``), else by
+estimated clock cycles, which are linear in KV blocks, heads and bytes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from dsv4.cute.sm90.costs import AttentionCosts
+from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import AttentionConfiguration, AttentionKey
+from dsv4.device import cached
 
 HEADS = 64  # heads of a tile of ``AttentionKernel``
 BLOCK = 64  # entries of a KV block, which are multiplied at a time
@@ -27,28 +32,14 @@ MERGE_BATCH = 8  # partial sums that ``MergeKernel`` loads at once; divides 32
 # A split token's last used slot is not looked for up to this many slots of the token, nor up to
 # this many KV blocks of a split.
 _FEW_SLOTS, _FEW_BLOCKS = 2048, 4
-# Clock cycles of some 0.48 ns, fitted to times on an H200. ``AttentionKernel``: a KV block, a tile
-# beside its KV blocks, a head of the tile.
-_BLOCK_CYCLES, _TILE_CYCLES, _HEAD_CYCLES = 4153, 9647, 34
-# ``MergeKernel``: a batch of partial sums, a head of a token, and bytes of partial sums that are
-# written and read again while an SM's clock ticks.
-_BATCH_CYCLES, _ROW_CYCLES, _BYTES_PER_CYCLE = 1766, 634, 37
-# The exchange of partial sums between the two CTAs of a pair.
-_PAIRED_CYCLES = 3575
-# ``ColumnsKernel``: a tile of 16 heads, each CTA of its cluster, and a KV block.
-_COLUMNS_CYCLES, _COLUMNS_CTA_CYCLES, _COLUMNS_BLOCK_CYCLES = 8133, 594, 3446
-# Some splits of a token have one KV block more than others. This share of the time goes by their
-# mean, the rest by the largest: 16 splits of 18 blocks take less time than 9 of two each.
-_MEAN = 0.49
-# A head of a tile whose partial sums are stored where both SMs of a pair (TPC) are at work: 72 CTAs
-# take 2 us longer than 64, with a third less to do (H200).
-_TPC_CYCLES = 25
 NARROW_CLUSTERS = (8, 9, 12, 16)  # CTAs of a cluster of ``NarrowKernel``
 NARROW_STEPS = {32: 4, 64: 7}  # entries that it multiplies at a time, and the time of such a step
 # Slots of a token up to which ``NarrowKernel`` is the best choice where nobody knows how many of
 # them are used, by the most clusters. Slots without an entry cost it a tenth of others; where all
 # are used, KV splits and a merge launch take less time. More than 12 clusters would share SMs.
 _NARROW_SLOTS = {4: 8704, 12: 4352}
+_NARROW_SMS = 132  # SMs of the GPU of these figures
+SPLITS, PAIRED, COLUMNS = "splits", "paired", "columns"  # forms, as data files name them
 
 
 def code_bytes(plan: AttentionPlan | ColumnsPlan) -> int:
@@ -200,11 +191,11 @@ class NarrowPlan:
 Plan = AttentionPlan | ColumnsPlan | MergePlan | NarrowPlan
 
 
-@functools.cache
+@cached
 def attention_plan(
     tokens: int, heads: int, widths: tuple[int, int], sms: int
 ) -> tuple[AttentionPlan | ColumnsPlan | NarrowPlan, int]:
-    """The kernel that takes the fewest cycles, and over how many CTAs it splits a tile's entries.
+    """The fastest kernel, measured or by cycles, and over how many CTAs it splits a tile's entries.
 
     Args:
         tokens: At least 1.
@@ -212,20 +203,73 @@ def attention_plan(
         widths: Slots of a token in each cache.
         sms: SMs of the GPU.
     """
-    if is_narrow(tokens, heads, widths):
+    if is_narrow(tokens, heads, widths, sms):
         clusters = tokens * -(-heads // NarrowPlan.heads)
         fitting = [c for c in NARROW_CLUSTERS if c == NarrowPlan.ctas or clusters * c <= sms]
         narrow = narrow_plan(widths, fitting)
         return narrow, narrow.ctas
-    sizes = (tokens, heads, widths, sms)
-    count = kv_splits(*sizes)
-    candidates: list[tuple[float, AttentionPlan | ColumnsPlan, int]] = [
-        (_cycles(count, *sizes), _unpaired_plan(count, *sizes), count),
-        (_paired_cycles(*sizes), AttentionPlan(False, paired=True), 2),
-        *((_columns_cycles(c, *sizes), ColumnsPlan(c), c) for c in COLUMN_CLUSTERS),
-    ]
-    _, plan, count = min(candidates, key=lambda candidate: candidate[0])
-    return plan, count
+    sizes = Sizes(tokens, heads, widths, sms)
+    measured = tuned().plan_of(AttentionKey(tokens, heads, *widths)) if sms == tuned().sms else None
+    if measured is not None:
+        return plan_of(measured, sizes)
+    costs = tuned().costs.attention
+    split = AttentionConfiguration(SPLITS, kv_splits(*sizes))
+    others = [form for form in candidates(sizes) if form.form != SPLITS]
+    best = min((split, *others), key=lambda form: estimated_cycles(form, sizes, costs))
+    return plan_of(best, sizes)
+
+
+class Sizes(NamedTuple):
+    """Arguments of ``attention_plan``."""
+
+    tokens: int
+    heads: int
+    widths: tuple[int, int]
+    sms: int
+
+
+def candidates(sizes: Sizes) -> Iterator[AttentionConfiguration]:
+    """Return every form that can attend, but for ``NarrowKernel``."""
+    tokens, heads, widths, sms = sizes
+    tiles = tokens * head_tiles(heads)
+    most = max(1, min(MAX_SPLITS, _blocks(widths), 2 * sms // tiles))
+    yield from (AttentionConfiguration(SPLITS, count) for count in range(1, most + 1))
+    if 2 * tiles <= sms and _blocks(widths) > 1:  # all pairs run at the same time
+        yield AttentionConfiguration(PAIRED, 2)
+    for ctas in COLUMN_CLUSTERS:
+        if ctas == 1 or _column_items(tokens, heads) <= _column_clusters(ctas, sms):
+            yield AttentionConfiguration(COLUMNS, ctas)
+
+
+def plan_of(form: AttentionConfiguration, sizes: Sizes) -> tuple[AttentionPlan | ColumnsPlan, int]:
+    """Return the plan of a form, and over how many CTAs it splits a tile's entries."""
+    if form.form == COLUMNS:
+        return ColumnsPlan(form.count), form.count
+    if form.form == PAIRED:
+        return AttentionPlan(False, paired=True), 2
+    return _unpaired_plan(form.count, *sizes), form.count
+
+
+def fits(key: AttentionKey, form: AttentionConfiguration) -> bool:
+    """Return whether a form can be chosen for a key on some GPU."""
+    if key.tokens < 1 or key.heads < 1 or form.form not in (SPLITS, PAIRED, COLUMNS):
+        return False
+    widths = (key.window, key.compressed)
+    if form.form == COLUMNS:
+        return form.count in COLUMN_CLUSTERS
+    if form.form == PAIRED:
+        return form.count == 2 and _blocks(widths) > 1
+    return form.count <= min(MAX_SPLITS, _blocks(widths))
+
+
+def estimated_cycles(form: AttentionConfiguration, sizes: Sizes, costs: AttentionCosts) -> float:
+    """Cycles of a form."""
+    if form.form == COLUMNS:
+        return _columns_cycles(form.count, sizes, costs)
+    if form.form == PAIRED:
+        blocks = -(-_blocks(sizes.widths) // 2)
+        return _tile_cycles(sizes.heads, costs) + blocks * costs.block + costs.paired
+    return _cycles(form.count, sizes, costs)
 
 
 def narrow_plan(widths: tuple[int, int], clusters: Sequence[int]) -> NarrowPlan:
@@ -254,29 +298,34 @@ def _unpaired_plan(
     return AttentionPlan(count > 1, dequant_warps=4 if persistent else 8)
 
 
-def _paired_cycles(tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
-    """Cycles of two CTAs a tile that add their sums; infinite unless all run at the same time."""
-    if 2 * tokens * head_tiles(heads) > sms or _blocks(widths) == 1:
-        return float("inf")
-    return _tile_cycles(heads) + -(-_blocks(widths) // 2) * _BLOCK_CYCLES + _PAIRED_CYCLES
-
-
-def _columns_cycles(ctas: int, tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
+def _columns_cycles(ctas: int, sizes: Sizes, costs: AttentionCosts) -> float:
     """Cycles of ``ColumnsKernel`` with clusters of ``ctas`` CTAs."""
-    items = tokens * -(-heads // ColumnsPlan.heads)
-    # Larger clusters leave some SMs of a group (GPC) of 16 or 18 idle.
-    resident = sms // ctas if ctas < 4 else sms * 10 // 11 // ctas
-    if ctas > 1 and items > resident:
-        return float("inf")
-    fixed = _COLUMNS_CYCLES + _COLUMNS_CTA_CYCLES * ctas
-    item = fixed + -(-_blocks(widths) // ctas) * _COLUMNS_BLOCK_CYCLES
+    items, resident = _column_items(*sizes[:2]), _column_clusters(ctas, sizes.sms)
+    fixed = costs.columns + costs.columns_cta * ctas
+    item = fixed + -(-_blocks(sizes.widths) // ctas) * costs.columns_block
     return -(-items // resident) * item
 
 
-def is_narrow(tokens: int, heads: int, widths: tuple[int, int]) -> bool:
-    """Return whether ``NarrowKernel`` takes less time than kernels of larger tiles."""
-    clusters = tokens * -(-heads // NarrowPlan.heads)
-    most = next((slots for count, slots in _NARROW_SLOTS.items() if clusters <= count), -1)
+def _column_items(tokens: int, heads: int) -> int:
+    """Tiles of heads of ``ColumnsKernel``."""
+    return tokens * -(-heads // ColumnsPlan.heads)
+
+
+def _column_clusters(ctas: int, sms: int) -> int:
+    """Clusters of ``ColumnsKernel`` that a GPU holds at a time.
+
+    Larger clusters leave some SMs of a group (GPC) of 16 or 18 idle.
+    """
+    return max(1, sms // ctas if ctas < 4 else sms * 10 // 11 // ctas)
+
+
+def is_narrow(tokens: int, heads: int, widths: tuple[int, int], sms: int = _NARROW_SMS) -> bool:
+    """Return whether ``NarrowKernel`` takes less time than kernels of larger tiles.
+
+    A GPU with fewer SMs than the measured ones holds fewer clusters.
+    """
+    clusters = tokens * -(-heads // NarrowPlan.heads) * _NARROW_SMS
+    most = next((slots for count, slots in _NARROW_SLOTS.items() if clusters <= count * sms), -1)
     return sum(widths) <= most
 
 
@@ -285,7 +334,7 @@ def _steps(widths: tuple[int, int], step: int) -> int:
     return sum(-(-width // step) for width in widths)
 
 
-@functools.cache
+@cached
 def kv_splits(tokens: int, heads: int, widths: tuple[int, int], sms: int) -> int:
     """The fastest number of KV splits of a token if ``MergeKernel`` adds their sums.
 
@@ -295,32 +344,32 @@ def kv_splits(tokens: int, heads: int, widths: tuple[int, int], sms: int) -> int
         widths: Slots of a token in each cache.
         sms: SMs of the GPU.
     """
-    tiles = tokens * head_tiles(heads)
-    most = max(1, min(MAX_SPLITS, _blocks(widths), 2 * sms // tiles))
-    sizes = (tokens, heads, widths, sms)
-    return min(range(1, most + 1), key=lambda count: _cycles(count, *sizes))
+    sizes, costs = Sizes(tokens, heads, widths, sms), tuned().costs.attention
+    counts = [form.count for form in candidates(sizes) if form.form == SPLITS]
+    return min(counts, key=lambda count: _cycles(count, sizes, costs))
 
 
-def _cycles(count: int, tokens: int, heads: int, widths: tuple[int, int], sms: int) -> float:
+def _cycles(count: int, sizes: Sizes, costs: AttentionCosts) -> float:
     """Cycles of ``AttentionKernel`` with ``count`` KV splits and of the merge launch."""
+    tokens, heads, widths, sms = sizes
     tiles = tokens * head_tiles(heads)
     rounds = -(-tiles * count // sms)
     blocks = _blocks(widths)
-    split_blocks = (1 - _MEAN) * -(-blocks // count) + _MEAN * blocks / count
-    attention = rounds * (_tile_cycles(heads) + split_blocks * _BLOCK_CYCLES)
+    split_blocks = (1 - costs.mean) * -(-blocks // count) + costs.mean * blocks / count
+    attention = rounds * (_tile_cycles(heads, costs) + split_blocks * costs.block)
     if count == 1:
         return attention
     stored = min(heads, HEADS)
     if 2 * tiles * count > sms:
-        attention += _TPC_CYCLES * stored
-    moved = PACKED_BYTES * stored * tiles * count / _BYTES_PER_CYCLE
-    merge = _BATCH_CYCLES * -(-count // MERGE_BATCH)
-    return attention + merge + (moved + _ROW_CYCLES * tokens * heads) / sms
+        attention += costs.tpc * stored
+    moved = PACKED_BYTES * stored * tiles * count / costs.bytes_per_cycle
+    merge = costs.batch * -(-count // MERGE_BATCH)
+    return attention + merge + (moved + costs.row * tokens * heads) / sms
 
 
-def _tile_cycles(heads: int) -> int:
+def _tile_cycles(heads: int, costs: AttentionCosts) -> float:
     """Cycles of a tile of 64 heads beside its KV blocks; fewer heads have less to store."""
-    return _TILE_CYCLES + _HEAD_CYCLES * min(heads, HEADS)
+    return costs.tile + costs.head * min(heads, HEADS)
 
 
 def scans_slots(count: int, widths: tuple[int, int]) -> bool:

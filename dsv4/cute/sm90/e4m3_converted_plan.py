@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
 from dsv4.cute.sm90 import e4m3_times
-from dsv4.cute.sm90.e4m3_times import TileTimes
+from dsv4.cute.sm90.costs import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
     BlockE4m3Tma,
@@ -73,7 +73,7 @@ class ConvertedE4m3Plan(E4m3Plan):
     @property
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
-        return e4m3_times.CONVERTED[self.token_rows]
+        return e4m3_times.converted(self.token_rows)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
     @property
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
-        return e4m3_times.GROUPED_CONVERTED[self.stages]
+        return e4m3_times.grouped_converted(self.stages)
 
 
 CONVERT = ConvertE4m3Plan()
@@ -96,15 +96,9 @@ _dense = functools.cache(ConvertedE4m3Plan)
 _grouped = functools.cache(GroupedConvertedE4m3Plan)
 
 
-def converted_plan(
-    rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool
-) -> ConvertedE4m3Plan:
-    """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
-    plans = [
-        _dense(token_rows, stages, 0, float32_out, swiglu)
-        for token_rows, stages in ((2, 4), (1, 6))
-    ]
-    return min(plans, key=lambda plan: plan.dense_us(rows, columns, tokens))
+def converted_plans(float32_out: bool, swiglu: bool) -> tuple[ConvertedE4m3Plan, ConvertedE4m3Plan]:
+    """The configurations of a GEMM on converted weights; see ``e4m3_plans``."""
+    return _dense(2, 4, 0, float32_out, swiglu), _dense(1, 6, 0, float32_out, swiglu)
 
 
 def grouped_converted_plan(

@@ -16,7 +16,8 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaSizes,
 )
 from dsv4.cute.sm90 import e4m3_times
-from dsv4.cute.sm90.e4m3_times import TileTimes
+from dsv4.cute.sm90.costs import TileTimes
+from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
@@ -226,11 +227,11 @@ class E4m3Plan:
     @property
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
-        return e4m3_times.LOOP[self.token_rows]
+        return e4m3_times.loop(self.token_rows)
 
     def dense_us(self, rows: int, columns: int, tokens: int) -> float:
-        """Microseconds of a dense GEMM, without a conversion; arguments as in ``e4m3_plan``."""
-        return e4m3_times.dense_us(self.times, self.token_rows, rows, columns, tokens)
+        """Microseconds of a dense GEMM, without a conversion; see ``e4m3_times.dense_us``."""
+        return e4m3_times.dense_us(self.times, self.token_rows, rows, columns, tokens, tuned().sms)
 
     @property
     def ctas(self) -> int:
@@ -400,7 +401,7 @@ class BlockE4m3Plan(E4m3Plan):
     @property
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
-        return e4m3_times.BLOCK[self.token_rows]
+        return e4m3_times.block(self.token_rows)
 
     @property
     def factor_slots(self) -> int:
@@ -428,7 +429,7 @@ class GroupedE4m3Plan(E4m3Plan):
     @property
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
-        return e4m3_times.GROUPED_LOOP[self.token_rows]
+        return e4m3_times.grouped_loop(self.token_rows)
 
     @property
     def is_grouped(self) -> bool:
@@ -442,27 +443,21 @@ _block = functools.cache(BlockE4m3Plan)
 _grouped = functools.cache(GroupedE4m3Plan)
 
 
-def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: bool) -> E4m3Plan:
-    """The configuration of a GEMM with NVFP4 weights.
+def e4m3_plans(float32_out: bool, swiglu: bool) -> tuple[E4m3Plan, E4m3Plan]:
+    """The configurations of a GEMM with NVFP4 weights: wide tiles and narrow ones.
 
     Args:
-        rows: N, of all groups, a multiple of 128 in each group if there are several.
-        columns: K, a multiple of 128.
-        tokens: At least 1.
         float32_out: Whether the result is float32.
         swiglu: See ``E4m3Plan``.
     """
-    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu)
-    return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
+    return _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu)
 
 
-def block_e4m3_plan(
-    rows: int, columns: int, tokens: int, float32_out: bool, e8m0_scales: bool
-) -> BlockE4m3Plan:
-    """The configuration of a GEMM with FP8 weights; see ``e4m3_plan`` and ``BlockE4m3Plan``."""
+def block_e4m3_plans(float32_out: bool, e8m0_scales: bool) -> tuple[BlockE4m3Plan, BlockE4m3Plan]:
+    """The configurations of a GEMM with FP8 weights; see ``e4m3_plans`` and ``BlockE4m3Plan``."""
     wide = _block(2, 4, 0, float32_out, e8m0_scales=e8m0_scales)
     narrow = _block(1, 6, 0, float32_out, e8m0_scales=e8m0_scales)
-    return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
+    return wide, narrow
 
 
 def grouped_e4m3_plan(

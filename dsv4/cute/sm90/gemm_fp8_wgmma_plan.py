@@ -17,9 +17,17 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
+from dsv4.cute.sm90.costs import Fp8WgmmaCosts
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
 from dsv4.cute.sm90.plans import GemmProblem, counted_as
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import (
+    CLUSTERS,
+    Fp8WgmmaConfiguration,
+    Fp8WgmmaKey,
+    TunedData,
+)
+from dsv4.device import cached
 
 BLOCK = 128  # rows, and columns, that share a scale
 # Warpgroups, and tokens of a tile: what registers hold. float32 scales take two sets of
@@ -34,36 +42,6 @@ _FOLDED_SHAPES = (
 )
 
 
-class _Costs(NamedTuple):
-    """Fitted cycles of a launch, of a tile, and of a stage in it.
-
-    Attributes:
-        launch: Before the first tile.
-        tile: Cycles of a tile, beside its stages and results.
-        dequantizing: Cycles of a stage's instructions in a warpgroup.
-        multiplying: Cycles of these, and of the tensor cores, for a token.
-        latency: Cycles of a warp's path through a stage.
-        byte: Cycles of a byte through L2, with all SMs at work.
-        exchanged: Cycles of 64 results that go from one CTA to another.
-    """
-
-    launch: float
-    tile: float
-    dequantizing: float
-    multiplying: float
-    latency: float
-    byte: float
-    exchanged: float
-
-
-# By whether scales are folded, and CTAs of an SM; fitted to times on an H200.
-_COSTS = {
-    (False, 1): _Costs(7230, 1420, 337, 3.75, 1040, 0.0122, 35.9),
-    (True, 1): _Costs(6910, 2520, 474, 3.34, 1270, 0.00947, 44.8),
-    (False, 2): _Costs(10600, 36.4, 285, 0.613, 711, 0.0498, 0.17),
-    (True, 2): _Costs(11800, 1590, 247, 0.499, 988, 0.0409, 0.0154),
-}
-_SHALLOW = 1.15  # a stage takes that much longer in a ring of two stages, where copies come late
 _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two CTAs of an SM
 
 
@@ -180,9 +158,9 @@ class Fp8WgmmaPlan(WgmmaPlan):
 _configuration = functools.cache(Fp8WgmmaPlan)
 
 
-@functools.cache
+@cached
 def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | None:
-    """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
+    """The fastest configuration, measured or by ``estimated_cycles``; None if there is none.
 
     Args:
         product: The GEMM; its columns are a multiple of 128, and it has no SwiGLU.
@@ -190,11 +168,36 @@ def fp8_plan(problem: GemmProblem, tokens: int, folded: bool) -> Fp8WgmmaPlan | 
         folded: See ``Fp8WgmmaPlan``.
     """
     counted = counted_as(tokens)
+    sizes = (problem.rows, problem.groups, problem.columns, counted)
+    measured = None if problem.float32_out else tuned().plan_of(Fp8WgmmaKey(*sizes, folded))
+    if measured is not None:
+        return plan_of(measured, folded)
+    costs, gpu = tuned().costs.gemm_fp8_wgmma, tuned()
     return min(
         candidates(problem, counted, folded),
-        key=lambda plan: estimated_cycles(plan, problem, counted),
+        key=lambda plan: estimated_cycles(plan, problem, counted, costs, gpu),
         default=None,
     )
+
+
+def plan_of(measured: Fp8WgmmaConfiguration, folded: bool) -> Fp8WgmmaPlan:
+    """Return the plan of a configuration that was measured."""
+    shape = (measured.token_block, measured.warpgroups, measured.ctas, 2, False, True)
+    return _configuration(*shape, folded=folded, ctas_per_sm=measured.ctas_per_sm)
+
+
+def configuration_of(plan: Fp8WgmmaPlan) -> Fp8WgmmaConfiguration:
+    """Return the configuration of a plan, as a data file has it."""
+    return Fp8WgmmaConfiguration(plan.token_block, plan.warpgroups, plan.ctas, plan.ctas_per_sm)
+
+
+def fits(key: Fp8WgmmaKey, measured: Fp8WgmmaConfiguration) -> bool:
+    """Return whether a configuration is a candidate for a key."""
+    if key.rows % key.groups:
+        return False
+    problem = GemmProblem(key.rows, key.columns, key.groups, False, False)
+    plan = plan_of(measured, key.folded)
+    return plan in candidates(problem, key.tokens, key.folded)
 
 
 def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8WgmmaPlan]:
@@ -203,7 +206,7 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8W
     if problem.columns % BLOCK or group_rows % 16:
         return
     shapes = [(w, tile, 1) for w, tiles in _shapes(folded) for tile in tiles] + [(2, 16, 2)]
-    for (warpgroups, token_block, resident), ctas in itertools.product(shapes, tuned().clusters):
+    for (warpgroups, token_block, resident), ctas in itertools.product(shapes, CLUSTERS):
         plan = _configuration(
             token_block, warpgroups, ctas, 2, *kind, folded=folded, ctas_per_sm=resident
         )
@@ -222,30 +225,32 @@ def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return _FOLDED_SHAPES if folded else _SHAPES
 
 
-def estimated_cycles(plan: Fp8WgmmaPlan, problem: GemmProblem, tokens: int) -> float:
-    """Cycles of a GEMM: rounds of tiles, each of steps of 128 columns.
-
-    Its constants are fitted to times on an H200; it is there to rank configurations.
+def estimated_cycles(
+    plan: Fp8WgmmaPlan, problem: GemmProblem, tokens: int, fitted: Fp8WgmmaCosts, gpu: TunedData
+) -> float:
+    """Cycles of a GEMM: rounds of tiles, each of steps of 128 columns; to rank configurations.
 
     Args:
         plan: The configuration.
-        product: The GEMM.
+        problem: The GEMM.
         tokens: M.
+        fitted: The constants.
+        gpu: SMs and clusters of the GPU.
     """
-    costs = _COSTS[plan.folded, plan.ctas_per_sm]
+    costs = fitted.of(plan.folded, plan.ctas_per_sm)
     tiles = -(-problem.rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // (tuned().clusters[plan.ctas] * plan.ctas_per_sm))
+    rounds = -(-tiles // (gpu.clusters[plan.ctas] * plan.ctas_per_sm))
     steps = -(-problem.columns // BLOCK // plan.ctas)
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.ctas / tuned().sms)
+    active = min(1.0, tiles * plan.ctas / gpu.sms)
     busy = max(
         plan.warpgroups * (costs.dequantizing + costs.multiplying * plan.token_block),
-        costs.latency + 0.64 * plan.token_block,
+        costs.latency + fitted.latency_token * plan.token_block,
     )
     if plan.stages < 3:
-        busy *= _SHALLOW
+        busy *= fitted.shallow
     busy += active * costs.byte * (plan.weight_bytes + 2 * plan.x_bytes)
-    tile = costs.tile + 1.33 * results / plan.ctas + steps * busy
+    tile = costs.tile + fitted.result * results / plan.ctas + steps * busy
     tile += costs.exchanged * results * (plan.ctas - 1) / plan.ctas
     cycles = costs.launch + rounds * tile
-    return cycles + 9440 * (rounds - 1) if plan.ctas > 1 else cycles
+    return cycles + fitted.round * (rounds - 1) if plan.ctas > 1 else cycles

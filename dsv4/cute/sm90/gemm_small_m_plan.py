@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Float32, Int32, Int64, KernelAbi, Pointer
-from dsv4.cute.sm90.tuned import SmallMConfiguration, SmallMKey, tuned
+from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import SmallMConfiguration, SmallMKey
+from dsv4.device import cached
 
 # Tokens of one launch. 16 take two tiles of 8; 32 that way are slower than the kernel for large M:
 # 65536 x 1536 25.6 us instead of 19.6 (H200).
@@ -15,6 +16,8 @@ TOKENS = 16
 RING_TILE = 32 * (16 + 8)  # bytes of a 16 x 64 tile in a ring: 24 for each lane
 _PARTIAL = 512  # bytes of a warp's accumulators of 16 rows and 8 tokens
 _REGISTER_FILE = 1 << 16  # registers of an SM
+_THREAD_REGISTERS = 255  # registers of a thread, at most
+_CTAS, _MOST_WARPS = (1, 2, 4, 8), 18  # CTAs of a cluster, and warps of a CTA
 _OTHER_REGISTERS = 46  # registers of a thread beside prefetched weights
 _EARLY_STAGES = 8  # loaded before X, in the configurations that were measured
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
@@ -249,13 +252,43 @@ def _measured(key: SmallMKey, float32_out: bool, row_scaled: bool) -> SmallMConf
 
     All were measured with bfloat16 results; other kinds may not have enough registers for one.
     """
-    for configuration in tuned().gemm_small_m.of(key):
-        if not float32_out and not (row_scaled and configuration.ctas == 1):
-            return configuration
-    return None
+    configuration: SmallMConfiguration | None = tuned().plan_of(key)
+    if configuration is None or float32_out or (row_scaled and configuration.ctas == 1):
+        return None
+    return configuration
 
 
-def _plan_of(
+def fits(key: SmallMKey, configuration: SmallMConfiguration) -> bool:
+    """Return whether a kernel can have a configuration for a key, and hold it on an SM."""
+    if key.token_tiles > 2 or key.columns % 64 or key.row_tiles % key.group_tiles:
+        return False
+    one_input = key.group_tiles == key.row_tiles
+    tiles, rest = divmod(key.columns // 64, configuration.ctas)
+    whole = one_input or key.group_tiles % configuration.warps == 0
+    if configuration.ctas not in _CTAS or rest or not whole or configuration.warps > _MOST_WARPS:
+        return False
+    if configuration.rounds > 2 or (configuration.rounds == 2 and configuration.ctas == 1):
+        return False
+    if configuration.stages > tiles:
+        return False
+    if configuration.ring:
+        shaped = configuration.ctas > 1 and configuration.rounds == 1
+        registers = _OTHER_REGISTERS
+    else:
+        shaped = configuration.rounds == 2 or tiles % configuration.stages == 0
+        registers = _OTHER_REGISTERS + 6 * configuration.stages * configuration.rounds
+    plan = plan_of(configuration, key.columns, (key.token_tiles, False, False))
+    fitting = plan.threads * registers <= _REGISTER_FILE and registers <= _THREAD_REGISTERS
+    return shaped and fitting and plan.shared_bytes <= _HOPPER_SHARED
+
+
+def configuration_of(plan: SmallMPlan) -> SmallMConfiguration:
+    """Return the configuration of a plan, as a data file has it."""
+    shape = (plan.ctas, plan.warps, plan.stages, plan.rounds)
+    return SmallMConfiguration(*shape, ring=isinstance(plan, SmallMRingPlan))
+
+
+def plan_of(
     measured: SmallMConfiguration, columns: int, kind: tuple[int, bool, bool]
 ) -> SmallMPlan:
     """Return the plan of a measured configuration; ``kind``: token tiles, float32, row scales."""
@@ -265,7 +298,7 @@ def _plan_of(
     return SmallMPlan(*shape, rounds=measured.rounds)
 
 
-@functools.cache
+@cached
 def _chosen(
     row_tiles: int,
     group_tiles: int,
@@ -280,14 +313,14 @@ def _chosen(
         SmallMKey(token_tiles, row_tiles, group_tiles, columns), float32_out, row_scaled
     )
     if measured is not None:
-        plan = _plan_of(measured, columns, kind)
+        plan = plan_of(measured, columns, kind)
         if plan.shared_bytes <= shared:
             return plan
     one_input = group_tiles == row_tiles
     warps = next(w for w in range(8, 0, -1) if one_input or group_tiles % w == 0)
     stage_counts = (7, 6, 5, 4, 3, 2, 1) if token_tiles == 1 else (4, 3, 2, 1)
     fitting = []
-    for ctas in (1, 2, 4, 8):
+    for ctas in _CTAS:
         tiles = columns // 64 // ctas
         if columns // 64 % ctas:
             continue
@@ -296,6 +329,6 @@ def _chosen(
         plan = SmallMPlan(columns, ctas, warps, token_tiles, float32_out, row_scaled, stages)
         if plan.shared_bytes <= min(shared, _SHARED_LIMIT):
             fitting.append(plan)
-    enough = tuned().gemm_small_m.enough_warps
+    enough = tuned().costs.gemm_small_m.enough_warps
     wide = [plan for plan in fitting if row_tiles * plan.ctas >= enough]
     return wide[0] if wide else fitting[-1] if fitting else None

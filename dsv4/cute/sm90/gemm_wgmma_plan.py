@@ -1,7 +1,7 @@
 """Arguments and configurations of the large-M NVFP4 GEMM; needs no compiler.
 
-``wgmma_plan`` ranks every configuration that can multiply by ``estimated_cycles``, whose constants
-are fitted to times on an H200.
+``wgmma_plan`` takes the configuration that was measured to be the fastest (``tuned``). If none was,
+it ranks every configuration that can multiply by ``estimated_cycles``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from dsv4.cute.runtime.kernel_abi import (
     TmaDescriptor,
     TmaSizes,
 )
+from dsv4.cute.sm90.costs import WgmmaCosts
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import CLUSTERS, TunedData, WgmmaConfiguration, WgmmaKey
 
 _SHARED_LIMIT = 227 * 1024  # shared memory of an SM that one CTA can have
 _MOST_STAGES = 12
@@ -317,7 +319,7 @@ def wgmma_plan(
     float32_out: bool,
     row_scaled: bool,
 ) -> WgmmaPlan | None:
-    """The configuration that ``estimated_cycles`` calls the fastest, or None if there is none.
+    """The fastest configuration, measured or by ``estimated_cycles``; None if there is none.
 
     Args:
         rows: N, of all groups, a multiple of 16 in each.
@@ -327,11 +329,44 @@ def wgmma_plan(
         float32_out: Whether the result is float32.
         row_scaled: Whether every token has a scale.
     """
+    if not (float32_out or row_scaled):
+        measured = tuned().plan_of(WgmmaKey(rows, rows // group_rows, columns, tokens))
+        if measured is not None:
+            return plan_of(measured)
+    costs, gpu = tuned().costs.gemm_wgmma, tuned()
     return min(
         candidates(rows, group_rows, columns, tokens, float32_out, row_scaled),
-        key=lambda plan: estimated_cycles(plan, rows, columns, tokens),
+        key=lambda plan: estimated_cycles(plan, rows, columns, tokens, costs, gpu),
         default=None,
     )
+
+
+def plan_of(measured: WgmmaConfiguration) -> WgmmaPlan:
+    """Return the plan of a configuration that was measured."""
+    return _configuration(
+        measured.token_block,
+        measured.warpgroups,
+        measured.ctas,
+        measured.stage_k_blocks,
+        False,
+        False,
+        warp_tiles=measured.warp_tiles,
+    )
+
+
+def configuration_of(plan: WgmmaPlan) -> WgmmaConfiguration:
+    """Return the configuration of a plan, as a data file has it."""
+    return WgmmaConfiguration(
+        plan.token_block, plan.warpgroups, plan.ctas, plan.stage_k_blocks, plan.warp_tiles
+    )
+
+
+def fits(key: WgmmaKey, measured: WgmmaConfiguration) -> bool:
+    """Return whether a configuration is a candidate for a key."""
+    if key.rows % key.groups:
+        return False
+    sizes = (key.rows, key.rows // key.groups, key.columns, key.tokens)
+    return plan_of(measured) in candidates(*sizes, False, False)
 
 
 def candidates(
@@ -347,7 +382,7 @@ def candidates(
         return
     shapes = ((*shape[:3], token_block) for shape in _SHAPES for token_block in shape[3])
     for (warpgroups, tiles, stage_k_blocks, token_block), ctas in itertools.product(
-        shapes, tuned().clusters
+        shapes, CLUSTERS
     ):
         kind = (float32_out, row_scaled)
         plan = _configuration(
@@ -364,36 +399,41 @@ def candidates(
             yield plan
 
 
-def estimated_cycles(plan: WgmmaPlan, rows: int, columns: int, tokens: int) -> float:
+def estimated_cycles(
+    plan: WgmmaPlan, rows: int, columns: int, tokens: int, costs: WgmmaCosts, gpu: TunedData
+) -> float:
     """Cycles of a GEMM: rounds of tiles, each of steps of 64 columns.
 
-    Its constants are fitted to 2800 times on an H200 (701 pairs of a matrix and a number of tokens
-    from 32 to 4096); it is there to rank configurations. The one it takes is within 1 % of the
-    fastest in 383 of 419 pairs, 0.3 % slower on average.
+    The default constants are fitted to 2800 times on an H200 (701 pairs of a matrix and a number of
+    tokens from 32 to 4096); they are there to rank configurations. The one that they take is within
+    1 % of the fastest in 383 of 419 pairs, 0.3 % slower on average.
 
     Args:
         plan: The configuration.
         rows: N.
         columns: K.
         tokens: M.
+        costs: The constants.
+        gpu: SMs and clusters of the GPU.
     """
     tiles = -(-rows // plan.rows) * -(-tokens // plan.token_block)
-    rounds = -(-tiles // tuned().clusters[plan.ctas])
+    rounds = -(-tiles // gpu.clusters[plan.ctas])
     steps = -(-columns // 64 // plan.stage_k_blocks // plan.ctas) * plan.stage_k_blocks
     results = plan.token_block * plan.rows / 64
-    active = min(1.0, tiles * plan.ctas / tuned().sms)
+    active = min(1.0, tiles * plan.ctas / gpu.sms)
     # More warpgroups hide more of a tile's start and end.
-    ends = (706 + 4.09 * results / plan.ctas) * (2 / plan.warpgroups) ** 0.53
-    tile = ends + steps * step_cycles(plan, active) + 318 * (plan.warp_tiles - 1)
-    tile += 25.5 * results * (plan.ctas - 1) / plan.ctas
-    cycles = 1250 + rounds * tile
+    hidden = (2 / plan.warpgroups) ** costs.ends_power
+    ends = (costs.ends + costs.result * results / plan.ctas) * hidden
+    tile = ends + steps * step_cycles(plan, active, costs) + costs.row_tile * (plan.warp_tiles - 1)
+    tile += costs.exchanged * results * (plan.ctas - 1) / plan.ctas
+    cycles = costs.launch + rounds * tile
     if plan.ctas > 1:
-        cycles += 6470 * (rounds - 1)
+        cycles += costs.round * (rounds - 1)
     # The CTAs of the next kernel start before those of this one end if there are free SMs.
-    return cycles - 1350 if 2 * tiles * plan.ctas <= tuned().sms else cycles
+    return cycles - costs.overlap if 2 * tiles * plan.ctas <= gpu.sms else cycles
 
 
-def step_cycles(plan: WgmmaPlan, active: float) -> float:
+def step_cycles(plan: WgmmaPlan, active: float, costs: WgmmaCosts) -> float:
     """Cycles of a block of 64 columns, in all warpgroups of a CTA.
 
     Bound by instructions, by the tensor cores, or by the latency of a warp's path through both;
@@ -402,14 +442,13 @@ def step_cycles(plan: WgmmaPlan, active: float) -> float:
     Args:
         plan: The configuration.
         active: Share of the SMs that have a CTA.
+        costs: The constants.
     """
     units = plan.rows // 64
     busy = max(
-        units * (103 + 1.19 * plan.token_block),
-        units * 2.1 * plan.token_block,
-        257 + 1.47 * plan.token_block,
+        units * (costs.issue + costs.issue_token * plan.token_block),
+        units * costs.tensor * plan.token_block,
+        costs.latency + costs.latency_token * plan.token_block,
     )
-    busy += 13.9 * (
-        2 - plan.stage_k_blocks
-    )  # what a stage costs, spread over its blocks of columns
-    return busy + active * (0.00221 * plan.x_bytes + 0.0146 * 36 * plan.rows)
+    busy += costs.stage * (2 - plan.stage_k_blocks)
+    return busy + active * (costs.x_byte * plan.x_bytes + costs.weight_byte * 36 * plan.rows)

@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from dsv4.cute.grouped_problem import MOST_EXPERTS, Experts, counted_as
 from dsv4.cute.runtime.architectures import HOPPER, shared_limit
+from dsv4.cute.sm90.costs import GroupedCosts
 from dsv4.cute.sm90.grouped_gemm_small_m_plan import GroupedSmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import GroupedWgmmaPlan
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.device import cached
 
 GroupedPlan = GroupedWgmmaPlan | GroupedSmallMPlan
 ANY_ROWS = 2**31 - 1  # no upper bound of an expert's rows
@@ -55,12 +57,6 @@ _FAR_BELOW = (16, 32, 48, 64)
 # Average rows from which CTAs take tiles by a counter, up to ``_WHOLE_MEAN``: 4096 tokens of Pro,
 # Zipf, 7120 us instead of 7305 (H200). Below, counters do not repay the launch that sets them to 0.
 _COUNTED_MEAN = 48.0
-
-# Constants of ``_cycles``, fitted to 38 times of Pro's GEMMs on an H200, 8 to 512 rows an expert;
-# all but one within 12 %. Cycles of 64 rows and 64 columns, by row tiles of a warp: of the
-# instructions; of a token beside them; of a token where the tensor cores are the bound.
-_ISSUE, _BOTH, _TENSOR = {1: 104.0, 2: 67.0}, 1.56, {1: 2.39, 2: 2.08}
-_MEMORY = 0.0414  # cycles of a byte of weights from memory
 
 
 class _Shape(NamedTuple):
@@ -195,7 +191,7 @@ def launch_plans(problem: Experts, tokens: int, arch: str = HOPPER) -> tuple[Lau
     return _launch_plans(problem, counted_as(tokens), arch)
 
 
-@functools.cache
+@cached
 def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan, ...]:
     if problem.experts > MOST_EXPERTS or problem.columns % 128:
         return ()
@@ -331,8 +327,12 @@ def _wgmma_plan(problem: Experts, shape: _Shape) -> GroupedWgmmaPlan:
 def _cycles(plan: GroupedWgmmaPlan, problem: Experts, tokens: int) -> float:
     """Estimated cycles: tiles of all experts, in rounds while there are few; to rank plans."""
     steps = problem.columns // 64
-    results = 10.3 * plan.token_block * plan.warpgroups * plan.warp_tiles
-    tile = {width: 1500 + steps * _step_cycles(plan, width) + results for width in plan.mma_widths}
+    costs = tuned().costs.grouped_gemm
+    results = costs.result * plan.token_block * plan.warpgroups * plan.warp_tiles
+    tile = {
+        width: costs.tile + steps * _step_cycles(plan, width, costs) + results
+        for width in plan.mma_widths
+    }
     cycles = tiles = 0.0
     for rows, share in _rows_of_an_expert(tokens / problem.experts):
         whole, rest = divmod(rows, plan.token_block)
@@ -346,15 +346,17 @@ def _cycles(plan: GroupedWgmmaPlan, problem: Experts, tokens: int) -> float:
     return cycles * row_blocks / tuned().sms
 
 
-def _step_cycles(plan: GroupedWgmmaPlan, width: int) -> float:
+def _step_cycles(plan: GroupedWgmmaPlan, width: int, costs: GroupedCosts) -> float:
     """Cycles of 64 columns of a tile of ``width`` tokens.
 
     Bound by instructions and the tensor cores, which get in each other's way, or by memory.
     """
-    issue = _ISSUE[plan.warp_tiles] + _BOTH * width
+    alone = plan.warp_tiles == 1
+    issue = (costs.issue if alone else costs.issue_two) + costs.both * width
+    tensor = (costs.tensor if alone else costs.tensor_two) * width
     return max(
-        plan.warpgroups * plan.warp_tiles * max(issue, _TENSOR[plan.warp_tiles] * width),
-        _MEMORY * 36 * plan.rows,
+        plan.warpgroups * plan.warp_tiles * max(issue, tensor),
+        costs.memory * 36 * plan.rows,
     )
 
 

@@ -6,13 +6,13 @@ The small-M kernels run on every architecture, the large-M kernel on Hopper alon
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 from dsv4.cute.runtime.architectures import HOPPER, shared_limit
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan, is_measured, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan, wgmma_plan
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.device import cached
 
 Plan = SmallMPlan | WgmmaPlan
 
@@ -37,7 +37,7 @@ class GemmProblem(NamedTuple):
     swiglu: bool = False
 
 
-@functools.lru_cache(maxsize=1 << 16)
+@cached
 def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None:
     """The configuration for a number of tokens; None if there is none.
 
@@ -48,7 +48,7 @@ def choose(problem: GemmProblem, tokens: int, arch: str = HOPPER) -> Plan | None
     if arch != HOPPER:
         return small
     if small is not None and tokens <= (
-        TOKENS if _takes_16_tokens(problem) else tuned().gemm_small_m.few_tokens
+        TOKENS if _takes_16_tokens(problem) else tuned().costs.gemm_small_m.few_tokens
     ):
         return small
     return _large_m(problem, counted_as(tokens)) or small
@@ -73,14 +73,14 @@ def token_counts(most: int) -> list[int]:
 
 def _takes_16_tokens(problem: GemmProblem) -> bool:
     """Return whether the small-M kernel takes up to 16 tokens: small and measured matrices."""
-    if problem.rows * problem.columns <= tuned().gemm_small_m.small_matrix:
+    if problem.rows * problem.columns <= tuned().costs.gemm_small_m.small_matrix:
         return True
     tiles = problem.rows // 16
     kind = (problem.float32_out, problem.row_scaled)
     return is_measured(tiles, tiles // problem.groups, problem.columns, TOKENS, *kind)
 
 
-@functools.cache
+@cached
 def _small_m(problem: GemmProblem, tokens: int, shared: int) -> SmallMPlan | None:
     tiles = problem.rows // 16
     plan = small_m_plan(
@@ -95,7 +95,7 @@ def _small_m(problem: GemmProblem, tokens: int, shared: int) -> SmallMPlan | Non
     return plan and dataclasses.replace(plan, swiglu=problem.swiglu)
 
 
-@functools.cache
+@cached
 def _large_m(problem: GemmProblem, tokens: int) -> WgmmaPlan | None:
     plan = wgmma_plan(
         problem.rows,

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Int32, KernelAbi, Pointer
+from dsv4.cute.sm90.tuned import tuned
 
 CANDIDATES = 4096  # keys that are selected among in shared memory, and groups that they come from
 BUCKETS = 1024  # equal parts of a range of keys, whose keys are counted
 SHARE = 2048  # candidates that each CTA of a cluster may have
-# Rows up to which each has a cluster, by the cluster's CTAs: an H200 holds all these clusters at a
-# time. 1 x 262144 entries, 1024 selected: 10.5 us with one CTA of 1024 threads, 6.9 with eight of
-# 512; 16 x 262144: 10.2 and, with four, 8.2 (H200). With more clusters than fit, 64 x 32768 took 25
-# us (four CTAs each) and 43 (eight).
-_ROWS = {8: 15, 4: 30}
+# CTAs of a cluster that shares a row while the GPU holds all rows' clusters at a time. 1 x 262144
+# entries, 1024 selected: 10.5 us with one CTA of 1024 threads, 6.9 with eight of 512; 16 x 262144:
+# 10.2 and, with four, 8.2 (H200). With more clusters than fit, 64 x 32768 took 25 us (four CTAs
+# each) and 43 (eight).
+_CTAS = (8, 4)
 _MOST = 1024  # entries that are selected, at most
 _SHORT = 8192  # entries up to which Triton's kernel takes less time
 
@@ -139,13 +140,13 @@ class TopkClusterPlan(TopkPlan):
 def topk_plan(tokens: int, group: int) -> TopkPlan:
     """The kernel for ``tokens`` rows with maxima of ``group`` keys; 0: without maxima.
 
-    If an H200 has room for all clusters at a time, four CTAs share each row, or eight if rows are
+    If the GPU has room for all clusters at a time, four CTAs share each row, or eight if rows are
     long (groups of 16).
     """
     if not group:
         return TopkPlan(8, 1024)
-    for ctas, most in _ROWS.items():
-        if tokens <= most and ctas <= group // 2:
+    for ctas in _CTAS:
+        if tokens <= tuned().clusters[ctas] and ctas <= group // 2:
             return TopkClusterPlan(group, 512, ctas)
     return TopkPlan(group, 512 if group == 8 else 1024)
 

@@ -1,154 +1,138 @@
-"""Measured figures of a GPU that decide plans of kernels, read from a data file.
+"""The figures that plans of kernels on Hopper are chosen by, and where they are from.
 
-A file names the GPU, the date and the versions of its measurement. All Hopper GPUs use the figures
-of an H200.
+For each family of kernels, the first of these: the user's file, which ``python -m dsv4.bench tune``
+wrote for this GPU; a file of this package for this GPU; the rule (``tuned_records.by_rule``), which
+scales the figures of an H200 by the GPU's SMs and bandwidth. A process without a Hopper GPU has the
+figures of an H200.
+
+The user's file is in ``plans`` in the folder of compiled kernels (``$DSV4_CACHE_DIR`` or
+``~/.cache/dsv4/kernels``). A file of another schema or GPU, or with anything else wrong, is not
+used at all, and the reason is logged. Without CuTeDSL the figures of an H200 hold on every GPU,
+because wheels of compiled kernels have those of their plans.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import dataclasses
+import logging
+import re
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
 
-SCHEMA = "dsv4 plans 1"
+from dsv4.cute.runtime import trusted
+from dsv4.cute.runtime.cubin_cache import folder
+from dsv4.cute.sm90.tuned_file import FAMILIES, OF_KEY, TunedFileError, decode, encode
+from dsv4.cute.sm90.tuned_records import RULE, SHIPPED, TUNED, Origin, TunedData, by_rule, combined
+from dsv4.device import MACHINE, Gpu, cached, has, hopper
+
 _FOLDER = Path(__file__).parent / "data"
 _H200 = "nvidia_h200.json"
-
-R = TypeVar("R")
-
-
-class TunedFileError(ValueError):
-    """A data file of plans has a wrong schema, field or value."""
+_MOST_BYTES = 1 << 22
+_log = logging.getLogger(__name__)
 
 
-class SmallMKey(NamedTuple):
-    """A matrix and a number of tokens of the small-M GEMM.
-
-    Attributes:
-        token_tiles: Tiles of 8 tokens, 1 or 2.
-        row_tiles: N / 16, all groups.
-        group_tiles: Row tiles that share an input.
-        columns: K.
-    """
-
-    token_tiles: int
-    row_tiles: int
-    group_tiles: int
-    columns: int
-
-
-@dataclass(frozen=True)
-class SmallMConfiguration:
-    """The fastest configuration that a search found for a key, with bfloat16 results.
-
-    Attributes:
-        ctas: CTAs of a cluster.
-        warps: Warps of a CTA.
-        stages: Weight tiles that a lane has prefetched.
-        rounds: Sets of registers for them.
-        ring: Whether the kernel with rings in shared memory was the faster one.
-    """
-
-    ctas: int
-    warps: int
-    stages: int
-    rounds: int
-    ring: bool
-
-
-@dataclass(frozen=True)
-class SmallMData:
-    """Data of the small-M GEMM.
-
-    Attributes:
-        enough_warps: Number of warps from which K is not split over more CTAs: about two for each
-            quarter of the GPU's SMs.
-        few_tokens: Most tokens for which this kernel is faster than the one for large M.
-        small_matrix: Most weights of a matrix for which it is faster for up to 16 tokens.
-        configurations: Measured configurations, those with rings first.
-    """
-
-    enough_warps: int
-    few_tokens: int
-    small_matrix: int
-    configurations: Mapping[SmallMKey, tuple[SmallMConfiguration, ...]]
-
-    def of(self, key: SmallMKey) -> tuple[SmallMConfiguration, ...]:
-        """Return the measured configurations of a key, the fastest first."""
-        return self.configurations.get(key, ())
-
-
-@dataclass(frozen=True)
-class TunedData:
-    """Content of a data file.
-
-    Attributes:
-        gpu: Name of the GPU that was measured.
-        date: Date of the measurement.
-        versions: Version of each package.
-        source: How the figures were measured.
-        sms: SMs of the GPU.
-        clusters: Number of clusters that the GPU holds at a time, by CTAs of a cluster.
-        gemm_small_m: Data of the small-M GEMM.
-    """
-
-    gpu: str
-    date: str
-    versions: Mapping[str, str]
-    source: str
-    sms: int
-    clusters: Mapping[int, int]
-    gemm_small_m: SmallMData
-
-
-@functools.cache
+@cached
 def tuned() -> TunedData:
-    """Return the data that plans are chosen by."""
-    return read(_FOLDER / _H200)
+    """Return the figures that plans are chosen by."""
+    pretended: TunedData | None = MACHINE.pretended.plans
+    return resolve(hopper()) if pretended is None else pretended
+
+
+def resolve(gpu: Gpu | None, *, user: bool = True) -> TunedData:
+    """Return the figures of a GPU; of none: those of an H200.
+
+    Args:
+        gpu: The GPU.
+        user: Whether the user's file counts.
+    """
+    base = _with_rule(read(_FOLDER / _H200))
+    if gpu is None:
+        return base
+    if not has("cutlass"):
+        origin = Origin(RULE, f"figures of {base.gpu}: without CuTeDSL no other kernel is compiled")
+        return dataclasses.replace(base, origins=dict.fromkeys(base.origins, origin))
+    own = _FOLDER / file_name(gpu.name).replace("-", "_")
+    if is_of(base, gpu):
+        below = base
+    else:
+        below = by_rule(base, gpu)
+        if own.is_file() and is_of(shipped := read(own), gpu):
+            below = combined(below, shipped, OF_KEY)
+    above = user_data(gpu) if user else None
+    return below if above is None else combined(below, above, OF_KEY)
+
+
+def _with_rule(data: TunedData) -> TunedData:
+    """Return the figures of a shipped file, with origins of families that it leaves out."""
+    rule = dict.fromkeys(FAMILIES, Origin(RULE, f"constants fitted on {data.gpu}"))
+    return dataclasses.replace(data, origins={**rule, **data.origins})
 
 
 def read(path: Path) -> TunedData:
-    """Read a data file.
+    """Read a file of this package, or one that a maintainer names.
 
     Raises:
         TunedFileError: naming the file, the field, what was found and what was expected.
+        OSError: if it cannot be read.
     """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise TunedFileError(f"{path}: wanted a file of schema {SCHEMA!r}")
-    small = _checked(path, "gemm_small_m", content.get("gemm_small_m"), SmallMData)
-    measured_of: dict[SmallMKey, tuple[SmallMConfiguration, ...]] = {}
-    for i, entry in enumerate(small["configurations"]):
-        where = f"gemm_small_m.configurations[{i}]"
-        names = set(SmallMKey._fields)
-        if not isinstance(entry, dict) or not names <= entry.keys():
-            raise TunedFileError(f"{path}: {where} has no {sorted(names)}")
-        key = SmallMKey(*(entry[name] for name in SmallMKey._fields))
-        rest = {name: value for name, value in entry.items() if name not in names}
-        made = SmallMConfiguration(**_checked(path, where, rest, SmallMConfiguration))
-        measured_of[key] = (
-            (made, *measured_of.get(key, ())) if made.ring else (*measured_of.get(key, ()), made)
-        )
-    rest = {name: value for name, value in content.items() if name != "schema"}
-    values = _checked(path, "the file", rest, TunedData)
-    clusters = {int(ctas): count for ctas, count in values["clusters"].items()}
-    data = SmallMData(**{**small, "configurations": measured_of})
-    return TunedData(**{**values, "clusters": clusters, "gemm_small_m": data})
+    return decode(path.read_text(), SHIPPED, path.name)
 
 
-def _checked(path: Path, where: str, content: Any, record: type[R]) -> dict[str, Any]:
-    """Return the fields of a record; raise if one is missing, unknown, or no positive number."""
-    names = {field.name: field.type for field in fields(record)}  # type: ignore[arg-type]
-    if not isinstance(content, dict) or content.keys() != names.keys():
-        have = sorted(content) if isinstance(content, dict) else type(content).__name__
-        raise TunedFileError(f"{path}: {where} has {have}, wanted {sorted(names)}")
-    for name, kind in names.items():
-        value = content[name]
-        if kind == "int" and (type(value) is not int or value < 1):
-            raise TunedFileError(f"{path}: {where}.{name} is {value!r}, wanted 1 or more")
-        if kind == "bool" and type(value) is not bool:
-            raise TunedFileError(f"{path}: {where}.{name} is {value!r}, wanted true or false")
-    return content
+def user_path(gpu: Gpu) -> Path | None:
+    """Return where the user's file of a GPU is; None without a home directory."""
+    kernels = folder()
+    return None if kernels is None else kernels / "plans" / file_name(gpu.name)
+
+
+def file_name(gpu: str) -> str:
+    """Return the name of a GPU's file: ``"nvidia-h200.json"``."""
+    return (re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "unknown") + ".json"
+
+
+def user_data(gpu: Gpu) -> TunedData | None:
+    """Return the user's file of a GPU; None if there is none that can be used."""
+    path = user_path(gpu)
+    if path is None or not path.is_file():
+        return None
+    try:
+        trusted.check_folder(str(path.parent))
+        text = trusted.read_file(str(path), _MOST_BYTES).decode()
+        data = decode(text, TUNED, str(path))
+        if not is_of(data, gpu):
+            actual, expected = f"{data.gpu!r} with {data.sms} SMs", f"{gpu.name!r} with {gpu.sms}"
+            raise TunedFileError(f"{path}: is of {actual}, wanted {expected}")
+    except (TunedFileError, trusted.UntrustedError, OSError, UnicodeDecodeError) as reason:
+        _log.warning("the plans in %s are not used: %s", path, reason)
+        return None
+    return data
+
+
+def is_of(data: TunedData, gpu: Gpu) -> bool:
+    """Return whether figures are of a GPU: of its name and its SMs."""
+    return (data.gpu, data.sms) == (gpu.name, gpu.sms)
+
+
+def write(data: TunedData, path: Path) -> None:
+    """Write a file in one step: readers find the old one, none, or all of the new one.
+
+    Raises:
+        TunedFileError: if it could not be read back, and nothing is written.
+        OSError: if it cannot be written; nothing is left behind.
+        trusted.UntrustedError: if another user's file is there.
+    """
+    text = encode(data)
+    decode(text, TUNED, path.name)
+    trusted.make_folder(str(path.absolute().parent))
+    trusted.write_file(str(path.absolute()), text.encode())
+
+
+def said(family: str) -> str:
+    """Return where the plans of a family are from, in words."""
+    return f"plans: {tuned().origins[family]}"
+
+
+def lines() -> list[str]:
+    """Return where the plans of all families are from, families of one source in a line."""
+    by_origin: dict[str, list[str]] = {}
+    for name, origin in tuned().origins.items():
+        by_origin.setdefault(str(origin), []).append(name)
+    return [f"plans of {', '.join(names)}: {origin}" for origin, names in by_origin.items()]

@@ -1,0 +1,122 @@
+"""Records of a search: what is measured, by what, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dsv4.bench.problem import Case
+from dsv4.config import ModelConfig
+from dsv4.cute.sm90.costs import Costs
+from dsv4.cute.sm90.tuned_records import Configuration, Key, TunedData
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The bfloat16 kernel, with which a family competes: no plan of the family.
+
+    Its times are for the constants by which dispatch chooses between both.
+    """
+
+
+Candidate = Configuration | Baseline
+
+
+@dataclass(frozen=True)
+class Work:
+    """A problem whose plans are measured.
+
+    Attributes:
+        family: Name of the family.
+        name: Preset, case and tokens.
+        case: Makes its inputs.
+        key: Key of its entry in a data file.
+        candidates: What is measured; the plan that the rule gives comes first.
+    """
+
+    family: str
+    name: str
+    case: Case = field(compare=False, repr=False)
+    key: Key
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass
+class Measured:
+    """The times of a problem.
+
+    Attributes:
+        work: The problem.
+        us: Median microseconds of the candidates that are right.
+        wrong: What is wrong with the others.
+        is_whole: Whether all candidates were measured.
+    """
+
+    work: Work
+    us: dict[Candidate, float] = field(default_factory=dict)
+    wrong: dict[Candidate, str] = field(default_factory=dict)
+    is_whole: bool = False
+
+    @property
+    def plans(self) -> dict[Configuration, float]:
+        """Times of the family's own plans."""
+        return {plan: us for plan, us in self.us.items() if not isinstance(plan, Baseline)}
+
+    @property
+    def rule_us(self) -> float | None:
+        """The time of the plan that the rule gives; None if it was wrong."""
+        return self.us.get(self.work.candidates[0])
+
+
+class WrongError(Exception):
+    """A candidate's result is outside its budget, or it raises; says what is wrong."""
+
+
+class Timer(Protocol):
+    """Measures candidates; tests have one without a GPU."""
+
+    def prepare(self, works: Sequence[Work]) -> None:
+        """Compile what some problems need, in parallel."""
+
+    def clusters(self) -> dict[int, int]:
+        """Return the number of clusters that the GPU holds at a time, by their CTAs."""
+
+    def us(self, work: Work, candidate: Candidate) -> float:
+        """Check a candidate against the reference, then time it.
+
+        Raises:
+            WrongError: if it is not right.
+        """
+
+
+class Family(Protocol):
+    """A family of kernels whose plans can be measured.
+
+    Attributes:
+        name: As in data files.
+        op: The operator.
+        scaled: Whether estimates are in a unit of their own, else in microseconds.
+    """
+
+    name: str
+    op: str
+    scaled: bool
+
+    def works(self, configs: Mapping[str, ModelConfig]) -> Iterator[Work]:
+        """Problems by importance; candidates by the figures that hold now."""
+
+    def chosen(self, work: Work) -> Candidate | None:
+        """Return the plan that dispatch takes for a problem by the figures that hold now."""
+
+    def plans(self, work: Work, candidate: Candidate) -> list[Any]:
+        """Return configurations of kernels that have to be compiled."""
+
+    def call(self, candidate: Candidate, problem: Any) -> Callable[[], Any]:
+        """Return the call that is timed, on inputs of its own."""
+
+    def backend(self, candidate: Candidate) -> str:
+        """Name of the implementation that a candidate is a plan of."""
+
+    def estimate(self, costs: Costs, data: TunedData, work: Work, candidate: Candidate) -> float:
+        """Return the cost of a candidate by some constants."""
