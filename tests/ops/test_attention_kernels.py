@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
+from dsv4 import device as machine
+from dsv4 import dispatch
 from dsv4.device import interpret_triton
 from dsv4.dispatch import explain, use_backend
 from dsv4.ops.attention import sparse_attention
@@ -443,6 +446,19 @@ class TestPlan:
             if heads <= 16:
                 assert shape.heads == 16
 
+    @pytest.mark.parametrize("sm", [80, 86, 87, 89, 120, 121])
+    def test_programs_that_count_as_resident_fit_an_sm(self, sm):
+        room = machine.shared_memory(divmod(sm, 10))
+        for tokens, heads, chosen in itertools.product((1, 64, 4096), (8, 64, 128), (0, 512, 1024)):
+            shape, _ = kernels.plan(tokens, heads, 512, (128, chosen), 108, False, sm)
+            assert shape.heads == 16
+            assert shape.shared <= room
+            assert shape.resident * (shape.shared + 1024) <= room + 1024
+
+    def test_hopper_and_data_centre_blackwell_have_the_shapes_that_were_fitted(self):
+        for sm in (90, 100, 103):
+            assert kernels._shapes(sm) == kernels._SHAPES
+
     def test_few_tokens_fill_a_gpu_and_many_are_not_split(self):
         for heads in (16, 64, 128):
             for chosen in (512, 1024):
@@ -455,6 +471,20 @@ class TestPlan:
 
 
 class TestDispatch:
+    @pytest.mark.parametrize(("rope_dim", "fits"), [(64, True), (72, False)])
+    def test_padded_entries_that_do_not_fit_are_left_to_the_reference(self, rope_dim, fits):
+        """Nine groups are padded to 16, twice as much shared memory as the models' eight."""
+        pages = Pages.allocate(1, 8, 512, rope_dim, device="cpu")
+        q, slots = torch.zeros(1, 16, 512, dtype=BF16), torch.zeros(1, 1, dtype=torch.int64)
+        arguments = (q, pages, slots, None, None, torch.zeros(16))
+        call = dispatch.arguments(sparse_attention, *arguments, scale=1.0)
+        row = next(r for r in dispatch.implementations("sparse_attention") if r.name == "triton")
+        for capability in ((8, 0), (8, 6), (9, 0), (12, 0)):
+            with machine.pretend(capability=capability, packages=True):
+                reason = row.unsupported_reason(call._replace(device=torch.device("cuda", 0)))
+            assert (reason is None) == (fits or capability == (9, 0)), reason
+            assert reason is None or "9 groups" in reason
+
     def test_what_is_left_to_the_reference_is_said(self):
         case = Case(0, torch.device("cpu"))
         (window, other), (slots, chosen) = case.pools, case.slots
