@@ -176,8 +176,8 @@ for name, config in (("mtp", mtp), ("dspark", dspark)):
     plain_head = tuple((name, w) for name, w in recipe.weights if name != "lm_head")
     model = replace(recipe, weights=plain_head).build("sm_90a")
     assert model.lm_head.format is None
-    assert drafthas_draft(model)
-    assert not drafthas_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
+    assert draft_steps.has_draft(model)
+    assert not draft_steps.has_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
     listed = find_steps(model, target, most, every_shape(most, 64, True))
     others = find_steps(model, target, most, between)
     new = sorted({r.name for key, r in others.requests.items() if key not in listed.requests})
