@@ -187,8 +187,8 @@ for name, config in (("mtp", mtp), ("dspark", dspark)):
     plain_head = tuple((name, w) for name, w in recipe.weights if name != "lm_head")
     model = replace(recipe, weights=plain_head).build("sm_90a")
     assert model.lm_head.format is None
-    assert drafthas_draft(model)
-    assert not drafthas_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
+    assert draft_steps.has_draft(model)
+    assert not draft_steps.has_draft(Recipe.of(config, Ranks(2, "dp")).build("sm_90a"))
     listed = find_steps(model, target, most, every_shape(most, 64, True))
     others = find_steps(model, target, most, between)
     new = sorted({r.name for key, r in others.requests.items() if key not in listed.requests})
@@ -370,10 +370,8 @@ def test_a_model_without_values_is_packed_as_one_with_values(layout):
     layers.pack_(published, layout)
     ours, theirs = Recipe.of(config), Recipe.of(published)
     assert ours == theirs, "a list made for one would not be found by the other"
-    built, short = (
-        ours.build(arch),
-        meta_model.packed_model(meta_model.of_each_kind(config), layout),
-    )
+    built = ours.build(arch)
+    short = meta_model.packed_model(meta_model.of_each_kind(config), layout)
     actual, expected = (
         {n: f for n, f in forms(made) if not recipes.is_plain(n.rpartition(".")[0])}
         for made in (built, short)

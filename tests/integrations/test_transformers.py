@@ -439,7 +439,7 @@ def test_what_is_not_a_deepseek_v4_model_is_refused() -> None:
     ):
         apply(nn.Linear(2, 2))
     with pytest.raises(
-        TypeError, match=r"dsv4\.model\.DeepseekV4ForCausalLM, wanted transformers'"
+        TypeError, match=r"dsv4\.model\.causal_lm\.DeepseekV4ForCausalLM, wanted transformers'"
     ):
         apply(random_model(tiny()))
 
