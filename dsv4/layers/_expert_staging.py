@@ -10,7 +10,7 @@ Prediction, for 16384 tokens of Flash: a layer takes the longer one of two times
 22 ms on an H100 (an all-resident model took 1928 ms for 32768 tokens in 43 layers). Its bytes take
 155 experts x 14.17 MB / 54.8 GB/s = 40 ms, on an H200 48 experts 12 ms. Copies decide on the H100:
 43 x 40 ms = 1.7 s, at most 2.2 s. If they waited during attention (13 ms a layer), as waves in
-slots do, it would be 2.3 s. On an H200 compute decides: 1.0 s, with waves in slots 1.2 s. Nothing
+slots do, it would be 2.3 s. On an H200 compute decides: 1.0 s, with waves in slots 1.1 s. Nothing
 of this has run on a GPU.
 """
 
@@ -167,9 +167,9 @@ class ExpertStaging:
         self._taken = None
 
     def _fill(self) -> None:
-        """Start copies to the halves that are neither read nor hold experts that will be."""
+        """Start copies to the halves that hold no experts which are still to be read."""
         while self._waiting:
-            used = [half for half, _ in self._staged] + [self._taken]
+            used = [half for half, _ in self._staged]
             free = next((half for half in self._halves if half not in used), None)
             if free is None:
                 return

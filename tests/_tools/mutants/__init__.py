@@ -7,7 +7,7 @@ drop-in for transformers; "files" are errors with files that are replaced, or co
 launches;
 "start" are errors of what is compiled ahead; "text" are errors of prompts, answers and streams;
 "ranks" are errors of models on several ranks; "draft" are errors of DSpark, "served"
-of steps with drafts.
+of steps with drafts; "hosted" are errors of experts in host memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .drafts import MUTANTS as _DRAFTS
 from .dropin import MUTANTS as _DROPIN
 from .exchange import MUTANTS as _EXCHANGE
 from .files import MUTANTS as _FILES
+from .hosting import MUTANTS as _HOSTING
 from .kernels import MUTANTS as _KERNELS
 from .launching import MUTANTS as _LAUNCHING
 from .layering import MUTANTS as _LAYERING
@@ -48,6 +49,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *_DROPIN,
     *_CHECKPOINTS,
     *_FILES,
+    *_HOSTING,
     *_LAUNCHING,
     *_LAYERING,
     *_LOADING,

@@ -403,8 +403,8 @@ MUTANTS = (
         "pitfall 32",
         "packed experts ignore the clamp",
         LAYERS + "experts:DeepseekV4Experts._activated",
-        "(rows, self.quantized_weight(name, part.slots), offsets, self.limit)",
-        "(rows, self.quantized_weight(name, part.slots), offsets, None)",
+        "(rows, weight, offsets, self.limit)",
+        "(rows, weight, offsets, None)",
         PACKED_EXPERTS + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(
