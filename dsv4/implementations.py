@@ -336,8 +336,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("swiglu", "any_call", "swiglu"),
     *_triton("swiglu", "swiglu_quantize", "swiglu_quantize"),
     *_reference("swiglu", "swiglu", "swiglu_quantize"),
-    *_triton("fp8_token", "rms_norm_fp8", "rms_norm_fp8"),
-    *_triton("fp8_token", "fp8_token", "swiglu_fp8", "moe_gather_fp8"),
+    *_triton("fp8_token", "rms_norm", "rms_norm_fp8"),
+    *_triton("fp8_token", "any_call", "swiglu_fp8", "moe_gather_fp8"),
     *_reference("fp8_token", "rms_norm_fp8", "swiglu_fp8", "moe_gather_fp8"),
     *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
@@ -402,7 +402,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("compressor_paged", "compress_write_paged", "compress_write_paged"),
     *_reference("compressor_paged", "compress_write_paged"),
     *_triton("indexer_queries", "any_call", "indexer_rotate_quantize", "indexer_queries"),
-    *_triton("indexer_queries", "quantize_index_queries", "quantize_index_queries"),
+    *_triton("indexer_queries", "any_call", "quantize_index_queries"),
     *_cute(
         "cute",
         "indexer",
@@ -429,7 +429,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("verify", *_VERIFY),
     *_triton("kv_cache", "write_kv", "write_kv"),
     *_triton("kv_cache", "read_kv", "read_kv"),
-    *_triton("kv_cache", "fake_quantize_kv", "fake_quantize_kv"),
+    *_triton("kv_cache", "any_call", "fake_quantize_kv"),
     *_triton("kv_cache", "norm_rope_write_kv", "norm_rope_write_kv"),
     *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv"),
 )

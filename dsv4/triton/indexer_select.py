@@ -28,16 +28,35 @@ _FEWEST, _USUAL, _MOST = 4, 16, 32  # warps of the selection; _MOST for large k 
 _SHARED_FROM = 128  # tokens from which neighbours share tiles of their sequence's entries
 _COLUMNS = 256  # heads of all tokens that share a tile
 
-# Of the logits kernels: entries per tile, pipeline stages, warps, programs per SM. Keys: whether
-# tokens share tiles (``score_kernel``), None for float32 operands; the format of pages
-# (``score_pages_kernel``).
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Tiling of the logits kernels.
+
+    Attributes:
+        block: Entries of a tile.
+        stages: Pipeline stages.
+        warps: Warps of a program.
+        resident: Programs of an SM, as far as ``shared`` allows.
+        shared: Most bytes of shared memory of a program, with 64 heads of 128 dims.
+    """
+
+    block: int
+    stages: int
+    warps: int
+    resident: int
+    shared: int
+
+
+# Keys: whether tokens share tiles (``score_kernel``), None for float32 operands; the format of
+# pages (``score_pages_kernel``).
 _SHAPES = {
-    False: (64, 3, 4, 4),
-    True: (64, 3, 8, 4),
-    None: (32, 2, 4, 4),
-    "plain": (64, 5, 4, 3),
-    "index_fp8": (64, 1, 4, 4),
-    "index_mxfp4": (64, 1, 4, 4),
+    False: _Shape(64, 3, 4, 4, 64 * 1024),
+    True: _Shape(64, 3, 8, 4, 82 * 1024),
+    None: _Shape(32, 2, 4, 4, 57 * 1024),
+    "plain": _Shape(64, 5, 4, 3, 49 * 1024),
+    "index_fp8": _Shape(64, 1, 4, 4, 33 * 1024),
+    "index_mxfp4": _Shape(64, 1, 4, 4, 33 * 1024),
 }
 
 
@@ -280,11 +299,14 @@ def _score_tile(operands: Scoring, queries: str, d: int) -> _ScoreTile:
     shared = max(1, _COLUMNS // padded) if narrow_types and large_m else 1
     within = narrow_types and shared == 1 and _within_pages(data, keys.page_size, entry_format, d)
     shape = entry_format if within else shared > 1 if narrow_types else None
-    block, stages, warps, resident = _SHAPES[shape]
+    chosen = _SHAPES[shape]
+    room = launch_options.shared_memory(q)
+    resident = launch_options.resident(room, chosen.resident, chosen.shared)
     programs = triton.cdiv(q.shape[0], shared)
     splits = max(1, resident * launch_options.sm_count(q.device) // programs)
-    grid = (programs, min(splits, triton.cdiv(keys.capacity, block)))
-    return _ScoreTile(operand, padded, shared, within, block, stages, warps, grid)
+    grid = (programs, min(splits, triton.cdiv(keys.capacity, chosen.block)))
+    sizes = (chosen.block, chosen.stages, chosen.warps)
+    return _ScoreTile(operand, padded, shared, within, *sizes, grid)
 
 
 def launch_scores(
@@ -353,7 +375,7 @@ def launch_scores(
 
 def _within_pages(data: torch.Tensor, page_size: int, entry_format: str, d: int) -> bool:
     """Return whether ``score_pages_kernel`` reads such pages."""
-    if page_size % _SHAPES[entry_format][0]:
+    if page_size % _SHAPES[entry_format].block:
         return False
     if entry_format == "plain":
         return d >= 16 and d == launch_options.power_of_two(d)

@@ -31,6 +31,7 @@ from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe_gather_quantize as moe_kernels
 from dsv4.triton import norm
 from dsv4.triton._lib import nvfp4_tile
+from tests._tools import compiled_caches
 from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
@@ -231,21 +232,19 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
-# Cases without a conversion to E4M3, which compute capability 8.0 lacks.
 INDEXER = {
     "index queries": lambda: rotated(2, 3),
     "index queries, many": lambda: rotated(9, 64),
     "index keys, mxfp4": lambda: selected("mxfp4"),
     "index keys, bf16 queries": lambda: selected(torch.bfloat16),
 }
-CASES |= INDEXER
+CASES |= INDEXER | compiled_caches.CASES
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
-    if arch < 89:
-        return list(INDEXER)
-    return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    """Names of the cases that the grid can run; it runs ``mma.sync`` alone of tensor cores."""
+    names = [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    return [name for name in names if arch // 10 in (8, 12) or name not in compiled_caches.CASES]
 
 
 def main(arch: int, names: list[str]) -> int:
