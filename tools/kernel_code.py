@@ -33,8 +33,8 @@ from dsv4.cute import attention, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm90 import indexer_logits_plan
-from dsv4.cute.sm90.e4m3_converted_plan import CONVERT, converted_plan, grouped_converted_plan
-from dsv4.cute.sm90.gemm_e4m3_plan import block_e4m3_plan, e4m3_plan, grouped_e4m3_plan
+from dsv4.cute.sm90.e4m3_converted_plan import CONVERT, converted_plans, grouped_converted_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import block_e4m3_plans, e4m3_plans, grouped_e4m3_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.plans import GemmProblem, choose, token_counts
@@ -49,7 +49,7 @@ _BOTH = (False, True)
 _MOST_ROWS = 6 * 32768
 _ALL = 10  # kernels with so few plans are compiled in all of them
 _NO_BITS = 8  # ELF section type without contents
-_DENSE_E4M3 = {"nvfp4": e4m3_plan, "converted": converted_plan, "fp8": block_e4m3_plan}
+_DENSE_E4M3 = {"nvfp4": e4m3_plans, "converted": converted_plans, "fp8": block_e4m3_plans}
 _HASHED = (b".text", b".nv.info", b".nv.constant0", b".nv.shared")
 
 
@@ -62,7 +62,8 @@ def _gemm_fp8(arch: str, matrix: list[int], float32_out: bool, tokens: int, fold
 
 
 def _gemm_e4m3(arch: str, weights: str, rows: int, tokens: int, kind: list[bool]) -> Any:
-    return _DENSE_E4M3[weights](rows, 128, tokens, *kind)
+    plans = _DENSE_E4M3[weights](*kind)
+    return min(plans, key=lambda plan: plan.dense_us(rows, 128, tokens))
 
 
 def _grouped_e4m3(arch: str, weights: str, rows: int, kind: list[bool]) -> Any:

@@ -11,7 +11,7 @@ from dsv4.cute.sm90.tuned_records import Residual
 
 # Model: the times of all points for some constants.
 Model = Callable[[Mapping[str, float]], Sequence[float]]
-_STEPS = 60  # of Levenberg and Marquardt, at most
+_STEPS = 25  # of Levenberg and Marquardt, at most
 _DIFFERENCE = 1e-6  # relative change of a constant by which slopes are taken
 # Weight of staying at the start, relative to a measured time: for constants that no time depends
 # on. A constant that times do depend on moves by less than this because of it.
