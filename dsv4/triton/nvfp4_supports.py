@@ -1,4 +1,4 @@
-"""Reasons why GEMMs on the FP4 tensor cores of 12.0 and 12.1 cannot run a call; None where they can.
+"""Reasons why GEMMs on the FP4 tensor cores of 12.x cannot run a call; None where they can.
 
 Named in ``dsv4.implementations``. Nothing here imports Triton.
 """

@@ -1,4 +1,4 @@
-"""Further cases for the self-test: caches of floats, weights in MXFP4, and weights not in fragments.
+"""Further cases for the self-test: caches of floats, MXFP4 weights, weights not in fragments.
 
 The bench measures the formats that published models use on Hopper. GPUs without E4M3 support only
 caches of floats, and other code reads MXFP4 weights than NVFP4 weights. Tensor cores that multiply

@@ -109,10 +109,10 @@ def store_result(
     out, position, inside = result
     row = first + tl.arange(0, ROWS)
     owned = row < rows
-    if not SWIGLU:  # which gives NaN for a gate or up that is no number, whatever made it
-        if tokens is not None:
-            x, token_offset, columns = tokens
-            total = nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS)
+    # SwiGLU gives NaN for a gate or up that is no number, whatever made it.
+    if not SWIGLU and tokens is not None:
+        x, token_offset, columns = tokens
+        total = nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS)
     if row_scale is not None:
         total *= tl.load(row_scale + position, mask=inside, other=0.0)[None, :]
     total = _weight_scaled(total, weight_scale, rows_before + row, owned, SCALES)

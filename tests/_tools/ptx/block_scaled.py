@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCK_SCALED = (
-    "m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
-).split(".")
+# What follows ``mma.sync``.
+BLOCK_SCALED = ["m16n8k64", "row", "col", "kind::mxf4nvf4", "block_scale", "scale_vec::4X"]
+BLOCK_SCALED += ["f32", "e2m1", "e2m1", "f32", "ue4m3"]
 _MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
