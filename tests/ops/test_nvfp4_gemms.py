@@ -128,13 +128,13 @@ class TestDense:
     def test_every_tiling_is_exact(self, device, monkeypatch, plan):
         """Every tiling gives the same bits, because sums of integers are exact in any order."""
         monkeypatch.setattr(gemm_nvfp4, "dense_plan", lambda *_: plan)
-        one = {"scaling": "static", "global_scale": torch.ones(1, device=device)}
+        unscaled = {"scaling": "static", "global_scale": torch.ones(1, device=device)}
         weight = strategies.small_integers(plan.tokens, (80, 256)).to(device)
-        weight = quantize(weight, **one).with_layout(SWIZZLED)
+        weight = quantize(weight, **unscaled).with_layout(SWIZZLED)
         x = strategies.small_integers(1, (37, 256), torch.bfloat16).to(device)
-        how = {"activation": "nvfp4", "input_scale": one["global_scale"]}
+        how = {"activation": "nvfp4", "input_scale": unscaled["global_scale"]}
         got = run(gemm, x, weight, **how, out_dtype=torch.float32)
-        left = dequantize(quantize(x, **one), torch.float64)
+        left = dequantize(quantize(x, **unscaled), torch.float64)
         expected = left @ dequantize(weight, torch.float64).T
         assert_bitwise(got, expected.float(), "product")
 

@@ -46,7 +46,7 @@ LARGE = BlockScaledPlan(128, 128, 128, 8)
 NARROW = BlockScaledPlan(16, 8, 64, 2)
 EXPERTS = BlockScaledPlan(64, 16, 128, 4)
 FUSED_EXPERTS = BlockScaledPlan(64, 32, 64, 4)
-FEW = settings(max_examples=5)
+BRIEF = settings(max_examples=5)
 CLOSE = 1e-6  # of the sum of magnitudes
 
 pytestmark = pytest.mark.skipif(
@@ -182,7 +182,7 @@ def check_close(got, x, weight, what):
 
 
 class TestDense:
-    @FEW
+    @BRIEF
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 140),
@@ -206,7 +206,7 @@ class TestDense:
         budget = gemm_budget(left, right, torch.float32)
         assert_within_budget(got, reference.double(), budget, "the reference's product")
 
-    @FEW
+    @BRIEF
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(1, 9),
@@ -222,7 +222,7 @@ class TestDense:
         for g in range(groups):
             check_close(got[:, g], operand(x[:, g]), right[g], f"group {g}")
 
-    @FEW
+    @BRIEF
     @given(
         seed=strategies.seeds(),
         tokens=st.integers(2, 9),
@@ -242,7 +242,7 @@ class TestDense:
 
 
 class TestExperts:
-    @FEW
+    @BRIEF
     @given(
         seed=strategies.seeds(),
         counts=loads(3, 40),
@@ -270,7 +270,7 @@ class TestExperts:
             check_close(part, operands[e], right[e], f"expert {e}")
         assert_bitwise(got[sum(counts) :], torch.zeros(spare, rows), "rows of no expert")
 
-    @FEW
+    @BRIEF
     @given(
         seed=strategies.seeds(),
         counts=loads(3, 40),
@@ -344,15 +344,15 @@ class TestInstruction:
         words[:, 8:] = generator.standard_normal((32, 4), np.float32).view(np.uint32)
         left, right, c = np.zeros((16, 64)), np.zeros((64, 8)), np.zeros((16, 8))
         for lane in range(32):
-            quad, place = lane // 4, lane % 4
+            quad, position = lane // 4, lane % 4
             for i in range(4):
-                column = 8 * place + 32 * (i // 2)
+                column = 8 * position + 32 * (i // 2)
                 left[quad + 8 * (i % 2), column : column + 8] = codes_of(words[lane, i])
-                c[quad + 8 * (i // 2), 2 * place + i % 2] = words[lane, 8 + i : 9 + i].view(
+                c[quad + 8 * (i // 2), 2 * position + i % 2] = words[lane, 8 + i : 9 + i].view(
                     np.float32
                 )[0]
             for i in range(2):
-                right[8 * place + 32 * i :, quad][:8] = codes_of(words[lane, 4 + i])
+                right[8 * position + 32 * i :, quad][:8] = codes_of(words[lane, 4 + i])
         for row in range(16):
             lane = 4 * (row % 8) + 2 * a + row // 8
             left[row] *= np.repeat(factors_of(words[lane, 6]).double().numpy(), 16)

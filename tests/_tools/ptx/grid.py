@@ -484,14 +484,13 @@ class Block:
             )
             left[:, rows, columns] = a[:, i]
         right = np.concatenate([b[:, 0], b[:, 1]], 2)  # [W, column, 16]
-        sums = left @ right.transpose(0, 2, 1)
-        sums = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 8, 4, 4)
+        sums = result_fragments(left @ right.transpose(0, 2, 1))
         result = (sums + c).astype(np.float32).reshape(self.threads, 4)
         for i, name in enumerate(d):
             self.write(name, np.ascontiguousarray(result[:, i]), mask)
 
     def do_block_scaled_mma(self, instruction: Instruction, mask: np.ndarray) -> None:
-        """16 x 8 sums of 64 products of NVFP4 values, in float64 and rounded once."""
+        """16 x 8 sums over 64 columns of NVFP4, in float64 and rounded once to float32."""
         assert mask.all()
         d, a, b, c, a_scales, a_where, b_scales, b_where = instruction.operands
         words = [self.read(name, "u32") for name in (*a, *b)]
