@@ -110,7 +110,8 @@ def gemm(call: Call) -> str | None:
     if reason is None and args.format == FP8_BLOCK.name:
         reason = no_e4m3(call.device)
     elif reason is None:
-        reason = _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+        layouts = _dense_layouts(call, args.codes.shape[0] // args.groups, args.groups)
+        reason = _four_bits(args.format, args.layout, args.codes, args.scales, layouts)
     if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
         rows = args.codes.shape[0] // args.groups
         reason = f"a group has {rows} rows, wanted a multiple of 16"
@@ -127,7 +128,18 @@ def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
     args: GemmSwigluArgs = call.args
     reason = any_call(call) or gemm_dtypes(args.x.dtype, args.out_dtype)
-    return reason or _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+    layouts = _dense_layouts(call, args.codes.shape[0], 1)
+    return reason or _four_bits(args.format, args.layout, args.codes, args.scales, layouts)
+
+
+def _dense_layouts(call: Call, rows: int, groups: int) -> tuple[str, ...]:
+    """Return the layouts of NVFP4 that the kernels take, of groups of ``rows`` rows.
+
+    Swizzled scales are of 12.x, where another kernel that needs them may be passed over; the
+    interpreter takes them too. Scales of groups have to begin at whole tiles.
+    """
+    has_fp4 = call.capability is None or call.capability[0] == 12
+    return (FRAGMENTS, SWIZZLED) if has_fp4 and (groups == 1 or rows % 128 == 0) else (FRAGMENTS,)
 
 
 def dequantized_is_faster(call: Call) -> str | None:

@@ -121,7 +121,8 @@ def test_weights_that_are_not_packed(capability, monkeypatch, gpu, layout, chose
     monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: "3.9.0")
     weight = WEIGHT.with_layout(layout)
     assert dense(4, weight, activation="nvfp4")[0] == chosen
-    assert dense(4, weight)[0] == "reference", "bfloat16 activations"
+    dequantized = "triton" if (gpu, layout) == (RTX, SWIZZLED) else "reference"
+    assert dense(4, weight)[0] == dequantized, "bfloat16 activations"
 
 
 def test_experts_that_do_not_fit_are_refused_with_a_reason(capability):
