@@ -271,8 +271,11 @@ def wrong(ids) -> int:
 @pytest.fixture
 def unchecked(monkeypatch):
     """A CPU that drops ids out of range, as a device does."""
-    for name in ("reference", "triton") if importlib.util.find_spec("triton") else ("reference",):
-        monkeypatch.setattr(f"dsv4.{name}.moe.check_ids", lambda ids, num_experts: None)
+    modules = ["reference.moe"]
+    if importlib.util.find_spec("triton"):
+        modules.append("triton.moe_sort")
+    for module in modules:
+        monkeypatch.setattr(f"dsv4.{module}.check_ids", lambda ids, num_experts: None)
 
 
 IDS = st.lists(st.lists(st.integers(-3, EXPERTS + 2), min_size=3, max_size=3), max_size=5)

@@ -54,6 +54,20 @@ def test_every_operator_has_a_reference_and_implementations_with_its_arguments()
             assert get_type_hints(function)["args"] is record, (op, row.name)
 
 
+# Files with Triton kernels for operators of several modules of ``dsv4.ops``.
+SHARED_FILES = {"gemm_packed", "grouped_gemm", "hyper_connection"}
+
+
+def test_triton_kernels_lie_in_files_named_like_their_operators() -> None:
+    """A file has the operator's name, its module's, or its module's and a further word."""
+    for row in dispatch.IMPLEMENTATIONS:
+        if row.name == "triton":
+            file = row.target.partition(":")[0].rpartition(".")[2]
+            module = _library.OPERATIONS[row.op].record.__module__.rpartition(".")[2]
+            names = {row.op, module, *SHARED_FILES}
+            assert file in names or file.startswith(f"{module}_"), (row.op, file)
+
+
 @pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])
 def test_reserved_sms_reach_implementations_that_can(op, monkeypatch: pytest.MonkeyPatch) -> None:
     """The result is the same as without; no other implementation, and no traced call, gets them."""

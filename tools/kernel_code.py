@@ -33,6 +33,8 @@ from dsv4.cute import attention, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.sm90 import indexer_logits_plan
+from dsv4.cute.sm90.e4m3_converted_plan import CONVERT, converted_plan, grouped_converted_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import block_e4m3_plan, e4m3_plan, grouped_e4m3_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.plans import GemmProblem, choose, token_counts
@@ -47,6 +49,7 @@ _BOTH = (False, True)
 _MOST_ROWS = 6 * 32768
 _ALL = 10  # kernels with so few plans are compiled in all of them
 _NO_BITS = 8  # ELF section type without contents
+_DENSE_E4M3 = {"nvfp4": e4m3_plan, "converted": converted_plan, "fp8": block_e4m3_plan}
 _HASHED = (b".text", b".nv.info", b".nv.constant0", b".nv.shared")
 
 
@@ -56,6 +59,20 @@ def _gemm(arch: str, matrix: list[int], kind: list[bool], tokens: int) -> Any:
 
 def _gemm_fp8(arch: str, matrix: list[int], float32_out: bool, tokens: int, folded: bool) -> Any:
     return fp8_plan(GemmProblem(*matrix, float32_out, False), tokens, folded)
+
+
+def _gemm_e4m3(arch: str, weights: str, rows: int, tokens: int, kind: list[bool]) -> Any:
+    return _DENSE_E4M3[weights](rows, 128, tokens, *kind)
+
+
+def _grouped_e4m3(arch: str, weights: str, rows: int, kind: list[bool]) -> Any:
+    if weights == "converted":
+        return grouped_converted_plan(128, *kind)
+    return grouped_e4m3_plan(rows, 8, *kind)
+
+
+def _convert_e4m3(arch: str) -> Any:
+    return CONVERT
 
 
 def _grouped(arch: str, experts: list[Any], rows: int) -> Any:
@@ -85,6 +102,9 @@ def _sm100_grouped(arch: str, experts: list[Any], number: int) -> Any:
 CHOOSERS = {
     "gemm": _gemm,
     "gemm_fp8": _gemm_fp8,
+    "gemm_e4m3": _gemm_e4m3,
+    "grouped_e4m3": _grouped_e4m3,
+    "convert_e4m3": _convert_e4m3,
     "grouped": _grouped,
     "grouped_share": _grouped_share,
     "attention": _attention,
@@ -137,6 +157,22 @@ def _grouped_requests() -> Iterator[Request]:
                 yield "grouped", "sm_100a", experts, rows
 
 
+def _e4m3_requests() -> Iterator[Request]:
+    pairs = [*itertools.product(_BOTH, repeat=2)]
+    for weights, (rows, tokens), kind in itertools.product(
+        _DENSE_E4M3, ((512, 1), (65536, 4096)), pairs
+    ):
+        yield "gemm_e4m3", "sm_90a", weights, rows, tokens, kind
+    kinds = [(float32_out, False, False, False) for float32_out in _BOTH]
+    kinds += [(float32_out, True, weighted, False) for float32_out, weighted in pairs]
+    kinds += [(False, True, weighted, True) for weighted in _BOTH]
+    for kind in kinds:
+        yield "grouped_e4m3", "sm_90a", "nvfp4", 64, kind
+        yield "grouped_e4m3", "sm_90a", "nvfp4", 8192, kind
+        yield "grouped_e4m3", "sm_90a", "converted", 64, kind
+    yield "convert_e4m3", "sm_90a"
+
+
 def _other_requests() -> Iterator[Request]:
     for number in range(len(attention.plans())):
         yield "attention", "sm_90a", number
@@ -157,18 +193,15 @@ def _other_requests() -> Iterator[Request]:
 def sample() -> list[Request]:
     """Requests of a sample of plans that holds every pair of values of two fields of a plan."""
     first: dict[tuple[str, str], dict[Any, Request]] = {}
-    for request in itertools.chain(_dense_requests(), _grouped_requests(), _other_requests()):
+    requests = _dense_requests(), _grouped_requests(), _e4m3_requests(), _other_requests()
+    for request in itertools.chain(*requests):
         plan = plan_of(request)
         if plan is not None:
             kind = type(plan).__module__ + type(plan).__name__, request[1]
             first.setdefault(kind, {}).setdefault(plan, request)
     chosen = []
-    for requests in first.values():
-        chosen += (
-            requests.values()
-            if len(requests) <= _ALL
-            else map(requests.__getitem__, covering(requests))
-        )
+    for plans in first.values():
+        chosen += plans.values() if len(plans) <= _ALL else map(plans.__getitem__, covering(plans))
     return chosen
 
 

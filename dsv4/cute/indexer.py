@@ -23,7 +23,7 @@ from dsv4.cute.sm90.indexer_logits_plan import (
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton.indexer import ScoreRow, Scoring, launch_scores, scored, select
+from dsv4.triton.indexer_select import ScoreRow, Scoring, launch_scores, scored, select
 
 _DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
 _GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
@@ -167,7 +167,7 @@ def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
 def indexer_logits(
     operands: Scoring, scores: torch.Tensor, maxima: torch.Tensor, k: int, group: int
 ) -> None:
-    """Do what ``dsv4.triton.indexer.launch_scores`` does, if ``supports_int8`` supports it."""
+    """Do what ``triton.indexer_select.launch_scores`` does, if ``supports_int8`` supports it."""
     q, query_scales, weights, keys, sequences, visible = operands
     assert query_scales is not None
     query_scales, table, device = query_scales.contiguous(), keys.page_table, q.get_device()

@@ -78,16 +78,10 @@ class LayerCache:
     ) -> torch.Tensor:
         return window_slots(self.window_table, self.window.page_size, sequences, positions, window)
 
-    def compressed_write_slots(
-        self, sequence: torch.Tensor, entry_index: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the slot of entry ``entry_index`` of each row: ``[M]`` int64, -1 stays -1."""
-        pages, table = self._compressed()
-        return entry_slots(table, pages.page_size, sequence, entry_index)
-
     def compressed_slots_of(self, sequences: torch.Tensor, entry_ids: torch.Tensor) -> torch.Tensor:
-        """Return slots of chosen entries: ``[T]`` x ``[T, k]`` -> ``[T, k]`` int64, -1 stays -1."""
-        return self.compressed_write_slots(sequences, entry_ids)
+        """Return slots of entries ``[T]`` or ``[T, k]`` of ``[T]`` sequences; -1 stays -1."""
+        pages, table = self._compressed()
+        return entry_slots(table, pages.page_size, sequences, entry_ids)
 
     def compressed_prefix_slots(
         self, sequences: torch.Tensor, visible: torch.Tensor

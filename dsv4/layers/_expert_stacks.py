@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,11 +78,21 @@ class ExpertStacks(FixedDtypeModule):
             self.register_buffer(name + "_exponent", None, persistent=False)
         self.exactness: dict[str, Exactness] = {}
 
-    def quantized_weight(self, name: str) -> QuantizedTensor:
-        """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``.
+    def quantized_weight(
+        self,
+        name: str,
+        slots: slice | None = None,
+        tensors_elsewhere: Mapping[str, torch.Tensor] | None = None,
+    ) -> QuantizedTensor:
+        """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``, or some experts' as a view.
 
         Gate rows come first. In a packed layer the value is packed, and even rows are gate rows,
         odd rows up rows.
+
+        Args:
+            name: Which of the two.
+            slots: Which experts, by their places in the stacks; None: all.
+            tensors_elsewhere: Stacks that have these places, by name, instead of the layer's.
 
         Raises:
             ValueError: if the weights are plain, or were left half packed.
@@ -99,7 +110,19 @@ class ExpertStacks(FixedDtypeModule):
                 global_scale = self._buffers["gate_up_row_scale"]
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
-        return self.value_of(*parts, self._buffers[name + "_exponent"], name=name)
+        whole = self.value_of(*parts, self._buffers[name + "_exponent"], name=name)
+        if slots is None:
+            return whole
+        if tensors_elsewhere is not None:
+            scale_name = "gate_up_row_scale" if self._is_interleaved(name) else name + "_scale_2"
+            whole = replace(
+                whole,
+                codes=tensors_elsewhere[name],
+                scales=tensors_elsewhere[name + "_scale"],
+                global_scale=tensors_elsewhere.get(scale_name),
+                row_exponent=tensors_elsewhere.get(name + "_exponent"),
+            )
+        return _experts_of(whole, slots)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""
@@ -446,3 +469,15 @@ def _local(experts: int, first: int, count: int | None) -> int:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor of one-byte elements as bytes; return others as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _experts_of(whole: QuantizedTensor, slots: slice) -> QuantizedTensor:
+    """Return the matrices of some experts of a stack, a view."""
+    scale, exponent = whole.global_scale, whole.row_exponent
+    return replace(
+        whole,
+        codes=whole.codes[slots],
+        scales=whole.scales[slots],
+        global_scale=None if scale is None else scale[slots],
+        row_exponent=None if exponent is None else exponent[slots],
+    )

@@ -7,13 +7,14 @@ entries live in a ``PagedCache``. Both call the same operators.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from dsv4.config import CSA, ModelConfig
-from dsv4.kv_cache.paged_cache import Batch, CacheStep
+from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers._module import FixedDtypeModule, wide_dtype, wider
 from dsv4.layers._projections import Pooled, are_merged, projections_of
 from dsv4.layers.fusion import fused_linear
@@ -32,11 +33,15 @@ class PoolingModule(FixedDtypeModule):
         cache_name: Name under which transformers' cache objects keep this compressor's state.
         compress_rate: Tokens per entry.
         overlap: Whether a window also pools the first half of the window before it.
+        paged: Gives the state and the pages of entries of a layer's cache (``LayerCache``).
+        rotates: Whether DeepSeek's numerics transform and round entries before they are stored.
     """
 
     wide = frozenset({"position_bias"})
     joined = (("kv_proj", "gate_proj"),)
     rope_layer_type = "compress"
+    paged: Any = attrgetter("state", "compressed")
+    rotates = False
 
     def __init__(
         self, config: ModelConfig, layer_type: str, width: int, cache_name: str = "compressor"
@@ -67,8 +72,7 @@ class PoolingModule(FixedDtypeModule):
     def _project(self, hidden_states: torch.Tensor) -> Pooled:
         """Project to the KV cache's values and scores."""
         layers = [self.kv_proj, self.gate_proj]
-        is_wide = self.numerics == "deepseek"  # as pooled_dtype
-        dtype = wider(hidden_states.dtype, torch.float32) if is_wide else None
+        dtype = self.pooled_dtype(hidden_states)
         if self.kv_proj.format is None and are_merged(layers, hidden_states):
             return projections_of(layers, hidden_states, dtype).pooled
         kv, score = fused_linear(layers, hidden_states, dtype)
@@ -119,38 +123,6 @@ class PoolingModule(FixedDtypeModule):
         entries = self._finish(pooled, positions.expand(batch, windows), dtype)
         return self._stored(entries)
 
-    def _compress(
-        self,
-        hidden_states: torch.Tensor,
-        batch: Batch,
-        state: torch.Tensor,
-        pages: Pages,
-        page_table: torch.Tensor,
-        rotate_quantize: bool = False,
-        projected: Pooled | None = None,
-    ) -> None:
-        """Update ``state`` with ``hidden_states [T, H]``, store the entries that closed."""
-        kv, score = self._project(hidden_states) if projected is None else projected
-        dtype, norm, rotary = hidden_states.dtype, self.kv_norm, self.rotary_emb
-        compress_write(
-            kv,
-            score,
-            self.position_bias,
-            state,
-            batch.cu_seqlens,
-            batch.starts,
-            batch.sequences,
-            norm.weight,
-            rotary.inv_freq(kv.device, self.rope_layer_type),
-            pages,
-            page_table,
-            overlap=self.overlap,
-            eps=norm.variance_epsilon,
-            rotate_quantize=rotate_quantize,
-            dtype=dtype,
-            table_dtype=rotary.table_dtype(dtype),
-        )
-
     def write_pages(
         self,
         hidden_states: torch.Tensor,
@@ -166,17 +138,30 @@ class PoolingModule(FixedDtypeModule):
             layer_idx: The layer's place in its cache.
             projected: Values and scores of the tokens; None: this method computes them.
         """
-        layer = step.cache.layers[layer_idx]
-        assert layer.state is not None
-        assert layer.compressed is not None
+        layer, batch = step.cache.layers[layer_idx], step.batch
+        state, pages = self.paged(layer)
+        assert state is not None
+        assert pages is not None
         assert layer.compressed_table is not None
-        self._compress(
-            hidden_states,
-            step.batch,
-            layer.state,
-            layer.compressed,
+        kv, score = self._project(hidden_states) if projected is None else projected
+        dtype, norm, rotary = hidden_states.dtype, self.kv_norm, self.rotary_emb
+        compress_write(
+            kv,
+            score,
+            self.position_bias,
+            state,
+            batch.cu_seqlens,
+            batch.starts,
+            batch.sequences,
+            norm.weight,
+            rotary.inv_freq(kv.device, self.rope_layer_type),
+            pages,
             layer.compressed_table,
-            projected=projected,
+            overlap=self.overlap,
+            eps=norm.variance_epsilon,
+            rotate_quantize=self.rotates and self.numerics == "deepseek",
+            dtype=dtype,
+            table_dtype=rotary.table_dtype(dtype),
         )
 
     def visible(self, position_ids: torch.Tensor) -> torch.Tensor:

@@ -125,21 +125,20 @@ class DeepseekV4Attention(FixedDtypeModule):
         self._check(hidden_states, attention_mask)
         if hasattr(past, "packed_rows"):
             out = self._forward_packed(hidden_states, position_ids, attention_mask, past)
-            return self._summed(out, reduce), None
+            return all_reduce(self.parallel, out) if reduce else out, None
         label = self.rope_layer_type
         tables = None if position_embeddings is None else position_embeddings[label]
         if isinstance(past, CacheStep):
             _refuse_with_step(position_ids, attention_mask)
-            out = self._attend_paged(hidden_states[0], tables, past)
-            return self._summed(self._up(out).unsqueeze(0), reduce), None
-        if position_ids is None:
-            position_ids = following_positions(hidden_states, past, self.layer_idx)
-        tables = tables or self.rotary_emb(hidden_states, position_ids, label)
-        out = self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
-        return self._summed(self._up(out), reduce), None
-
-    def _summed(self, partial: torch.Tensor, reduce: bool) -> torch.Tensor:
-        return all_reduce(self.parallel, partial) if reduce else partial
+            out = self._up(self._attend_paged(hidden_states[0], tables, past)).unsqueeze(0)
+        else:
+            if position_ids is None:
+                position_ids = following_positions(hidden_states, past, self.layer_idx)
+            tables = tables or self.rotary_emb(hidden_states, position_ids, label)
+            out = self._up(
+                self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
+            )
+        return all_reduce(self.parallel, out) if reduce else out, None
 
     def _forward_packed(
         self,

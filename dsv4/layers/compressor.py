@@ -203,9 +203,9 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         if self.kv_proj.format is None and are_merged(layers, hidden_states):
             return self._begin_merged(layers, hidden_states, step, layer_idx, streams)
         with streams.on("index keys"):
-            self.indexer.store_keys(hidden_states, step, layer_idx)
+            indexer.write_pages(hidden_states, step, layer_idx)
         with streams.on("head weights"):
-            weights = self.indexer.head_weights(hidden_states, step, layer_idx)
+            weights = indexer.head_weights(hidden_states, step, layer_idx)
         with streams.on("entries", behind="head weights"):
             self.write_pages(hidden_states, step, layer_idx)
         return weights
@@ -223,7 +223,7 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
             weights = self.indexer.head_weights(x, step, layer_idx, made.heads)
         with streams.on("index keys", behind="head weights"):
             kv, score = made.keys
-            self.indexer.store_keys(x, step, layer_idx, (kv, score))
+            self.indexer.write_pages(x, step, layer_idx, (kv, score))
         with streams.on("entries", behind="head weights"):
             self.write_pages(x, step, layer_idx, made.pooled)
         return weights

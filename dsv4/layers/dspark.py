@@ -29,6 +29,7 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.kv_cache import norm_rope_write_kv
 from dsv4.ops.slots import window_slots
 from dsv4.parallel.context import ParallelContext, has_own_tokens
+from dsv4.parallel.reduce import all_reduce
 
 
 @dataclass(eq=False)
@@ -172,7 +173,7 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
                 f"wanted [1, {blocks.sequences.shape[0]}, H]"
             )
         out = self._up(self._attend_block(hidden_states[0], blocks)).unsqueeze(0)
-        return self._summed(out, reduce), None
+        return all_reduce(self.parallel, out) if reduce else out, None
 
     def _attend_block(self, x: torch.Tensor, blocks: DraftBlocks) -> torch.Tensor:
         stage = self.layer_idx - self.config.num_hidden_layers

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,19 +22,26 @@ from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
-_ALL = slice(None)
-
 
 class _Part(NamedTuple):
     """The part of a step's experts that one GEMM multiplies.
 
     Attributes:
-        slots: Their slots in the layer.
-        options: Arguments of a grouped GEMM: ``step_rows`` and ``step_experts`` if a step is cut.
+        slots: Their slots in the layer; None: all.
+        step_rows: Rows of the step, see ``grouped_gemm``; 0: as many as the call has.
+        step_experts: Experts of the step, likewise.
+        tensors: Stacks that have these slots, by name, instead of the layer's; None: the layer's.
     """
 
-    slots: slice = _ALL
-    options: dict[str, Any] = {}  # noqa: RUF012  (nothing writes to it)
+    slots: slice | None = None
+    step_rows: int = 0
+    step_experts: int = 0
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+    def of(self, name: str, stack: torch.Tensor) -> torch.Tensor:
+        """Return the slots of a stack of the layer, or of the one of this name."""
+        stack = stack if self.tensors is None else self.tensors[name]
+        return stack if self.slots is None else stack[self.slots]
 
 
 _WHOLE = _Part()
@@ -128,7 +134,7 @@ class DeepseekV4Experts(ExpertWeights):
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
                 tokens, or for another dtype or device.
         """
-        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
+        part = _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
@@ -141,26 +147,10 @@ class DeepseekV4Experts(ExpertWeights):
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
         inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
-        out = self._down(inner, offsets, hidden_states.dtype, buffers.rows, part)
+        out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
-
-    def _down(
-        self,
-        inner: torch.Tensor | QuantizedTensor,
-        offsets: torch.Tensor,
-        dtype: torch.dtype,
-        out: torch.Tensor | None,
-        part: _Part,
-    ) -> torch.Tensor:
-        """Multiply SwiGLU of the first GEMM by ``down_proj``."""
-        if not isinstance(inner, QuantizedTensor):
-            return self._project("down_proj", inner, offsets, out, part)
-        down = self._weight("down_proj", part.slots)
-        return grouped_gemm(
-            inner, down, offsets, settled=True, out_dtype=dtype, out=out, **part.options
-        )
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
@@ -193,28 +183,33 @@ class DeepseekV4Experts(ExpertWeights):
         """Do what ``forward`` does for a step that may need more experts than slots hold.
 
         The host reads which experts the step needs. Rows are sorted once, in the order of the
-        waves; each wave multiplies its rows by a slice of the slots.
+        waves; each wave multiplies its rows by a slice of the slots, or of the buffer that long
+        prompts pass their experts through.
         """
         self._check_hosted()
         hosted = self.hosted
         assert hosted is not None
-        plan, bounds = hosted.plan(ids)
-        table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
+        step = hosted.plan(ids)
+        position, bounds = step.waves.position, step.bounds
+        table = torch.tensor([*position, -1], dtype=torch.int64, device="cpu").to(ids.device)
         buffers = self._buffers_for(x, ids.shape[1])
         rows, row_weight, offsets, row_of_slot = moe_sort(
             x, table[hosted.numbers(ids)], weights, self.num_experts, out=buffers.rows
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
-        of_step = {"step_rows": len(rows), "step_experts": self.num_experts}
-        for wave in hosted.run(plan):
-            start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
-            offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
-            part = _Part(slice(wave.start, wave.stop), of_step)
+        for loaded in hosted.run(step):
+            wave = loaded.wave
+            start, stop = bounds[wave.first], bounds[wave.stop_first]
+            if start == stop:  # no token chose an expert of the buffer
+                continue
+            offsets_of = offsets[wave.first : wave.stop_first + 1] - start
+            slots = slice(wave.start, wave.stop)
+            part = _Part(slots, len(rows), self.num_experts, loaded.tensors)
             row_weights = row_weight[start:stop] if scaled else None
             memory = None if buffers.inner is None else buffers.inner[start:stop]
             inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
-            self._down(inner, offsets_of, x.dtype, out[start:stop], part)
+            self._project("down_proj", inner, offsets_of, out[start:stop], part, x.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
@@ -232,7 +227,7 @@ class DeepseekV4Experts(ExpertWeights):
             torch.empty((count, columns), dtype=dtype, device=device)
             for columns in (self.hidden_dim, self.intermediate_dim)
         )
-        part = _WHOLE if self.hosted is None else _Part(options={"step_experts": self.num_experts})
+        part = _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
         first = dispatch.arguments(self._activated, rows, offsets, None, None, part)
         return first, dispatch.arguments(self._project, "down_proj", inner, offsets, None, part)
 
@@ -278,7 +273,7 @@ class DeepseekV4Experts(ExpertWeights):
         if self.hosted is not None:
             offsets = offsets[: self.num_local_experts + 1]
         if rounds:
-            layout = code_layout(self._weight("gate_up_proj", _ALL))
+            layout = code_layout(self.quantized_weight("gate_up_proj"))
             rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
         else:
             scale = self.gate_up_proj_input_scale
@@ -310,63 +305,57 @@ class DeepseekV4Experts(ExpertWeights):
         second GEMM would do so, to NVFP4 only with given scales.
         """
         name = "gate_up_proj"
-        options: Any = {"row_weight": row_weight, **part.options}
+        options: Any = {
+            "row_weight": row_weight,
+            "step_rows": part.step_rows,
+            "step_experts": part.step_experts,
+        }
         if isinstance(rows, torch.Tensor):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets, part.slots)
+            activation, scale = self._quantising(name, rows, offsets, part)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self._weight(name, part.slots), offsets, self.limit)
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        operands = (rows, weight, offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
-            result_scale = self.down_proj_input_scale
-            result_scale = result_scale if part.slots == _ALL else result_scale[part.slots]
+            result_scale = part.of("down_proj_input_scale", self.down_proj_input_scale)
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self._weight("down_proj", part.slots))
+            layout = code_layout(self.quantized_weight("down_proj"))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
     def _project(
         self,
         name: str,
-        rows: torch.Tensor,
+        rows: torch.Tensor | QuantizedTensor,
         offsets: torch.Tensor,
         out: torch.Tensor | None = None,
         part: _Part = _WHOLE,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        activation, scale = self._quantising(name, rows, offsets, part.slots)
-        if self.format is None:
-            weight = getattr(self, name)
-            weight = weight if part.slots == _ALL else weight[part.slots]
-            return grouped_gemm(rows, weight, offsets, out=out, **part.options)
-        return grouped_gemm(
-            rows,
-            self._weight(name, part.slots),
-            offsets,
-            activation=activation,
-            input_scale=scale,
-            settled=name == "down_proj",
-            out=out,
-            **part.options,
-        )
+        """Multiply rows, or codes of rows, by the weights ``name``.
 
-    def _weight(self, name: str, part: slice) -> QuantizedTensor:
-        """Return the quantised matrices of some experts, a view."""
-        weight = self.quantized_weight(name)
-        if part == _ALL:
-            return weight
-        scale, exponent = weight.global_scale, weight.row_exponent
-        return replace(
-            weight,
-            codes=weight.codes[part],
-            scales=weight.scales[part],
-            global_scale=None if scale is None else scale[part],
-            row_exponent=None if exponent is None else exponent[part],
-        )
+        The result has ``dtype``; None: that of rows, which are no codes then.
+        """
+        options: Any = {
+            "out": out,
+            "out_dtype": dtype,
+            "step_rows": part.step_rows,
+            "step_experts": part.step_experts,
+        }
+        if isinstance(rows, torch.Tensor):
+            activation, scale = self._quantising(name, rows, offsets, part)
+            if self.format is None:
+                return grouped_gemm(rows, part.of(name, getattr(self, name)), offsets, **options)
+            options |= {"activation": activation, "input_scale": scale}
+        options["settled"] = name == "down_proj"
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        return grouped_gemm(rows, weight, offsets, **options)
 
     def _quantising(
-        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: slice
+        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: _Part
     ) -> tuple[str, torch.Tensor | None]:
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
@@ -374,8 +363,9 @@ class DeepseekV4Experts(ExpertWeights):
         if self.activation == "bf16":
             return "bf16", None
         if self._quantises:
-            scale = getattr(self, name + "_input_scale")
-            return "nvfp4", scale if scale is None or part == _ALL else scale[part]
+            name += "_input_scale"
+            scale = getattr(self, name)
+            return "nvfp4", None if scale is None else part.of(name, scale)
         return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.layers._module import wider
 from dsv4.layers._pooling import PoolingModule, one_cache, plain_pages
-from dsv4.layers._projections import Pooled
 from dsv4.layers.linear import Linear
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -68,6 +68,9 @@ class DeepseekV4Indexer(PoolingModule):
     With DeepSeek's numerics queries and keys go through a Hadamard transform and FP4.
     """
 
+    paged = attrgetter("indexer_state", "indexer_pages")
+    rotates = True
+
     def __init__(self, config: Any) -> None:
         config = ModelConfig.of(config)
         super().__init__(config, CSA, config.index_head_dim, cache_name="indexer")
@@ -96,35 +99,6 @@ class DeepseekV4Indexer(PoolingModule):
         rotate_quantize = self.numerics == "deepseek"
         rotated = indexer_queries(q.flatten(0, -3), cos, sin, rotate_quantize=rotate_quantize)
         return rotated.view(q.shape)
-
-    def store_keys(
-        self,
-        hidden_states: torch.Tensor,
-        step: CacheStep,
-        layer_idx: int,
-        projected: Pooled | None = None,
-    ) -> None:
-        """Update the state with ``hidden_states [T, H]`` and store the keys that closed.
-
-        Args:
-            hidden_states: The tokens.
-            step: The step.
-            layer_idx: The layer's place in its cache.
-            projected: Values and scores of the tokens; None: this method computes them.
-        """
-        layer = step.cache.layers[layer_idx]
-        assert layer.indexer_state is not None
-        assert layer.indexer_pages is not None
-        assert layer.compressed_table is not None
-        self._compress(
-            hidden_states,
-            step.batch,
-            layer.indexer_state,
-            layer.indexer_pages,
-            layer.compressed_table,
-            rotate_quantize=self.numerics == "deepseek",
-            projected=projected,
-        )
 
     def head_weights(
         self,

@@ -32,20 +32,17 @@ class Rows(NamedTuple):
 
     Attributes:
         x: ``[R, K]``, or codes: NVFP4 ``[R, K/2]``, FP8 ``[R, K]``.
+        columns: K.
         scales: Linear block scales of codes, else None.
         row_scale: float32 ``[R]``, the global scale of each row of NVFP4 codes, else None.
         layout: Order of the columns of FP8 codes, linear of others.
     """
 
     x: torch.Tensor
+    columns: int
     scales: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
     layout: str = LINEAR
-
-    @property
-    def columns(self) -> int:
-        """K."""
-        return self.x.shape[-1] if self.row_scale is None else 2 * self.x.shape[-1]
 
 
 def check_step(op: str, rows: int, experts: int) -> None:
@@ -73,7 +70,8 @@ def checked_rows(
     """Check the rows and return them with the dtype of the result."""
     if isinstance(x, torch.Tensor):
         check_options(op, activation, out_dtype)
-        return Rows(x), x.dtype if out_dtype is None else out_dtype
+        columns = x.shape[-1] if x.dim() else 0  # a number is refused with the other shapes
+        return Rows(x, columns), x.dtype if out_dtype is None else out_dtype
     if x.format not in (NVFP4, FP8_TOKEN) or len(x.shape) != 2:
         raise ValueError(f"{op}: x is {x!r}, wanted a matrix in nvfp4 or fp8_token")
     if activation != "bf16":
@@ -83,9 +81,9 @@ def checked_rows(
     if x.format == NVFP4:
         linear = x.with_layout(LINEAR)
         row_scale = linear.row_scale().contiguous()
-        rows = Rows(linear.codes, linear.scales, row_scale)
+        rows = Rows(linear.codes, x.columns, linear.scales, row_scale)
     else:
-        rows = Rows(x.codes, x.scales, None, x.layout)
+        rows = Rows(x.codes, x.columns, x.scales, None, x.layout)
     check_options(op, activation, out_dtype)
     return rows, torch.bfloat16 if out_dtype is None else out_dtype
 

@@ -281,6 +281,8 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         first = args[0] if args else None
+        if isinstance(first, Pages):
+            first = first.data
         if isinstance(first, torch.Tensor) and first.device.type not in PLANNED_DEVICES:
             return function(*args, **kwargs)
         if not is_plain_call(kwargs.get("backend", "auto")):

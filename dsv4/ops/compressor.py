@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -214,7 +214,8 @@ def pool_windows(
         ("previous_kv", previous_kv, _check.FLOATS, None),
         ("previous_score", previous_score, _check.FLOATS, None),
     )
-    _check_overlap("pool_windows", kv, overlap)
+    if overlap and not torch.compiler.is_compiling() and kv.shape[-1] % 2:
+        _refuse_odd("pool_windows", kv)
     if (previous_kv is None) != (previous_score is None) or (
         previous_kv is not None and not overlap
     ):
@@ -286,10 +287,7 @@ def compressor_update(
     _check.tensors(
         op, *_expected_tokens(op, kv, score, ape, state, cu_seqlens, starts, sequences, overlap)
     )
-    if not state.is_contiguous():
-        _check.no_overlap(op, "state", state)
-    _check_overlap(op, kv, overlap)
-    _check_slots(op, state, ape, overlap)
+    _check_state(op, kv, ape, state, overlap)
     return _compressor_update(
         CompressorUpdateArgs(kv, score, ape, state, cu_seqlens, starts, sequences, overlap), backend
     )
@@ -367,12 +365,9 @@ def compress_write(
         ("page_table", page_table, _check.INTEGERS, ("S", "P")),
         expected_pages(op, "pages", pages, PAGE_FORMATS),
     )
-    if not state.is_contiguous():
-        _check.no_overlap(op, "state", state)
+    _check_state(op, kv, ape, state, overlap)
     if not pages.data.is_contiguous():
         _check.no_overlap(op, "pages.data", pages.data)
-    _check_overlap(op, kv, overlap)
-    _check_slots(op, state, ape, overlap)
     _check_entries(op, width, pages.head_dim, inv_freq, rotate_quantize)
     for name, value in (("dtype", dtype), ("table_dtype", table_dtype)):
         if value not in _ENTRY_FLOATS:
@@ -449,15 +444,24 @@ def _check_entries(
         )
 
 
-def _check_slots(op: str, state: torch.Tensor, ape: torch.Tensor, overlap: bool) -> None:
+def _check_state(
+    op: str, kv: torch.Tensor, ape: torch.Tensor, state: torch.Tensor, overlap: bool
+) -> None:
+    """Raise ValueError unless the state, which is written, can hold the windows of ``kv``."""
+    if not state.is_contiguous():
+        _check.no_overlap(op, "state", state)
+    if torch.compiler.is_compiling():
+        return
+    if overlap and kv.shape[-1] % 2:
+        _refuse_odd(op, kv)
     least = ape.shape[0] * (2 if overlap else 1)
-    if not torch.compiler.is_compiling() and state.shape[1] < least:
+    if state.shape[1] < least:
         raise ValueError(
             f"{op}: state has {state.shape[1]} slots, wanted at least {least}: "
             f"{'two windows' if overlap else 'a window'} of {ape.shape[0]} tokens"
         )
 
 
-def _check_overlap(op: str, kv: torch.Tensor, overlap: bool) -> None:
-    if not torch.compiler.is_compiling() and overlap and kv.shape[-1] % 2:
-        raise ValueError(f"{op}: kv has {kv.shape[-1]} columns, wanted an even number with overlap")
+def _refuse_odd(op: str, kv: torch.Tensor) -> NoReturn:
+    """Raise ValueError: overlapping windows have the columns of two."""
+    raise ValueError(f"{op}: kv has {kv.shape[-1]} columns, wanted an even number with overlap")

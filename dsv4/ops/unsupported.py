@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from dsv4.device import capability
 from dsv4.quant.formats import FRAGMENTS, NVFP4, SWIZZLED
 
 LARGEST_ROW = 65536  # columns of a row that a program of a Triton kernel holds
@@ -26,13 +25,6 @@ def float64_tensor(values: Iterable[object]) -> str | None:
 def float64_result(dtype: torch.dtype) -> str | None:
     """Return a reason if a result shall be float64."""
     return f"the result is float64, {ONLY_REFERENCE}" if dtype == torch.float64 else None
-
-
-def no_e4m3(device: torch.device) -> str | None:
-    """Return a reason if the GPU has no instructions that convert to E4M3 or E2M1."""
-    if device.type == "cuda" and capability(device) < (8, 9):
-        return "the GPU has no E4M3 conversions, which need compute capability 8.9"
-    return None
 
 
 def wide_row(columns: int) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.device import no_triton
+from dsv4.device import no_triton, sms
 from dsv4.implementations import Call
 from dsv4.ops.all_reduce import AllReduceArgs
 from dsv4.parallel import groups, mailboxes
@@ -24,7 +24,7 @@ ONE_SHOT_RECEIVED = 2 << 20
 # 16 MB, 281 and 279 for 64 MB.
 TWO_SHOT_BYTES = 32 << 20
 # Programs of a push launch: all of them are on the GPU at once, of which each SM holds 8 at least.
-_MOST_PROGRAMS = 1024
+_MOST_PROGRAMS, _PROGRAMS_OF_SM = 1024, 8
 _SYMM_ALIGNMENT = 16
 # torch's two-shot kernel cuts the elements into ranges for these numbers of ranks.
 _TWO_SHOT_RANKS = (2, 4, 8)
@@ -118,8 +118,11 @@ def _push(call: Call, rows: int, width: int) -> str | None:
     if reason is None:
         reason = _mailbox(call).defect or _mailbox(call).unfit(rows, width)
     programs = mailboxes.chunks_of(rows, width)
-    if reason is None and programs > _MOST_PROGRAMS:
-        return f"the sum has {programs} chunks, wanted at most {_MOST_PROGRAMS}, a program each"
+    most = _MOST_PROGRAMS
+    if call.device.type == "cuda":
+        most = min(most, _PROGRAMS_OF_SM * sms(call.device))
+    if reason is None and programs > most:
+        return f"the sum has {programs} chunks, wanted at most {most}, a program each"
     return reason
 
 

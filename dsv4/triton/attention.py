@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dsv4 import device as machine
 from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.triton._lib.cache_entries import page_stride
@@ -45,10 +46,11 @@ class Shape:
         block: Entries of a block.
         warps: Warps of a program.
         stages: Pipeline stages: one more than the blocks that are prefetched.
-        resident: Programs of an SM.
+        resident: Programs of an SM, as far as registers and ``shared`` allow.
         cycles: Cost of a block.
         latency: Further time for which a program waits for a block.
         start: Cost of a program without its blocks.
+        shared: Most bytes of shared memory of a program.
     """
 
     heads: int
@@ -59,11 +61,24 @@ class Shape:
     cycles: int
     latency: int
     start: int
+    shared: int
 
 
 # Fitted to times on an H200. Blocks of 16 are not among them: of three groups or more Triton 3.6
 # then makes wrong results.
-_SHAPES = (Shape(64, 64, 8, 2, 1, 8100, 0, 4000), Shape(16, 32, 4, 3, 2, 3700, 600, 6000))
+_SHAPES = (
+    Shape(64, 64, 8, 2, 1, 8100, 0, 4000, 184 * 1024),
+    Shape(16, 32, 4, 3, 2, 3700, 600, 6000, 51 * 1024),
+)
+# For tensor cores that take operands from registers, on GPUs of which an SM has 100 KB at least.
+# Costs are those of Hopper for as many entries, because no such GPU was measured.
+_REGISTER_SHAPES = (
+    Shape(16, 64, 8, 2, 1, 7400, 600, 6000, 85 * 1024),
+    Shape(16, 32, 4, 3, 2, 3700, 600, 6000, 51 * 1024),
+)
+# Where E4M3 is converted by integers, four warps have too few registers for a block of 32, and
+# eight for one of 64 on 8.6.
+_INTEGER_SHAPES = (replace(_REGISTER_SHAPES[1], warps=8, resident=1),)
 # Cycles of a launch, and bytes that an SM moves per cycle.
 _LAUNCH, _BYTES = 3000, 20
 
@@ -418,9 +433,10 @@ def sparse_attention(args: SparseAttentionArgs) -> torch.Tensor:
     widths = (window_slots.shape[1], compressed_slots.shape[1])
     rope = args.rope_dim if args.window_format == "fp8" else 0
     groups = triton.cdiv(d - rope, GROUP) + triton.cdiv(rope, GROUP)
+    sm = launch_options.sm(q)
     # Only Hopper's tensor cores are given tiles of 64 heads, and more than two groups.
-    wide = groups > 2 and (launch_options.capability(q) or (9, 0))[0] == 9
-    shape, splits = plan(tokens, heads, d, widths, launch_options.sm_count(q.device), wide)
+    wide = groups > 2 and sm // 10 == 9
+    shape, splits = plan(tokens, heads, d, widths, launch_options.sm_count(q.device), wide, sm)
     split_shape = (tokens, splits, heads) if splits > 1 else (0,)
     partials = torch.empty((*split_shape, d), dtype=torch.float32, device=q.device)
     tops, totals = (
@@ -500,22 +516,41 @@ def _merge(
     )
 
 
+def _shapes(sm: int) -> tuple[Shape, ...]:
+    """Return the shapes for a GPU, with as many programs of an SM as its shared memory holds."""
+    room = machine.shared_memory(divmod(sm, 10))
+    shapes: tuple[Shape, ...] = _SHAPES
+    if not launch_options.is_wide(sm):
+        shapes = _REGISTER_SHAPES if sm >= 89 else _INTEGER_SHAPES
+    return tuple(
+        replace(shape, resident=launch_options.resident(room, shape.resident, shape.shared))
+        for shape in shapes
+    )
+
+
 @functools.cache
 def plan(
-    tokens: int, heads: int, d: int, widths: tuple[int, int], sm_count: int, wide: bool
+    tokens: int,
+    heads: int,
+    d: int,
+    widths: tuple[int, int],
+    sm_count: int,
+    wide: bool,
+    sm: int = 90,
 ) -> tuple[Shape, int]:
     """The launch of the fewest estimated cycles, and its number of KV splits.
 
-    ``wide``: whether tiles of more than 16 heads may be taken.
+    ``wide``: whether tiles of more than 16 heads may be taken. ``sm``: see ``launch_options.sm``.
     """
+    shapes = _shapes(sm)
     estimates = (
         (_cycles(shape, splits, tokens, heads, d, widths, sm_count), i, splits)
-        for i, shape in enumerate(_SHAPES)
+        for i, shape in enumerate(shapes)
         if shape.heads == 16 or (wide and heads > 16)
         for splits in range(1, 1 + _most_splits(shape, tokens, heads, widths, sm_count))
     )
     _, i, splits = min(estimates)
-    return _SHAPES[i], splits
+    return shapes[i], splits
 
 
 def _most_splits(

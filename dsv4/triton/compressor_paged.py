@@ -3,7 +3,7 @@
 The first kernel stores each token's own state and, where a window closes, pools the window: from
 the tokens of the call where they are in it, else from the state. So it reads no state that it
 writes, and one launch needs no order among its programs. Which of the tokens before are those of
-the window is seen from their sequences and positions. Tiles are those of ``triton/compressor``.
+the window is seen from their sequences and positions. Tiles are those of ``_lib/window_pooling``.
 
 The second kernel has a program per token, which ends at once unless an entry is to be stored.
 
@@ -21,13 +21,7 @@ import triton.language as tl
 from dsv4.kv_cache.pages import COMPACT_FORMATS
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
 from dsv4.triton._lib import cache_entries, row_tiles
-from dsv4.triton._lib.numerics import wait_for_inputs
-from dsv4.triton._lib.nvfp4 import conversion
-from dsv4.triton._lib.prefetch import prefetch_row
-from dsv4.triton._runtime import launch_options
-from dsv4.triton._runtime.launcher import fast_launch
-from dsv4.triton.compressor import _channels, _tiles
-from dsv4.triton.compressor_windows import (
+from dsv4.triton._lib.compressor_windows import (
     closing,
     first_of,
     pool_group,
@@ -36,6 +30,12 @@ from dsv4.triton.compressor_windows import (
     store_states,
     store_tile,
 )
+from dsv4.triton._lib.numerics import wait_for_inputs
+from dsv4.triton._lib.nvfp4 import conversion
+from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.window_pooling import channels_of, pooling_tiles
+from dsv4.triton._runtime import launch_options
+from dsv4.triton._runtime.launcher import fast_launch
 
 FEW_TOKENS = 128  # most tokens for which each token has a program
 _MOST_GROUPED = 16  # most tokens of a program for more tokens
@@ -64,7 +64,7 @@ def _pool_kernel(
     wait_for_inputs(PDL)
     COLUMNS: tl.constexpr = (1 + OVERLAP) * CHANNELS
     token = tl.program_id(0) // slices
-    channel = _channels(tl.program_id(0) % slices, WIDTH)
+    channel = channels_of(tl.program_id(0) % slices, WIDTH)
     inside = channel < CHANNELS
     positions, _, _, _ = batch
     own = tl.load(state_slots + token).to(tl.int64)
@@ -134,7 +134,7 @@ def _pool_many_kernel(
     COLUMNS: tl.constexpr = (1 + OVERLAP) * CHANNELS
     PIECES: tl.constexpr = (COLUMNS + COPIED - 1) // COPIED
     if tl.program_id(0) < pools:
-        channel = _channels(tl.program_id(0) % slices, WIDTH)
+        channel = channels_of(tl.program_id(0) % slices, WIDTH)
         start = tl.program_id(0) // slices * GROUP
         pool_group(
             tokens,
@@ -156,7 +156,7 @@ def _pool_many_kernel(
     else:
         program = tl.program_id(0) - pools
         token = program // PIECES * TILE + tl.arange(0, TILE)[:, None]
-        column = _channels(program % PIECES, COPIED)
+        column = channels_of(program % PIECES, COPIED)
         store_tile(tokens, state, state_slots, batch, token, count, column, RATIO, COLUMNS, STATES)
 
 
@@ -186,7 +186,7 @@ def _paged_entry_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the entries of GROUP tokens that have one. COMPACT: as in ``triton/compressor``."""
+    """Write the entries of GROUP tokens that have one. COMPACT: as in ``compress_write``."""
     if tl.program_id(0) == 0:
         prefetch_row(weight, DIM, BLOCK)
     wait_for_inputs(PDL)
@@ -266,7 +266,7 @@ def _launch_pool(
     ratio, state, count = args.ape.shape[0], args.state, pooled.shape[0]
     table = args.state_table if args.state_table.stride(1) == 1 else args.state_table.contiguous()
     padded = launch_options.power_of_two(ratio)
-    width, _, warps = _tiles(padded, args.head_dim, count)
+    width, _, warps = pooling_tiles(padded, args.head_dim, count)
     if count > FEW_TOKENS:
         width, warps = _many_tiles(padded, args.head_dim)
     slices = triton.cdiv(args.head_dim, width)

@@ -26,6 +26,7 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
+_HOPPER_SHARED = 227 * 1024
 
 
 @triton.jit
@@ -141,17 +142,23 @@ class Tile:
     stages: int
 
 
-def tile_of(tokens: int, hidden: int) -> Tile:
-    """Tile for a number of tokens, guessed from bytes in flight, not searched on a GPU."""
+def tile_of(tokens: int, hidden: int, shared: int = _HOPPER_SHARED) -> Tile:
+    """Tile for a number of tokens, guessed from bytes in flight, not searched on a GPU.
+
+    ``shared`` is the number of bytes of shared memory of a program; it bounds the stages.
+    """
     high = min(_MOST_TOKENS, max(16, launch_options.power_of_two(tokens)))
     rows, block = {16: (8, 512), 32: (16, 256), 64: (32, 256)}[high]
     block = min(block, max(64, launch_options.power_of_two(hidden)))
-    return Tile(high, rows, block, 4, 4)
+    # Operands have two bytes; one of the stages is multiplied from registers.
+    stages = min(4, 1 + (shared - 1024) // (2 * block * (high + rows)))
+    return Tile(high, rows, block, 4, stages)
 
 
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
-    return multiply(args, tile_of(*args.x.shape))
+    tokens, hidden = args.x.shape
+    return multiply(args, tile_of(tokens, hidden, launch_options.shared_memory(args.x)))
 
 
 def multiply(

@@ -195,7 +195,7 @@ def plan(
 
     ``rows`` are those of a group. Columns that end within a block take small tiles, which
     leave registers for loads of single values. ``shared`` is the number of bytes of shared memory
-    of a program; it bounds the stages.
+    of a program; it bounds the stages, and the programs that an SM holds at a time.
     """
     whole = columns % BLOCK == 0
     if tokens > 64 and whole:
@@ -206,6 +206,7 @@ def plan(
         stages = {16: 6, 32: 5, 64: 4}[wide]
     stages = min(stages, (shared - 1024) // (BLOCK * (high + 2 * wide)))
     blocks = triton.cdiv(columns, BLOCK)
+    resident = launch_options.resident(shared, 2, stages * BLOCK * (high + 2 * wide))
     tiles = tiles_of_group(rows, groups, high) * groups * triton.cdiv(tokens, wide)
     sums = tokens * groups * rows
 
@@ -216,7 +217,7 @@ def plan(
         # some 1300 multiplications a cycle of 2048; a program alone needs 600 cycles for a block.
         block = max(high * BLOCK / 20, high * wide * BLOCK / 1300)
         busy = triton.cdiv(programs, sm_count) * length * block
-        alone = triton.cdiv(programs, 2 * sm_count) * length * max(600.0, block)
+        alone = triton.cdiv(programs, resident * sm_count) * length * max(600.0, block)
         # The second launch, and partials that are written and read.
         second = 2500 + 8 * sums * splits / (20 * sm_count) if splits > 1 else 0.0
         return max(busy, alone) + second

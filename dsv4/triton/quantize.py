@@ -55,9 +55,6 @@ from dsv4.triton._runtime.launcher import fast_launch
 _LEAST_OF_6 = tl.constexpr(0x01C00000)
 _LEAST_OF_448 = tl.constexpr(0x04E00000)
 
-# Programs beyond which blocks of few rows share one.
-_PROGRAMS = 264
-
 _TILE = tl.constexpr(128)
 _SIGN = tl.constexpr(-0x80000000)
 
@@ -331,7 +328,8 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     high, wide = scale_rows(rows, swizzled), scale_columns(blocks, swizzled)
     sizes = (matrix.stride(0), rows, blocks, high, wide)
     many_rows = are_many(rows)
-    tall, across = _mxfp4_tile(matrix.shape[0], blocks, many_rows)
+    sms = launch_options.sm_count(x.device)
+    tall, across = _mxfp4_tile(matrix.shape[0], blocks, many_rows, sms)
     grid = (triton.cdiv(high, tall), triton.cdiv(wide, across), matrix.shape[0] // rows)
     options = {
         "SWIZZLED": swizzled,
@@ -352,12 +350,12 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
     return codes, scales
 
 
-def _mxfp4_tile(rows: int, blocks: int, many_rows: bool) -> tuple[int, int]:
-    """Rows and blocks of a program: of few rows, enough blocks that no SM has 3."""
+def _mxfp4_tile(rows: int, blocks: int, many_rows: bool, sms: int) -> tuple[int, int]:
+    """Rows and blocks of a program: of few rows, so many blocks that no SM has three programs."""
     if many_rows:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across
-    groups = launch_options.power_of_two(triton.cdiv(rows * blocks, _PROGRAMS))
+    groups = launch_options.power_of_two(triton.cdiv(rows * blocks, 2 * sms))
     groups = min(128, max(8, groups))
     across = min(groups, launch_options.power_of_two(blocks))
     return groups // across, across

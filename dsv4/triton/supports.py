@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from dsv4.device import is_interpreting, no_triton
+from dsv4.device import is_interpreting, no_triton, shared_memory
 from dsv4.dispatch import AUTO, Call, implementations
+from dsv4.kv_cache.pages import GROUP
 from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
@@ -30,7 +31,6 @@ from dsv4.ops.unsupported import (
     gapped_pages,
     gemm_dtypes,
     misaligned,
-    no_e4m3,
     not_in_fragments,
     odd_dims,
     too_many,
@@ -72,9 +72,7 @@ def quantize_nvfp4(call: Call) -> str | None:
 
 def _quantized(call: Call, x: torch.Tensor) -> str | None:
     """Return why codes of NVFP4 are unsupported for rows of as many columns as ``x`` or fewer."""
-    reason = no_e4m3(call.device)
-    if reason is None and call.args.scaling == "token":
-        reason = wide_row(x.shape[-1])
+    reason = wide_row(x.shape[-1]) if call.args.scaling == "token" else None
     return reason or _many_matrices(x)
 
 
@@ -84,13 +82,13 @@ def _many_matrices(x: torch.Tensor) -> str | None:
 
 def quantize_blocks(call: Call) -> str | None:
     """Return why quantisation to another format than NVFP4 is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device) or _many_matrices(call.args.x)
+    return any_call(call) or _many_matrices(call.args.x)
 
 
 def dequantize(call: Call) -> str | None:
     """Return why ``dequantize`` is unsupported, or None."""
     args: DequantizeArgs = call.args
-    reason = any_call(call) or float64_result(args.dtype) or no_e4m3(call.device)
+    reason = any_call(call) or float64_result(args.dtype)
     if reason is None and args.layout == FRAGMENTS and args.format != FP8_TOKEN.name:
         reason = f"the weight has layout {FRAGMENTS!r}, which only the reference unpacks"
     return reason or _many_matrices(args.codes)
@@ -107,9 +105,7 @@ def gemm(call: Call) -> str | None:
     """Return why ``gemm`` with an FP8 weight, or one of four bits, is unsupported, or None."""
     args: GemmArgs = call.args
     reason = any_call(call)
-    if reason is None and args.format == FP8_BLOCK.name:
-        reason = no_e4m3(call.device)
-    elif reason is None:
+    if reason is None and args.format != FP8_BLOCK.name:
         layouts = _dense_layouts(call, args.codes.shape[0] // args.groups, args.groups)
         reason = _four_bits(args.format, args.layout, args.codes, args.scales, layouts)
     if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
@@ -219,7 +215,7 @@ def grouped_parts(call: Call) -> str | None:
 
 
 def rms_norm(call: Call) -> str | None:
-    """Return why ``rms_norm`` and ``rms_norm_pair`` are unsupported, or None."""
+    """Return why ``rms_norm``, ``rms_norm_pair`` and ``rms_norm_fp8`` are unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[-1])
 
 
@@ -233,16 +229,6 @@ def rms_norm_quantize(call: Call) -> str | None:
     return rms_norm(call) or _quantized(call, call.args.x)
 
 
-def rms_norm_fp8(call: Call) -> str | None:
-    """Return why ``rms_norm_fp8`` is unsupported, or None."""
-    return rms_norm(call) or no_e4m3(call.device)
-
-
-def fp8_token(call: Call) -> str | None:
-    """Return why ``swiglu_fp8`` and ``moe_gather_fp8`` are unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device)
-
-
 def rope_quantize(call: Call) -> str | None:
     """Return why ``rope_quantize`` is unsupported, or None."""
     args: RopeQuantizeArgs = call.args
@@ -253,7 +239,7 @@ def rope_quantize(call: Call) -> str | None:
         reason = f"heads have {dims} dims, wanted a multiple of 16"
     if reason is None and args.scaling == "token":
         reason = wide_row(columns)
-    return reason or too_many(tokens, "tokens") or no_e4m3(call.device)
+    return reason or too_many(tokens, "tokens")
 
 
 def swiglu_quantize(call: Call) -> str | None:
@@ -277,7 +263,7 @@ def moe_sorting(call: Call) -> str | None:
 
 def moe_gather_quantize(call: Call) -> str | None:
     """Return why ``moe_gather_quantize`` is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device) or wide_row(call.args.x.shape[1])
+    return any_call(call) or wide_row(call.args.x.shape[1])
 
 
 def moe_combine(call: Call) -> str | None:
@@ -300,7 +286,7 @@ def hyper_connection_quantize(call: Call) -> str | None:
     """Return why hyper-connections that quantise are unsupported, or None."""
     streams = call.args.streams
     wide = any_call(call) or wide_row(streams.shape[-1])
-    return wide or _not_four_streams(streams) or no_e4m3(call.device)
+    return wide or _not_four_streams(streams)
 
 
 def compressor_projections(call: Call) -> str | None:
@@ -338,8 +324,6 @@ def compress_write(call: Call) -> str | None:
     if torch.float64 in (args.dtype, args.table_dtype):
         return "entries or tables are float64, which only the reference computes in"
     reason = gapped_pages(args.data) or odd_dims(args.head_dim)
-    if reason is None and args.entry_format != "plain":
-        reason = no_e4m3(call.device)
     if reason:
         return reason
     if args.entry_format == "fp8" and args.rotate_quantize:
@@ -355,18 +339,11 @@ def compress_write_paged(call: Call) -> str | None:
     if args.dtype == torch.float64:
         return "entries are float64, which only the reference computes in"
     reason = any_call(call) or gapped_pages(args.data) or odd_dims(args.head_dim)
-    if reason is None and args.entry_format != "plain":
-        reason = no_e4m3(call.device)
     if reason is None and args.entry_format == "index_fp8" and args.data.data_ptr() % 4:
         reason = "the pages do not begin at a multiple of 4 bytes, where their scales need to be"
     if reason is None and args.state.stride(2) != 1:
         reason = "the state has gaps between its columns"
     return reason
-
-
-def quantize_index_queries(call: Call) -> str | None:
-    """Return why ``quantize_index_queries`` is unsupported in any format, or None."""
-    return any_call(call) or no_e4m3(call.device)
 
 
 def indexer_select(call: Call) -> str | None:
@@ -380,10 +357,6 @@ def indexer_select(call: Call) -> str | None:
         return "the keys are 'fp8' entries, which only the reference reads as index keys"
     if entry_format == "index_fp8" and (data.stride(0) % 4 or data.data_ptr() % 4):
         return "the pages do not begin at multiples of 4 bytes, where their scales need to be"
-    if entry_format == "index_fp8" or args.q.dtype == torch.float8_e4m3fn:
-        reason = no_e4m3(call.device)
-        if reason:
-            return reason
     if LARGEST_SELECTION < args.top_k < args.page_table.shape[1] * args.page_size:
         return f"top_k is {args.top_k}, and a kernel chooses at most {LARGEST_SELECTION}"
     return None
@@ -399,7 +372,24 @@ def pools_of(args: SparseAttentionArgs) -> list[tuple[torch.Tensor, int]]:
 
 def sparse_attention(call: Call) -> str | None:
     """Return why ``sparse_attention`` is unsupported, or None."""
-    return any_call(call) or attention_sizes(call)
+    return any_call(call) or attention_sizes(call) or _padded_entries(call)
+
+
+def _padded_entries(call: Call) -> str | None:
+    """Return why padded entries do not fit shared memory of a GPU with less than Hopper, or None.
+
+    Of ``"fp8"`` entries the dims with and without rotary embedding are padded to groups each.
+    """
+    args: SparseAttentionArgs = call.args
+    dims = args.q.shape[-1]
+    rope = args.rope_dim if args.window_format == "fp8" else 0
+    groups = -(-(dims - rope) // GROUP) + -(-rope // GROUP)
+    capability = call.capability
+    if capability is None or shared_memory(capability) >= shared_memory((9, 0)):
+        return None
+    if groups * GROUP > LARGEST_HEAD:
+        return f"entries have {groups} groups of {GROUP} dims, wanted at most {LARGEST_HEAD} dims"
+    return None
 
 
 def attention_sizes(call: Call) -> str | None:
@@ -435,7 +425,7 @@ def _fp8_entries(call: Call) -> str | None:
     misplaced = any(pool.data_ptr() % 8 for pool, _ in pools_of(args))
     if (dims + rope_dim) % 8 or (dims - rope_dim) % 2 or misplaced:
         return "entries do not begin at multiples of 8 bytes, where their scales need to be"
-    return no_e4m3(call.device)
+    return None
 
 
 def write_kv(call: Call) -> str | None:
@@ -446,11 +436,6 @@ def write_kv(call: Call) -> str | None:
 def read_kv(call: Call) -> str | None:
     """Return why ``read_kv`` is unsupported, or None."""
     return any_call(call) or float64_result(call.args.dtype) or _pages(call)
-
-
-def fake_quantize_kv(call: Call) -> str | None:
-    """Return why ``fake_quantize_kv`` is unsupported, or None."""
-    return any_call(call) or no_e4m3(call.device)
 
 
 def norm_rope_write_kv(call: Call) -> str | None:
@@ -468,8 +453,7 @@ def _pages(call: Call) -> str | None:
     args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs = call.args
     if args.entry_format.startswith("index_"):
         return "compact index keys are written by 'compress_write' and read by 'indexer_select'"
-    reason = None if args.entry_format == "plain" else no_e4m3(call.device)
-    reason = reason or gapped_pages(args.data)
+    reason = gapped_pages(args.data)
     if reason is None and args.entry_format != "plain" and args.data.data_ptr() % 2:
         reason = "the pages begin at an odd address"
     return reason

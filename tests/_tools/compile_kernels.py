@@ -29,7 +29,6 @@ from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.device import interpret_triton
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
-from dsv4.ops.unsupported import no_e4m3
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
 from dsv4.triton import all_reduce, hyper_connection, moe_exchange
@@ -103,9 +102,7 @@ def _runs_by_triton(problem: Problem) -> bool:
     """Return whether a call with tensors on the CPU has a Triton kernel on the GPU."""
     call = dispatch.arguments(problem.function, *problem.args, **problem.kwargs)
     row = next(row for row in dispatch.implementations(call.op) if row.name == "triton")
-    why = row.unsupported_reason(call._replace(device=torch.device("cuda", 0)))
-    lacks_e4m3 = why is not None and "E4M3" in why
-    return row.unsupported_reason(call) is None and not lacks_e4m3
+    return row.unsupported_reason(call) is None
 
 
 def _move() -> None:
@@ -121,8 +118,6 @@ def _select_with_few_heads() -> None:
     """Select with fewer heads than a block has keys; the models have as many, by chance."""
     for keys in ("plain", *COMPACT_FORMATS):
         for queries in (torch.bfloat16, *QUERY_FORMATS):
-            if "fp8" in f"{keys} {queries}" and no_e4m3(torch.device("cuda", 0)):
-                continue
             case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
             case.run(9, backend="triton")
 

@@ -28,8 +28,10 @@ from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, QuantizedTensor
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
-from dsv4.triton import moe, norm
+from dsv4.triton import moe_gather_quantize as moe_kernels
+from dsv4.triton import norm
 from dsv4.triton._lib import nvfp4_tile
+from tests._tools import compiled_caches
 from tests._tools.other_gpu import replace_launches
 from tests._tools.ptx import grid as ptx_grid
 from tests.ops.test_indexer import compact_case
@@ -184,9 +186,19 @@ def rounded_behind(name: str, layout: str) -> None:
     same(_without_signs_of_nan(q), by_tokens(y, layout))
 
 
+# Constants up to which the launchers count rows as few.
+_THRESHOLDS = (
+    (nvfp4_tile, "_FEW_ROWS"),
+    (norm, "_FEW_ROWS"),
+    (moe_kernels, "_FEW_PROGRAMS"),
+    (moe_kernels, "_SEPARATE_TOKENS"),
+)
+
+
 def _take_large_m_paths() -> None:
     """Let the launchers take few rows as they take many."""
-    nvfp4_tile._FEW_ROWS = norm._FEW_ROWS = moe._FEW_PROGRAMS = moe._SEPARATE_TOKENS = 0
+    for module, name in _THRESHOLDS:
+        setattr(module, name, 0)
 
 
 _STATIC = {"scaling": "static", "global_scale": 0.004}
@@ -220,30 +232,29 @@ CASES |= {
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),
 }
-# Cases without a conversion to E4M3, which compute capability 8.0 lacks.
 INDEXER = {
     "index queries": lambda: rotated(2, 3),
     "index queries, many": lambda: rotated(9, 64),
     "index keys, mxfp4": lambda: selected("mxfp4"),
     "index keys, bf16 queries": lambda: selected(torch.bfloat16),
 }
-CASES |= INDEXER
+CASES |= INDEXER | compiled_caches.CASES
 
 
 def cases_of(arch: int) -> list[str]:
-    """Names of the cases that the grid can run; it cannot run Blackwell's tensor cores."""
-    if arch < 89:
-        return list(INDEXER)
-    return [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    """Names of the cases that the grid can run; it runs ``mma.sync`` alone of tensor cores."""
+    names = [name for name in CASES if arch // 10 != 10 or not name.startswith("index keys")]
+    return [name for name in names if arch // 10 in (8, 12) or name not in compiled_caches.CASES]
 
 
 def main(arch: int, names: list[str]) -> int:
     """The number of cases that differ."""
     ran = install(arch)
     wrong = 0
-    thresholds = nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS
+    thresholds = [getattr(module, name) for module, name in _THRESHOLDS]
     for name in names or cases_of(arch):
-        nvfp4_tile._FEW_ROWS, norm._FEW_ROWS, moe._FEW_PROGRAMS, moe._SEPARATE_TOKENS = thresholds
+        for (module, constant), value in zip(_THRESHOLDS, thresholds, strict=True):
+            setattr(module, constant, value)
         if name.startswith("many"):
             _take_large_m_paths()
         ran.clear()

@@ -34,27 +34,39 @@ NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 # In a process where kernels are not interpreted. Compiles only if the first argument is true.
 SOURCE = """
 import json, sys
+from dataclasses import replace
 from triton.runtime.jit import JITFunction
 from dsv4 import ModelConfig, device, dispatch
 from dsv4.compilation import steps as _steps
-from dsv4.compilation.recipe import Recipe
-from dsv4.triton import moe
+from dsv4.compilation.recipe import Recipe, Weight
+from dsv4.triton.moe_gather_quantize import _gather_quantize_kernel
 from dsv4.triton._runtime import kernel_store, launch_options
 
+def recipe_of(config, dense):
+    recipe = Recipe.of(config)
+    if not dense:
+        return recipe
+    is_dense = lambda name, weight: weight.format and not name.endswith("experts")
+    weights = ((n, Weight(dense) if is_dense(n, w) else w) for n, w in recipe.weights)
+    return replace(recipe, weights=tuple(weights))
+
 def static(request):
-    position = moe._gather_quantize_kernel.arg_names.index("STATIC")
+    position = _gather_quantize_kernel.arg_names.index("STATIC")
     return request.constants[(position,)]
 
 real, points = map(json.loads, sys.argv[1:])
 found = {}
 for arch, preset, activation in points:
-    config = getattr(ModelConfig, preset)().replace(activation=activation)
+    # A format behind the activation is that of dense weights.
+    rounded, _, dense = activation.partition(" ")
+    config = getattr(ModelConfig, preset)().replace(activation=rounded)
     def patched():
         return JITFunction.run, launch_options.options, device.MACHINE.pretended, dispatch.Call
     before = patched()
     sizes = ((1, 1), (16, 16), (64, 64), (2048, 1))
     shapes = [_steps.StepShape(*n, 65536, form) for n in sizes for form in (None, "plain")]
-    steps = _steps.find_steps(Recipe.of(config).build(arch), _steps.Target(arch), 8192, shapes)
+    model = recipe_of(config, dense).build(arch)
+    steps = _steps.find_steps(model, _steps.Target(arch), 8192, shapes)
     assert before == patched()
     requests = list(steps.requests.values())
     for request in requests:
@@ -274,36 +286,38 @@ def test_every_operator_of_a_step_has_a_kernel():
         check(name, compiled, ran)
 
 
-# Operators of a step that convert to E4M3, which GPUs before 8.9 cannot.
-OF_E4M3 = {"norm_rope_write_kv", "sparse_attention", "compress_write", "quantize_index_queries"}
 OTHER_GPUS = ("sm_80", "sm_86", "sm_89", "sm_120a", "sm_121a")
+# Activations, then the format of dense weights if it is not NVFP4. The cache's entries are FP8.
+FORMATS = ("nvfp4", "fp8", "bf16 fp8_block")
 
 
-def check_other(name, compiled, ran):
-    """Steps of a GPU without CuTeDSL kernels: memory-bound operators have Triton ones."""
+def check_other(compiled, ran):
+    """Steps of a GPU without CuTeDSL kernels for all calls: no operator runs on the reference."""
     by_op = {}
     for op, implementation, *_ in ran:
         by_op.setdefault(op, set()).add(implementation)
-    without_e4m3 = OF_E4M3 if name.startswith(("sm_80", "sm_86")) else set()
-    for op in STEP_OPS:
-        assert by_op[op] <= {"triton", "cute"} or op in without_e4m3, op
-    assert "reference" not in by_op["gemm"] | by_op["gemm_swiglu"]
+    assert not {op for op, implementations in by_op.items() if "reference" in implementations}
+    assert all(by_op[op] <= {"triton", "cute"} for op in STEP_OPS & set(by_op))
     assert compiled > 40
 
 
 @pytest.mark.slow
 def test_steps_of_other_gpus_have_kernels():
-    points = [("sm_120a", "flash", "bf16"), ("sm_80", "flash", "bf16")]
-    for name, (compiled, ran) in traced(points).items():
-        check_other(name, compiled, ran)
+    """Decode and prefill, on GPUs with and without conversions to E4M3."""
+    points = [(arch, "flash", formats) for arch in OTHER_GPUS for formats in FORMATS]
+    found = traced(points)
+    assert len(found) == len(points)
+    for compiled, ran in found.values():
+        check_other(compiled, ran)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("preset", ["flash", "pro"])
 @pytest.mark.parametrize("arch", OTHER_GPUS)
 def test_kernels_of_other_gpus_compile(arch, preset):
-    for name, (compiled, ran) in traced([(arch, preset, "nvfp4")], real=True).items():
-        check_other(name, compiled, ran)
+    for formats in ("nvfp4", "bf16 fp8_block"):
+        for compiled, ran in traced([(arch, preset, formats)], real=True).values():
+            check_other(compiled, ran)
 
 
 @pytest.mark.slow

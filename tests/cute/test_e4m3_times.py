@@ -101,8 +101,8 @@ def near(us, tolerance):
 @pytest.mark.parametrize("row", DENSE, ids=str)
 def test_dense(row):
     sizes = row[:3]
-    wide = ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0)
-    narrow = ConvertedE4m3Plan(1, 6, 0, False, dequant_warpgroups=0)
+    wide = ConvertedE4m3Plan(2, 4, 0, False)
+    narrow = ConvertedE4m3Plan(1, 6, 0, False)
     loop = E4m3Plan(2, 3, 3, False)
     times = {wide: row.converted, loop: row.loop}
     if row.narrow is not None:
@@ -118,8 +118,8 @@ def test_dense(row):
 @pytest.mark.parametrize("row", BLOCK, ids=str)
 def test_fp8_weights(row):
     sizes = row[:3]
-    wide = BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0)
-    narrow = BlockE4m3Plan(1, 6, 0, False, dequant_warpgroups=0)
+    wide = BlockE4m3Plan(2, 4, 0, False)
+    narrow = BlockE4m3Plan(1, 6, 0, False)
     times = {wide: row.wide, narrow: row.narrow}
     for plan, us in times.items():
         assert e4m3_costs.plan_us(plan, *sizes) == near(us, FP8_WEIGHTS)
@@ -153,9 +153,9 @@ def test_experts(row):
 def test_more_work_takes_no_less_time(rows, columns, tokens):
     """This holds for each configuration, so the fit is plausible between measured sizes."""
     plans = (
-        *(E4m3Plan(2, 3, 3, False), E4m3Plan(1, 5, 3, False, dequant_warpgroups=2)),
-        *(ConvertedE4m3Plan(*tile, 0, False, dequant_warpgroups=0) for tile in ((2, 4), (1, 6))),
-        *(BlockE4m3Plan(*tile, 0, False, dequant_warpgroups=0) for tile in ((2, 4), (1, 6))),
+        *(E4m3Plan(2, 3, 3, False), E4m3Plan(1, 5, 3, False)),
+        *(ConvertedE4m3Plan(*tile, 0, False) for tile in ((2, 4), (1, 6))),
+        *(BlockE4m3Plan(*tile, 0, False) for tile in ((2, 4), (1, 6))),
     )
     for plan in plans:
         us = e4m3_costs.plan_us(plan, rows, columns, tokens)
@@ -168,7 +168,7 @@ def test_more_work_takes_no_less_time(rows, columns, tokens):
 def test_more_rows_of_experts_take_no_less_time(rows_of_x):
     for plan in (
         GroupedE4m3Plan(2, 3, 3, False),
-        GroupedConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
+        GroupedConvertedE4m3Plan(2, 4, 0, False),
     ):
         us = e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x)
         assert us <= e4m3_costs.experts_plan_us(plan, *DOWN, 64, rows_of_x + 64)

@@ -31,10 +31,10 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget
 ROWS, K_BLOCK = 128, 128
 # Forms of a GEMM with NVFP4 weights; a plan takes float32_out and swiglu.
 FORMS = {
-    "converted": lambda *kind: ConvertedE4m3Plan(2, 4, 0, *kind, dequant_warpgroups=0),
+    "converted": lambda *kind: ConvertedE4m3Plan(2, 4, 0, *kind),
     "in the loop": lambda *kind: E4m3Plan(2, 3, 3, *kind),
-    "converted, narrow": lambda *kind: ConvertedE4m3Plan(1, 6, 0, *kind, dequant_warpgroups=0),
-    "in the loop, narrow": lambda *kind: E4m3Plan(1, 5, 3, *kind, dequant_warpgroups=2),
+    "converted, narrow": lambda *kind: ConvertedE4m3Plan(1, 6, 0, *kind),
+    "in the loop, narrow": lambda *kind: E4m3Plan(1, 5, 3, *kind),
 }
 # Forms in tests of values; the others have the same bits.
 BOTH = pytest.mark.parametrize("form", ["converted", "in the loop"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +30,34 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, usage_of
 
 MOST_SHARED = 227 * 1024
+
+
+class Compiled(NamedTuple):
+    """A plan's kernel.
+
+    Attributes:
+        ptx: Its PTX.
+        parameters: Its parameters as they are packed.
+        usage: Its resources, by cuobjdump's names.
+        listing: Its instructions.
+        names: Their names.
+    """
+
+    ptx: str
+    parameters: Any
+    usage: dict[str, int]
+    listing: list[str]
+    names: list[str]
+
+
+def compiled(plan, folder):
+    kernel = cubin_cache.kernel_of(plan)
+    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {folder}")
+    image = Image(made.__cubin__, "kernel", plan.threads, plan.ctas, plan.shared_bytes)
+    (listing,) = instructions_of([image], "sm_90a", folder / "code")
+    names = [line.split()[0] for line in listing]
+    usage = usage_of(image, folder / "cubin")
+    return Compiled(made.__ptx__, kernel.abi.parameters, usage, listing, names)
 
 
 def every_plan():
@@ -58,9 +87,9 @@ def every_plan():
 # Of each kind the one with the most registers; the others in the nightly profile.
 QUICK = (
     E4m3Plan(2, 3, 3, False),
-    BlockE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
-    GroupedE4m3Plan(2, 3, 2, False, True, is_row_weighted=True, is_quantized=True),
-    ConvertedE4m3Plan(2, 4, 0, False, dequant_warpgroups=0),
+    BlockE4m3Plan(2, 4, 0, False),
+    GroupedE4m3Plan(2, 3, 2, False, True, row_weighted=True, quantized_out=True),
+    ConvertedE4m3Plan(2, 4, 0, False),
     grouped_converted_plan(128, False, True, True, True),
 )
 
@@ -79,12 +108,8 @@ QUICK = (
 )
 def test_machine_code_and_parameters(plan, tmp_path):
     """No spills in the loop, MMAs in flight together, registers of each warpgroup, parameters."""
-    kernel = cubin_cache.kernel_of(plan)
-    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
-    image = Image(made.__cubin__, "kernel", plan.threads, plan.ctas, plan.shared_bytes)
-    usage = usage_of(image, tmp_path / "cubin")
-    (listing,) = instructions_of([image], "sm_90a", tmp_path / "code")
-    names = [line.split()[0] for line in listing]
+    made = compiled(plan, tmp_path)
+    usage, names = made.usage, made.names
     # CUDA 12's assembler stores two registers of one kernel before its loop; CUDA 13's none.
     assert usage["LOCAL"] == 0
     assert usage["STACK"] <= 8
@@ -99,29 +124,24 @@ def test_machine_code_and_parameters(plan, tmp_path):
     assert not any(name.startswith("LDG") and ".CONSTANT" in name for name in names)
     assert not any(name.startswith("LDG") for name in names[: names.index("ACQBULK")])
 
-    warpgroups = -(-plan.dequant_warps // 4)
     groups = [plan.copy_registers, plan.dequant_registers, plan.mma_registers]
-    if plan.dequant_warps % 4 or not plan.dequant_warps:  # they share a warpgroup, or are none
-        groups, warpgroups = [plan.copy_registers, plan.mma_registers], warpgroups - 1
+    if not plan.dequant_warps:
+        groups.remove(plan.dequant_registers)
     registers = 128 * (plan.copy_registers + 2 * plan.mma_registers)
-    registers += 128 * max(warpgroups, 0) * plan.dequant_registers
+    registers += 128 * plan.dequant_warpgroups * plan.dequant_registers
     assert registers <= REGISTER_FILE // plan.threads // 8 * 8 * plan.threads
     starts = [i for i, name in enumerate(names) if name.startswith("USETMAXREG")]
     ends = [*starts[1:], len(names)]
     for most, start, end in zip(groups, starts, ends, strict=True):
-        used = [int(r) for line in listing[start:end] for r in re.findall(r"\bR(\d+)\b", line)]
+        used = [int(r) for line in made.listing[start:end] for r in re.findall(r"\bR(\d+)\b", line)]
         assert max(used) < most
-    assert_parameters(made.__ptx__, kernel.abi.parameters)
+    assert_parameters(made.ptx, made.parameters)
 
 
 def test_conversion(tmp_path):
     """No spills, a wait before the first load, all loads before the first store."""
-    kernel = cubin_cache.kernel_of(CONVERT)
-    made = kernel.compile(f"--gpu-arch sm_90a --keep-cubin --keep-ptx --dump-dir {tmp_path}")
-    image = Image(made.__cubin__, "kernel", CONVERT.threads, CONVERT.ctas, CONVERT.shared_bytes)
-    usage = usage_of(image, tmp_path / "cubin")
-    (listing,) = instructions_of([image], "sm_90a", tmp_path / "code")
-    names = [line.split()[0] for line in listing]
+    made = compiled(CONVERT, tmp_path)
+    usage, names = made.usage, made.names
     assert usage["LOCAL"] == usage["STACK"] == 0
     assert usage["REG"] <= 72
     loads = [i for i, name in enumerate(names) if name.startswith("LDG")]
@@ -129,7 +149,7 @@ def test_conversion(tmp_path):
     stores = [i for i, name in enumerate(names) if name.startswith("STG.E.128")]
     assert len(stores) == 2 * CONVERT.pieces
     assert loads[-1] < stores[0]
-    assert_parameters(made.__ptx__, kernel.abi.parameters)
+    assert_parameters(made.ptx, made.parameters)
 
 
 def assert_parameters(ptx, packed):

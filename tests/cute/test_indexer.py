@@ -187,7 +187,7 @@ def randomize_scales(case, share):
 def scored(case, group, calls):
     """Scores and maxima of calls in a row, without anything between."""
     from dsv4.cute.indexer import indexer_logits
-    from dsv4.triton.indexer import Keys, Scoring
+    from dsv4.triton.indexer_select import Keys, Scoring
 
     arguments = case.arguments(1)
     q = arguments["q"]
@@ -506,7 +506,7 @@ def test_arguments_of_topk(driver, tokens, group):
 def test_arguments_of_logits(driver, tokens, entries, warpgroups, splits):
     """Every argument by its name; ``inverse_splits`` gives every CTA its token."""
     from dsv4.cute.indexer import indexer_logits
-    from dsv4.triton.indexer import Keys, Scoring
+    from dsv4.triton.indexer_select import Keys, Scoring
 
     case = Coded(tokens, entries, 0, heads=3)
     arguments = case.arguments(512)

@@ -95,7 +95,7 @@ def test_compressed_slots_are_distinct_and_match(device, visible, index):
     entries = torch.arange(visible, device=device)
     seen = set()
     for row in range(3):
-        written = cache.layers[index].compressed_write_slots(torch.full_like(entries, row), entries)
+        written = cache.layers[index].compressed_slots_of(torch.full_like(entries, row), entries)
         seen |= set(written.tolist())
         prefix = cache.layers[index].compressed_prefix_slots(
             tensor([row], device), tensor([visible], device)
@@ -117,7 +117,7 @@ def test_pitfall_20_padding_passes_through_as_minus_one(device):
     for slots in (
         cache.layers[0].window_write_slots(single, none),
         cache.layers[0].window_read_slots(single, none),
-        cache.layers[1].compressed_write_slots(single, none),
+        cache.layers[1].compressed_slots_of(single, none),
         cache.layers[1].compressed_slots_of(single, none[:, None]),
         cache.layers[2].compressed_prefix_slots(single, tensor([0, 5, 5], device)),
     ):
@@ -125,7 +125,7 @@ def test_pitfall_20_padding_passes_through_as_minus_one(device):
         assert bool((slots == -1).all())
     # Past the end of the row: no slot, rather than the next row's.
     past = tensor([cache.layers[1].compressed_capacity], device)
-    assert cache.layers[1].compressed_write_slots(tensor([0], device), past).tolist() == [-1]
+    assert cache.layers[1].compressed_slots_of(tensor([0], device), past).tolist() == [-1]
 
 
 @given(st.integers(0, 2**40))
@@ -188,7 +188,7 @@ class Layer:
                 batch.sequences, overlap=self.overlap,
             )  # fmt: skip
             entry = torch.where(first < 0, -1, first // layer.ratio)
-            write_kv(layer.compressed, pooled, layer.compressed_write_slots(owner, entry))
+            write_kv(layer.compressed, pooled, layer.compressed_slots_of(owner, entry))
             visible = (positions + 1) // layer.ratio
             compressed = layer.compressed
             slots = layer.compressed_prefix_slots(rows, visible)
@@ -405,7 +405,7 @@ def test_limits_are_named():
     with pytest.raises(ValueError, match="index_format is 'fp8', wanted 'plain', 'index_fp8'"):
         make(index_format="fp8")
     with pytest.raises(ValueError, match="a sliding-window layer has no compressed entries"):
-        cache.layers[0].compressed_write_slots(tensor([0]), tensor([0]))
+        cache.layers[0].compressed_slots_of(tensor([0]), tensor([0]))
 
 
 @given(st.integers(1, 300), st.integers(1, 300))

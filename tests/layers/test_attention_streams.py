@@ -132,7 +132,7 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
     works = [(module.compressor, "write_pages")]
     if kind == CSA:
         indexer = module.compressor.indexer
-        works += [(indexer, "store_keys"), (indexer, "head_weights"), (module, "_queries")]
+        works += [(indexer, "write_pages"), (indexer, "head_weights"), (module, "_queries")]
 
     def late(run):
         def work(*args):

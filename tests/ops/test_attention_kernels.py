@@ -26,7 +26,7 @@ REFERENCE = False
 INTERPRETED_SHARE = 25
 BF16, F64 = torch.bfloat16, torch.float64
 # Of the smallest tiles: blocks that are not full, and several to a token.
-SMALL = kernels.Shape(16, 32, 4, 3, 1, 1, 1, 1)
+SMALL = kernels.Shape(16, 32, 4, 3, 1, 1, 1, 1, 1)
 formats = st.sampled_from(["fp8", "plain"])
 # Full groups, short ones, none of a kind, several columns without a dim.
 dims = st.sampled_from([(32, 8), (64, 64), (16, 0), (200, 64), (72, 16), (136, 8)])

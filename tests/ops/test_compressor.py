@@ -644,6 +644,14 @@ def test_a_state_that_overlaps_is_refused(data):
     assert not state.any()
 
 
+def test_odd_columns_are_refused_with_overlap(device):
+    kv, score, ape, state, *numbers = arguments(4, True, device)
+    with pytest.raises(ValueError, match="compressor_update: kv has 3 columns, wanted an even num"):
+        compressor_update(
+            kv[:, :3], score[:, :3], ape[:, :3], state[..., :3].contiguous(), *numbers, overlap=True
+        )
+
+
 def test_bad_windows_are_named(device):
     x = torch.zeros(2, 3, 4, 6, device=device)
     with pytest.raises(ValueError, match=r"kv has shape \[\], wanted \[any, any, any, any\]"):
@@ -772,7 +780,7 @@ LARGE = [
 def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, counts_as_few):
     """However many rows a batch is said to have: programs share them out in two ways."""
     ragged = Ragged.make(1, (ratio, overlap), d, batch, device, spare=8)
-    kernels = pytest.importorskip("dsv4.triton.compressor")
+    kernels = pytest.importorskip("dsv4.triton._lib.window_pooling")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_WARPS", 1 << 30 if counts_as_few else 0)
         state, pooled, positions, sequence = ragged.update()
@@ -788,7 +796,7 @@ def test_large_windows_equal_the_reference(device, ratio, overlap, d, batch, cou
 @given(kinds, seeds(), pieces())
 def test_a_batch_larger_than_one_scan(device, kind, seed, batch):
     """Entries of the batch are looked at two at a time, here."""
-    kernels = pytest.importorskip("dsv4.triton.compressor")
+    kernels = pytest.importorskip("dsv4.triton.compressor_update")
     ragged = Ragged.make(seed, kind, 5, batch, device)
     expected = ragged.update()
     with pytest.MonkeyPatch.context() as patch:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dsv4.ops.all_reduce import hc_reduce_post
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.norm import rms_norm
@@ -548,6 +549,18 @@ def test_bad_arguments_are_named(device):
         hc_post(y, streams, post, post)
     with pytest.raises(TypeError, match=r"hc_post: comb has dtype bool"):
         hc_post(y, streams, post, comb.bool())
+
+
+@pytest.mark.parametrize("operator", [hc_post, hc_reduce_post])
+def test_streams_of_one_axis_are_named(operator):
+    """While torch.compile traces, too, which does not check other shapes."""
+    args = torch.ones(8), torch.ones(8), torch.ones(3), torch.ones(3, 3)
+    name = operator.__name__
+    with pytest.raises(ValueError, match=rf"{name}: streams has shape \[8\], wanted \[..., n, H\]"):
+        operator(*args)
+    compiled = torch.compile(operator, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"streams has shape .*, n, H"):
+        compiled(*args)
 
 
 four = st.fixed_dictionaries(

@@ -211,7 +211,7 @@ def test_many_queries_are_what_few_are(device, dims, tokens, heads, dtype, most,
 
     And rows that are not loaded 16 bytes at a time: Triton's maximum of a group was wrong for them.
     """
-    kernels = pytest.importorskip("dsv4.triton.indexer")
+    kernels = pytest.importorskip("dsv4.triton.indexer_queries")
     monkeypatch.setattr(kernels, "_SMALL_VALUES", 0)
     monkeypatch.setattr(kernels, "_LARGE_VALUES", most)
     q, cos, sin = queries_of(5, tokens, heads, *dims, dtype, device)
@@ -870,7 +870,7 @@ def test_pitfall_22_nothing_visible(device, seed, tokens, top_k):
 @pytest.fixture(params=["narrowed", "narrowed in pieces", "shared"])
 def small_limits(request, monkeypatch):
     """Limits of the kernels so small that a short row goes the ways of a long one."""
-    kernels = pytest.importorskip("dsv4.triton.indexer")
+    kernels = pytest.importorskip("dsv4.triton.indexer_select")
     monkeypatch.setattr(kernels, "_SHARED_FROM", 2)
     if request.param != "shared":
         monkeypatch.setattr(kernels, "_SEARCHED", 0)

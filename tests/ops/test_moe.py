@@ -91,8 +91,11 @@ def test_ids_out_of_range_raise_on_the_cpu_and_choose_no_expert_elsewhere(device
 @given(routing=bad_routings(), data=st.data())
 def test_unchecked_ids_out_of_range_choose_no_expert(device, monkeypatch, routing, data):
     """The behaviour on a device, here of every implementation."""
-    for name in ("reference", "triton") if importlib.util.find_spec("triton") else ("reference",):
-        monkeypatch.setattr(f"dsv4.{name}.moe.check_ids", lambda ids, num_experts: None)
+    modules = ["reference.moe"]
+    if importlib.util.find_spec("triton"):
+        modules.append("triton.moe_sort")
+    for module in modules:
+        monkeypatch.setattr(f"dsv4.{module}.check_ids", lambda ids, num_experts: None)
     check_counting_sort(device, *routing[:2], data)
 
 
@@ -382,9 +385,9 @@ def many_ids(shape, kind):
 def test_permute_of_more_slots_than_one_program_takes(device, monkeypatch, shape, kind):
     """The way of many slots, with blocks so small that the interpreter can follow."""
     if device.type == "cpu":
-        moe = pytest.importorskip("dsv4.triton.moe")
-        monkeypatch.setattr(moe, "_RANKED_SLOTS", 0)
-        monkeypatch.setattr(moe, "_BLOCK", 8)
+        kernels = pytest.importorskip("dsv4.triton.moe_sort")
+        monkeypatch.setattr(kernels, "_RANKED_SLOTS", 0)
+        monkeypatch.setattr(kernels, "_BLOCK", 8)
     check_permute(many_ids(shape, kind), device)
 
 

@@ -51,17 +51,33 @@ def test_they_give_the_references_bits(arch):
     assert done.returncode == 0
 
 
+# Without instructions that 8.0 lacks: E4M3, and in the indexer ``xorsign`` and ``mul.bf16x2``.
+OLDEST = [
+    *("few quantize", "many rope", "fp8 swiglu", "E4M3 to float32", "float32 to E4M3"),
+    *("entries", "entries behind a norm", "compressed entries", "index queries, many"),
+    *("index keys, mxfp4", "index keys, fp8", "attention", "GEMM, fp8", "GEMM, nvfp4, grouped"),
+]
+
+
 @pytest.mark.slow
-def test_the_indexer_gives_the_references_bits_without_newer_instructions():
-    """Compute capability 8.0 has no ``xorsign``, and before 9.0 there is no ``mul.bf16x2``."""
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [
+        (80, OLDEST),
+        *(pytest.param(arch, [], marks=pytest.mark.nightly) for arch in (80, 86, 89, 120)),
+    ],
+)
+def test_kernels_of_other_gpus_give_the_references_bits(arch, names):
+    """Quantisers and caches do; GEMMs are near float64 (``compiled_caches``)."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests._tools.run_compiled", "80"]
+    command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch), *names]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     lines = [line.split(" | ") for line in done.stdout.splitlines()]
-    assert [line[2] for line in lines] == ["equal"] * 4, (done.stdout, done.stderr[-4000:])
+    assert [line[2] for line in lines] == ["equal"] * len(lines), (done.stdout, done.stderr[-4000:])
+    assert len(lines) == (len(names) or 59)
     assert {name for line in lines for name in line[1].split()} >= {
-        "_queries_kernel",
-        "score_pages_kernel",
+        *("_queries_kernel", "score_pages_kernel", "_attend_kernel", "_merge_kernel"),
+        *("_write_kernel", "_read_kernel", "_entry_kernel", "_gemm_kernel", "_grouped_kernel"),
     }
 
 

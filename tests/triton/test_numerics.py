@@ -9,7 +9,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from dsv4.testing.assertions import assert_bitwise  # noqa: E402
-from dsv4.triton._lib import numerics  # noqa: E402
+from dsv4.triton._lib import index_keys, numerics  # noqa: E402
+from dsv4.triton._runtime import launch_options  # noqa: E402
 
 KERNELS = ("triton",)
 REFERENCE = False
@@ -39,6 +40,13 @@ def _e4m3_bits(x, y, n, TILE: tl.constexpr, BLOCK: tl.constexpr):
 def _e4m3_value(x, y, n, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + i, numerics.e4m3_value(tl.load(x + i, mask=i < n)), mask=i < n)
+
+
+@triton.jit
+def _e4m3_bfloat16(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = index_keys.e4m3_values(tl.load(x + i, mask=i < n), tl.bfloat16)
+    tl.store(y + i, values, mask=i < n)
 
 
 @triton.jit
@@ -86,20 +94,46 @@ def test_widen_is_exact(device, dtype):
     assert_bitwise(got, x.float(), "widen")
 
 
+def encoded_values():
+    """All bfloat16 values, and what decides about a code or its neighbour in float32."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    borders = around(torch.cat((codes.float(), torch.tensor([464.0, -464.0, 480.0, 1e9]))))
+    return torch.cat((borders, every(torch.bfloat16).float()))
+
+
 @pytest.mark.parametrize("tile", [False, True])
 def test_e4m3_bits(device, tile):
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
-    x = around(torch.cat((codes.float(), torch.tensor([464.0, -464.0, 480.0, 1e9])))).to(device)
+    """The kernels' own conversion: an instruction where the GPU has one."""
+    x = encoded_values().to(device)
     got = run(_e4m3_bits, x, torch.empty(x.shape, dtype=torch.uint8, device=device), tile)
     expected = x.clamp(-448, 448).to(torch.float8_e4m3fn)
     assert_bitwise(got.view(torch.float8_e4m3fn).float(), expected.float(), "E4M3")
     assert bool((got[x.isnan()] & 0x7F == 0x7F).all())
 
 
-def test_e4m3_value(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_e4m3_value(device, dtype):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).to(device)
-    got = run(_e4m3_value, codes, torch.empty(256, device=device))
-    assert_bitwise(got, codes.view(torch.float8_e4m3fn).float(), "value")
+    kernel = _e4m3_value if dtype == torch.float32 else _e4m3_bfloat16
+    got = run(kernel, codes, torch.empty(256, dtype=dtype, device=device))
+    assert_bitwise(got, codes.view(torch.float8_e4m3fn).to(dtype), "value")
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_converts_gives_the_same_bits_by_integers():
+    """Code of compute capability 8.0, compiled for the GPU that is there."""
+    gpu = torch.device("cuda")
+    x, codes = encoded_values().to(gpu), torch.arange(256, device=gpu).to(torch.uint8)
+    bits, numbers = torch.empty(x.shape, dtype=torch.uint8, device=gpu), torch.empty(256).to(gpu)
+    own_bits, own_numbers = torch.empty_like(bits), torch.empty_like(numbers)
+    older = {"supported_fp8_dtypes": launch_options.OLDER_FP8}
+    for options, coded, decoded in (({}, own_bits, own_numbers), (older, bits, numbers)):
+        grid = (triton.cdiv(x.numel(), 1024),)
+        _e4m3_bits[grid](x, coded, x.numel(), False, BLOCK=1024, **options)
+        kernel = _e4m3_value[(1,)](codes, decoded, 256, BLOCK=256, **options)
+        assert ("e4m3" in kernel.asm["ptx"]) == (not options)
+    assert_bitwise(bits, own_bits, "codes")
+    assert_bitwise(numbers, own_numbers, "values")
 
 
 def test_exponents(device):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4 import device
-from dsv4.triton import gemm_fp8, router
-from dsv4.triton._lib import mixing_gemm
+from dsv4.triton import gemm_fp8
+from dsv4.triton._lib import mixing_gemm, router_logits
 from dsv4.triton._runtime import launch_options
 
 GPUS = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -24,12 +24,12 @@ tokens = st.integers(1, 8192)
 @given(gpus, tokens, st.sampled_from([8, 256, 384, 512]))
 def test_the_routers_stages_fit(gpu, tokens, experts):
     shared = device.shared_memory(gpu)
-    tile = router._tile(tokens, experts, torch.bfloat16, shared)
+    tile = router_logits._tile(tokens, experts, torch.bfloat16, shared)
     width = tile.tokens + tile.columns + tile.rest
     assert tile.stages >= 2
     assert 2 * tile.stages * tile.block * width < shared
     if shared == HOPPER:
-        assert tile == router._measured_tile(tokens, experts, torch.bfloat16)
+        assert tile == router_logits._measured_tile(tokens, experts, torch.bfloat16)
 
 
 @given(gpus, tokens, st.integers(1, 64), st.integers(1, 8192))

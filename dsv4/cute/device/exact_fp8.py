@@ -16,9 +16,12 @@ codes.
 
 from __future__ import annotations
 
-from cutlass import Int32, Uint32
+from collections.abc import Sequence
+
+from cutlass import Int32, Int64, Uint32
 
 from dsv4.cute.device.ptx import (
+    load_global_byte,
     mad_u32,
     mul_bfloat16x2_by_half,
     permute_bytes,
@@ -30,6 +33,11 @@ _HIGH_SIGNS, _LOW_SIGNS = 0x80008000, 0x00800080
 # Exponent field of 2^(k + 6) is ``byte >> 3`` plus this, less the row's exponent: k is
 # ``(byte >> 3) - 10 - row_exponent``.
 EXPONENT_BIAS = 127 + 6 - 10
+
+
+def load_row_exponent(address: Int64) -> Int32:
+    """``row_exponent`` of a row, an int8 in global memory."""
+    return (Int32(load_global_byte(address)) ^ 128) - 128
 
 
 def row_biases(low: Int32, high: Int32) -> Uint32:
@@ -87,3 +95,22 @@ def dequantized(word: Uint32, factor: Uint32, opaque_16: Uint32) -> tuple[Uint32
         merged = merged | (signs & Uint32(_HIGH_SIGNS))
         rows.append(merged | (other_signs & Uint32(_LOW_SIGNS)))
     return rows[0], rows[1]
+
+
+def dequantized_lines(
+    codes: Sequence[Uint32], scales: Sequence[Uint32], biases: Uint32, opaque_16: Uint32
+) -> tuple[list[Uint32], list[Uint32]]:
+    """16 neighbouring bytes of row ``lane // 4``, and 16 of row ``lane // 4 + 8``.
+
+    Args:
+        codes: The lane's four words of codes of 64 columns.
+        scales: Its two words of their scales.
+        biases: ``row_biases`` of the two rows.
+        opaque_16: 16, unknown to the compiler.
+    """
+    lines: tuple[list[Uint32], list[Uint32]] = ([], [])
+    for block, word in enumerate(codes):
+        powers = factors((scales[0], scales[1]), block, biases, opaque_16)
+        for line, of_row in zip(lines, dequantized(word, powers, opaque_16), strict=True):
+            line.append(of_row)
+    return lines

@@ -22,7 +22,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import Int32, Int64, Uint32
+from cutlass import Int64, Uint32
 
 from dsv4.cute.device import exact_fp8, ptx
 from dsv4.cute.device.kernel import PlannedKernel
@@ -60,8 +60,8 @@ class ConvertE4m3Kernel(PlannedKernel):
         cute.arch.griddepcontrol_wait()
         exponents = []
         for h in cutlass.range_constexpr(2):
-            byte = ptx.load_global_byte(args.row_exponent + Int64(tile * 16 + row + 8 * h))
-            exponents.append((Int32(byte) ^ 128) - 128)
+            at = args.row_exponent + Int64(tile * 16 + row + 8 * h)
+            exponents.append(exact_fp8.load_row_exponent(at))
         biases = exact_fp8.row_biases(exponents[0], exponents[1])
         opaque_16 = Uint32(args.opaque_16)
         # Past the last block, load its piece again.
@@ -77,7 +77,7 @@ class ConvertE4m3Kernel(PlannedKernel):
             )
         for n in cutlass.range_constexpr(self.plan.pieces):
             if first + n < args.k_blocks:
-                lines = converted(*loaded[n], biases, opaque_16)
+                lines = exact_fp8.dequantized_lines(*loaded[n], biases, opaque_16)
                 for h in cutlass.range_constexpr(2):
                     to = target(tile, blocks[n], args.k_blocks, row + 8 * h, piece)
                     ptx.store_global4(args.out + to, lines[h])
@@ -103,16 +103,3 @@ def sources(
 def target(tile: Number, k_block: Number, k_blocks: Number, row: Number, piece: Number) -> Number:
     """Offset in bytes of 16 results; see ``sources``."""
     return (Int64(tile * 16 + row) * k_blocks + k_block) * 128 + piece * 16
-
-
-def converted(
-    codes: tuple[Uint32, ...], scales: tuple[Uint32, ...], biases: Uint32, opaque_16: Uint32
-) -> tuple[list[Uint32], list[Uint32]]:
-    """16 results of a row and 16 of row + 8; see ``dsv4.cute.device.exact_fp8``."""
-    lines: tuple[list[Uint32], list[Uint32]] = ([], [])
-    for j in range(4):
-        powers = exact_fp8.factors((scales[0], scales[1]), j, biases, opaque_16)
-        words = exact_fp8.dequantized(codes[j], powers, opaque_16)
-        for line, word in zip(lines, words, strict=True):
-            line.append(word)
-    return lines

@@ -14,7 +14,6 @@ from dsv4.cute.sm90 import e4m3_times
 from dsv4.cute.sm90.e4m3_times import TileTimes
 from dsv4.cute.sm90.gemm_e4m3_plan import (
     K_BLOCK,
-    ROWS,
     BlockE4m3Tma,
     E4m3Args,
     E4m3Plan,
@@ -64,10 +63,7 @@ class ConvertE4m3Plan:
 
 @dataclass(frozen=True)
 class ConvertedE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_converted``.
-
-    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
-    """
+    """One configuration of the kernel in ``gemm_e4m3_converted``; ``dequantized_stages`` is 0."""
 
     @property
     def kernel(self) -> str:
@@ -78,16 +74,6 @@ class ConvertedE4m3Plan(E4m3Plan):
     def times(self) -> TileTimes:
         """Measured times of its tiles."""
         return e4m3_times.CONVERTED[self.token_rows]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
 
 
 @dataclass(frozen=True)
@@ -104,16 +90,6 @@ class GroupedConvertedE4m3Plan(GroupedE4m3Plan):
         """Measured times of its tiles."""
         return e4m3_times.GROUPED_CONVERTED[self.stages]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
-
-    @property
-    def factor_slots(self) -> int:
-        """Tiles whose factors of rows exist at a time: two of each MMA warpgroup."""
-        return 4
-
 
 CONVERT = ConvertE4m3Plan()
 _dense = functools.cache(ConvertedE4m3Plan)
@@ -125,7 +101,7 @@ def converted_plan(
 ) -> ConvertedE4m3Plan:
     """The configuration of a GEMM on converted weights; see ``e4m3_plan``."""
     plans = [
-        _dense(*(token_rows, stages, 0, float32_out, swiglu), dequant_warpgroups=0)
+        _dense(token_rows, stages, 0, float32_out, swiglu)
         for token_rows, stages in ((2, 4), (1, 6))
     ]
     return min(plans, key=lambda plan: plan.dense_us(rows, columns, tokens))
@@ -136,12 +112,7 @@ def grouped_converted_plan(
 ) -> GroupedConvertedE4m3Plan:
     """The configuration of a grouped GEMM on converted weights; see ``grouped_e4m3_plan``."""
     stages = 3 if quantized_out else 4
-    return _grouped(
-        *(2, stages, 0, float32_out, swiglu),
-        dequant_warpgroups=0,
-        is_row_weighted=row_weighted,
-        is_quantized=quantized_out,
-    )
+    return _grouped(2, stages, 0, float32_out, swiglu, row_weighted, quantized_out)
 
 
 def convert_grid(rows: int, columns: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from dsv4.cute.device import ptx
+from dsv4.cute.device import exact_fp8, ptx
 from dsv4.cute.sm90.gemm_e4m3_plan import LINE, ROWS, E4m3Plan
 from dsv4.cute.sm90.wgmma_copies import WgmmaCopies
 
@@ -138,8 +138,7 @@ class E4m3Results(WgmmaCopies):
     def _row_exponent(self, args: Any, expert: Int32, row: Int32) -> Int32:
         """Exponent of a row of an expert's weight, or of the last one."""
         at = Int64(expert) * args.rows + cutlass.min(row, args.rows - 1)
-        byte = ptx.load_global_byte(args.row_exponent + at)
-        return (Int32(byte) ^ 128) - 128
+        return exact_fp8.load_row_exponent(args.row_exponent + at)
 
     @cute.jit
     def _factor(self, args: Any, expert: Int32, row: Int32) -> Float32:

@@ -174,8 +174,7 @@ class E4m3Tiles(E4m3Results):
         slice_ = following.get_slice(0)
         blocks = self.plan.stages * self.plan.token_block // 64
         x = self._lines(shared_x, 64, blocks)
-        stages = self.plan.dequantized_stages or self.plan.stages
-        weights = self._lines(shared_weights, ROWS, stages)
+        weights = self._lines(shared_weights, ROWS, self.plan.mma_weight_stages)
         shape = slice_.partition_shape_C((64, ROWS))
         sums = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.plan.token_rows)]
         return Operands(

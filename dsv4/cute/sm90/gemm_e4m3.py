@@ -45,23 +45,23 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Boolean, Int32, Uint32
-from cutlass.cute.nvgpu import cpasync
+from cutlass import Boolean, Int32, Uint32
 
 from dsv4.cute.device import exact_fp8, ptx
 from dsv4.cute.device.tile_walk import Walk
-from dsv4.cute.sm90.e4m3_results import MMA_WARPS, Lane, ResultBuffers
-from dsv4.cute.sm90.e4m3_tiles import E4m3Tiles, Position, Rings
+from dsv4.cute.sm90.e4m3_copies import CtaMemory, E4m3Copies
+from dsv4.cute.sm90.e4m3_results import MMA_WARPS, Lane, Tile
+from dsv4.cute.sm90.e4m3_tiles import Position, Rings
 from dsv4.cute.sm90.e4m3_walks import DenseTiles
 from dsv4.cute.sm90.gemm_e4m3_plan import E4M3_ABI, K_BLOCK, ROWS, E4m3Tma
-from dsv4.cute.sm90.wgmma_copies import fake_weights, fake_x
+from dsv4.cute.sm90.wgmma_copies import WeightCopies, fake_weights, fake_x
 
 ROW_TILES = ROWS // 16
 
 Piece = list[Uint32]  # a lane's 4 words of codes and 2 of scales of 16 rows and 64 columns
 
 
-class E4m3Kernel(DenseTiles, E4m3Tiles):
+class E4m3Kernel(DenseTiles, E4m3Copies):
     """The kernel of one configuration."""
 
     abi = E4M3_ABI
@@ -95,150 +95,55 @@ class E4m3Kernel(DenseTiles, E4m3Tiles):
             codes_tensor=codes_tensor,
             scales_tensor=scales_tensor,
         )
-        self.kernel(tma, args).launch(
-            grid=[1, 1, 1],
-            block=[self.plan.threads, 1, 1],
-            cluster=[1, 1, 1],
-            smem=self.plan.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-        )
+        self._launch(tma, args, stream)
 
     @cute.kernel
     def kernel(self, tma: E4m3Tma, args: Any) -> None:
         """Multiply the tiles of a CTA, one after another; see the module."""
-        thread, _, _ = cute.arch.thread_idx()
-        me = Lane(thread, cute.arch.make_warp_uniform(thread // 32), thread % 32)
-        smem = cutlass.memory.SmemAllocator()
-        layout = self._layout(self.plan.token_block, self.plan.stages)
-        shared_x = smem.allocate_tensor(
-            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
-        )
-        layout = self._layout(ROWS, self.plan.dequantized_stages)
-        shared_weights = smem.allocate_tensor(
-            BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner
-        )
-        packed = smem.allocate_array(
-            cutlass.Uint8, self.plan.stages * self.plan.weight_bytes, byte_alignment=128
-        )
-        other = smem.allocate_array(cutlass.Uint8, self.plan.other_bytes, byte_alignment=16)
-        lines = Uint32(other.toint())
-        first_results = lines + Uint32(self.plan.transpose_bytes)
-        factors = first_results + Uint32(self.plan.first_result_bytes)
-        buffers = ResultBuffers(lines, first_results, factors)
-        table_at = factors + Uint32(self.plan.factor_slots * (ROWS * 4))
-        full_at = smem.allocate_array(cutlass.Int64, self.plan.barriers)
-        rings = self._rings(Uint32(full_at.toint()))
+        me, memory = self._lane(), self._memory()
         if me.warp == 0:
-            self._make_rings(rings, me.lane)
-        walk = self._begin(table_at, args, me)
+            self._make_rings(memory.rings, me.lane)
+        walk = self._begin(memory.table, args, me)
 
         copy_warp = MMA_WARPS + self.plan.dequant_warps
-        if cutlass.const_expr(self.plan.dequant_warps % 4):  # noqa: SIM102
-            # Copy and dequant warps of a warpgroup: they execute one setmaxnreg.
-            if me.warp >= MMA_WARPS:
-                cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
         if me.warp >= copy_warp:
-            if cutlass.const_expr(self.plan.dequant_warps % 4 == 0):
-                cute.arch.setmaxregister_decrease(self.plan.copy_registers)
+            cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if me.warp == copy_warp:
-                self._copy(tma, shared_x, packed, full_at, rings, walk, args, me.lane)
+                self._copy(tma, memory, walk, args, me.lane)
             else:
                 self._clear(walk, args, me.thread - 32 * (copy_warp + 1))
         elif me.warp >= MMA_WARPS:
-            if cutlass.const_expr(self.plan.dequant_warps % 4 == 0):
-                cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
-            to = Uint32(shared_weights.iterator.toint())
-            self._dequantize(Uint32(packed.toint()), to, factors, rings, walk, args, me)
+            cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
+            self._dequantize(memory, walk, args, me)
         else:
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
-            operands = self._mma_operands(shared_x, shared_weights)
-            self._multiply(operands, buffers, rings, walk, args, me)
+            operands = self._mma_operands(memory.x, memory.weights)
+            self._multiply(operands, memory.buffers, memory.rings, walk, args, me)
 
-    # The copy warp.
-
-    @cute.jit
-    def _copy(
-        self,
-        tma: E4m3Tma,
-        shared_x: cute.Tensor,
-        packed: cute.Pointer,
-        full_at: cute.Pointer,
-        rings: Rings,
-        walk: Walk,
-        args: Any,
-        lane: Int32,
-    ) -> None:
-        """One warp: keep the ring full, tile after tile."""
-        cpasync.prefetch_descriptor(tma.x_tma)
-        cpasync.prefetch_descriptor(tma.codes_tma)
-        cpasync.prefetch_descriptor(tma.scales_tma)
-        boxes = self.plan.token_block // self.plan.tma_tokens
-        stages_of_x = cute.make_tensor(
-            shared_x.iterator, self._layout(self.plan.tma_tokens, self.plan.stages * boxes).outer
-        )
-        number, position = walk.first, Position(Int32(0), Int32(1))
-        while number < walk.total:
-            tile = self._tile(number, walk, args)
-            tokens = cute.domain_offset((tile.token, 0), tma.x_tensor)
-            x_tiles = cute.local_tile(tokens, (self.plan.tma_tokens, 64), (None, None))
-            x = self._partition(tma.x_tma, stages_of_x, x_tiles)
-            # Boxes that have tokens of the tile; a dense tile is a single box.
-            count = Int32(1)
-            if cutlass.const_expr(boxes > 1):
-                most = cutlass.min(tile.end - tile.token, self.plan.token_block)
-                count = (most + (self.plan.tma_tokens - 1)) // self.plan.tma_tokens
-            box_bytes = self.plan.tma_tokens * K_BLOCK
-            for part in cutlass.range_constexpr(self.plan.row_parts):
-                row_tile = (tile.expert * args.rows + tile.row) // 16 + part * (ROWS // 16)
-                weights = self._weight_copies(tma, packed, row_tile)
-                for k in cutlass.range(args.stages, unroll=1):
-                    stage = position.stage
-                    barrier = full_at + stage
-                    ptx.mbarrier_wait(rings.empty + Uint32(stage * 8), position.parity)
-                    if lane == 0:
-                        ptx.mbarrier_arrive_expect_tx(
-                            rings.full + Uint32(stage * 8),
-                            count * box_bytes + self.plan.weight_bytes,
-                        )
-                    self._copy_weights(tma, weights, Int32(k), stage, barrier)
-                    for box in cutlass.range(count, unroll=1):
-                        cute.copy(
-                            tma.x_tma,
-                            x.source[(None, box, tile.input + k)],
-                            x.to[(None, stage * boxes + box)],
-                            tma_bar_ptr=barrier,
-                        )
-                    position = self._advanced(position, self.plan.stages)
-            number += walk.stride
+    def _tile_weights(
+        self, tma: E4m3Tma, to: cute.Pointer, args: Any, tile: Tile, part: int
+    ) -> WeightCopies:
+        """The TMA copies of the packed weights of 128 rows of a tile."""
+        row_tile = (tile.expert * args.rows + tile.row) // 16 + part * ROW_TILES
+        return self._weight_copies(tma, to, row_tile)
 
     # The warps that dequantize weights.
 
     @cute.jit
-    def _dequantize(
-        self,
-        packed: Uint32,
-        to: Uint32,
-        factors: Uint32,
-        rings: Rings,
-        walk: Walk,
-        args: Any,
-        me: Lane,
-    ) -> None:
+    def _dequantize(self, memory: CtaMemory, walk: Walk, args: Any, me: Lane) -> None:
         """``dequant_warps`` warps: dequantize the weights of every stage.
 
         A warp holds the next piece, also of the next stage, in registers while it dequantizes one.
         Without that 4096 x 8192 of 4096 tokens took 297 us instead of 273 (H200, 2026-11-28).
 
         Args:
-            packed: Codes and scales of all stages.
-            to: Dequantized weights of all stages.
-            factors: Factors of rows.
-            rings: mbarriers.
+            memory: Shared memory.
             walk: The CTA's tiles.
             args: The scalars.
             me: Who this is.
         """
+        packed, to = Uint32(memory.copied.toint()), Uint32(memory.weights.iterator.toint())
+        factors, rings = memory.buffers.factors, memory.rings
         warp, lane = me.warp - MMA_WARPS, me.lane
         row, quarter = lane // 4, lane % 4
         tiles = ROW_TILES // self.plan.dequant_warps
@@ -320,17 +225,12 @@ class E4m3Kernel(DenseTiles, E4m3Tiles):
 
     def _write(self, piece: Piece, to: Uint32, biases: Uint32, opaque_16: Uint32, n: int) -> None:
         """One warp: dequantize piece ``n`` of a stage."""
-        lines: tuple[list[Uint32], list[Uint32]] = ([], [])
-        for j in range(4):
-            powers = exact_fp8.factors((piece[4], piece[5]), j, biases, opaque_16)
-            words = exact_fp8.dequantized(piece[j], powers, opaque_16)
-            for line_of_half, word in zip(lines, words, strict=True):
-                line_of_half.append(word)
+        lines = exact_fp8.dequantized_lines(piece[:4], piece[4:], biases, opaque_16)
         # The second piece of 16 bytes is the first one's neighbour.
         at = to ^ Uint32(n % 2 * 16)
-        for half, line_of_half in enumerate(lines):
+        for half, line in enumerate(lines):
             row = n // 2 * self.plan.dequant_warps * 16 + half * 8
-            ptx.store_shared4(at, line_of_half, row * K_BLOCK)
+            ptx.store_shared4(at, line, row * K_BLOCK)
 
     @cute.jit
     def _row_biases(self, args: Any, expert: Int32, row: Int32) -> Uint32:

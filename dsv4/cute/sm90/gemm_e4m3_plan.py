@@ -202,11 +202,11 @@ class E4m3Plan:
     Attributes:
         token_rows: Tiles of 64 tokens of an MMA warpgroup: 1 or 2.
         stages: Stages of the ring that TMA fills.
-        dequantized_stages: Stages of the ring of dequantized weights.
+        dequantized_stages: Stages of the ring of dequantized weights; 0 where they are E4M3.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
-        dequant_warpgroups: Warpgroups that dequantize: 1, 2 with one tile of 64 tokens, or 0 for
-            FP8 weights.
+        row_weighted: Whether SwiGLU's results are multiplied by a weight of their token.
+        quantized_out: Whether results are E4M3 codes and their scales.
     """
 
     token_rows: int
@@ -214,7 +214,9 @@ class E4m3Plan:
     dequantized_stages: int
     float32_out: bool
     swiglu: bool = False
-    dequant_warpgroups: int = 1
+    # Fields of grouped plans.
+    row_weighted = False
+    quantized_out = False
 
     @property
     def kernel(self) -> str:
@@ -238,16 +240,6 @@ class E4m3Plan:
     @property
     def is_grouped(self) -> bool:
         """Return whether tiles belong to experts, and may have few tokens."""
-        return False
-
-    @property
-    def row_weighted(self) -> bool:
-        """Return whether SwiGLU's results are multiplied by a weight of their token."""
-        return False
-
-    @property
-    def quantized_out(self) -> bool:
-        """Return whether results are E4M3 codes and their scales."""
         return False
 
     @property
@@ -295,13 +287,20 @@ class E4m3Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Codes and scales of a stage."""
+        """Bytes of the weight that TMA copies a stage: codes and scales, or only E4M3 codes."""
+        if not self.dequantized_stages:
+            return ROWS * K_BLOCK
         return self.cta_row_tiles * (self.code_bytes + self.scale_bytes)
 
     @property
     def x_bytes(self) -> int:
         """Bytes of X of a stage."""
         return self.token_block * K_BLOCK
+
+    @property
+    def mma_weight_stages(self) -> int:
+        """Stages of weights that MMAs read: of a ring of their own, or as TMA copies them."""
+        return self.dequantized_stages or self.stages
 
     @property
     def dequantized_bytes(self) -> int:
@@ -322,9 +321,10 @@ class E4m3Plan:
     def factor_slots(self) -> int:
         """Tiles whose factors of rows exist at a time.
 
-        Tiles of one stage: the one that is stored, those of the ring, and the one that comes.
+        Where weights are dequantized, tiles of one stage: the one that is stored, those of the
+        ring, and the one that comes. Else two of each MMA warpgroup.
         """
-        return self.dequantized_stages + 2 if self.dequantized_stages else 0
+        return self.dequantized_stages + 2 if self.dequantized_stages else 4
 
     @property
     def table_bytes(self) -> int:
@@ -341,6 +341,13 @@ class E4m3Plan:
     def barriers(self) -> int:
         """The mbarriers: two for each stage of each ring."""
         return 2 * (self.stages + self.dequantized_stages)
+
+    @property
+    def dequant_warpgroups(self) -> int:
+        """Warpgroups that dequantize: two where an MMA warpgroup has one tile of 64 tokens."""
+        if not self.dequantized_stages:
+            return 0
+        return 2 if self.token_rows == 1 else 1
 
     @property
     def dequant_warps(self) -> int:
@@ -377,9 +384,7 @@ class E4m3Plan:
 
 @dataclass(frozen=True)
 class BlockE4m3Plan(E4m3Plan):
-    """One configuration of the kernel in ``gemm_e4m3_block``.
-
-    ``dequantized_stages`` and ``dequant_warpgroups`` are 0.
+    """One configuration of the kernel in ``gemm_e4m3_block``; ``dequantized_stages`` is 0.
 
     Attributes:
         e8m0_scales: Whether scales of the weight are E8M0, else float32.
@@ -398,9 +403,9 @@ class BlockE4m3Plan(E4m3Plan):
         return e4m3_times.BLOCK[self.token_rows]
 
     @property
-    def weight_bytes(self) -> int:
-        """Codes of a stage."""
-        return ROWS * K_BLOCK
+    def factor_slots(self) -> int:
+        """Rows have no factors."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -408,12 +413,12 @@ class GroupedE4m3Plan(E4m3Plan):
     """One configuration of the kernel in ``grouped_gemm_e4m3``.
 
     Attributes:
-        is_row_weighted: See ``row_weighted``.
-        is_quantized: See ``quantized_out``; needs ``swiglu``.
+        row_weighted: See ``E4m3Plan``; needs ``swiglu``.
+        quantized_out: See ``E4m3Plan``; needs ``swiglu``.
     """
 
-    is_row_weighted: bool = False
-    is_quantized: bool = False
+    row_weighted: bool = False
+    quantized_out: bool = False
 
     @property
     def kernel(self) -> str:
@@ -429,16 +434,6 @@ class GroupedE4m3Plan(E4m3Plan):
     def is_grouped(self) -> bool:
         """Return whether tiles belong to experts, and may have few tokens."""
         return True
-
-    @property
-    def row_weighted(self) -> bool:
-        """Return whether SwiGLU's results are multiplied by a weight of their token."""
-        return self.is_row_weighted
-
-    @property
-    def quantized_out(self) -> bool:
-        """Return whether results are E4M3 codes and their scales."""
-        return self.is_quantized
 
 
 # Few configurations serve all matrices.
@@ -457,7 +452,7 @@ def e4m3_plan(rows: int, columns: int, tokens: int, float32_out: bool, swiglu: b
         float32_out: Whether the result is float32.
         swiglu: See ``E4m3Plan``.
     """
-    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu, 2)
+    wide, narrow = _dense(2, 3, 3, float32_out, swiglu), _dense(1, 5, 3, float32_out, swiglu)
     return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
@@ -465,8 +460,8 @@ def block_e4m3_plan(
     rows: int, columns: int, tokens: int, float32_out: bool, e8m0_scales: bool
 ) -> BlockE4m3Plan:
     """The configuration of a GEMM with FP8 weights; see ``e4m3_plan`` and ``BlockE4m3Plan``."""
-    wide = _block(2, 4, 0, float32_out, dequant_warpgroups=0, e8m0_scales=e8m0_scales)
-    narrow = _block(1, 6, 0, float32_out, dequant_warpgroups=0, e8m0_scales=e8m0_scales)
+    wide = _block(2, 4, 0, float32_out, e8m0_scales=e8m0_scales)
+    narrow = _block(1, 6, 0, float32_out, e8m0_scales=e8m0_scales)
     return min(wide, narrow, key=lambda plan: plan.dense_us(rows, columns, tokens))
 
 
@@ -491,9 +486,9 @@ def grouped_e4m3_plan(
     kind = {
         "float32_out": float32_out,
         "swiglu": swiglu,
-        "is_row_weighted": row_weighted,
-        "is_quantized": quantized_out,
+        "row_weighted": row_weighted,
+        "quantized_out": quantized_out,
     }
     if rows_of_x > 128 * experts:
         return _grouped(2, 3, 2 if quantized_out else 3, **kind)
-    return _grouped(1, 4, 3, dequant_warpgroups=2, **kind)
+    return _grouped(1, 4, 3, **kind)

@@ -14,6 +14,7 @@ from dsv4.kv_cache.pages import FP4_GROUP
 from dsv4.triton._lib.hadamard import fp4_exponents, group_exponents
 from dsv4.triton._lib.numerics import (
     INTERPRETED,
+    converts_e4m3,
     e4m3_bits,
     e4m3_value,
     narrow,
@@ -109,9 +110,10 @@ def mxfp4_tile(values, CONVERT: tl.constexpr):
 @triton.jit
 def e4m3_values(codes, dtype: tl.constexpr):
     """Values of E4M3 codes (uint8), exact in ``dtype``: bfloat16, float16 or float32."""
-    if INTERPRETED:
+    if INTERPRETED or not converts_e4m3():
         return narrow(e4m3_value(codes), dtype)
-    return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return codes.to(tl.float8e4nv, bitcast=True).to(dtype)
 
 
 @triton.jit
@@ -343,7 +345,7 @@ def dequantize_words(
 @triton.jit
 def _fp8_words(words, DTYPE: tl.constexpr):
     # int32 [M, W] of four codes to [M, W, 2, 2]: bit 0 of a code's number, then bit 1.
-    if INTERPRETED or tl.bfloat16 == DTYPE:
+    if INTERPRETED or tl.bfloat16 == DTYPE or not converts_e4m3():
         a, b = e4m3_values(_byte(words, 0), DTYPE), e4m3_values(_byte(words, 1), DTYPE)
         c, d = e4m3_values(_byte(words, 2), DTYPE), e4m3_values(_byte(words, 3), DTYPE)
         return tl.join(tl.join(a, b), tl.join(c, d))

@@ -1,4 +1,4 @@
-"""Indexer logits, stored as integers that order as the logits do, for ``indexer``.
+"""Indexer logits, stored as integers that order as the logits do, for ``indexer_select``.
 
 ``score_pages_kernel``: a program owns a token and blocks of 64 entries that lie in one page, whose
 codes it reads in 32-bit words. ``score_kernel``: any entries and pages; neighbouring tokens of a

@@ -5,6 +5,9 @@ directions are wrong for subnormal numbers; float32 to float8e4nv rounds subnorm
 wraps past 448. So kernels convert through these functions alone. Compiled, each is the hardware's
 own conversion; interpreted, integer arithmetic with the same result, NaN's bits apart. Both are
 tested over every bit pattern of the narrow type and its neighbourhood.
+
+Before compute capability 8.9 GPUs have no conversion to and from E4M3. Kernels compiled for them
+take the integer arithmetic too (``converts_e4m3``).
 """
 
 from __future__ import annotations
@@ -82,54 +85,75 @@ def dot(a, b, total):
         return tl.dot(a, b, total)
 
 
+@tl.core.builtin
+def converts_e4m3(_semantic=None):
+    """Return whether the GPU that a kernel is compiled for has conversions to and from E4M3.
+
+    Triton knows it from the target's compute capability; ``launch_options.options`` passes it where
+    the GPU has none.
+    """
+    return tl.constexpr("fp8e4nv" in _semantic.builder.options.supported_fp8_dtypes)
+
+
+@triton.jit
+def e4m3_bits_by_integers(x):
+    """``e4m3_bits`` for GPUs without the conversion."""
+    magnitude = tl.minimum(tl.abs(x), 448.0)
+    bits = magnitude.to(tl.int32, bitcast=True)
+    # Normal: keep 3 of 23 mantissa bits, move the exponent bias from 127 to 7.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Subnormal (below 2^-6): adding 2^14 rounds to multiples of 2^-9 in the low mantissa bits.
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0.015625, subnormal, normal)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
+    return tl.where(x != x, 0x7F, code | sign).to(tl.uint8)
+
+
 @triton.jit
 def e4m3_bits(x):
     """float32 to the nearest E4M3 (ties to even, saturating at 448, NaN to 0x7F), uint8 bits."""
-    if INTERPRETED:
-        magnitude = tl.minimum(tl.abs(x), 448.0)
-        bits = magnitude.to(tl.int32, bitcast=True)
-        # Normal: keep 3 of 23 mantissa bits, move the exponent bias from 127 to 7.
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        # Subnormal (below 2^-6): adding 2^14 rounds to multiples of 2^-9 in the low mantissa bits.
-        subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF
-        code = tl.where(magnitude < 0.015625, subnormal, normal)
-        code = tl.where(x != x, 0x7F, code)
-        sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
-        return tl.where(x != x, code, code | sign).to(tl.uint8)
-    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    if INTERPRETED or not converts_e4m3():
+        return e4m3_bits_by_integers(x)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def e4m3_tile(x):
     """``e4m3_bits`` of a tile of which a thread has neighbours: four of them make a word."""
-    if INTERPRETED:
-        return e4m3_bits(x)
-    return tl.inline_asm_elementwise(
-        "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
-        "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
-        "=r,f,f,f,f",
-        [x],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
-    )
+    if INTERPRETED or not converts_e4m3():
+        return e4m3_bits_by_integers(x)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+            "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            "=r,f,f,f,f",
+            [x],
+            dtype=tl.uint8,
+            is_pure=True,
+            pack=4,
+        )
+
+
+@triton.jit
+def e4m3_value_by_integers(bits):
+    """``e4m3_value`` for GPUs without the conversion.
+
+    Shifted, the bits are those of float32, of the value times 2^-120; subnormal numbers as well.
+    """
+    wide = bits.to(tl.int32)
+    shifted = ((wide & 0x7F) << 20) | ((wide & 0x80) << 24)
+    value = shifted.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
 
 
 @triton.jit
 def e4m3_value(bits):
     """Value of E4M3 bits (uint8) as float32; 0x7F and 0xFF are NaN."""
-    if INTERPRETED:
-        wide = bits.to(tl.int32)
-        exponent, mantissa = (wide >> 3) & 15, wide & 7
-        normal = ((exponent + 120) << 23) | (mantissa << 20)
-        value = tl.where(
-            exponent == 0,
-            mantissa.to(tl.float32) * 0.001953125,
-            normal.to(tl.float32, bitcast=True),
-        )
-        value = tl.where((wide & 0x7F) == 0x7F, float("nan"), value)
-        return tl.where(wide >= 128, -value, value)
-    return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    if INTERPRETED or not converts_e4m3():
+        return e4m3_value_by_integers(bits)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit

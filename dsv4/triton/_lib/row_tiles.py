@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton
 import triton.language as tl
 
 from dsv4.triton._runtime import launch_options
@@ -36,3 +37,15 @@ def tile(rows: int, columns: int, itemsize: int = 2) -> dict[str, int]:
     shared = min(max(1, most // width), launch_options.power_of_two(2 * rows // _MANY_ROWS))
     warps = max(4, min(8, width // 1024), width // 4096)
     return {"ROWS": shared, "num_warps": min(32, warps)}
+
+
+def column_chunks(tokens: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """Columns per program, and programs per token: small ones while there are few tokens."""
+    block = 1024 if tokens * columns >= 1024 * 4 * launch_options.sm_count(device) else 256
+    block = min(block, launch_options.power_of_two(columns))
+    return block, max(1, triton.cdiv(columns, block))
+
+
+def chunk_warps(block: int) -> int:
+    """A thread takes 8 columns."""
+    return max(1, block // 256)

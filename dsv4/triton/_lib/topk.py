@@ -1,4 +1,4 @@
-"""Top-k selection from a row of indexer logits, for ``indexer``: one program per token.
+"""Top-k selection from a row of indexer logits, for ``indexer_select``: one program per token.
 
 The keys of a short row stay in registers, where a search finds the k-th highest. A longer row is
 first reduced to the keys that reach a threshold: the k-th highest of the maxima of some 2 k

@@ -13,6 +13,10 @@ from dsv4.cute.runtime.launch import on as cuda_device
 _SMALL_WARPS = 1024
 _NOWHERE = contextlib.nullcontext()
 _INTERPRETED_AS = (9, 0)  # the interpreter takes the tiles and instructions of this GPU
+_RESERVED = 1024  # bytes of shared memory that the driver takes for each program
+# FP8 types that GPUs before 8.9 convert to. Triton has the same by itself; as an option of a launch
+# they let a newer GPU run what older GPUs run (``numerics.converts_e4m3``).
+OLDER_FP8 = ("fp8e4b15", "fp8e5")
 
 
 def on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -35,6 +39,8 @@ def options(tensor: torch.Tensor, small: bool = False) -> dict[str, Any]:
     version = capability(tensor)
     if version is None:
         return {"PDL": 0}
+    if version < (8, 9):
+        return {"PDL": 0, "enable_fp_fusion": True, "supported_fp8_dtypes": OLDER_FP8}
     if version[0] < 9:
         return {"PDL": 0, "enable_fp_fusion": True}
     return {"PDL": 2 if small else 1, "launch_pdl": True, "enable_fp_fusion": True}
@@ -75,6 +81,22 @@ def shared_memory(tensor: torch.Tensor) -> int:
     return machine.shared_memory(capability(tensor) or _INTERPRETED_AS)
 
 
+def resident(room: int, most: int, shared: int) -> int:
+    """Programs that an SM holds at a time: ``most``, or fewer if its shared memory ends before.
+
+    An SM has what one program can have and, for each program, what the driver reserves. ``most`` is
+    kept on GPUs with as much as Hopper: it was chosen by times there.
+
+    Args:
+        room: Bytes of shared memory that a program can have.
+        most: As many as are worthwhile, or as registers allow; at least 1.
+        shared: Bytes of shared memory that a program takes.
+    """
+    if room >= machine.shared_memory(_INTERPRETED_AS):
+        return most
+    return max(1, min(most, (room + _RESERVED) // (shared + _RESERVED)))
+
+
 def has_descriptors(tensor: torch.Tensor) -> bool:
     """Return whether tensor descriptors (TMA) load tiles: on Hopper and newer GPUs.
 
@@ -89,7 +111,12 @@ def has_wide_tiles(tensor: torch.Tensor) -> bool:
     Other GPUs multiply operands in registers (``mma.sync``). A tile of 128 x 128 with separate
     pointers for each load does not fit there.
     """
-    return sm(tensor) // 10 in (9, 10, 11)
+    return is_wide(sm(tensor))
+
+
+def is_wide(sm: int) -> bool:
+    """``has_wide_tiles`` of a GPU by the result of ``sm``."""
+    return sm // 10 in (9, 10, 11)
 
 
 def sm_count(device: torch.device) -> int:

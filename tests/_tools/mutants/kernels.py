@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "pitfall 16",
         "a kernel that takes a padded length",
-        TRITON + "compressor:_entry",
+        TRITON + "compressor_update:_entry",
         "length = tl.load(cu + b + 1).to(tl.int64) - first\n"
         "start = tl.load(starts + b).to(tl.int64)",
         "length = tl.load(cu + b + 1).to(tl.int64) - first\n"

@@ -403,8 +403,8 @@ MUTANTS = (
         "pitfall 32",
         "packed experts ignore the clamp",
         LAYERS + "experts:DeepseekV4Experts._activated",
-        "(rows, self._weight(name, part.slots), offsets, self.limit)",
-        "(rows, self._weight(name, part.slots), offsets, None)",
+        "(rows, self.quantized_weight(name, part.slots), offsets, self.limit)",
+        "(rows, self.quantized_weight(name, part.slots), offsets, None)",
         PACKED_EXPERTS + "test_pitfall_32_the_clamp_acts_on_real_values",
     ),
     Mutant(

@@ -65,7 +65,7 @@ MUTANTS = (
     Mutant(
         "start",
         "scores of an odd number of tokens at a time",
-        TRITON + "indexer:rows_at_a_time",
+        TRITON + "indexer_select:rows_at_a_time",
         "rows - rows % 16 if rows >= 16 else rows",
         "rows",
         WARM + "test_any_step_launches_what_was_found",

@@ -32,7 +32,7 @@ MUTANTS = (
     Mutant(
         "pitfall 18",
         "a compressor's step that does not wait",
-        TRITON + "compressor:_update_kernel",
+        TRITON + "compressor_update:_update_kernel",
         "wait_for_inputs(PDL)",
         "",
         BEHIND,
@@ -40,7 +40,7 @@ MUTANTS = (
     Mutant(
         "pitfall 18",
         "a pooled row that is stored without a wait for it",
-        TRITON + "compressor:_entry_kernel",
+        TRITON + "compress_write:_entry_kernel",
         "wait_for_inputs(PDL)",
         "",
         BEHIND,

@@ -1,15 +1,12 @@
-"""Kernels of ``dsv4.ops.compressor``: a program pools a window in registers.
+"""Kernel of ``compressor_update`` of ``dsv4.ops.compressor``: states and windows of a ragged batch.
 
-Tiles are ``[slots, channels]``, a slot per token of a window; a thread holds four neighbouring
-channels of some slots. Whatever is loaded or stored is such a tile, so that all have one layout,
-and threads exchange nothing but sums over slots.
-
-The programs of a ragged batch are, first, one *head* per entry of the batch. The open window of the
-entry's state, with the new tokens that belong to it, is loaded once: it is pooled if it closes,
-with overlap also as the window before the next. The last new tokens are stored, each in the slot of
-its position modulo the number of slots. Nobody else touches that state, so one launch does all
-without a race. The windows after those hold new tokens alone; each is a *tail*. An entry with n
-tokens has at most n // m of them, so ``B + T // m`` programs are enough, the number of output rows.
+A program pools a window in registers (``_lib/window_pooling.py``). The programs of a ragged batch
+are, first, one *head* per entry of the batch. The open window of the entry's state, with the new
+tokens that belong to it, is loaded once: it is pooled if it closes, with overlap also as the window
+before the next. The last new tokens are stored, each in the slot of its position modulo the number
+of slots. Nobody else touches that state, so one launch does all without a race. The windows after
+those hold new tokens alone; each is a *tail*. An entry with n tokens has at most n // m of them, so
+``B + T // m`` programs are enough, the number of output rows.
 """
 
 from __future__ import annotations
@@ -18,73 +15,24 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.kv_cache.pages import COMPACT_FORMATS
-from dsv4.ops._library import as_record
-from dsv4.ops.compressor import CompressorUpdateArgs, CompressWriteArgs, PoolWindowsArgs
-from dsv4.triton._lib import cache_entries, row_tiles
-from dsv4.triton._lib.angles import cos_sin
-from dsv4.triton._lib.compressed_entries import norm_and_rotate, store_entry
-from dsv4.triton._lib.hadamard import hadamard_row, rotate_quantize_row
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, once, wait_for_inputs, widen
-from dsv4.triton._lib.nvfp4 import conversion
-from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.ops.compressor import CompressorUpdateArgs
+from dsv4.triton._lib.numerics import once, wait_for_inputs, widen
+from dsv4.triton._lib.window_pooling import (
+    ABSENT,
+    channels_of,
+    pool_slots,
+    pooling_tiles,
+    score_of,
+    store_pooled,
+    with_stride,
+)
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
-_ABSENT = tl.constexpr(float("-inf"))
-_LOG2E = tl.constexpr(1.4426950408889634)
-_VECTOR = tl.constexpr(4)  # channels of a thread: 16 bytes of float32
 _STEP = tl.constexpr(4)  # new tokens of an open window stored together
 # Entries of the batch looked at together. A kernel for 1024 took twice as long to compile as one
 # for 256 (2.3 to 3.7 s).
 _SCANS = (1, 32, 64, 256)
-_WARPS = 2048  # warps of all programs up to which rows count as few
-_FAR = 1 << 31  # elements that 32-bit offsets reach
-
-
-@triton.jit
-def _channels(piece, WIDTH: tl.constexpr):
-    """Channels ``[1, WIDTH]`` of a program.
-
-    Declared contiguous by four alone: loads of 2-byte numbers then take as many as those of 4-byte
-    ones and stores, and no tile changes its layout. ``piece`` must not be known to be 0 when the
-    kernel is compiled, or the sum that carries the declaration is gone.
-    """
-    channel = piece * WIDTH + tl.arange(0, WIDTH)
-    if WIDTH >= _VECTOR:
-        channel = tl.max_contiguous(tl.multiple_of(channel, _VECTOR), _VECTOR)
-    return channel[None, :]
-
-
-@triton.jit
-def _pool(kv, score, earlier_kv, earlier_score, RATIO: tl.constexpr, OVERLAP: tl.constexpr):
-    """Return means ``[WIDTH]`` of the slots of a tile, and with overlap of an earlier one.
-
-    Weights are divided by more than the slots, so that a sum of finite products is finite. A
-    channel without a finite score has weights of 0, and 0 / 0 makes it NaN. A maximum passes NaN
-    over; the weight of a NaN is NaN.
-    """
-    LESS: tl.constexpr = RATIO.bit_length() + OVERLAP
-    top = tl.max(tl.maximum(score, earlier_score) if OVERLAP else score, 0)
-    base = tl.where(top == _ABSENT, 0.0, top)[None, :]
-    weight = power((score - base) * _LOG2E, LESS)
-    total, mean = weight, weight * kv
-    if OVERLAP:
-        weight = power((earlier_score - base) * _LOG2E, LESS)
-        total, mean = total + weight, mean + weight * earlier_kv
-    # Side by side: warps hand both to each other at once.
-    mean, total = tl.split(tl.sum(tl.join(mean, total), 0))
-    return mean / total
-
-
-@triton.jit
-def power(x, LESS: tl.constexpr):
-    """``2 ** (x - LESS)`` for ``x <= 0``; what is below 2^-126 may be 0."""
-    if INTERPRETED:
-        return tl.exp2(x - LESS)
-    return tl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x - LESS], tl.float32, is_pure=True, pack=1
-    )
 
 
 @triton.jit
@@ -106,7 +54,7 @@ def _load_tokens(tokens, token, slot, column, mask):
     kv = kv + token * kv_stride + (slot * kv_stride + column)
     score = score + token * score_stride + (slot * score_stride + column)
     k = tl.load(kv, mask=mask, other=0.0, cache_modifier=".cg")
-    s = tl.load(score, mask=mask, other=_ABSENT, cache_modifier=".cg")
+    s = tl.load(score, mask=mask, other=ABSENT, cache_modifier=".cg")
     return k, s, tl.load(ape + (slot * ape_stride + column), mask=mask, other=0.0)
 
 
@@ -131,7 +79,7 @@ def _load_state(state, slot, column, mask):
     row, by_slot, by_kind, by_column = state
     address = row + (slot * by_slot + column * by_column)
     k = tl.load(address, mask=mask, other=0.0)
-    return k, tl.load(address + by_kind, mask=mask, other=_ABSENT)
+    return k, tl.load(address + by_kind, mask=mask, other=ABSENT)
 
 
 @triton.jit
@@ -143,14 +91,9 @@ def _store_state(state, slot, column, mask, kv, score):
 
 
 @triton.jit
-def _score(s, a):
-    return widen(s) + widen(a)
-
-
-@triton.jit
 def _merge(new, k, s, a, x, y):
     """kv and score of slots as loaded, new or kept."""
-    return tl.where(new, widen(k), x), tl.where(new, _score(s, a), y)
+    return tl.where(new, widen(k), x), tl.where(new, score_of(s, a), y)
 
 
 @triton.jit
@@ -253,7 +196,7 @@ def _update_kernel(
                 out,
                 count + (program - heads) // tail_slices,
                 slot,
-                _channels((program - heads) % tail_slices, TAIL_WIDTH),
+                channels_of((program - heads) % tail_slices, TAIL_WIDTH),
                 RATIO,
                 OVERLAP,
                 CHANNELS,
@@ -268,7 +211,7 @@ def _update_kernel(
                 out,
                 program // head_slices,
                 slot,
-                _channels(program % head_slices, HEAD_WIDTH),
+                channels_of(program % head_slices, HEAD_WIDTH),
                 RATIO,
                 OVERLAP,
                 CHANNELS,
@@ -330,7 +273,7 @@ def _head(
             for half in tl.static_range(1 + OVERLAP):
                 column = channel + half * CHANNELS
                 k, s, a = _load_tokens(tokens, token, i, column, inside)
-                _store_state(entry_state, here, column, inside, widen(k), _score(s, a))
+                _store_state(entry_state, here, column, inside, widen(k), score_of(s, a))
         _, total = _before(batch, count, b, closed, 1 + OVERLAP, RATIO, SCAN)
         _clear_unused(out, b, total, slot, channel, CHANNELS)
 
@@ -387,22 +330,22 @@ def _renew(
         kv, score = _merge(new, k, s, a, x, y)
         if OVERLAP:
             kv0, score0 = _merge(new, k0, s0, a0, x0, y0)
-            values = _pool(kv, score, before[0], before[1], RATIO, True)
+            values = pool_slots(kv, score, before[0], before[1], RATIO, True)
         else:
-            values = _pool(kv, score, kv, score, RATIO, False)
+            values = pool_slots(kv, score, kv, score, RATIO, False)
         _store_row(out, out_row, position, row, values, slot, channel, CHANNELS)
         # What all threads have read of the state may now be overwritten by any.
         tl.debug_barrier()
         begins = _ring_slots(window + closed, slot, RATIO, RING)
-        _store_state(entry_state, begins, own, begun, widen(ka), _score(sa, aa))
+        _store_state(entry_state, begins, own, begun, widen(ka), score_of(sa, aa))
         if SEVERAL:
             new = new & (slot >= _clip(end - RING - window * RATIO))
         _store_state(entry_state, here, own, new, kv, score)
         if OVERLAP:
-            _store_state(entry_state, begins, channel, begun, widen(ka0), _score(sa0, aa0))
+            _store_state(entry_state, begins, channel, begun, widen(ka0), score_of(sa0, aa0))
             _store_state(entry_state, here, channel, new, kv0, score0)
             if SEVERAL and closed > 1:
-                values = _pool(widen(k1), _score(s1, a1), kv0, score0, RATIO, True)
+                values = pool_slots(widen(k1), score_of(s1, a1), kv0, score0, RATIO, True)
                 position += RATIO
                 _store_row(out, out_row + 1, position, row, values, slot, channel, CHANNELS)
         if SEVERAL:
@@ -414,12 +357,12 @@ def _renew(
                 for half in tl.static_range(1 + OVERLAP):
                     column = channel + half * CHANNELS
                     k, s, a = _load_tokens(tokens, token + i * RATIO, slot, column, last)
-                    _store_state(entry_state, target, column, last, widen(k), _score(s, a))
+                    _store_state(entry_state, target, column, last, widen(k), score_of(s, a))
     else:
         # The window stays open.
-        _store_state(entry_state, here, own, new, widen(k), _score(s, a))
+        _store_state(entry_state, here, own, new, widen(k), score_of(s, a))
         if OVERLAP:
-            _store_state(entry_state, here, channel, new, widen(k0), _score(s0, a0))
+            _store_state(entry_state, here, channel, new, widen(k0), score_of(s0, a0))
 
 
 @triton.jit
@@ -449,11 +392,11 @@ def _tail(
         k, s, a = _load_tokens(tokens, token, slot, own, whole)
         if OVERLAP:
             k0, s0, a0 = _load_tokens(tokens, token - RATIO, slot, channel, whole)
-        kv, score = widen(k), _score(s, a)
+        kv, score = widen(k), score_of(s, a)
         kv0, score0 = kv, score
         if OVERLAP:
-            kv0, score0 = widen(k0), _score(s0, a0)
-        values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
+            kv0, score0 = widen(k0), score_of(s0, a0)
+        values = pool_slots(kv, score, kv0, score0, RATIO, OVERLAP)
         out_row += skipped
         _store_row(out, out_row, window * RATIO, row, values, slot, channel, CHANNELS)
 
@@ -463,7 +406,7 @@ def _store_row(target, out_row, position, owner, values, slot, channel, CHANNELS
     """Row ``out_row`` of pooled, positions and owners."""
     pooled, positions, owners = target
     out_row = out_row.to(tl.int64)
-    _store_pooled(pooled + out_row * CHANNELS, values, slot, channel, CHANNELS)
+    store_pooled(pooled + out_row * CHANNELS, values, slot, channel, CHANNELS)
     first, here = channel == 0, out_row + tl.zeros_like(channel)
     tl.store(positions + here, position, mask=first)
     tl.store(owners + here, owner, mask=first)
@@ -478,46 +421,6 @@ def _clear_unused(out, row, total, slot, channel, CHANNELS: tl.constexpr):
         _store_row(out, row, none, none, nothing, slot, channel, CHANNELS)
 
 
-@triton.jit
-def _store_pooled(row, values, slot, channel, CHANNELS: tl.constexpr):
-    """Values ``[WIDTH]``, sums over the slots of a tile, stored as the tile's slot 0.
-
-    Every thread of a channel holds its sum. One of them stores it, and none hands it to another.
-    """
-    address = row + (channel + tl.zeros_like(slot))
-    values = tl.broadcast_to(values[None, :], address.shape)
-    tl.store(address, values, mask=(slot == 0) & (channel < CHANNELS))
-
-
-def _tiles(slots: int, channels: int, rows: int) -> tuple[int, int, int]:
-    """Channels of a head and of a tail, and warps of either, for that many rows.
-
-    Few rows: a thread has little of a tile, because its instructions take longer than a load. Many:
-    as much as its registers hold, because a warp's instructions per tile count, too;
-    heads, which hold more for each number, are narrow.
-    """
-    limit = launch_options.power_of_two(channels)
-    narrow = min(limit, max(16, 128 // slots))
-    warps = _warps(slots * narrow, 512)
-    if rows * triton.cdiv(channels, narrow) * warps <= _WARPS:
-        return narrow, narrow, warps
-    wide = min(limit, max(32, 1024 // slots))
-    warps = _warps(slots * wide, 1024)
-    return min(limit, max(16, 128 * warps // slots)), wide, warps
-
-
-def _warps(numbers: int, share: int) -> int:
-    return min(16, max(1, numbers // share))
-
-
-def _with_stride(x: torch.Tensor, slots: int) -> tuple[torch.Tensor, int]:
-    """Rows and their stride; copied where 32-bit offsets do not reach over ``slots`` of them."""
-    rows = row_tiles.as_rows(x)
-    if slots * rows.stride(0) >= _FAR:
-        rows = rows.contiguous()
-    return rows, rows.stride(0)
-
-
 def compressor_update(
     args: CompressorUpdateArgs,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -530,12 +433,12 @@ def compressor_update(
     owners = torch.empty_like(positions)
     if batch == 0:
         return pooled.zero_(), positions.fill_(-1), owners.fill_(-1)
-    head, tail, warps = _tiles(launch_options.power_of_two(ratio), channels, rows)
+    head, tail, warps = pooling_tiles(launch_options.power_of_two(ratio), channels, rows)
     heads, tails = triton.cdiv(channels, head), triton.cdiv(channels, tail)
     programs, several = batch * heads + (rows - batch) * tails, rows > batch
     with launch_options.on(kv):
         _update_kernel[(programs,)](
-            tuple(part for x in (kv, args.score, args.ape) for part in _with_stride(x, ratio)),
+            tuple(part for x in (kv, args.score, args.ape) for part in with_stride(x, ratio)),
             (args.state, *args.state.stride()),
             (args.cu_seqlens.contiguous(), args.starts.contiguous(), args.sequences.contiguous()),
             batch,
@@ -557,197 +460,3 @@ def compressor_update(
             ),
         )
     return pooled, positions, owners
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["table_stride", "table_pages"])
-def _entry_kernel(
-    pooled,
-    positions,
-    owners,
-    weight,
-    frequencies,
-    eps,
-    data,
-    data_stride,
-    table,
-    table_stride,
-    table_pages,
-    RATIO: tl.constexpr,
-    DIM: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    COMPACT: tl.constexpr,
-    CONVERT: tl.constexpr,
-    ROTATE_QUANTIZE: tl.constexpr,
-    DTYPE: tl.constexpr,
-    TABLE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Norm, rotation, rounding to FP4 if asked, and storage of one pooled row.
-
-    COMPACT: the format of pages that round index keys by themselves, else None.
-    Angles are those of all pairs; frequencies of 0 leave the ones before the rotated dims alone.
-    """
-    if tl.program_id(0) == 0:
-        prefetch_row(weight, DIM, BLOCK)
-        prefetch_row(frequencies, ROTATED // 2, BLOCK // 2)
-    wait_for_inputs(PDL)
-    UNROTATED: tl.constexpr = DIM - ROTATED
-    program = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)[None, :]
-    pair = tl.arange(0, BLOCK // 2)[None, :] - UNROTATED // 2
-    rotating = (pair >= 0) & (pair < ROTATED // 2)
-    # No branch around rows without an owner: loads behind it would be a trip to memory more.
-    row = tl.load(owners + program)
-    position = tl.load(positions + program)
-    values = tl.load(pooled + program * DIM + column, mask=column < DIM, other=0.0)
-    scale = widen(tl.load(weight + column, mask=column < DIM, other=0.0))
-    frequency = tl.load(frequencies + pair, mask=rotating, other=0.0)
-    own_table = table + tl.maximum(row, 0) * table_stride
-    owned = tl.where(row >= 0, table_pages, 0)
-    slots = _slot(own_table, owned, position // RATIO, PAGE_SIZE)
-    c, s = cos_sin(frequency * position.to(tl.float32))
-    c, s = widen(narrow(c, TABLE)), widen(narrow(s, TABLE))
-    entry = norm_and_rotate(values, scale, eps, c, s, column, DIM, ROTATED, DTYPE)
-    if ROTATE_QUANTIZE:
-        if COMPACT is not None:
-            entry = narrow(hadamard_row(widen(entry), DIM), DTYPE)
-        else:
-            entry = narrow(rotate_quantize_row(widen(entry), DIM, DTYPE), DTYPE)
-    pages = data, data_stride
-    store_entry(pages, slots, entry, DIM, NOPE, PAGE_SIZE, COMPACT, CONVERT)
-
-
-@triton.jit
-def _slot(table, pages, number, PAGE_SIZE: tl.constexpr):
-    """Slot of entry ``number`` of a sequence, int64 ``[1]``; negative where it has no page."""
-    page = number // PAGE_SIZE + tl.arange(0, 1)
-    inside = page < pages
-    physical = tl.load(table + page, mask=inside, other=-1).to(tl.int64)
-    return tl.where(inside, physical * PAGE_SIZE + number % PAGE_SIZE, -1)
-
-
-def compress_write(args: CompressWriteArgs) -> None:
-    """See ``dsv4.ops.compressor.compress_write``."""
-    if args.starts.shape[0] == 0:
-        return
-    pooled, positions, owners = compressor_update(as_record(CompressorUpdateArgs, args))
-    table = args.page_table if args.page_table.stride(1) == 1 else args.page_table.contiguous()
-    fp8 = args.entry_format == "fp8"
-    block = (
-        cache_entries.block(args.head_dim) if fp8 else launch_options.power_of_two(args.head_dim)
-    )
-    with launch_options.on(pooled):
-        _entry_kernel[(pooled.shape[0],)](
-            pooled,
-            positions,
-            owners,
-            args.norm_weight.contiguous(),
-            args.inv_freq.contiguous(),
-            args.eps,
-            args.data,
-            cache_entries.page_stride(args.data),
-            table,
-            table.stride(0),
-            table.shape[1] if args.data.shape[0] else 0,
-            RATIO=args.ape.shape[0],
-            DIM=args.head_dim,
-            NOPE=args.head_dim - args.rope_dim,
-            ROTATED=2 * args.inv_freq.shape[0],
-            BLOCK=block,
-            PAGE_SIZE=args.page_size,
-            COMPACT=args.entry_format if args.entry_format in COMPACT_FORMATS else None,
-            CONVERT=conversion(args.data),
-            ROTATE_QUANTIZE=args.rotate_quantize,
-            DTYPE=row_tiles.TYPES[args.dtype],
-            TABLE=row_tiles.TYPES[args.table_dtype],
-            num_warps=min(16, max(1, block // 128)),
-            **launch_options.options(pooled),
-        )
-
-
-@triton.jit
-def _load_window(source, first, slot, column, mask):
-    """kv and score as stored of rows ``first + slot``; elsewhere 0, -inf."""
-    kv, kv_stride, score, score_stride = source
-    k = tl.load(kv + first * kv_stride + (slot * kv_stride + column), mask=mask, other=0.0)
-    address = score + first * score_stride + (slot * score_stride + column)
-    return k, tl.load(address, mask=mask, other=_ABSENT)
-
-
-@fast_launch
-@triton.jit(do_not_specialize=["slices"])
-def _windows_kernel(
-    source,
-    previous,
-    out,
-    windows,
-    slices,
-    RATIO: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """A program per window and slice of channels. ``previous``: pointers, or None twice."""
-    for _ in range(once(PDL)):
-        wait_for_inputs(PDL)
-        row = (tl.program_id(0) // slices).to(tl.int64)
-        slot = tl.arange(0, SLOTS)[:, None]
-        channel = _channels(tl.program_id(0) % slices, WIDTH)
-        inside = channel < CHANNELS
-        own = channel + (CHANNELS if OVERLAP else 0)
-        k, s = _load_window(source, row * RATIO, slot, own, (slot < RATIO) & inside)
-        if OVERLAP:
-            # The window before: a neighbour, the one given, or absent.
-            first = row % windows == 0
-            inner = (slot < tl.where(first, 0, RATIO)) & inside
-            k0, s0 = _load_window(source, (row - 1) * RATIO, slot, channel, inner)
-            if previous is not None:
-                outer = (slot < tl.where(first, RATIO, 0)) & inside
-                strides = previous[0], CHANNELS, previous[1], CHANNELS
-                k1, s1 = _load_window(strides, row // windows * RATIO, slot, channel, outer)
-        kv, score = widen(k), widen(s)
-        kv0, score0 = kv, score
-        if OVERLAP:
-            kv0, score0 = widen(k0), widen(s0)
-            if previous is not None:
-                kv0, score0 = tl.where(outer, widen(k1), kv0), tl.where(outer, widen(s1), score0)
-        values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-        _store_pooled(out + row * CHANNELS, values, slot, channel, CHANNELS)
-
-
-def pool_windows(args: PoolWindowsArgs) -> torch.Tensor:
-    """See ``dsv4.ops.compressor.pool_windows``."""
-    kv = args.kv
-    sequences, windows, ratio, columns = kv.shape
-    channels = columns // (1 + args.overlap)
-    out = torch.empty((sequences, windows, channels), dtype=torch.float32, device=kv.device)
-    if out.numel() == 0:
-        return out
-    previous = None
-    if args.previous_kv is not None and args.previous_score is not None:
-        previous = args.previous_kv.contiguous(), args.previous_score.contiguous()
-    slots, rows = launch_options.power_of_two(ratio), sequences * windows
-    _, width, warps = _tiles(slots, channels, rows)
-    slices = triton.cdiv(channels, width)
-    with launch_options.on(kv):
-        _windows_kernel[(rows * slices,)](
-            (*_with_stride(kv, ratio), *_with_stride(args.score, ratio)),
-            previous,
-            out,
-            windows,
-            slices,
-            RATIO=ratio,
-            OVERLAP=args.overlap,
-            CHANNELS=channels,
-            SLOTS=slots,
-            WIDTH=width,
-            num_warps=max(warps, width // 128),  # numbers of 4 bytes take more registers
-            **launch_options.options(kv, small=launch_options.is_small(rows * slices, warps)),
-        )
-    return out

@@ -11,9 +11,7 @@ import triton.language as tl
 
 from dsv4.triton._lib.compressed_entries import norm_and_rotate, store_entry
 from dsv4.triton._lib.numerics import widen
-from dsv4.triton.compressor import _pool, _score, _store_pooled
-
-_ABSENT = tl.constexpr(float("-inf"))
+from dsv4.triton._lib.window_pooling import ABSENT, pool_slots, score_of, store_pooled
 
 
 @triton.jit
@@ -22,9 +20,9 @@ def _load_rows(tokens, before, phase, column, mask):
     kv, kv_stride, score, score_stride, ape, ape_stride = tokens
     row = before.to(tl.int64)
     k = tl.load(kv + row * kv_stride + column, mask=mask, other=0.0)
-    s = tl.load(score + row * score_stride + column, mask=mask, other=_ABSENT)
+    s = tl.load(score + row * score_stride + column, mask=mask, other=ABSENT)
     a = tl.load(ape + phase * ape_stride + column, mask=mask, other=0.0)
-    return widen(k), _score(s, a)
+    return widen(k), score_of(s, a)
 
 
 @triton.jit
@@ -33,7 +31,7 @@ def _load_state(state, block, row, column, mask, COLUMNS: tl.constexpr):
     data, by_block, by_row = state
     address = data + block.to(tl.int64) * by_block + (row * by_row + column)
     k = tl.load(address, mask=mask, other=0.0)
-    return k, tl.load(address + COLUMNS, mask=mask, other=_ABSENT)
+    return k, tl.load(address + COLUMNS, mask=mask, other=ABSENT)
 
 
 @triton.jit
@@ -111,8 +109,8 @@ def pool_window(
             COLUMNS,
             STATES,
         )
-    values = _pool(kv, score, kv0, score0, RATIO, OVERLAP)
-    _store_pooled(pooled + token.to(tl.int64) * CHANNELS, values, slot, channel, CHANNELS)
+    values = pool_slots(kv, score, kv0, score0, RATIO, OVERLAP)
+    store_pooled(pooled + token.to(tl.int64) * CHANNELS, values, slot, channel, CHANNELS)
 
 
 @triton.jit
