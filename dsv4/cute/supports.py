@@ -424,6 +424,11 @@ def packed_layout(device: torch.device, activation: str) -> str:
 
 
 def packed_layout_of(arch: str | None, activation: str) -> str:
-    """The same for a value of ``EVERY_ARCHITECTURE``, or None for another GPU."""
+    """The same for a value of ``EVERY_ARCHITECTURE``, or None for another GPU.
+
+    On 12.0 and 12.1 it is fragments, although the kernels that multiply NVFP4 by NVFP4 there take
+    other layouts: those kernels ran on no GPU and depend on the version of Triton, and the CuTeDSL
+    kernels for few tokens read fragments alone. The user can name the other layout when packing.
+    """
     swizzled = arch in BLACKWELL_NAMES and activation == NVFP4.name
     return SWIZZLED if swizzled else FRAGMENTS

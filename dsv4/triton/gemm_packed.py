@@ -1,5 +1,7 @@
 """GEMM with a four-bit weight, NVFP4 in fragments or MXFP4, for every GPU from 8.0 on.
 
+NVFP4 with swizzled scales is taken on 12.x, where a kernel for that layout may be passed over.
+
 The weight's rows are the left operand of the tensor cores, tokens the right one. A program
 dequantises its rows in registers (``dsv4.triton._lib.packed_weights``), 64 columns at a time. The
 sum is float32; the global scales, the clamps of SwiGLU and the rounding follow it. If there are few

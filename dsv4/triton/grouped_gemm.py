@@ -21,6 +21,7 @@ from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.quantize import QuantizeNvfp4Args, bfloat16_operand, block_values, fp8_values
 from dsv4.quant import formats
+from dsv4.triton._lib.expert_tiles import store_zeros, tile_of_expert
 from dsv4.triton._lib.gemm_tiles import store_result
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import Weight, grouped_plan
@@ -37,11 +38,6 @@ from dsv4.triton.gemm_packed import (
 )
 
 _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
-
-
-@triton.jit
-def _of_expert(values, is_mine):
-    return tl.sum(tl.where(is_mine, values, 0), 0)
 
 
 @fast_launch
@@ -99,17 +95,9 @@ def _grouped_kernel(
     wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
     first, position = tl.program_id(0) * ROWS, tl.program_id(1)
-    number = tl.arange(0, EXPERTS)
-    starts = tl.load(offsets + number, mask=number <= experts, other=0)
-    ends = tl.load(offsets + number + 1, mask=number < experts, other=tokens)
-    counts = tl.where(number <= experts, (ends - starts + (TOKENS - 1)) // TOKENS, 0)
-    tiles_to = tl.cumsum(counts, 0)
-    if position < tl.max(tiles_to, 0):
-        expert = tl.sum((tiles_to <= position).to(tl.int32), 0)
-        is_mine = number == expert
-        end = _of_expert(ends, is_mine)
-        tile = position - _of_expert(tiles_to - counts, is_mine)
-        token = _of_expert(starts, is_mine) + tile * TOKENS + tl.arange(0, TOKENS)
+    expert, start, end = tile_of_expert(offsets, position, tokens, experts, EXPERTS, TOKENS)
+    if expert <= experts:
+        token = start + tl.arange(0, TOKENS)
         inside = token < end
         # Tokens past the end repeat the expert's last one, so that no load is masked.
         token = tl.minimum(token, end - 1).to(tl.int64)
@@ -145,12 +133,7 @@ def _grouped_kernel(
                 UNBOUNDED,
             )
         else:
-            HIGH: tl.constexpr = ROWS // 2 if SWIGLU else ROWS
-            high = rows // 2 if SWIGLU else rows
-            row = tl.program_id(0) * HIGH + tl.arange(0, HIGH)
-            zeros = tl.zeros((TOKENS, HIGH), out.dtype.element_ty)
-            stored = inside[:, None] & (row < high)[None, :]
-            tl.store(out + (token * high)[:, None] + row[None, :], zeros, mask=stored)
+            store_zeros(out, token, inside, tl.program_id(0), rows, ROWS, SWIGLU)
 
 
 def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -185,6 +168,13 @@ def grouped_gemm_swiglu_quantize(
     The result in bfloat16 is allocated, and the best implementation of ``quantize_nvfp4`` reads it.
     """
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, out_dtype=torch.bfloat16))
+    return quantized_result(args, inner)
+
+
+def quantized_result(
+    args: GroupedGemmSwigluQuantizeArgs, inner: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes, block scales and global scales of a result ``inner``, each expert by its scale."""
     # Rows of no expert have the scale of one further expert.
     own = torch.cat([args.result_scale, args.result_scale.new_ones(1)])
     total = of_rows(own, args.offsets, inner.shape[0])

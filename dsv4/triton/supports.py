@@ -107,7 +107,8 @@ def gemm(call: Call) -> str | None:
     args: GemmArgs = call.args
     reason = any_call(call)
     if reason is None and args.format != FP8_BLOCK.name:
-        reason = _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+        layouts = _dense_layouts(call, args.codes.shape[0] // args.groups, args.groups)
+        reason = _four_bits(args.format, args.layout, args.codes, args.scales, layouts)
     if reason is None and args.format != FP8_BLOCK.name and args.codes.shape[0] // 16 % args.groups:
         rows = args.codes.shape[0] // args.groups
         reason = f"a group has {rows} rows, wanted a multiple of 16"
@@ -124,7 +125,18 @@ def gemm_swiglu(call: Call) -> str | None:
     """Return why ``gemm_swiglu`` with a weight of four bits is unsupported, or None."""
     args: GemmSwigluArgs = call.args
     reason = any_call(call) or dense_gemm_dtypes(args)
-    return reason or _four_bits(args.format, args.layout, args.codes, args.scales, (FRAGMENTS,))
+    layouts = _dense_layouts(call, args.codes.shape[0], 1)
+    return reason or _four_bits(args.format, args.layout, args.codes, args.scales, layouts)
+
+
+def _dense_layouts(call: Call, rows: int, groups: int) -> tuple[str, ...]:
+    """Return the layouts of NVFP4 that the kernels take, of groups of ``rows`` rows.
+
+    Swizzled scales are those of 12.x, where the FP4 kernel that needs them may be passed over; the
+    interpreter takes them too. The scales of a group have to begin at a whole tile.
+    """
+    has_fp4 = call.capability is None or call.capability[0] == 12
+    return (FRAGMENTS, SWIZZLED) if has_fp4 and (groups == 1 or rows % 128 == 0) else (FRAGMENTS,)
 
 
 def dequantized_is_faster(call: Call) -> str | None:

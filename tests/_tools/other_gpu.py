@@ -24,7 +24,8 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        # One number per architecture, because Triton keeps what it compiled by device.
+        return self.target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0

@@ -78,6 +78,12 @@ def weight_of(seed, shape, device, layout=FRAGMENTS, scales="one"):
     )
 
 
+def dense_layout(layout, device):
+    """The layout, or one that kernels for dense weights take on this GPU."""
+    swizzled_fits = device.type == "cpu" or torch.cuda.get_device_capability()[0] == 12
+    return layout if layout != SWIZZLED or swizzled_fits else FRAGMENTS
+
+
 def rows_of(seed, shape, device):
     return strategies.normal(seed, shape, torch.bfloat16).to(device)
 
@@ -106,12 +112,13 @@ class TestDense:
         tokens=TOKENS,
         tiles=st.integers(1, 3),
         columns=st.sampled_from([1, 2, 3, 8]),
-        layout=st.sampled_from([FRAGMENTS, LINEAR]),
+        layout=st.sampled_from([FRAGMENTS, SWIZZLED, LINEAR]),
         activation=ACTIVATIONS,
         scales=SCALES,
         dtype=DTYPES,
     )
     def test_product(self, device, seed, tokens, tiles, columns, layout, activation, scales, dtype):
+        layout = dense_layout(layout, device)
         weight = weight_of(seed, (16 * tiles, 64 * columns), device, layout, scales)
         x = rows_of(seed + 1, (tokens, 64 * columns), device)
         got = gemm(x, weight, activation=activation, out_dtype=dtype, backend="triton")
@@ -122,23 +129,29 @@ class TestDense:
     @given(
         seed=strategies.seeds(),
         tokens=TOKENS,
-        layout=st.sampled_from([FRAGMENTS, LINEAR]),
+        layout=st.sampled_from([FRAGMENTS, SWIZZLED, LINEAR]),
         scales=SCALES,
         limit=LIMITS,
         activation=ACTIVATIONS,
         dtype=DTYPES,
     )
     def test_swiglu(self, device, seed, tokens, layout, scales, limit, activation, dtype):
-        weight = weight_of(seed, (48, 128), device, layout, scales)
+        weight = weight_of(seed, (48, 128), device, dense_layout(layout, device), scales)
         x = rows_of(seed + 1, (tokens, 128), device)
         how = {"activation": activation, "out_dtype": dtype}
         check_judged(gemm_swiglu, swiglu_judge, (x, weight, limit), **how)
 
     @given(
-        seed=strategies.seeds(), tokens=st.integers(1, 20), groups=st.integers(2, 3), scales=SCALES
+        seed=strategies.seeds(),
+        tokens=st.integers(1, 20),
+        groups=st.integers(2, 3),
+        scales=SCALES,
+        swizzled=st.booleans(),
     )
-    def test_groups(self, device, seed, tokens, groups, scales):
-        weight = weight_of(seed, (32 * groups, 128), device, FRAGMENTS, scales)
+    def test_groups(self, device, seed, tokens, groups, scales, swizzled):
+        rows = 128 if swizzled else 32
+        layout = dense_layout(SWIZZLED, device) if swizzled else FRAGMENTS
+        weight = weight_of(seed, (rows * groups, 128), device, layout, scales)
         x = rows_of(seed + 1, (tokens, groups, 128), device)
         got = gemm(x, weight, groups=groups, out_dtype=torch.float32, backend="triton")
         right = dequantize(weight, torch.float64).unflatten(0, (groups, -1))
@@ -147,10 +160,11 @@ class TestDense:
             budget = gemm_budget(left, right[g], torch.float32)
             assert_within_budget(got[:, g], left @ right[g].T, budget, f"group {g}")
 
-    @pytest.mark.parametrize("layout", [FRAGMENTS, LINEAR])
+    @pytest.mark.parametrize("layout", [FRAGMENTS, SWIZZLED, LINEAR])
     @pytest.mark.parametrize("plan", PLANS, ids=repr)
     def test_every_tiling_is_exact(self, device, monkeypatch, plan, layout):
         """Every tiling gives the same bits, because sums of integers are exact in any order."""
+        layout = dense_layout(layout, device)
         monkeypatch.setattr(gemm_packed, "dense_plan", lambda *_: plan)
         weight = strategies.small_integers(plan.tokens, (80, 256)).to(device)
         fmt = MXFP4 if layout == LINEAR else NVFP4

@@ -94,7 +94,8 @@ def store_result(
         matrix: First row of the sums in the matrix; rows of the matrix; int64, rows of the weight
             before the matrix, which belong to other groups.
         tokens: ``x``, of which a row is read again if one of its sums is infinite; int64
-            ``[TOKENS]``, offset of each token's row of ``x``; columns of ``x``.
+            ``[TOKENS]``, offset of each token's row of ``x``; columns of ``x``. None if finite
+            operands cannot give an infinite sum.
         token_scale: float32, scale of each token at its position; factor of each token's result
             after SwiGLU, likewise. None for ones.
         result: The output; int64 ``[TOKENS]``, position of each token, a row of the output;
@@ -108,7 +109,8 @@ def store_result(
     out, position, inside = result
     row = first + tl.arange(0, ROWS)
     owned = row < rows
-    if not SWIGLU:  # which gives NaN for a gate or up that is no number, whatever made it
+    # SwiGLU gives NaN for a gate or up that is no number, whatever made it.
+    if not SWIGLU and tokens is not None:
         x, token_offset, columns = tokens
         total = nan_if_not_finite(total, x, token_offset, inside, columns, TOKENS)
     if row_scale is not None:

@@ -40,6 +40,14 @@ from tests._tools.ptx.arithmetic import (
     to_float16,
     unsigned,
 )
+from tests._tools.ptx.block_scaled import (
+    BLOCK_SCALED,
+    left_operand,
+    left_scales,
+    result_fragments,
+    right_operand,
+    right_scales,
+)
 from tests._tools.ptx.program import Instruction, Program, parse, space_of
 
 _WIDTHS = {"rs": 16, "r": 32, "rd": 64, "f": 32, "fd": 64}
@@ -459,6 +467,9 @@ class Block:
     def do_mma(self, instruction: Instruction, mask: np.ndarray) -> None:
         """16 x 8 sums of 16 products, of bfloat16 or float16 in float32: ``d = a @ b + c``."""
         parts = instruction.parts
+        if parts[2:] == BLOCK_SCALED:
+            self.do_block_scaled_mma(instruction, mask)
+            return
         assert parts[2:5] == ["m16n8k16", "row", "col"]
         assert (parts[5], parts[8]) == ("f32", "f32")
         assert mask.all()
@@ -473,11 +484,22 @@ class Block:
             )
             left[:, rows, columns] = a[:, i]
         right = np.concatenate([b[:, 0], b[:, 1]], 2)  # [W, column, 16]
-        sums = left @ right.transpose(0, 2, 1)
-        sums = sums.reshape(-1, 2, 8, 4, 2).transpose(0, 2, 3, 1, 4).reshape(-1, 8, 4, 4)
+        sums = result_fragments(left @ right.transpose(0, 2, 1))
         result = (sums + c).astype(np.float32).reshape(self.threads, 4)
         for i, name in enumerate(d):
             self.write(name, np.ascontiguousarray(result[:, i]), mask)
+
+    def do_block_scaled_mma(self, instruction: Instruction, mask: np.ndarray) -> None:
+        """16 x 8 sums over 64 columns of NVFP4, in float64 and rounded once to float32."""
+        assert mask.all()
+        d, a, b, c, a_scales, a_where, b_scales, b_where = instruction.operands
+        words = [self.read(name, "u32") for name in (*a, *b)]
+        left = left_operand(words[:4]) * left_scales(self.read(a_scales, "u32"), a_where)
+        right = right_operand(words[4:]) * right_scales(self.read(b_scales, "u32"), b_where)
+        sums = result_fragments(left @ right.transpose(0, 2, 1))
+        for i, name in enumerate(d):
+            total = sums[..., i].reshape(-1) + self.read(c[i], "f32")
+            self.write(name, total.astype(np.float32), mask)
 
     def do_wgmma(self, instruction: Instruction, mask: np.ndarray) -> None:
         """64 x N sums of 16 products by a warpgroup; what it waits for is there already."""
