@@ -519,11 +519,11 @@ def _merge(
 def _shapes(sm: int) -> tuple[Shape, ...]:
     """Return the shapes for a GPU, with as many programs of an SM as its shared memory holds."""
     shapes: tuple[Shape, ...] = _SHAPES
-    room = machine.shared_memory(divmod(sm, 10))
+    memory = machine.shared_memory(divmod(sm, 10))
     if not launch_options.is_wide(sm):
         shapes = _REGISTER_SHAPES if sm >= 89 else _INTEGER_SHAPES
     return tuple(
-        replace(shape, resident=launch_options.resident(room, shape.resident, shape.shared))
+        replace(shape, resident=launch_options.resident(memory, shape.resident, shape.shared))
         for shape in shapes
     )
 

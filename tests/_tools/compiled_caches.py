@@ -171,8 +171,8 @@ def _multiplied_packed(is_grouped: bool) -> None:
     values = dequantize(weight, torch.float64)
     if not is_grouped:
         total = None if packed.global_scale is None else packed.global_scale[0]
-        one = QuantizedTensor(packed.codes[0], packed.scales[0], total, packed.format, FRAGMENTS)
-        _near(gemm(x, one, out_dtype=torch.float32, backend="triton"), x.double() @ values[0].T)
+        first = QuantizedTensor(packed.codes[0], packed.scales[0], total, packed.format, FRAGMENTS)
+        _near(gemm(x, first, out_dtype=torch.float32, backend="triton"), x.double() @ values[0].T)
         return
     offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
     got = grouped_gemm(x, packed, offsets, out_dtype=torch.float32, backend="triton")
