@@ -21,9 +21,14 @@ from dsv4.quant.formats import MXFP4, NVFP4
 
 _logger = logging.getLogger("dsv4.checkpoint")
 _GB = 1e9
-# Of the GPU, for the CUDA context, a step's memory, graphs and a KV cache; while layers are filled
-# it holds the stacks of one layer.
+# Of the GPU, for the CUDA context, a step's memory, graphs and a KV cache.
 KEPT_GPU_BYTES = 8_000_000_000
+# Of the GPU while layers are filled, for the CUDA context, kernels, and the temporaries of packing
+# and drawing weights. The stacks of one layer come on top.
+FILLING_GPU_BYTES = 2_000_000_000
+# Of a half of the buffer for long prompts. To fill both halves should take as long as a layer
+# computes without them: for 16384 tokens of Flash on an H100 17 ms. At 54.8 GB/s it is 19 ms.
+_HALF_BYTES = 1 << 29
 _CACHED_SHARE = 0.29  # of an H200's 210 experts of a Flash layer 60, of an H100's 104 experts 30
 _LEAST_TOKENS = 2  # whose experts "auto" has slots for: a token and one draft
 _DRAFT = "mtp."
@@ -66,32 +71,66 @@ class ExpertSizes:
         expert += 4 * (2 * config.moe_intermediate_size + 8)
         return cls(layers, experts, config.num_experts_per_tok, expert, other)
 
-    def placement(self, gpu_bytes: int, host_bytes: int) -> HostExperts | None:
+    def placement(
+        self, gpu_bytes: int, host_bytes: int, step_bytes: int = KEPT_GPU_BYTES
+    ) -> HostExperts | None:
         """Return the placement for memory that is free; None: all experts fit on the GPU.
 
         The slots of experts that are not static are 29 % of those on the GPU, and at least as many
         as two tokens choose. Where host memory is short they are fewer, and more experts static.
+        The buffer for long prompts holds a half of the experts without a slot in each of its
+        halves, at most 0.54 GB of them.
+
+        Args:
+            gpu_bytes: Free bytes of the GPU.
+            host_bytes: Free bytes of the host.
+            step_bytes: Bytes of the GPU beside weights and buffer that a step needs. While a layer
+                is filled its stacks take this memory, so more is kept where they are larger.
 
         Raises:
             MemoryError: if GPU and host memory together do not suffice.
         """
-        capacity = gpu_bytes - self.other_bytes - KEPT_GPU_BYTES
-        most = int(capacity // (self.layers * self.expert_bytes))
-        if most >= self.experts:
+        capacity = gpu_bytes - self.other_bytes - self.kept_bytes(step_bytes)
+        if capacity // (self.layers * self.expert_bytes) >= self.experts:
             return None
+        capacity -= self._most_staged_bytes(self.experts)
+        most = int(capacity // (self.layers * self.expert_bytes))
         in_host = int(max(0, host_bytes) // (self.layers * self.expert_bytes))
         for slots in range(max(round(_CACHED_SHARE * most), self._least(most)), 0, -1):
             static = most - slots
             if slots < min(self.top_k, self.experts - static) or static < 0:
                 break
             if self.experts - static <= in_host:
-                return HostExperts(static, min(slots, self.experts - static))
+                return self._staging(static, min(slots, self.experts - static))
         raise MemoryError(
             f"host_experts: a model of {self.total / _GB:.1f} GB fits neither the GPU, where "
             f"{max(0, capacity) / _GB:.1f} GB are free for routed experts ({max(0, most)} of "
             f"{self.experts} of each layer), nor the host beside it, where "
             f"{max(0, host_bytes) / _GB:.1f} GB are free for the others"
         )
+
+    def kept_bytes(self, step_bytes: int = KEPT_GPU_BYTES) -> int:
+        """Return the bytes of the GPU that weights and buffer leave free.
+
+        Args:
+            step_bytes: Bytes that a step needs.
+        """
+        return max(step_bytes, FILLING_GPU_BYTES + self.experts * self.expert_bytes)
+
+    def _staging(self, static: int, slots: int) -> HostExperts:
+        """Return a placement with a buffer for long prompts, if any expert has no slot."""
+        missing = self.experts - static - slots
+        return HostExperts(static, slots, staged=self._most_staged(missing) if missing else 0)
+
+    def _most_staged(self, missing: int) -> int:
+        return max(1, min(_HALF_BYTES // self.expert_bytes, -(-missing // 2)))
+
+    def _most_staged_bytes(self, missing: int) -> int:
+        return 2 * self._most_staged(missing) * self.expert_bytes
+
+    def buffer_bytes(self, placement: HostExperts) -> int:
+        """Return the bytes of the buffer for long prompts, on the GPU."""
+        return 2 * placement.staged * self.expert_bytes
 
     @property
     def total(self) -> int:
@@ -121,8 +160,10 @@ class ExpertSizes:
         number = min(self.experts, -(-nbytes // (self.layers * self.expert_bytes)))
         static, least = self.experts - number, min(self.top_k, number)
         if gpu_bytes is None:
-            return HostExperts(static, min(number, max(least, number // 3)))
-        capacity = gpu_bytes - self.other_bytes - KEPT_GPU_BYTES
+            return self._staging(static, min(number, max(least, number // 3)))
+        capacity = gpu_bytes - self.other_bytes - self.kept_bytes()
+        if capacity < (static + number) * self.layers * self.expert_bytes:
+            capacity -= self._most_staged_bytes(number)
         most = int(capacity // (self.layers * self.expert_bytes))
         if most - static < least:
             raise MemoryError(
@@ -130,7 +171,7 @@ class ExpertSizes:
                 f"wanted at most {max(0, most - least)}: {max(0, capacity) / _GB:.1f} GB are free "
                 "on the GPU for routed experts"
             )
-        return HostExperts(static, min(number, most - static))
+        return self._staging(static, min(number, most - static))
 
     def _least(self, most: int) -> int:
         return min(_LEAST_TOKENS * self.top_k, most)
@@ -206,10 +247,12 @@ def hosting_of(
 def describe(sizes: ExpertSizes, placement: HostExperts, path: Path | None = None) -> str:
     """Return a placement in one line."""
     what = "" if path is None else f"{path}: "
+    buffer = sizes.buffer_bytes(placement)
+    staged = f" and {buffer / _GB:.1f} GB for experts of long prompts" if buffer else ""
     return (
         f"{what}of {sizes.experts} experts of each layer {placement.static} are static and "
         f"{placement.slots} slots are for the others; {sizes.gpu_bytes(placement) / _GB:.1f} GB of "
-        f"weights on the GPU, {sizes.host_bytes(placement) / _GB:.1f} GB in host memory"
+        f"weights{staged} on the GPU, {sizes.host_bytes(placement) / _GB:.1f} GB in host memory"
     )
 
 

@@ -121,10 +121,11 @@ def load(
             each layer some experts are static, on the GPU alone; the others lie in pinned host
             memory, and slots on the GPU are a cache for them. ``"auto"``: as few as free memory
             allows, none if the model fits. A number: bytes of experts that lie there at least. A
-            ``dsv4.layers.HostExperts`` says how many are static and how many slots there are, and
-            which experts are used most. None: all experts are on the device. One GPU of compute
-            capability 9.0, or a CPU, in one process. Results do not change; draft layers stay on
-            the GPU; ``save`` works, ``state_dict`` raises.
+            ``dsv4.layers.HostExperts`` says how many are static, how many slots there are, which
+            experts are used most, and how large the buffer for the experts of long prompts is.
+            None: all experts are on the device. One GPU of compute capability 9.0, or a CPU, in one
+            process. Results do not change; draft layers stay on the GPU; ``save`` works,
+            ``state_dict`` raises.
 
     Raises:
         CheckpointError: if the checkpoint is damaged or contradicts its configuration, or lacks the

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,13 +76,20 @@ class ExpertRows:
                     f"host_experts: {name} of an expert has {nbytes} bytes, wanted a multiple of 4"
                 )
         names = sorted(sizes, key=lambda name: sizes[name] % _VECTOR != 0)
-        parts, start, region = [], 0, 0
+        parts, start = [], 0
         for name in names:
             tensor = tensors[name]
-            parts.append(Part(name, tuple(tensor.shape[1:]), tensor.dtype, start, region))
+            parts.append(Part(name, tuple(tensor.shape[1:]), tensor.dtype, start, 0))
             start += sizes[name]
-            region = _aligned(region + slots * sizes[name])
-        return cls(tuple(parts), slots, _aligned(start), region)
+        return cls(tuple(parts), 0, _aligned(start), 0).with_slots(slots)
+
+    def with_slots(self, slots: int) -> ExpertRows:
+        """Return the layout of the same rows with another number of slots."""
+        parts, region = [], 0
+        for part in self.parts:
+            parts.append(replace(part, region=region))
+            region = _aligned(region + slots * part.nbytes)
+        return ExpertRows(tuple(parts), slots, self.row_bytes, region)
 
     def in_slots(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors ``[slots, ...]`` of the memory of the slots, by name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -78,7 +78,12 @@ class ExpertStacks(FixedDtypeModule):
             self.register_buffer(name + "_exponent", None, persistent=False)
         self.exactness: dict[str, Exactness] = {}
 
-    def quantized_weight(self, name: str, slots: slice | None = None) -> QuantizedTensor:
+    def quantized_weight(
+        self,
+        name: str,
+        slots: slice | None = None,
+        tensors_elsewhere: Mapping[str, torch.Tensor] | None = None,
+    ) -> QuantizedTensor:
         """``gate_up_proj`` or ``down_proj`` as one value ``[E, N, K]``, or some experts' as a view.
 
         Gate rows come first. In a packed layer the value is packed, and even rows are gate rows,
@@ -87,6 +92,7 @@ class ExpertStacks(FixedDtypeModule):
         Args:
             name: Which of the two.
             slots: Which experts, by their places in the stacks; None: all.
+            tensors_elsewhere: Stacks that have these places, by name, instead of the layer's.
 
         Raises:
             ValueError: if the weights are plain, or were left half packed.
@@ -105,7 +111,18 @@ class ExpertStacks(FixedDtypeModule):
         codes, scales = tensors[name], tensors[name + "_scale"]
         parts = (codes, scales, global_scale, self.format, self.layout, segments)
         whole = self.value_of(*parts, self._buffers[name + "_exponent"], name=name)
-        return whole if slots is None else _experts_of(whole, slots)
+        if slots is None:
+            return whole
+        if tensors_elsewhere is not None:
+            scale_name = "gate_up_row_scale" if self._is_interleaved(name) else name + "_scale_2"
+            whole = replace(
+                whole,
+                codes=tensors_elsewhere[name],
+                scales=tensors_elsewhere[name + "_scale"],
+                global_scale=tensors_elsewhere.get(scale_name),
+                row_exponent=tensors_elsewhere.get(name + "_exponent"),
+            )
+        return _experts_of(whole, slots)
 
     def dense_weight(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """``gate_up_proj`` (gate rows first) or ``down_proj`` as a plain tensor ``[E, N, K]``."""

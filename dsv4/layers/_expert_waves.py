@@ -1,7 +1,9 @@
 """Steps that may need more experts than there are slots: waves, planned on the host.
 
-The experts with a slot come first, without a copy. The others come in batches, into the two halves
-of the slots that are not static in turn: while one half is multiplied, the other is loaded.
+The experts with a slot come first, without a copy. The others come in batches. ``plan_waves`` puts
+them into the two halves of the slots that are not static, in turn: while one half is multiplied,
+the other is loaded. ``plan_stream`` puts all of them into a buffer beside the slots
+(``dsv4.layers._expert_staging``), and needs no choice of the step for that.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ class Wave:
         start: First slot.
         stop: Slot behind the last.
         first: Place of the first slot's expert in the order of rows; those of the others follow.
-        half: Number of the half that the slots are in; None: they are static.
+        half: Number of the half that the slots are in; None: nothing is loaded to them.
         loads: Experts to load before, and their slots.
+        staged: Whether the slots are those of a half of the buffer.
     """
 
     start: int
@@ -27,6 +30,12 @@ class Wave:
     first: int
     half: int | None
     loads: tuple[tuple[int, int], ...] = ()
+    staged: bool = False
+
+    @property
+    def stop_first(self) -> int:
+        """Place behind that of the last slot's expert."""
+        return self.first + self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,34 @@ def _planned(
     return WavePlan(
         tuple(builder.waves), tuple(builder.position), builder.positions, tuple(builder.expert_in)
     )
+
+
+def plan_stream(expert_in: Sequence[int], static: int, experts: int, capacity: int) -> WavePlan:
+    """Plan waves of all experts of a layer; those without a slot pass through the buffer.
+
+    The slots keep their experts. An interrupted step leaves empty slots, which would make more
+    places than experts. Only the static ones count as filled then.
+
+    Args:
+        expert_in: Expert in each slot, -1: none; the first ``static`` slots never change.
+        static: Number of those.
+        experts: Number of experts.
+        capacity: Experts that a half of the buffer holds.
+    """
+    filled = list(expert_in) if min(expert_in, default=0) >= 0 else list(expert_in[:static])
+    position = [-1] * experts
+    for slot, expert in enumerate(filled):
+        position[expert] = slot
+    waves = [Wave(0, len(filled), 0, None)] if filled else []
+    missing = [expert for expert in range(experts) if position[expert] < 0]
+    for start in range(0, len(missing), capacity):
+        batch = missing[start : start + capacity]
+        first = len(filled) + start
+        loads = tuple((expert, slot) for slot, expert in enumerate(batch))
+        for expert, slot in loads:
+            position[expert] = first + slot
+        waves.append(Wave(0, len(batch), first, None, loads, staged=True))
+    return WavePlan(tuple(waves), tuple(position), experts, tuple(expert_in))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -12,7 +12,8 @@ import torch
 
 from dsv4.layers import _host_memory
 from dsv4.layers._expert_rows import ExpertRows
-from dsv4.layers._expert_waves import Wave, WavePlan, plan_waves
+from dsv4.layers._expert_staging import ExpertStaging, Load
+from dsv4.layers._expert_waves import Wave, WavePlan, plan_stream, plan_waves
 from dsv4.ops.expert_slots import (
     COUNTERS,
     DECAY_STEPS,
@@ -82,6 +83,36 @@ class SlotState:
         self.counters.copy_(torch.stack((step, asked + needed.sum(), loads + loaded)))
 
 
+@dataclass(frozen=True)
+class StepPlan:
+    """A step that the host plans.
+
+    Attributes:
+        waves: Its waves.
+        bounds: First row of each of the E places in order, then the number of rows.
+        loads: Experts that pass through the buffer, one for each of its waves.
+        following: The first of those of the next layer.
+    """
+
+    waves: WavePlan
+    bounds: Sequence[int]
+    loads: Sequence[Load] = ()
+    following: Sequence[Load] = ()
+
+
+@dataclass(frozen=True)
+class LoadedWave:
+    """A wave whose experts are loaded.
+
+    Attributes:
+        wave: The wave.
+        tensors: Tensors of the half of the buffer that it reads, by name; None: the layer's slots.
+    """
+
+    wave: Wave
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+
 class HostedExperts:
     """The experts of a layer: some static in slots, the others in host memory, some of them cached.
 
@@ -92,6 +123,8 @@ class HostedExperts:
         rows: uint8 ``[H, B]``, a row per expert that is not static.
         row_of: int32 ``[E]`` on the layer's device: row of each expert; -1: it is static.
         state: State of the slots.
+        staging: Buffer for the experts of long prompts, shared with other layers, or None.
+        unasked: Experts that were copied there in vain, because no token chose them.
     """
 
     def __init__(
@@ -141,6 +174,21 @@ class HostedExperts:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the stacks are freed next
         self._side: torch.cuda.Stream | None = None
+        self.staging: ExpertStaging | None = None
+        self.unasked = 0
+        self._next: weakref.ref[HostedExperts] | None = None
+
+    def stage(self, staging: ExpertStaging, before: HostedExperts | None) -> None:
+        """Pass the experts of long prompts through a buffer.
+
+        Args:
+            staging: The buffer.
+            before: The layer before this one, which starts to copy this one's; or None.
+        """
+        staging.add(self.layout)
+        self.staging = staging
+        if before is not None:
+            before._next = weakref.ref(self)
 
     @torch.no_grad()
     def _fill(
@@ -209,13 +257,13 @@ class HostedExperts:
             expert_in[slot] = -1
         self.state.set_slots(expert_in)
 
-    def plan(self, ids: torch.Tensor) -> tuple[WavePlan, list[int]]:
+    def plan(self, ids: torch.Tensor) -> StepPlan:
         """Plan the waves of a step and count its choices; waits for the device.
 
-        On the meta device, where kernels are listed, one wave has all rows.
-
-        Returns:
-            The plan; and the first row of each of its E places in order, then the number of rows.
+        A step of many choices passes all experts without a slot through the buffer. Its copies
+        need no choice, and those of the first halves run already. The host reads the choices
+        because the GEMMs of a wave take the rows of its experts as a slice. On the meta device,
+        where kernels are listed, one wave has all rows.
 
         Raises:
             RuntimeError: if the step is being captured.
@@ -231,33 +279,75 @@ class HostedExperts:
         flat = self.numbers(ids).flatten()
         counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
-        values = torch.cat((counts, self.state.expert_in.long())).tolist()
-        chosen, expert_in = values[: self.experts], values[self.experts :]
-        plan, bounds = self._waves_of(chosen, expert_in)
-        self.state.count(counts, sum(len(wave.loads) for wave in plan.waves))
-        return plan, bounds
+        following = None if self._next is None else self._next()
+        layers = [self] if following is None else [self, following]
+        tables = [layer.state.expert_in.long() for layer in layers]
+        values = torch.cat((counts, *tables)).tolist()
+        chosen, expert_in = values[: self.experts], values[self.experts :][: self.slots]
+        if self.staging is not None and self.staging.takes(sum(chosen), self.experts):
+            step = self._stream_of(chosen, expert_in)
+            if following is not None:
+                loads = following._loads(values[self.experts + self.slots :])[1]
+                step = replace(step, following=loads)
+        else:
+            step = self._waves_of(chosen, expert_in)
+        copied = [expert for wave in step.waves.waves for expert, _ in wave.loads]
+        asked = sum(chosen[expert] > 0 for expert in copied)
+        self.state.count(counts, asked)
+        self.unasked += len(copied) - asked
+        return step
 
-    def _waves_of(
-        self, chosen: Sequence[int], expert_in: Sequence[int]
-    ) -> tuple[WavePlan, list[int]]:
-        """Plan waves from the number of choices of each expert; see ``plan``."""
+    def _waves_of(self, chosen: Sequence[int], expert_in: Sequence[int]) -> StepPlan:
+        """Plan waves of the chosen experts from the number of choices of each; see ``plan``."""
         needed = [e for e, count in enumerate(chosen) if count]
         plan = plan_waves(needed, expert_in, self.static_slots, self.experts)
-        sizes = [0] * self.experts
-        for expert in needed:
-            sizes[plan.position[expert]] = chosen[expert]
-        return plan, [0, *accumulate(sizes)]
+        return StepPlan(plan, _bounds(plan, chosen))
+
+    def _stream_of(self, chosen: Sequence[int], expert_in: Sequence[int]) -> StepPlan:
+        """Plan waves of all experts, of which those without a slot pass through the buffer."""
+        plan, loads = self._loads(expert_in)
+        return StepPlan(plan, _bounds(plan, chosen), loads)
+
+    def _loads(self, expert_in: Sequence[int]) -> tuple[WavePlan, list[Load]]:
+        """Return the waves of all experts, and what they pass through the buffer."""
+        assert self.staging is not None
+        plan = plan_stream(expert_in, self.static_slots, self.experts, self.staging.experts)
+        own, loads = weakref.ref(self), []
+        for wave in plan.waves:
+            if wave.staged:
+                experts = tuple(expert for expert, _ in wave.loads)
+                loads.append(Load(own, experts, tuple(self._row_of[e] for e in experts)))
+        return plan, loads
 
     def numbers(self, ids: torch.Tensor) -> torch.Tensor:
         """Return expert ids as int64 from 0 to E; E stands for none."""
         ids = ids.long()
         return torch.where((ids >= 0) & (ids < self.experts), ids, self.experts)
 
-    def run(self, plan: WavePlan) -> Iterator[Wave]:
-        """Yield the waves of a plan, each with its experts loaded; the next ones load meanwhile.
+    def run(self, step: StepPlan) -> Iterator[LoadedWave]:
+        """Yield the waves of a step, each with its experts loaded; the next ones load meanwhile.
 
         What multiplies a wave is to be launched before the next one is asked for.
         """
+        return self._stream(step) if step.loads else self._waves(step.waves)
+
+    def _stream(self, step: StepPlan) -> Iterator[LoadedWave]:
+        """Yield waves of which some read the buffer; the slots keep their experts."""
+        staging, loads = self.staging, iter(step.loads)
+        assert staging is not None
+        staging.begin(step.loads, step.following)
+        try:
+            for wave in step.waves.waves:
+                if wave.staged:
+                    yield LoadedWave(wave, staging.take(next(loads)))
+                    staging.leave()
+                else:
+                    yield LoadedWave(wave)
+        finally:
+            staging.end()
+
+    def _waves(self, plan: WavePlan) -> Iterator[LoadedWave]:
+        """Yield waves that read the slots, to which experts are loaded."""
         self._forget(slot for wave in plan.waves for _, slot in wave.loads)
         waiting = [wave for wave in plan.waves if wave.loads]
         ready: dict[int, Any] = {}
@@ -276,7 +366,7 @@ class HostedExperts:
             for wave in plan.waves:
                 if wave.loads and ready[id(wave)] is not None:
                     torch.cuda.current_stream(self.device).wait_event(ready[id(wave)])
-                yield wave
+                yield LoadedWave(wave)
                 if wave.half is not None:
                     load_next(wave.half)
         finally:
@@ -381,3 +471,17 @@ class HostedExperts:
 
     def __reduce__(self) -> NoReturn:
         raise ValueError("Experts: experts in host memory cannot be pickled, use dsv4.save")
+
+
+def _bounds(plan: WavePlan, chosen: Sequence[int]) -> list[int]:
+    """Return the first row of each place of a plan, then the number of rows.
+
+    Args:
+        plan: The plan.
+        chosen: Number of choices of each expert.
+    """
+    sizes = [0] * len(chosen)
+    for expert, count in enumerate(chosen):
+        if count:
+            sizes[plan.position[expert]] = count
+    return [0, *accumulate(sizes)]

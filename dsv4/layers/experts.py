@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,11 +30,18 @@ class _Part(NamedTuple):
         slots: Their slots in the layer; None: all.
         step_rows: Rows of the step, see ``grouped_gemm``; 0: as many as the call has.
         step_experts: Experts of the step, likewise.
+        tensors: Stacks that have these slots, by name, instead of the layer's; None: the layer's.
     """
 
     slots: slice | None = None
     step_rows: int = 0
     step_experts: int = 0
+    tensors: Mapping[str, torch.Tensor] | None = None
+
+    def of(self, name: str, stack: torch.Tensor) -> torch.Tensor:
+        """Return the slots of a stack of the layer, or of the one of this name."""
+        stack = stack if self.tensors is None else self.tensors[name]
+        return stack if self.slots is None else stack[self.slots]
 
 
 _WHOLE = _Part()
@@ -176,23 +183,29 @@ class DeepseekV4Experts(ExpertWeights):
         """Do what ``forward`` does for a step that may need more experts than slots hold.
 
         The host reads which experts the step needs. Rows are sorted once, in the order of the
-        waves; each wave multiplies its rows by a slice of the slots.
+        waves; each wave multiplies its rows by a slice of the slots, or of the buffer that long
+        prompts pass their experts through.
         """
         self._check_hosted()
         hosted = self.hosted
         assert hosted is not None
-        plan, bounds = hosted.plan(ids)
-        table = torch.tensor([*plan.position, -1], dtype=torch.int64, device="cpu").to(ids.device)
+        step = hosted.plan(ids)
+        position, bounds = step.waves.position, step.bounds
+        table = torch.tensor([*position, -1], dtype=torch.int64, device="cpu").to(ids.device)
         buffers = self._buffers_for(x, ids.shape[1])
         rows, row_weight, offsets, row_of_slot = moe_sort(
             x, table[hosted.numbers(ids)], weights, self.num_experts, out=buffers.rows
         )
         scaled = self.numerics == "deepseek"
         out = torch.empty_like(rows) if buffers.rows is None else buffers.rows
-        for wave in hosted.run(plan):
-            start, stop = bounds[wave.first], bounds[wave.first + wave.stop - wave.start]
-            offsets_of = offsets[wave.first : wave.first + wave.stop - wave.start + 1] - start
-            part = _Part(slice(wave.start, wave.stop), len(rows), self.num_experts)
+        for loaded in hosted.run(step):
+            wave = loaded.wave
+            start, stop = bounds[wave.first], bounds[wave.stop_first]
+            if start == stop:  # no token chose an expert of the buffer
+                continue
+            offsets_of = offsets[wave.first : wave.stop_first + 1] - start
+            slots = slice(wave.start, wave.stop)
+            part = _Part(slots, len(rows), self.num_experts, loaded.tensors)
             row_weights = row_weight[start:stop] if scaled else None
             memory = None if buffers.inner is None else buffers.inner[start:stop]
             inner = self._activated(rows[start:stop], offsets_of, row_weights, memory, part)
@@ -301,15 +314,15 @@ class DeepseekV4Experts(ExpertWeights):
             if self.layout == LINEAR:
                 gate_up = self._project(name, rows, offsets, None, part)
                 return swiglu(gate_up, self.limit, row_weight=row_weight)
-            activation, scale = self._quantising(name, rows, offsets, part.slots)
+            activation, scale = self._quantising(name, rows, offsets, part)
             options |= {"activation": activation, "input_scale": scale}
-        operands = (rows, self.quantized_weight(name, part.slots), offsets, self.limit)
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        operands = (rows, weight, offsets, self.limit)
         if self._quantises and self.down_proj_input_scale is not None:
-            result_scale = self.down_proj_input_scale
-            result_scale = result_scale if part.slots is None else result_scale[part.slots]
+            result_scale = part.of("down_proj_input_scale", self.down_proj_input_scale)
             return grouped_gemm_swiglu_quantize(*operands, result_scale, **options)
         if self._rounds:
-            layout = code_layout(self.quantized_weight("down_proj", part.slots))
+            layout = code_layout(self.quantized_weight("down_proj"))
             return grouped_gemm_swiglu_fp8(*operands, result_layout=layout, **options)
         return grouped_gemm_swiglu(*operands, out=out, **options)
 
@@ -333,17 +346,16 @@ class DeepseekV4Experts(ExpertWeights):
             "step_experts": part.step_experts,
         }
         if isinstance(rows, torch.Tensor):
-            activation, scale = self._quantising(name, rows, offsets, part.slots)
+            activation, scale = self._quantising(name, rows, offsets, part)
             if self.format is None:
-                weight = getattr(self, name)
-                weight = weight if part.slots is None else weight[part.slots]
-                return grouped_gemm(rows, weight, offsets, **options)
+                return grouped_gemm(rows, part.of(name, getattr(self, name)), offsets, **options)
             options |= {"activation": activation, "input_scale": scale}
         options["settled"] = name == "down_proj"
-        return grouped_gemm(rows, self.quantized_weight(name, part.slots), offsets, **options)
+        weight = self.quantized_weight(name, part.slots, part.tensors)
+        return grouped_gemm(rows, weight, offsets, **options)
 
     def _quantising(
-        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, slots: slice | None
+        self, name: str, rows: torch.Tensor, offsets: torch.Tensor, part: _Part
     ) -> tuple[str, torch.Tensor | None]:
         """Return how a GEMM takes its rows, and with which scales; an observer sees them first."""
         if self.observers is not None:
@@ -351,8 +363,9 @@ class DeepseekV4Experts(ExpertWeights):
         if self.activation == "bf16":
             return "bf16", None
         if self._quantises:
-            scale = getattr(self, name + "_input_scale")
-            return "nvfp4", scale if scale is None or slots is None else scale[slots]
+            name += "_input_scale"
+            scale = getattr(self, name)
+            return "nvfp4", None if scale is None else part.of(name, scale)
         return "fp8" if self._rounds else "bf16", None
 
     def _observe(self, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> None:

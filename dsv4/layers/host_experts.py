@@ -3,7 +3,8 @@
 Of each layer some experts are static: they stay on the GPU and have no copy in host memory. The
 others lie in host memory; some slots on the GPU are a cache for these, by use counts with decay. A
 decode step finds and loads what it lacks on the device alone, so a CUDA graph holds it. A step that
-chooses more experts than there are slots is planned on the host, in waves.
+chooses more experts than there are slots is planned on the host, in waves. A long prompt passes
+all experts that have no slot through a buffer, layer by layer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from dsv4.layers._expert_staging import ExpertStaging
 from dsv4.layers._hosted_experts import HostedExperts
 from dsv4.layers._module import frozen
 from dsv4.layers.experts import DeepseekV4Experts
@@ -33,11 +35,15 @@ class HostExperts:
         slots: Slots of a layer for the others: as many as a token chooses, at least.
         counts: int64 ``[layers, experts]``, uses of each expert (``expert_counts``): the most used
             ones are static. None: the first ones.
+        staged: Experts of each of the two halves of the buffer through which long prompts pass the
+            experts that have no slot; one buffer for all layers. 0: none, long prompts exchange
+            the experts in the slots.
     """
 
     static: int
     slots: int
     counts: torch.Tensor | None = None
+    staged: int = 0
 
     def check(self, experts: int, layers: int, top_k: int) -> None:
         """Check it for a model.
@@ -55,6 +61,11 @@ class HostExperts:
             raise ValueError(
                 f"host_experts: slots is {self.slots}, wanted {min(top_k, others)} to {others}: "
                 f"{others} experts of a layer are not static, and a token chooses {top_k}"
+            )
+        if not 0 <= self.staged <= others:
+            raise ValueError(
+                f"host_experts: staged is {self.staged}, wanted 0 to {others}, the experts of a "
+                "layer that are not static"
             )
         shape = None if self.counts is None else list(self.counts.shape)
         if shape not in (None, [layers, experts]):
@@ -76,12 +87,14 @@ class CacheUse:
         asked: Distinct experts that the steps of all layers asked for.
         loaded: Experts that were loaded for them.
         row_bytes: Bytes of a loaded expert.
+        unasked: Experts that were copied to the buffer for long prompts though no token chose them.
     """
 
     steps: int
     asked: int
     loaded: int
     row_bytes: int
+    unasked: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -90,13 +103,14 @@ class CacheUse:
 
     @property
     def loaded_bytes(self) -> int:
-        """Bytes that were loaded from host memory."""
-        return self.loaded * self.row_bytes
+        """Bytes that were loaded from host memory, those of unasked experts included."""
+        return (self.loaded + self.unasked) * self.row_bytes
 
     def since(self, before: CacheUse) -> CacheUse:
         """Return what happened after an earlier time."""
         asked, loaded = self.asked - before.asked, self.loaded - before.loaded
-        return CacheUse(self.steps - before.steps, asked, loaded, self.row_bytes)
+        unasked = self.unasked - before.unasked
+        return CacheUse(self.steps - before.steps, asked, loaded, self.row_bytes, unasked)
 
 
 def host_experts_(model: nn.Module, placement: HostExperts) -> int:
@@ -131,11 +145,14 @@ class Hosting:
         placement: See ``host_experts_``.
         layers: Number of layers.
         moved: Layers that were moved.
+        staging: Buffer for long prompts; None: the placement has none, or no layer was moved yet.
     """
 
     placement: HostExperts
     layers: int
     moved: int = 0
+    staging: ExpertStaging | None = None
+    _last: HostedExperts | None = None
 
     def takes(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a main layer's experts."""
@@ -148,6 +165,11 @@ class Hosting:
         static = self.placement.static_of(self.moved, experts.num_experts)
         tensors = _tensors_of(experts)
         hosted = HostedExperts(tensors, static, self.placement.slots)
+        if self.placement.staged:
+            if self.staging is None:
+                self.staging = ExpertStaging(self.placement.staged, hosted.device)
+            hosted.stage(self.staging, self._last)
+            self._last = hosted
         experts.forget_value()
         _put(hosted, experts)
         self.moved += 1
@@ -264,7 +286,8 @@ def cache_use(model: nn.Module) -> CacheUse:
     layers = _all_hosted("cache_use", model)
     counters = torch.stack([hosted.state.counters.cpu() for hosted in layers])
     steps, asked, loaded = counters[0, 0], counters[:, 1].sum(), counters[:, 2].sum()
-    return CacheUse(int(steps), int(asked), int(loaded), layers[0].layout.row_bytes)
+    unasked = sum(hosted.unasked for hosted in layers)
+    return CacheUse(int(steps), int(asked), int(loaded), layers[0].layout.row_bytes, unasked)
 
 
 def repin_(model: nn.Module, counts: torch.Tensor | None = None) -> int:

@@ -304,7 +304,7 @@ class TestOnCpu:
     def test_experts_in_host_memory_have_hit_rates(self, tmp_path: Path, capsys):
         path = tmp_path / "m.json"
         sizes = ["--tokens", "1", "--context", "9", "--layers", "1", "--prompts", "none"]
-        assert run(*sizes, "--host-experts", "2+3", "--steps", "12", "--out", str(path)) == 0
+        assert run(*sizes, "--host-experts", "2+3+2", "--steps", "12", "--out", str(path)) == 0
         rows = document_of(path)["hosted"]
         assert [row["routing"] for row in rows] == ["uniform", "zipf 0.7", "zipf 1"]
         for row in rows:
@@ -326,6 +326,7 @@ class TestOnCpu:
             ("auto", "on a CPU all experts are in host memory"),
             ("some", "wanted auto, or static experts and slots"),
             ("2+1", "slots is 1, wanted 2 to 6"),
+            ("2+3+7", "staged is 7, wanted 0 to 6"),
         ],
     )
     def test_a_wrong_placement_is_refused(self, value: str, message: str, capsys):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from dsv4 import layers
 from dsv4.checkpoint import load, save
-from dsv4.checkpoint.host_experts import ExpertSizes
+from dsv4.checkpoint.host_experts import ExpertSizes, describe
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
 from dsv4.layers.host_experts import experts_of
@@ -98,13 +98,32 @@ class TestLoad:
 
 class TestPlacement:
     def test_of_flash_on_one_gpu(self):
-        """Of 256 experts of a layer, 210 are on an H200 and 103 on an H100."""
+        """Of 256 experts of a layer, 209 are on an H200 and 101 on an H100."""
         h200 = FLASH.placement(int(148.7 * GB), 120 * GB)
         h100 = FLASH.placement(int(83.2 * GB), 130 * GB)
-        assert (h200.static, h200.slots) == (149, 61)
-        assert (h100.static, h100.slots) == (73, 30)
+        assert (h200.static, h200.slots) == (148, 60)
+        assert (h100.static, h100.slots) == (72, 29)
         assert 64 * GB < FLASH.host_bytes(h200) < 66 * GB
         assert FLASH.placement(181 * GB, 0) is None
+
+    def test_counts_the_buffer_for_long_prompts(self):
+        """Its halves hold the experts without a slot of a layer, or 0.54 GB of them."""
+        h200 = FLASH.placement(int(148.7 * GB), 120 * GB)
+        h100 = FLASH.placement(int(83.2 * GB), 130 * GB)
+        assert (h200.staged, h100.staged) == (24, 37)
+        assert FLASH.buffer_bytes(h200) == 48 * FLASH.expert_bytes
+        line = "73.9 GB of weights and 1.0 GB for experts of long prompts on the GPU, 112.1 GB in"
+        assert line in describe(FLASH, h100)
+        assert "long prompts" not in describe(FLASH, HostExperts(72, 29))
+
+    def test_leaves_room_for_the_stacks_of_a_layer(self):
+        """Those of a layer of Pro are larger than what a step needs."""
+        pro = ExpertSizes(61, 384, 6, 37_200_000, 30_000_000_000)
+        placement = pro.placement(int(148.7 * GB), 1500 * GB)
+        stacks = pro.experts * pro.expert_bytes
+        assert stacks > 8 * GB
+        assert pro.gpu_bytes(placement) + pro.buffer_bytes(placement) + stacks < 147 * GB
+        assert FLASH.kept_bytes() == 8 * GB
 
     @given(gpu=st.integers(0, 200), host=st.integers(0, 200))
     def test_fits_or_says_what_there_is(self, gpu, host):
@@ -118,7 +137,9 @@ class TestPlacement:
             assert FLASH.total < gpu * GB
             return
         placement.check(256, 43, 6)
-        assert FLASH.gpu_bytes(placement) < gpu * GB
+        buffer = FLASH.buffer_bytes(placement)
+        assert 0 < buffer <= 1.1 * GB
+        assert FLASH.gpu_bytes(placement) + buffer + 8 * GB <= gpu * GB
         assert FLASH.host_bytes(placement) <= host * GB
 
     @given(nbytes=st.integers(1, 170), gpu=st.sampled_from([None, 30, 83, 149]))
@@ -133,4 +154,5 @@ class TestPlacement:
         placement.check(256, 43, 6)
         everything = placement.static == 0
         assert everything or FLASH.host_bytes(placement) >= nbytes * GB
-        assert gpu is None or FLASH.gpu_bytes(placement) <= gpu * GB
+        buffer = FLASH.buffer_bytes(placement)
+        assert gpu is None or FLASH.gpu_bytes(placement) + buffer + 8 * GB <= gpu * GB

@@ -47,6 +47,7 @@ def test_inspect_says_how_much_goes_to_host_memory(capsys):
     text = capsys.readouterr().out
     assert "does not fit" in text
     assert "host_experts='auto': fits, of 256 experts of each layer 15" in text
+    assert "GB of weights and 0.6 GB for experts of long prompts on the GPU" in text
 
 
 def test_a_sound_checkpoint(folder, capsys):

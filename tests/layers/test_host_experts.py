@@ -274,7 +274,7 @@ class TestLayer:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
         state = hosted(make_experts("nvfp4"), 3, 4).hosted
         state._side = object()
-        waves = state.run(state.plan(tokens(0, 8)[1])[0])
+        waves = state.run(state.plan(tokens(0, 8)[1]))
         next(waves)
         assert not waited
         waves.close()
@@ -447,11 +447,13 @@ class TestModel:
         return model.eval()
 
     def test_generates_the_same(self, model):
-        """A prompt in waves, decode steps in slots, static experts exchanged between requests."""
+        """A prompt in waves, then one layer by layer; decode steps; exchanges between requests."""
         hosted_model = copy.deepcopy(model)
-        assert layers.host_experts_(hosted_model, HostExperts(4, 4)) > 0
+        assert layers.host_experts_(hosted_model, HostExperts(4, 4, staged=3)) > 0
+        staging = hosted_model.model.layers[0].mlp.experts.hosted.staging
         prompt = list(range(1, 12))
-        for _ in range(2):
+        for choices in (16, 0):
+            staging.choices_per_expert = choices
             expected = model.generate([prompt, prompt[:3]], 8)
             assert hosted_model.generate([prompt, prompt[:3]], 8) == expected
             layers.repin_(hosted_model)

@@ -14,6 +14,9 @@ from dsv4.config import ModelConfig
 from dsv4.debug import compilations
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
+from dsv4.layers import experts as experts_module
+from dsv4.layers._expert_staging import ExpertStaging
+from dsv4.layers.host_experts import Hosting
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import Runner
 from dsv4.serving._capture import CaptureError, captured
@@ -100,6 +103,76 @@ def test_waves_have_the_bits_of_all_resident_experts(plain, static, slots):
         assert_bitwise(layer(*inputs), expected, f"{count} tokens again")
 
 
+@pytest.fixture
+def staged(plain):
+    """Three layers whose prompts all pass through a buffer of two times four experts."""
+    hosting = Hosting(HostExperts(3, 8, staged=4), 3)
+    made = [copy.deepcopy(plain) for _ in range(3)]
+    for layer in made:
+        hosting.move(layer)
+    hosting.staging.choices_per_expert = 0
+    return made, hosting.staging
+
+
+@pytest.mark.parametrize("late", ["copies", "gemms", "none"])
+@torch.inference_mode()
+def test_prompts_by_layers_have_the_bits_of_all_resident_experts(plain, staged, late, monkeypatch):
+    """Copies that are late are waited for, and no copy overwrites what a late GEMM reads."""
+    made, staging = staged
+    original, spin = ExpertStaging._copy, 2_000_000  # cycles: longer than a copy or a GEMM
+
+    def slow_copy(self, half, load):
+        torch.cuda._sleep(spin)
+        original(self, half, load)
+
+    def slow(function):
+        def call(*arguments, **options):
+            torch.cuda._sleep(spin)
+            return function(*arguments, **options)
+
+        return call
+
+    if late == "copies":
+        monkeypatch.setattr(ExpertStaging, "_copy", slow_copy)
+    if late == "gemms":
+        for name in [name for name in vars(experts_module) if name.startswith("grouped_gemm")]:
+            monkeypatch.setattr(experts_module, name, slow(getattr(experts_module, name)))
+    for step, count in enumerate((64, 9, 1, 40, 64, 2, 17)):
+        if step % 2:  # between steps, what is in the buffer counts for nothing
+            torch.cuda.synchronize()
+            staging._staged.clear()
+            for half in staging._halves:
+                half.memory.fill_(0xFF)
+        for number, layer in enumerate(made):
+            before = layer.hosted.state.expert_in.tolist()
+            inputs = tokens(10 * step + number, count)
+            assert_bitwise(layer(*inputs), plain(*inputs), f"{count} tokens, layer {number}")
+            if count * TOP_K > 8:
+                assert layer.hosted.state.expert_in.tolist() == before, "slots changed"
+    use = layers.cache_use(torch.nn.ModuleList(made))
+    assert 0 < use.loaded < use.asked
+
+
+@torch.inference_mode()
+def test_replays_after_a_prompt_by_layers(plain, staged):
+    """A graph captured before a prompt goes on with the slots, which the prompt left alone."""
+    layer = staged[0][0]
+    inputs = tokens(0, 2)
+    layer(*inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*inputs)
+    for step in range(40):
+        for buffer, new in zip(inputs, tokens(step + 1, 2), strict=True):
+            buffer.copy_(new)
+        graph.replay()
+        assert_bitwise(out, plain(*inputs), f"replay {step}")
+        if step % 4 == 0:
+            prompt = tokens(step, 64)
+            assert_bitwise(layer(*prompt), plain(*prompt), f"prompt {step}")
+
+
 @torch.inference_mode()
 def test_a_step_in_waves_is_not_captured(plain):
     layer = hosted(plain, 3, 5)
@@ -136,7 +209,7 @@ def models() -> tuple[DeepseekV4ForCausalLM, DeepseekV4ForCausalLM]:
     """A model, and the same with experts in host memory and warm kernels."""
     model = host_soak.small_model(torch.device("cuda"), mtp=True)
     other = copy.deepcopy(model)
-    layers.host_experts_(other, HostExperts(3, 8))
+    layers.host_experts_(other, HostExperts(3, 8, staged=2))
     done = dsv4.warmup(other, max_tokens=64, progress=False)
     assert done.failed == {}
     return model, other
@@ -165,7 +238,9 @@ def test_after_a_warm_up_nothing_compiles(models):
 @torch.inference_mode()
 def test_logits_have_the_bits_of_all_resident_experts(models):
     generator = torch.Generator().manual_seed(5)
-    for count in (1, 2, 5, 23, 64):
+    staging = models[1].model.layers[0].mlp.experts.hosted.staging
+    for count in (1, 2, 5, 23, 64, 64):
+        staging.choices_per_expert = 16 if staging.choices_per_expert == 0 else 0  # both ways
         prompt, logits = torch.randint(0, 128, (count,), generator=generator).tolist(), []
         for model in models:
             index_format = default_index_format(model.config)

@@ -25,6 +25,9 @@ RECIPES = ("nvfp4", "nvidia")
 # E4M3 bytes of the block scales: 0.5 to 1.875 in all 16 steps, or the powers of two 0.5, 1, 2.
 _ANY_SCALE = tuple(range(0x30, 0x40))
 _POWERS = (0x30, 0x38, 0x40)
+# Numbers that are drawn at a time: float32 ones beside the tensor that gets them. An embedding of
+# Flash, drawn at once, took 4.2 GB beside its own 1.1.
+_DRAWN_NUMBERS = 1 << 26
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -205,7 +208,12 @@ class _Draw:
         if name.endswith("e_score_correction_bias"):
             return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
         assert like.is_floating_point(), name
-        return random_values(name, like.shape, self.generator).to(like.dtype)
+        if like.dim() != 2 or like.numel() <= _DRAWN_NUMBERS:
+            return random_values(name, like.shape, self.generator).to(like.dtype)
+        value = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        for part in value.split(max(1, _DRAWN_NUMBERS // like.shape[1])):
+            part.copy_(random_values(name, part.shape, self.generator))
+        return value
 
     def _expert_table(self, vocabulary: int, top_k: int) -> torch.Tensor:
         """Distinct experts for each token id, ``[vocabulary, top_k]`` int64."""

@@ -17,10 +17,10 @@ from dsv4.bench.suites.hosted_steps import (
 )
 from dsv4.bench.suites.model.document import HostedRow
 from dsv4.bench.suites.model.measure import Measurement, has_graphs
-from dsv4.bench.suites.model.memory import free_bytes, model_bytes
+from dsv4.bench.suites.model.memory import caches_of, free_bytes, model_bytes, reserve_bytes
 from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.whole_model import DecodeStep
-from dsv4.checkpoint.host_experts import ExpertSizes
+from dsv4.checkpoint.host_experts import KEPT_GPU_BYTES, ExpertSizes
 from dsv4.layers import _host_memory
 from dsv4.layers.host_experts import HostExperts, Hosting, slot_tokens
 
@@ -48,12 +48,7 @@ def placed(request: ModelRequest) -> ModelRequest:
                     "--host-experts is auto, and on a CPU all experts are in host memory: wanted "
                     "STATIC+SLOTS, or without"
                 )
-            host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
-            placement = sizes.placement(free_bytes(request.device), host)
-            if placement is None:
-                raise UsageError(
-                    "--host-experts is auto, and all experts fit: wanted STATIC+SLOTS, or without"
-                )
+            placement = _placement(request, sizes)
         else:
             assert isinstance(request.host_experts, HostExperts)
             placement = request.host_experts
@@ -62,6 +57,28 @@ def placed(request: ModelRequest) -> ModelRequest:
     except (ValueError, MemoryError) as error:
         raise UsageError(f"--host-experts: {error}") from error
     return replace(request, host_experts=placement)
+
+
+def _placement(request: ModelRequest, sizes: ExpertSizes) -> HostExperts:
+    """Return the placement that leaves room for the largest cache that the device holds.
+
+    Raises:
+        MemoryError: if GPU and host memory do not suffice for the smallest one.
+        UsageError: if all experts fit.
+    """
+    host = _host_memory.available_bytes() - _host_memory.KEPT_BYTES
+    free, reserve = free_bytes(request.device), reserve_bytes(request.device)
+    caches = sorted(caches_of(request).values(), reverse=True)
+    for number, cache in enumerate(caches):
+        try:
+            placement = sizes.placement(free, host, max(KEPT_GPU_BYTES, cache + reserve))
+        except MemoryError:
+            if number == len(caches) - 1:
+                raise
+            continue
+        if placement is not None:
+            return placement
+    raise UsageError("--host-experts is auto, and all experts fit: wanted STATIC+SLOTS, or without")
 
 
 def hosting(request: ModelRequest) -> Hosting | None:

@@ -10,6 +10,7 @@ from dsv4.bench.problem import UsageError
 from dsv4.bench.suites.model.request import LEFT_OUT, ModelRequest
 from dsv4.bench.suites.random_model import quantised_format
 from dsv4.bench.suites.whole_model import INDEX_FORMAT
+from dsv4.checkpoint.host_experts import FILLING_GPU_BYTES
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers import DeepseekV4Experts, Linear, _host_memory
@@ -18,7 +19,7 @@ from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.emulated import emulated_rank
 from dsv4.speculation.draft_costs import weight_bytes
 
-_ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
+ACTIVATIONS = 6 << 30  # bytes on a GPU for activations, workspaces, graphs and the CUDA context
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,44 @@ class ModelBytes:
         expert: Bytes of one routed expert in all layers.
         layer_expert: Bytes of one routed expert in one layer.
         other: Bytes of everything but routed experts.
-        experts: How many there are per layer.
+        experts: How many there are per layer, or the number of slots of a layer.
+        stacked: Experts of a layer while it is filled, which then move to slots and to host memory;
+            0: all experts stay.
     """
 
     expert: int
     layer_expert: int
     other: int
     experts: int
+    stacked: int = 0
 
     @property
     def peak(self) -> int:
         """The most bytes while it is built: all weights, and one layer's experts not packed yet."""
-        return self.other + self.experts * (self.expert + self.layer_expert)
+        stacked = self.stacked or self.experts
+        return self.other + self.experts * self.expert + stacked * self.layer_expert
+
+    def needed(self, cache: int, reserve: int) -> int:
+        """Return the bytes that a row needs.
+
+        Args:
+            cache: Bytes of its cache.
+            reserve: Bytes for activations, workspaces, graphs and the CUDA context.
+        """
+        if not self.stacked:
+            return self.peak + cache + reserve
+        # The stacks of the last layer are gone when steps run.
+        built = self.peak + min(reserve, FILLING_GPU_BYTES)
+        return max(built, self.other + self.experts * self.expert + cache + reserve)
 
     def with_slots(self, placement: HostExperts) -> ModelBytes:
         """Return the bytes on the GPU where the other experts lie in host memory.
 
-        The stacks of one layer are there while it is filled.
+        The stacks of one layer are there while it is filled, and the buffer for long prompts.
         """
-        slots = placement.static + placement.slots
-        rest = self.experts - slots
-        return ModelBytes(
-            self.expert, self.layer_expert, self.other + rest * self.layer_expert, slots
-        )
+        slots, staged = placement.static + placement.slots, 2 * placement.staged
+        other = self.other + staged * self.layer_expert
+        return ModelBytes(self.expert, self.layer_expert, other, slots, self.experts)
 
     def experts_within(self, available: int) -> int:
         """Return the most experts per layer that fit; below 0 if the other weights do not."""
@@ -102,6 +118,20 @@ def free_bytes(device: torch.device) -> int:
     return _host_memory.available_bytes()
 
 
+def reserve_bytes(device: torch.device) -> int:
+    """Return the bytes of a device for activations, workspaces, graphs and the CUDA context."""
+    return ACTIVATIONS if device.type == "cuda" else 0
+
+
+def caches_of(request: ModelRequest) -> dict[tuple[int, int], int]:
+    """Return the bytes of the cache of each row, by sequences and context."""
+    return {
+        (n, context): cache_bytes(request.config, n, context + request.new_tokens(n, context))
+        for context in request.contexts
+        for n in request.tokens
+    }
+
+
 def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
     """Return the request without the rows that do not fit: weights and cache exceed free memory.
 
@@ -120,31 +150,28 @@ def fitted(request: ModelRequest, free: int | None = None) -> ModelRequest:
     if isinstance(request.host_experts, HostExperts):
         size = size.with_slots(request.host_experts)
     free = free_bytes(request.device) if free is None else free
-    reserve = _ACTIVATIONS if request.device.type == "cuda" else 0
-    caches = {
-        (n, context): cache_bytes(request.config, n, context + request.new_tokens(n, context))
-        for context in request.contexts
-        for n in request.tokens
-    }
+    reserve, caches = reserve_bytes(request.device), caches_of(request)
     left_out = {
         row: (
-            f"{LEFT_OUT}the model needs {_gb(size.peak + cache + reserve)} with a cache of "
+            f"{LEFT_OUT}the model needs {_gb(size.needed(cache, reserve))} with a cache of "
             f"{_gb(cache)}, and {_gb(free)} are free"
         )
         for row, cache in caches.items()
-        if size.peak + cache + reserve > free
+        if size.needed(cache, reserve) > free
     }
     if len(left_out) < len(caches):
         return replace(request, left_out=left_out)
     (sequences, context), cache = min(caches.items(), key=lambda item: item[1])
-    experts = size.experts * request.ranks
+    experts = (size.stacked or size.experts) * request.ranks
     where = f"on {request.device}" if request.ranks == 1 or request.emulated else "on a rank"
     problem = (
-        f"the model needs {_gb(size.peak + cache + reserve)} and {_gb(free)} are free {where}: "
+        f"the model needs {_gb(size.needed(cache, reserve))} and {_gb(free)} are free {where}: "
         f"weights {_gb(size.peak)} with --preset {request.preset} --experts {experts} --layers "
         f"{request.config.num_hidden_layers}, cache {_gb(cache)} with --tokens {sequences} "
         f"--context {context}, activations {_gb(reserve)}; "
     )
+    if isinstance(request.host_experts, HostExperts):
+        raise UsageError(f"{problem}wanted --host-experts auto, or fewer static experts and slots")
     most = size.experts_within(free - cache - reserve) * request.ranks
     if most >= request.config.num_experts_per_tok:
         raise UsageError(f"{problem}wanted --experts {most} at most")

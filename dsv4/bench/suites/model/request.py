@@ -421,11 +421,13 @@ def _host_experts(options: argparse.Namespace, ranks: int) -> HostExperts | str 
     if text == "auto":
         return text
     parts = text.split("+")
-    if len(parts) != 2 or not all(part.isdecimal() for part in parts):
+    if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
         raise UsageError(
-            f"--host-experts is {text!r}, wanted auto, or static experts and slots: 150+60"
+            f"--host-experts is {text!r}, wanted auto, or static experts and slots, 150+60, or "
+            "these and the experts of a half of the buffer for long prompts, 150+60+24"
         )
-    return HostExperts(int(parts[0]), int(parts[1]))
+    static, slots, staged = map(int, (*parts, "0")[:3])
+    return HostExperts(static, slots, staged=staged)
 
 
 def _check_output(options: argparse.Namespace) -> None:
