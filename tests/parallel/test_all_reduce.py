@@ -196,6 +196,7 @@ def eight_gpus(monkeypatch):
     monkeypatch.setattr(groups, "transport", lambda name, device: "nccl")
     monkeypatch.setattr(type(box), "device", property(lambda self: torch.device("cuda", 0)))
     monkeypatch.setattr(supports, "no_triton", lambda device: None)
+    monkeypatch.setattr(supports, "sms", lambda device: 132)
     return box
 
 
