@@ -118,12 +118,17 @@ def _push(call: Call, rows: int, width: int) -> str | None:
     if reason is None:
         reason = _mailbox(call).defect or _mailbox(call).unfit(rows, width)
     programs = mailboxes.chunks_of(rows, width)
-    most = _MOST_PROGRAMS
-    if call.device.type == "cuda":
-        most = min(most, _PROGRAMS_OF_SM * sms(call.device))
+    most = _most_programs(call.device)
     if reason is None and programs > most:
         return f"the sum has {programs} chunks, wanted at most {most}, a program each"
     return reason
+
+
+def _most_programs(device: torch.device) -> int:
+    """Return the programs of a push launch that a device certainly holds at once."""
+    if device.type != "cuda":
+        return _MOST_PROGRAMS
+    return min(_MOST_PROGRAMS, _PROGRAMS_OF_SM * sms(device))
 
 
 def push_is_slower(call: Call) -> str | None:

@@ -518,12 +518,12 @@ def _merge(
 
 def _shapes(sm: int) -> tuple[Shape, ...]:
     """Return the shapes for a GPU, with as many programs of an SM as its shared memory holds."""
-    capacity = machine.shared_memory(divmod(sm, 10))
     shapes: tuple[Shape, ...] = _SHAPES
+    memory = machine.shared_memory(divmod(sm, 10))
     if not launch_options.is_wide(sm):
         shapes = _REGISTER_SHAPES if sm >= 89 else _INTEGER_SHAPES
     return tuple(
-        replace(shape, resident=launch_options.resident(capacity, shape.resident, shape.shared))
+        replace(shape, resident=launch_options.resident(memory, shape.resident, shape.shared))
         for shape in shapes
     )
 

@@ -300,8 +300,8 @@ def _score_tile(operands: Scoring, queries: str, d: int) -> _ScoreTile:
     within = narrow_types and shared == 1 and _within_pages(data, keys.page_size, entry_format, d)
     shape = entry_format if within else shared > 1 if narrow_types else None
     chosen = _SHAPES[shape]
-    limit = launch_options.shared_memory(q)
-    resident = launch_options.resident(limit, chosen.resident, chosen.shared)
+    memory = launch_options.shared_memory(q)
+    resident = launch_options.resident(memory, chosen.resident, chosen.shared)
     programs = triton.cdiv(q.shape[0], shared)
     splits = max(1, resident * launch_options.sm_count(q.device) // programs)
     grid = (programs, min(splits, triton.cdiv(keys.capacity, chosen.block)))

@@ -351,7 +351,7 @@ def quantize_mxfp4(args: QuantizeMxfp4Args) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _mxfp4_tile(rows: int, blocks: int, many_rows: bool, sms: int) -> tuple[int, int]:
-    """Rows and blocks of a program: with few rows, at most two programs per SM."""
+    """Rows and blocks of a program: of few rows, blocks enough that no SM has three programs."""
     if many_rows:
         tall, across = tile_shape(blocks, False)
         return 2 * tall, across

@@ -314,9 +314,9 @@ def check_other(compiled, ran):
 def test_steps_of_other_gpus_have_kernels():
     """Decode and prefill, on GPUs with and without conversions to E4M3."""
     points = [(arch, "flash", formats) for arch in OTHER_GPUS for formats in FORMATS]
-    results = traced(points)
-    assert len(results) == len(points)
-    for compiled, ran in results.values():
+    steps = traced(points)
+    assert len(steps) == len(points)
+    for compiled, ran in steps.values():
         check_other(compiled, ran)
 
 

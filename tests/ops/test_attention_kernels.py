@@ -448,12 +448,12 @@ class TestPlan:
 
     @pytest.mark.parametrize("sm", [80, 86, 87, 89, 120, 121])
     def test_programs_that_count_as_resident_fit_an_sm(self, sm):
-        limit = machine.shared_memory(divmod(sm, 10))
+        memory = machine.shared_memory(divmod(sm, 10))
         for tokens, heads, chosen in itertools.product((1, 64, 4096), (8, 64, 128), (0, 512, 1024)):
             shape, _ = kernels.plan(tokens, heads, 512, (128, chosen), 108, False, sm)
             assert shape.heads == 16
-            assert shape.shared <= limit
-            assert shape.resident * (shape.shared + 1024) <= limit + 1024
+            assert shape.shared <= memory
+            assert shape.resident * (shape.shared + 1024) <= memory + 1024
 
     def test_hopper_and_data_centre_blackwell_have_the_shapes_that_were_fitted(self):
         for sm in (90, 100, 103):

@@ -516,7 +516,6 @@ class TestDispatch:
         for weight, words in (
             (weight_of(0, (32, 128), "cpu").with_layout(LINEAR), "fragments_16x64"),
             (quantize(torch.ones(24, 128), MXFP4), "24 x 128"),
-            (quantize(torch.ones(32, 128), "fp8_block"), "CUDA GPU"),
         ):
             reasons = dict(dispatch.explain(gemm, x, weight).candidates)
             assert reasons["triton"] is not None
@@ -525,4 +524,4 @@ class TestDispatch:
                 row = next(r for r in dispatch.implementations("gemm") if r.name == "triton")
                 reason = row.unsupported_reason(call)
             assert reason is not None
-            assert words in reason or "E4M3" in reason
+            assert words in reason

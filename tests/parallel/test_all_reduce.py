@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsv4 import device as machine
 from dsv4 import dispatch, ops
 from dsv4.dispatch import explain
 from dsv4.ops.all_reduce import AllReduceArgs
@@ -195,6 +196,7 @@ def eight_gpus(monkeypatch):
     monkeypatch.setattr(groups, "transport", lambda name, device: "nccl")
     monkeypatch.setattr(type(box), "device", property(lambda self: torch.device("cuda", 0)))
     monkeypatch.setattr(supports, "no_triton", lambda device: None)
+    monkeypatch.setattr(supports, "sms", lambda device: 132)
     return box
 
 
@@ -314,3 +316,10 @@ class TestMailboxes:
         for make in (mailboxes.ipc, mailboxes.symmetric):
             with pytest.raises(ValueError, match="device is cpu, wanted a CUDA GPU"):
                 make("", 1, torch.device("cpu"))
+
+    @pytest.mark.parametrize(("sms", "most"), [(48, 384), (108, 864), (132, 1024), (148, 1024)])
+    def test_programs_that_wait_for_peers_are_all_on_the_gpu(self, sms, most):
+        """A launch of 1024 would not be on GPUs with few SMs."""
+        with machine.pretend(sms=sms):
+            assert supports._most_programs(torch.device("cuda", 0)) == most
+        assert supports._most_programs(torch.device("cpu")) == 1024

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsv4 import device
-from dsv4.triton import gemm_fp8
+from dsv4.triton import compressor_projections, gemm_fp8
 from dsv4.triton._lib import mixing_gemm, router_logits
 from dsv4.triton._runtime import launch_options
 
@@ -63,3 +63,27 @@ def test_a_gpu_that_is_pretended_decides(gpu):
 
 def test_a_gpu_that_is_not_known_has_the_least():
     assert device.shared_memory((13, 7)) == 99 * 1024
+
+
+@given(gpus, tokens, st.sampled_from([256, 4096, 7168]))
+def test_the_compressors_stages_fit(gpu, tokens, hidden):
+    """Of a pipeline's stages one has no shared memory: its operands are in registers."""
+    shared = device.shared_memory(gpu)
+    tile = compressor_projections.tile_of(tokens, hidden, shared)
+    assert tile.stages >= 3
+    assert 2 * (tile.stages - 1) * tile.block * (tile.tokens + tile.rows) < shared
+    if shared == HOPPER:
+        assert tile.stages == 4
+
+
+@given(gpus, st.integers(1, 8), st.integers(0, 99 * 1024))
+def test_resident_programs_fit_an_sm(gpu, most, shared):
+    """One program fits always; Hopper keeps numbers that were measured there."""
+    memory = device.shared_memory(gpu)
+    resident = launch_options.resident(memory, most, shared)
+    if memory == HOPPER:
+        assert resident == most
+    else:
+        assert 1 <= resident <= most
+        assert resident * (shared + 1024) <= memory + 1024
+        assert resident == most or (resident + 1) * (shared + 1024) > memory + 1024

@@ -81,20 +81,20 @@ def shared_memory(tensor: torch.Tensor) -> int:
     return machine.shared_memory(capability(tensor) or _INTERPRETED_AS)
 
 
-def resident(capacity: int, most: int, shared: int) -> int:
+def resident(memory: int, most: int, shared: int) -> int:
     """Programs that an SM holds at a time: ``most``, or fewer if its shared memory ends before.
 
     An SM has what one program can have and, for each program, what the driver reserves. ``most`` is
     kept on GPUs with as much as Hopper: it was chosen by times there.
 
     Args:
-        capacity: Bytes of shared memory that a program can have.
+        memory: Bytes of shared memory that a program can have.
         most: As many as are worthwhile, or as registers allow; at least 1.
         shared: Bytes of shared memory that a program takes.
     """
-    if capacity >= machine.shared_memory(_INTERPRETED_AS):
+    if memory >= machine.shared_memory(_INTERPRETED_AS):
         return most
-    return max(1, min(most, (capacity + _RESERVED) // (shared + _RESERVED)))
+    return max(1, min(most, (memory + _RESERVED) // (shared + _RESERVED)))
 
 
 def has_descriptors(tensor: torch.Tensor) -> bool:
