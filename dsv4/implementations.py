@@ -204,13 +204,13 @@ def _cute(
     )
 
 
-def _dot_scaled(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
+def _fp4(module: str, supports: str, *ops: str) -> tuple[Implementation, ...]:
     """Make rows for GEMMs with both operands in NVFP4 on the tensor cores of 12.0 and 12.1."""
     checks = "dsv4.triton.nvfp4_supports"
     return tuple(
         Implementation(
             op,
-            "dot_scaled",
+            "fp4",
             f"dsv4.triton.{module}:{op}",
             f"{checks}:{supports}",
             f"{checks}:reference_is_faster",
@@ -269,7 +269,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_reference("quantize", "quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "dequantize"),
     *_reference("quantize", "quantize_fp8_token"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
-    *_dot_scaled("gemm_nvfp4", "gemm", "gemm"),
+    *_fp4("gemm_nvfp4", "gemm", "gemm"),
     _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm", "gemm"),
@@ -298,7 +298,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     *_reference("gemm", "gemm"),
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm_swiglu", "gemm_swiglu", proven=_NOWHERE),
-    *_dot_scaled("gemm_nvfp4", "gemm_swiglu", "gemm_swiglu"),
+    *_fp4("gemm_nvfp4", "gemm_swiglu", "gemm_swiglu"),
     _fp8("gemm_e4m3", "gemm_swiglu", "gemm_swiglu", "few_tokens", reserves_sms=True),
     *_cute(
         *("cute", "gemm", "gemm_swiglu", "gemm_swiglu"),
@@ -324,7 +324,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     ),
     *_reference("gemm_swiglu", "gemm_swiglu"),
     *_cute("tcgen05", "grouped_nvfp4", "tcgen05_grouped_gemm", *_GROUPED, proven=_NOWHERE),
-    *_dot_scaled("grouped_nvfp4", "grouped_gemm", *_GROUPED),
+    *_fp4("grouped_nvfp4", "grouped_gemm", *_GROUPED),
     _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm", "few_rows"),
     _fp8("grouped_gemm_e4m3", "grouped_gemm", "grouped_gemm_swiglu", "few_rows"),
     *_cute(

@@ -150,7 +150,7 @@ def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
 
 
 def test_rows_are_proven_on_hopper_that_were_right_there():
-    assert {"triton", "cublas", "parts", "dot_scaled"} >= {row.name for row in SELF_TESTED}
+    assert {"triton", "cublas", "parts", "fp4"} >= {row.name for row in SELF_TESTED}
     unseen = {row.op for row in SELF_TESTED if not row.is_always_proven(H200)}
     grouped = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
     assert unseen == {"gemm", "gemm_swiglu", *grouped}
@@ -284,7 +284,7 @@ def test_no_family_is_lost_for_want_of_a_case(calls, monkeypatch, capability):
             reasons = [row.unsupported_reason(call) for call in calls[row.op]]
             has_case = None in reasons
             runs = capability >= ADA or row.op not in OF_E4M3
-            runs = runs and (row.name != "dot_scaled" or capability in nvfp4_supports.GPUS)
+            runs = runs and (row.name != "fp4" or capability in nvfp4_supports.GPUS)
             assert has_case == runs, (row.op, reasons)
 
 

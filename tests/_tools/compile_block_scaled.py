@@ -38,7 +38,7 @@ from tests._tools.other_gpu import replace_launches
 DENSE = ((1536, 4096), (32768, 1024), (4096, 8192))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 64, 4096)
-BACKEND = "dot_scaled"
+BACKEND = "fp4"
 ARCHITECTURES = (120, 121)
 KERNELS = ("_nvfp4_gemm_kernel", "_grouped_nvfp4_kernel")
 _RUN = JITFunction.run

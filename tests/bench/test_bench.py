@@ -494,7 +494,7 @@ def test_baselines_can_be_added(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_baseline_that_cannot_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """However many inputs there are: a compiler takes seconds to refuse each of them."""
     asked: list[str] = []
-    monkeypatch.setattr(measure, "_copies", lambda case, options, problem: [problem] * 3)
+    monkeypatch.setattr(measure, "copies", lambda case, options, problem: [problem] * 3)
     monkeypatch.setattr(baselines, "BASELINES", {})
     baselines.register("rms_norm_pair", "able (note)")(
         lambda problem: asked.append("able") or (lambda: None)

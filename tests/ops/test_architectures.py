@@ -113,7 +113,7 @@ def test_swiglu(capability, gpu, tokens, chosen):
         *((gpu, LINEAR, "scaled_mm") for gpu in (B200, B300)),
         *((gpu, SWIZZLED, "tcgen05") for gpu in (B200, B300)),
         *((HOPPER, layout, "reference") for layout in (LINEAR, SWIZZLED)),
-        *((RTX, layout, "dot_scaled") for layout in (LINEAR, SWIZZLED)),
+        *((RTX, layout, "fp4") for layout in (LINEAR, SWIZZLED)),
     ],
 )
 def test_weights_that_are_not_packed(capability, monkeypatch, gpu, layout, chosen):

@@ -158,5 +158,5 @@ def test_wrong_arguments_are_named(change, error, message):
 def test_dispatch_says_why():
     result = dispatch.explain(gemm_swiglu, inputs(0, (2, 64)), weight_of(0, 32, 64), 10.0)
     names = [name for name, _ in result.candidates]
-    assert names == ["tcgen05", "dot_scaled", "fp8", "cute", "triton", "parts", "reference"]
+    assert names == ["tcgen05", "fp4", "fp8", "cute", "triton", "parts", "reference"]
     assert result.chosen == "reference"

@@ -67,7 +67,7 @@ def rows_of(seed, shape, device):
 
 
 def run(op, *args, **options):
-    return op(*args, **options, backend="dot_scaled")
+    return op(*args, **options, backend="fp4")
 
 
 def check_judged(op, judge, args, **options):
@@ -312,33 +312,33 @@ class TestDispatch:
             self.routed(grouped_gemm_swiglu, layout),
             self.routed(grouped_gemm_swiglu_quantize, layout, result_scale=scale),
         ):
-            assert next(name for name, reason in why.items() if reason is None) == "dot_scaled"
+            assert next(name for name, reason in why.items() if reason is None) == "fp4"
 
     @pytest.mark.parametrize("gpu", [(8, 0), ADA, (9, 0), B200, (10, 3), (11, 0)])
     def test_no_other_gpu(self, be, gpu):
         be(gpu)
         for why in (self.dense(), self.routed(grouped_gemm), self.dense(op=gemm_swiglu)):
-            assert why["dot_scaled"].startswith("mma.sync multiplies NVFP4 on compute capability")
-            assert why["dot_scaled"].endswith(f"the GPU has {gpu[0]}.{gpu[1]}")
+            assert why["fp4"].startswith("mma.sync multiplies NVFP4 on compute capability")
+            assert why["fp4"].endswith(f"the GPU has {gpu[0]}.{gpu[1]}")
 
     @pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0", "3.10.0", "4.0.0", ""])
     def test_no_version_that_is_not_known(self, be, monkeypatch, version):
         monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: version)
-        reason = self.dense()["dot_scaled"]
+        reason = self.dense()["fp4"]
         assert reason.startswith(f"Triton is {version or 'of an unknown version'}, wanted 3.9")
 
     def test_other_calls_are_refused_with_the_reason(self, be):
-        assert "wanted 'swizzled_128x4' or 'linear'" in self.dense(FRAGMENTS)["dot_scaled"]
-        assert "activations are 'bf16'" in self.dense(activation="bf16")["dot_scaled"]
-        assert "the result is torch.float16" in self.dense(out_dtype=torch.float16)["dot_scaled"]
+        assert "wanted 'swizzled_128x4' or 'linear'" in self.dense(FRAGMENTS)["fp4"]
+        assert "activations are 'bf16'" in self.dense(activation="bf16")["fp4"]
+        assert "the result is torch.float16" in self.dense(out_dtype=torch.float16)["fp4"]
         assert (
             "the weight has 96 columns, wanted a multiple of 64"
-            in (self.dense(LINEAR, columns=96)["dot_scaled"])
+            in (self.dense(LINEAR, columns=96)["fp4"])
         )
 
     def test_no_verdict_no_choice(self):
         """It ran on no GPU, so a self-test decides before ``auto`` takes it."""
-        rows = [row for row in dispatch.IMPLEMENTATIONS if row.name == "dot_scaled"]
+        rows = [row for row in dispatch.IMPLEMENTATIONS if row.name == "fp4"]
         assert len(rows) == 5
         for row in rows:
             assert row.proven == frozenset()

@@ -363,7 +363,7 @@ class TestContract:
     def test_dispatch_says_why(self):
         x, offsets = sorted_rows(0, [1, 2], 0, 128, "cpu")
         result = dispatch.explain(grouped_gemm, x, weights_of(0, 2, 32, 128, "cpu"), offsets)
-        names = ["tcgen05", "dot_scaled", "fp8", "cute", "triton", "reference"]
+        names = ["tcgen05", "fp4", "fp8", "cute", "triton", "reference"]
         assert [name for name, _ in result.candidates] == names
         assert result.chosen == "reference"
 

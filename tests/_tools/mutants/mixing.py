@@ -179,8 +179,8 @@ MUTANTS = (
         "pitfall 9",
         "the shared expert does not clamp",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "swiglu(gate_up, self.limit)",
-        "swiglu(gate_up, None)",
+        "rounded_swiglu(gate_up, self.limit, self.down_proj)",
+        "rounded_swiglu(gate_up, None, self.down_proj)",
         SHARED,
     ),
     Mutant(
@@ -311,17 +311,17 @@ MUTANTS = (
         "pitfall 40",
         "the two norms of the MTP block are exchanged",
         LAYERS + "decoder:DeepseekV4MTP.combine",
-        "embedded = self.e_proj(self.enorm(next_embeddings)).unsqueeze(-2)\n"
-        "return embedded + self.h_proj(self.hnorm(streams))",
-        "embedded = self.e_proj(self.hnorm(next_embeddings)).unsqueeze(-2)\n"
-        "return embedded + self.h_proj(self.enorm(streams))",
+        "embedded = self.e_proj(rounded_norm(self.enorm, next_embeddings, [self.e_proj]))\n"
+        "normed = rounded_norm(self.hnorm, streams, [self.h_proj])",
+        "embedded = self.e_proj(rounded_norm(self.hnorm, next_embeddings, [self.e_proj]))\n"
+        "normed = rounded_norm(self.enorm, streams, [self.h_proj])",
         DRAFT,
     ),
     Mutant(
         "pitfall 40",
         "the MTP block is fed collapsed streams",
         LAYERS + "decoder:DeepseekV4MTP.combine",
-        "self.hnorm(streams)",
+        "rounded_norm(self.hnorm, streams, [self.h_proj])",
         "self.hnorm(streams.mean(-2, keepdim=True).expand_as(streams))",
         DRAFT,
     ),

@@ -243,9 +243,9 @@ MUTANTS = (
         "pitfall 29",
         "global scale folded into block scales in the product",
         REFERENCE + "gemm:gemm",
-        "compute = compute_dtype(args.x)\n"
+        "compute = compute_dtype(x)\n"
         "weight = operand(args.codes, args.scales, args.format, args.layout, compute)",
-        "compute = compute_dtype(args.x)\n"
+        "compute = compute_dtype(x)\n"
         "if args.global_scale is not None and args.scales.dtype == torch.float8_e4m3fn:\n"
         "    fold = args.global_scale.amax()\n"
         "    folded = (args.scales.float() * fold).clamp(max=448).to(torch.float8_e4m3fn)\n"
@@ -419,16 +419,18 @@ MUTANTS = (
         "pitfall 32",
         "the shared expert clamps products that lack their global scale",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "swiglu(gate_up, self.limit)",
-        "swiglu(gate_up, self.limit * float(self.gate_proj.weight_scale_2))",
+        "rounded_swiglu(gate_up, self.limit, self.down_proj)",
+        "rounded_swiglu(\n"
+        "    gate_up, self.limit * float(self.gate_proj.weight_scale_2), self.down_proj\n"
+        ")",
         SHARED_CLAMP,
     ),
     Mutant(
         "pitfall 32",
         "a quantised shared expert ignores the clamp",
         LAYERS + "mlp:DeepseekV4MLP.inner",
-        "swiglu(gate_up, self.limit)",
-        "swiglu(gate_up, None if self.gate_proj.format else self.limit)",
+        "rounded_swiglu(gate_up, self.limit, self.down_proj)",
+        "rounded_swiglu(gate_up, None if self.gate_proj.format else self.limit, self.down_proj)",
         SHARED_CLAMP,
     ),
     Mutant(

@@ -141,7 +141,7 @@ def test_elsewhere_it_says_why(capability, said, monkeypatch):
     monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: "3.9.0")
     call = call_of(capability, monkeypatch)
     assert unsupported_reason(call).startswith(said)
-    other = "dot_scaled" if capability in nvfp4_supports.GPUS else "reference"
+    other = "fp4" if capability in nvfp4_supports.GPUS else "reference"
     assert dispatch.choose(call).name == other
     with pytest.raises(NotImplementedError, match=r"tcgen05: .*"):
         dispatch.choose(call, "tcgen05")
