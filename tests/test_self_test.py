@@ -265,15 +265,6 @@ def calls():
     return made
 
 
-# Operators that a GPU without E4M3 never runs.
-OF_E4M3 = {
-    *("quantize_nvfp4", "quantize_mxfp4", "quantize_fp8_block", "quantize_fp8_token"),
-    *("dequantize", "rms_norm_quantize", "rms_norm_fp8", "rope_quantize", "swiglu_quantize"),
-    *("swiglu_fp8", "moe_gather_fp8", "moe_gather_quantize", "hc_pre_norm_quantize"),
-    *("hc_post_pre_norm_quantize", "quantize_index_queries", "fake_quantize_kv"),
-}
-
-
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), ADA, H200, (12, 0)])
 def test_no_family_is_lost_for_want_of_a_case(calls, monkeypatch, capability):
     monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: nvfp4_supports.VERSIONS[0])
@@ -283,8 +274,7 @@ def test_no_family_is_lost_for_want_of_a_case(calls, monkeypatch, capability):
                 continue
             reasons = [row.unsupported_reason(call) for call in calls[row.op]]
             has_case = None in reasons
-            runs = capability >= ADA or row.op not in OF_E4M3
-            runs = runs and (row.name != "fp4" or capability in nvfp4_supports.GPUS)
+            runs = row.name != "fp4" or capability in nvfp4_supports.GPUS
             assert has_case == runs, (row.op, reasons)
 
 

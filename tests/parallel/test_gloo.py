@@ -170,7 +170,7 @@ def test_the_bench_of_virtual_ranks_needs_a_gpu(capsys):
     assert cli.main(["run", "all_reduce", "--ranks", "2", "--device", "cpu"]) == cli.IMPOSSIBLE
     assert "virtual ranks need a CUDA GPU" in capsys.readouterr().err
     assert cli.main(["all_reduce", "--device", "cpu"]) == cli.IMPOSSIBLE
-    assert "wanted --ranks, or several processes by torchrun" in capsys.readouterr().err
+    assert "wanted --ranks, or several processes started by torchrun" in capsys.readouterr().err
 
 
 class TestConfigurations:

@@ -12,7 +12,7 @@ import torch
 
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.serving import Request, Runner, SamplingOptions, device_steps, runner
+from dsv4.serving import Request, Runner, SamplingOptions, device_steps, runner_plan
 from dsv4.serving.drafters import Drafter
 from dsv4.serving.drafting import Drafting, DraftPlan
 from dsv4.serving.sampler import Parameters, Variant
@@ -133,10 +133,11 @@ def drafting(
     tokens: int,
     **sizes: Any,
 ) -> tuple[Runner, KnownDrafts]:
-    """A runner with drafts by a pattern, though its model has no draft layers."""
+    """Return a runner with drafts by a pattern; the model itself has no draft layers."""
     drafts = KnownDrafts(model, pattern)
     with monkeypatch.context() as patched:
-        patched.setattr(runner, "drafting_of", lambda *a, **b: Drafting(DraftPlan("mtp", tokens)))
+        known = Drafting(DraftPlan("mtp", tokens))
+        patched.setattr(runner_plan, "drafting_of", lambda *a, **b: known)
         patched.setattr(device_steps, "drafter_of", lambda *a: drafts)
         served = Runner(model, **sizes)
     drafts.served = served
