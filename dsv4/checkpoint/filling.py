@@ -92,7 +92,7 @@ def fill(
 
 @dataclass(frozen=True, kw_only=True)
 class FillRequest:
-    """Arguments of ``fill`` beside module and checkpoint, not checked yet; see there."""
+    """Arguments of ``fill``, unchecked, except the module and the checkpoint; see there."""
 
     prefix: str = ""
     device: torch.device | str | None = None
@@ -105,6 +105,37 @@ class FillRequest:
     ignore: Sequence[str] = ()
     check_values: bool = True
     progress: bool = True
+
+    @classmethod
+    def of_new_model(
+        cls,
+        device: torch.device | str,
+        dtype: torch.dtype | str | None,
+        activation: str,
+        *,
+        mxfp4: str | None,
+        pack: bool | str,
+        input_scales: str,
+        progress: bool,
+    ) -> FillRequest:
+        """Return the request for a model that is built to be filled; see ``fill`` for arguments.
+
+        An error drops the model, so values are checked while they are written.
+
+        Raises:
+            RuntimeError: if ``device`` is no device.
+            TypeError: if ``device`` is None or ``dtype`` is not a floating torch.dtype.
+        """
+        return cls(
+            device=torch.device(device),
+            dtype=as_dtype(dtype),
+            activation=activation,
+            mxfp4=mxfp4,
+            pack=pack,
+            input_scales=input_scales,
+            check_values=False,
+            progress=progress,
+        )
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[Options, PackChoice]:
         """Check the arguments and resolve their defaults for a checkpoint.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsv4.checkpoint import rank_loading
-from dsv4.checkpoint.arguments import as_dtype
 from dsv4.checkpoint.filling import FillRequest, check_module, fill_module
 from dsv4.checkpoint.host_experts import hosting_of
 from dsv4.checkpoint.load_request import LoadRequest
@@ -141,14 +140,13 @@ def load(
     """
     request = LoadRequest(
         path=path,
-        values=FillRequest(
-            device=torch.device(device),
-            dtype=as_dtype(dtype),
-            activation=activation,
+        values=FillRequest.of_new_model(
+            device,
+            dtype,
+            activation,
             mxfp4=mxfp4,
             pack=pack,
             input_scales=input_scales,
-            check_values=False,  # an error drops the model
             progress=progress,
         ),
         numerics=numerics,

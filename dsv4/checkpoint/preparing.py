@@ -49,7 +49,7 @@ def _prepare(model: DeepseekV4ForCausalLM, request: LoadRequest) -> None:
 
 
 def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
-    """Get the memory of a step once more, because each capture empties the allocator's cache.
+    """Reserve the memory of a step again, because each capture empties the allocator's cache.
 
     A step of ``reserve_tokens`` is the user's; where both have no room, the graphs are released.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def context_of(request: LoadRequest, mesh: Any, parallel: str | None) -> ParallelContext | None:
-    """Return this rank of those that load a model; None: this process loads it alone.
+    """Return the rank of this process in the group that loads a model; None: there is no group.
 
     Args:
         request: The request.
@@ -47,7 +47,7 @@ def context_of(request: LoadRequest, mesh: Any, parallel: str | None) -> Paralle
 
 
 def request_of_rank(request: LoadRequest, context: ParallelContext | None) -> LoadRequest:
-    """Return the request as one rank carries it out: rank 0 alone shows progress."""
+    """Return the request of one rank: only rank 0 shows progress."""
     if context is None or context.rank == 0:
         return request
     return replace(request, values=replace(request.values, progress=False))

@@ -86,7 +86,7 @@ def impossible() -> str | None:
 
 
 class LaunchRecorder(TorchDispatchMode):
-    """Looks at every operator call of a step, and runs what compiles."""
+    """Records every operator call of a step and runs the calls that compile kernels."""
 
     def __init__(self, steps: Steps, names: list[str]) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def block_plan(
 
 
 def _fastest(plans: Sequence[P], rows: int, columns: int, tokens: int) -> P:
-    """Return the plan that was measured to be the fastest, else that of the least estimate."""
+    """Return the fastest measured plan; without measurements the plan with the least estimate."""
     is_block = isinstance(plans[0], BlockE4m3Plan)
     counted = -(-tokens // 128) * 128
     measured = tuned().plan_of(E4m3Key(rows, columns, counted, is_block))

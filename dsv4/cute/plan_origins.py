@@ -1,4 +1,4 @@
-"""Where the plans of a call's kernel are from, in words, for ``dsv4.explain``.
+"""Describe the source of the plans of a call's kernel, for ``dsv4.explain``.
 
 ``dsv4.implementations`` names these functions. Nothing here imports CuTeDSL.
 """

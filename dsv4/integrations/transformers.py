@@ -215,7 +215,7 @@ def from_pretrained(
         ValueError: if an option is unknown or config.json is not a configuration this package
             implements.
     """
-    from dsv4.checkpoint.arguments import as_dtype, check_reserve
+    from dsv4.checkpoint.arguments import check_reserve
     from dsv4.checkpoint.filling import FillRequest
     from dsv4.integrations._loading import PretrainedRequest, load_pretrained
 
@@ -223,14 +223,13 @@ def from_pretrained(
     request = PretrainedRequest(
         path=path,
         parts=_chosen(parts),
-        values=FillRequest(
-            device=torch.device(device),
-            dtype=as_dtype(dtype),
-            activation=activation,
+        values=FillRequest.of_new_model(
+            device,
+            dtype,
+            activation,
             mxfp4=mxfp4,
             pack=pack,
             input_scales=input_scales,
-            check_values=False,  # an error drops the model
             progress=progress,
         ),
         numerics=numerics,

@@ -8,6 +8,7 @@ read them. Rows after the last expert's belong to one further expert; its progra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ from dsv4.triton.gemm_packed import (
 )
 
 _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
+# Fills a result; takes the weights of its rows, the clamp of SwiGLU and constants of the kernel.
+Multiply = Callable[
+    [_AnyArgs, torch.Tensor, torch.Tensor | None, float | None, dict[str, Any]], None
+]
 
 
 @fast_launch
@@ -142,22 +147,14 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     For bfloat16 activations with rows at multiples of 32 bytes, only the result is allocated. Codes
     are dequantized first.
     """
-    out = result_of(args, out, args.weight.shape[1])
-    _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
-    return out
+    return plain_result(args, out, _multiply)
 
 
 def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    out = result_of(args, out, args.weight.shape[1] // 2)
-    row_weight = args.row_weight
-    if row_weight is not None:
-        row_weight = row_weight.float().contiguous()
-    options = {"SWIGLU": True, **swiglu_options(args.limit)}
-    _multiply(args, out, row_weight, args.limit, options)
-    return out
+    return swiglu_result(args, out, _multiply)
 
 
 def grouped_gemm_swiglu_quantize(
@@ -169,6 +166,28 @@ def grouped_gemm_swiglu_quantize(
     """
     inner = grouped_gemm_swiglu(as_record(GroupedGemmSwigluArgs, args, out_dtype=torch.bfloat16))
     return quantized_result(args, inner)
+
+
+def plain_result(
+    args: GroupedGemmArgs, out: torch.Tensor | None, multiply: Multiply
+) -> torch.Tensor:
+    """Return the result of a grouped GEMM, filled by the launcher ``multiply``."""
+    out = result_of(args, out, args.weight.shape[1])
+    multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
+    return out
+
+
+def swiglu_result(
+    args: GroupedGemmSwigluArgs, out: torch.Tensor | None, multiply: Multiply
+) -> torch.Tensor:
+    """Return the result of a grouped GEMM with SwiGLU, filled by the launcher ``multiply``."""
+    out = result_of(args, out, args.weight.shape[1] // 2)
+    row_weight = args.row_weight
+    if row_weight is not None:
+        row_weight = row_weight.float().contiguous()
+    options = {"SWIGLU": True, **swiglu_options(args.limit)}
+    multiply(args, out, row_weight, args.limit, options)
+    return out
 
 
 def quantized_result(

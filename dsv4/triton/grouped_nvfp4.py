@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4.ops._grouped_operands import chosen_for, of_rows, result_of
+from dsv4.ops._grouped_operands import chosen_for, of_rows
 from dsv4.ops._library import as_record
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
@@ -25,8 +25,8 @@ from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.gemm_nvfp4 import quantized
-from dsv4.triton.gemm_packed import GlobalScale, swiglu_options
-from dsv4.triton.grouped_gemm import quantized_result
+from dsv4.triton.gemm_packed import GlobalScale
+from dsv4.triton.grouped_gemm import plain_result, quantized_result, swiglu_result
 
 _AnyArgs = GroupedGemmArgs | GroupedGemmSwigluArgs
 
@@ -128,22 +128,14 @@ def grouped_gemm(args: GroupedGemmArgs, out: torch.Tensor | None = None) -> torc
     Allocates the quantised rows, unless the caller passes codes. Block scales must not have their
     sign bit set: the tensor cores take them as unsigned.
     """
-    out = result_of(args, out, args.weight.shape[1])
-    _multiply(args, out, None, None, {"SWIGLU": False, **swiglu_options(None)})
-    return out
+    return plain_result(args, out, _multiply)
 
 
 def grouped_gemm_swiglu(
     args: GroupedGemmSwigluArgs, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """See ``dsv4.ops.grouped_gemm_swiglu.grouped_gemm_swiglu``; allocates like ``grouped_gemm``."""
-    out = result_of(args, out, args.weight.shape[1] // 2)
-    row_weight = args.row_weight
-    if row_weight is not None:
-        row_weight = row_weight.float().contiguous()
-    options = {"SWIGLU": True, **swiglu_options(args.limit)}
-    _multiply(args, out, row_weight, args.limit, options)
-    return out
+    return swiglu_result(args, out, _multiply)
 
 
 def grouped_gemm_swiglu_quantize(

@@ -25,7 +25,7 @@ def other_formats(op: str, c: ModelConfig, tokens: int) -> Iterator[Case]:
 
 
 def _relaid(cases: Iterable[Case], *names: str) -> Iterator[Case]:
-    """Those of some names, whose second argument is the weight, in the layouts of checkpoints."""
+    """Yield the named cases with the weight, their second argument, in layouts of checkpoints."""
     for case in cases:
         for layout in (LINEAR, SWIZZLED) if case.name in names else ():
             yield replace(case, name=f"{case.name} {layout}", build=_Relaid(case, layout))

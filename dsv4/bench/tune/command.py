@@ -55,7 +55,7 @@ class Search:
 
 
 def run(options: argparse.Namespace, measuring: Options) -> int:
-    """Run the command; returns the exit status.
+    """Run the command; return the exit status.
 
     Raises:
         UsageError: without a Hopper GPU and CuTeDSL, or for an unknown family or preset.
@@ -121,10 +121,10 @@ def _listed(works: Sequence[Work], base: TunedData, reason: str | None) -> Itera
 def measure(
     request: Search, gpu: Gpu, timer: Timer, clock: Callable[[], float] = time.monotonic
 ) -> int:
-    """Measure, fit, print the report and write the file; returns the exit status.
+    """Measure, fit, print the report and write the file; return the exit status.
 
-    What was measured before an interrupt, an error or the end of the time is kept: problems whose
-    candidates all were tried.
+    An interrupt, an error or the time limit ends the measurement early. The file then contains the
+    problems of which all candidates were measured.
     """
     measured: list[Measured] = []
     stopped, status = "", OK

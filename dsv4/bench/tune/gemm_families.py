@@ -76,19 +76,19 @@ def _case(matrix: Matrix, tokens: int, activation: str, format: Format) -> Case:
 
 
 def spread(ranked: Sequence[C]) -> tuple[C, ...]:
-    """Return the first of a ranking, and some that are spread over the rest of it."""
+    """Return the best candidates of a ranking and a sample of the others."""
     rest = ranked[_BEST:]
     step = max(1, len(rest) // _OTHERS)
     return (*ranked[:_BEST], *rest[step - 1 :: step][:_OTHERS])
 
 
 def _first(first: Candidate, others: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return candidates once each, the rule's before the others."""
+    """Return the distinct candidates, the plan of the rule first."""
     return tuple(dict.fromkeys((first, *others)))
 
 
 class _Gemm:
-    """What families of GEMMs have in common.
+    """Base of the families of dense GEMMs.
 
     Attributes:
         op: The operator.
@@ -105,6 +105,15 @@ class _Gemm:
     def backend(self, candidate: Candidate) -> str:
         """Name of the implementation."""
         return "cute"
+
+    def estimate(self, costs: Costs, data: TunedData, work: Work, candidate: Any) -> float:
+        """Return the cost of a candidate; see ``Family``."""
+        raise NotImplementedError
+
+    def _ranked(self, work: Work, rule: Candidate, every: Sequence[Candidate]) -> Work:
+        """Return the work with a selection of candidates by estimated time, the rule's first."""
+        ranked = sorted(every, key=lambda c: self.estimate(tuned().costs, tuned(), work, c))
+        return dataclasses.replace(work, candidates=_first(rule, spread(ranked)))
 
 
 class SmallM(_Gemm):
@@ -184,9 +193,7 @@ class Wgmma(_Gemm):
             sizes = (problem.rows, problem.rows // problem.groups, problem.columns, tokens)
             able = gemm_wgmma_plan.candidates(*sizes, False, False)
             every = [gemm_wgmma_plan.configuration_of(plan) for plan in able]
-            every.sort(key=lambda c: self.estimate(tuned().costs, tuned(), work, c))
-            rule = gemm_wgmma_plan.configuration_of(plan)
-            yield dataclasses.replace(work, candidates=_first(rule, spread(every)))
+            yield self._ranked(work, gemm_wgmma_plan.configuration_of(plan), every)
 
     def chosen(self, work: Work) -> Configuration | None:
         """Return the plan that dispatch takes."""
@@ -229,9 +236,7 @@ class Fp8Wgmma(_Gemm):
             work = Work(self.name, name, _case(matrix, tokens, "bf16", FP8_BLOCK), key, ())
             able = gemm_fp8_wgmma_plan.candidates(problem, key.tokens, True)
             every = [gemm_fp8_wgmma_plan.configuration_of(plan) for plan in able]
-            every.sort(key=lambda c: self.estimate(tuned().costs, tuned(), work, c))
-            rule = gemm_fp8_wgmma_plan.configuration_of(plan)
-            yield dataclasses.replace(work, candidates=_first(rule, spread(every)))
+            yield self._ranked(work, gemm_fp8_wgmma_plan.configuration_of(plan), every)
 
     def chosen(self, work: Work) -> Configuration | None:
         """Return the plan that dispatch takes."""

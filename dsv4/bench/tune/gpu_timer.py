@@ -23,21 +23,21 @@ from dsv4.ops._plans import PLANS
 
 
 class BrokenGpuError(RuntimeError):
-    """A kernel left the GPU in a state in which no further one runs."""
+    """A kernel broke the CUDA context: no kernel runs after it."""
 
 
 class GpuTimer:
     """Checks a candidate against the reference in float64, then times it in a CUDA graph.
 
-    The inputs of the last problem are kept: its candidates follow one another.
+    It keeps the inputs of the last problem, because the candidates of a problem follow one another.
     """
 
     def __init__(self, families: Sequence[Family], base: TunedData, options: Options) -> None:
-        """Make one.
+        """Make a timer.
 
         Args:
-            families: Whose candidates are measured.
-            base: Figures that hold but for the candidate.
+            families: Families of the candidates.
+            base: Constants and plans of everything except the candidate.
             options: Device, timed runs and seed.
         """
         self._families = {family.name: family for family in families}
@@ -114,7 +114,7 @@ class GpuTimer:
         return timing.measure(calls, device, self._options.repeat).us
 
     def _require_gpu(self, error: Exception) -> None:
-        """Raise if the GPU runs nothing any more, because of an error of a candidate."""
+        """Raise if an error of a candidate broke the CUDA context."""
         try:
             torch.cuda.synchronize(self._options.device)
         except RuntimeError as broken:

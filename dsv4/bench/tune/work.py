@@ -1,4 +1,4 @@
-"""Records of a search: what is measured, by what, and what came of it."""
+"""Records of a search: problems, candidates, times, and the interfaces of timers and families."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dsv4.cute.sm90.tuned_records import Configuration, Key, TunedData
 
 @dataclass(frozen=True)
 class Baseline:
-    """The bfloat16 kernel, with which a family competes: no plan of the family.
+    """The bfloat16 kernel, the alternative to a family's kernel; it is no plan of the family.
 
-    Its times are for the constants by which dispatch chooses between both.
+    Dispatch chooses between the two by estimates. The times of the baseline fit its constants.
     """
 
 
@@ -32,7 +32,7 @@ class Work:
         name: Preset, case and tokens.
         case: Makes its inputs.
         key: Key of its entry in a data file.
-        candidates: What is measured; the plan that the rule gives comes first.
+        candidates: Plans to measure; the first one is the plan of the rule.
     """
 
     family: str
@@ -49,7 +49,7 @@ class Measured:
     Attributes:
         work: The problem.
         us: Median microseconds of the candidates that are right.
-        wrong: What is wrong with the others.
+        wrong: Reasons why the other candidates are wrong.
         is_whole: Whether all candidates were measured.
     """
 
@@ -70,17 +70,17 @@ class Measured:
 
 
 class WrongError(Exception):
-    """A candidate's result is outside its budget, or it raises; says what is wrong."""
+    """A candidate raises, or its result is outside its error budget; the message has the reason."""
 
 
 class Timer(Protocol):
-    """Measures candidates; tests have one without a GPU."""
+    """Measures candidates. Tests implement it without a GPU."""
 
     def prepare(self, works: Sequence[Work]) -> None:
-        """Compile what some problems need, in parallel."""
+        """Compile the kernels of some problems in parallel."""
 
     def clusters(self) -> dict[int, int]:
-        """Return the number of clusters that the GPU holds at a time, by their CTAs."""
+        """Return the number of resident clusters of the GPU for each cluster size."""
 
     def us(self, work: Work, candidate: Candidate) -> float:
         """Check a candidate against the reference, then time it.
@@ -96,7 +96,7 @@ class Family(Protocol):
     Attributes:
         name: As in data files.
         op: The operator.
-        scaled: Whether estimates are in a unit of their own, else in microseconds.
+        scaled: Whether estimates have an arbitrary unit; False: microseconds.
     """
 
     name: str
@@ -104,19 +104,19 @@ class Family(Protocol):
     scaled: bool
 
     def works(self, configs: Mapping[str, ModelConfig]) -> Iterator[Work]:
-        """Problems by importance; candidates by the figures that hold now."""
+        """Yield problems, the most important first, with candidates by the current constants."""
 
     def chosen(self, work: Work) -> Candidate | None:
-        """Return the plan that dispatch takes for a problem by the figures that hold now."""
+        """Return the plan that dispatch takes for a problem with the current constants."""
 
     def plans(self, work: Work, candidate: Candidate) -> list[Any]:
         """Return configurations of kernels that have to be compiled."""
 
     def call(self, candidate: Candidate, problem: Any) -> Callable[[], Any]:
-        """Return the call that is timed, on inputs of its own."""
+        """Return the timed call, with its own inputs."""
 
     def backend(self, candidate: Candidate) -> str:
-        """Name of the implementation that a candidate is a plan of."""
+        """Return the name of the implementation that runs a candidate."""
 
     def estimate(self, costs: Costs, data: TunedData, work: Work, candidate: Candidate) -> float:
         """Return the cost of a candidate by some constants."""

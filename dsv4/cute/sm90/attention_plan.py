@@ -242,7 +242,7 @@ def candidates(sizes: Sizes) -> Iterator[AttentionConfiguration]:
 
 
 def plan_of(form: AttentionConfiguration, sizes: Sizes) -> tuple[AttentionPlan | ColumnsPlan, int]:
-    """Return the plan of a form, and over how many CTAs it splits a tile's entries."""
+    """Return the plan of a form, and the number of CTAs that share the entries of a tile."""
     if form.form == COLUMNS:
         return ColumnsPlan(form.count), form.count
     if form.form == PAIRED:
