@@ -288,7 +288,7 @@ def _unused(name: str) -> str | None:
 
 
 def _part_of(name: str, matrices: dict[str, str | None]) -> tuple[str | None, str]:
-    """Return the canonical name of a tensor's entry, or None, and which part of it it is.
+    """Return the canonical name of a tensor's entry, or None, and the tensor's role in it.
 
     ``matrices`` caches the result for a stem, because up to four tensors share one.
     """

@@ -168,7 +168,7 @@ def fill_module(
         checkpoint: The checkpoint to read.
         request: How values become those of the model. A model that is dropped on an error needs no
             ``check_values``.
-        hosting: What moves experts to host memory, a layer as soon as it is packed; None: nothing.
+        hosting: Moves experts to host memory, a layer as soon as it is packed; None: experts stay.
 
     Returns:
         The layers that were packed and converted.

@@ -209,9 +209,9 @@ def hosting_of(
     config: ModelConfig,
     request: FillRequest,
 ) -> Hosting | None:
-    """Return what moves experts to host memory while a model is filled; None: nothing does.
+    """Return the object that moves experts to host memory during filling; None: none is moved.
 
-    Logs in one line what was chosen.
+    Logs the choice in one line.
 
     Raises:
         MemoryError: if memory does not suffice.

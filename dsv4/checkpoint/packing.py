@@ -100,10 +100,10 @@ def report_packing(path: Path, model: nn.Module, packing: Packing) -> None:
 
 
 def report_fp8(path: Path, model: nn.Module, packing: Packing, activation: str) -> None:
-    """Log how many quantised weights are exact in FP8, and what is in the way of the others.
+    """Log how many quantised weights are exact in FP8, and why the others are not.
 
-    With other activations than FP8 it is one line, where they could be multiplied by FP8 tensor
-    cores.
+    With other activations than FP8 it logs one line, if FP8 tensor cores could multiply the
+    weights.
     """
     exact = [name for name, counts in packing.fp8.items() if counts.is_exact]
     others = [counts for counts in packing.fp8.values() if not counts.is_exact]

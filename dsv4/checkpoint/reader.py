@@ -81,8 +81,8 @@ class Checkpoint:
     @property
     def producer(self) -> str:
         """The tool that quantised it, by config.json: ``"nvidia"``, ``"compressed-tensors"``,
-        ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: every tensor says itself
-        what it is.
+        ``"modelopt"``, ``"deepseek"`` or ``"none"``. Only for display: the format of a tensor
+        follows from the tensor itself.
         """
         return config_json.producer(self.values)
 

@@ -33,7 +33,7 @@ def agree(context: ParallelContext, values: Mapping[str, Any]) -> None:
 
     Args:
         context: This rank.
-        values: Small values by what they are, for the message.
+        values: Small values by their names in the message.
 
     Raises:
         RankError: if another rank failed.

@@ -51,7 +51,7 @@ class Group(Protocol):
         ...
 
     def abandon(self, device: torch.device) -> None:
-        """End what still runs on a device and waits for a rank that is gone."""
+        """End kernels that still run on a device and wait for a rank that is gone."""
         ...
 
 
@@ -61,10 +61,10 @@ MODES = (TENSOR, DATA)
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that share a model, where none of them need be there.
+    """The ranks that share a model; none of them needs to exist.
 
     Attributes:
-        size: How many.
+        size: Number of ranks.
         mode: See ``ParallelContext``.
     """
 

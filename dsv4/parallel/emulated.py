@@ -61,7 +61,7 @@ def emulated_context(
     Args:
         size: Number of ranks, 2 to 16.
         device: Where the mailboxes are.
-        with_mailboxes: Whether there are mailboxes; else sums are made as without.
+        with_mailboxes: Whether sums use mailboxes.
 
     Raises:
         ValueError: if the number of ranks is out of range.
@@ -83,7 +83,7 @@ def emulated_exchange(
         size: Number of ranks, 2 to 16.
         config: Configuration of the model, for the sizes of a token.
         device: Where the mailboxes are, which have room for as many tokens as those of GPUs.
-        with_mailboxes: Whether there are mailboxes; else tokens are copied without.
+        with_mailboxes: Whether tokens go through mailboxes; otherwise they are copied.
 
     Raises:
         ValueError: if the number of ranks is out of range.

@@ -24,9 +24,9 @@ _logger = logging.getLogger(__name__)
 def open_exchange(
     context: ParallelContext, config: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Make what a rank's tokens are pushed through, as ``open_for``, and keep it with the group.
+    """Make the mailboxes of a rank's tokens, as ``open_for`` does, and keep them with the group.
 
-    Before any graph is captured.
+    Call this before any graph is captured.
     """
     mailbox, earlier = open_for(context, config, device, dtype), context.group.mailbox
     if mailbox is not None and mailbox is not earlier:

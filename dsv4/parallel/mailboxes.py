@@ -46,13 +46,13 @@ class Mailbox:
 
     Attributes:
         rank: This rank.
-        slots: Of each rank, in their order, bfloat16 ``[3, N, capacity]``.
+        slots: Slots of each rank, in the order of ranks, bfloat16 ``[3, N, capacity]``.
         flags: Likewise int32 ``[3, N, chunks]``.
         counter: int32 ``[2]`` of this rank alone, see ``_COUNTERS``.
         kind: ``"symmetric"``, ``"ipc"``, ``"virtual"`` or ``"emulated"``.
         workspace: Symmetric bfloat16 buffer of torch's own all-reduce kernels; None without.
         defect: Why the push kernels must not be used, found when they were checked; None: nothing.
-        owner: What keeps the memory alive.
+        owner: Keeps the memory alive.
         ending: Pinned flags of ranks that are gone, and a high-priority stream that shares no queue
             with waiting kernels; None if no kernel waits for another process.
     """

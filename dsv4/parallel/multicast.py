@@ -60,5 +60,5 @@ def unsupported(call: Call) -> str:
 
 
 def refused(args: AllReduceArgs) -> torch.Tensor:
-    """Stand in the table for an implementation that there is not; ``unsupported`` refuses it."""
+    """Raise: the row of the table is for a name that has no implementation; see ``unsupported``."""
     raise NotImplementedError(REFUSED)

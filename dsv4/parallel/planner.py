@@ -102,8 +102,8 @@ class Weights:
 
     Attributes:
         routed: Routed experts of all layers.
-        split: What tensor-parallel attention splits, and shared experts.
-        replicated: What every rank has.
+        split: Weights of attention that tensor parallelism splits, and of shared experts.
+        replicated: Weights that every rank holds.
         embedding: Input embedding.
         head: Output head.
         expert: One routed expert.
@@ -320,8 +320,8 @@ class StepParts:
     """Milliseconds of a decode step of one sequence, by the model of ``token_ms``.
 
     Attributes:
-        latency: What does not shrink with bytes.
-        bytes: What memory needs.
+        latency: Time that does not depend on bytes.
+        bytes: Time to read the bytes from memory.
         sums: Sums over ranks.
     """
 
@@ -331,7 +331,7 @@ class StepParts:
 
     @property
     def total(self) -> float:
-        """The step."""
+        """Milliseconds of the whole step."""
         return self.latency + self.bytes + self.sums
 
     @classmethod

@@ -26,7 +26,7 @@ from dsv4.quant.formats import NVFP4, Format
 
 
 class Axis(Enum):
-    """What of a tensor a rank holds."""
+    """The part of a tensor that a rank holds."""
 
     WHOLE = "all of it"
     ROWS = "a range of its first axis"
@@ -39,7 +39,7 @@ class Rule:
     """The split of the parameters whose canonical names fit a pattern.
 
     Attributes:
-        axis: What a rank holds.
+        axis: The part that a rank holds.
         divided: Field of the configuration that the number of ranks must divide; empty: none.
         pattern: Regular expression for whole names.
     """
@@ -91,7 +91,7 @@ def rule_of(name: str) -> Rule:
 
 
 def axis_of(name: str, mode: str) -> Axis:
-    """Return what a rank holds of the parameter with a canonical name, in a mode."""
+    """Return the part of a parameter that a rank holds in a mode, by its canonical name."""
     return _axis_in(rule_of(name), mode)
 
 

@@ -1,4 +1,4 @@
-"""Parts of tensors: ranges of one axis, and what they are of codes and block scales."""
+"""Parts of tensors: ranges of one axis, as ranges of codes and block scales."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Window:
         return (*whole[: self.axis], self.stop - self.start, *whole[self.axis + 1 :])
 
     def scaled(self, divisor: int) -> Window:
-        """Return the range where an element stands for ``divisor`` of them."""
+        """Return the range in a tensor whose elements stand for ``divisor`` elements each."""
         return Window(self.axis, self.start // divisor, -(-self.stop // divisor))
 
 

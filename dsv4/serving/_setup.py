@@ -35,7 +35,7 @@ class Limits:
         max_sequences: Requests that run at one time.
         max_tokens: Most tokens of a request.
         max_chunk: Most prompt tokens of a step.
-        prefix_sequences: Kept rows.
+        prefix_sequences: Rows that are kept for shared prefixes.
     """
 
     max_sequences: int

@@ -111,7 +111,7 @@ class DeviceSteps:
 
     @property
     def _all(self) -> list[DecodeStep | SpeculativeStep | SamplerStep | PromptStep]:
-        """All that has graphs."""
+        """All steps that have graphs."""
         decode = self.decode if self.speculative is None else self.speculative
         return [decode, self.sampler, self.prompts]
 

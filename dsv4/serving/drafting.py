@@ -39,9 +39,10 @@ def same_draws(
     variant: Variant,
     draft_probabilities: torch.Tensor | None,
 ) -> Verified:
-    """Accept the drafts that plain sampling would draw: a seed has the text that it has without.
+    """Accept the drafts that plain sampling would draw, so a seed gives the text without drafts.
 
-    An argument ``verify`` of ``Runner``. It accepts fewer drafts of drawn tokens than its default.
+    It is a function for the argument ``verify`` of ``Runner``. It accepts fewer sampled drafts than
+    the default.
     """
     return verify_same_draws(logits, drafts, parameters, variant)
 
@@ -86,9 +87,9 @@ class Drafting:
     """Whether tokens are drafted.
 
     Attributes:
-        plan: How; None: they are not.
+        plan: How tokens are drafted; None: they are not.
         reason: Why not, if a draft was asked for.
-        costs: What drafts cost, where the plan depends on it.
+        costs: Costs of drafts, if the plan depends on them.
         sizes: Numbers of sequences that steps are padded to, ascending.
     """
 

@@ -47,7 +47,7 @@ class Capacity:
     Attributes:
         sequences: Sequences at one time.
         tokens: Tokens of the longest sequence.
-        pool: Tokens of all together, in whole blocks.
+        pool: Tokens of all sequences together, in whole blocks.
     """
 
     sequences: int
@@ -74,7 +74,10 @@ class Capacity:
         )
 
     def rounded(self, most: int) -> Capacity:
-        """Return more, for calls that need a little more; ``most`` is the limit of any sequence."""
+        """Return a larger capacity, for calls that need a little more.
+
+        ``most`` is the limit of any sequence.
+        """
         tokens = max(self.tokens, min(_rounded(self.tokens, _STEP), most))
         return Capacity.of_equal(self.sequences, tokens)
 
@@ -282,7 +285,7 @@ class Lease:
 
 @contextmanager
 def lease(model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind) -> Iterator[Lease]:
-    """Use the kept runner, on a GPU and if nobody else uses it, or another one."""
+    """Use the kept runner on a GPU if nobody else uses it, otherwise a new runner."""
     owner = KeptRunner.of(model)
     if not _keeps(model) or not owner.lock.acquire(blocking=False):
         rounded = need.rounded(model.config.max_position_embeddings)

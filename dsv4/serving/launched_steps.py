@@ -1,4 +1,4 @@
-"""Steps whose tokens were not read yet, and what is done with the tokens once they are."""
+"""Steps whose tokens were not read yet, and delivery of the tokens to requests."""
 
 from __future__ import annotations
 

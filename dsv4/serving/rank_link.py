@@ -1,4 +1,4 @@
-"""What the runners of several ranks tell each other.
+"""Messages between the runners of several ranks.
 
 Each rank has a runner with the same scheduler. Before each step rank 0 sends what comes from
 outside: requests that arrived and requests that ended early. Everything else follows from that and
@@ -31,7 +31,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Orders:
-    """What rank 0 sends before a step.
+    """Message of rank 0 before a step.
 
     Attributes:
         schedule: Hash of rank 0's sequences before the step.

@@ -41,7 +41,7 @@ class Results:
     logprobs: list[TokenLogprobs | None]
 
     def emitted(self, rows: range) -> list[Emitted]:
-        """Return the tokens of some rows, without those of which there are none."""
+        """Return the tokens of some rows, without entries that hold no token."""
         reports = self.logprobs or [None] * len(self.tokens)
         return [Emitted(self.tokens[i], reports[i]) for i in rows if self.tokens[i] > NOTHING]
 

@@ -46,8 +46,8 @@ class Runner:
 
     With a model on several ranks, each rank makes a runner with the same arguments. An error in a
     step ends the runners of all ranks. With ``parallel="tp"`` ranks call the same methods in the
-    same order. Requests are those of rank 0: others may add the same ones, to have their tokens, or
-    none, and ``follow`` until rank 0 closes its runner.
+    same order. Rank 0 decides which requests there are. Other ranks may add the same requests to
+    get their tokens, or add none and ``follow`` until rank 0 closes its runner.
 
     With ``parallel="dp"`` each rank has requests of its own, or none. A step is one of all ranks,
     with the sizes of the largest: ranks with less to do process padding. So a rank that steps waits
@@ -55,16 +55,16 @@ class Runner:
     requests of all have ended. A rank that expects no more requests calls ``follow`` or ``close``,
     which take part until all ranks do so.
 
-    With drafts a decode step processes a token of every sequence and some drafts after it, of which
-    those that are right count. Greedy text is that without drafts, and tokens that are drawn have
-    the same distribution; which ones a seed draws depends on the drafts.
+    With drafts, a decode step processes a token of every sequence and some drafts after it, and
+    keeps the drafts that are right. Greedy text is the same as without drafts. Sampled tokens have
+    the same distribution; the tokens that a seed draws depend on the drafts.
 
     Attributes:
         model: The model.
         cache: The model's paged cache, with pools.
         limits: Most requests, tokens and chunks.
         drafting: How tokens are drafted, or why not.
-        draft_counts: What the drafts brought so far.
+        draft_counts: Counts of drafts so far.
     """
 
     def __init__(

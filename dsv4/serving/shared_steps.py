@@ -1,4 +1,4 @@
-"""What runners agree on where each rank has requests of its own (``parallel="dp"``).
+"""Sizes that runners agree on if each rank has requests of its own (``parallel="dp"``).
 
 Ranks exchange tokens in every layer, so they take the same steps with the same sizes. Before each
 step every rank sends the sizes it needs, and all take the largest: a rank with fewer tokens adds
@@ -18,7 +18,7 @@ from dsv4.serving.sampler import Variant
 
 @dataclass(frozen=True)
 class Needs:
-    """What a step must have room for.
+    """Sizes that a step must have room for.
 
     Attributes:
         has_work: Whether there are requests, or results that were not read.

@@ -47,7 +47,7 @@ class _Part:
 
 @dataclass
 class DraftCounts:
-    """What drafts brought, over all steps of all sequences that had drafts.
+    """Counts of drafts over all steps of all sequences that had drafts.
 
     Attributes:
         steps: Verified steps, each of one sequence.

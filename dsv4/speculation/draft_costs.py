@@ -108,11 +108,12 @@ class Choice:
 
     Attributes:
         drafts: Drafts of a sequence.
-        verified: How many of them go to experts, about; the others have too little confidence.
-        theta: Least probability of acceptance at which a draft is verified; None: all are.
+        verified: Expected number of drafts that go to experts; the others have too little
+            confidence.
+        theta: Least probability of acceptance of a verified draft; None: all drafts are verified.
         ms: Milliseconds of a step.
         length: Tokens of a sequence in a step.
-        gain: How many times as many tokens per second there are as without drafts.
+        gain: Tokens per second, divided by those without drafts.
     """
 
     drafts: int
@@ -133,7 +134,7 @@ class DraftCosts:
         rows: Rows of a sequence in a pass; 1: there is a pass for each draft.
         accepted: Share of steps in which each draft is accepted, for the most drafts.
         has_confidence: Whether drafts may be left out.
-        threshold: Least share at which a draft is verified; None: what brings the most tokens.
+        threshold: Least share at which a draft is verified; None: the share with the most tokens.
         most_tokens: Most tokens of a step whose experts fit in the slots for experts in host
             memory; None: any number.
     """
@@ -173,7 +174,7 @@ class DraftCosts:
         return cls(main, draft, dspark.block_size, shares, dspark.confidence_head, threshold, most)
 
     def choice(self, sequences: int, drafts: int) -> Choice:
-        """Return what a number of drafts brings at a number of sequences; 0: no drafts."""
+        """Return cost and gain of a number of drafts, which may be 0, for some sequences."""
         if not drafts:
             return Choice(0, 0, None, self.main.ms(sequences), 1.0, 1.0)
         verified, theta = drafts, self.threshold
@@ -199,7 +200,7 @@ class DraftCosts:
         return next((c for c in choices if c.gain >= 1), self.choice(sequences, 0))
 
     def explain(self, steps: Sequence[tuple[int, int]]) -> str:
-        """Return a table of steps, of which each is sequences and drafts of each."""
+        """Return a table of steps; a step is a number of sequences and the drafts of each."""
         lines = ["sequences   drafts   verified   theta   plain ms   step ms   tokens   gain"]
         for sequences, drafts in steps:
             step = self.choice(sequences, drafts)

@@ -29,7 +29,7 @@ class DraftHead:
 
     Attributes:
         model: The model, whose head and numerics count.
-        copy: NVFP4 copy of its head; None: its head itself.
+        copy: NVFP4 copy of the model's head; None: the head itself is used.
         reason: Why there is no copy; empty if there is one, or none was asked for.
     """
 

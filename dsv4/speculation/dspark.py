@@ -159,7 +159,7 @@ class DSparkDraft:
             positions: ``[B]`` int64, positions of the anchors.
             sample: Chooses the tokens of a row of all blocks. To verify them against sampled
                 tokens of the main model, it must draw from the softmax of the logits it gets, or
-                the caller must know from what it drew.
+                the caller must know the distribution that it drew from.
             theta: ``[]``, ``[B, 1]`` or ``[rows]`` on the device; None: all tokens are verified,
                 as without a confidence head.
             temperatures: ``[rows]``, fitted temperatures of the confidence; None: 1.

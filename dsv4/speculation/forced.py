@@ -17,9 +17,9 @@ _FORCED = 4  # purpose of random words, see ``verify.py``
 class ForcedAcceptance:
     """Counts drafts as right at random, so that a share of all of them is accepted.
 
-    Drafts are made and verified as ever, which costs what it costs; then the result is replaced.
-    Each draft after right ones is right with the same probability. It is a function for the
-    argument ``verify`` of ``dsv4.serving.Runner``.
+    Drafts are made and verified as usual, so a step takes its usual time; then the result is
+    replaced. If all drafts before it are right, each draft is right with the same probability. It
+    is a function for the argument ``verify`` of ``dsv4.serving.Runner``.
 
     Attributes:
         share: Accepted drafts of all drafts, 0 to 1: with D drafts a step has ``1 + share * D``

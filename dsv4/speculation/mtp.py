@@ -26,8 +26,8 @@ class Drafts(NamedTuple):
 
     Attributes:
         tokens: ``[B, D]`` int64, ``NO_DRAFT`` where there is none.
-        probabilities: ``[B, D, vocab]``, what they were drawn from; None: the most probable tokens
-            were taken.
+        probabilities: ``[B, D, vocab]``, distributions that tokens were drawn from; None: the
+            most probable tokens were taken.
     """
 
     tokens: torch.Tensor
@@ -35,7 +35,7 @@ class Drafts(NamedTuple):
 
 
 class MtpDraft:
-    """Drafts by the model's MTP layer, which is applied to its own output for each draft more.
+    """Drafts by the model's MTP layer, which takes its own output for each further draft.
 
     After each step of the main model ``write`` stores entries of all its tokens, and ``draft``
     computes a row per sequence and draft. Rows after the first of ``draft`` are provisional: they

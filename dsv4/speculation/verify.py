@@ -47,7 +47,7 @@ class Drafted(NamedTuple):
 
 
 def draw_draft(logits: torch.Tensor, parameters: Parameters, variant: Variant) -> Drafted:
-    """Draw a draft of each row, and return what it was drawn from.
+    """Draw a draft for each row, and return it with the distribution that it was drawn from.
 
     Args:
         logits: ``[B, vocab]`` of the draft.
