@@ -1,7 +1,7 @@
-"""Start interpreters for ``_compile_pool``: one alone, or one that forks many workers.
+"""Start interpreters for ``dsv4.compilation.pool``: one alone, or one that forks many workers.
 
 The imports of a worker take seconds of a processor. Where several workers are wanted one fresh
-interpreter imports all that jobs need and forks them (``_compile_worker.main_of_forks``). It has no
+interpreter imports all that jobs need and forks them (``worker.main_of_forks``). It has no
 thread and no GPU, so that its forks are whole.
 """
 

@@ -2,8 +2,9 @@
 
 The workers are no forks of this process (CUDA and threads do not survive one) and no
 ``multiprocessing``: that would run the user's script once more. Several of them are forks of a
-fresh interpreter that has imported what jobs need (``_compile_forks``); one or two, and one in
-place of a worker that ended, are fresh interpreters that run ``dsv4.compilation.worker``.
+fresh interpreter that has imported what jobs need (``dsv4.compilation.forks``). One or two
+workers, and one in place of a worker that ended, are fresh interpreters that run
+``dsv4.compilation.worker``.
 """
 
 from __future__ import annotations

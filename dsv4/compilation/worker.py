@@ -1,7 +1,8 @@
-"""A process that does jobs of ``_compile_jobs``: it reads them from stdin and answers on stdout.
+"""A process that does jobs of ``dsv4.compilation.jobs``.
 
-A message is its length in 8 bytes and a pickle; an answer is a ``Done``. The process ends with its
-input. It never uses a GPU, and what libraries print goes to stderr.
+It reads jobs from stdin and answers on stdout. A message is its length in 8 bytes and a pickle; an
+answer is a ``Done``. The process ends with its input. It never uses a GPU, and what libraries print
+goes to stderr.
 
 ``main_of_forks`` is a process that imports what jobs need, once, and forks workers, which answer on
 sockets: the imports take seconds of a processor in each worker otherwise.
