@@ -222,3 +222,14 @@ def pack_e4m3x2(low: Float32, high: Float32) -> Uint32:
         [Uint32],
         [low, high],
     )
+
+
+def e4m3x2_of_word_to_bfloat16x2(word: Uint32, pair: int) -> Uint32:
+    """Two of a word's four E4M3 codes, the low pair (0) or the high one, as ``e4m3x2_to_bfloat16x2``."""
+    return assembly(
+        "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
+        f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {'lh'[pair]}; mov.b32 {{x, y}}, d; "
+        "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
+        [Uint32],
+        [word],
+    )
