@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,14 +12,15 @@ from dsv4.cute.runtime.kernel_abi import Int32, Int64, KernelAbi, Pointer
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import TunedData
 from dsv4.device import cached
 
 BLOCK = 128  # rows, and columns, that share a scale
 TOKENS = 32  # of one launch: four tiles of 8
 RING_TILE = 16 * BLOCK  # bytes of 16 rows and 128 columns
 _CTAS = (1, 2, 4, 8)  # CTAs of a cluster
-_WARPS = (8, 4, 2, 1)
-_STAGES = (4, 3, 2, 1)  # the most first
+_MOST_WARPS = 18  # of a CTA; 16 with four tiles of tokens, which take 124 registers a thread
+_MOST_STAGES = 8
 _SHARED = 227 * 1024  # shared memory that one CTA can have
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
 
@@ -98,8 +100,8 @@ class SmallMFp8Plan(SmallMPlan):
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that an SM must hold at once: two where they fit, with 128 registers a thread."""
-        fits = self.warps <= 8 and self.shared_bytes <= _HALF_SM
+        """CTAs that an SM must hold at once: two where registers and shared memory allow it."""
+        fits = 2 * self.warps <= _most_warps(self.token_tiles) and self.shared_bytes <= _HALF_SM
         return 2 if fits else 1
 
 
@@ -114,43 +116,83 @@ def token_tiles(tokens: int) -> int:
 
 @cached
 def fp8_small_m_plan(problem: GemmProblem, tokens: int, folded: bool) -> SmallMFp8Plan | None:
-    """The configuration for a number of tokens, or None if there is none.
-
-    As few CTAs share K as make ``enough_warps``, because the partial sums of each travel.
+    """The configuration with the least ``estimated_us`` for a launch, or None if there is none.
 
     Args:
         problem: The GEMM; it has no SwiGLU.
-        tokens: 1 to ``TOKENS``; more are several launches of these.
+        tokens: 1 to ``TOKENS``.
         folded: Whether block scales are E8M0, else float32.
     """
-    found = list(candidates(problem, tokens, folded))
-    enough = tuned().costs.gemm_small_m.enough_warps
-    wide = [plan for plan in found if problem.rows // 16 * plan.ctas >= enough]
-    return wide[0] if wide else found[-1] if found else None
+    return min(
+        candidates(problem, tokens, folded),
+        key=lambda plan: (estimated_us(plan, problem, tuned()), -plan.stages * plan.warps),
+        default=None,
+    )
 
 
 def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[SmallMFp8Plan]:
-    """Return the configuration of each split of K that fits; arguments as in ``fp8_small_m_plan``.
+    """Return every configuration that can multiply; arguments as in ``fp8_small_m_plan``.
 
-    Each has the most warps, up to 8, and the deepest ring that leave room for two CTAs an SM, or
-    else for one.
+    Of each split of K and number of warps it is the one with the deepest ring that leaves room for
+    two CTAs an SM, and the one with the deepest ring that fits one.
     """
-    tiles = problem.rows // 16
-    if problem.columns % BLOCK or problem.rows % (16 * problem.groups) or not problem.columns:
+    row_tiles, rest = divmod(problem.rows, 16 * problem.groups)
+    if problem.columns % BLOCK or not problem.columns or rest or problem.swiglu:
         return
-    group_tiles = tiles // problem.groups
-    warps = next(w for w in _WARPS if problem.groups == 1 or group_tiles % w == 0)
-    kind = (token_tiles(min(tokens, TOKENS)), problem.float32_out, problem.row_scaled)
-    for ctas in _CTAS:
+    kind = (token_tiles(tokens), problem.float32_out, problem.row_scaled)
+    every_warps = range(1, min(_most_warps(kind[0]), row_tiles) + 1)
+    for ctas, warps in itertools.product(_CTAS, every_warps):
         blocks, rest = divmod(problem.columns // BLOCK, ctas)
-        if rest or not blocks:
+        if rest or not blocks or (problem.groups > 1 and row_tiles % warps):
             continue
-        plans = [
-            _configuration(problem.columns, ctas, warps, *kind, stages, e8m0_scales=folded)
-            for stages in _STAGES
-            if stages <= blocks
-        ]
+        shape = (problem.columns, ctas, warps, *kind)
+        rings = range(min(_MOST_STAGES, blocks), 0, -1)
+        plans = [_configuration(*shape, stages, e8m0_scales=folded) for stages in rings]
         fitting = [plan for plan in plans if plan.shared_bytes <= _SHARED]
-        two = [plan for plan in fitting if plan.ctas_per_sm == 2]
-        if fitting:
-            yield (two or fitting)[0]
+        pairs = [plan for plan in fitting if plan.ctas_per_sm == 2]
+        yield from dict.fromkeys([*fitting[:1], *pairs[:1]])
+
+
+def estimated_us(plan: SmallMFp8Plan, problem: GemmProblem, gpu: TunedData) -> float:
+    """Microseconds of a launch: the time to read what CTAs of all rounds could hold.
+
+    CTAs of a last round that is not full read more slowly than all could, and rows that a CTA has
+    beyond the weight's are read, too.
+
+    Args:
+        plan: The configuration.
+        problem: The GEMM.
+        gpu: The constants, and clusters of the GPU.
+    """
+    costs = gpu.costs.gemm_fp8_small_m
+    clusters = -(-problem.rows // (16 * plan.warps))
+    resident = gpu.clusters[plan.ctas] * plan.ctas_per_sm
+    warps = plan.ctas_per_sm * plan.warps
+    in_flight = warps * plan.stages * RING_TILE
+    rate = costs.rate * min(1.0, in_flight / costs.in_flight, warps / costs.warps)
+    read = -(-clusters // resident) * resident * plan.warps * 16 * problem.columns
+    us = costs.launch + costs.token_tile * (plan.token_tiles - 1) + read / rate
+    return us + costs.exchange * (plan.ctas > 1)
+
+
+def launches_of(tokens: int) -> list[int]:
+    """Return the tokens of each launch."""
+    return [min(TOKENS, tokens - first) for first in range(0, tokens, TOKENS)]
+
+
+def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
+    """Microseconds of the configurations that a GEMM takes, by ``estimated_us``.
+
+    Each launch is counted as if no weight were left in L2.
+    """
+    us = 0.0
+    for count in launches_of(tokens):
+        plan = fp8_small_m_plan(problem, count, folded)
+        assert plan is not None
+        us += estimated_us(plan, problem, tuned())
+    return us
+
+
+def _most_warps(tiles: int) -> int:
+    """Warps of an SM, whose registers hold them, by tiles of tokens."""
+    return 16 if tiles == 4 else _MOST_WARPS

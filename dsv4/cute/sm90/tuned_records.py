@@ -312,11 +312,13 @@ def by_rule(base: TunedData, gpu: Gpu) -> TunedData:
         relative = share * base.bandwidth / gpu.bandwidth
     small = base.costs.gemm_small_m
     grouped = base.costs.grouped_gemm
+    of_fp8 = base.costs.gemm_fp8_small_m
     enough = int(small.enough_warps * share)
     costs = replace(
         base.costs,
         gemm_small_m=replace(small, enough_warps=enough),
         grouped_gemm=replace(grouped, memory=grouped.memory * relative),
+        gemm_fp8_small_m=of_fp8._replace(rate=of_fp8.rate * share / relative),
     )
     clusters = {ctas: max(1, int(count * share)) for ctas, count in base.clusters.items()}
     of_memory = f"{gpu.bandwidth:.1f} TB/s" if gpu.bandwidth else "unknown bandwidth"
