@@ -15,8 +15,8 @@ from dsv4.cute.runtime.architectures import (
     HOPPER,
     shared_limit,
 )
-from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90 import gemm_fp8_small_m_plan, gemm_fp8_wgmma_plan
+from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
 from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
@@ -207,11 +207,11 @@ def fp8_wgmma_is_faster(call: Call) -> str | None:
         return None
     problem = GemmProblem(rows, columns, args.groups, False, False)
     folded = args.scales.dtype == torch.float8_e8m0fnu
-    few = gemm_fp8_small_m_plan.fastest_us(problem, tokens, folded)
-    many = gemm_fp8_wgmma_plan.fastest_us(problem, tokens, folded)
-    if few <= many:
+    small_m = gemm_fp8_small_m_plan.fastest_us(problem, tokens, folded)
+    large_m = gemm_fp8_wgmma_plan.fastest_us(problem, tokens, folded)
+    if small_m <= large_m:
         return None
-    return f"it takes an estimated {few:.1f} us for {tokens} tokens, the kernel for large M {many:.1f}"
+    return f"it takes an estimated {small_m:.1f} us for {tokens} tokens, the kernel for large M {large_m:.1f}"
 
 
 def grouped_gemm(call: Call) -> str | None:

@@ -146,9 +146,7 @@ class SmallMFp8Kernel(SmallMKernel):
         sums = self._multiply_blocks(reading, copies)
         if cutlass.const_expr(self.plan.ctas == 1):
             if tile < args.row_tiles:
-                self._store(
-                    tile, sums, [Float32(1.0)] * 2, self._result(args, shared, group), lane
-                )
+                self._store(tile, sums, [Float32(1.0)] * 2, self._result(args, shared, group), lane)
         elif tile < args.row_tiles:
             owner = tile % self.plan.ctas
             # Of ``ctas`` neighbouring warps each has another owner, so they can share its slots.
@@ -157,9 +155,7 @@ class SmallMFp8Kernel(SmallMKernel):
             self._send(sums, partials, shared.partials_full, owner, rank, lane)
             if owner == rank:
                 sums = self._reduce(partials, shared.partials_full, lane)
-                self._store(
-                    tile, sums, [Float32(1.0)] * 2, self._result(args, shared, group), lane
-                )
+                self._store(tile, sums, [Float32(1.0)] * 2, self._result(args, shared, group), lane)
 
     def _result(self, args: SmallMFp8Args, shared: SharedMemory, group: Int32) -> Output:
         """Return where the results of a CTA's group go."""
@@ -219,7 +215,7 @@ class SmallMFp8Kernel(SmallMKernel):
             slot: Bytes from ``copies.slot`` on.
         """
         for i, row in enumerate(copies.rows):
-            ptx.async_copy16(copies.slot, row, slot + i * 4 * BLOCK, column)
+            ptx.async_copy16(copies.slot, row, slot + i * 4 * BLOCK, column, self.plan.l2_bytes)
 
     @cute.jit
     def _store_scales(
