@@ -174,10 +174,13 @@ def _rows_apart(codes: torch.Tensor) -> str | None:
 
 def fp8_small_m_gemm(call: Call) -> str | None:
     """Return why ``gemm`` of few tokens and FP8 weights is unsupported, or None."""
-    args: GemmArgs = call.args
+    return _fp8_small_m_gemm(call.args, call.device)
+
+
+def _fp8_small_m_gemm(args: GemmArgs, device: torch.device) -> str | None:
     if args.format != FP8_BLOCK.name:
         return f"the weight is in {args.format!r}, wanted {FP8_BLOCK.name!r}"
-    reason = dense_gemm_dtypes(args) or not_hopper(call.device)
+    reason = dense_gemm_dtypes(args) or not_hopper(device)
     if reason:
         return reason
     codes, tokens = args.codes, args.x.shape[0]
@@ -211,7 +214,8 @@ def fp8_wgmma_is_faster(call: Call) -> str | None:
     large_m = gemm_fp8_wgmma_plan.fastest_us(problem, tokens, folded)
     if small_m <= large_m:
         return None
-    return f"it takes an estimated {small_m:.1f} us for {tokens} tokens, the kernel for large M {large_m:.1f}"
+    times = f"an estimated {small_m:.1f} us for {tokens} tokens, the kernel for large M"
+    return f"it takes {times} {large_m:.1f}"
 
 
 def grouped_gemm(call: Call) -> str | None:

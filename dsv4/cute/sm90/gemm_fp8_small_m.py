@@ -289,8 +289,8 @@ class SmallMFp8Kernel(SmallMKernel):
             for step in range(4):
                 # Converted right before its MMA: a fragment of four registers is live at a time.
                 left = [
-                    ptx.e4m3x2_of_word_to_bfloat16x2(word, pair)
-                    for pair in range(2)
+                    ptx.e4m3x2_to_bfloat16x2(word, half_of_word)
+                    for half_of_word in range(2)
                     for word in (upper[step], lower[step])
                 ]
                 for n in range(self.plan.token_tiles):

@@ -19,7 +19,7 @@ BLOCK = 128  # rows, and columns, that share a scale
 TOKENS = 32  # of one launch: four tiles of 8
 RING_TILE = 16 * BLOCK  # bytes of 16 rows and 128 columns
 _CTAS = (1, 2, 4, 8)  # CTAs of a cluster
-_MOST_WARPS = 18  # of a CTA; 16 with four tiles of tokens, which take 124 registers a thread
+_MOST_WARPS = 18  # of a CTA
 _MOST_STAGES = 8
 _SHARED = 227 * 1024  # shared memory that one CTA can have
 _HALF_SM = 112 * 1024  # shared memory of each of two CTAs of an SM
@@ -103,8 +103,8 @@ class SmallMFp8Plan(SmallMPlan):
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that an SM must hold at once: two where registers and shared memory allow it."""
-        fits = 2 * self.warps <= _most_warps(self.token_tiles) and self.shared_bytes <= _HALF_SM
-        return 2 if fits else 1
+        warps = _most_warps(self.token_tiles, self.row_scaled)
+        return 2 if 2 * self.warps <= warps and self.shared_bytes <= _HALF_SM else 1
 
 
 # Few configurations serve all matrices, and keep what is derived from their fields.
@@ -142,7 +142,7 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Smal
     if problem.columns % BLOCK or not problem.columns or rest or problem.swiglu:
         return
     kind = (token_tiles(tokens), problem.float32_out, problem.row_scaled)
-    every_warps = range(1, min(_most_warps(kind[0]), row_tiles) + 1)
+    every_warps = range(1, min(_most_warps(kind[0], problem.row_scaled), row_tiles) + 1)
     for ctas, warps in itertools.product(_CTAS, every_warps):
         blocks, rest = divmod(problem.columns // BLOCK, ctas)
         if rest or not blocks or (problem.groups > 1 and row_tiles % warps):
@@ -195,6 +195,11 @@ def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
     return us
 
 
-def _most_warps(tiles: int) -> int:
-    """Warps of an SM, whose registers hold them, by tiles of tokens."""
-    return 16 if tiles == 4 else _MOST_WARPS
+def _most_warps(tiles: int, row_scaled: bool) -> int:
+    """Warps of an SM, whose registers hold them.
+
+    A thread has 124 registers with four tiles of tokens, and 185 if these have scales.
+    """
+    if tiles < 4:
+        return _MOST_WARPS
+    return 8 if row_scaled else 16
