@@ -182,6 +182,7 @@ def launches_of(tokens: int) -> list[int]:
     return [min(TOKENS, tokens - first) for first in range(0, tokens, TOKENS)]
 
 
+@cached
 def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
     """Microseconds of the configurations that a GEMM takes, by ``estimated_us``.
 

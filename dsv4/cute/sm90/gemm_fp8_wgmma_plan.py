@@ -221,6 +221,7 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8W
             yield plan
 
 
+@cached
 def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
     """Microseconds of the configuration that a GEMM takes, by ``estimated_cycles``.
 
