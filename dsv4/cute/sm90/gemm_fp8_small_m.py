@@ -110,7 +110,7 @@ class SmallMFp8Kernel(SmallMKernel):
         shared = self._shared(warp)
         # A warp beyond the last row tile reads that one's weights and stores nothing.
         read_tile = cutlass.min(tile, args.row_tiles - 1)
-        self._prefetch_codes_to_l2(args, read_tile, rank, lane)
+        self._prefetch_to_l2(args, read_tile, rank, lane)
         if lane == 0:
             if cutlass.const_expr(self.plan.ctas > 1):
                 ptx.mbarrier_init(shared.partials_full, 1)
@@ -127,12 +127,15 @@ class SmallMFp8Kernel(SmallMKernel):
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             self._copy_x_of_tokens(args, args.x + group * args.group_stride * 2, shared, rank)
+        # Scales before codes: else they come after all of those.
+        loaded_scales = self._load_scales(args, read_tile, rank, lane)
         copies = self._row_copies(args, shared.buffer, read_tile, rank, lane)
         for stage in cutlass.range_constexpr(self.plan.stages):
             self._copy_tile(copies, stage * BLOCK, stage * RING_TILE)
             ptx.commit_async_copies()
         scales = shared.buffer + self.plan.ring_bytes
-        self._store_scales(args, scales, read_tile, rank, lane)
+        for i in cutlass.range_constexpr(len(loaded_scales)):
+            ptx.store_shared_float(scales + Uint32((i * 32 + lane) * 4), loaded_scales[i])
         if cutlass.const_expr(self.plan.ctas > 1):
             # From here on the mbarriers of all of the cluster's CTAs are initialised.
             cute.arch.cluster_wait()
@@ -173,13 +176,19 @@ class SmallMFp8Kernel(SmallMKernel):
         )
 
     @cute.jit
-    def _prefetch_codes_to_l2(
-        self, args: SmallMFp8Args, tile: Int32, rank: Int32, lane: Int32
-    ) -> None:
-        """One warp: bring the codes of the ring's first turn to L2, a row by each of 16 lanes."""
+    def _prefetch_to_l2(self, args: SmallMFp8Args, tile: Int32, rank: Int32, lane: Int32) -> None:
+        """One warp: bring its scales and the codes of the ring's first turn to L2.
+
+        In the order in which they are needed: two tiles at a time, a row by each of 16 lanes.
+        """
+        for i in cutlass.range_constexpr(self.plan.scale_words):
+            ptx.prefetch_l2(self._scale_address(args, tile, rank, i * 32 + lane))
         if lane < 16:
-            start = Int64(tile * 16 + lane) * args.codes_stride + rank * (self.plan.blocks * BLOCK)
-            ptx.bulk_prefetch_l2(args.codes + start, self.plan.stages * BLOCK)
+            row = args.codes + Int64(tile * 16 + lane) * args.codes_stride
+            row += rank * (self.plan.blocks * BLOCK)
+            for first in cutlass.range_constexpr(0, self.plan.stages, 2):
+                count = min(2, self.plan.stages - first)
+                ptx.bulk_prefetch_l2(row + first * BLOCK, count * BLOCK)
 
     @cute.jit
     def _copy_x_of_tokens(
@@ -217,21 +226,24 @@ class SmallMFp8Kernel(SmallMKernel):
         for i, row in enumerate(copies.rows):
             ptx.async_copy16(copies.slot, row, slot + i * 4 * BLOCK, column, self.plan.l2_bytes)
 
-    @cute.jit
-    def _store_scales(
-        self, args: SmallMFp8Args, scales: Uint32, tile: Int32, rank: Int32, lane: Int32
-    ) -> None:
-        """One warp: write the scales of the CTA's blocks as float32 to shared memory."""
-        first = Int64(tile // 8) * (self.plan.columns // BLOCK) + rank * self.plan.blocks
-        for i in cutlass.range_constexpr(-(-self.plan.blocks // 32)):
-            block = i * 32 + lane
-            if block < self.plan.blocks:
-                if cutlass.const_expr(self.plan.e8m0_scales):
-                    byte = ptx.load_global_byte(args.scales + first + block)
-                    value = ptx.e8m0_to_float(byte)
-                else:
-                    value = ptx.load_global_float(args.scales + (first + block) * 4)
-                ptx.store_shared_float(scales + Uint32(block * 4), value)
+    def _scale_address(self, args: SmallMFp8Args, tile: Int32, rank: Int32, block: Int32) -> Int64:
+        """Address of a block's scale, or of the last one's of the CTA's part of K."""
+        width = 1 if self.plan.e8m0_scales else 4
+        block = cutlass.min(block, self.plan.blocks - 1) + rank * self.plan.blocks
+        first = Int64(tile // 8) * (self.plan.columns // BLOCK)
+        return args.scales + (first + block) * width
+
+    def _load_scales(
+        self, args: SmallMFp8Args, tile: Int32, rank: Int32, lane: Int32
+    ) -> list[Float32]:
+        """The lane's scales of the CTA's blocks: of every 32nd block."""
+        addresses = [
+            self._scale_address(args, tile, rank, i * 32 + lane)
+            for i in range(self.plan.scale_words)
+        ]
+        if self.plan.e8m0_scales:
+            return [ptx.e8m0_to_float(ptx.load_global_byte(address)) for address in addresses]
+        return [ptx.load_global_float(address) for address in addresses]
 
     @cute.jit
     def _multiply_blocks(self, reading: Reading, copies: RowCopies) -> list[Fragment]:

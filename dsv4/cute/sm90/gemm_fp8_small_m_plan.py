@@ -96,9 +96,14 @@ class SmallMFp8Plan(SmallMPlan):
         return max(self.partial_bytes, self.stages * RING_TILE)
 
     @property
+    def scale_words(self) -> int:
+        """Block scales that each lane loads."""
+        return -(-self.blocks // 32)
+
+    @property
     def buffer_bytes(self) -> int:
-        """A warp's ring, and its block scales as float32; a multiple of a line of 128 bytes."""
-        return self.ring_bytes + -(-4 * self.blocks // 128) * 128
+        """A warp's ring, and its block scales as float32."""
+        return self.ring_bytes + 128 * self.scale_words
 
     @property
     def ctas_per_sm(self) -> int:
