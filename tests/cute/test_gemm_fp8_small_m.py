@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 import torch
-from hypothesis import assume, example, given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import device as machine
@@ -273,12 +273,13 @@ class TestCompiled:
 
 
 def configurations():
-    """Each split of K, number of tiles of tokens, warps and CTAs of an SM."""
+    """Each split of K, number of tiles of tokens, and CTAs of an SM, of few warps and of many."""
     result = {}
     for tokens in (8, 16, 32):
         for plan in candidates(problem_of(592, 1024), tokens, tokens != 16):
-            key = (plan.ctas, plan.token_tiles, plan.warps > 8, plan.ctas_per_sm)
-            result.setdefault(key, plan)
+            key = (plan.ctas, plan.token_tiles, plan.ctas_per_sm)
+            if key not in result or plan.ctas in (2, 8):
+                result[key] = plan
     return list(result.values())
 
 
@@ -394,15 +395,12 @@ class TestIndependence:
         keep = torch.arange(tokens, device="cuda") != tokens // 2
         assert_bitwise(got[keep], clean[keep], "the other tokens")
 
-    @given(seed=strategies.seeds(), tokens=st.integers(2, 32))
+    @given(seed=strategies.seeds(), tokens=st.integers(2, 64))
     def test_other_tokens_change_nothing(self, seed, tokens):
-        """Bits depend on the split of K, which tiles of tokens may change; here it is the same."""
         weight = weight_of(seed, 80, 1024, "cuda")
-        own, common = (fp8_small_m_plan(problem_of(80, 1024), t, False) for t in (1, tokens))
-        assume(own.ctas == common.ctas)
-        x = bfloat16(seed, (tokens, 1024), "cuda")
-        whole = product(x, weight)
-        assert_bitwise(product(x[1:2], weight), whole[1:2], "a token alone")
+        x, others = (bfloat16(seed + i, (tokens, 1024), "cuda") for i in range(2))
+        others[1] = x[1]
+        assert_bitwise(product(others, weight)[1], product(x, weight)[1], "a token")
 
     @pytest.mark.parametrize("dtype", FP8_BLOCK.scale_dtypes)
     def test_a_nan_scale_is_in_its_rows(self, dtype):

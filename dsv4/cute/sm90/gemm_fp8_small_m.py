@@ -25,8 +25,7 @@ Barriers. ``x_full`` (an mbarrier, one arrival): completes with the CTA's part o
 
 Numerics. The tensor cores sum 128 columns in accumulators of their own. These sums times the
 block's scale are added in float32, in ascending order of K, and then those of the cluster's CTAs
-in the order of ranks. So a token's bits depend on the shape of the weight and on ``plan.ctas``, not
-on the other tokens.
+in the order of ranks. So a token's bits depend on the plan, not on the other tokens.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class SmallMFp8Kernel(SmallMKernel):
 
     @cute.jit
     def __call__(self, args: SmallMFp8Args, stream: CUstream) -> None:  # type: ignore[override]
-        """Launch, for the compiler's sake; ``dsv4.cute.gemm_fp8`` launches the cubin itself."""
+        """Launch, for the compiler's sake; the launcher in ``dsv4.cute`` launches the cubin."""
         self._launch(
             self.kernel(args),
             stream,
