@@ -22,14 +22,17 @@ from dsv4.cute.sm90.gemm_fp8_small_m_plan import (
     TOKENS,
     SmallMFp8Plan,
     candidates,
+    configuration_of,
     estimated_us,
     fastest_us,
+    fits,
     fp8_small_m_plan,
     launches_of,
     token_tiles,
 )
 from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import Entry, SmallMFp8Key
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, QuantizedTensor
@@ -49,6 +52,10 @@ def product(x, weight, **options):
 
 def problem_of(rows, columns, groups=1, float32_out=False, row_scaled=False):
     return GemmProblem(rows * groups, columns, groups, float32_out, row_scaled)
+
+
+def estimated(plan, problem):
+    return estimated_us(plan, problem, tuned().costs.gemm_fp8_small_m, tuned().clusters)
 
 
 def rounding(expected, budget):
@@ -75,10 +82,25 @@ class TestPlans:
     @given(rows=ROWS, columns=COLUMNS, tokens=COUNTS, folded=st.booleans())
     def test_the_choice_has_the_least_estimate(self, rows, columns, tokens, folded):
         problem = problem_of(rows, columns)
-        times = [estimated_us(p, problem, tuned()) for p in candidates(problem, tokens, folded)]
+        times = [estimated(p, problem) for p in candidates(problem, tokens, folded)]
         chosen = fp8_small_m_plan(problem, tokens, folded)
-        assert estimated_us(chosen, problem, tuned()) == min(times)
+        assert estimated(chosen, problem) == min(times)
         assert fastest_us(problem, tokens, folded) == min(times)
+
+    @given(rows=ROWS, columns=COLUMNS, tokens=COUNTS, seed=strategies.seeds())
+    def test_a_measured_configuration_is_taken(self, rows, columns, tokens, seed):
+        """Also for kinds of results that were not measured, if they fit."""
+        problem, tiles = problem_of(rows, columns), token_tiles(tokens)
+        every = list(candidates(problem, tokens, True))
+        measured = configuration_of(every[seed % len(every)])
+        key = SmallMFp8Key(rows, 1, columns, tiles)
+        assert fits(key, measured)
+        entries = {**tuned().entries, key: Entry(measured)}
+        with machine.pretend(plans=dataclasses.replace(tuned(), entries=entries)):
+            for kind in (problem, problem._replace(float32_out=True)):
+                plan = fp8_small_m_plan(kind, tokens, False)
+                assert configuration_of(plan) == measured
+                assert plan.float32_out == kind.float32_out
 
     @given(tokens=st.integers(1, 200))
     def test_launches_cover_the_tokens(self, tokens):

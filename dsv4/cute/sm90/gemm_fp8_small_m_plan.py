@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from dsv4.cute.runtime.kernel_abi import Int32, Int64, KernelAbi, Pointer
+from dsv4.cute.sm90.costs import SmallMFp8Costs
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.sm90.tuned import tuned
-from dsv4.cute.sm90.tuned_records import TunedData
+from dsv4.cute.sm90.tuned_records import SmallMFp8Configuration, SmallMFp8Key
 from dsv4.device import cached
 
 BLOCK = 128  # rows, and columns, that share a scale
@@ -123,18 +124,56 @@ def token_tiles(tokens: int) -> int:
 
 @cached
 def fp8_small_m_plan(problem: GemmProblem, tokens: int, folded: bool) -> SmallMFp8Plan | None:
-    """The configuration with the least ``estimated_us`` for a launch, or None if there is none.
+    """The fastest configuration of a launch, measured or by ``estimated_us``; None: there is none.
 
     Args:
         problem: The GEMM; it has no SwiGLU.
         tokens: 1 to ``TOKENS``.
         folded: Whether block scales are E8M0, else float32.
     """
+    sizes = (problem.rows, problem.groups, problem.columns, token_tiles(tokens))
+    measured = tuned().plan_of(SmallMFp8Key(*sizes))
+    if measured is not None:
+        plan = plan_of(measured, problem, tokens, folded)
+        if _fits(plan):
+            return plan
     return min(
         candidates(problem, tokens, folded),
-        key=lambda plan: (estimated_us(plan, problem, tuned()), -plan.stages * plan.warps),
+        key=lambda plan: (_us(plan, problem), -plan.stages * plan.warps),
         default=None,
     )
+
+
+def plan_of(
+    measured: SmallMFp8Configuration, problem: GemmProblem, tokens: int, folded: bool
+) -> SmallMFp8Plan:
+    """Return the plan of a configuration that was measured; see ``fp8_small_m_plan``."""
+    kind = (token_tiles(tokens), problem.float32_out, problem.row_scaled)
+    shape = (problem.columns, measured.ctas, measured.warps, *kind, measured.stages)
+    return _configuration(*shape, e8m0_scales=folded, l2_bytes=measured.l2_bytes)
+
+
+def configuration_of(plan: SmallMFp8Plan) -> SmallMFp8Configuration:
+    """Return the configuration of a plan, as a data file has it."""
+    return SmallMFp8Configuration(plan.ctas, plan.warps, plan.stages, plan.l2_bytes)
+
+
+def fits(key: SmallMFp8Key, measured: SmallMFp8Configuration) -> bool:
+    """Return whether a kernel can have a configuration for a key, and an SM can hold it."""
+    row_tiles, rest = divmod(key.rows, 16 * key.groups)
+    parts = key.columns % (BLOCK * measured.ctas)
+    whole = key.groups == 1 or row_tiles % measured.warps == 0
+    if rest or parts or not whole or measured.ctas not in _CTAS or key.token_tiles not in (1, 2, 4):
+        return False
+    problem = GemmProblem(key.rows, key.columns, key.groups, False, False)
+    plan = plan_of(measured, problem, 8 * key.token_tiles, True)
+    return plan.stages <= plan.blocks and plan.l2_bytes in (128, 256) and _fits(plan)
+
+
+def _fits(plan: SmallMFp8Plan) -> bool:
+    """Return whether an SM can hold a CTA."""
+    warps = _most_warps(plan.token_tiles, plan.row_scaled)
+    return plan.warps <= warps and plan.shared_bytes <= _SHARED
 
 
 def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[SmallMFp8Plan]:
@@ -155,12 +194,14 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Smal
         shape = (problem.columns, ctas, warps, *kind)
         rings = range(min(_MOST_STAGES, blocks), 0, -1)
         plans = [_configuration(*shape, stages, e8m0_scales=folded) for stages in rings]
-        fitting = [plan for plan in plans if plan.shared_bytes <= _SHARED]
+        fitting = [plan for plan in plans if _fits(plan)]
         pairs = [plan for plan in fitting if plan.ctas_per_sm == 2]
         yield from dict.fromkeys([*fitting[:1], *pairs[:1]])
 
 
-def estimated_us(plan: SmallMFp8Plan, problem: GemmProblem, gpu: TunedData) -> float:
+def estimated_us(
+    plan: SmallMFp8Plan, problem: GemmProblem, costs: SmallMFp8Costs, clusters: Mapping[int, int]
+) -> float:
     """Microseconds of a launch: the time to read what CTAs of all rounds could hold.
 
     CTAs of a last round that is not full read more slowly than all could, and rows that a CTA has
@@ -169,15 +210,15 @@ def estimated_us(plan: SmallMFp8Plan, problem: GemmProblem, gpu: TunedData) -> f
     Args:
         plan: The configuration.
         problem: The GEMM.
-        gpu: The constants, and clusters of the GPU.
+        costs: The constants.
+        clusters: Clusters that the GPU holds, by their CTAs.
     """
-    costs = gpu.costs.gemm_fp8_small_m
-    clusters = -(-problem.rows // (16 * plan.warps))
-    resident = gpu.clusters[plan.ctas] * plan.ctas_per_sm
+    number = -(-problem.rows // (16 * plan.warps))
+    resident = clusters[plan.ctas] * plan.ctas_per_sm
     warps = plan.ctas_per_sm * plan.warps
     in_flight = warps * plan.stages * RING_TILE
     rate = costs.rate * min(1.0, in_flight / costs.in_flight, warps / costs.warps)
-    read = -(-clusters // resident) * resident * plan.warps * 16 * problem.columns
+    read = -(-number // resident) * resident * plan.warps * 16 * problem.columns
     us = costs.launch + costs.token_tile * (plan.token_tiles - 1) + read / rate
     return us + costs.exchange * (plan.ctas > 1)
 
@@ -197,8 +238,13 @@ def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
     for count in launches_of(tokens):
         plan = fp8_small_m_plan(problem, count, folded)
         assert plan is not None
-        us += estimated_us(plan, problem, tuned())
+        us += _us(plan, problem)
     return us
+
+
+def _us(plan: SmallMFp8Plan, problem: GemmProblem) -> float:
+    """``estimated_us`` on the GPU at hand."""
+    return estimated_us(plan, problem, tuned().costs.gemm_fp8_small_m, tuned().clusters)
 
 
 def _most_warps(tiles: int, row_scaled: bool) -> int:
