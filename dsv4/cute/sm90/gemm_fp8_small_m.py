@@ -17,7 +17,7 @@ filling it again. The halves of odd rows are exchanged in a slot, so that the la
 bytes do not meet in a bank.
 
 Dependencies. The weights may be results of the preceding kernel, so nothing is read before
-griddepcontrol.wait. Before it, the codes of the ring's first turn are prefetched to L2, where later
+griddepcontrol.wait. Before it, the codes of the first tiles are prefetched to L2, where later
 writes are seen. X comes by bulk copies, a token by each lane of a warp.
 
 Barriers. ``x_full`` (an mbarrier, one arrival): completes with the CTA's part of X.
@@ -176,18 +176,18 @@ class SmallMFp8Kernel(SmallMKernel):
 
     @cute.jit
     def _prefetch_to_l2(self, args: SmallMFp8Args, tile: Int32, rank: Int32, lane: Int32) -> None:
-        """One warp: bring its scales and the codes of the ring's first turn to L2.
+        """One warp: bring its scales and the codes of its first tiles to L2, a row by each lane.
 
-        In the order in which they are needed: two tiles at a time, a row by each of 16 lanes.
+        16 rows are a loop of 16 turns, because bulk operations take uniform registers; codes of
+        more tiles would delay the first tile.
         """
         for i in cutlass.range_constexpr(self.plan.scale_words):
             ptx.prefetch_l2(self._scale_address(args, tile, rank, i * 32 + lane))
-        if lane < 16:
-            row = args.codes + Int64(tile * 16 + lane) * args.codes_stride
-            row += rank * (self.plan.blocks * BLOCK)
-            for first in cutlass.range_constexpr(0, self.plan.stages, 2):
-                count = min(2, self.plan.stages - first)
-                ptx.bulk_prefetch_l2(row + first * BLOCK, count * BLOCK)
+        count = min(self.plan.prefetched, self.plan.blocks)
+        if cutlass.const_expr(count > 0):  # noqa: SIM102 - one is constant
+            if lane < 16:
+                row = args.codes + Int64(tile * 16 + lane) * args.codes_stride
+                ptx.bulk_prefetch_l2(row + rank * (self.plan.blocks * BLOCK), count * BLOCK)
 
     @cute.jit
     def _copy_x_of_tokens(

@@ -71,10 +71,12 @@ class SmallMFp8Plan(SmallMPlan):
     Attributes:
         e8m0_scales: Whether block scales are E8M0, else float32.
         l2_bytes: Bytes of a row that a copy of 128 brings to L2: 128 or 256.
+        prefetched: Tiles whose codes are brought to L2 before griddepcontrol.wait.
     """
 
     e8m0_scales: bool = False
     l2_bytes: int = 256
+    prefetched: int = 2
 
     @property
     def kernel(self) -> str:
