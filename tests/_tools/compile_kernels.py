@@ -186,6 +186,7 @@ def report_of(op: str, name: str, kernel) -> dict:
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
         "waits": _waits(kernel.asm["ptx"]),
+        "unfinished": _unfinished(kernel.asm["ptx"]),
         "fences": "fence.acq_rel.gpu" in kernel.asm["ptx"],
         "dependents": "griddepcontrol.launch_dependents" in kernel.asm["ptx"],
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
@@ -208,6 +209,14 @@ def _waits(ptx: str) -> bool:
                 begun.append(lines.index(jump[2] + ":"))
             i = begun.pop() if jump and not jump[1] else i + 1
     return True
+
+
+def _unfinished(ptx: str) -> int:
+    """Most ``wgmma`` groups that a wait leaves, if one reads an operand from registers; else 0."""
+    products = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    if all(product.count("{") == 1 for product in products):
+        return 0
+    return max(int(left) for left in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))
 
 
 def _exchanges(kernel) -> list[str]:
