@@ -61,7 +61,8 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
         return
     # Keys and entries have a stream each; the second also has what keys are weighted with, first.
     stored = {"side": "end 1 of side"} | ({"side 2": "end 2 of side 2"} if kind == CSA else {})
-    first_query = next(i for i, line in enumerate(said) if line.startswith("head_norm_rope_"))
+    queries = "head_norm_rope_write_kv"
+    first_query = next(i for i, line in enumerate(said) if line.startswith(queries))
     for side, end in stored.items():
         written, ended = said.index(f"compress_write on {side}"), said.index(f"{side} ended")
         assert said.index(f"{side} waits for current") < written < first_query
@@ -96,9 +97,8 @@ def test_few_tokens_are_projected_beside_the_choice_of_entries(tokens, monkeypat
     said = written_down(monkeypatch)
     module(hidden(config, step), past_key_values=step)
     where = "side 2" if 2 * tokens <= 64 else "current"
-    queries = said.index(f"head_norm_rope_ on {where}")
-    written = said.index(f"norm_rope_write_kv on {where}")
-    assert queries < written < said.index("indexer_select on current")
+    queries = said.index(f"head_norm_rope_write_kv on {where}")
+    assert queries < said.index("indexer_select on current")
     if where == "side 2":
         made = max(i for i, line in enumerate(said) if line == "window_slots on current")
         join = said.index("current waits for end 1 of side 2")
@@ -132,7 +132,8 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
     works = [(module.compressor, "write_pages")]
     if kind == CSA:
         indexer = module.compressor.indexer
-        works += [(indexer, "write_pages"), (indexer, "head_weights"), (module, "_queries")]
+        works += [(indexer, "write_pages"), (indexer, "head_weights")]
+        works.append((module, "_queries_and_entries"))
 
     def late(run):
         def work(*args):
