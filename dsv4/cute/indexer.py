@@ -23,7 +23,7 @@ from dsv4.cute.sm90.indexer_logits_plan import (
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton.indexer_select import ScoreRow, Scoring, launch_scores, scored, select
+from dsv4.triton.indexer_select import ScoreRow, Scoring, launch_scores, scored, select, slots_of
 
 _DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
 _GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
@@ -79,7 +79,7 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     )
     scorer = indexer_logits if integers else launch_scores
     if not is_long(capacity, k):
-        return select(operands, args.top_k, scorer)
+        return select(operands, args.top_k, scorer, args.slots)
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
@@ -88,7 +88,7 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     row = ScoreRow(_rounded(capacity), group, groups)
     for part, scores, maxima in scored(operands, k, row, scorer):
         topk(scores, maxima, operands.visible[part], out[part], capacity, group)
-    return out
+    return slots_of(operands, out) if args.slots else out
 
 
 def _rounded(number: int) -> int:

@@ -90,7 +90,7 @@ STEP_OPS = {
     *("window_slots", "head_norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
     *("moe_sort", "moe_combine", "compress_write", "indexer_queries"),
     *("quantize_index_queries", "compressor_projections"),
-    *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
+    *("indexer_select", "prefix_slots", "fragments", "rope_tables"),
 }
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
 
