@@ -106,6 +106,19 @@ def test_few_tokens_are_projected_beside_the_choice_of_entries(tokens, monkeypat
         assert said.index("indexer_select on current") < join < said.index(LAST)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_of_a_decode_step(kind, monkeypatch):
+    """Norms and the write of the entry are one operator; slots come from the selection."""
+    config = model_of(kind)
+    module, step = attention(config), step_of(config, 1)
+    said = written_down(monkeypatch)
+    module(hidden(config, step), past_key_values=step)
+    ran = [line.split(" on ")[0] for line in said if " on " in line]
+    assert ran.count("head_norm_rope_write_kv") == 1
+    assert ran.count("indexer_select") == (kind == CSA)
+    assert not {"head_norm_rope_", "norm_rope_write_kv", "entry_slots"} & set(ran)
+
+
 def test_layers_share_what_a_step_has_one_of(monkeypatch):
     config = model_of(CSA, CSA, HCA, HCA)
     step, said = step_of(config, 9), []
