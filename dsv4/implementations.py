@@ -452,4 +452,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("kv_cache", "any_call", "fake_quantize_kv"),
     *_triton("kv_cache", "norm_rope_write_kv", "norm_rope_write_kv"),
     *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv"),
+    *_triton(*3 * ("head_norm_rope_write_kv",)),
+    *_reference(*2 * ("head_norm_rope_write_kv",)),
 )

@@ -18,6 +18,7 @@ from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
+from dsv4.ops.head_norm_rope_write_kv import head_norm_rope_write_kv
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
 from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.indexer import (
@@ -67,6 +68,7 @@ __all__ = [
     "hc_reduce_post",
     "hc_reduce_post_pre_norm",
     "head_norm_rope_",
+    "head_norm_rope_write_kv",
     "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",

@@ -28,6 +28,7 @@ from dsv4 import device, dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.device import interpret_triton
+from dsv4.ops.indexer import indexer_select
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
@@ -120,6 +121,17 @@ def _select_with_few_heads() -> None:
         for queries in (torch.bfloat16, *QUERY_FORMATS):
             case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
             case.run(9, backend="triton")
+    _select_slots()
+
+
+def _select_slots() -> None:
+    """Select slots of a short row, and of the longest that is searched in registers."""
+    for pages in (16, 64):
+        case = compact_case((0, 2, 1, pages, 64), "plain", torch.bfloat16, "cpu", 128)
+        for table in (case.table, case.table.int()):
+            case.table = table
+            arguments = case.arguments(512)
+            indexer_select(**arguments, slots=True, backend="triton")
 
 
 def _push() -> None:

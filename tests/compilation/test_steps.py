@@ -86,11 +86,11 @@ for arch, preset, activation in points:
 print(json.dumps(found))
 """
 STEP_OPS = {
-    *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
-    *("window_slots", "norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
+    *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm"),
+    *("window_slots", "head_norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
     *("moe_sort", "moe_combine", "compress_write", "indexer_queries"),
     *("quantize_index_queries", "compressor_projections"),
-    *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
+    *("indexer_select", "prefix_slots", "fragments", "rope_tables"),
 }
 PRODUCTS = {"gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"}
 

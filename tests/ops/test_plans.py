@@ -33,6 +33,7 @@ REPLAYED = (
     *("rms_norm", "head_norm_rope_", "rope", "hc_post", "hc_pre_norm", "moe_sort", "moe_combine"),
     *("window_slots", "norm_rope_write_kv", "compress_write", "route_topk", "rms_norm_quantize"),
     *(
+        "head_norm_rope_write_kv",
         "compressor_projections",
         "mark_nonfinite_",
         "verify_greedy",

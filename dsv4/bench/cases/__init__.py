@@ -116,6 +116,7 @@ MAKERS: dict[str, Maker] = {
     "prefix_slots": sequence.prefix_slots,
     "window_slots": sequence.window_slots,
     "norm_rope_write_kv": fused.norm_rope_write_kv,
+    "head_norm_rope_write_kv": fused.head_norm_rope_write_kv,
     "indexer_queries": fused.indexer_queries,
     "quantize_index_queries": fused.quantize_index_queries,
     "write_kv": sequence.write_kv,

@@ -174,27 +174,64 @@ def norm_rope_write_kv(c: ModelConfig, tokens: int, entry_format: str = "fp8") -
     d, rope = c.head_dim, c.qk_rope_head_dim
 
     def build(draw: Draw) -> Problem:
-        count = tokens // _PAGE + 2
-        pages = Pages.allocate(count, _PAGE, d, rope, entry_format, device=draw.device)
-        pages.data.fill_(0x35)
-        slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
-        if tokens > 1:
-            slots[-1] = -1
-        kv = draw.normal(tokens, c.q_lora_rank + d)[:, c.q_lora_rank :]
-        weight = draw.normal(d)
-        cos, sin = _tables(c, tokens, draw)
-        written = int((slots >= 0).sum()) * entry_bytes(pages)
+        entries = _new_entries(c, tokens, entry_format, draw)
         return Problem(
             ops.norm_rope_write_kv,
-            (pages, kv, weight, cos, sin, slots),
+            entries.args,
             _EPS,
             fused_judges.written_entries,
-            nbytes(kv, weight, cos, sin, slots),
-            writes=written,
+            nbytes(*entries.args[1:]),
+            writes=entries.written,
             mutates=(0,),
         )
 
     yield Case("norm_rope_write_kv", "", {"D": d, "R": rope}, tokens, build)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewEntries:
+    """Arguments of ``norm_rope_write_kv``, and the bytes that it writes."""
+
+    args: tuple[Any, ...]
+    written: int
+
+
+def _new_entries(c: ModelConfig, tokens: int, entry_format: str, draw: Draw) -> _NewEntries:
+    d, rope = c.head_dim, c.qk_rope_head_dim
+    count = tokens // _PAGE + 2
+    pages = Pages.allocate(count, _PAGE, d, rope, entry_format, device=draw.device)
+    pages.data.fill_(0x35)
+    slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
+    if tokens > 1:
+        slots[-1] = -1
+    kv = draw.normal(tokens, c.q_lora_rank + d)[:, c.q_lora_rank :]
+    weight = draw.normal(d)
+    cos, sin = _tables(c, tokens, draw)
+    written = int((slots >= 0).sum()) * entry_bytes(pages)
+    return _NewEntries((pages, kv, weight, cos, sin, slots), written)
+
+
+def head_norm_rope_write_kv(
+    c: ModelConfig, tokens: int, entry_format: str = "fp8"
+) -> Iterator[Case]:
+    """Queries in place, and new KV entries into pages."""
+    heads, d = c.num_attention_heads, c.head_dim
+
+    def build(draw: Draw) -> Problem:
+        q = draw.normal(tokens, heads, d)
+        entries = _new_entries(c, tokens, entry_format, draw)
+        return Problem(
+            ops.head_norm_rope_write_kv,
+            (q, *entries.args),
+            {"q_eps": _EPS["eps"], "kv_eps": _EPS["eps"]},
+            fused_judges.heads_and_entries,
+            nbytes(q, *entries.args[1:]),
+            writes=nbytes(q) + entries.written,
+            mutates=(0, 1),
+        )
+
+    sizes = {"h": heads, "D": d, "R": c.qk_rope_head_dim}
+    yield Case("head_norm_rope_write_kv", "", sizes, tokens, build)
 
 
 def moe_gather_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:

@@ -87,6 +87,7 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "indexer_rotate_quantize": (_INDEX,),
     "window_slots": ({"window": "sliding_window"},),
     "norm_rope_write_kv": (_ENTRY,),
+    "head_norm_rope_write_kv": ({**_HEADS, **_ROTATED},),
     "indexer_queries": ({**_INDEX, **_ROTATED},),
     "quantize_index_queries": ({**_INDEX, **_ROTATED},),
     "write_kv": (_ENTRY,),

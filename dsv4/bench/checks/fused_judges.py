@@ -226,6 +226,20 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     )
 
 
+def heads_and_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Heads as ``head_norm_rope``, entries as ``written_entries``."""
+    q, pages, kv, weight, cos, sin, slots = problem.args
+    eps = problem.kwargs
+    heads = dataclasses.replace(problem, args=(q, cos, sin), kwargs={"eps": eps["q_eps"]})
+    entries = dataclasses.replace(
+        problem, args=(pages, kv, weight, cos, sin, slots), kwargs={"eps": eps["kv_eps"]}
+    )
+    return combine(
+        head_norm_rope(heads, actual[:1], truth[:1]),
+        written_entries(entries, actual[1:], truth[1:]),
+    )
+
+
 def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """State as ``compressor``; entries as the pooled ones, normed, rotated and stored."""
     return combine(
