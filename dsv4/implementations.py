@@ -272,6 +272,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_fp4("gemm_nvfp4", "gemm", "gemm"),
     _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
     *_cute(
+        *("cute_small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
+        slower_than_later="fp8_wgmma_is_faster",
+        proven=_NOWHERE,
+        plans="gemm_fp8_small_m",
+        note=_FP8_AS_BF16,
+    ),
+    *_cute(
         *("cute", "gemm", "gemm", "gemm"),
         proven=_ON_HOPPER,
         reserves_sms=True,
