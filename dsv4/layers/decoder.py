@@ -17,7 +17,7 @@ from dsv4.layers.attention import DeepseekV4Attention, Tables
 from dsv4.layers.early_experts import arrival_of
 from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
 from dsv4.layers.linear import Linear
-from dsv4.layers.moe import DeepseekV4SparseMoeBlock
+from dsv4.layers.moe import DeepseekV4SparseMoeBlock, gives_rows
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.parallel.context import ParallelContext, tensor_parallel
 
@@ -114,6 +114,9 @@ class DeepseekV4DecoderLayer(nn.Module):
         hidden_states, (post, comb, normed) = attn_hc.post_pre(
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
+        if parallel is None and gives_rows(self.mlp):
+            rows = self.mlp.routed_rows(normed, input_ids, **routed)
+            return ffn_hc.post(rows, hidden_states, post, comb)
         output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)
         return ffn_hc.post(output, hidden_states, post, comb, parallel)
 

@@ -11,13 +11,14 @@ import torch
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
+from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
 from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
-from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
+from dsv4.ops.moe import moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
@@ -115,12 +116,41 @@ class DeepseekV4Experts(ExpertWeights):
         """Return the sum of the chosen experts' outputs, of those held here, times their weights.
 
         Args:
+            hidden_states: See ``routed_rows``, also for the following arguments.
+            top_k_index: ``[T, k]``.
+            top_k_weights: ``[T, k]``.
+            shared: ``[T, H]``, added in float32 before rounding, or None.
+            streams: Side streams.
+            slots: Slots of hosted experts, or None.
+
+        Returns:
+            ``[T, H]`` in ``hidden_states.dtype``.
+
+        Raises:
+            ValueError: as ``routed_rows``.
+        """
+        return self.routed_rows(
+            hidden_states, top_k_index, top_k_weights, shared, streams, slots
+        ).combined()
+
+    def routed_rows(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        streams: Streams = IN_ORDER,
+        slots: Callable[[], torch.Tensor] | None = None,
+    ) -> RoutedRows:
+        """Return the chosen experts' outputs, of those held here, to be added up for each token.
+
+        Args:
             hidden_states: ``[T, H]``.
             top_k_index: ``[T, k]`` int64; other ranks' experts, -1 and the number of experts add
                 nothing. Anything else raises on the CPU, and adds nothing on another device, where
                 ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
+            shared: ``[T, H]``, the shared expert's output, one of the summands.
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
             slots: Waits for experts in host memory that are being loaded already
@@ -128,7 +158,7 @@ class DeepseekV4Experts(ExpertWeights):
                 call loads the missing experts.
 
         Returns:
-            ``[T, H]`` in ``hidden_states.dtype``.
+            The rows, in ``hidden_states.dtype``; in reserved memory until the next call of a layer.
 
         Raises:
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
@@ -150,7 +180,7 @@ class DeepseekV4Experts(ExpertWeights):
         out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
         if shared is not None:
             streams.join("shared", shared)
-        return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
+        return RoutedRows(out, row_of_slot, offsets, weights, shared)
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
@@ -179,8 +209,8 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor,
         shared: torch.Tensor | None,
         streams: Streams,
-    ) -> torch.Tensor:
-        """Do what ``forward`` does for a step that may need more experts than slots hold.
+    ) -> RoutedRows:
+        """Do what ``routed_rows`` does for a step that may need more experts than slots hold.
 
         The host reads which experts the step needs. Rows are sorted once, in the order of the
         waves; each wave multiplies its rows by a slice of the slots, or of the buffer that long
@@ -212,7 +242,7 @@ class DeepseekV4Experts(ExpertWeights):
             self._project("down_proj", inner, offsets_of, out[start:stop], part, x.dtype)
         if shared is not None:
             streams.join("shared", shared)
-        return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
+        return RoutedRows(out, row_of_slot, offsets, None if scaled else weights, shared)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
         """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.

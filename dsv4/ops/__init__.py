@@ -19,6 +19,7 @@ from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection_combine import hc_combine_post, hc_combine_post_pre_norm
 from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -57,6 +58,8 @@ __all__ = [
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_fp8",
     "grouped_gemm_swiglu_quantize",
+    "hc_combine_post",
+    "hc_combine_post_pre_norm",
     "hc_head",
     "hc_post",
     "hc_post_pre_norm",

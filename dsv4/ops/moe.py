@@ -8,7 +8,7 @@ All operators here use the same order. Slot ``t * k + j`` is the j-th choice of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -160,7 +160,8 @@ def _check_permuted(op: str, args: MoeGatherArgs | MoeGatherQuantizeArgs | MoeCo
     _check.within(op, "rows", args.rows, args.rows.numel())
 
 
-def _check_sorted(op: str, args: MoeGatherQuantizeArgs | MoeCombineArgs) -> None:
+def check_sorted(op: str, args: Any) -> None:
+    """Check values of ``rows`` and ``offsets`` of an operator's record, on the CPU alone."""
     _check_permuted(op, args)
     _check.within(op, "offsets", args.offsets, args.rows.numel() + 1)
 
@@ -171,9 +172,9 @@ _moe_gather_out = define_out("moe_gather", MoeGatherArgs, _fake_gather, _check_p
 _moe_sort = define("moe_sort", MoeSortArgs, _fake_sort)
 _moe_sort_out = define_out("moe_sort", MoeSortArgs, _fake_sort)
 _moe_gather_quantize = define(
-    "moe_gather_quantize", MoeGatherQuantizeArgs, _fake_gather_quantize, _check_sorted
+    "moe_gather_quantize", MoeGatherQuantizeArgs, _fake_gather_quantize, check_sorted
 )
-_moe_combine = define("moe_combine", MoeCombineArgs, _fake_combine, _check_sorted)
+_moe_combine = define("moe_combine", MoeCombineArgs, _fake_combine, check_sorted)
 
 
 @planned
@@ -393,7 +394,7 @@ def moe_gather_quantize(
         ("input_scale", input_scale, (torch.float32,), (experts,)),
     )
     check_slots(op, "rows", rows)
-    _check_offsets(op, offsets)
+    check_offsets(op, offsets)
     if layout != SWIZZLED_EXPERTS:
         check_scale_layout(NVFP4, layout)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
@@ -453,7 +454,7 @@ def moe_combine(
         ("shared", shared, _check.FLOATS, ("T", "H")),
     )
     check_slots(op, "rows", rows)
-    _check_offsets(op, offsets)
+    check_offsets(op, offsets)
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a floating type")
@@ -466,6 +467,7 @@ def check_slots(op: str, name: str, slots: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} has shape {list(slots.shape)}, wanted a slot at least")
 
 
-def _check_offsets(op: str, offsets: torch.Tensor) -> None:
+def check_offsets(op: str, offsets: torch.Tensor) -> None:
+    """Raise ValueError unless ``offsets [E_local + 1]`` are of one expert at least."""
     if not torch.compiler.is_compiling() and offsets.shape[0] < 2:
         raise ValueError(f"{op}: offsets has {offsets.shape[0]} entries, wanted 2 at least")

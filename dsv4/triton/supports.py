@@ -283,6 +283,11 @@ def _not_four_streams(streams: torch.Tensor) -> str | None:
     return None
 
 
+def hyper_connection_combine(call: Call) -> str | None:
+    """Return why hyper-connections that add up rows are unsupported, or None."""
+    return any_call(call) or _not_four_streams(call.args.streams)
+
+
 def hyper_connection_quantize(call: Call) -> str | None:
     """Return why hyper-connections that quantise are unsupported, or None."""
     streams = call.args.streams

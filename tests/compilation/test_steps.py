@@ -86,9 +86,10 @@ for arch, preset, activation in points:
 print(json.dumps(found))
 """
 STEP_OPS = {
-    *("hc_pre_norm", "hc_post_pre_norm", "hc_post", "hc_head", "rms_norm", "head_norm_rope_"),
+    *("hc_pre_norm", "hc_post_pre_norm", "hc_combine_post", "hc_head"),
+    *("rms_norm", "head_norm_rope_"),
     *("window_slots", "norm_rope_write_kv", "sparse_attention", "route_hash", "route_topk"),
-    *("moe_sort", "moe_combine", "compress_write", "indexer_queries"),
+    *("moe_sort", "compress_write", "indexer_queries"),
     *("quantize_index_queries", "compressor_projections"),
     *("indexer_select", "entry_slots", "prefix_slots", "fragments", "rope_tables"),
 }

@@ -92,6 +92,8 @@ MAKERS: dict[str, Maker] = {
     "hc_pre": elementwise.hc_pre,
     "hc_post": elementwise.hc_post,
     "hc_head": elementwise.hc_head,
+    "hc_combine_post": fused.hc_combine_post,
+    "hc_combine_post_pre_norm": fused.hc_combine_post_pre_norm,
     "moe_gather_fp8": fused.moe_gather_fp8,
     "moe_gather_quantize": fused.moe_gather_quantize,
     "rope_quantize": fused.rope_quantize,

@@ -63,6 +63,8 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "hc_pre": (_STREAMS,),
     "hc_post": (_STREAMS,),
     "hc_head": (_STREAMS,),
+    "hc_combine_post": ({**_STREAMS, **_CHOSEN},),
+    "hc_combine_post_pre_norm": ({**_STREAMS, **_CHOSEN},),
     "moe_gather_quantize": ({**_HIDDEN, **_CHOSEN},),
     "rope_quantize": ({**_HEADS, **_ROTATED, "G": "o_groups"},),
     "swiglu_quantize": (_INNER,),
