@@ -10,6 +10,7 @@ from torch import nn
 
 from dsv4 import dispatch, layers
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.layers.dspark import Taps
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.models import random_model
 
@@ -65,6 +66,81 @@ WATCHED = {
     "another forward": lambda layer: replace_forward(layer.mlp),
     "another forward of the experts": lambda layer: replace_forward(layer.mlp.experts),
 }
+
+
+class TestLayers:
+    """A layer runs the beginning of the next one."""
+
+    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
+    def test_streams_are_those_of_single_layers(self, numerics, monkeypatch):
+        model = a_model(numerics)
+        ids = torch.arange(7)[None] % 50
+        (hidden, streams), counts = operators(lambda: model.model(ids), monkeypatch)
+        assert (counts["hc_pre_norm"], counts["hc_combine_post"]) == (1, 1)
+        assert counts["hc_combine_post_pre_norm"] == len(KINDS) - 1
+        for layer in model.model.layers:
+            layer.register_forward_hook(nothing)
+        (expected, other), separate = operators(lambda: model.model(ids), monkeypatch)
+        assert separate["hc_pre_norm"] == separate["hc_combine_post"] == len(KINDS)
+        assert_bitwise(hidden, expected)
+        assert_bitwise(streams, other)
+
+    @pytest.mark.parametrize("watched", range(len(KINDS)))
+    def test_a_layer_that_is_watched_is_called(self, watched, monkeypatch):
+        model, seen = a_model(), []
+        ids = torch.arange(7)[None] % 50
+        expected = model.model(ids)[1]
+        layer = model.model.layers[watched]
+        handles = [
+            layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
+            layer.register_forward_hook(lambda module, args, output: seen.append(output)),
+        ]
+        (_, actual), counts = operators(lambda: model.model(ids), monkeypatch)
+        assert_bitwise(actual, expected)
+        assert [tuple(streams.shape) for streams in seen] == [(1, 7, 4, 256)] * 2
+        neighbours = len({watched - 1, watched, watched + 1} & set(range(len(KINDS)))) - 1
+        assert counts["hc_pre_norm"] == 1 + neighbours
+        for handle in handles:
+            handle.remove()
+        layer.register_forward_hook(lambda module, args, output: 2 * output)
+        assert not torch.equal(model.model(ids)[1], expected)
+
+    @pytest.mark.parametrize("name", ["attn_hc", "input_layernorm"])
+    def test_the_beginning_of_the_next_layer_is_watched(self, name, monkeypatch):
+        model, seen = a_model(), []
+        ids = torch.arange(7)[None] % 50
+        expected = model.model(ids)[1]
+        module = getattr(model.model.layers[1], name)
+        module.register_forward_hook(lambda *args: seen.append(args))
+        assert_bitwise(model.model(ids)[1], expected)
+        assert len(seen) == 1
+
+    def test_layers_may_have_another_epsilon(self):
+        model = a_model()
+        ids = torch.arange(7)[None] % 50
+        model.model.layers[1].input_layernorm.variance_epsilon = 1e-2
+        joined = model.model(ids)[1]
+        model.model.layers[0].register_forward_hook(nothing)
+        assert_bitwise(joined, model.model(ids)[1])
+
+    def test_taps_read_the_streams_of_their_layers(self):
+        model, seen = a_model(), []
+        ids = torch.arange(7)[None] % 50
+        taps = Taps([0, 1, 2])
+        model.model(ids, taps=taps)
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, output: seen.append(output.mean(-2)))
+        model.model(ids)
+        for value, expected in zip(taps.values, seen, strict=True):
+            assert_bitwise(value, expected)
+
+    def test_a_compiled_model_gives_the_same(self):
+        model = a_model()
+        ids = torch.arange(7)[None] % 50
+        torch._dynamo.reset()
+        compiled = torch.compile(model.model, backend="eager")
+        for actual, expected in zip(compiled(ids), model.model(ids), strict=True):
+            assert_bitwise(actual, expected)
 
 
 class TestRowsOfExperts:
