@@ -286,8 +286,8 @@ def test_a_change_of_the_next_layer_is_seen(how: str) -> None:
         rows, others = twins.warm(), other.warm()
         BEGINNINGS[how](twins.model)
         for token in range(WARM):
-            changed, kept = twins.decode([token], rows), other.decode([token], others)
-            assert not torch.equal(changed, kept)
+            changed, before = twins.decode([token], rows), other.decode([token], others)
+            assert not torch.equal(changed, before)
         twins.same_caches()
 
 
@@ -295,10 +295,8 @@ def test_the_first_layer_is_planned_with_the_beginning_of_the_next() -> None:
     with switch() as made:
         twins = Twins(tiny(SLIDING, SLIDING), made)
         rows = twins.warm()
-        first, second = twins.model.model.layers
-        [plan], [last] = (list(x.__dict__["_plans"].plans.values())[0] for x in (first, second))
-        assert plan.again is not None
-        assert last.again is not None
+        first = twins.model.model.layers[0]
+        assert [plan.again is not None for plan in plans_of(twins.model)] == [True, True]
         layer_hook = first.register_forward_hook(lambda *args: None)
         for token in range(WARM):
             twins.decode([token], rows)
