@@ -263,6 +263,11 @@ def moe_sorting(call: Call) -> str | None:
     return reason
 
 
+def router_sort(call: Call) -> str | None:
+    """Return why ``route_topk_sort`` is unsupported, or None."""
+    return router(call) or moe_sorting(call)
+
+
 def moe_gather_quantize(call: Call) -> str | None:
     """Return why ``moe_gather_quantize`` is unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[1])
@@ -282,6 +287,11 @@ def _not_four_streams(streams: torch.Tensor) -> str | None:
     if streams.shape[-2] != 4:
         return f"there are {streams.shape[-2]} streams, the kernels mix 4"
     return None
+
+
+def hyper_connection_combine(call: Call) -> str | None:
+    """Return why hyper-connections that add up rows are unsupported, or None."""
+    return any_call(call) or _not_four_streams(call.args.streams)
 
 
 def hyper_connection_quantize(call: Call) -> str | None:

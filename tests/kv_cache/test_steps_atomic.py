@@ -95,6 +95,7 @@ FAULT_POINTS: tuple[tuple[Any, str], ...] = (
     (indexer, "indexer_select"),
     (attention.DeepseekV4Attention, "forward"),
     (decoder.DeepseekV4DecoderLayer, "forward"),
+    (decoder.DeepseekV4DecoderLayer, "run_joined"),
     (DeepseekV4ForCausalLM, "logits"),
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4 import ops
+from dsv4.bench.cases import elementwise
 from dsv4.bench.cases.sequence import entry_bytes
 from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.fused_judges import QUANTIZED, as_parts, by_same_kernel
@@ -293,6 +294,42 @@ def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.hc_post_pre_norm, args, _hyper_kwargs(c), judge, nbytes(*args), flops)
 
     yield Case("hc_post_pre_norm", "", {"n": n, "H": hidden}, tokens, build)
+
+
+def _combined(
+    case: Case, c: ModelConfig, function: Callable[..., Any], judge: Judge
+) -> Iterator[Case]:
+    """Put the sum of sorted rows before a case: rows that are weighted already, or not yet."""
+    k, experts = c.num_experts_per_tok, c.n_routed_experts
+
+    def build(draw: Draw, weighted: bool) -> Problem:
+        problem = case.build(draw)
+        ids = draw.distinct(case.tokens, k, experts)
+        _, offsets, rows = ops.moe_permute(ids, experts, backend="reference")
+        y = draw.normal(case.tokens * k, c.hidden_size)
+        weights = None
+        if weighted:
+            weights = draw.normal(case.tokens, k, dtype=torch.float32).softmax(-1)
+        args = (y, rows, offsets, weights, *problem.args)
+        reads = nbytes(*[arg for arg in args if arg is not None])
+        return dataclasses.replace(problem, function=function, args=args, judge=judge, reads=reads)
+
+    for name, weighted in (("", False), ("weights", True)):
+        made = functools.partial(build, weighted=weighted)
+        shape = {**case.shape, "k": k}
+        yield Case(function.__name__, name, shape, case.tokens, made, brief=not weighted)
+
+
+def hc_combine_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs behind the experts of the last layer."""
+    [case] = elementwise.hc_post(c, tokens)
+    return _combined(case, c, ops.hc_combine_post, fused_judges.combined_post)
+
+
+def hc_combine_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs between the experts of a layer and the attention of the next."""
+    [case] = hc_post_pre_norm(c, tokens)
+    return _combined(case, c, ops.hc_combine_post_pre_norm, fused_judges.combined_post_norm)
 
 
 def hc_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
