@@ -13,7 +13,6 @@ from dsv4.ops.kv_cache import FakeQuantizeKvArgs, NormRopeWriteKvArgs, ReadKvArg
 from dsv4.triton._lib import cache_entries, rotation, row_tiles
 from dsv4.triton._lib.arrival import arrival, once_here
 from dsv4.triton._lib.cache_entries import (
-    convert,
     decode_groups,
     encode_groups,
     load_entries,
@@ -21,7 +20,7 @@ from dsv4.triton._lib.cache_entries import (
     store_pieces,
     store_rope,
 )
-from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import convert, narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import narrowed, rounded
 from dsv4.triton._lib.nvfp4_tile import load_pieces, own_part
 from dsv4.triton._lib.prefetch import prefetch_row

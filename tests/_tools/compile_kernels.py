@@ -17,7 +17,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -246,12 +246,25 @@ def tool(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-if __name__ == "__main__":
+def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the arguments that all programs that compile kernels have."""
     assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", type=int)
-    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--quick", action="store_true")
+    return parser
+
+
+def print_reports(compile_all: Callable[[int, bool], Iterator[dict]]) -> None:
+    """Run a program that compiles kernels: print a line of JSON for each."""
+    options = arguments().parse_args()
+    for report in compile_all(options.arch, options.quick):
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    parser = arguments()
+    parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--brief", action="store_true")
     options = parser.parse_intermixed_args()
     having = [

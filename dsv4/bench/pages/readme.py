@@ -118,12 +118,12 @@ def _model(folder: ResultsFolder) -> list[str]:
     ]
     reads = sorted({figure.read for figure in folder.published})
     note = (
-        "\\* Random weights and routing. With one request a step of fewer experts reads the bytes "
-        "that it would read of the whole model; with many requests it does not. On one H100 bytes "
-        f"alone bound it to {near.bytes_ms:.1f} ms "
+        "\\* Random weights and routing. With one request, a step of a model with fewer experts reads "
+        "as many bytes as a step of the whole model; with many requests it reads fewer. On one H100 "
+        f"the bytes alone take at least {near.bytes_ms:.1f} ms "
         f"([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
-        "dsv4 is without [drafts](docs/speculation.md)."
+        "dsv4 used no [drafts](docs/speculation.md)."
     )
     headings = ["one request", "ms/token", "tokens/s"]
     return [*table(headings, body), "", *paragraph(note)]
@@ -168,7 +168,7 @@ def _prompts(results: ModelResults) -> str:
     times = {row.prompt: row.generate_ms for row in results.prompts if row.generate_ms is not None}
     lengths, shown = map(str, times), (f"{time:.0f}" for time in times.values())
     return (
-        f"With prompts of {_listed(lengths)} tokens `generate` has the first token after "
+        f"With prompts of {_listed(lengths)} tokens `generate` returns the first token after "
         f"{_listed(shown)} ms."
     )
 
@@ -185,7 +185,7 @@ def _start(results: ModelResults, warm: ModelResults) -> str:
         f"({start.kernels_compiled} compiled)"
     )
     if not again.kernels_compiled:
-        words += f", in {again.kernels_s:.1f} s with all on disk"
+        words += f", and in {again.kernels_s:.1f} s with all on disk"
     return words + "."
 
 

@@ -77,6 +77,15 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def convert(values, dtype: tl.constexpr):
+    """``values`` in ``dtype``; bit for bit, NaN payloads too, where they have it already."""
+    if values.dtype == dtype:
+        return values
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return narrow(widen(values), dtype)
+
+
+@triton.jit
 def dot(a, b, total):
     """``a b + total`` of bfloat16 operands, in float32; with or without a batch axis."""
     if INTERPRETED:
