@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 
-if __name__ == "__main__":  # PyTorch says so when it is imported; the bench needs no NumPy
+# PyTorch warns when it is imported, in spawned processes, too; the bench needs no NumPy.
+if __name__ in ("__main__", "__mp_main__"):
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 from dsv4.bench.cli import main

@@ -15,6 +15,7 @@ from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import rounded
 from dsv4.triton._lib.nvfp4_tile import as_bytes
 from dsv4.triton._lib.prefetch import prefetch_row
+from dsv4.triton._lib.row_tiles import target_rows
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 from dsv4.triton.norm import inverse_rms_of
@@ -210,18 +211,15 @@ def _gather_fp8_kernel(
     block = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = column < columns
-    # All loads come before the first store, because the compiler moves no load across a store.
-    targets = ()
-    for j in tl.static_range(K):
-        targets += (tl.load(rows + token * K + j).to(tl.int64),)  # type: ignore[assignment]
+    targets = target_rows(rows + token * K, K)
     loaded = tl.load(x + token * stride + column, mask=inside, other=0.0)
     bits, byte = fp8_token_tile(widen(loaded))
     if FRAGMENTS:
         bits = fragment_order(bits)
     for j in tl.static_range(K):
-        target = codes + targets[j] * columns  # type: ignore[misc]
+        target = codes + targets[j] * columns
         tl.store(target + column, bits, mask=inside)
-        target = scales + targets[j] * blocks  # type: ignore[misc]
+        target = scales + targets[j] * blocks
         tl.store(target + block, byte, mask=block < blocks)
 
 

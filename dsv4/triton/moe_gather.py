@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4.ops.moe import MoeGatherArgs
 from dsv4.triton._lib import row_tiles
 from dsv4.triton._lib.numerics import wait_for_inputs
+from dsv4.triton._lib.row_tiles import target_rows
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -39,13 +40,10 @@ def _gather_kernel(
     token = (tl.program_id(0) // chunks).to(tl.int64)
     column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     first = token * K + tl.program_id(1) * SHARE
-    # All loads come before the first store, because the compiler moves no load across a store.
-    targets = ()
-    for j in tl.static_range(SHARE):
-        targets += (tl.load(rows + first + j).to(tl.int64),)  # type: ignore[assignment]
+    targets = target_rows(rows + first, SHARE)
     values = tl.load(x + token * stride + column, mask=column < columns)
     for j in tl.static_range(SHARE):
-        offset = targets[j] * columns + column  # type: ignore[misc]
+        offset = targets[j] * columns + column
         tl.store(out + offset, values, mask=column < columns)
         if WEIGHTED:
             alone = tl.program_id(0) % chunks == 0

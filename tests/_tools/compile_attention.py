@@ -10,10 +10,7 @@ arguments of the kernel, so it is the same for all. Prints one line of JSON per 
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 from collections.abc import Iterator
 
 import torch
@@ -24,7 +21,7 @@ from dsv4.device import interpret_triton
 from dsv4.kv_cache.pages import Pages
 from dsv4.ops.attention import sparse_attention
 from dsv4.triton import attention
-from tests._tools.compile_kernels import report_of
+from tests._tools.compile_kernels import print_reports, report_of
 from tests._tools.other_gpu import replace_launches
 
 
@@ -62,10 +59,4 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    parser = argparse.ArgumentParser()
-    parser.add_argument("arch", type=int)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    for report in compile_all(options.arch, options.quick):
-        print(json.dumps(report), flush=True)
+    print_reports(compile_all)

@@ -11,9 +11,6 @@ sum is complete).
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -27,7 +24,7 @@ from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
-from tests._tools.compile_kernels import report_of, tool
+from tests._tools.compile_kernels import print_reports, report_of, tool
 from tests._tools.other_gpu import replace_launches
 
 DENSE = ((4096, 4096), (32768, 1024), (512, 4096))
@@ -114,10 +111,4 @@ def _loop(listing: str) -> str:
 
 
 if __name__ == "__main__":
-    assert not os.environ.get("TRITON_INTERPRET"), "kernels would be interpreted"
-    parser = argparse.ArgumentParser()
-    parser.add_argument("arch", type=int)
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    for report in compile_all(options.arch, options.quick):
-        print(json.dumps(report), flush=True)
+    print_reports(compile_all)

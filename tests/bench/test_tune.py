@@ -18,9 +18,11 @@ from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.self_test import config as small_config
 from dsv4.bench.tune import command, fit, outcome, search
+from dsv4.bench.tune.child import Child, FailedError
 from dsv4.bench.tune.command import Search
 from dsv4.bench.tune.families import ALL, named
 from dsv4.bench.tune.gpu_timer import BrokenGpuError, GpuTimer
+from dsv4.bench.tune.guarded_timer import GuardedTimer, Setup
 from dsv4.bench.tune.outcome import CYCLES_PER_US
 from dsv4.bench.tune.work import Baseline, Measured, WrongError
 from dsv4.config import ModelConfig
@@ -48,6 +50,7 @@ class FakeTimer:
 
     costs: Costs = dataclasses.field(default_factory=Costs)
     wrong: tuple = ()
+    failed: tuple = ()
     seconds: float = 0.0
     stop_at: int = 10**9
     error: type[BaseException] = KeyboardInterrupt
@@ -71,6 +74,8 @@ class FakeTimer:
             raise self.error("stopped")
         if candidate in self.wrong:
             raise WrongError("row 3 is off by 0.5")
+        if candidate in self.failed:
+            raise FailedError("hung: us has no result after 60 seconds")
         family = BY_NAME[work.family]
         estimate = family.estimate(self.costs, tuned.tuned(), work, candidate)
         if not estimate:
@@ -213,6 +218,23 @@ def test_a_wrong_candidate_is_named_and_left_out(works, folder, capsys):
     printed = capsys.readouterr().out
     assert f"wrong, left out: gemm_small_m {work.name}, {fastest}: row 3 is off by 0.5" in printed
     assert "wrong candidates left out" in printed
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_failed_candidates_are_named_and_end_their_family(count, works, folder, capsys):
+    first, second = works["gemm_wgmma"][:2]
+    timer, path = FakeTimer(failed=first.candidates[-count:]), folder / "x.json"
+    asked_for = request({"gemm_wgmma": [first, second]}, path, names=["gemm_wgmma"])
+    assert command.measure(asked_for, GPU, timer, timer.clock) == command.WRONG
+    entries = decode(path.read_text(), TUNED, "x").entries
+    assert entries[first.key].plan in first.candidates[:-count]
+    assert (second.key in entries) == (count < search.MOST_FAILURES)
+    printed = capsys.readouterr().out
+    assert f"failed, left out: gemm_wgmma {first.name}, {first.candidates[-1]}: hung: " in printed
+    if count < search.MOST_FAILURES:
+        assert f"{count} failed candidates left out" in printed
+    else:
+        assert "given up after 3 failed candidates, the last one hung: us has no" in printed
 
 
 def test_the_rule_can_be_wrong(works, folder, capsys):
@@ -404,11 +426,13 @@ def test_candidates_are_right_on_a_gpu_and_have_times(family):
     base = tuned.resolve(machine.gpu_of(torch.cuda.get_device_properties(0)), user=False)
     with machine.pretend(plans=base):
         work = next(family.works(FLASH))
-    timer, measured = GpuTimer([family], base, Options(device, repeat=3)), []
-    stopped = search.run([work], timer, 120, time.monotonic, measured)
+    setup, measured = Setup((family.name,), FLASH, base, Options(device, repeat=3)), []
+    with Child(setup.measurer) as child:
+        timer = GuardedTimer(child, [family])
+        stopped = search.run([work], timer, 120, time.monotonic, measured)
+        clusters = timer.clusters()
     assert stopped == ""
-    assert measured[0].wrong == {}
+    assert measured[0].wrong == measured[0].failed == {}
     assert set(measured[0].us) == set(work.candidates)
     assert all(0 < us < 1e5 for us in measured[0].us.values())
-    clusters = timer.clusters()
     assert clusters[1] >= 2 * clusters[2] > 0

@@ -23,7 +23,14 @@ from dsv4.layers._expert_waves import plan_stream
 from dsv4.layers.host_experts import Hosting
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
-from tests.layers.test_host_experts import EXPERTS, TOP_K, make_experts, poison, tokens
+from tests.layers.test_host_experts import (
+    EXPERTS,
+    TOP_K,
+    experts_in_slots,
+    make_experts,
+    poison,
+    tokens,
+)
 
 SIDE = "copies"
 
@@ -346,10 +353,8 @@ class TestCopies:
 )
 def test_a_stream_holds_every_expert_once(seed, static, cached, capacity, empty):
     experts = 16
-    expert_in = torch.randperm(experts, generator=strategies.generator(seed)).tolist()
-    expert_in = expert_in[: static + cached]
-    for slot in empty & set(range(cached)):
-        expert_in[static + slot] = -1
+    generator = strategies.generator(seed)
+    expert_in = experts_in_slots(generator, experts, static, cached, empty)
     plan = plan_stream(expert_in, static, experts, capacity)
     assert list(plan.expert_in) == expert_in
     assert sorted(plan.position) == list(range(experts))

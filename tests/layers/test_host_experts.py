@@ -339,6 +339,14 @@ class TestLayer:
             layers.cache_use(make_experts("plain"))
 
 
+def experts_in_slots(generator, experts, static, cached, empty):
+    """The expert that each slot holds, static ones first; -1 in the cached slots of ``empty``."""
+    expert_in = torch.randperm(experts, generator=generator).tolist()[: static + cached]
+    for slot in empty & set(range(cached)):
+        expert_in[static + slot] = -1
+    return expert_in
+
+
 @given(
     seed=strategies.seeds(),
     static=st.integers(0, 6),
@@ -350,10 +358,7 @@ class TestLayer:
 def test_waves_hold_every_expert_once(seed, static, cached, count, empty):
     experts = 16
     generator = strategies.generator(seed)
-    order = torch.randperm(experts, generator=generator).tolist()
-    expert_in = order[: static + cached]
-    for slot in empty & set(range(cached)):
-        expert_in[static + slot] = -1
+    expert_in = experts_in_slots(generator, experts, static, cached, empty)
     needed = torch.randperm(experts, generator=generator)[:count].tolist()
     plan = plan_waves(needed, expert_in, static, experts)
     assert plan.positions <= experts

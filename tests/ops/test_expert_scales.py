@@ -36,6 +36,7 @@ from tests.ops.test_packed_experts import (
     ACTIVATIONS,
     LOADS,
     loads,
+    row_weights,
     scales_of,
     sorted_rows,
     weights_of,
@@ -166,9 +167,7 @@ class TestValues:
     def test_scales_are_moved(self, device, seed, counts, spare, tiles, weighted, activation):
         weight = weights_of(seed, 5, 128 * tiles, 128, device, "rows")
         x, offsets = sorted_rows(seed, counts, spare, 128, device)
-        options = {"activation": activation}
-        if weighted:
-            options["row_weight"] = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+        options = {"activation": activation, "row_weight": row_weights(seed + 2, x, weighted)}
         check(x, weight, offsets, 10.0, scales_of(seed, 5, device), **options)
 
     @given(seed=strategies.seeds(), rows=st.sampled_from([0, 1, 127, 128, 300]))

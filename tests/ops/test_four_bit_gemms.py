@@ -34,7 +34,14 @@ from dsv4.testing.assertions import assert_bitwise, assert_within_budget, gemm_b
 from dsv4.triton import gemm_packed
 from dsv4.triton import grouped_gemm as grouped_module
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan, grouped_plan
-from tests.ops.test_packed_experts import loads, of_rows_or_one, scales_of, sorted_rows
+from tests.ops.test_packed_experts import (
+    assert_zeros_from,
+    loads,
+    of_rows_or_one,
+    row_weights,
+    scales_of,
+    sorted_rows,
+)
 
 REFERENCE = False
 KERNELS = ("triton",)
@@ -52,6 +59,8 @@ PLANS = [
     PackedPlan(4, 32, 1, 4, 4, 2, 2),
     PackedPlan(8, 64, 1, 8, 3, 3, 2),
     PackedPlan(8, 128, 1, 4, 3, 4),
+    PackedPlan(8, 256, 1, 8, 3, 1, 4),
+    PackedPlan(8, 256, 1, 8, 3, 4),
 ]
 
 
@@ -302,7 +311,7 @@ class TestExperts:
             budget = gemm_budget(left, right, dtype)
             assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
             start = end
-        assert_bitwise(got[start:], torch.zeros_like(got[start:]), "rows of no expert")
+        assert_zeros_from(got, start)
         out = torch.full_like(got, math.nan)
         assert grouped_gemm(x, weight, offsets, **how, out=out, backend="triton") is out
         assert_bitwise(out, got, "in a given place")
@@ -323,12 +332,11 @@ class TestExperts:
     ):
         weight = weight_of(seed, (4, 48, 128), device, layout, scales)
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
-        row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
+        row_weight = row_weights(seed + 2, x, weighted)
         how = {"activation": activation, "row_weight": row_weight, "out_dtype": dtype}
         args = (x, weight, offsets, limit)
         got = check_judged(grouped_gemm_swiglu, grouped_judge, args, **how)
-        end = int(offsets[-1])
-        assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+        assert_zeros_from(got, int(offsets[-1]))
 
     @given(
         seed=strategies.seeds(),
@@ -340,7 +348,7 @@ class TestExperts:
     def test_codes(self, device, seed, counts, spare, swizzled, weighted):
         weight = weight_of(seed, (3, 128, 64), device, FRAGMENTS, "rows")
         x, offsets = sorted_rows(seed + 1, counts, spare, 64, device)
-        row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
+        row_weight = row_weights(seed + 2, x, weighted)
         scale = scales_of(seed, 3, device)
         layout = SWIZZLED_EXPERTS if swizzled else LINEAR
         how = {"row_weight": row_weight, "backend": "triton"}

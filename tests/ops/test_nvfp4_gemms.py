@@ -28,7 +28,14 @@ from dsv4.testing.assertions import assert_bitwise, assert_pure, assert_within_b
 from dsv4.triton import gemm_nvfp4, nvfp4_supports
 from dsv4.triton._lib.block_scaled_plan import BlockScaledPlan, dense_plan, grouped_plan
 from tests.ops.test_four_bit_gemms import operand_of, weight_of
-from tests.ops.test_packed_experts import loads, of_rows_or_one, scales_of, sorted_rows
+from tests.ops.test_packed_experts import (
+    assert_zeros_from,
+    loads,
+    of_rows_or_one,
+    row_weights,
+    scales_of,
+    sorted_rows,
+)
 
 REFERENCE = False
 KERNELS = ("triton",)
@@ -191,7 +198,7 @@ class TestExperts:
             expected = left @ dense[expert].T
             assert_within_budget(got[start:end], expected, budget, f"expert {expert}")
             start = end
-        assert_bitwise(got[start:], torch.zeros_like(got[start:]), "rows of no expert")
+        assert_zeros_from(got, start)
 
     @given(
         seed=strategies.seeds(),
@@ -204,12 +211,11 @@ class TestExperts:
     def test_swiglu(self, device, seed, counts, spare, layout, limit, weighted):
         weight = nvfp4(seed, (3, 48, 128), device, layout, "segments")
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
-        row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device) if weighted else None
+        row_weight = row_weights(seed + 2, x, weighted)
         how = {"activation": "nvfp4", "row_weight": row_weight, "out_dtype": torch.float32}
         args = (x, weight, offsets, limit)
         got = check_judged(grouped_gemm_swiglu, grouped_judge, args, **how)
-        end = int(offsets[-1])
-        assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+        assert_zeros_from(got, int(offsets[-1]))
 
     @given(
         seed=strategies.seeds(),

@@ -60,6 +60,16 @@ def sorted_rows(seed, counts, spare, columns, device):
     return x.to(device), offsets.to(device)
 
 
+def row_weights(seed, x, weighted):
+    """A factor for each row, or None."""
+    return strategies.normal(seed, (x.shape[0],)).to(x.device) if weighted else None
+
+
+def assert_zeros_from(got, end):
+    """Rows of no expert, which follow those of the last one, are zero."""
+    assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+
+
 @st.composite
 def loads(draw, experts, most):
     """Numbers of rows: empty experts, one with all, and uneven ones."""
@@ -90,7 +100,7 @@ def check_product(x, weight, offsets, activation, dtype, scale=None):
         budget = gemm_budget(left, right, dtype)
         assert_within_budget(got[start:end], left @ right.T, budget, f"expert {expert}")
         start = end
-    assert_bitwise(got[start:], torch.zeros_like(got[start:]), "rows of no expert")
+    assert_zeros_from(got, start)
 
 
 def check_swiglu(x, weight, offsets, limit, **options):
@@ -99,8 +109,7 @@ def check_swiglu(x, weight, offsets, limit, **options):
     problem = Problem(grouped_gemm_swiglu, (x, weight, offsets, limit), options, judge, 0)
     verdict = judge(problem, (got,), problem.widened().run("reference"))
     assert verdict.match, verdict.message
-    end = int(offsets[-1])
-    assert_bitwise(got[end:], torch.zeros_like(got[end:]), "rows of no expert")
+    assert_zeros_from(got, int(offsets[-1]))
 
 
 def scales_of(seed, experts, device):
@@ -172,9 +181,7 @@ class TestValues:
     def test_swiglu(self, device, seed, counts, spare, tiles, limit, activation, weighted, dtype):
         weight = weights_of(seed, 5, 16 * tiles, 128, device, "rows")
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
-        row_weight = None
-        if weighted:
-            row_weight = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+        row_weight = row_weights(seed + 2, x, weighted)
         check_swiglu(
             x, weight, offsets, limit, activation=activation, row_weight=row_weight, out_dtype=dtype
         )
@@ -191,9 +198,7 @@ class TestValues:
     def test_codes(self, device, seed, counts, spare, tiles, limit, activation, weighted):
         weight = weights_of(seed, 5, 32 * tiles, 128, device, "rows")
         x, offsets = sorted_rows(seed + 1, counts, spare, 128, device)
-        options = {"activation": activation}
-        if weighted:
-            options["row_weight"] = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+        options = {"activation": activation, "row_weight": row_weights(seed + 2, x, weighted)}
         scale = scales_of(seed, 5, device)
         got = check_codes(x, weight, offsets, limit, scale, **options)
         end = int(offsets[-1])

@@ -27,6 +27,7 @@ from tests.ops.test_packed_experts import (
     check_swiglu,
     loads,
     of_rows_or_one,
+    row_weights,
     scales_of,
     sorted_rows,
     weights_of,
@@ -69,9 +70,7 @@ def test_product(device, seed, counts, spare, tiles, scales, dtype, calibrated):
 def test_swiglu_and_its_codes(device, seed, counts, spare, tiles, limit, weighted):
     weight = swizzled(seed, 5, 32 * tiles, 256, device, "rows")
     x, offsets = sorted_rows(seed + 1, counts, spare, 256, device)
-    options = {"activation": "nvfp4"}
-    if weighted:
-        options["row_weight"] = strategies.normal(seed + 2, (x.shape[0],)).to(device)
+    options = {"activation": "nvfp4", "row_weight": row_weights(seed + 2, x, weighted)}
     check_swiglu(x, weight, offsets, limit, **options)
     got = check_codes(x, weight, offsets, limit, scales_of(seed, 5, device), **options)
     end = int(offsets[-1])

@@ -19,8 +19,9 @@ from dsv4.bench.cases import PRESETS
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.tune import outcome, search
+from dsv4.bench.tune.child import Child
 from dsv4.bench.tune.families import named
-from dsv4.bench.tune.gpu_timer import GpuTimer
+from dsv4.bench.tune.guarded_timer import GuardedTimer, Setup
 from dsv4.bench.tune.outcome import Fitted
 from dsv4.bench.tune.work import Family, Measured, Timer, Work
 from dsv4.cute.sm90 import tuned
@@ -67,15 +68,17 @@ def run(options: argparse.Namespace, measuring: Options) -> int:
     gpu = gpu_of(torch.cuda.get_device_properties(device)) if reason is None else None
     base = tuned.resolve(gpu, user=False)
     with pretend(plans=base):
-        families = named(options.only or ())
-        works = search.interleaved([list(f.works(_configs(options.shapes))) for f in families])
+        families, configs = named(options.only or ()), _configs(options.shapes)
+        works = search.interleaved([list(family.works(configs)) for family in families])
         if options.dry_run:
             print("\n".join(_listed(works, base, reason)))
             return OK
         assert gpu is not None
         path, is_users = _target(options.out, gpu)
         request = Search(families, works, base, options.seconds, path, is_users)
-        return measure(request, gpu, GpuTimer(families, base, measuring))
+        setup = Setup(tuple(family.name for family in families), configs, base, measuring)
+        with Child(setup.measurer) as child:
+            return measure(request, gpu, GuardedTimer(child, families))
 
 
 def _impossible(device: torch.device) -> str | None:
@@ -137,7 +140,7 @@ def measure(
         traceback.print_exc()
         stopped, status = f"{type(error).__name__}: {error}", WRONG
         clusters = dict(request.base.clusters)
-    if any(m.wrong for m in measured):
+    if any(m.wrong or m.failed for m in measured):
         status = status or WRONG
     fits = [
         outcome.fitted(family, request.base, [m for m in measured if m.work.family == family.name])
@@ -193,13 +196,17 @@ def report(fits: Sequence[Fitted], measured: Sequence[Measured], data: TunedData
 
 
 def _summary(fit: Fitted, measured: Sequence[Measured], data: TunedData) -> str:
-    """Return a family's line: problems, wrong candidates, gains and residuals."""
+    """Return a family's line: problems, candidates left out, gains and residuals."""
     whole = [m for m in measured if m.is_whole]
     entries = [data.entries[m.work.key] for m in whole if m.work.key in data.entries]
     parts = [f"{len(whole)} problems"]
     wrong = sum(len(m.wrong) for m in measured)
     if wrong:
         parts.append(f"{wrong} wrong candidates left out")
+    failed = sum(len(m.failed) for m in measured)
+    if failed:
+        some_failed = f"{failed} failed candidates left out"
+        parts.append(search.given_up(measured, fit.family) or some_failed)
     gains = [e.rule_us / e.us - 1 for e in entries if e.us and e.rule_us]
     if gains:
         gain = f"the best plans are {statistics.fmean(gains):.1%} faster than the rule's on average"

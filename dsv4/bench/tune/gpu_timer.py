@@ -11,9 +11,6 @@ from dsv4.bench import timing
 from dsv4.bench.measure import Options, copies
 from dsv4.bench.problem import Draw, Outputs, Problem
 from dsv4.bench.tune.work import Baseline, Candidate, Family, Work, WrongError
-from dsv4.compilation import pool
-from dsv4.compilation.jobs import CuteJob
-from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.launch import loaded
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
@@ -55,25 +52,10 @@ class GpuTimer:
             index = torch.cuda.current_device()
             return {ctas: loaded(plan, HOPPER).prepare(index) for ctas, plan in plans.items()}
 
-    def prepare(self, works: Sequence[Work]) -> None:
-        """Compile kernels that are not kept yet, in parallel; one that fails is wrong later."""
-        plans = {
-            plan: None
-            for work in works
-            for candidate in work.candidates
-            for plan in self._families[work.family].plans(work, candidate)
-        }
-        jobs = [CuteJob(plan, HOPPER) for plan in plans]
-        missing = [job for job in jobs if not cubin_cache.is_kept(HOPPER, job.key, job.file_name)]
-        for finished in pool.run(missing, arch=HOPPER):
-            if not finished.done.error:
-                cubin_cache.keep(finished.job.file_name, finished.done.result.content)
-
     def us(self, work: Work, candidate: Candidate) -> float:
         """Check a candidate, then time it; see ``Timer``."""
         family = self._families[work.family]
-        if work is not self._work:
-            self._draw(work)
+        self.draw(work)
         entries = dict(self._base.entries)
         if not isinstance(candidate, Baseline):
             entries[work.key] = Entry(candidate)
@@ -86,8 +68,10 @@ class GpuTimer:
             finally:
                 PLANS.forget()
 
-    def _draw(self, work: Work) -> None:
-        """Make the inputs of a problem and its result by the reference implementation."""
+    def draw(self, work: Work) -> None:
+        """Make the inputs of a problem and its result by the reference implementation, once."""
+        if work is self._work:
+            return
         self._work, self._problems = None, []
         problem = work.case.build(Draw(self._options.seed, self._options.device))
         self._problems = [problem, *copies(work.case, self._options, problem)]

@@ -49,13 +49,15 @@ class Measured:
     Attributes:
         work: The problem.
         us: Median microseconds of the candidates that are right.
-        wrong: Reasons why the other candidates are wrong.
-        is_whole: Whether all candidates were measured.
+        wrong: Reasons why candidates are wrong.
+        failed: Reasons why candidates have no result: they hung or crashed.
+        is_whole: Whether all candidates were tried.
     """
 
     work: Work
     us: dict[Candidate, float] = field(default_factory=dict)
     wrong: dict[Candidate, str] = field(default_factory=dict)
+    failed: dict[Candidate, str] = field(default_factory=dict)
     is_whole: bool = False
 
     @property
@@ -87,6 +89,7 @@ class Timer(Protocol):
 
         Raises:
             WrongError: if it is not right.
+            FailedError: if it hangs or crashes.
         """
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from dsv4.kv_cache.pages import GROUP
-from dsv4.triton._lib.numerics import e4m3_bits, e4m3_value, narrow, widen
+from dsv4.triton._lib.numerics import convert, e4m3_bits, e4m3_value, widen
 from dsv4.triton._lib.nvfp4 import largest, rounded
 from dsv4.triton._lib.nvfp4_tile import of_block
 from dsv4.triton._runtime import launch_options
@@ -82,15 +82,6 @@ def bfloat16_bits(values):
     wide = rounded(widen(values), tl.bfloat16)
     bits = wide.to(tl.uint32, bitcast=True) >> 16
     return tl.where(wide != wide, 0x7FC0, bits).to(tl.uint16)
-
-
-@triton.jit
-def convert(values, dtype: tl.constexpr):
-    """``values`` in ``dtype``; bit for bit, NaN payloads too, where they have it already."""
-    if values.dtype == dtype:
-        return values
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return narrow(widen(values), dtype)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dsv4.triton._lib import row_tiles
-from dsv4.triton._lib.numerics import INTERPRETED, narrow, wait_for_inputs, widen
+from dsv4.triton._lib.numerics import INTERPRETED, convert, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
@@ -26,14 +26,6 @@ _SMALL_M = 4  # tokens up to which the GEMM uses FMA instructions, not tensor co
 _LARGE_M = 128  # tokens from which tiles are loaded by TMA
 _MOST_SPLITS = 16
 _PREFETCHED = 64  # tokens up to which the weight is prefetched: reading it takes most of the time
-
-
-@triton.jit
-def _operand(values, dtype: tl.constexpr):
-    if values.dtype == dtype:
-        return values
-    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
-        return narrow(widen(values), dtype)
 
 
 @fast_launch
@@ -68,7 +60,7 @@ def _small_m_logits_kernel(
     weight += (row.to(tl.int64) * weight_stride)[None, :, None]
     gate = tl.load(weight + column, mask=inside, other=0.0)
     value = tl.load(x + column, mask=inside, other=0.0)
-    total = tl.sum(widen(_operand(value, OPERAND)) * widen(_operand(gate, OPERAND)), 2)
+    total = tl.sum(widen(convert(value, OPERAND)) * widen(convert(gate, OPERAND)), 2)
     offset = (tl.program_id(1) * tokens + token)[:, None] * EXPERTS + expert[None, :]
     tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 
@@ -126,7 +118,7 @@ def _logits_kernel(
             inside = start + column < HIDDEN
             value = tl.load(x + start, mask=inside[None, :], other=0.0)
             gate = tl.load(weight + start, mask=inside[:, None], other=0.0)
-        total = _dot(_operand(value, OPERAND), _operand(gate, OPERAND), total)
+        total = _dot(convert(value, OPERAND), convert(gate, OPERAND), total)
     offset = (tl.program_id(1).to(tl.int64) * tokens + token)[:, None] * EXPERTS + expert[None, :]
     tl.store(out + offset, total, mask=(token < tokens)[:, None] & (expert < EXPERTS)[None, :])
 

@@ -49,3 +49,15 @@ def column_chunks(tokens: int, columns: int, device: torch.device) -> tuple[int,
 def chunk_warps(block: int) -> int:
     """A thread takes 8 columns."""
     return max(1, block // 256)
+
+
+@triton.jit
+def target_rows(rows, COUNT: tl.constexpr):
+    """Load COUNT row numbers as a tuple of int64.
+
+    A kernel calls it before its first store, because the compiler moves no load across a store.
+    """
+    targets = ()
+    for j in tl.static_range(COUNT):
+        targets += (tl.load(rows + j).to(tl.int64),)  # type: ignore[assignment]
+    return targets
