@@ -256,6 +256,7 @@ def _fp8(
 _FP8_AS_BF16 = "dsv4.ops.fp8_note:multiplied_as_bfloat16"
 _GROUPED = ("grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize")
 _HYPER = ("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm")
+_HYPER_COMBINE = ("hc_combine_post", "hc_combine_post_pre_norm")
 _HYPER_QUANTIZE = ("hc_pre_norm_quantize", "hc_post_pre_norm_quantize")
 _SLOTS = ("entry_slots", "prefix_slots", "window_slots")
 _VERIFY = ("verify_greedy", "verify_sampled", "draw_draft")
@@ -271,6 +272,13 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_cute("tcgen05", "gemm_nvfp4", "tcgen05_gemm", "gemm", proven=_NOWHERE),
     *_fp4("gemm_nvfp4", "gemm", "gemm"),
     _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
+    *_cute(
+        *("cute_small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
+        slower_than_later="fp8_wgmma_is_faster",
+        proven=_NOWHERE,
+        plans="gemm_fp8_small_m",
+        note=_FP8_AS_BF16,
+    ),
     *_cute(
         *("cute", "gemm", "gemm", "gemm"),
         proven=_ON_HOPPER,
@@ -362,6 +370,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
     *_triton("moe_sort", "moe_sorting", "moe_permute", "moe_sort"),
+    *_triton("router_sort", "router_sort", "route_topk_sort", proven=_NOWHERE),
+    *_reference("router_sort", "route_topk_sort"),
     *_triton("moe_gather", "any_call", "moe_gather"),
     *_triton(*3 * ("moe_gather_quantize",)),
     *_triton(*3 * ("moe_combine",)),
@@ -389,6 +399,8 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("hyper_connection", "hyper_connection", *_HYPER),
     *_triton("hyper_connection", "hyper_connection_quantize", *_HYPER_QUANTIZE),
     *_reference("hyper_connection", *_HYPER, *_HYPER_QUANTIZE),
+    *_triton(*2 * ("hyper_connection_combine",), *_HYPER_COMBINE, proven=_NOWHERE),
+    *_reference("hyper_connection_combine", *_HYPER_COMBINE),
     _over_ranks(
         "all_reduce", "push", "triton.all_reduce:all_reduce", "supports:push", "push_is_slower"
     ),
@@ -452,4 +464,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("kv_cache", "any_call", "fake_quantize_kv"),
     *_triton("kv_cache", "norm_rope_write_kv", "norm_rope_write_kv"),
     *_reference("kv_cache", "write_kv", "read_kv", "fake_quantize_kv", "norm_rope_write_kv"),
+    *_triton(*3 * ("head_norm_rope_write_kv",)),
+    *_reference(*2 * ("head_norm_rope_write_kv",)),
 )

@@ -35,9 +35,11 @@ def check_reserve(tokens: Any) -> None:
     """Check the argument ``reserve_tokens``.
 
     Raises:
-        TypeError: if it is no integer.
+        TypeError: if it is neither an integer nor None.
         ValueError: if it is negative.
     """
+    if tokens is None:
+        return
     if isinstance(tokens, bool) or not isinstance(tokens, int):
         raise TypeError(f"reserve_tokens is {tokens!r}, wanted an integer")
     if tokens < 0:

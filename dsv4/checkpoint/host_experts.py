@@ -6,7 +6,7 @@ The sizes are computed from headers, before anything is read.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,12 +16,14 @@ from dsv4.checkpoint.filling import FillRequest
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.config import ModelConfig
 from dsv4.layers import _host_memory
+from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.host_experts import HostExperts, Hosting
+from dsv4.layers.step_tokens import prompt_bytes
 from dsv4.quant.formats import MXFP4, NVFP4
 
 _logger = logging.getLogger("dsv4.checkpoint")
 _GB = 1e9
-# Of the GPU, for the CUDA context, a step's memory, graphs and a KV cache.
+# Of the GPU at least, for the CUDA context, a step's memory, graphs and a KV cache.
 KEPT_GPU_BYTES = 8_000_000_000
 # Of the GPU while layers are filled, for the CUDA context, kernels, and the temporaries of packing
 # and drawing weights. The stacks of one layer come on top.
@@ -44,6 +46,8 @@ class ExpertSizes:
         top_k: Experts that a token chooses.
         expert_bytes: Bytes of an expert in memory.
         other_bytes: Bytes of everything else that is loaded.
+        prompt_bytes: Bytes of the GPU, beside weights and buffer, for a prompt of as many tokens as
+            a step has by default (``dsv4.layers.step_tokens.prompt_bytes``).
     """
 
     layers: int
@@ -51,6 +55,7 @@ class ExpertSizes:
     top_k: int
     expert_bytes: int
     other_bytes: int
+    prompt_bytes: int = 0
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, config: ModelConfig, request: FillRequest) -> ExpertSizes:
@@ -69,7 +74,8 @@ class ExpertSizes:
         expert = -(-routed // (layers * experts))
         # Global scales of a packed layer's gate and up rows, and those of the matrices.
         expert += 4 * (2 * config.moe_intermediate_size + 8)
-        return cls(layers, experts, config.num_experts_per_tok, expert, other)
+        prompt = prompt_bytes(config, STAGED_STEP_TOKENS)
+        return cls(layers, experts, config.num_experts_per_tok, expert, other, prompt)
 
     def placement(
         self, gpu_bytes: int, host_bytes: int, step_bytes: int = KEPT_GPU_BYTES
@@ -79,7 +85,8 @@ class ExpertSizes:
         The slots of experts that are not static are 29 % of those on the GPU, and at least as many
         as two tokens choose. Where host memory is short they are fewer, and more experts static.
         The buffer for long prompts holds a half of the experts without a slot in each of its
-        halves, at most 0.54 GB of them.
+        halves, at most 0.54 GB of them. Where memory does not suffice with room for a prompt in one
+        step, there is less room, and steps of prompts are shorter.
 
         Args:
             gpu_bytes: Free bytes of the GPU.
@@ -90,9 +97,18 @@ class ExpertSizes:
         Raises:
             MemoryError: if GPU and host memory together do not suffice.
         """
-        capacity = gpu_bytes - self.other_bytes - self.kept_bytes(step_bytes)
+        short = replace(self, prompt_bytes=0)
+        capacity = gpu_bytes - self.other_bytes - short.kept_bytes(step_bytes)
         if capacity // (self.layers * self.expert_bytes) >= self.experts:
             return None
+        try:
+            return self._placement(gpu_bytes, host_bytes, step_bytes)
+        except MemoryError:
+            return short._placement(gpu_bytes, host_bytes, step_bytes)
+
+    def _placement(self, gpu_bytes: int, host_bytes: int, step_bytes: int) -> HostExperts:
+        """Return the placement of a model that does not fit the GPU; see ``placement``."""
+        capacity = gpu_bytes - self.other_bytes - self.kept_bytes(step_bytes)
         capacity -= self._most_staged_bytes(self.experts)
         most = int(capacity // (self.layers * self.expert_bytes))
         in_host = int(max(0, host_bytes) // (self.layers * self.expert_bytes))
@@ -112,10 +128,15 @@ class ExpertSizes:
     def kept_bytes(self, step_bytes: int = KEPT_GPU_BYTES) -> int:
         """Return the bytes of the GPU that weights and buffer leave free.
 
+        They hold a prompt of 16384 tokens in one step, with its cache: 6.9 GB in Flash, of which 8
+        are free, and 10.5 GB in Pro, of which the stacks of a layer leave 16 free.
+
         Args:
             step_bytes: Bytes that a step needs.
         """
-        return max(step_bytes, FILLING_GPU_BYTES + self.experts * self.expert_bytes)
+        return max(
+            step_bytes, self.prompt_bytes, FILLING_GPU_BYTES + self.experts * self.expert_bytes
+        )
 
     def _staging(self, static: int, slots: int) -> HostExperts:
         """Return a placement with a buffer for long prompts, if any expert has no slot."""
@@ -166,6 +187,8 @@ class ExpertSizes:
             capacity -= self._most_staged_bytes(number)
         most = int(capacity // (self.layers * self.expert_bytes))
         if most - static < least:
+            if self.prompt_bytes:  # less room, and shorter steps of prompts
+                return replace(self, prompt_bytes=0).with_host_bytes(nbytes, gpu_bytes)
             raise MemoryError(
                 f"host_experts is {nbytes}, which leaves {static} static experts of each layer, "
                 f"wanted at most {max(0, most - least)}: {max(0, capacity) / _GB:.1f} GB are free "

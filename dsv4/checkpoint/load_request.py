@@ -23,7 +23,7 @@ class LoadRequest:
     values: FillRequest
     numerics: str
     mtp: bool | None
-    reserve_tokens: int
+    reserve_tokens: int | None
     prepare: bool | str
     host_experts: str | int | HostExperts | None
 

@@ -17,7 +17,6 @@ from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import draft_of, ignored_drafts, report_of
 from dsv4.config import ModelConfig
 from dsv4.layers.host_experts import HostExperts
-from dsv4.layers.reserve import STEP_TOKENS
 from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext
 
@@ -35,7 +34,7 @@ def load(
     mtp: bool | None = None,
     mxfp4: str | None = None,
     pack: bool | str = True,
-    reserve_tokens: int = STEP_TOKENS,
+    reserve_tokens: int | None = None,
     input_scales: str = "stored",
     prepare: bool | str = True,
     progress: bool = True,
@@ -90,7 +89,9 @@ def load(
             the checkpoint. The logger says which layers are not packed and why.
         reserve_tokens: On a GPU, tokens of a step whose memory PyTorch's allocator gets now, see
             ``dsv4.layers.warm_allocator``: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro.
-            Larger steps get more when they come. 0: none.
+            Larger steps get more when they come. 0: none. None: tokens of a step by default, 4096;
+            16384 with experts in host memory and a buffer for long prompts, or 8192 or 4096 where
+            memory does not hold such a step.
         input_scales: ``"stored"``: with ``activation="nvfp4"``, routed experts in NVFP4 need the
             calibrated input scales of the checkpoint. ``"token"``: stored input scales are left
             out, every NVFP4 layer makes a scale per token; ``dsv4.layers.calibrate`` can fix them
@@ -98,7 +99,8 @@ def load(
         prepare: On a GPU, preparations after which the first prompt takes no longer than later
             ones. True: the kernels of all steps are compiled, in parallel processes, or loaded if
             they were compiled before or are in a bundle (``dsv4.warmup``); then the runner of
-            ``generate`` is made for one sequence of 8192 tokens and its CUDA graphs are captured
+            ``generate`` is made for one sequence of twice the tokens of a step by default (8192,
+            with a buffer for long prompts 32768), and its CUDA graphs are captured
             (``dsv4.serving.prepare``, which says what memory that holds until
             ``dsv4.serving.release``). ``"kernels"``: the kernels alone, for a
             ``dsv4.serving.Runner`` of your own, whose ``warm_up`` captures its graphs. False:
@@ -131,7 +133,7 @@ def load(
         MemoryError: if host memory for experts does not suffice, or cannot be locked; the message
             says how much there is.
         TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
-            ``reserve_tokens`` no integer.
+            ``reserve_tokens`` neither an integer nor None.
         RankError: if another rank failed.
         torch.OutOfMemoryError: if the device has no room for the model and a step.
         ValueError: if an option is unknown, the model cannot be split over that many ranks, the

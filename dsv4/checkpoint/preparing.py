@@ -9,7 +9,8 @@ import torch
 
 from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.rank_loading import connect
-from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
+from dsv4.layers.reserve import warm_allocator
+from dsv4.layers.step_tokens import free_bytes, limit_step_tokens, step_tokens
 from dsv4.parallel.context import ParallelContext
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def make_ready(
         RankError: if another rank failed.
         torch.OutOfMemoryError: if the device has no room for a step.
     """
+    if model.device.type == "cuda":
+        limit_step_tokens(model, model.config, free_bytes(model.device))
     warm_allocator(model, request.reserve_tokens, model.dtype)
     model.eval()
     if context is not None:
@@ -41,20 +44,21 @@ def _prepare(model: DeepseekV4ForCausalLM, request: LoadRequest) -> None:
     from dsv4 import serving
     from dsv4.compilation.warmup import warm_ranks
 
-    tokens = max(request.reserve_tokens, STEP_TOKENS)
+    tokens = max(request.reserve_tokens or 0, step_tokens(model))
     warmed = warm_ranks(model, tokens, request.values.progress)
     # Without its kernels a step could raise, which is for the step's caller.
     if request.prepare is True and warmed is not None and not warmed.failed:
         serving.prepare(model)
 
 
-def _reserve_again(model: DeepseekV4ForCausalLM, tokens: int) -> None:
+def _reserve_again(model: DeepseekV4ForCausalLM, reserve: int | None) -> None:
     """Reserve the memory of a step again, because each capture empties the allocator's cache.
 
     A step of ``reserve_tokens`` is the user's; where both have no room, the graphs are released.
     """
     from dsv4 import serving
 
+    tokens = step_tokens(model) if reserve is None else reserve
     try:
         warm_allocator(model, tokens, model.dtype)
     except torch.OutOfMemoryError as error:

@@ -95,6 +95,8 @@ def _host_lines(
 ) -> Iterator[str]:
     """Describe one GPU with experts in host memory, if it needs them and they suffice."""
     from dsv4.checkpoint.host_experts import ExpertSizes, describe
+    from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
+    from dsv4.layers.step_tokens import prompt_bytes
 
     other = weights.split + weights.replicated + weights.embedding + weights.head
     sizes = ExpertSizes(
@@ -103,6 +105,7 @@ def _host_lines(
         config.num_experts_per_tok,
         int(weights.expert),
         int(other),
+        prompt_bytes(config, STAGED_STEP_TOKENS),
     )
     try:
         placement = sizes.placement(int(machine.gpu.memory), sizes.total)

@@ -16,6 +16,7 @@ from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import (
     gemm_e4m3,
     gemm_fp8,
+    gemm_fp8_small_m,
     gemm_nvfp4,
     grouped_gemm_e4m3,
     grouped_nvfp4,
@@ -101,7 +102,10 @@ class Fp8Gemm:
             return []
         sizes = (self.rows, self.columns, self.groups)
         kind = (self.activation, self.out_dtype, self.scale_dtype)
-        plans: list[Any] = gemm_fp8.plans(*sizes, *kind, max_tokens)
+        plans: list[Any] = [
+            *gemm_fp8_small_m.plans(*sizes, *kind, max_tokens),
+            *gemm_fp8.plans(*sizes, *kind, max_tokens),
+        ]
         if self.activation == "fp8":
             plans += gemm_e4m3.plans(
                 *sizes, self.out_dtype, max_tokens, scale_dtype=self.scale_dtype

@@ -35,8 +35,8 @@ class Weight:
         scale_dtype: Dtype of the scales of FP8 weights; None: the format's own.
         exact: Of packed NVFP4 weights that FP8 activations multiply, whether the matrix, or each
             stack of experts, is exact in FP8; empty of others.
-        hosted: With experts in host memory, the number of static experts and the number of slots
-            for the others; else empty.
+        hosted: With experts in host memory, the numbers of static experts, of slots for the others,
+            and of experts in a half of the buffer for long prompts; else empty.
     """
 
     format: str | None
@@ -50,7 +50,8 @@ class Weight:
         weight = cls._of_values(layer)
         if isinstance(layer, DeepseekV4Experts) and layer.hosted is not None:
             hosted = layer.hosted
-            return replace(weight, hosted=(hosted.static_slots, hosted.cached_slots))
+            staged = 0 if hosted.staging is None else hosted.staging.experts
+            return replace(weight, hosted=(hosted.static_slots, hosted.cached_slots, staged))
         return weight
 
     @classmethod

@@ -9,6 +9,9 @@ from dsv4.serving.prompts import BUCKETS
 
 _PADDED_SEQUENCES = (2, 8, 64)  # and to which of its sequences it may be padded, or more
 _NARROWEST = 64  # tokens of the smallest cache that is looked at
+# Beyond it launchers choose nothing by the number of tiles that they do not choose below, and each
+# shape takes time to look at.
+_FINE_TOKENS = 8192
 _SHARING = 128  # tokens from which neighbours share index keys that Triton scores
 
 
@@ -33,8 +36,8 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     """Shapes that together launch what steps of up to that many tokens do.
 
     Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
-    tokens there are: each power and each tile of 64 begins a shape. CuTeDSL scores index keys if
-    all tokens together have many; so at contexts between two powers Triton may score them.
+    tokens there are: each power and, up to 8192 tokens, each tile of 64 begins a shape. CuTeDSL
+    scores index keys if all tokens together have many; so at contexts between two powers Triton may score them.
 
     Args:
         max_tokens: Most tokens of a step.
@@ -69,7 +72,8 @@ def token_counts(most: int) -> list[int]:
     """Return numbers of tokens up to ``most`` at which launchers may choose other kernels."""
     powers = [1 << i for i in range(most.bit_length())]
     counts = {*range(1, 17), *powers, *(power + 1 for power in powers)}
-    counts |= {48, *range(65, most, 64), most}
+    counts |= {48, *range(65, min(most, _FINE_TOKENS), 64), *range(_FINE_TOKENS + 1, most, 512)}
+    counts.add(most)
     return sorted(count for count in counts if count <= most)
 
 

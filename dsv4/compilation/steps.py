@@ -19,7 +19,7 @@ from dsv4.compilation.step_shapes import StepShape, every_shape
 from dsv4.compilation.target import Target
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep, PagedCache
-from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.layers.step_tokens import step_tokens
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import ParallelContext, tensor_parallel
 from dsv4.serving._setup import Limits, default_index_format, default_window_pages
@@ -64,7 +64,7 @@ def _step(model: DeepseekV4ForCausalLM, shape: StepShape | DraftShape) -> None:
     """A step as ``dsv4.serving.Runner`` runs it."""
     context = min(shape.context, model.config.max_position_embeddings)
     # The number of a cache's sequences decides nothing.
-    limits = Limits(2, context, min(context, STEP_TOKENS), 0)
+    limits = Limits(2, context, min(context, step_tokens(model)), 0)
     default = default_index_format(model.config)
     if isinstance(shape, DraftShape):
         run_draft_step(model, _pools(model.config, model.dtype, limits, default), shape)

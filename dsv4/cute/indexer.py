@@ -23,7 +23,17 @@ from dsv4.cute.sm90.indexer_logits_plan import (
 from dsv4.cute.sm90.topk_plan import TOPK_ABI, is_long, topk_plan
 from dsv4.device import sms
 from dsv4.ops.indexer import IndexerSelectArgs
-from dsv4.triton.indexer_select import ScoreRow, Scoring, launch_scores, scored, select
+from dsv4.triton._runtime import launch_options
+from dsv4.triton.indexer_select import (
+    ScoreRow,
+    Scoring,
+    Selected,
+    SlotTable,
+    launch_scores,
+    scored,
+    select,
+    slots_of,
+)
 
 _DIRECT = 16384  # entries up to which a row is read as a whole, without maxima of groups
 _GROUP = 8  # entries of a group in rows shorter than ``_LONG``, else twice as many
@@ -44,6 +54,16 @@ class _TopkProblem(NamedTuple):
     key_stride: int
     maxima_stride: int
     device: int
+    pages: _PagesProblem | None
+
+
+class _PagesProblem(NamedTuple):
+    """The same of the table of slots."""
+
+    page_size: int
+    table_stride: int
+    table_bytes: int
+    sequence_bytes: int
 
 
 class _LogitsProblem(NamedTuple):
@@ -79,16 +99,19 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     )
     scorer = indexer_logits if integers else launch_scores
     if not is_long(capacity, k):
-        return select(operands, args.top_k, scorer)
+        return select(operands, args.top_k, scorer, args.slots)
     out = q.new_empty((q.shape[0], k), dtype=torch.int64)
     if out.numel() == 0:
         return out
     group = 0 if capacity <= _DIRECT else _GROUP if capacity < _LONG else 2 * _GROUP
     groups = _rounded(-(-capacity // group)) if group else 0
     row = ScoreRow(_rounded(capacity), group, groups)
+    looks_up = args.slots and args.page_size == launch_options.power_of_two(args.page_size)
+    slot_table = SlotTable.of(operands) if looks_up else None
     for part, scores, maxima in scored(operands, k, row, scorer):
-        topk(scores, maxima, operands.visible[part], out[part], capacity, group)
-    return out
+        rows = Selected(operands.visible[part], out[part], slot_table and slot_table.part(part))
+        topk(scores, maxima, rows, capacity, group)
+    return slots_of(operands, out) if args.slots and slot_table is None else out
 
 
 def _rounded(number: int) -> int:
@@ -97,25 +120,27 @@ def _rounded(number: int) -> int:
 
 
 def topk(
-    keys: torch.Tensor,
-    maxima: torch.Tensor,
-    visible: torch.Tensor,
-    out: torch.Tensor,
-    capacity: int,
-    group: int,
+    keys: torch.Tensor, maxima: torch.Tensor, rows: Selected, capacity: int, group: int
 ) -> None:
-    """Select the positions of the highest keys of each row.
+    """Select the positions, or slots, of the highest keys of each row.
 
     Args:
         keys: int32 ``[at least T, width]``, ``width`` a multiple of 4: unsigned keys.
         maxima: int32 ``[at least T, any]``, the highest of every ``group`` neighbours.
-        visible: ``[T]``, int32 or int64.
-        out: int64 ``[T, k]``, k at most 1024.
+        rows: Rows; k is at most 1024, and pages of a table have a power of two of entries.
         capacity: Entries of a row, at most.
         group: 8 or 16; 0: there are no maxima.
     """
+    visible, out, slot_table = rows
     device = out.get_device()
     tokens, k = out.shape
+    tensors: tuple[torch.Tensor, ...] = (keys, maxima, visible, out)
+    pages = None
+    if slot_table is not None:
+        table, sequences = slot_table.page_table, slot_table.sequences
+        sizes = table.stride(0), table.element_size(), sequences.element_size()
+        pages = _PagesProblem(slot_table.page_size, *sizes)
+        tensors = (*tensors, table, sequences)
     # In the order of the fields: by keyword it takes 1 us more in every call.
     problem = _TopkProblem(
         tokens,
@@ -126,10 +151,10 @@ def topk(
         keys.stride(0),
         maxima.stride(0),
         device,
+        pages,
     )
     with on(device):
-        run = functools.partial(_launch_topk, problem)
-        run_noted(run, stream_of(device), (keys, maxima, visible, out))
+        run_noted(functools.partial(_launch_topk, problem), stream_of(device), tensors)
 
 
 def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -> None:
@@ -138,17 +163,22 @@ def _launch_topk(problem: _TopkProblem, stream: int, addresses: Sequence[int]) -
     Args:
         problem: Sizes and strides.
         stream: The driver's handle.
-        addresses: Addresses of the pointers of ``TopkArgs``, in their order.
+        addresses: Addresses of keys, maxima, numbers of visible entries and results, then, with
+            ``problem.pages``, of table and sequences.
     """
-    keys, maxima, visible, out = addresses
-    pointers = _topk_pointers(keys=keys, maxima=maxima, visible=visible, out=out)
+    keys, maxima, visible, out, *of_slots = addresses
+    table, sequences = of_slots or (0, 0)
+    pointers = _topk_pointers(
+        keys=keys, maxima=maxima, visible=visible, table=table, sequences=sequences, out=out
+    )
     _topk_launch(problem, get_ident())(stream, pointers)
 
 
 @functools.lru_cache(maxsize=4096)
 def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
     """Make a launch, once in every thread, because it has buffers and making it takes long."""
-    plan = topk_plan(problem.tokens, problem.group)
+    pages = problem.pages
+    plan = topk_plan(problem.tokens, problem.group, pages is not None)
     kernel = loaded(plan, HOPPER)
     kernel.prepare(problem.device)
     return TOPK_ABI.launch(
@@ -156,7 +186,11 @@ def _topk_launch(problem: _TopkProblem, thread: int) -> Launch:
         problem.tokens * plan.ctas,
         key_stride=problem.key_stride,
         maxima_stride=problem.maxima_stride,
+        table_stride=0 if pages is None else pages.table_stride,
+        page_shift=0 if pages is None else pages.page_size.bit_length() - 1,
         visible_bytes=problem.visible_bytes,
+        table_bytes=0 if pages is None else pages.table_bytes,
+        sequence_bytes=0 if pages is None else pages.sequence_bytes,
         capacity=problem.capacity,
         k=problem.k,
         slack=max(16, problem.k // 8),

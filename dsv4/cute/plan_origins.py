@@ -29,6 +29,11 @@ def gemm(call: Call) -> str | None:
     return said("gemm_small_m" if isinstance(plan, SmallMPlan) else "gemm_wgmma")
 
 
+def gemm_fp8_small_m(call: Call) -> str | None:
+    """Of the GEMMs of few tokens with FP8 weights."""
+    return said("gemm_fp8_small_m") if call.capability == _HOPPER else None
+
+
 def gemm_e4m3(call: Call) -> str | None:
     """Of the GEMMs with FP8 arithmetic, and of experts."""
     return said("gemm_e4m3") if call.capability == _HOPPER else None

@@ -15,6 +15,7 @@ from dsv4.cute.runtime.architectures import (
     HOPPER,
     shared_limit,
 )
+from dsv4.cute.sm90 import gemm_fp8_small_m_plan, gemm_fp8_wgmma_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
@@ -161,9 +162,60 @@ def _fp8_gemm(args: GemmArgs, device: torch.device) -> str | None:
             f"a group is {codes.shape[0] // groups} x {codes.shape[1]}, wanted multiples of "
             "16 x 128, and of each of several groups rows by 128 or 192"
         )
+    return _rows_apart(codes) or gapped("scales", scales)
+
+
+def _rows_apart(codes: torch.Tensor) -> str | None:
+    """Return why copies of 16 bytes cannot read rows of codes, or None."""
     if codes.stride(0) % 16 or codes.stride(1) != 1 or codes.data_ptr() % 16:
         return "rows of codes do not begin at multiples of 16 bytes"
-    return gapped("scales", scales)
+    return None
+
+
+def fp8_small_m_gemm(call: Call) -> str | None:
+    """Return why ``gemm`` of few tokens and FP8 weights is unsupported, or None."""
+    return _fp8_small_m_gemm(call.args, call.device)
+
+
+def _fp8_small_m_gemm(args: GemmArgs, device: torch.device) -> str | None:
+    if args.format != FP8_BLOCK.name:
+        return f"the weight is in {args.format!r}, wanted {FP8_BLOCK.name!r}"
+    reason = dense_gemm_dtypes(args) or not_hopper(device)
+    if reason:
+        return reason
+    codes, tokens = args.codes, args.x.shape[0]
+    if tokens > MOST_FEW_TOKENS:
+        return f"there are {tokens} tokens, wanted at most {MOST_FEW_TOKENS}"
+    if _fp8_small_m_plan(args) is None:
+        return (
+            f"a group is {codes.shape[0] // args.groups} x {codes.shape[1]}, wanted multiples of "
+            "16 x 128, whose 8 to 32 tokens fit a block's shared memory"
+        )
+    return _rows_apart(codes) or gapped("scales", args.scales)
+
+
+def _fp8_small_m_plan(args: GemmArgs) -> gemm_fp8_small_m_plan.SmallMFp8Plan | None:
+    """Return the plan of a call's first launch."""
+    problem = GemmProblem(args.codes.shape[0], args.codes.shape[1], args.groups, False, False)
+    tokens = min(max(args.x.shape[0], 1), gemm_fp8_small_m_plan.TOKENS)
+    folded = args.scales.dtype == torch.float8_e8m0fnu
+    return gemm_fp8_small_m_plan.fp8_small_m_plan(problem, tokens, folded)
+
+
+def fp8_wgmma_is_faster(call: Call) -> str | None:
+    """Return why the row for large M is faster for a call of few tokens, by estimate, or None."""
+    args: GemmArgs = call.args
+    tokens, (rows, columns) = args.x.shape[0], args.codes.shape
+    if not tokens or _fp8_gemm(args, call.device) is not None:
+        return None
+    problem = GemmProblem(rows, columns, args.groups, False, False)
+    folded = args.scales.dtype == torch.float8_e8m0fnu
+    small_m = gemm_fp8_small_m_plan.fastest_us(problem, tokens, folded)
+    large_m = gemm_fp8_wgmma_plan.fastest_us(problem, tokens, folded)
+    if small_m <= large_m:
+        return None
+    times = f"an estimated {small_m:.1f} us for {tokens} tokens, the kernel for large M"
+    return f"it takes {times} {large_m:.1f}"
 
 
 def grouped_gemm(call: Call) -> str | None:

@@ -20,7 +20,8 @@ from dsv4.integrations._applying import swap_modules
 from dsv4.integrations._configs import generation_config, transformers_config, with_modes
 from dsv4.integrations._expert_parallel import Distribution
 from dsv4.integrations._report import Report
-from dsv4.layers.reserve import STEP_TOKENS, warm_allocator
+from dsv4.layers.reserve import warm_allocator
+from dsv4.layers.step_tokens import step_tokens
 
 _logger = logging.getLogger("dsv4.integrations.transformers")
 
@@ -38,7 +39,7 @@ class PretrainedRequest:
     values: FillRequest
     numerics: str
     parts: tuple[str, ...]
-    reserve_tokens: int
+    reserve_tokens: int | None
     compile_kernels: bool
     distributed_config: Any
 
@@ -110,7 +111,7 @@ def _make_ready(model: Any, request: PretrainedRequest) -> None:
     """Reserve the memory of a step, and compile its kernels if that is requested."""
     warm_allocator(model, request.reserve_tokens, model.get_input_embeddings().weight.dtype)
     if request.compile_kernels:
-        tokens = max(request.reserve_tokens, STEP_TOKENS)
+        tokens = max(request.reserve_tokens or 0, step_tokens(model))
         warm_loaded(model, tokens, request.values.progress)
 
 

@@ -47,7 +47,6 @@ from dsv4.integrations._experts import EXPERTS_IMPLEMENTATION, register_forward
 from dsv4.integrations._report import NotReplaced, Replaced, Report
 from dsv4.integrations._swap import PARTS
 from dsv4.kv_cache.layer_cache import ROLLBACK
-from dsv4.layers.reserve import STEP_TOKENS
 
 __all__ = [
     "EXPERTS_IMPLEMENTATION",
@@ -166,7 +165,7 @@ def from_pretrained(
     parts: Iterable[str] | None = None,
     mxfp4: str | None = None,
     pack: bool | str = True,
-    reserve_tokens: int = STEP_TOKENS,
+    reserve_tokens: int | None = None,
     input_scales: str = "stored",
     compile_kernels: bool = True,
     progress: bool = True,

@@ -7,7 +7,8 @@ layer's plan checks everything once per layer: the first call with some metadata
 second is recorded, later ones replay one tape.
 
 A layer's result follows from tensors and from Python values. Tensors are arguments of the tape:
-hidden states, token ids, the batch, what layers share in a step, the layer's cache, its weights.
+hidden states, what the layer before made for this one, token ids, the batch, what layers share in a
+step, the layer's cache, its weights, and those of the next layer that it runs (``Seam``).
 Their metadata and alignment are compared as those of an operator's arguments are. Python values
 are what modules hold, which ``Structure`` compares, and formats of the cache, which are part of a
 plan's key. Values that a step memoises are made before the call: the tape neither makes nor keeps
@@ -34,7 +35,9 @@ from torch.nn.modules import module as nn_module
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.kv_cache.layer_cache import LayerCache
+from dsv4.layers.hyper_connection import PreResult
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.layers.seam import Seam
 from dsv4.ops import _library, _plans
 from dsv4.ops._guards import Guards, guards_of
 from dsv4.overlap import is_launch_bound
@@ -45,6 +48,8 @@ from dsv4.plans.recorder import Recorder
 from dsv4.plans.tape import Again, tape_of
 from dsv4.quant.formats import Format
 
+Result = tuple[torch.Tensor, PreResult | None]  # of a layer's ``run_joined``
+Run = Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any], Seam], Result]
 _ATTRIBUTE = "_plans"
 _MOST, _MOST_OF_KEY = 64, 4  # keys of a layer: steps of 1 to 64 tokens; plans of each
 _PATIENCE, _LONGEST = (
@@ -76,20 +81,21 @@ _CHANGED = (AttributeError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 class Structure:
-    """A snapshot of a layer's modules: their classes, tree, attributes and tensors.
+    """A snapshot of the modules that a layer runs: classes, tree, attributes and tensors.
 
     It keeps dictionaries of the modules below the layer, to compare what is in them, until one of
     these modules is gone. So it keeps no module and no tensor alive.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
-        """Take the snapshot of a layer.
+    def __init__(self, layer: nn.Module, others: Sequence[nn.Module] = ()) -> None:
+        """Take the snapshot of a layer and of ``others``, modules of the next layer.
 
         Raises:
             TypeError: if a module is not of this package, or has an attribute that may change in
                 place.
         """
-        modules = list(layer.modules())
+        self._others = list(map(weakref.ref, others))
+        modules = [part for module in (layer, *others) for part in module.modules()]
         for module in modules:
             _check(module)
         # The layer's own dictionary is left out, because it holds this object.
@@ -119,10 +125,12 @@ class Structure:
         """Submodules, parameters, buffers and rotary frequencies, or None in place of one."""
         return list(chain.from_iterable(map(dict.values, self._full)))
 
-    def tensors(self, layer: nn.Module) -> Sequence[torch.Tensor] | None:
-        """Return the layer's tensors; None if anything has changed, or there are hooks."""
+    def tensors(
+        self, layer: nn.Module, others: Sequence[nn.Module] = ()
+    ) -> Sequence[torch.Tensor] | None:
+        """Return the modules' tensors; None if anything has changed, or there are hooks."""
         modules = [ref() for ref in self._refs]
-        if modules[0] is not layer:
+        if modules[0] is not layer or [ref() for ref in self._others] != list(others):
             return None
         dicts = [layer.__dict__, *self._dicts]
         try:
@@ -186,13 +194,14 @@ class _Plan:
 class _Call:
     """A call of a layer's ``run``."""
 
-    function: Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], torch.Tensor]
+    function: Run
     streams: torch.Tensor
     input_ids: torch.Tensor | None
     options: Mapping[str, Any]
+    seam: Seam
 
-    def __call__(self) -> torch.Tensor:
-        return self.function(self.streams, self.input_ids, self.options)
+    def __call__(self) -> Result:
+        return self.function(self.streams, self.input_ids, self.options, self.seam)
 
 
 @dataclass(eq=False)
@@ -220,16 +229,16 @@ class LayerPlans:
     def __reduce__(self) -> tuple[type[LayerPlans], tuple[()]]:
         return LayerPlans, ()
 
-    def run(self, layer: nn.Module, call: _Call, step: CacheStep) -> torch.Tensor:
+    def run(self, layer: nn.Module, call: _Call, step: CacheStep) -> Result:
         """Run a layer, by its plan; without one, run it and make the plan."""
         if self.left_out:
             self.left_out -= 1
             return call()
-        structure = self.structure
-        weights = None if structure is None else structure.tensors(layer)
+        structure, others = self.structure, call.seam.modules
+        weights = None if structure is None else structure.tensors(layer, others)
         if weights is None:
             result = call()
-            self._begin(layer)
+            self._begin(layer, others)
             return result
         key, tensors = _arguments(layer, call, step, weights)
         for plan in self.plans.get(key, ()):
@@ -248,18 +257,18 @@ class LayerPlans:
             return call()
         return self._first(key, tensors, call)
 
-    def _begin(self, layer: nn.Module) -> None:
+    def _begin(self, layer: nn.Module, others: Sequence[nn.Module]) -> None:
         """Take the snapshot again after a call, which may have made some of the modules' values."""
         self.failures += 1
         if self.failures > _PATIENCE:
             self.left_out = min(2 ** (self.failures - _PATIENCE), _LONGEST)
         self.plans.clear()
         try:
-            self.structure = Structure(layer)
+            self.structure = Structure(layer, others)
         except TypeError:
             self.structure = None
 
-    def _first(self, key: Any, tensors: Sequence[torch.Tensor], call: _Call) -> torch.Tensor:
+    def _first(self, key: Any, tensors: Sequence[torch.Tensor], call: _Call) -> Result:
         """Run a call that has no plan, and begin one."""
         result = call()
         if _plans.are_plain(tensors) and len(set(map(id, tensors))) == len(tensors):
@@ -273,12 +282,13 @@ class LayerPlans:
 
 def run(
     layer: nn.Module,
-    function: Callable[[torch.Tensor, torch.Tensor | None, Mapping[str, Any]], torch.Tensor],
+    function: Run,
     streams: torch.Tensor,
     input_ids: torch.Tensor | None,
     options: Mapping[str, Any],
-) -> torch.Tensor:
-    """Call ``function(streams, input_ids, options)``, by a plan where there may be one.
+    seam: Seam,
+) -> Result:
+    """Call ``function(streams, input_ids, options, seam)``, by a plan where there may be one.
 
     Args:
         layer: A ``DeepseekV4DecoderLayer``.
@@ -286,13 +296,14 @@ def run(
         streams: See there.
         input_ids: See there.
         options: See there.
+        seam: See there.
     """
     step = options.get("past_key_values")
     if torch.compiler.is_compiling() or not isinstance(step, CacheStep):
-        return function(streams, input_ids, options)
-    call = _Call(function, streams, input_ids, options)
+        return function(streams, input_ids, options, seam)
+    call = _Call(function, streams, input_ids, options, seam)
     if not _is_plain(call):
-        return function(streams, input_ids, options)
+        return call()
     plans = layer.__dict__.get(_ATTRIBUTE)
     if plans is None or plans.owner is None or plans.owner() is not layer:
         plans = layer.__dict__[_ATTRIBUTE] = LayerPlans(weakref.ref(layer))
@@ -340,6 +351,7 @@ def _arguments(
     if not twice[1]:
         tensors.append(batch.sequence_of_token)
     tensors += [tensor for tensor in (ids, step.routed) if tensor is not None]
+    tensors += call.seam.tensors
     formats = _add_cache(tensors, cache)
     tensors += shared
     tensors += weights
@@ -348,7 +360,7 @@ def _arguments(
         _plans._interpreting(),
         torch.is_autocast_enabled(streams.device.type),
     )
-    absent = ids is None, step.routed is None
+    absent = ids is None, step.routed is None, call.seam.opened is None
     key = (streams.shape, batch.starts.shape, *absent, *twice, *modes, *formats)
     return key, tensors
 
@@ -366,9 +378,7 @@ def _add_cache(tensors: list[torch.Tensor], cache: LayerCache) -> list[Any]:
     return formats
 
 
-def _recorded(
-    plan: _Plan, tensors: Sequence[torch.Tensor], call: _Call, step: CacheStep
-) -> torch.Tensor:
+def _recorded(plan: _Plan, tensors: Sequence[torch.Tensor], call: _Call, step: CacheStep) -> Result:
     """Run a call, and complete its plan."""
     plan.attempts += 1
     recorder = Recorder(

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
 
 from dsv4.ops.quantize import quantize
 from dsv4.quant.formats import NVFP4, Format, QuantizedTensor, format_named
 
 _WIDE = (torch.float32, torch.float64)
 _NARROW = (torch.bfloat16, torch.float16)
+_GLOBAL_HOOKS = (nn_module._global_forward_hooks, nn_module._global_forward_pre_hooks)
 
 
 class FixedDtypeModule(nn.Module):
@@ -207,6 +209,16 @@ def refused_while_packed(tensor: str) -> str:
     """Return the message about a layer's ``tensor`` that is not in the layout of files."""
     remedy = "wanted an unpacked one: call dsv4.layers.unpack_ first"
     return f"{tensor}: the layer is packed, {remedy}"
+
+
+def is_unwatched(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module is exactly of a class, and nobody watches or replaces its forward.
+
+    Its work may then be done without a call of it. Not while ``torch.compile`` traces.
+    """
+    if torch.compiler.is_compiling() or type(module) is not kind or "forward" in module.__dict__:
+        return False
+    return not hooked(module, module) and not any(_GLOBAL_HOOKS)
 
 
 def hooked(module: nn.Module, other: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
+from dsv4.kv_cache.pages import Pages
 from dsv4.layers._mask import masked_slots, window_slots
 from dsv4.layers._module import FixedDtypeModule, wide_dtype
 from dsv4.layers._pooling import one_cache, plain_pages
@@ -20,6 +21,7 @@ from dsv4.layers.linear import DeepseekV4GroupedLinear, Linear
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
 from dsv4.ops.attention import sparse_attention
+from dsv4.ops.head_norm_rope_write_kv import head_norm_rope_write_kv
 from dsv4.ops.kv_cache import fake_quantize_kv, norm_rope_write_kv
 from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope
@@ -192,10 +194,39 @@ class DeepseekV4Attention(FixedDtypeModule):
             layers.append(indexer.q_b_proj if is_own(indexer, DeepseekV4Indexer) else indexer)
         return layers
 
+    def _projected_queries(self, q_residual: Values) -> torch.Tensor:
+        """Return q ``[T, heads, D]`` before norm and rotation from ``q_residual [..., q_lora]``."""
+        return self.q_b_proj(q_residual).reshape(-1, self.num_heads, self.head_dim)
+
     def _queries(self, q_residual: Values, tables: Tables) -> torch.Tensor:
         """Return rotated q ``[T, heads, D]`` from ``q_residual [..., q_lora]``, by T-row tables."""
-        q = self.q_b_proj(q_residual).reshape(-1, self.num_heads, self.head_dim)
+        q = self._projected_queries(q_residual)
         head_norm_rope_(q, *tables, self.q_b_norm.eps)
+        return q
+
+    def _queries_and_entries(
+        self, down: tuple[Values, torch.Tensor], tables: Tables, pages: Pages, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Return rotated q ``[T, heads, D]``, and store the tokens' raw KV entries.
+
+        Args:
+            down: Result of ``_down`` for ``[T, H]``.
+            tables: cos and sin of the T tokens.
+            pages: Pages of the entries.
+            slots: ``[T]`` int, see ``norm_rope_write_kv``.
+        """
+        q_residual, kv = down
+        q, norm = self._projected_queries(q_residual), self.kv_norm
+        head_norm_rope_write_kv(
+            q,
+            pages,
+            kv,
+            norm.weight,
+            *tables,
+            slots,
+            q_eps=self.q_b_norm.eps,
+            kv_eps=norm.variance_epsilon,
+        )
         return q
 
     @staticmethod
@@ -266,15 +297,12 @@ class DeepseekV4Attention(FixedDtypeModule):
         q_residual, kv = self._down(hidden_states)
         tables = self.rotary_emb.of_step(hidden_states, step, self.rope_layer_type, tables)
         cos, sin = tables
-        norm, seen, written = self.kv_norm, step.read_slots(layer), step.write_slots(layer)
+        seen, written = step.read_slots(layer), step.write_slots(layer)
         index_q = None if compressor is None else compressor.index_queries(q_residual)
         overlaps = self.layer_type == CSA and q_residual.shape[0] <= _OVERLAPPED_QUERIES
         query_streams = streams if overlaps else IN_ORDER
         with query_streams.on("queries"):
-            q = self._queries(q_residual, tables)
-            norm_rope_write_kv(
-                layer.window, kv, norm.weight, cos, sin, written, eps=norm.variance_epsilon
-            )
+            q = self._queries_and_entries((q_residual, kv), tables, layer.window, written)
         slots = None
         if compressor is not None:
             slots = compressor.paged_slots(begun, index_q, step, self.layer_idx, streams)

@@ -245,8 +245,6 @@ class DeepseekV4CSACompressor(_AttentionCompressor):
         assert queries is not None
         streams.join("index keys")
         streams.join("head weights", begun)
-        ids = self.indexer.select_paged(begun, queries, step, layer_idx)
-        layer = step.cache.layers[layer_idx]
-        slots = layer.compressed_slots_of(step.batch.sequence_of_token, ids)
+        slots = self.indexer.select_paged(begun, queries, step, layer_idx)
         streams.join("entries")
         return slots

@@ -11,14 +11,20 @@ from torch import nn
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.batch import CacheStep
 from dsv4.layers import _layer_plan
+from dsv4.layers._module import is_unwatched
 from dsv4.layers._pooling import one_cache
 from dsv4.layers._rounded import rounded_norm
 from dsv4.layers.attention import DeepseekV4Attention, Tables
 from dsv4.layers.early_experts import arrival_of
-from dsv4.layers.hyper_connection import DeepseekV4HyperConnection, DeepseekV4HyperHead
+from dsv4.layers.hyper_connection import (
+    DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
+    PreResult,
+)
 from dsv4.layers.linear import Linear
-from dsv4.layers.moe import DeepseekV4SparseMoeBlock
+from dsv4.layers.moe import DeepseekV4SparseMoeBlock, gives_rows
 from dsv4.layers.norm import DeepseekV4RMSNorm
+from dsv4.layers.seam import NO_SEAM, Seam
 from dsv4.parallel.context import ParallelContext, tensor_parallel
 
 
@@ -80,6 +86,26 @@ class DeepseekV4DecoderLayer(nn.Module):
         }
         return self.run(hidden_states, input_ids, options)
 
+    def run_joined(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None,
+        options: Mapping[str, Any],
+        seam: Seam,
+    ) -> tuple[torch.Tensor, PreResult | None]:
+        """Do what ``forward`` does, in a row of layers of which ``may_join`` holds.
+
+        Args:
+            hidden_states: See ``forward``.
+            input_ids: See there.
+            options: Keyword arguments of the attention.
+            seam: What is shared with the layers before and behind this one.
+
+        Returns:
+            The new streams, and ``seam.opened`` for the next layer, None without one.
+        """
+        return _layer_plan.run(self, self._run, hidden_states, input_ids, options, seam)
+
     def run(
         self,
         hidden_states: torch.Tensor,
@@ -90,14 +116,15 @@ class DeepseekV4DecoderLayer(nn.Module):
 
         Plans repeat it in steps of few tokens on a GPU, see ``dsv4.layers._layer_plan``.
         """
-        return _layer_plan.run(self, self._run, hidden_states, input_ids, options)
+        return self.run_joined(hidden_states, input_ids, options, NO_SEAM)[0]
 
     def _run(
         self,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor | None,
         options: Mapping[str, Any],
-    ) -> torch.Tensor:
+        seam: Seam,
+    ) -> tuple[torch.Tensor, PreResult | None]:
         attn_hc, ffn_hc, parallel = self.attn_hc, self.ffn_hc, self.parallel
         of_rank: dict[str, Any] = {} if parallel is None else {"reduce": False}
         step = options.get("past_key_values")
@@ -109,13 +136,32 @@ class DeepseekV4DecoderLayer(nn.Module):
             arrival = None if hosted is None else arrival_of(step, self.layer_idx)
             if arrival is not None:
                 routed["slots"] = arrival.joined
-        post, comb, normed = attn_hc.pre(hidden_states, self.input_layernorm)
+        opened = seam.opened
+        if opened is None:
+            opened = attn_hc.pre(hidden_states, self.input_layernorm)
+        post, comb, normed = opened
         output, _ = self.self_attn(normed, **options, **of_rank)
         hidden_states, (post, comb, normed) = attn_hc.post_pre(
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
-        output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)
-        return ffn_hc.post(output, hidden_states, post, comb, parallel)
+        if parallel is None and gives_rows(self.mlp):
+            output = self.mlp.routed_rows(normed, input_ids, **routed)
+        else:
+            output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)
+        back = (output, hidden_states, post, comb)
+        following = seam.following
+        if following is None:
+            return ffn_hc.post(*back, parallel), None
+        return ffn_hc.post_pre(*back, following.attn_hc, following.input_layernorm, parallel)
+
+
+def may_join(layer: nn.Module, following: nn.Module) -> bool:
+    """Return whether a layer may run the beginning of the next one, by ``run_joined`` of both.
+
+    Not if somebody watches one of them, who then sees or changes what is between them.
+    """
+    kind = DeepseekV4DecoderLayer
+    return is_unwatched(layer, kind) and is_unwatched(following, kind)
 
 
 class DeepseekV4MTP(nn.Module):

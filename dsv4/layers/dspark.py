@@ -178,12 +178,7 @@ class DeepseekV4DSparkAttention(DeepseekV4Attention):
     def _attend_block(self, x: torch.Tensor, blocks: DraftBlocks) -> torch.Tensor:
         stage = self.layer_idx - self.config.num_hidden_layers
         layer, pages, (cos, sin) = blocks.layers[stage], blocks.pages, blocks.tables
-        q_residual, kv = self._down(x)
-        q = self._queries(q_residual, blocks.tables)
-        norm = self.kv_norm
-        norm_rope_write_kv(
-            pages, kv, norm.weight, cos, sin, blocks.written(), eps=norm.variance_epsilon
-        )
+        q = self._queries_and_entries(self._down(x), blocks.tables, pages, blocks.written())
         return sparse_attention(
             q,
             layer.window,

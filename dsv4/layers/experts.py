@@ -11,13 +11,15 @@ import torch
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
+from dsv4.layers._routed_rows import RoutedRows, SortedRows
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
+from dsv4.layers.router import DeepseekV4TopKRouter
 from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
-from dsv4.ops.moe import moe_combine, moe_gather_quantize, moe_permute, moe_sort
+from dsv4.ops.moe import moe_gather_quantize, moe_permute, moe_sort
 from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
@@ -115,12 +117,41 @@ class DeepseekV4Experts(ExpertWeights):
         """Return the sum of the chosen experts' outputs, of those held here, times their weights.
 
         Args:
+            hidden_states: See ``routed_rows``, also for the following arguments.
+            top_k_index: ``[T, k]``.
+            top_k_weights: ``[T, k]``.
+            shared: ``[T, H]``, added in float32 before rounding, or None.
+            streams: Side streams.
+            slots: Slots of hosted experts, or None.
+
+        Returns:
+            ``[T, H]`` in ``hidden_states.dtype``.
+
+        Raises:
+            ValueError: as ``routed_rows``.
+        """
+        return self.routed_rows(
+            hidden_states, top_k_index, top_k_weights, shared, streams, slots
+        ).combined()
+
+    def routed_rows(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        shared: torch.Tensor | None = None,
+        streams: Streams = IN_ORDER,
+        slots: Callable[[], torch.Tensor] | None = None,
+    ) -> RoutedRows:
+        """Return the chosen experts' outputs, of those held here, to be added up for each token.
+
+        Args:
             hidden_states: ``[T, H]``.
             top_k_index: ``[T, k]`` int64; other ranks' experts, -1 and the number of experts add
                 nothing. Anything else raises on the CPU, and adds nothing on another device, where
                 ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, added in float32 before rounding.
+            shared: ``[T, H]``, the shared expert's output, one of the summands.
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
             slots: Waits for experts in host memory that are being loaded already
@@ -128,7 +159,7 @@ class DeepseekV4Experts(ExpertWeights):
                 call loads the missing experts.
 
         Returns:
-            ``[T, H]`` in ``hidden_states.dtype``.
+            The rows, in ``hidden_states.dtype``; in reserved memory until the next call of a layer.
 
         Raises:
             ValueError: if the reserved memory (``dsv4.layers.reserve_experts``) is for fewer
@@ -140,17 +171,60 @@ class DeepseekV4Experts(ExpertWeights):
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
             top_k_index = self.fetch(top_k_index) if slots is None else slots()
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
-        rows, row_weight, offsets, row_of_slot = self._sorted(
-            hidden_states, top_k_index, top_k_weights, buffers.rows
+        gathered = self._sorted(hidden_states, top_k_index, top_k_weights, buffers.rows)
+        rows = SortedRows(*gathered, weights=top_k_weights)
+        return self._multiplied(rows, buffers, part, hidden_states.dtype, shared, streams)
+
+    def sorts_rows(self, dtype: torch.dtype) -> bool:
+        """Return whether tokens of a dtype are copied to sorted rows as they are (``moe_sort``)."""
+        return self.hosted is None and not any(self._coded(dtype))
+
+    def routed_rows_of(
+        self,
+        gate: DeepseekV4TopKRouter,
+        hidden_states: torch.Tensor,
+        routed: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+        streams: Streams = IN_ORDER,
+    ) -> RoutedRows:
+        """Do what ``routed_rows`` does behind a router, in one operator with it; if ``sorts_rows``.
+
+        Args:
+            gate: The router.
+            hidden_states: ``[T, H]``.
+            routed: ``[T]``, see ``DeepseekV4TopKRouter.forward``.
+            shared: See ``routed_rows``.
+            streams: See there.
+        """
+        buffers = self._buffers_for(hidden_states, gate.top_k)
+        rows = gate.sorted_rows(
+            hidden_states,
+            routed=routed,
+            first_expert=self.first_expert,
+            num_local_experts=self.num_local_experts,
+            out=buffers.rows,
         )
+        return self._multiplied(rows, buffers, _WHOLE, hidden_states.dtype, shared, streams)
+
+    def _multiplied(
+        self,
+        sorted_rows: SortedRows,
+        buffers: Buffers,
+        part: _Part,
+        dtype: torch.dtype,
+        shared: torch.Tensor | None,
+        streams: Streams,
+    ) -> RoutedRows:
+        """Return the experts' results of sorted rows, and wait for the shared expert's."""
+        rows, row_weight, offsets, row_of_slot, slot_weights = sorted_rows
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
-            row_weight, weights = None, top_k_weights
+            row_weight, weights = None, slot_weights
         inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
-        out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
+        out = self._project("down_proj", inner, offsets, buffers.rows, part, dtype)
         if shared is not None:
             streams.join("shared", shared)
-        return moe_combine(out, row_of_slot, offsets, weights, shared=shared)
+        return RoutedRows(out, row_of_slot, offsets, weights, shared)
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.
@@ -179,8 +253,8 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor,
         shared: torch.Tensor | None,
         streams: Streams,
-    ) -> torch.Tensor:
-        """Do what ``forward`` does for a step that may need more experts than slots hold.
+    ) -> RoutedRows:
+        """Do what ``routed_rows`` does for a step that may need more experts than slots hold.
 
         The host reads which experts the step needs. Rows are sorted once, in the order of the
         waves; each wave multiplies its rows by a slice of the slots, or of the buffer that long
@@ -212,7 +286,7 @@ class DeepseekV4Experts(ExpertWeights):
             self._project("down_proj", inner, offsets_of, out[start:stop], part, x.dtype)
         if shared is not None:
             streams.join("shared", shared)
-        return moe_combine(out, row_of_slot, offsets, None if scaled else weights, shared=shared)
+        return RoutedRows(out, row_of_slot, offsets, None if scaled else weights, shared)
 
     def gemm_calls(self, tokens: int, dtype: torch.dtype) -> tuple[dispatch.Call, dispatch.Call]:
         """Return the operator calls of both GEMMs, for ``dispatch.choose``; run nothing.
@@ -260,9 +334,7 @@ class DeepseekV4Experts(ExpertWeights):
             "first_expert": self.first_expert,
             "num_local_experts": self.num_local_experts if self.hosted is None else experts,
         }
-        may_quantise = self.activation != "bf16" and x.dtype == torch.bfloat16
-        rounds = may_quantise and self._rounds and self.layout != LINEAR
-        quantises = may_quantise and self._quantises and self.layout == SWIZZLED
+        rounds, quantises = self._coded(x.dtype)
         if not (rounds or quantises):
             gathered = moe_sort(x, ids, weights, experts, out=out, **held)
             if self.hosted is not None:  # slots come first among the experts that are held
@@ -280,6 +352,13 @@ class DeepseekV4Experts(ExpertWeights):
             rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
+
+    def _coded(self, dtype: torch.dtype) -> tuple[bool, bool]:
+        """Return whether rows are rounded to FP8 as they are sorted, and whether to NVFP4."""
+        if self.activation == "bf16" or dtype != torch.bfloat16:
+            return False, False
+        rounds = self._rounds and self.layout != LINEAR
+        return rounds, self._quantises and self.layout == SWIZZLED
 
     @property
     def _quantises(self) -> bool:

@@ -192,13 +192,14 @@ def _put(hosted: HostedExperts, experts: DeepseekV4Experts) -> None:
     experts.hosted = hosted
 
 
-def declare_hosted(experts: DeepseekV4Experts, static: int, slots: int) -> None:
+def declare_hosted(experts: DeepseekV4Experts, static: int, slots: int, staged: int = 0) -> None:
     """Give a layer on the meta device the slots that ``host_experts_`` would give it.
 
     Args:
         experts: The layer, its weights declared.
         static: Static experts.
         slots: Slots for the others.
+        staged: Experts of a half of the buffer for long prompts, which is the layer's own; 0: none.
     """
     hosted = HostedExperts(
         _tensors_of(experts),
@@ -206,6 +207,8 @@ def declare_hosted(experts: DeepseekV4Experts, static: int, slots: int) -> None:
         slots,
         lambda nbytes, device: torch.empty(nbytes, dtype=torch.uint8, device=device),
     )
+    if staged:
+        hosted.stage(ExpertStaging(staged, hosted.device), None)
     _put(hosted, experts)
 
 

@@ -9,9 +9,11 @@ from torch import nn
 
 from dsv4.config import ModelConfig
 from dsv4.layers._module import FixedDtypeModule, empty_weight, hooked, wide_dtype
+from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers.norm import DeepseekV4RMSNorm, DeepseekV4UnweightedRMSNorm
 from dsv4.ops.all_reduce import hc_reduce_post, hc_reduce_post_pre_norm
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection_combine import hc_combine_post, hc_combine_post_pre_norm
 from dsv4.parallel.context import ParallelContext
 from dsv4.parallel.reduce import all_reduce, by_operator
 
@@ -72,7 +74,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
     def post_pre(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | RoutedRows,
         streams: torch.Tensor,
         post: torch.Tensor,
         comb: torch.Tensor,
@@ -82,7 +84,8 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
     ) -> tuple[torch.Tensor, PreResult]:
         """Run ``post``, then ``following.pre``; return the new streams and its results.
 
-        With ``parallel``, ``output`` is this rank's part of what is written back, see ``post``.
+        With ``parallel``, ``output`` is this rank's part of what is written back, see ``post``,
+        also for rows as ``output``.
         """
         if norm.variance_epsilon != following.norm_eps or hooked(following, norm):
             streams = self.post(output, streams, post, comb, parallel)
@@ -90,7 +93,12 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
         post, comb = self._rounded(streams, post, comb)
         parameters = following.fn, following.scale, following.base, norm.weight
         arguments = (streams, post, comb, *parameters)
-        if parallel is not None and by_operator(parallel, output):
+        if isinstance(output, RoutedRows):
+            assert parallel is None, "ranks add up sums"
+            streams, normed, post, comb = hc_combine_post_pre_norm(
+                *output, *arguments, **following._settings()
+            )
+        elif parallel is not None and by_operator(parallel, output):
             streams, normed, post, comb = hc_reduce_post_pre_norm(
                 output, *arguments, **following._settings(), group=parallel.group.name
             )
@@ -116,7 +124,7 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
     def post(
         self,
-        output: torch.Tensor,
+        output: torch.Tensor | RoutedRows,
         streams: torch.Tensor,
         post: torch.Tensor,
         comb: torch.Tensor,
@@ -126,9 +134,13 @@ class DeepseekV4HyperConnection(FixedDtypeModule):
 
         transformers' numerics round post and comb to the dtype of the streams first. With
         ``parallel``, ``output`` is this rank's part of y, and y the sum over the ranks, rounded
-        once: the same bits as ``all_reduce`` before.
+        once: the same bits as ``all_reduce`` before. Without, y may be rows of experts, whose sums
+        are written back: the same bits as ``RoutedRows.combined`` before.
         """
         post, comb = self._rounded(streams, post, comb)
+        if isinstance(output, RoutedRows):
+            assert parallel is None, "ranks add up sums"
+            return hc_combine_post(*output, streams, post, comb)
         if parallel is not None and by_operator(parallel, output):
             return hc_reduce_post(output, streams, post, comb, group=parallel.group.name)
         return hc_post(all_reduce(parallel, output), streams, post, comb)

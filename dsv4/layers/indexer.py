@@ -146,7 +146,10 @@ class DeepseekV4Indexer(PoolingModule):
     def select_paged(
         self, weights: torch.Tensor, q: torch.Tensor, step: CacheStep, layer_idx: int
     ) -> torch.Tensor:
-        """Return the selected entry numbers of each token of a flat batch, ``[T, k]``, -1 for none.
+        """Return the slots of the selected entries of each token of a flat batch, ``[T, k]``.
+
+        They are slots of index keys and, because the two are addressed alike, of attention's
+        entries; negative for none.
 
         Args:
             weights: The result of ``head_weights``.
@@ -165,6 +168,7 @@ class DeepseekV4Indexer(PoolingModule):
             batch.sequence_of_token,
             self.visible_in(step),
             top_k=self.index_topk,
+            slots=True,
         )
 
     def forward(

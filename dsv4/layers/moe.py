@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from dsv4.config import ModelConfig
+from dsv4.layers._module import is_unwatched
+from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.mlp import DeepseekV4MLP
 from dsv4.layers.router import DeepseekV4HashRouter, DeepseekV4TopKRouter
@@ -22,6 +24,8 @@ from dsv4.parallel.split import LocalSizes
 # and gathering rows takes. It is then launched after the router and leaves SMs for these, which
 # memory bounds; the CTAs of the routed experts start there and count the tiles they take.
 _RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
+# Tokens up to which router and sort are one operator, which takes one launch less for one token.
+_SORTING_TOKENS = 1
 UNROUTED = -1  # token id of padding that no rank's experts are to process
 
 
@@ -107,10 +111,30 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         if self.exchange is not None:
             exchanged = self._exchanged(self.exchange, flat, input_ids, routed)
             return exchanged.view(hidden_states.shape)
-        output = self._partial(flat, hidden_states, input_ids, routed, slots)
+        output = self._partial(False, flat, hidden_states, input_ids, routed, slots)
         if reduce:
             output = all_reduce(self.parallel, output)
         return output.view(hidden_states.shape)
+
+    def routed_rows(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        *,
+        routed: torch.Tensor | None = None,
+        slots: Callable[[], torch.Tensor] | None = None,
+    ) -> RoutedRows:
+        """Do what ``forward`` does on one rank, but do not add up the rows; if ``gives_rows``.
+
+        Args:
+            hidden_states: See ``forward``, also for the following arguments.
+            input_ids: ``[B, S]``.
+            routed: ``[B * S]``.
+            slots: Slots of hosted experts, or None.
+        """
+        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows: RoutedRows = self._partial(True, flat, hidden_states, input_ids, routed, slots)
+        return rows
 
     def _route(
         self, hidden: torch.Tensor, ids: torch.Tensor | None, routed: torch.Tensor | None
@@ -130,20 +154,26 @@ class DeepseekV4SparseMoeBlock(nn.Module):
 
     def _partial(
         self,
+        defers: bool,
         flat: torch.Tensor,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor | None,
         routed: torch.Tensor | None,
         slots: Callable[[], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Return the part ``[T, H]`` of the sum that is computed here."""
+    ) -> Any:
+        """Return the part ``[T, H]`` of the sum that is computed here, or its ``RoutedRows``."""
         arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
         # Experts of another package may not take the argument.
         options: dict[str, Any] = {} if slots is None else {"slots": slots}
+        gate = self._sorting_gate(flat)
+        if slots is None and gate is not None:
+            rows = self._sorted_rows(gate, flat, routed)
+            return rows if defers else rows.combined()
+        experts: Callable[..., Any] = self.experts.routed_rows if defers else self.experts
         if mlp is None:
             weights, indices = self._route(*arguments)
-            return self.experts(flat, indices, weights, **options)
+            return experts(flat, indices, weights, **options)
         if flat.shape[0] < _RESERVING_TOKENS:
             with streams.on("shared"):
                 shared = mlp(flat)
@@ -155,7 +185,28 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                     shared = mlp(flat, reserve_sms=_RESERVED_SMS)
                 else:  # another module may not take the argument
                     shared = mlp(flat)
-        return self.experts(flat, indices, weights, shared, streams, **options)
+        return experts(flat, indices, weights, shared, streams, **options)
+
+    def _sorting_gate(self, flat: torch.Tensor) -> DeepseekV4TopKRouter | None:
+        """Return the router if it sorts its choice in one operator; not if somebody watches it."""
+        gate, experts = self.gate, self.experts
+        if flat.shape[0] > _SORTING_TOKENS or not isinstance(gate, DeepseekV4TopKRouter):
+            return None
+        unwatched = is_unwatched(gate, DeepseekV4TopKRouter)
+        if unwatched and is_unwatched(experts, DeepseekV4Experts):
+            fits = gate.num_experts == experts.num_experts and experts.sorts_rows(flat.dtype)
+            return gate if fits else None
+        return None
+
+    def _sorted_rows(
+        self, gate: DeepseekV4TopKRouter, flat: torch.Tensor, routed: torch.Tensor | None
+    ) -> RoutedRows:
+        """Do what ``_partial`` does for few tokens of a layer that routes by score."""
+        mlp, streams, shared = self.shared_experts, side_streams(flat), None
+        if mlp is not None:
+            with streams.on("shared"):
+                shared = mlp(flat)
+        return self.experts.routed_rows_of(gate, flat, routed, shared, streams)
 
     def _exchanged(
         self,
@@ -174,3 +225,13 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         if own is not None:
             indices = indices.masked_fill((own == UNROUTED).unsqueeze(1), -1)
         return exchange.run(self.experts, flat, indices, weights, shared, streams)
+
+
+def gives_rows(module: nn.Module) -> TypeGuard[DeepseekV4SparseMoeBlock]:
+    """Return whether ``routed_rows`` may stand for a call of a layer's expert block on one rank.
+
+    Not if somebody watches the block or its experts, whose output is then to be seen.
+    """
+    if not is_unwatched(module, DeepseekV4SparseMoeBlock):
+        return False
+    return module.exchange is None and is_unwatched(module.experts, DeepseekV4Experts)

@@ -10,6 +10,7 @@ from torch import nn
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
+from dsv4.layers.step_tokens import step_tokens
 from dsv4.parallel.expert_exchange import ExpertExchange
 from dsv4.quant.exact_fp8 import MOST_CONVERTED
 
@@ -69,13 +70,8 @@ def reserve_experts(
     return sum(buffer.nbytes for workspace in shared.values() for buffer in workspace.buffers())
 
 
-# Tokens of a prefill step of ``dsv4.serving.Runner`` by default. On an H100 one step of 4096 tokens
-# takes 43 to 49 ms and two of 2048 take 48 to 81 ms (Flash, 64 experts, 8 layers, 2026-11-24).
-STEP_TOKENS = 4096
-
-
 def warm_allocator(
-    model: nn.Module, max_tokens: int = STEP_TOKENS, dtype: torch.dtype = torch.bfloat16
+    model: nn.Module, max_tokens: int | None = None, dtype: torch.dtype = torch.bfloat16
 ) -> int:
     """Make PyTorch's allocator get the memory that routed experts need in a step on a GPU.
 
@@ -83,12 +79,14 @@ def warm_allocator(
     the driver and does not run out of memory there. A larger step gets more. Addresses are not
     fixed: layers may run at the same time on different streams, and ``torch.cuda.empty_cache``
     frees the memory. These are the gathered rows, their SwiGLU and the results of the experts, the
-    largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro. With FP8
-    activations they also include the largest weight that a GEMM may convert to FP8 for a step.
+    largest buffers of a layer: for 4096 tokens 0.5 GB in Flash and 0.86 GB in Pro, for 16384 tokens
+    2.0 and 3.4 GB. With FP8 activations they also include the largest weight that a GEMM may
+    convert to FP8 for a step.
 
     Args:
         model: Any module.
-        max_tokens: Most tokens of a step; 0 for nothing.
+        max_tokens: Most tokens of a step; 0 for nothing; None: as many as a step has by default,
+            4096, or 16384 where long prompts pass experts in host memory through a buffer.
         dtype: Dtype of the hidden states.
 
     Returns:
@@ -98,6 +96,8 @@ def warm_allocator(
         torch.OutOfMemoryError: if a GPU has less.
         ValueError: if ``max_tokens`` is negative.
     """
+    if max_tokens is None:
+        max_tokens = step_tokens(model)
     if max_tokens < 0:
         raise ValueError(f"warm_allocator: max_tokens is {max_tokens}, wanted 0 or more")
     total = 0

@@ -13,13 +13,14 @@ from torch import nn
 from dsv4.config import ModelConfig
 from dsv4.kv_cache.paged_cache import CacheStep
 from dsv4.layers.attention import following_positions
-from dsv4.layers.decoder import DeepseekV4DecoderLayer
+from dsv4.layers.decoder import DeepseekV4DecoderLayer, may_join
 from dsv4.layers.dspark import Taps
 from dsv4.layers.early_experts import fetch_early
-from dsv4.layers.hyper_connection import DeepseekV4HyperHead
+from dsv4.layers.hyper_connection import DeepseekV4HyperHead, PreResult
 from dsv4.layers.moe import UNROUTED
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.rotary import DeepseekV4RotaryEmbedding
+from dsv4.layers.seam import Seam
 from dsv4.parallel.context import ParallelContext, has_own_tokens, tensor_parallel
 from dsv4.parallel.reduce import all_reduce
 from dsv4.parallel.split import LocalSizes
@@ -93,17 +94,35 @@ class DeepseekV4Model(nn.Module):
             past_key_values = CacheStep(past_key_values.cache, batch, batch.sequence_of_token)
         if step and self._hosts_experts:
             fetch_early(self.layers, input_ids, past_key_values)
-        for number, layer in enumerate(self.layers):
-            streams = layer(
-                streams,
-                routed,
-                position_embeddings=tables,
-                position_ids=None if step else positions,
-                past_key_values=past_key_values,
-            )
+        options = {
+            "position_embeddings": tables,
+            "position_ids": None if step else positions,
+            "past_key_values": past_key_values,
+        }
+        streams = self._run_layers(streams, routed, options, taps)
+        return self.norm(self.hc_head(streams)), streams
+
+    def _run_layers(
+        self,
+        streams: torch.Tensor,
+        input_ids: torch.Tensor,
+        options: dict[str, Any],
+        taps: Taps | None,
+    ) -> torch.Tensor:
+        """Run all layers; each also runs the beginning of the next one, if nobody watches them."""
+        opened: PreResult | None = None
+        layers: list[Any] = list(self.layers)
+        for number, layer in enumerate(layers):
+            following = layers[number + 1] if number + 1 < len(layers) else None
+            joins = following is not None and may_join(layer, following)
+            if joins or opened is not None:
+                seam = Seam(opened, following if joins else None)
+                streams, opened = layer.run_joined(streams, input_ids, options, seam)
+            else:
+                streams = layer(streams, input_ids, **options)
             if taps is not None:
                 taps.take(number, streams)
-        return self.norm(self.hc_head(streams)), streams
+        return streams
 
     @property
     def _hosts_experts(self) -> bool:

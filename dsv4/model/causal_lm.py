@@ -330,7 +330,8 @@ class DeepseekV4ForCausalLM(nn.Module):
 
         A loop over ``dsv4.serving.Runner``. On a GPU the model keeps the runner, its cache and its
         captured graphs for the next call, until ``dsv4.serving.release``. ``dsv4.load`` makes them
-        for one sequence of 8192 tokens, ``dsv4.serving.prepare`` for more. A call that needs more
+        for one sequence of 8192 tokens (32768 with experts in host memory and a buffer for long
+        prompts), ``dsv4.serving.prepare`` for more. A call that needs more
         makes them again, at least twice as large, which takes about a second and is logged.
 
         With ``parallel="tp"`` all ranks call it with the same prompts; with ``"dp"`` with prompts
@@ -343,7 +344,8 @@ class DeepseekV4ForCausalLM(nn.Module):
             sampler: Sampler, whose generator draws a seed for each prompt; None is greedy.
             stop_ids: Tokens that end a sequence, kept in the output; the default is the
                 configuration's ``eos_token_id``.
-            chunk: Most prompt tokens per step; the default is 4096.
+            chunk: Most prompt tokens per step; the default is that of ``max_chunk`` of
+                ``dsv4.serving.Runner``, 4096 or, with experts in host memory, up to 16384.
             speculate: ``"auto"``: draft tokens by the draft layers that the model holds, if it
                 holds any, in steps of as many sequences as it pays for; ``"mtp"`` or ``"dspark"``:
                 by these in any step; None: draft nothing. Greedy text does not depend on it.

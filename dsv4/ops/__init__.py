@@ -18,7 +18,9 @@ from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
 from dsv4.ops.grouped_gemm_swiglu_fp8 import grouped_gemm_swiglu_fp8
+from dsv4.ops.head_norm_rope_write_kv import head_norm_rope_write_kv
 from dsv4.ops.hyper_connection import hc_head, hc_post, hc_post_pre_norm, hc_pre, hc_pre_norm
+from dsv4.ops.hyper_connection_combine import hc_combine_post, hc_combine_post_pre_norm
 from dsv4.ops.hyper_connection_quantize import hc_post_pre_norm_quantize, hc_pre_norm_quantize
 from dsv4.ops.indexer import (
     indexer_queries,
@@ -34,6 +36,7 @@ from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_qua
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize, rope_tables
 from dsv4.ops.router import route_hash, route_topk
+from dsv4.ops.router_sort import route_topk_sort
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.ops.verify import draw_draft, verify_greedy, verify_sampled
@@ -57,6 +60,8 @@ __all__ = [
     "grouped_gemm_swiglu",
     "grouped_gemm_swiglu_fp8",
     "grouped_gemm_swiglu_quantize",
+    "hc_combine_post",
+    "hc_combine_post_pre_norm",
     "hc_head",
     "hc_post",
     "hc_post_pre_norm",
@@ -67,6 +72,7 @@ __all__ = [
     "hc_reduce_post",
     "hc_reduce_post_pre_norm",
     "head_norm_rope_",
+    "head_norm_rope_write_kv",
     "indexer_queries",
     "indexer_rotate_quantize",
     "indexer_select",
@@ -94,6 +100,7 @@ __all__ = [
     "rope_tables",
     "route_hash",
     "route_topk",
+    "route_topk_sort",
     "sparse_attention",
     "swiglu",
     "swiglu_fp8",

@@ -80,6 +80,7 @@ class IndexerSelectArgs(NamedTuple):
         visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
         top_k: Entries per token at most.
         query_scales: float8_e8m0fnu ``[T, h, d/32]`` of MXFP4 queries, else None.
+        slots: Whether the result is slots, not entry numbers.
     """
 
     q: torch.Tensor
@@ -93,6 +94,7 @@ class IndexerSelectArgs(NamedTuple):
     visible: torch.Tensor
     top_k: Symbolic
     query_scales: torch.Tensor | None
+    slots: bool
 
 
 def _rotate_fake(args: IndexerRotateQuantizeArgs) -> torch.Tensor:
@@ -297,6 +299,7 @@ def indexer_select(
     visible: torch.Tensor,
     *,
     top_k: int,
+    slots: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Select the ``top_k`` visible entries with the highest scores.
@@ -318,11 +321,14 @@ def indexer_select(
         sequence_of_token: ``[T]`` int, row of the table; negative ones mean row 0.
         visible: ``[T]`` int: entries ``0 .. visible - 1`` may be chosen.
         top_k: Number of entries to select.
+        slots: Whether to return slots in place of entry numbers, as ``entry_slots`` of the table
+            does: attention's entries lie in the same slots of their own pages.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
         ``[T, min(top_k, P * page_size)]`` int64: entry numbers within the sequence, ascending,
-        then -1 where fewer are visible.
+        then -1 where fewer are visible. With ``slots``, slots in the order of the entries; -1 for a
+        token of a negative sequence, too, and negative where there is no page.
 
     Raises:
         TypeError: if a dtype is none of these.
@@ -363,6 +369,7 @@ def indexer_select(
             visible,
             top_k,
             scales,
+            slots,
         ),
         backend,
     )

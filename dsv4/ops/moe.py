@@ -8,7 +8,7 @@ All operators here use the same order. Slot ``t * k + j`` is the j-th choice of 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -160,7 +160,8 @@ def _check_permuted(op: str, args: MoeGatherArgs | MoeGatherQuantizeArgs | MoeCo
     _check.within(op, "rows", args.rows, args.rows.numel())
 
 
-def _check_sorted(op: str, args: MoeGatherQuantizeArgs | MoeCombineArgs) -> None:
+def check_sorted(op: str, args: Any) -> None:
+    """Check values of ``rows`` and ``offsets`` of an operator's record, on the CPU alone."""
     _check_permuted(op, args)
     _check.within(op, "offsets", args.offsets, args.rows.numel() + 1)
 
@@ -171,9 +172,9 @@ _moe_gather_out = define_out("moe_gather", MoeGatherArgs, _fake_gather, _check_p
 _moe_sort = define("moe_sort", MoeSortArgs, _fake_sort)
 _moe_sort_out = define_out("moe_sort", MoeSortArgs, _fake_sort)
 _moe_gather_quantize = define(
-    "moe_gather_quantize", MoeGatherQuantizeArgs, _fake_gather_quantize, _check_sorted
+    "moe_gather_quantize", MoeGatherQuantizeArgs, _fake_gather_quantize, check_sorted
 )
-_moe_combine = define("moe_combine", MoeCombineArgs, _fake_combine, _check_sorted)
+_moe_combine = define("moe_combine", MoeCombineArgs, _fake_combine, check_sorted)
 
 
 @planned
@@ -213,12 +214,14 @@ def moe_permute(
             within the layer's, or (on the CPU) an id is out of range.
     """
     _check.tensors("moe_permute", ("ids", ids, _check.INTEGERS, ("T", "k")))
-    local = _local_experts("moe_permute", ids, num_experts, first_expert, num_local_experts)
+    local = local_experts_count(
+        "moe_permute", ids.numel(), num_experts, first_expert, num_local_experts
+    )
     return _moe_permute(MoePermuteArgs(ids, num_experts, first_expert, local), backend)
 
 
-def _local_experts(
-    op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
+def local_experts_count(
+    op: str, slots: int, num_experts: int, first: int, num_local_experts: int | None
 ) -> int:
     """Return the number of experts held here; raise unless they and the number of ids fit."""
     local = num_experts - first if num_local_experts is None else num_local_experts
@@ -227,8 +230,8 @@ def _local_experts(
             f"{op}: local experts are {first} to {first + local - 1}, "
             f"wanted at least one, within 0 to {num_experts - 1}"
         )
-    if not torch.compiler.is_compiling() and ids.numel() >= 2**31:
-        raise ValueError(f"{op}: ids has {ids.numel()} slots, wanted fewer than 2^31")
+    if not torch.compiler.is_compiling() and slots >= 2**31:
+        raise ValueError(f"{op}: ids has {slots} slots, wanted fewer than 2^31")
     return local
 
 
@@ -338,7 +341,7 @@ def moe_sort(
         ("ids", ids, _check.INTEGERS, ("T", "k")),
         ("weights", weights, _check.FLOATS, ("T", "k")),
     )
-    local = _local_experts(op, ids, num_experts, first_expert, num_local_experts)
+    local = local_experts_count(op, ids.numel(), num_experts, first_expert, num_local_experts)
     check_slots(op, "ids", ids)
     args = MoeSortArgs(x, ids, weights, num_experts, first_expert, local)
     if out is None:
@@ -393,7 +396,7 @@ def moe_gather_quantize(
         ("input_scale", input_scale, (torch.float32,), (experts,)),
     )
     check_slots(op, "rows", rows)
-    _check_offsets(op, offsets)
+    check_offsets(op, offsets)
     if layout != SWIZZLED_EXPERTS:
         check_scale_layout(NVFP4, layout)
     if not torch.compiler.is_compiling() and (x.shape[1] == 0 or x.shape[1] % 16):
@@ -453,7 +456,7 @@ def moe_combine(
         ("shared", shared, _check.FLOATS, ("T", "H")),
     )
     check_slots(op, "rows", rows)
-    _check_offsets(op, offsets)
+    check_offsets(op, offsets)
     out_dtype = y.dtype if out_dtype is None else out_dtype
     if out_dtype not in _check.FLOATS:
         raise TypeError(f"{op}: out_dtype is {out_dtype}, wanted a floating type")
@@ -466,6 +469,7 @@ def check_slots(op: str, name: str, slots: torch.Tensor) -> None:
         raise ValueError(f"{op}: {name} has shape {list(slots.shape)}, wanted a slot at least")
 
 
-def _check_offsets(op: str, offsets: torch.Tensor) -> None:
+def check_offsets(op: str, offsets: torch.Tensor) -> None:
+    """Raise ValueError unless ``offsets [E_local + 1]`` are of one expert at least."""
     if not torch.compiler.is_compiling() and offsets.shape[0] < 2:
         raise ValueError(f"{op}: offsets has {offsets.shape[0]} entries, wanted 2 at least")

@@ -14,6 +14,7 @@ from dsv4.ops.indexer import (
 from dsv4.ops.kv_cache import ReadKvArgs
 from dsv4.ops.quantize import QuantizeMxfp4Args
 from dsv4.ops.rope import RopeArgs
+from dsv4.ops.slots import EntrySlotsArgs
 from dsv4.quant.formats import LINEAR
 from dsv4.reference._exponent import ceil_log2, power_of_two
 from dsv4.reference._index_entries import decode_fp4_rows, quantize_fp8_rows
@@ -21,6 +22,7 @@ from dsv4.reference._precision import compute_dtype
 from dsv4.reference.kv_cache import read_kv
 from dsv4.reference.quantize import quantize_mxfp4
 from dsv4.reference.rope import rope
+from dsv4.reference.slots import entry_slots
 
 _FP4_GROUP = 32
 _FP4_MAX = 6.0
@@ -112,6 +114,9 @@ def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
         ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
         ids = torch.where(ids < args.visible[part].unsqueeze(-1), ids, capacity).sort(-1).values
         out[part] = torch.where(ids < capacity, ids, -1)
+    if args.slots:
+        sequences = args.sequence_of_token
+        return entry_slots(EntrySlotsArgs(args.page_table, args.page_size, sequences, out))
     return out
 
 

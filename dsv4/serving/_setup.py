@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,14 @@ from dsv4.kv_cache.layer_cache import WINDOW_PAGE
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.layers._workspace import Workspace
 from dsv4.layers.host_experts import slot_tokens
-from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.layers.step_tokens import (
+    STEP_TOKENS,
+    cache_bytes,
+    chunk_bytes,
+    free_bytes,
+    shorter,
+    step_tokens,
+)
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.serving import prompts
 from dsv4.serving._capture import draft_obstacle, obstacle
@@ -64,7 +71,7 @@ class Limits:
                 f"Runner: max_tokens is {max_tokens}, wanted at most {most} "
                 "(max_position_embeddings of the model)"
             )
-        chunk = min(STEP_TOKENS, max_tokens) if max_chunk is None else max_chunk
+        chunk = min(step_tokens(model), max_tokens) if max_chunk is None else max_chunk
         _at_least("max_chunk", chunk, 1)
         return cls(max_sequences, max_tokens, min(chunk, max_tokens), prefix_sequences)
 
@@ -76,6 +83,33 @@ class Limits:
     def pool_tokens(self) -> int:
         """The tokens of all running sequences at their longest."""
         return self.max_sequences * -(-self.max_tokens // BLOCK) * BLOCK
+
+    def within_memory(self, model: DeepseekV4ForCausalLM, pool: int, index_format: str) -> Limits:
+        """Return limits whose chunk is as short as free memory demands, but at least 4096.
+
+        On a GPU, for a model with a buffer for long prompts. Other chunks stay.
+
+        Args:
+            model: The model.
+            pool: Tokens of all sequences that fit in the cache.
+            index_format: Format of the indexer's keys.
+        """
+        if model.device.type != "cuda" or step_tokens(model) == STEP_TOKENS:
+            return self
+        free, chunk = free_bytes(model.device), self.max_chunk
+        while chunk > STEP_TOKENS:
+            sizes = (self.max_tokens, chunk, self.rows, pool)
+            needed = cache_bytes(model.config, *sizes, index_format=index_format)
+            needed += chunk_bytes(model.config, chunk, self.max_tokens)
+            if needed <= free:
+                break
+            chunk = shorter(chunk)
+            _logger.info(
+                "steps have up to %d prompt tokens, because longer ones and the cache need %.1f GB "
+                "of the GPU, and %.1f GB are free",
+                *(chunk, needed / 1e9, free / 1e9),
+            )
+        return replace(self, max_chunk=chunk)
 
     def check_request(self, prompt: int, new: int) -> None:
         """Raise if a request could have more tokens than any sequence."""

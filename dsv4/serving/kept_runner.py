@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dsv4 import dispatch
+from dsv4.layers.step_tokens import prepared_tokens
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import has_own_tokens
 from dsv4.serving._setup import why_eager
@@ -30,7 +31,6 @@ from dsv4.serving.runner import Runner
 
 _ATTRIBUTE = "_kept_runner"
 _STEP = 1024  # tokens that the longest sequence is rounded up to
-_PREPARED_TOKENS = 8192
 # Options of the sampler that ``generate`` can need: greedy, a temperature, top_p.
 _VARIANTS = (
     SamplingOptions(),
@@ -311,7 +311,7 @@ def release(model: DeepseekV4ForCausalLM) -> None:
 def prepare(
     model: DeepseekV4ForCausalLM,
     sequences: int = 1,
-    tokens: int = _PREPARED_TOKENS,
+    tokens: int | None = None,
     *,
     speculate: str | None = AUTO,
     draft_tokens: int | None = None,
@@ -323,8 +323,8 @@ def prepare(
     tokens, greedy or with a temperature and ``top_p``. ``dsv4.load`` calls it; ``dsv4.warmup``
     should have compiled the kernels. A runner that is kept already is replaced.
 
-    It captures decode steps and steps of up to 1536 prompt tokens, and runs one of 4096 tokens. No
-    sequence stays in the cache.
+    It captures decode steps and steps of up to 1536 prompt tokens, and runs one of as many tokens
+    as a step has by default (4096). No sequence stays in the cache.
 
     The GPU holds, until ``release``, the cache (for one sequence of 8192 tokens 0.16 GB in Flash
     and 0.22 GB in Pro), the buffers of the graphs and those of a step of 4096 tokens;
@@ -335,7 +335,8 @@ def prepare(
         model: A model of ``dsv4.load``, or a packed one.
         sequences: Prompts of a call.
         tokens: Most tokens of a sequence, prompt and answer; at most
-            ``max_position_embeddings`` are taken.
+            ``max_position_embeddings`` are taken. None: twice the tokens of a step by default,
+            8192; with experts in host memory and a buffer for long prompts up to 32768.
         speculate: How the calls draft, see ``Runner``.
         draft_tokens: See there.
         confidence_threshold: See there.
@@ -353,6 +354,8 @@ def prepare(
     if not isinstance(getattr(model, "_orig_mod", model), DeepseekV4ForCausalLM):
         raise TypeError(f"prepare: model is {type(model).__name__}, wanted what dsv4.load gives")
     checked_count("prepare", "sequences", sequences, 1)
+    if tokens is None:
+        tokens = prepared_tokens(model)
     checked_count("prepare", "tokens", tokens, 2)
     drafting = drafting_of(model, speculate, draft_tokens, threshold=confidence_threshold)
     kind = Kind(plan=drafting.plan)

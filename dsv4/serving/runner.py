@@ -93,7 +93,9 @@ class Runner:
             model: The model, on its device, in evaluation mode.
             max_sequences: Requests that run at one time; more wait.
             max_tokens: Most tokens of a request, prompt and answer.
-            max_chunk: Most prompt tokens per step, of all requests; None: 4096 or ``max_tokens``.
+            max_chunk: Most prompt tokens per step, of all requests; None: 4096, at most
+                ``max_tokens``. With experts in host memory and a buffer for long prompts (its
+                ``staged``) 16384, or 8192 or 4096 where free memory does not hold such a step.
             pool_tokens: Tokens of all requests together that fit in the cache; None: as many as all
                 sequences can have. With fewer, requests wait or are preempted.
             window_pages: Pages of raw KV entries; None: enough for every step.

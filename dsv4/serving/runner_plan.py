@@ -52,9 +52,11 @@ class RunnerRequest:
         limits = Limits.of(
             model, self.max_sequences, self.max_tokens, self.max_chunk, self.prefix_sequences
         )
+        pool = limits.pool_tokens() if self.pool_tokens is None else self.pool_tokens
+        if self.max_chunk is None:
+            limits = limits.within_memory(model, pool, self._index_format(model))
         enough_pages = default_window_pages(model.config, limits)
         pages = enough_pages if self.window_pages is None else self.window_pages
-        pool = limits.pool_tokens() if self.pool_tokens is None else self.pool_tokens
         drafting = drafting_of(
             model,
             self.speculate,

@@ -26,8 +26,9 @@ from dsv4.ops.hyper_connection_quantize import HcPostPreNormQuantizeArgs, HcPreN
 from dsv4.ops.quantize import QuantizeNvfp4Args
 from dsv4.quant.formats import LINEAR
 from dsv4.triton._lib import mixing_gemm
+from dsv4.triton._lib.combined_rows import load_combined
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream, pick
-from dsv4.triton._lib.mailbox import PushedSum, load_sum
+from dsv4.triton._lib.mailbox import load_sum
 from dsv4.triton._lib.mixing import (
     coefficients_kernel,
     coefficients_of_token,
@@ -37,9 +38,11 @@ from dsv4.triton._lib.mixing import (
 )
 from dsv4.triton._lib.mixing_gemm import (
     Partials,
+    Summands,
     WriteBack,
     partials_of,
     partials_of_small_m,
+    reading,
 )
 from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
 from dsv4.triton._lib.nvfp4 import (
@@ -81,9 +84,13 @@ def _post_kernel(
     slices,
     BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write back ``y``, a tensor, or with RANKS the arguments of a ``PushedSum``."""
+    """Write back ``y``, a tensor or a sum.
+
+    It has the arguments of a ``PushedSum`` with RANKS, of ``CombinedRows`` with TOP_K.
+    """
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         token = (tl.program_id(0) // slices).to(tl.int64)
@@ -92,6 +99,8 @@ def _post_kernel(
         inside = column < hidden
         if RANKS:
             wide = load_sum(y, token, start, column, inside, hidden, RANKS)
+        elif TOP_K:
+            wide = widen(load_combined(y, token, column, inside, TOP_K))
         else:
             wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
         offset = token * 4 * hidden + column
@@ -108,13 +117,13 @@ def hc_post(args: HcPostArgs) -> torch.Tensor:
     return _post(args, None)
 
 
-def reduced_post(args: HcPostArgs, pushed: PushedSum) -> torch.Tensor:
-    """Run ``hc_post`` with the sum of what the ranks pushed; ``args.y`` is not read."""
-    return _post(args, pushed)
+def reduced_post(args: HcPostArgs, summands: Summands) -> torch.Tensor:
+    """Run ``hc_post`` with the sum of ranks' parts or of rows; ``args.y`` is not read."""
+    return _post(args, summands)
 
 
-def _post(args: HcPostArgs, pushed: PushedSum | None) -> torch.Tensor:
-    """Write back ``args.y``, or in its place what the ranks pushed."""
+def _post(args: HcPostArgs, summands: Summands | None) -> torch.Tensor:
+    """Write back ``args.y``, or in its place a sum."""
     out = torch.empty_like(args.streams, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
@@ -127,7 +136,7 @@ def _post(args: HcPostArgs, pushed: PushedSum | None) -> torch.Tensor:
     small = launch_options.is_small(tokens * slices, warps)
     with launch_options.on(out):
         _post_kernel[(tokens * slices,)](
-            args.y.contiguous() if pushed is None else pushed.arguments,
+            args.y.contiguous() if summands is None else summands.arguments,
             args.streams.contiguous(),
             args.post.contiguous(),
             args.comb.contiguous(),
@@ -135,10 +144,9 @@ def _post(args: HcPostArgs, pushed: PushedSum | None) -> torch.Tensor:
             hidden,
             slices,
             BLOCK=block,
-            RANKS=0 if pushed is None else pushed.ranks,
             num_warps=warps,
-            maxnreg=_REGISTERS if small or pushed is not None else _REGISTERS_OF_MANY,
-            **launch_options.options(out, small=small),
+            maxnreg=_REGISTERS if small or summands is not None else _REGISTERS_OF_MANY,
+            **reading(summands, launch_options.options(out, small=small)),
         )
     return out
 
@@ -456,10 +464,10 @@ def hc_post_pre_norm(
 
 
 def reduced_post_pre_norm(
-    args: HcPostPreNormArgs, pushed: PushedSum
+    args: HcPostPreNormArgs, summands: Summands
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run ``hc_post_pre_norm`` with the sum of what the ranks pushed; ``args.y`` is not read."""
-    return _post_pre_norm(args, None, pushed)
+    """Run ``hc_post_pre_norm`` with the sum of ranks' parts or of rows; ``args.y`` is not read."""
+    return _post_pre_norm(args, None, summands)
 
 
 def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Tensor, ...]:
@@ -472,17 +480,17 @@ def hc_post_pre_norm_quantize(args: HcPostPreNormQuantizeArgs) -> tuple[torch.Te
 def _post_pre_norm(
     args: HcPostPreNormArgs | HcPostPreNormQuantizeArgs,
     quantized: Output | None,
-    pushed: PushedSum | None,
+    summands: Summands | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     lead, x = args.streams.shape[:-2], _flat(args.streams)
     fn, scale, base = _wide(args.fn, args.scale, args.base)
     partials, mixed = None, torch.empty_like(x)
     if x.numel() and mixing_gemm.writes_back(x.shape[0], x.shape[2]):
-        y = args.y.contiguous() if pushed is None else pushed
+        y = args.y.contiguous() if summands is None else summands
         before = WriteBack(y, args.post.contiguous(), args.comb.contiguous())
         partials, mixed = partials_of_small_m(x, fn, before)
     elif x.numel():
-        mixed = _flat(_post(HcPostArgs(args.y, args.streams, args.post, args.comb), pushed))
+        mixed = _flat(_post(HcPostArgs(args.y, args.streams, args.post, args.comb), summands))
         partials = partials_of(mixed, fn)
     settings = (args.norm_eps, args.hc_eps, args.iterations)
     made = _pre(partials, mixed, lead, scale, base, args.norm_weight, *settings, quantized)

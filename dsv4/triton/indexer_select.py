@@ -14,10 +14,12 @@ import torch
 import triton
 
 from dsv4.ops.indexer import IndexerSelectArgs
+from dsv4.ops.slots import EntrySlotsArgs
 from dsv4.triton._lib import row_tiles
 from dsv4.triton._lib.index_logits import score_kernel, score_pages_kernel
 from dsv4.triton._lib.topk import select_kernel
 from dsv4.triton._runtime import launch_options
+from dsv4.triton.slots import entry_slots
 
 _SCORE_BYTES = 64 << 20  # of the scratch buffer: more tokens are scored in several launches
 _SEARCHED = 8192  # entries up to which a row is searched in registers
@@ -62,7 +64,7 @@ _SHAPES = {
 
 def indexer_select(args: IndexerSelectArgs) -> torch.Tensor:
     """See ``dsv4.ops.indexer.indexer_select``."""
-    return select(Scoring.of(args), args.top_k, launch_scores)
+    return select(Scoring.of(args), args.top_k, launch_scores, args.slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +141,11 @@ class ScoreRow(NamedTuple):
 Scorer = Callable[[Scoring, torch.Tensor, torch.Tensor, int, int], None]  # as ``launch_scores``
 
 
-def select(operands: Scoring, top_k: int, scorer: Scorer) -> torch.Tensor:
-    """Run ``indexer_select`` with scores by ``scorer``."""
+def select(operands: Scoring, top_k: int, scorer: Scorer, slots: bool) -> torch.Tensor:
+    """Run ``indexer_select`` with scores by ``scorer``; ``slots`` as in its record.
+
+    Rows that are searched in registers take no launch of their own for slots.
+    """
     q, capacity = operands.q, operands.keys.capacity
     out = torch.empty((q.shape[0], min(top_k, capacity)), dtype=torch.int64, device=q.device)
     if out.numel() == 0:
@@ -149,10 +154,58 @@ def select(operands: Scoring, top_k: int, scorer: Scorer) -> torch.Tensor:
     width = 3 * sizes.buffer if sizes.direct else 0
     buffer = scratch(q, min(q.shape[0], rows_at_a_time(sizes.width)), width)
     row = ScoreRow(sizes.width, sizes.group, sizes.groups)
+    slot_table = SlotTable.of(operands) if slots and not sizes.direct else None
     for part, scores, maxima in scored(operands, out.shape[1], row, scorer):
-        visible = operands.visible[part]
-        launch_selection(scores, maxima, buffer, visible, out[part], capacity, sizes)
-    return out
+        rows = Selected(operands.visible[part], out[part], slot_table and slot_table.part(part))
+        launch_selection(scores, maxima, buffer, rows, capacity, sizes)
+    return slots_of(operands, out) if slots and slot_table is None else out
+
+
+def slots_of(operands: Scoring, entries: torch.Tensor) -> torch.Tensor:
+    """Return the slots of entries ``[T, k]``, by a launch of their own."""
+    keys = operands.keys
+    args = EntrySlotsArgs(keys.page_table, keys.page_size, operands.sequences, entries)
+    return entry_slots(args)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotTable:
+    """Where the entries of each token lie.
+
+    Attributes:
+        page_table: Pages of a sequence, ``[S, P]``, unit stride along P.
+        page_size: Entries of a page.
+        sequences: ``[T]``, rows of the table; negative: none.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    sequences: torch.Tensor
+
+    @classmethod
+    def of(cls, operands: Scoring) -> SlotTable:
+        """Take the table of the keys."""
+        table = operands.keys.page_table
+        table = table if table.stride(1) == 1 else table.contiguous()
+        return cls(table, operands.keys.page_size, operands.sequences.contiguous())
+
+    def part(self, tokens: slice) -> SlotTable:
+        """Return the table of some of the tokens."""
+        return dataclasses.replace(self, sequences=self.sequences[tokens])
+
+
+class Selected(NamedTuple):
+    """Rows of a selection.
+
+    Attributes:
+        visible: Number of entries that each token sees.
+        out: int64 ``[T, k]``: what is selected.
+        slot_table: Table of the slots that are stored; None: entry numbers.
+    """
+
+    visible: torch.Tensor
+    out: torch.Tensor
+    slot_table: SlotTable | None
 
 
 def rows_at_a_time(width: int) -> int:
@@ -392,25 +445,29 @@ def launch_selection(
     scores: torch.Tensor,
     maxima: torch.Tensor,
     buffer: torch.Tensor,
-    visible: torch.Tensor,
-    out: torch.Tensor,
+    rows: Selected,
     capacity: int,
     sizes: Sizes,
 ) -> None:
-    """Choose the highest of each row of scores, as ``scored`` gives them, into ``out``."""
+    """Choose the highest of each row of scores, as ``scored`` gives them, into ``rows.out``."""
+    out, slot_table = rows.out, rows.slot_table
     tokens, k = out.shape
     with launch_options.on(out):
         select_kernel[(tokens,)](
             scores,
             maxima,
             buffer,
-            visible,
+            rows.visible,
+            None if slot_table is None else slot_table.page_table,
+            None if slot_table is None else slot_table.sequences,
             out,
             capacity,
             k,
             scores.stride(0),
             maxima.stride(0),
             buffer.stride(0),
+            0 if slot_table is None else slot_table.page_table.stride(0),
+            PAGE=0 if slot_table is None else slot_table.page_size,
             TOP=launch_options.power_of_two(k),
             GROUP=sizes.group,
             EXACT=sizes.exact,

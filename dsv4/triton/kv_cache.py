@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -284,9 +287,9 @@ def _inverse_rms_of(pieces, COLUMNS: tl.constexpr, eps):
     return inverse_rms(tl.sum(tl.sum(values * values, 1), 0), COLUMNS, eps)
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["count"])
-def _norm_rope_write_few_kernel(
+@triton.jit
+def write_shared_entry(
+    program,
     data,
     data_stride,
     kv,
@@ -296,7 +299,6 @@ def _norm_rope_write_few_kernel(
     sin,
     table_stride,
     slots,
-    count,
     eps,
     NOPE: tl.constexpr,
     ROPE: tl.constexpr,
@@ -308,14 +310,14 @@ def _norm_rope_write_few_kernel(
     """SHARES programs of one warp per entry: the last one owns the rotated columns.
 
     The others own 256 columns each, 8 per thread. Each program sums up the whole row itself, so
-    that no warp waits for another.
+    that no warp waits for another. ``program`` is the number among the programs of entries.
     """
-    if tl.program_id(0) == 0:
+    if program == 0:
         prefetch_row(weight, NOPE + ROPE, 8 * WHOLE)
     N: tl.constexpr = 32
     COLUMNS: tl.constexpr = NOPE + ROPE
     DTYPE: tl.constexpr = kv.dtype.element_ty
-    row, part = (tl.program_id(0) // SHARES).to(tl.int64), tl.program_id(0) % SHARES
+    row, part = (program // SHARES).to(tl.int64), program % SHARES
     kv += row * stride
     pieces = tl.arange(0, WHOLE)
     if part < SHARES - 1:
@@ -352,6 +354,47 @@ def _norm_rope_write_few_kernel(
             store_rope(data, data_stride, slot, rotated, dim, NOPE, ROPE, PAGE_SIZE)
 
 
+@fast_launch
+@triton.jit
+def _norm_rope_write_few_kernel(
+    data,
+    data_stride,
+    kv,
+    stride,
+    weight,
+    cos,
+    sin,
+    table_stride,
+    slots,
+    eps,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    SHARES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    write_shared_entry(
+        tl.program_id(0),
+        data,
+        data_stride,
+        kv,
+        stride,
+        weight,
+        cos,
+        sin,
+        table_stride,
+        slots,
+        eps,
+        NOPE,
+        ROPE,
+        PAGE_SIZE,
+        SHARES,
+        WHOLE,
+        PDL,
+    )
+
+
 @triton.jit
 def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Load a copy ``[ROWS, BLOCK]`` per row: a shared one would lie in other threads."""
@@ -359,42 +402,73 @@ def _load_weight(weight, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return widen(tl.load(weight + column, mask=column < columns, other=0.0))
 
 
+@dataclass(frozen=True)
+class SharedEntries:
+    """Launch arguments of ``write_shared_entry``, for few entries.
+
+    Attributes:
+        programs: Programs of one warp.
+        arguments: Positional arguments, from ``data`` on.
+        constants: Its constants but ``PDL``.
+    """
+
+    programs: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, args: NormRopeWriteKvArgs) -> SharedEntries | None:
+        """Return them; None if entries are many, or a thread's 8 columns would not fit."""
+        rotated, count = 2 * args.cos.shape[1], args.kv.shape[0]
+        if count > _SHARED_ENTRIES or args.head_dim % 8 or rotated % 8:
+            return None
+        kv = row_tiles.as_rows(args.kv)
+        cos, sin, _ = rotation.tables(kv, args.cos, args.sin)
+        block = cache_entries.block(args.head_dim)
+        shares = triton.cdiv(block, 256) + 1
+        arguments = (
+            args.data,
+            cache_entries.page_stride(args.data),
+            kv,
+            kv.stride(0),
+            args.weight.contiguous(),
+            cos,
+            sin,
+            cos.stride(0),
+            args.slots.contiguous(),
+        )
+        constants = {
+            "NOPE": args.head_dim - rotated,
+            "ROPE": rotated,
+            "PAGE_SIZE": args.page_size,
+            "SHARES": shares,
+            "WHOLE": block // 8,
+        }
+        return cls(count * shares, arguments, constants)
+
+
 def norm_rope_write_kv(args: NormRopeWriteKvArgs) -> None:
     """See ``dsv4.ops.kv_cache.norm_rope_write_kv``."""
     data, head_dim, kv = args.data, args.head_dim, args.kv
-    cos, sin = args.cos, args.sin
     count = kv.shape[0]
     if count == 0 or data.shape[0] == 0:
         return
-    kv = row_tiles.as_rows(kv)
-    cos, sin, _ = rotation.tables(kv, cos, sin)
-    # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
-    rotated = 2 * cos.shape[1]
-    tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
-    if count <= _SHARED_ENTRIES and head_dim % 8 == 0 and rotated % 8 == 0:
-        shares = triton.cdiv(cache_entries.block(head_dim), 256) + 1
+    shared = SharedEntries.of(args)
+    if shared is not None:
         with launch_options.on(data):
-            _norm_rope_write_few_kernel[(count * shares,)](
-                data,
-                cache_entries.page_stride(data),
-                kv,
-                kv.stride(0),
-                args.weight.contiguous(),
-                cos,
-                sin,
-                cos.stride(0),
-                args.slots.contiguous(),
-                count,
+            _norm_rope_write_few_kernel[(shared.programs,)](
+                *shared.arguments,
                 args.eps,
-                NOPE=head_dim - rotated,
-                ROPE=rotated,
-                PAGE_SIZE=args.page_size,
-                SHARES=shares,
-                WHOLE=cache_entries.block(head_dim) // 8,
+                **shared.constants,
                 num_warps=1,
                 **launch_options.options(data, small=True),
             )
         return
+    kv = row_tiles.as_rows(kv)
+    cos, sin, _ = rotation.tables(kv, args.cos, args.sin)
+    # In "plain" pages the split is the rotation's; "fp8" pages split where their RoPE dims begin.
+    rotated = 2 * cos.shape[1]
+    tile = _tile(count) if count <= 512 else {"ROWS": 8, "num_warps": 4}
     with launch_options.on(data):
         _norm_rope_write_kernel[_programs(count, tile)](
             data,

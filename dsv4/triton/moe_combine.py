@@ -1,7 +1,6 @@
 """Kernel of ``moe_combine`` of ``dsv4.ops.moe``: the sum of a token's sorted rows.
 
-A program owns columns of a token: it reads those of the token's sorted rows, whose positions are in
-``rows``, and sums them.
+A program owns columns of a token (``_lib/combined_rows.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ import triton.language as tl
 
 from dsv4.ops.moe import MoeCombineArgs
 from dsv4.triton._lib import row_tiles
-from dsv4.triton._lib.numerics import narrow, once, wait_for_inputs, widen
+from dsv4.triton._lib.combined_rows import CombinedRows, sum_rows
+from dsv4.triton._lib.numerics import once, wait_for_inputs
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -32,8 +32,6 @@ def _combine_kernel(
     chunks,
     EXPERTS: tl.constexpr,
     K: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -43,31 +41,32 @@ def _combine_kernel(
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
         inside = column < columns
-        local = tl.load(offsets + EXPERTS)
-        total = tl.zeros([BLOCK], tl.float32)
-        for j in tl.range(0, K, loop_unroll_factor=min(K, 8)):
-            row = tl.load(rows + token * K + j).to(tl.int64)
-            # A condition per column: the interpreter takes a mask & a single one for no mask.
-            used = (row + tl.zeros([BLOCK], tl.int64)) < local
-            term = widen(tl.load(y + row * stride + column, mask=inside & used, other=0.0))
-            if WEIGHTED:
-                term *= widen(tl.load(weights + token * K + j))
-            total = tl.where(used, total + term, total)
-        if SHARED:
-            address = shared + token * shared_stride + column
-            total += widen(tl.load(address, mask=inside, other=0.0))
-        tl.store(out + token * columns + column, narrow(total, out.dtype.element_ty), mask=inside)
+        total = sum_rows(
+            y,
+            rows,
+            offsets,
+            weights,
+            shared,
+            stride,
+            shared_stride,
+            EXPERTS,
+            token,
+            column,
+            inside,
+            K,
+            out.dtype.element_ty,
+        )
+        tl.store(out + token * columns + column, total, mask=inside)
 
 
 def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     """See ``dsv4.ops.moe.moe_combine``."""
-    y, shared = args.y, args.shared
-    (tokens, top_k), columns = args.rows.shape, y.shape[1]
-    out = y.new_empty((tokens, columns), dtype=args.out_dtype)
+    (tokens, top_k), columns = args.rows.shape, args.y.shape[1]
+    out = args.y.new_empty((tokens, columns), dtype=args.out_dtype)
     if out.numel() == 0:
         return out
-    y = row_tiles.as_rows(y)
-    shared = None if shared is None else row_tiles.as_rows(shared)
+    source = CombinedRows.of(args)
+    y, shared = source.y, source.shared
     block, chunks = row_tiles.column_chunks(tokens, columns, y.device)
     options = launch_options.options(
         y, small=launch_options.is_small(tokens * chunks, row_tiles.chunk_warps(block))
@@ -77,9 +76,9 @@ def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
     with launch_options.on(y):
         _combine_kernel[(tokens * chunks,)](
             y,
-            args.rows.contiguous(),
-            args.offsets.contiguous(),
-            None if args.weights is None else args.weights.contiguous(),
+            source.rows,
+            source.offsets,
+            source.weights,
             shared,
             out,
             y.stride(0),
@@ -88,8 +87,6 @@ def moe_combine(args: MoeCombineArgs) -> torch.Tensor:
             chunks,
             EXPERTS=args.offsets.shape[0] - 1,
             K=top_k,
-            WEIGHTED=args.weights is not None,
-            SHARED=shared is not None,
             BLOCK=block,
             num_warps=row_tiles.chunk_warps(block),
             **options,

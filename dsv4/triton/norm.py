@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -209,14 +210,14 @@ def rms_norm_pair(args: RmsNormPairArgs) -> tuple[torch.Tensor, torch.Tensor]:
     return first, second
 
 
-@fast_launch
-@triton.jit(do_not_specialize=["count"])
-def _head_kernel(
+@triton.jit
+def norm_rotate_heads(
+    program,
     q,
-    cos,
-    sin,
     token_stride,
     head_stride,
+    cos,
+    sin,
     table_stride,
     heads,
     count,
@@ -231,11 +232,11 @@ def _head_kernel(
     reader and one writer, the same thread.
 
     Where UNROTATED is odd, the tile begins one column before the head, so that pairs begin at even
-    columns.
+    columns. ``program`` is the number among the programs of heads.
     """
     for _ in range(once(PDL)):
         wait_for_inputs(PDL)
-        head = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+        head = program * ROWS + tl.arange(0, ROWS)[:, None]
         token = (head // heads).to(tl.int64)
         column = tl.arange(0, BLOCK)[None, :] - UNROTATED % 2
         pair = tl.arange(0, BLOCK // 2)[None, :] - (UNROTATED + 1) // 2
@@ -257,6 +258,43 @@ def _head_kernel(
         tl.store(address, rotated, mask=inside)
 
 
+@fast_launch
+@triton.jit(do_not_specialize=["count"])
+def _head_kernel(
+    q,
+    token_stride,
+    head_stride,
+    cos,
+    sin,
+    table_stride,
+    heads,
+    count,
+    eps,
+    UNROTATED: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    norm_rotate_heads(
+        tl.program_id(0),
+        q,
+        token_stride,
+        head_stride,
+        cos,
+        sin,
+        table_stride,
+        heads,
+        count,
+        eps,
+        UNROTATED,
+        HALF,
+        ROWS,
+        BLOCK,
+        PDL,
+    )
+
+
 def _head_tile(count: int, width: int) -> dict[str, int]:
     """Heads of a program, whose width is in bytes, and its warps: no more than 4 KiB to a warp.
 
@@ -270,34 +308,57 @@ def _head_tile(count: int, width: int) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Launch arguments of ``norm_rotate_heads``.
+
+    Attributes:
+        programs: Programs.
+        warps: Warps of a program.
+        arguments: Positional arguments, from ``q`` to ``count``.
+        constants: Its constants but ``PDL``.
+    """
+
+    programs: int
+    warps: int
+    arguments: tuple[Any, ...]
+    constants: dict[str, int]
+
+    @classmethod
+    def of(cls, args: HeadNormRopeArgs) -> Heads:
+        """Return them for heads that are not empty."""
+        q, cos, sin = args.q, args.cos, args.sin
+        tokens, heads, columns = q.shape
+        count, half = tokens * heads, cos.shape[-1]
+        if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+            cos, sin = cos.contiguous(), sin.contiguous()
+        unrotated = columns - 2 * half
+        tile = _head_tile(count, columns * q.element_size())
+        strides = q.stride(0), q.stride(1)
+        constants = {
+            "UNROTATED": unrotated,
+            "HALF": half,
+            "ROWS": tile["ROWS"],
+            "BLOCK": launch_options.power_of_two(max(2, columns + unrotated % 2)),
+        }
+        arguments = (q, *strides, cos, sin, cos.stride(0), heads, count)
+        return cls(triton.cdiv(count, tile["ROWS"]), tile["num_warps"], arguments, constants)
+
+
 def head_norm_rope_(args: HeadNormRopeArgs) -> None:
     """See ``dsv4.ops.norm.head_norm_rope_``."""
-    q, cos, sin = args.q, args.cos, args.sin
-    tokens, heads, columns = q.shape
-    count, half = tokens * heads, cos.shape[-1]
+    q = args.q
     if q.numel() == 0:
         return
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    unrotated = columns - 2 * half
-    tile = _head_tile(count, columns * q.element_size())
-    programs = triton.cdiv(count, tile["ROWS"])
+    heads = Heads.of(args)
+    small = launch_options.is_small(heads.programs, heads.warps)
     with launch_options.on(q):
-        _head_kernel[(programs,)](
-            q,
-            cos,
-            sin,
-            q.stride(0),
-            q.stride(1),
-            cos.stride(0),
-            heads,
-            count,
+        _head_kernel[(heads.programs,)](
+            *heads.arguments,
             args.eps,
-            UNROTATED=unrotated,
-            HALF=half,
-            BLOCK=launch_options.power_of_two(max(2, columns + unrotated % 2)),
-            **tile,
-            **launch_options.options(q, small=launch_options.is_small(programs, tile["num_warps"])),
+            **heads.constants,
+            num_warps=heads.warps,
+            **launch_options.options(q, small=small),
         )
 
 

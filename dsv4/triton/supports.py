@@ -20,6 +20,7 @@ from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
 from dsv4.ops.grouped_gemm_swiglu import GroupedGemmSwigluArgs, GroupedGemmSwigluQuantizeArgs
 from dsv4.ops.grouped_gemm_swiglu_fp8 import gemm_record
+from dsv4.ops.head_norm_rope_write_kv import HeadNormRopeWriteKvArgs
 from dsv4.ops.indexer import IndexerSelectArgs
 from dsv4.ops.kv_cache import NormRopeWriteKvArgs, ReadKvArgs, WriteKvArgs
 from dsv4.ops.quantize import DequantizeArgs
@@ -262,6 +263,11 @@ def moe_sorting(call: Call) -> str | None:
     return reason
 
 
+def router_sort(call: Call) -> str | None:
+    """Return why ``route_topk_sort`` is unsupported, or None."""
+    return router(call) or moe_sorting(call)
+
+
 def moe_gather_quantize(call: Call) -> str | None:
     """Return why ``moe_gather_quantize`` is unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[1])
@@ -281,6 +287,11 @@ def _not_four_streams(streams: torch.Tensor) -> str | None:
     if streams.shape[-2] != 4:
         return f"there are {streams.shape[-2]} streams, the kernels mix 4"
     return None
+
+
+def hyper_connection_combine(call: Call) -> str | None:
+    """Return why hyper-connections that add up rows are unsupported, or None."""
+    return any_call(call) or _not_four_streams(call.args.streams)
 
 
 def hyper_connection_quantize(call: Call) -> str | None:
@@ -441,7 +452,7 @@ def read_kv(call: Call) -> str | None:
 
 def norm_rope_write_kv(call: Call) -> str | None:
     """Return why ``norm_rope_write_kv`` is unsupported, or None."""
-    args: NormRopeWriteKvArgs = call.args
+    args: NormRopeWriteKvArgs | HeadNormRopeWriteKvArgs = call.args
     reason = any_call(call) or _pages(call) or odd_dims(args.head_dim)
     rotated = 2 * args.cos.shape[1]
     if reason is None and args.entry_format != "plain" and args.rope_dim != rotated:
@@ -449,9 +460,14 @@ def norm_rope_write_kv(call: Call) -> str | None:
     return reason
 
 
+def head_norm_rope_write_kv(call: Call) -> str | None:
+    """Return why ``head_norm_rope_write_kv`` is unsupported, or None."""
+    return norm_rope_write_kv(call) or head_norm_rope(call)
+
+
 def _pages(call: Call) -> str | None:
     """Return why pages cannot be read or written entry by entry, or None."""
-    args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs = call.args
+    args: WriteKvArgs | ReadKvArgs | NormRopeWriteKvArgs | HeadNormRopeWriteKvArgs = call.args
     if args.entry_format.startswith("index_"):
         return "compact index keys are written by 'compress_write' and read by 'indexer_select'"
     reason = gapped_pages(args.data)

@@ -28,6 +28,7 @@ from dsv4 import device, dispatch
 from dsv4.bench.cases import MAKERS, cases, operators
 from dsv4.bench.problem import Case, Draw, Problem
 from dsv4.device import interpret_triton
+from dsv4.ops.indexer import indexer_select
 from dsv4.ops.moe_exchange import MoeReturnArgs, MoeSendArgs
 from dsv4.parallel import mailboxes
 from dsv4.quant import fragments
@@ -120,6 +121,17 @@ def _select_with_few_heads() -> None:
         for queries in (torch.bfloat16, *QUERY_FORMATS):
             case = compact_case((0, 2, 1, 2, 64), keys, queries, "cpu", 128, heads=3)
             case.run(9, backend="triton")
+    _select_slots()
+
+
+def _select_slots() -> None:
+    """Select slots of a short row, and of the longest that is searched in registers."""
+    for pages in (16, 64):
+        case = compact_case((0, 2, 1, pages, 64), "plain", torch.bfloat16, "cpu", 128)
+        for table in (case.table, case.table.int()):
+            case.table = table
+            arguments = case.arguments(512)
+            indexer_select(**arguments, slots=True, backend="triton")
 
 
 def _push() -> None:
@@ -186,6 +198,7 @@ def report_of(op: str, name: str, kernel) -> dict:
         "shared": kernel.metadata.shared,
         "threads": 32 * kernel.metadata.num_warps,
         "waits": _waits(kernel.asm["ptx"]),
+        "unfinished": _unfinished(kernel.asm["ptx"]),
         "fences": "fence.acq_rel.gpu" in kernel.asm["ptx"],
         "dependents": "griddepcontrol.launch_dependents" in kernel.asm["ptx"],
         "e2m1": "cvt.rn.satfinite.e2m1x2" in kernel.asm["ptx"],
@@ -208,6 +221,14 @@ def _waits(ptx: str) -> bool:
                 begun.append(lines.index(jump[2] + ":"))
             i = begun.pop() if jump and not jump[1] else i + 1
     return True
+
+
+def _unfinished(ptx: str) -> int:
+    """Most ``wgmma`` groups that a wait leaves, if one reads an operand from registers; else 0."""
+    products = re.findall(r"wgmma\.mma_async[^;]*;", ptx)
+    if all(product.count("{") == 1 for product in products):
+        return 0
+    return max(int(left) for left in re.findall(r"wgmma\.wait_group\S* (\d+)", ptx))
 
 
 def _exchanges(kernel) -> list[str]:

@@ -32,7 +32,9 @@ from dsv4.bench.suites.model.trace.graph_nodes import (
 from dsv4.bench.suites.model.trace.marks import Mark, Marks, mark_of, marking, moved_bytes
 from dsv4.bench.suites.model.trace.matching import Launch, launches_of, pairs_of
 from dsv4.bench.suites.model.trace.step_map import StepMap, chrome_trace, lines_of
-from dsv4.config import ModelConfig
+from dsv4.bench.suites.random_model import Weights
+from dsv4.bench.suites.random_model import random_model as packed_model
+from dsv4.config import CSA, HCA, ModelConfig
 from dsv4.testing.models import random_model
 
 NONE = (0, 0, 0)
@@ -363,10 +365,17 @@ def test_a_trace_needs_a_file(tmp_path):
 def test_a_captured_step_is_mapped():
     from dsv4.bench.suites.model.trace.capture import mapped
 
-    config = ModelConfig.tiny(num_nextn_predict_layers=0)
-    model = random_model(config).to("cuda")
+    # Of published widths: kernels multiply all its weights, and no operator asks the host.
+    config = ModelConfig.flash().replace(
+        num_hidden_layers=2,
+        layer_types=(CSA, HCA),
+        mlp_layer_types=("moe", "moe"),
+        n_routed_experts=8,
+        num_nextn_predict_layers=0,
+    )
+    model = packed_model(config, torch.device("cuda", 0), Weights())
     with torch.inference_mode():
-        step_map = mapped(whole_model.DecodeStep(model, 1, 8), "tiny")
+        step_map = mapped(whole_model.DecodeStep(model, 1, 8), "two layers")
     layers = {launch.layer for launch in step_map.launches if launch.layer is not None}
     assert layers == set(range(config.num_hidden_layers))
     assert sum(v.gap + v.time for v in step_map.path) == pytest.approx(length(step_map.launches))

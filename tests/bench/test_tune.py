@@ -394,7 +394,7 @@ def test_where_no_file_can_be_written_nothing_begins(folder, tmp_path):
 
 def test_families_by_operator_and_by_name():
     assert [f.name for f in named(["gemm_e4m3", "sparse_attention"])] == ["attention", "gemm_e4m3"]
-    assert [f.op for f in named(["gemm"])] == ["gemm"] * 4
+    assert [f.op for f in named(["gemm"])] == ["gemm"] * 5
     with pytest.raises(UsageError):
         named(["gemm", "x"])
 

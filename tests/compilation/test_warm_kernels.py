@@ -206,7 +206,8 @@ def test_a_model_is_warmed_up_with_the_formats_that_it_has(kernels_of):
     assert of[0] - of[1] == {"_gemm_kernel", "_grouped_kernel"}
 
 
-def test_experts_in_host_memory_are_in_the_list(kernels_of):
+@pytest.mark.parametrize("staged", [0, 5])
+def test_experts_in_host_memory_are_in_the_list(staged, kernels_of):
     """Steps in slots, with the kernels that decide and load, and steps in waves."""
     config = dsv4.ModelConfig.tiny(**WHOLE, n_routed_experts=32, num_experts_per_tok=2)
     model = random_model(config, 0, mtp=False).to(torch.bfloat16)
@@ -214,10 +215,10 @@ def test_experts_in_host_memory_are_in_the_list(kernels_of):
     layers.pack_(model)
     target, sizes = Target("sm_90a"), step_shapes(24, 128)
     plain = kernels_of(Recipe.of(model), target, *sizes)
-    layers.host_experts_(model, layers.HostExperts(9, 8))
+    layers.host_experts_(model, layers.HostExperts(9, 8, staged=staged))
     recipe = Recipe.of(model)
     weights = dict(recipe.weights)
-    assert weights["model.layers.0.mlp.experts"] == Weight("nvfp4", hosted=(9, 8))
+    assert weights["model.layers.0.mlp.experts"] == Weight("nvfp4", hosted=(9, 8, staged))
     built = recipe.build("sm_90a")
     assert {name: Weight.of(built.get_submodule(name)) for name in weights} == weights
     warm = kernels_of(recipe, target, *sizes)

@@ -26,6 +26,7 @@ from dsv4.cute.runtime import cubin_cache
 from dsv4.cute.runtime.architectures import BLACKWELL_NAMES, HOPPER, shared_limit
 from dsv4.cute.sm90 import attention_args, grouped_gemm_plans
 from dsv4.cute.sm90.attention_plan import AttentionPlan, ColumnsPlan, MergePlan, NarrowPlan
+from dsv4.cute.sm90.gemm_fp8_small_m_plan import SmallMFp8Plan, fp8_small_m_plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan, fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan, SmallMRingPlan, small_m_plan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
@@ -71,6 +72,17 @@ def plans_of_fp8():
         for tokens in _TOKENS
         for folded in (False, True)
     }
+
+
+def plans_of_fp8_and_few_tokens():
+    """Every configuration for FP8 weights and up to 32 tokens."""
+    return {
+        fp8_small_m_plan(GemmProblem(*matrix, *kind), tokens, folded)
+        for matrix in MATRICES
+        for kind in itertools.product((False, True), repeat=2)
+        for tokens in (8, 16, 32)
+        for folded in (False, True)
+    } - {None}
 
 
 def plans_of_swiglu():
@@ -291,6 +303,36 @@ def test_fp8_weights(batch, tmp_path, snapshots):
         return counts_of(instructions, "HGMMA", "WARPGROUP.DEPBAR", "UTMALDG.2D", *codes)
 
     snapshots.check("FP8 weights", check_each(batch, tmp_path, check))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", batches(plans_of_fp8_and_few_tokens(), (SmallMFp8Plan,)))
+def test_fp8_weights_and_few_tokens(batch, tmp_path):
+    def check(plan, image, numbers, instructions):
+        def count(name):
+            return sum(i.startswith(name) for i in instructions)
+
+        assert numbers["STACK"] == numbers["LOCAL"] == count("LDL") == count("STL") == 0
+        assert numbers["REG"] * plan.threads * plan.ctas_per_sm <= REGISTER_FILE
+        assert (image.shared_bytes + 1024) * plan.ctas_per_sm <= MOST_SHARED + 1024
+        # Lanes copy 16 bytes of codes, of which pairs of lines come to L2, and read 16.
+        assert count("LDGSTS.E.BYPASS.LTC256B.128") == 4 * plan.stages + 4 * (
+            plan.stages < plan.blocks
+        )
+        assert count("LDS.128") >= 4 + 4 * plan.token_tiles
+        # A pair of codes is converted once, whatever the tokens: 64 in 16 x 128 for 32 lanes.
+        assert count("F2FP.F16.E4M3.UNPACK") == 32
+        assert instructions.count("HMMA.16816.F32.BF16") == 8 * plan.token_tiles
+        assert count("UBLKCP.S.G"), "X comes by bulk copies"
+        assert count("UBLKPF"), "codes are prefetched to L2"
+        assert bool(count("STAS.128")) == bool(count("UCGABAR")) == (plan.ctas > 1)
+        assert count("STG.E.128")
+        # Nothing is read before the preceding kernel's results are there.
+        wait = instructions.index("ACQBULK")
+        assert not [i for i in instructions[:wait] if i.startswith(("LDG", "UBLKCP"))]
+        assert not count("MEMBAR")
+
+    check_each(batch, tmp_path, check)
 
 
 @pytest.mark.slow

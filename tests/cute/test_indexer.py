@@ -26,6 +26,7 @@ from dsv4.dispatch import explain
 from dsv4.kv_cache.pages import IndexLayout
 from dsv4.ops.indexer import indexer_select
 from dsv4.ops.kv_cache import Pages
+from dsv4.ops.slots import entry_slots
 from dsv4.quant.formats import MXFP4, QuantizedTensor
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.testing.strategies import generator, normal, seeds, small_integers
@@ -68,9 +69,10 @@ def wide(x, multiple):
     return torch.nn.functional.pad(x, (0, -x.shape[1] % multiple), value=-1)
 
 
-def chosen(scores, visible, k, group):
+def chosen(scores, visible, k, group, slot_table=None):
     """Return the kernel's selection of ``scores`` on a GPU; invisible scores are garbage."""
     from dsv4.cute.indexer import topk
+    from dsv4.triton.indexer_select import Selected
 
     (tokens, width), visible = scores.shape, visible.to(scores.device)
     shown = torch.arange(width, device=scores.device) < visible.unsqueeze(1)
@@ -81,7 +83,7 @@ def chosen(scores, visible, k, group):
         padded = torch.nn.functional.pad(signed, (0, -width % group), value=-(2**31))
         maxima = wide(padded.unflatten(1, (-1, group)).amax(-1) ^ -0x80000000, 4)
     out = torch.full((tokens, k), -7, device=scores.device)
-    topk(wide(keys, 4), maxima, visible, out, width, group)
+    topk(wide(keys, 4), maxima, Selected(visible, out, slot_table), width, group)
     return out
 
 
@@ -112,6 +114,33 @@ def test_a_choice_is_what_a_sort_takes(kind, shape, k, group, dtype, seed):
         best = order[:k].sort().values
         assert_bitwise(out[t, : best.numel()], best)
         assert bool((out[t, best.numel() :] == -1).all())
+
+
+@pytest.mark.gpu
+@settings(max_examples=30)
+@given(
+    st.sampled_from([(4, 9000), (16, 32768), (65, 20000), (4, 262144)]),
+    st.sampled_from([1, 512, 1024]),
+    st.sampled_from([0, 8, 16]),
+    st.sampled_from([torch.int32, torch.int64]),
+    seeds(),
+)
+def test_slots_of_a_choice(shape, k, group, dtype, seed):
+    """The slots of the positions that the same kernel stores; none for a token of no sequence."""
+    from dsv4.triton.indexer_select import SlotTable
+
+    (tokens, width), gen = shape, generator(seed + 2)
+    scores = rows_of(KINDS[seed % len(KINDS)], seed, tokens, width).cuda()
+    visible = torch.randint(0, width + 1, (tokens,), generator=gen).to(dtype)
+    visible[0], visible[1] = width, min(width, k)
+    pages = -(-width // PAGE)
+    table = torch.randint(-1, 1 << 20, (3, pages + 1), generator=gen)[:, :pages].cuda()
+    sequences = torch.randint(-1, 3, (tokens,), generator=gen).cuda()
+    slot_table = SlotTable(table.to(dtype), PAGE, sequences.to(dtype))
+    actual = chosen(scores, visible, k, group, slot_table)
+    positions = chosen(scores, visible, k, group)
+    expected = entry_slots(table, PAGE, sequences, positions, backend="reference")
+    assert_bitwise(actual, expected)
 
 
 @dataclasses.dataclass
@@ -355,7 +384,7 @@ def test_few_rows_are_shared_by_blocks():
     """By as many as the GPU has room for; each of the tests of a choice has some of them."""
     result = [topk_plan(tokens, group) for tokens in (1, 15, 16, 30, 31) for group in (8, 16)]
     assert [plan.ctas for plan in result] == [4, 8, 4, 8, 4, 4, 4, 4, 1, 1]
-    assert set(plans()) >= {*result, topk_plan(1, 0)}
+    assert set(plans()) >= {*result, topk_plan(1, 0), topk_plan(1, 16, slots=True)}
 
 
 @pytest.mark.parametrize("plan", plans(), ids=repr)
@@ -471,27 +500,37 @@ def _kernel_of(plan):
     return Kernel(Image(b"code", "name", plan.threads, plan.ctas, plan.shared_bytes))
 
 
+@pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize(("tokens", "group"), [(1, 0), (2, 8), (2, 16), (40, 16)])
-def test_arguments_of_topk(driver, tokens, group):
+def test_arguments_of_topk(driver, tokens, group, slots):
     """Every argument has its name, in a grid of a cluster for each row."""
     from dsv4.cute.indexer import topk
+    from dsv4.triton.indexer_select import Selected, SlotTable
 
     keys = torch.zeros(tokens + 1, 40000, dtype=torch.int32)
     maxima, visible = keys.new_zeros(tokens + 1, 5004), torch.zeros(tokens).long()
     out = torch.zeros(tokens, 512).long()
     driver.kinds = TOPK_ABI.parameters
-    topk(keys, maxima, visible, out, 39999, group)
-    plan = topk_plan(tokens, group)
+    table, sequences = torch.zeros(3, 700).int(), torch.zeros(tokens).long()
+    slot_table = SlotTable(table[:, :650], 64, sequences) if slots else None
+    topk(keys, maxima, Selected(visible, out, slot_table), 39999, group)
+    plan = topk_plan(tokens, group, slots)
     [(grid, threads, stream, values)] = driver.launches
     assert (grid, threads, stream) == (tokens * plan.ctas, plan.threads, 77)
     assert TopkArgs(*[value for (value,) in values]) == TopkArgs(
         keys=keys.data_ptr(),
         maxima=maxima.data_ptr(),
         visible=visible.data_ptr(),
+        table=table.data_ptr() if slots else 0,
+        sequences=sequences.data_ptr() if slots else 0,
         out=out.data_ptr(),
         key_stride=40000,
         maxima_stride=5004,
+        table_stride=700 if slots else 0,
+        page_shift=6 if slots else 0,
         visible_bytes=8,
+        table_bytes=4 if slots else 0,
+        sequence_bytes=8 if slots else 0,
         capacity=39999,
         k=512,
         slack=64,

@@ -12,13 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv4.cute import gemm, gemm_e4m3, gemm_fp8, grouped_gemm
+from dsv4.cute import gemm, gemm_e4m3, gemm_fp8, gemm_fp8_small_m, grouped_gemm
 from dsv4.cute.grouped_problem import Experts
 from dsv4.cute.runtime import driver as cuda_driver
 from dsv4.cute.runtime.architectures import HOPPER
 from dsv4.cute.runtime.driver import Image, Kernel, Matrix, Parameters
 from dsv4.cute.sm90 import grouped_gemm_plans
 from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan
+from dsv4.cute.sm90.gemm_fp8_small_m_plan import SmallMFp8Plan
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import Fp8WgmmaPlan
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.gemm_wgmma_plan import WgmmaPlan
@@ -126,7 +127,7 @@ def driver(monkeypatch):
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "launch_plans", single_launch)
     monkeypatch.setattr(gemm, "choose", lambda *what: result.plan or choose(*what))
-    for module in (gemm, gemm_fp8, gemm_e4m3, grouped_gemm):
+    for module in (gemm, gemm_fp8, gemm_fp8_small_m, gemm_e4m3, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
@@ -276,6 +277,37 @@ def test_fp8_weights(driver, monkeypatch, blocks, dtype):
         *(1024, 512, 640, 2, 8),
     ]
     assert asked == [(GemmProblem(1024, 512, 2, True, True), 300, folded)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_fp8_weights_and_few_tokens(driver, monkeypatch, dtype):
+    """Two launches, of two groups of rows whose codes lie apart, and a scale for each token."""
+    folded, asked = dtype == torch.float8_e8m0fnu, []
+    plan = SmallMFp8Plan(512, 2, 8, 4, True, True, 2, e8m0_scales=folded)
+    monkeypatch.setattr(
+        gemm_fp8_small_m, "fp8_small_m_plan", lambda *arguments: asked.append(arguments) or plan
+    )
+    driver.kinds = gemm_fp8_small_m.SMALL_M_FP8_ABI.parameters
+    x = torch.ones(40, 2, 512, dtype=torch.bfloat16)
+    codes = torch.zeros(1024, 640, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, :512]
+    scales = torch.ones(8, 4).to(dtype)
+    form = ("fp8_block", "linear", "nvfp4")
+    args = GemmArgs(x, codes, scales, None, None, (), *form, None, 2, torch.float32)
+    out = gemm_fp8_small_m.gemm(args)
+    assert (out.shape, out.dtype) == ((40, 2, 512), torch.float32)
+    first, second = driver.launches
+    for launch, tokens in ((first, 32), (second, 8)):
+        grid, threads, stream, values = launch
+        assert (grid, threads, stream) == (8 * 2, 256, 77)
+        assert flat(values)[:2] == [codes.data_ptr(), scales.data_ptr()]
+        assert flat(values)[5:] == [tokens, 64, 32, 1024, 512, 640, 2]
+    x_at, token_scale, out_at = flat(first[3])[2:5]
+    assert out_at == out.data_ptr()
+    assert flat(second[3])[2:5] == [
+        *(x_at + 32 * 1024 * 2, token_scale + 32 * 2 * 4, out_at + 32 * 1024 * 4)
+    ]
+    problem = GemmProblem(1024, 512, 2, True, True)
+    assert asked == [(problem, 32, folded), (problem, 8, folded)]
 
 
 @pytest.mark.parametrize("op", ["gemm", "gemm_swiglu"])

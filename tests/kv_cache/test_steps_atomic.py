@@ -90,11 +90,12 @@ FAULT_POINTS: tuple[tuple[Any, str], ...] = (
     (step_record, "to_device"),
     (torch.nn.Embedding, "forward"),
     (_pooling, "compress_write"),
-    (attention, "norm_rope_write_kv"),
+    (attention, "head_norm_rope_write_kv"),
     (attention, "sparse_attention"),
     (indexer, "indexer_select"),
     (attention.DeepseekV4Attention, "forward"),
     (decoder.DeepseekV4DecoderLayer, "forward"),
+    (decoder.DeepseekV4DecoderLayer, "run_joined"),
     (DeepseekV4ForCausalLM, "logits"),
 )
 

@@ -61,7 +61,8 @@ def test_compressors_wait_for_no_query_and_attention_for_both(kind, monkeypatch)
         return
     # Keys and entries have a stream each; the second also has what keys are weighted with, first.
     stored = {"side": "end 1 of side"} | ({"side 2": "end 2 of side 2"} if kind == CSA else {})
-    first_query = next(i for i, line in enumerate(said) if line.startswith("head_norm_rope_"))
+    queries = "head_norm_rope_write_kv"
+    first_query = next(i for i, line in enumerate(said) if line.startswith(queries))
     for side, end in stored.items():
         written, ended = said.index(f"compress_write on {side}"), said.index(f"{side} ended")
         assert said.index(f"{side} waits for current") < written < first_query
@@ -96,14 +97,26 @@ def test_few_tokens_are_projected_beside_the_choice_of_entries(tokens, monkeypat
     said = written_down(monkeypatch)
     module(hidden(config, step), past_key_values=step)
     where = "side 2" if 2 * tokens <= 64 else "current"
-    queries = said.index(f"head_norm_rope_ on {where}")
-    written = said.index(f"norm_rope_write_kv on {where}")
-    assert queries < written < said.index("indexer_select on current")
+    queries = said.index(f"head_norm_rope_write_kv on {where}")
+    assert queries < said.index("indexer_select on current")
     if where == "side 2":
         made = max(i for i, line in enumerate(said) if line == "window_slots on current")
         join = said.index("current waits for end 1 of side 2")
         assert made < said.index("side 2 waits for current") < queries
         assert said.index("indexer_select on current") < join < said.index(LAST)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operators_of_a_decode_step(kind, monkeypatch):
+    """Norms and the write of the entry are one operator; slots come from the selection."""
+    config = model_of(kind)
+    module, step = attention(config), step_of(config, 1)
+    said = written_down(monkeypatch)
+    module(hidden(config, step), past_key_values=step)
+    ran = [line.split(" on ")[0] for line in said if " on " in line]
+    assert ran.count("head_norm_rope_write_kv") == 1
+    assert ran.count("indexer_select") == (kind == CSA)
+    assert not {"head_norm_rope_", "norm_rope_write_kv", "entry_slots"} & set(ran)
 
 
 def test_layers_share_what_a_step_has_one_of(monkeypatch):
@@ -132,7 +145,8 @@ def test_two_streams_give_the_bits_of_one(kind, monkeypatch):
     works = [(module.compressor, "write_pages")]
     if kind == CSA:
         indexer = module.compressor.indexer
-        works += [(indexer, "write_pages"), (indexer, "head_weights"), (module, "_queries")]
+        works += [(indexer, "write_pages"), (indexer, "head_weights")]
+        works.append((module, "_queries_and_entries"))
 
     def late(run):
         def work(*args):

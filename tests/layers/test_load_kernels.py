@@ -12,7 +12,7 @@ import torch
 
 import dsv4
 from dsv4.compilation import warmup
-from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.layers.step_tokens import STEP_TOKENS
 from dsv4.testing.models import random_model
 
 GPU = torch.device("cuda", 0)

@@ -59,6 +59,8 @@ PLANS = [
     PackedPlan(4, 32, 1, 4, 4, 2, 2),
     PackedPlan(8, 64, 1, 8, 3, 3, 2),
     PackedPlan(8, 128, 1, 4, 3, 4),
+    PackedPlan(8, 256, 1, 8, 3, 1, 4),
+    PackedPlan(8, 256, 1, 8, 3, 4),
 ]
 
 

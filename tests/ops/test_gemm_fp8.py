@@ -34,8 +34,9 @@ PUBLISHED = [(1536, 4096, 1), (32768, 1024, 1), (1024, 4096, 8), (4096, 8192, 1)
 
 @pytest.fixture(autouse=True)
 def no_cute(monkeypatch):
-    """The CuTeDSL kernel is another file's."""
-    monkeypatch.setattr(supports, "_fp8_gemm", lambda args, device: "another file's")
+    """The CuTeDSL kernels are other files'."""
+    for check in ("_fp8_gemm", "_fp8_small_m_gemm"):
+        monkeypatch.setattr(supports, check, lambda args, device: "another file's")
 
 
 def weight_of(seed, rows, columns, device, dtype=torch.float32):

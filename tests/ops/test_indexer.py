@@ -26,6 +26,7 @@ from dsv4.ops.indexer import (
 from dsv4.ops.kv_cache import Pages, fake_quantize_kv, norm_rope_write_kv, read_kv, write_kv
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope
+from dsv4.ops.slots import entry_slots
 from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.reference import indexer as reference
 from dsv4.testing.assertions import assert_bitwise, assert_pure
@@ -847,7 +848,7 @@ def test_pitfall_21_selecting_all_still_scores(seed, visible):
     rest = (case.keys.data, 2, "plain", 0, case.table, case.sequence)
 
     def call(shown):
-        args = IndexerSelectArgs(case.q, case.weights, *rest, shown, 3, None)
+        args = IndexerSelectArgs(case.q, case.weights, *rest, shown, 3, None, False)
         return reference.indexer_select(args)
 
     trace = make_fx(call)(torch.full((3,), 2))
@@ -893,6 +894,62 @@ def small_limits(request, monkeypatch):
 def test_every_way_to_a_long_row(device, small_limits, seed, tokens, table, top_k, dtype):
     case = Case(seed, tokens, *table, device=device, dtype=dtype)
     assert_bitwise(case.run(top_k), case.run(top_k, backend="reference"))
+
+
+TABLES = [(1, 40, 4), (2, 20, 8), (1, 3, 50), (3, 2, 64)]
+
+
+def check_slots(case, top_k):
+    """Slots are those of the selected entries, some of which are of no sequence."""
+    case.sequence[::3] = -1
+    ids = case.run(top_k)
+    expected = entry_slots(case.table, case.keys.page_size, case.sequence, ids, backend="reference")
+    arguments = case.arguments(top_k)
+    assert_bitwise(indexer_select(**arguments, slots=True), expected)
+    assert_bitwise(indexer_select(**arguments, slots=True, backend="reference"), expected)
+
+
+@settings(max_examples=15)
+@given(seeds(), st.integers(1, 5), st.sampled_from(TABLES), st.integers(1, 12), st.booleans())
+@example(0, 2, (3, 2, 64), 9, False)
+@example(0, 4, (2, 20, 8), 9, True)
+@example(1, 4, (1, 3, 50), 9, True)  # a thread's entries lie in two pages
+def test_slots_of_selected_entries(device, seed, tokens, table, top_k, narrow):
+    case = Case(seed, tokens, *table, device=device)
+    if narrow:
+        case.table, case.sequence = case.table.int(), case.sequence.int()
+    check_slots(case, top_k)
+
+
+@settings(max_examples=10)
+@given(seeds(), st.integers(1, 5), st.sampled_from(TABLES), st.integers(1, 12))
+def test_slots_by_every_way_to_a_long_row(device, small_limits, seed, tokens, table, top_k):
+    check_slots(Case(seed, tokens, *table, device=device), top_k)
+
+
+def test_slots_of_rows_of_a_wider_table(device):
+    """Columns and rows of the table lie further apart than it is wide."""
+    case = Case(3, 4, 2, 20, 8, device=device)
+    case.visible.fill_(100)
+    table = case.table
+    for spread in (strided(table), table.t().contiguous().t()):
+        case.table = spread
+        check_slots(case, 9)
+
+
+def test_slots_take_no_launch_of_their_own(monkeypatch):
+    slots = pytest.importorskip("dsv4.triton.slots")
+    selection = pytest.importorskip("dsv4.triton.indexer_select")
+    launched = []
+    select = selection.launch_selection
+    monkeypatch.setattr(slots, "_launch_slots", lambda *args: launched.append("slots"))
+    monkeypatch.setattr(
+        selection, "launch_selection", lambda *args: (launched.append("selection"), select(*args))
+    )
+    case = Case(3, 4, 2, 20, 8)
+    with interpret_triton():
+        indexer_select(**case.arguments(9), slots=True, backend="triton")
+    assert launched == ["selection"]
 
 
 @settings(max_examples=10)
@@ -1143,8 +1200,8 @@ def test_select_contract(device):
     keys = case.keys
     args = (case.q, case.weights, keys.data, 4, "plain", 0, case.table, case.sequence, case.visible)
     op = torch.ops.dsv4.indexer_select.default
-    for top_k in (3, 100):
-        torch.library.opcheck(op, (*args, top_k, None, "auto"), test_utils=tests)
+    for top_k, slots in ((3, False), (100, True)):
+        torch.library.opcheck(op, (*args, top_k, None, slots, "auto"), test_utils=tests)
     expected = case.run(3)
 
     def call(q, weights):
@@ -1171,7 +1228,7 @@ def test_select_contract_of_codes(device, key_format, query_format):
     if isinstance(case.q, QuantizedTensor):
         parts = case.q.codes, case.q.scales
     keys, rest = case.keys, (case.table, case.sequence, case.visible)
-    args = (parts[0], case.weights, keys.data, 4, key_format, 0, *rest, 3, parts[1], "auto")
+    args = (parts[0], case.weights, keys.data, 4, key_format, 0, *rest, 3, parts[1], False, "auto")
     op = torch.ops.dsv4.indexer_select.default
     # Without test_schema: it compares inputs by torch.allclose, which cannot take float8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -1241,3 +1298,30 @@ def test_bad_input_is_named(device, name, change, error, words):
 def test_top_k_below_one_is_refused(device):
     with pytest.raises(ValueError, match="top_k is 0, wanted >= 1"):
         Case(0, 4, 2, 2, 4, device=device).run(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pages", [16, 64, 256])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+def test_a_captured_graph_has_the_slots_of_selected_entries(tokens, pages):
+    """Rows that are searched in registers, that are buffered, and that another kernel selects from.
+
+    Lengths change between replays: all entries are taken, more than are taken, none.
+    """
+    device = torch.device("cuda")
+    case = Case(tokens, tokens, 2, pages, 64, device=device, d=128, heads=64)
+    case.q = case.q.bfloat16()
+    if tokens > 1:
+        case.sequence[::3] = -1
+    arguments = case.arguments(512)
+    indexer_select(**arguments, slots=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = indexer_select(**arguments, slots=True)
+    for length in (case.capacity, 513, 512, 100, 0):
+        case.visible.fill_(length)
+        actual.fill_(-7)
+        graph.replay()
+        ids = indexer_select(**arguments)
+        expected = entry_slots(case.table, 64, case.sequence, ids, backend="reference")
+        assert_bitwise(actual, expected)

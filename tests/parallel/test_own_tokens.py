@@ -15,7 +15,8 @@ import dsv4
 from dsv4.checkpoint import Checkpoint, save
 from dsv4.config import CSA, SLIDING, ModelConfig
 from dsv4.layers import reserve_experts
-from dsv4.layers.reserve import STEP_TOKENS, step_buffers
+from dsv4.layers.reserve import step_buffers
+from dsv4.layers.step_tokens import STEP_TOKENS
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel.context import DATA, ParallelContext
 from dsv4.parallel.expert_exchange import ExpertExchange

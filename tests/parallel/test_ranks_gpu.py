@@ -47,7 +47,7 @@ def test_a_captured_step_of_a_rank_is_the_eager_one_and_compiles_nothing(ranks, 
     assert done.failed == {}
     before = compilations()
     for sequences in (1, 3, 64):
-        fill = Fill.plan(sequences, MOST_TOKENS, MOST_TOKENS)
+        fill = Fill(sequences, MOST_TOKENS, prompts=1, prompt_tokens=MOST_TOKENS)
         step = DecodeStep(model, sequences, MOST_TOKENS, fill=fill)
         eager = [step().clone() for _ in range(5)]
         for logits in eager[1:]:

@@ -246,6 +246,67 @@ def test_tables_of_modules_are_compared(every_kind) -> None:
     assert structure.tensors(layer) is None
 
 
+def replace_layer(model: DeepseekV4ForCausalLM) -> None:
+    """Put a copy in place of the second layer, with other numbers at its beginning."""
+    model.model.layers[1] = other = copy.deepcopy(model.model.layers[1])
+    other.attn_hc.scale.data.mul_(3)
+
+
+def replace_beginning(model: DeepseekV4ForCausalLM) -> None:
+    second: Any = model.model.layers[1]
+    second.attn_hc = copy.deepcopy(second.attn_hc)
+    second.attn_hc.scale.data.mul_(3)
+
+
+# What changes the beginning of the second layer, which the first one runs.
+BEGINNINGS: dict[str, Callable[[DeepseekV4ForCausalLM], Any]] = {
+    "the layer": replace_layer,
+    "its hyper-connection": replace_beginning,
+    "a parameter": lambda model: set_data(model.model.layers[1]),
+    "strides": lambda model: set_strided(model.model.layers[1]),
+    "numbers in place": lambda model: model.model.layers[1].attn_hc.scale.mul_(3),
+    "an attribute": lambda model: setattr(model.model.layers[1].attn_hc, "hc_sinkhorn_iters", 1),
+    "the norm": lambda model: setattr(
+        model.model.layers[1].input_layernorm, "variance_epsilon", 1e-1
+    ),
+    "a hook of the norm": lambda model: model.model.layers[1].input_layernorm.register_forward_hook(
+        lambda module, args, output: output.flip(-1)
+    ),
+    "a hook of the layer": lambda model: model.model.layers[1].register_forward_hook(
+        lambda module, args, output: output.flip(-1)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BEGINNINGS)
+def test_a_change_of_the_next_layer_is_seen(how: str) -> None:
+    with switch() as made, torch.no_grad():
+        twins = Twins(tiny(SLIDING, SLIDING), made)
+        other = Twins(copy.deepcopy(twins.model), made)
+        rows, others = twins.warm(), other.warm()
+        BEGINNINGS[how](twins.model)
+        for token in range(WARM):
+            changed, before = twins.decode([token], rows), other.decode([token], others)
+            assert not torch.equal(changed, before)
+        twins.same_caches()
+
+
+def test_the_first_layer_is_planned_with_the_beginning_of_the_next() -> None:
+    with switch() as made:
+        twins = Twins(tiny(SLIDING, SLIDING), made)
+        rows = twins.warm()
+        first = twins.model.model.layers[0]
+        assert [plan.again is not None for plan in plans_of(twins.model)] == [True, True]
+        layer_hook = first.register_forward_hook(lambda *args: None)
+        for token in range(WARM):
+            twins.decode([token], rows)
+        assert made.ran, "hooks rule plans out"
+        layer_hook.remove()
+        for token in range(8 * WARM):
+            twins.decode([token], rows)
+        assert made.ran == 0
+
+
 @pytest.mark.parametrize("value", [[1], {}, (1, [2]), torch.zeros(1), len, nn.ReLU()])
 def test_attributes_that_may_change_in_place_rule_plans_out(value: Any) -> None:
     layer = layer_of(tiny(SLIDING))
@@ -421,9 +482,9 @@ def test_what_a_layer_makes_for_a_step_rules_a_plan_out(monkeypatch) -> None:
         twins = Twins(tiny(CSA), made)
         run = DeepseekV4DecoderLayer._run
 
-        def leaking(self: Any, streams: Any, ids: Any, options: Any) -> torch.Tensor:
+        def leaking(self: Any, streams: Any, ids: Any, options: Any, seam: Any) -> Any:
             options["past_key_values"].once("mine", lambda: torch.empty(3))
-            return run(self, streams, ids, options)
+            return run(self, streams, ids, options, seam)
 
         monkeypatch.setattr(DeepseekV4DecoderLayer, "_run", leaking)
         rows = twins.begin([1, 2])
@@ -447,7 +508,7 @@ def test_a_layer_that_cannot_be_planned_is_seldom_looked_at() -> None:
         twins = Twins(tiny(SLIDING), made)
         rows, looks, structure = twins.begin([1, 2]), [], _layer_plan.Structure
         wrap(layer_of(twins.model))
-        patch.setattr(_layer_plan, "Structure", lambda x: (looks.append(1), structure(x))[1])
+        patch.setattr(_layer_plan, "Structure", lambda *x: (looks.append(1), structure(*x))[1])
         for token in range(40):
             twins.decode([token], rows)
         assert len(looks) < 12

@@ -126,6 +126,8 @@ def assert_fits(arch, kernel):
     assert not kernel["local"], kernel
     assert kernel["shared"] <= device.shared_memory(divmod(arch, 10)), kernel
     assert kernel["registers"] * kernel["threads"] <= REGISTER_FILE, kernel
+    # The next iteration overwrites registers that an unfinished instruction still reads.
+    assert kernel["unfinished"] == 0, kernel
     # Without the wait, programmatic launch would read what is still being written. What writes
     # weights is launched without it: products read them before they wait.
     assert kernel["waits"] == (arch >= 90 and kernel["op"] not in IN_ORDER), kernel

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4 import ops
+from dsv4.bench.cases import elementwise
 from dsv4.bench.cases.sequence import entry_bytes
 from dsv4.bench.checks import budgets, fused_judges
 from dsv4.bench.checks.fused_judges import QUANTIZED, as_parts, by_same_kernel
@@ -174,27 +175,64 @@ def norm_rope_write_kv(c: ModelConfig, tokens: int, entry_format: str = "fp8") -
     d, rope = c.head_dim, c.qk_rope_head_dim
 
     def build(draw: Draw) -> Problem:
-        count = tokens // _PAGE + 2
-        pages = Pages.allocate(count, _PAGE, d, rope, entry_format, device=draw.device)
-        pages.data.fill_(0x35)
-        slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
-        if tokens > 1:
-            slots[-1] = -1
-        kv = draw.normal(tokens, c.q_lora_rank + d)[:, c.q_lora_rank :]
-        weight = draw.normal(d)
-        cos, sin = _tables(c, tokens, draw)
-        written = int((slots >= 0).sum()) * entry_bytes(pages)
+        entries = _new_entries(c, tokens, entry_format, draw)
         return Problem(
             ops.norm_rope_write_kv,
-            (pages, kv, weight, cos, sin, slots),
+            entries.args,
             _EPS,
             fused_judges.written_entries,
-            nbytes(kv, weight, cos, sin, slots),
-            writes=written,
+            nbytes(*entries.args[1:]),
+            writes=entries.written,
             mutates=(0,),
         )
 
     yield Case("norm_rope_write_kv", "", {"D": d, "R": rope}, tokens, build)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NewEntries:
+    """Arguments of ``norm_rope_write_kv``, and the bytes that it writes."""
+
+    args: tuple[Any, ...]
+    written: int
+
+
+def _new_entries(c: ModelConfig, tokens: int, entry_format: str, draw: Draw) -> _NewEntries:
+    d, rope = c.head_dim, c.qk_rope_head_dim
+    count = tokens // _PAGE + 2
+    pages = Pages.allocate(count, _PAGE, d, rope, entry_format, device=draw.device)
+    pages.data.fill_(0x35)
+    slots = draw.permutation(pages.num_slots)[:tokens].contiguous()
+    if tokens > 1:
+        slots[-1] = -1
+    kv = draw.normal(tokens, c.q_lora_rank + d)[:, c.q_lora_rank :]
+    weight = draw.normal(d)
+    cos, sin = _tables(c, tokens, draw)
+    written = int((slots >= 0).sum()) * entry_bytes(pages)
+    return _NewEntries((pages, kv, weight, cos, sin, slots), written)
+
+
+def head_norm_rope_write_kv(
+    c: ModelConfig, tokens: int, entry_format: str = "fp8"
+) -> Iterator[Case]:
+    """Queries in place, and new KV entries into pages."""
+    heads, d = c.num_attention_heads, c.head_dim
+
+    def build(draw: Draw) -> Problem:
+        q = draw.normal(tokens, heads, d)
+        entries = _new_entries(c, tokens, entry_format, draw)
+        return Problem(
+            ops.head_norm_rope_write_kv,
+            (q, *entries.args),
+            {"q_eps": _EPS["eps"], "kv_eps": _EPS["eps"]},
+            fused_judges.heads_and_entries,
+            nbytes(q, *entries.args[1:]),
+            writes=nbytes(q) + entries.written,
+            mutates=(0, 1),
+        )
+
+    sizes = {"h": heads, "D": d, "R": c.qk_rope_head_dim}
+    yield Case("head_norm_rope_write_kv", "", sizes, tokens, build)
 
 
 def moe_gather_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:
@@ -256,6 +294,42 @@ def hc_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
         return Problem(ops.hc_post_pre_norm, args, _hyper_kwargs(c), judge, nbytes(*args), flops)
 
     yield Case("hc_post_pre_norm", "", {"n": n, "H": hidden}, tokens, build)
+
+
+def _combined(
+    case: Case, c: ModelConfig, function: Callable[..., Any], judge: Judge
+) -> Iterator[Case]:
+    """Put the sum of sorted rows before a case: rows that are weighted already, or not yet."""
+    k, experts = c.num_experts_per_tok, c.n_routed_experts
+
+    def build(draw: Draw, weighted: bool) -> Problem:
+        problem = case.build(draw)
+        ids = draw.distinct(case.tokens, k, experts)
+        _, offsets, rows = ops.moe_permute(ids, experts, backend="reference")
+        y = draw.normal(case.tokens * k, c.hidden_size)
+        weights = None
+        if weighted:
+            weights = draw.normal(case.tokens, k, dtype=torch.float32).softmax(-1)
+        args = (y, rows, offsets, weights, *problem.args)
+        reads = nbytes(*[arg for arg in args if arg is not None])
+        return dataclasses.replace(problem, function=function, args=args, judge=judge, reads=reads)
+
+    for name, weighted in (("", False), ("weights", True)):
+        made = functools.partial(build, weighted=weighted)
+        shape = {**case.shape, "k": k}
+        yield Case(function.__name__, name, shape, case.tokens, made, brief=not weighted)
+
+
+def hc_combine_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs behind the experts of the last layer."""
+    [case] = elementwise.hc_post(c, tokens)
+    return _combined(case, c, ops.hc_combine_post, fused_judges.combined_post)
+
+
+def hc_combine_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    """Cases of what runs between the experts of a layer and the attention of the next."""
+    [case] = hc_post_pre_norm(c, tokens)
+    return _combined(case, c, ops.hc_combine_post_pre_norm, fused_judges.combined_post_norm)
 
 
 def hc_pre_norm_quantize(c: ModelConfig, tokens: int) -> Iterator[Case]:

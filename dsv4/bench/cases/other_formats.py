@@ -96,6 +96,10 @@ def _norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
     return fused.norm_rope_write_kv(c, tokens, _PLAIN)
 
 
+def _head_norm_rope_write_kv(c: ModelConfig, tokens: int) -> Iterator[Case]:
+    return fused.head_norm_rope_write_kv(c, tokens, _PLAIN)
+
+
 _WEIGHTS = {
     "gemm": _gemm,
     "gemm_swiglu": _gemm_swiglu,
@@ -110,4 +114,5 @@ _CACHES = {
     "write_kv": _write_kv,
     "read_kv": _read_kv,
     "norm_rope_write_kv": _norm_rope_write_kv,
+    "head_norm_rope_write_kv": _head_norm_rope_write_kv,
 }

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.bench.checks.judge import (
+    FP8_SUM,
     FUNCTION,
     U,
     combine,
@@ -33,6 +34,7 @@ _LONG = 1 << 14  # keys of a sequence from which on they are kept of one sequenc
 def gemm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     """``sum_error(K)`` and 3 roundings by scales, on the GEMM of the operands' magnitudes.
 
+    FP8 tensor cores (the implementation ``"fp8"``) add ``FP8_SUM``.
     Taking the sign bits off codes and activations gives the magnitudes; NVFP4 quantisation of
     activations commutes with it.
     """
@@ -40,7 +42,8 @@ def gemm(problem: Problem, truth: torch.Tensor) -> torch.Tensor:
     magnitudes = dataclasses.replace(
         problem.widened(), args=(_magnitude(x), _magnitude(weight), *rest)
     ).run("reference")[0]
-    return (sum_error(x.shape[-1]) + 3 * U) * magnitudes
+    own = FP8_SUM if problem.backend == "fp8" else 0.0
+    return (sum_error(x.shape[-1]) + 3 * U + own) * magnitudes
 
 
 def _magnitude(operand: Any) -> Any:

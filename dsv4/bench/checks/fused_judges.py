@@ -226,6 +226,20 @@ def written_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     )
 
 
+def heads_and_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Heads as ``head_norm_rope``, entries as ``written_entries``."""
+    q, pages, kv, weight, cos, sin, slots = problem.args
+    eps = problem.kwargs
+    heads = dataclasses.replace(problem, args=(q, cos, sin), kwargs={"eps": eps["q_eps"]})
+    entries = dataclasses.replace(
+        problem, args=(pages, kv, weight, cos, sin, slots), kwargs={"eps": eps["kv_eps"]}
+    )
+    return combine(
+        head_norm_rope(heads, actual[:1], truth[:1]),
+        written_entries(entries, actual[1:], truth[1:]),
+    )
+
+
 def compressed_entries(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """State as ``compressor``; entries as the pooled ones, normed, rotated and stored."""
     return combine(
@@ -346,6 +360,44 @@ def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
         compare(actual[0], truth[0], allowed, "streams"),
         hyper_norm(after, actual[1:4], after.widened().run("reference")),
     )
+
+
+def routed_sort(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """The choice as of the router; the rest as ``moe_sort`` of the choice that was returned."""
+    logits, weights, ids = actual[4:]
+    experts = problem.args[1].shape[0]
+    expected = by_same_kernel(problem, ops.moe_sort, problem.args[0], ids, weights, experts)
+    names = ("sorted", "weights", "offsets", "rows")
+    router = dataclasses.replace(problem, function=ops.route_topk)
+    return combine(
+        budgets.routing(router, (logits, weights, ids), truth[4:]),
+        *(same(a, e, n) for a, e, n in zip(actual[:4], expected, names, strict=True)),
+    )
+
+
+def combined_post(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Check that streams have the bits of ``moe_combine`` and ``hc_post`` one after the other."""
+    after = _behind_combine(problem, ops.hc_post, {})
+    return same(actual[0], by_same_kernel(problem, ops.hc_post, *after.args), "streams")
+
+
+def combined_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
+    """Streams as ``combined_post``; the rest as ``hyper_post_norm``."""
+    after = _behind_combine(problem, ops.hc_post_pre_norm, problem.kwargs)
+    return combine(
+        combined_post(problem, actual[:1], truth[:1]),
+        hyper_post_norm(after, actual, after.widened().run("reference")),
+    )
+
+
+def _behind_combine(
+    problem: Problem, function: Callable[..., Any], kwargs: dict[str, Any]
+) -> Problem:
+    """Return what is left of a problem when ``moe_combine`` has run."""
+    *summed, shared = problem.args[:5]
+    y = by_same_kernel(problem, ops.moe_combine, *summed, shared=shared)
+    rest = problem.args[5:] if kwargs else problem.args[5:8]
+    return dataclasses.replace(problem, function=function, args=(y, *rest), kwargs=kwargs)
 
 
 def hyper_norm_quantized(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:

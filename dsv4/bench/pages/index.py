@@ -25,6 +25,8 @@ _PARTS = {
     "pro": "Pro",
     "nvfp4": "NVFP4",
     "mtp": "drafts by MTP",
+    "dspark": "drafts by DSpark",
+    "host-experts": "experts in host memory",
 }
 
 
@@ -33,6 +35,7 @@ def title(suite: str) -> str:
     if suite in _TITLES:
         return _TITLES[suite]
     named = re.sub(r"emulated_([td]p)(\d+)", r"\1\2_emulated rank of \2", suite)
+    named = named.replace("host_experts", "host-experts")
     parts = [_PARTS.get(part, _mode(part)) for part in named.split("_")]
     if parts[0] == _PARTS["model"] and parts[-1].isdigit():
         parts[-1] = f"context {parts[-1]}"

@@ -8,6 +8,7 @@ from dsv4.bench.pages.charts import Chart, Series
 from dsv4.bench.pages.tables import cell, paragraph, table
 from dsv4.bench.suites.model.document import (
     DecodeRow,
+    HostedRow,
     ModelResults,
     ProfileRow,
     SpeculationRow,
@@ -29,32 +30,57 @@ _EAGER: dict[str, Callable[[DecodeRow], float | None]] = {
 
 def sections(results: ModelResults) -> list[str]:
     """Return the tables of a file: steps, prompts, start, and kernels by operator."""
+    measured = [*results.rows, *results.hosted, *results.prompts]
     return [
-        *_steps(results),
+        *paragraph(model_words(measured[0].model) + "." if measured else ""),
+        *_steps(results.rows),
+        *_hosted(results.hosted),
         *_prompts(results),
         *_speculation(results.speculation),
+        *_verified(results.speculation),
         "",
         *paragraph(start_words(results)),
         *(line for row in results.profiles[:1] for line in _profile(row)),
     ]
 
 
-def _steps(results: ModelResults) -> list[str]:
+def _steps(rows: Sequence[DecodeRow]) -> list[str]:
+    if not rows:
+        return []
     times = {**_STEP, **_EAGER}
-    shown = [n for n, time in times.items() if any(time(row) is not None for row in results.rows)]
+    shown = [n for n, time in times.items() if any(time(row) is not None for row in rows)]
     body = [
         [str(row.tokens), str(row.context), *(cell(times[name](row)) for name in shown)]
-        for row in results.rows
+        for row in rows
     ]
-    named = model_words(results.rows[0].model) if results.rows else ""
     return [
+        "",
         *paragraph(
-            f"{named}. Milliseconds of a step, in which each sequence gets a token; kernels on "
-            "several streams overlap, so their sum exceeds the step:"
+            "Milliseconds of a step, in which each sequence gets a token; kernels on several "
+            "streams overlap, so their sum exceeds the step:"
         ),
         "",
         *table(["sequences", "context", *shown], body, texts=0),
     ]
+
+
+def _hosted(rows: Sequence[HostedRow]) -> list[str]:
+    """Steps with experts in host memory."""
+    if not rows:
+        return []
+    headings = ["experts", "sequences", "context", "static", "slots", "step", "hits %"]
+    headings += ["loaded MB", "GB/s"]
+    body = []
+    for row in rows:
+        sizes = [str(n) for n in (row.tokens, row.context, row.static, row.slots)]
+        hits = None if row.hit_rate is None else 100 * row.hit_rate
+        loaded = None if row.loaded_bytes is None else row.loaded_bytes / 1e6
+        body.append([row.routing, *sizes, *map(cell, (row.step_ms, hits, loaded, row.loaded_rate))])
+    words = (
+        "Milliseconds of a step with experts in host memory, other experts in every step; static "
+        "experts and slots of a layer on the GPU; bytes loaded in a step, and these over its time:"
+    )
+    return ["", *paragraph(words), "", *table(headings, body, texts=1)]
 
 
 def _prompts(results: ModelResults) -> list[str]:
@@ -83,6 +109,26 @@ def _speculation(rows: Sequence[SpeculationRow]) -> list[str]:
         body.append([*texts, *sizes, *map(cell, numbers)])
     words = "Milliseconds with drafts; tokens a step and per token are of each sequence:"
     return ["", *paragraph(words), "", *table(headings, body, texts=3)]
+
+
+def _verified(rows: Sequence[SpeculationRow]) -> list[str]:
+    """The main model's part of a step, by tokens of a sequence that it verifies."""
+    rows = [row for row in rows if row.verify_over_single]
+    if not rows:
+        return []
+    counts = list(dict.fromkeys(count for row in rows for count in row.verify_over_single))
+    body = []
+    for row in rows:
+        times = [row.single_ms, *(row.verify_ms.get(count) for count in counts)]
+        ratios = ["", *(cell(row.verify_over_single.get(count)) for count in counts)]
+        name = f"{row.method}, {row.drawn or 'of routers'}"
+        body += [[name, *map(cell, times)], [f"{name}: ratio", *ratios]]
+    words = (
+        "Milliseconds of the main model's part of a step, by the tokens of a sequence that it "
+        "verifies; single: a step of one token without drafts. The ratio to single is without the "
+        "time of reading the experts that a single step does not read:"
+    )
+    return ["", *paragraph(words), "", *table(["experts", "single", *counts], body)]
 
 
 def start_words(results: ModelResults) -> str:

@@ -16,6 +16,7 @@ from dsv4.bench.suites.model.document import DecodeRow, ModelResults
 
 GPU, SUITE, LONG_CONTEXT = "nvidia-h100", "model_flash_nvfp4", "model_flash_nvfp4_131072"
 GPUS, SPLIT = "nvidia-h200-x2", "model_flash_nvfp4_tp2"
+LARGE_GPU, HOSTED = "nvidia-h200", "model_flash_nvfp4_host_experts"
 _BLOCK = re.compile(r"<!-- bench report: (?P<name>\w+) -->\n.*?<!-- bench report: end -->", re.S)
 
 
@@ -78,6 +79,25 @@ def _split(folder: ResultsFolder) -> list[list[str]]:
     return [_per_token(what, step.step_ms, bold=True)]
 
 
+def _hosted(folder: ResultsFolder) -> list[list[str]]:
+    """Steps of the whole model on one GPU with experts in host memory, if they were measured."""
+    file = folder.find(LARGE_GPU, HOSTED)
+    if file is None or file.model is None:
+        return []
+    times = {row.routing: row.step_ms for row in file.model.hosted if row.tokens == 1}
+    uniform, skewed = times.get("uniform"), times.get("zipf 1")
+    if uniform is None or skewed is None:
+        raise UsageError(f"README: {HOSTED} has no steps of one sequence, uniform and zipf 1")
+    what = (
+        f"**dsv4, 1 x {file.machine.replace('NVIDIA ', '')}**, whole Flash \\*, experts in host "
+        "memory, uniform routing"
+    )
+    return [
+        _per_token(what, uniform, bold=True),
+        _per_token("the same, routing by Zipf's law, exponent 1", skewed),
+    ]
+
+
 def _model(folder: ResultsFolder) -> list[str]:
     """One request beside the published figures."""
     file, results = _file(folder, SUITE)
@@ -92,14 +112,15 @@ def _model(folder: ResultsFolder) -> list[str]:
     body = [
         _per_token(ours, near.generate_ms, bold=True),
         _per_token(f"the same, context {far.context}", far.generate_ms),
+        *_hosted(folder),
         *_split(folder),
         *(_per_token(_published(figure), figure.ms_per_token) for figure in _newest(folder)),
     ]
     reads = sorted({figure.read for figure in folder.published})
     note = (
         "\\* Random weights and routing. With one request, a step of a model with fewer experts "
-        "reads as many bytes as a step of the whole model; with many requests it reads fewer. "
-        f"On one H100 the bytes alone take at least {near.bytes_ms:.1f} ms "
+        "reads as many bytes as a step of the whole model; with many requests it reads fewer. On one "
+        f"H100 the bytes alone take at least {near.bytes_ms:.1f} ms "
         f"([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
         "dsv4 used no [drafts](docs/speculation.md)."

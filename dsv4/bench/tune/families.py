@@ -12,7 +12,7 @@ from typing import Any
 
 from dsv4.bench.cases.sequence import attention_case
 from dsv4.bench.problem import Problem, UsageError
-from dsv4.bench.tune.gemm_families import E4m3, Fp8Wgmma, SmallM, Wgmma, spread
+from dsv4.bench.tune.gemm_families import E4m3, Fp8Wgmma, SmallM, SmallMFp8, Wgmma, spread
 from dsv4.bench.tune.work import Candidate, Family, Work
 from dsv4.config import ModelConfig
 from dsv4.cute.sm90 import attention_plan
@@ -99,7 +99,7 @@ def _sizes(key: Any, sms: int | None = None) -> Sizes:
     return Sizes(key.tokens, key.heads, (key.window, key.compressed), count)
 
 
-ALL: tuple[Family, ...] = (SmallM(), Wgmma(), Attention(), E4m3(), Fp8Wgmma())
+ALL: tuple[Family, ...] = (SmallM(), Wgmma(), Attention(), E4m3(), Fp8Wgmma(), SmallMFp8())
 
 
 def named(names: Sequence[str]) -> list[Family]:

@@ -15,6 +15,7 @@ from dsv4.config import ModelConfig
 from dsv4.cute import e4m3_costs
 from dsv4.cute.sm90 import (
     e4m3_times,
+    gemm_fp8_small_m_plan,
     gemm_fp8_wgmma_plan,
     gemm_small_m_plan,
     gemm_wgmma_plan,
@@ -31,6 +32,7 @@ from dsv4.cute.sm90.tuned_records import (
     E4m3Key,
     Fp8WgmmaKey,
     SmallMConfiguration,
+    SmallMFp8Key,
     SmallMKey,
     TunedData,
     WgmmaKey,
@@ -42,6 +44,7 @@ from dsv4.quant.formats import FP8_BLOCK, FP8_TOKEN, FRAGMENTS, LINEAR, NVFP4, F
 # Projections whose GEMM takes part of a step's time, the longest first; others are smaller.
 _MATRICES = ("q_b", "o_b", "o_a", "gate_up", "down", "q_a+kv", "indexer_q")
 _FEW_TOKENS, _MANY_TOKENS = (1, 16), (32, 128, 1024, 64, 4096, 256, 512)
+_FP8_FEW_TOKENS = (8, 16, 32)
 _FP8_TOKENS, _E4M3_TOKENS = (1, 16, 64, 1024, 256), (1024, 4096, 256)
 _BEST = 8  # candidates with the least estimates that are measured
 _OTHERS = 4  # candidates spread over the other estimates, for the fit
@@ -256,6 +259,58 @@ class Fp8Wgmma(_Gemm):
         plan = gemm_fp8_wgmma_plan.plan_of(candidate, True)
         fitted = costs.gemm_fp8_wgmma
         return gemm_fp8_wgmma_plan.estimated_cycles(plan, problem, work.key.tokens, fitted, data)
+
+
+class SmallMFp8(_Gemm):
+    """GEMM of few tokens with FP8 weights; their scales are E8M0, as of published models.
+
+    Attributes:
+        name: As in data files.
+    """
+
+    name = "gemm_fp8_small_m"
+
+    def works(self, configs: Mapping[str, ModelConfig]) -> Iterator[Work]:
+        """All projections whose columns are whole blocks."""
+        for name, matrix, tokens in _sizes(configs, _FP8_FEW_TOKENS):
+            problem = _problem(matrix)
+            plan = gemm_fp8_small_m_plan.fp8_small_m_plan(problem, tokens, True)
+            if plan is None:
+                continue
+            key = SmallMFp8Key(problem.rows, problem.groups, problem.columns, plan.token_tiles)
+            work = Work(self.name, name, _case(matrix, tokens, "bf16", FP8_BLOCK), key, ())
+            able = gemm_fp8_small_m_plan.candidates(problem, tokens, True)
+            every = [gemm_fp8_small_m_plan.configuration_of(plan) for plan in able]
+            yield self._ranked(work, gemm_fp8_small_m_plan.configuration_of(plan), every)
+
+    def chosen(self, work: Work) -> Configuration | None:
+        """Return the plan that dispatch takes."""
+        problem, tokens = _small_m_fp8(work)
+        plan = gemm_fp8_small_m_plan.fp8_small_m_plan(problem, tokens, True)
+        return None if plan is None else gemm_fp8_small_m_plan.configuration_of(plan)
+
+    def backend(self, candidate: Candidate) -> str:
+        """Name of the implementation."""
+        return "cute_small_m"
+
+    def plans(self, work: Work, candidate: Any) -> list[Any]:
+        """Return the kernel's configuration."""
+        return [gemm_fp8_small_m_plan.plan_of(candidate, *_small_m_fp8(work), True)]
+
+    def estimate(self, costs: Costs, data: TunedData, work: Work, candidate: Any) -> float:
+        """Return estimated microseconds."""
+        problem, tokens = _small_m_fp8(work)
+        plan = gemm_fp8_small_m_plan.plan_of(candidate, problem, tokens, True)
+        return gemm_fp8_small_m_plan.estimated_us(
+            plan, problem, costs.gemm_fp8_small_m, data.clusters
+        )
+
+
+def _small_m_fp8(work: Work) -> tuple[GemmProblem, int]:
+    """Return the GEMM of a work, and the most tokens of its key."""
+    assert isinstance(work.key, SmallMFp8Key)
+    problem = GemmProblem(work.key.rows, work.key.columns, work.key.groups, False, False)
+    return problem, 8 * work.key.token_tiles
 
 
 class E4m3(_Gemm):

@@ -124,6 +124,26 @@ class Fp8WgmmaCosts(NamedTuple):
         return self.folded_pair if folded else self.plain_pair
 
 
+class SmallMFp8Costs(NamedTuple):
+    """Constants of ``gemm_fp8_small_m_plan.estimated_us``; not measured yet.
+
+    Attributes:
+        launch: Microseconds of a launch, from its start to the first weights and after the last.
+        exchange: Microseconds of the exchange of partial sums in a cluster.
+        token_tile: Microseconds of each further tile of 8 tokens.
+        rate: Bytes of weights that arrive in a microsecond.
+        in_flight: Bytes that each SM has to wait for at a time to reach this rate.
+        warps: Warps of each SM that convert and multiply weights at this rate.
+    """
+
+    launch: float = 2.2
+    exchange: float = 0.4
+    token_tile: float = 0.4
+    rate: float = 4.2e6
+    in_flight: float = 49152
+    warps: float = 8
+
+
 class TileTimes(NamedTuple):
     """Microseconds of a GEMM's parts.
 
@@ -279,6 +299,7 @@ class Costs:
         gemm_small_m: GEMM of few tokens.
         gemm_wgmma: GEMM of many tokens, NVFP4 weights.
         gemm_fp8_wgmma: GEMM of FP8 weights in bfloat16.
+        gemm_fp8_small_m: The same of few tokens.
         gemm_e4m3: GEMM with FP8 arithmetic.
         grouped_gemm: GEMM of routed experts.
         attention: Sparse attention.
@@ -287,6 +308,7 @@ class Costs:
     gemm_small_m: SmallMCosts = field(default_factory=SmallMCosts)
     gemm_wgmma: WgmmaCosts = field(default_factory=WgmmaCosts)
     gemm_fp8_wgmma: Fp8WgmmaCosts = field(default_factory=Fp8WgmmaCosts)
+    gemm_fp8_small_m: SmallMFp8Costs = field(default_factory=SmallMFp8Costs)
     gemm_e4m3: E4m3Costs = field(default_factory=E4m3Costs)
     grouped_gemm: GroupedCosts = field(default_factory=GroupedCosts)
     attention: AttentionCosts = field(default_factory=AttentionCosts)

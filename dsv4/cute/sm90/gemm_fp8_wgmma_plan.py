@@ -42,6 +42,7 @@ _FOLDED_SHAPES = (
 )
 
 
+_CYCLES_PER_US = 1980.0
 _SHARED_OF_TWO = 113 * 1024  # shared memory of each of two CTAs of an SM
 
 
@@ -218,6 +219,18 @@ def candidates(problem: GemmProblem, tokens: int, folded: bool) -> Iterator[Fp8W
             ctas == 1 or plan.has_exchange_buffer or plan.exchange_bytes <= stages
         ):
             yield plan
+
+
+@cached
+def fastest_us(problem: GemmProblem, tokens: int, folded: bool) -> float:
+    """Microseconds of the configuration that a GEMM takes, by ``estimated_cycles``.
+
+    The times that the constants were fitted to are these cycles at 1.98 GHz.
+    """
+    plan = fp8_plan(problem, tokens, folded)
+    assert plan is not None
+    costs, gpu = tuned().costs.gemm_fp8_wgmma, tuned()
+    return estimated_cycles(plan, problem, counted_as(tokens), costs, gpu) / _CYCLES_PER_US
 
 
 def _shapes(folded: bool) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -140,9 +140,12 @@ class IndexerLogitsPlan:
 def plans() -> list[TopkPlan | IndexerLogitsPlan]:
     """All kernels of the indexer, for ``dsv4.warmup``."""
     logits = [IndexerLogitsPlan(group, warpgroups) for group in (0, 8, 16) for warpgroups in (2, 4)]
-    single = [TopkPlan(8, 1024), TopkPlan(8, 512), TopkPlan(16, 1024)]
-    clusters = [TopkClusterPlan(group, 512, ctas) for group, ctas in ((8, 4), (16, 4), (16, 8))]
-    return [*single, *clusters, *logits]
+    selections: list[TopkPlan] = []
+    for slots in (False, True):
+        selections += [TopkPlan(*sizes, slots) for sizes in ((8, 1024), (8, 512), (16, 1024))]
+        clusters = ((8, 4), (16, 4), (16, 8))
+        selections += [TopkClusterPlan(group, 512, slots, ctas) for group, ctas in clusters]
+    return [*selections, *logits]
 
 
 def supports_int8(

@@ -20,7 +20,8 @@ Algorithm
     4. Cut (``_cut``). The k-th highest candidate is found by counting candidates in ``BUCKETS``
        equal parts of their range, then in the part that holds it: 1 to 3 rounds.
     5. Selection (``_select``). Positions of keys above the k-th, and of the first that equal it,
-       are stored in order; a prefix sum over the CTA gives their places.
+       are stored in order, or with ``plan.slots`` their slots; a prefix sum over the CTA gives
+       their places.
 
     If more than ``CANDIDATES`` groups reach the threshold, it is taken again from the whole row. If
     there are more than ``CANDIDATES`` candidates, because high keys are neighbours, it is taken
@@ -32,8 +33,8 @@ Barriers
     go to two buffers in turn, because a warp may still read those of this step while another
     stores those of the next. A round of ``_search`` has three: after counting, after the warps'
     totals, and after the bucket that was found.
-    griddepcontrol.wait precedes the first load of keys, maxima and ``visible``: preceding kernels
-    write all three.
+    griddepcontrol.wait precedes the first load of keys, maxima, ``visible`` and the page table:
+    preceding kernels write all of them.
 
 Numerics and determinism
     Counts are of integers and places are prefix sums, so no order of threads changes a result.
@@ -56,6 +57,7 @@ from dsv4.cute.sm90.topk_rows import (
     Keys,
     Lane,
     Output,
+    PageRow,
     Placed,
     Row,
     RowKeys,
@@ -100,6 +102,7 @@ class TopkKernel(TopkRows):
             out=args.out + Int64(token) * args.k * 8,
             keys=args.keys + Int64(token) * args.key_stride * 4,
             maxima=args.maxima + Int64(token) * args.maxima_stride * 4,
+            pages=self._pages_of(args, token),
         )
         if row.visible > args.k:
             self._select_from_row(args, row, rank, shared, who)
@@ -111,6 +114,18 @@ class TopkKernel(TopkRows):
     ) -> None:
         """Select from a row of more than k."""
         self._select_alone(args, row, shared, who)
+
+    @cute.jit
+    def _pages_of(self, args: TopkArgs, token: Int32) -> PageRow:
+        """Where the entries of the token's sequence lie."""
+        address = Int64(0)
+        if cutlass.const_expr(self.plan.slots):
+            sequence = ptx.load_index_saturated(
+                args.sequences + Int64(token) * args.sequence_bytes, args.sequence_bytes
+            )
+            if sequence >= 0:
+                address = args.table + Int64(sequence) * args.table_stride * args.table_bytes
+        return PageRow(address, args.page_shift, args.table_bytes)
 
     def _lane(self) -> Lane:
         thread, _, _ = cute.arch.thread_idx()
@@ -138,10 +153,10 @@ class TopkKernel(TopkRows):
     def _store_all(self, row: Row, k: Int32, thread: Int32) -> None:
         """Store all positions that are seen, at most k, then -1."""
         for slot in cutlass.range(thread, k, self.plan.threads, unroll=1):
-            position = Int64(-1)
+            result = Int64(-1)
             if slot < row.visible:
-                position = Int64(slot)
-            ptx.store_global_int64(row.out + Int64(slot) * 8, position)
+                result = self._result(slot, row.pages)
+            ptx.store_global_int64(row.out + Int64(slot) * 8, result)
 
     @cute.jit
     def _select_alone(self, args: TopkArgs, row: Row, shared: SharedMemory, who: Lane) -> None:
@@ -180,7 +195,7 @@ class TopkKernel(TopkRows):
         # Else too many keys are equal: the rest reads the row itself.
         source = RowKeys(address, groups, limit, vectors)
         cut = self._cut(source, limits, gathered, k, shared, who)
-        output = Output(row.out, k, positions, Int32(0))
+        output = Output(row.out, k, positions, Int32(0), row.pages)
         self._select(source, cut, output, Placed(Int32(0), Int32(0)), shared, who)
 
     @cute.jit

@@ -124,7 +124,7 @@ class TopkClusterKernel(TopkKernel):
             placed = self._placed_before(together, cut.bound, peer, rank, shared, who)
             address = ptx.shared_to_generic(candidate_keys)
             mine = RowKeys(address, Uint32(0), count, vectors)
-            output = Output(row.out, k, shared.positions, origin)
+            output = Output(row.out, k, shared.positions, origin, row.pages)
             self._select(mine, cut, output, placed, shared, who)
         return fits
 

@@ -32,10 +32,17 @@ class TopkArgs(NamedTuple):
         maxima: The highest key of every group of ``plan.group`` neighbours,
             ``[tokens, maxima_stride]``; read where ``visible > direct``.
         visible: Number of entries that each token sees, int32 or int64.
-        out: int64 ``[tokens, k]``: selected positions, ascending, then -1.
+        table: Page numbers, ``[sequences, table_stride]``, int32 or int64; read if ``plan.slots``,
+            like ``sequences``.
+        sequences: Sequence of each token, int32 or int64; negative: none.
+        out: int64 ``[tokens, k]``: selected positions, ascending, then -1; or their slots.
         key_stride: Keys from one row to the next.
         maxima_stride: Maxima from one row to the next.
+        table_stride: Page numbers from one sequence to the next.
+        page_shift: log2 of a page's entries.
         visible_bytes: Bytes of an element of ``visible``, 4 or 8.
+        table_bytes: Bytes of an element of ``table``, 4 or 8.
+        sequence_bytes: Bytes of an element of ``sequences``, 4 or 8.
         capacity: Entries of a row, at most.
         k: How many are selected, at most 1024.
         slack: How many more than k keys may reach a threshold for candidates.
@@ -45,10 +52,16 @@ class TopkArgs(NamedTuple):
     keys: Pointer
     maxima: Pointer
     visible: Pointer
+    table: Pointer
+    sequences: Pointer
     out: Pointer
     key_stride: Int32
     maxima_stride: Int32
+    table_stride: Int32
+    page_shift: Int32
     visible_bytes: Int32
+    table_bytes: Int32
+    sequence_bytes: Int32
     capacity: Int32
     k: Int32
     slack: Int32
@@ -67,10 +80,12 @@ class TopkPlan:
         threads: Threads of a CTA, 512 or 1024. Each instruction of 32 warps takes eight cycles:
             64 x 32768 entries, 1024 selected, took 8.1 us with 512 threads and 9.5 with 1024, but
             64 x 262144 entries 11.2 and 10.7 (H200).
+        slots: Whether slots of the selected entries are stored, not their positions.
     """
 
     group: int
     threads: int
+    slots: bool
 
     kernel = "dsv4.cute.sm90.topk:TopkKernel"
     ctas = 1
@@ -137,18 +152,18 @@ class TopkClusterPlan(TopkPlan):
         return 2
 
 
-def topk_plan(tokens: int, group: int) -> TopkPlan:
+def topk_plan(tokens: int, group: int, slots: bool = False) -> TopkPlan:
     """The kernel for ``tokens`` rows with maxima of ``group`` keys; 0: without maxima.
 
     If the GPU has room for all clusters at a time, four CTAs share each row, or eight if rows are
     long (groups of 16).
     """
     if not group:
-        return TopkPlan(8, 1024)
+        return TopkPlan(8, 1024, slots)
     for ctas in _CTAS:
         if tokens <= tuned().clusters[ctas] and ctas <= group // 2:
-            return TopkClusterPlan(group, 512, ctas)
-    return TopkPlan(group, 512 if group == 8 else 1024)
+            return TopkClusterPlan(group, 512, slots, ctas)
+    return TopkPlan(group, 512 if group == 8 else 1024, slots)
 
 
 def is_long(capacity: int, k: int) -> bool:

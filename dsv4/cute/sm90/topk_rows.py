@@ -74,6 +74,20 @@ class SharedMemory(NamedTuple):
         return self.positions + Uint32(KEY_OFFSET)
 
 
+class PageRow(NamedTuple):
+    """Where entries of a token's sequence lie; unused unless ``plan.slots``.
+
+    Attributes:
+        address: Address of the sequence's first page number; 0: the token has no sequence.
+        shift: log2 of a page's entries.
+        bytes: Bytes of a page number, 4 or 8.
+    """
+
+    address: Int64
+    shift: Int32
+    bytes: Int32
+
+
 class Row(NamedTuple):
     """A token's row.
 
@@ -82,12 +96,14 @@ class Row(NamedTuple):
         out: Address of its results.
         keys: Address of its keys.
         maxima: Address of its groups' maxima.
+        pages: Where its entries lie.
     """
 
     visible: Int32
     out: Int64
     keys: Int64
     maxima: Int64
+    pages: PageRow
 
 
 class RowKeys(NamedTuple):
@@ -195,12 +211,14 @@ class Output(NamedTuple):
         k: How many there are.
         positions: Shared-memory address of positions; 0: a key's index is its position.
         origin: Added to positions.
+        pages: Where the token's entries lie.
     """
 
     out: Int64
     k: Int32
     positions: Uint32
     origin: Int32
+    pages: PageRow
 
 
 class Prefix(NamedTuple):
@@ -348,6 +366,19 @@ class TopkRows(PlannedKernel):
         return gathered
 
     @cute.jit
+    def _result(self, position: Int32, pages: PageRow) -> Int64:
+        """What is stored for a selected position: itself, or its slot, -1 without a sequence."""
+        result = Int64(position)
+        if cutlass.const_expr(self.plan.slots):
+            result = Int64(-1)
+            if pages.address != Int64(0):
+                at = pages.address + Int64(position >> pages.shift) * pages.bytes
+                page = ptx.load_index_saturated(at, pages.bytes)
+                within = position & (Int32(1) << pages.shift) - 1
+                result = (Int64(page) << Int64(pages.shift)) + Int64(within)
+        return result
+
+    @cute.jit
     def _select(
         self,
         source: Keys,
@@ -386,7 +417,8 @@ class TopkRows(PlannedKernel):
                                 position = ptx.load_shared_int(at)
                             rank = over + cutlass.min(same, cut.ties)
                             ptx.store_global_int64(
-                                output.out + Int64(rank) * 8, Int64(output.origin + position)
+                                output.out + Int64(rank) * 8,
+                                self._result(output.origin + position, output.pages),
                             )
                         over += flags[e] & 1
                         same += flags[e] >> 16

@@ -68,6 +68,9 @@ FAMILIES: Mapping[str, Family] = {
     "gemm_fp8_wgmma": _family(
         "sm90.gemm_fp8_wgmma_plan", records.Fp8WgmmaKey, records.Fp8WgmmaConfiguration
     ),
+    "gemm_fp8_small_m": _family(
+        "sm90.gemm_fp8_small_m_plan", records.SmallMFp8Key, records.SmallMFp8Configuration
+    ),
     "gemm_e4m3": _family("e4m3_costs", records.E4m3Key, records.E4m3Configuration),
     "grouped_gemm": Family(),
     "attention": _family(

@@ -127,6 +127,40 @@ class Fp8WgmmaConfiguration:
 
 
 @dataclass(frozen=True)
+class SmallMFp8Key:
+    """A small-M GEMM with FP8 weights.
+
+    Attributes:
+        rows: N, all groups.
+        groups: Groups of rows with an input each.
+        columns: K.
+        token_tiles: Tiles of 8 tokens: 1, 2 or 4.
+    """
+
+    rows: int
+    groups: int
+    columns: int
+    token_tiles: int
+
+
+@dataclass(frozen=True)
+class SmallMFp8Configuration:
+    """Fields of a ``SmallMFp8Plan`` with bfloat16 results.
+
+    Attributes:
+        ctas: See ``SmallMFp8Plan``, as for what follows.
+        warps: See there.
+        stages: See there.
+        l2_bytes: See there.
+    """
+
+    ctas: int
+    warps: int
+    stages: int
+    l2_bytes: int
+
+
+@dataclass(frozen=True)
 class E4m3Key:
     """A GEMM with FP8 arithmetic.
 
@@ -186,11 +220,12 @@ class AttentionConfiguration:
     count: int
 
 
-Key = SmallMKey | WgmmaKey | Fp8WgmmaKey | E4m3Key | AttentionKey
+Key = SmallMKey | WgmmaKey | Fp8WgmmaKey | SmallMFp8Key | E4m3Key | AttentionKey
 Configuration = (
     SmallMConfiguration
     | WgmmaConfiguration
     | Fp8WgmmaConfiguration
+    | SmallMFp8Configuration
     | E4m3Configuration
     | AttentionConfiguration
 )
@@ -312,11 +347,13 @@ def by_rule(base: TunedData, gpu: Gpu) -> TunedData:
         relative = share * base.bandwidth / gpu.bandwidth
     small = base.costs.gemm_small_m
     grouped = base.costs.grouped_gemm
+    of_fp8 = base.costs.gemm_fp8_small_m
     enough = int(small.enough_warps * share)
     costs = replace(
         base.costs,
         gemm_small_m=replace(small, enough_warps=enough),
         grouped_gemm=replace(grouped, memory=grouped.memory * relative),
+        gemm_fp8_small_m=of_fp8._replace(rate=of_fp8.rate * share / relative),
     )
     clusters = {ctas: max(1, int(count * share)) for ctas, count in base.clusters.items()}
     of_memory = f"{gpu.bandwidth:.1f} TB/s" if gpu.bandwidth else "unknown bandwidth"

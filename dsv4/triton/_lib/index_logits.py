@@ -421,6 +421,34 @@ def score_pages_kernel(
 
 
 @triton.jit
+def load_where(pointer, flag):
+    """Load int32 or int64 where the flag is set, else undefined; in the layout of the operands.
+
+    ``tl.load`` would move pointers to a layout of its own and values back, through shared memory.
+    """
+    if INTERPRETED:
+        return tl.load(pointer, mask=flag, other=0)
+    elif pointer.dtype.element_ty == tl.int64:  # noqa: RET505  (a choice of the compiler)
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b64 $0, 0; @p ld.global.b64 $0, [$1]; }",
+            "=&l,l,r",
+            [pointer.to(tl.int64), flag.to(tl.int32)],
+            tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
+            "=&r,l,r",
+            [pointer.to(tl.int64), flag.to(tl.int32)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
 def store_where(pointer, value, flag):
     """Store where the flag is set. ``tl.store`` would move the operands to another layout first."""
     if INTERPRETED:

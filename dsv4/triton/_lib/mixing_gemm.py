@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from dsv4.triton._lib.combined_rows import CombinedRows, load_combined
 from dsv4.triton._lib.hyper_streams import load_mixers, load_streams, mixed_stream
 from dsv4.triton._lib.mailbox import PushedSum, load_sum
 from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow, wait_for_inputs, widen
@@ -194,6 +195,7 @@ def _mixing_small_m_kernel(
     splits,
     WRITE_BACK: tl.constexpr,
     RANKS: tl.constexpr,
+    TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -203,8 +205,9 @@ def _mixing_small_m_kernel(
     """Partial sums of one token over a slice of the hidden dimension, of all four streams.
 
     A program has all streams of its columns, so the write-back of the sublayer before can be done
-    here; with RANKS its output is the sum of a mailbox's slots (``mailbox.load_sum``). All other
-    loads are issued before the first use, so that their latencies overlap.
+    here; with RANKS its output is the sum of a mailbox's slots (``mailbox.load_sum``), with TOP_K
+    that of rows of experts (``combined_rows.load_combined``). All other loads are issued before the
+    first use, so that their latencies overlap.
     """
     split = tl.program_id(0) % splits
     row = tl.arange(0, ROW_BLOCK)
@@ -224,6 +227,9 @@ def _mixing_small_m_kernel(
         if RANKS:  # what does not come from the mailbox is loaded before the wait
             mixers = load_mixers(post, comb, token)
             wide = load_sum(y, token, split * BLOCK, column, inside, hidden, RANKS)
+        elif TOP_K:  # what need not be looked up is loaded first
+            mixers = load_mixers(post, comb, token)
+            wide = widen(load_combined(y, token, column, inside, TOP_K))
         else:
             wide = widen(tl.load(y + token * hidden + column, mask=inside, other=0.0))
             mixers = load_mixers(post, comb, token)
@@ -348,30 +354,46 @@ def _partials_of_large_m(x: torch.Tensor, fn: torch.Tensor) -> Partials:
     return partials
 
 
+# What a kernel adds up to get a sublayer's output: ranks' parts of it, or rows of experts.
+Summands = PushedSum | CombinedRows
+
+
+def argument_of(y: torch.Tensor | Summands) -> Any:
+    """Return a sublayer's output as an argument of the kernels that write it back."""
+    return y if isinstance(y, torch.Tensor) else y.arguments
+
+
+def reading(y: torch.Tensor | Summands | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a launch, with constants that say how its kernel reads ``y``.
+
+    Rows of experts are added up without contraction, as by ``moe_combine``. Nothing else in these
+    kernels could be contracted.
+    """
+    ranks = y.ranks if isinstance(y, PushedSum) else 0
+    top_k = y.top_k if isinstance(y, CombinedRows) else 0
+    if top_k and "enable_fp_fusion" in options:
+        options = {**options, "enable_fp_fusion": False}
+    return {**options, "RANKS": ranks, "TOP_K": top_k}
+
+
 @dataclass(frozen=True)
 class WriteBack:
     """What ``hc_post`` writes to the streams; all tensors are contiguous.
 
     Attributes:
-        y: ``[T, H]``, output of the sublayer before, or what the ranks pushed of it.
+        y: ``[T, H]``, output of the sublayer before, or what it is the sum of.
         post: ``[T, 4]``.
         comb: ``[T, 4, 4]``.
     """
 
-    y: torch.Tensor | PushedSum
+    y: torch.Tensor | Summands
     post: torch.Tensor
     comb: torch.Tensor
 
     @property
-    def ranks(self) -> int:
-        """Ranks that pushed ``y``; 0 for a tensor."""
-        return self.y.ranks if isinstance(self.y, PushedSum) else 0
-
-    @property
     def arguments(self) -> tuple[Any, torch.Tensor, torch.Tensor]:
         """Arguments of the kernel."""
-        y = self.y.arguments if isinstance(self.y, PushedSum) else self.y
-        return y, self.post, self.comb
+        return argument_of(self.y), self.post, self.comb
 
 
 def writes_back(tokens: int, hidden: int) -> bool:
@@ -404,14 +426,13 @@ def partials_of_small_m(
             hidden,
             partials.splits,
             WRITE_BACK=write_back is not None,
-            RANKS=0 if write_back is None else write_back.ranks,
             ROWS=partials.rows,
             ROW_BLOCK=partials.row_block,
             BLOCK=block,
             PREFETCH=hidden % block == 0 and launch_options.capability(x) is not None,
             num_warps=4,
             maxnreg=_REGISTERS,
-            **launch_options.options(x),
+            **reading(None if write_back is None else write_back.y, launch_options.options(x)),
         )
     return partials, out
 

@@ -95,6 +95,29 @@ def dot(a, b, total):
 
 
 @tl.core.builtin
+def has_wgmma(_semantic=None):
+    """Return whether a kernel is compiled for Hopper, whose tensor cores run asynchronously."""
+    return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == "sm90")
+
+
+@triton.jit
+def finished(total):
+    """``total`` of a ``dot`` in a loop whose left operand is computed, once Hopper has summed it.
+
+    ``wgmma`` reads a left operand from registers after it was issued. Triton 3.6 leaves up to three
+    instructions unfinished at the end of an iteration, and the next iteration overwrites their
+    registers: results were wrong on an H200. The empty assembly uses the sum, so that Triton waits
+    for it. It is no instruction. Call it right after the ``dot``, in the loop.
+    """
+    if INTERPRETED or not has_wgmma():
+        return total
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.inline_asm_elementwise(
+            "", "=f,0", [total], dtype=tl.float32, is_pure=False, pack=1
+        )
+
+
+@tl.core.builtin
 def converts_e4m3(_semantic=None):
     """Return whether the GPU that a kernel is compiled for has conversions to and from E4M3.
 

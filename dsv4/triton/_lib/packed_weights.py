@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.numerics import INTERPRETED, dot, narrow
+from dsv4.triton._lib.numerics import INTERPRETED, dot, finished, narrow
 
 # Layout of a weight in memory: NVFP4 in fragments, NVFP4 with swizzled scales, MXFP4 row by row.
 FRAGMENTS, SWIZZLED, MXFP4 = range(3)
@@ -207,7 +207,9 @@ def packed_sum(
         values = tl.load(addresses + k * 64)
         if PARTS == 1:
             weight = tl.reshape(weight, (16 * TILES, 64))
-        total = dot(weight, values, total)
+            total = finished(dot(weight, values, total))
+        else:
+            total = dot(weight, values, total)
     if PARTS > 1:
         total = tl.sum(total, 0)
     if LAYOUT != _MXFP4:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.index_logits import store_where
+from dsv4.triton._lib.index_logits import load_where, store_where
 from dsv4.triton._lib.numerics import INTERPRETED, wait_for_inputs
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -266,14 +266,36 @@ def _buffer_members(
 
 
 @triton.jit
-def _select(keys, ids, out, shown, k):
-    """Store positions of the k highest of ``shown`` keys to ``out``, ascending.
+def _select(keys, ids, out, shown, k, row, exists, PAGE: tl.constexpr):
+    """Store positions of the k highest of ``shown`` keys to ``out``, ascending, or their slots.
 
-    ``keys`` and ``ids`` are laid out as ``_positions``.
+    ``keys`` and ``ids`` are laid out as ``_positions``; ``row``, ``exists`` and ``PAGE`` as in
+    ``_slots_of``. A thread's eight positions lie in one page if pages hold multiples of eight: it
+    looks up one slot, before the search, so that the look-up takes no time of its own.
     """
     values = _unsigned(_by_thread(tl.where(ids < shown, keys, 0)))
+    results = _by_thread(ids)
+    if PAGE > 0 and PAGE % 8 == 0:
+        first = tl.arange(0, results.shape[0]) * 8
+        start = _slots_of(first, first < shown, row, exists, PAGE)
     flag = _is_selected(values, tl.full([], 1, tl.uint32), shown, _BINADE, k)
-    store_where(out + _before(flag)[0], _by_thread(ids).to(tl.int64), flag)
+    if PAGE == 0:
+        results = results.to(tl.int64)
+    elif PAGE % 8:
+        results = _slots_of(results, flag, row, exists, PAGE)
+    else:
+        results = tl.where(exists, start[:, None] + results % 8, -1)
+    store_where(out + _before(flag)[0], results, flag)
+
+
+@triton.jit
+def _slots_of(ids, flag, row, exists, PAGE: tl.constexpr):
+    """Slots of flagged entries of the sequence whose pages ``row`` has; others are undefined.
+
+    -1 unless ``exists``: else the token has no sequence, and ``row`` is another's.
+    """
+    page = load_where(row + ids // PAGE, flag).to(tl.int64)
+    return tl.where(exists, page * PAGE + ids % PAGE, -1)
 
 
 @triton.jit
@@ -330,18 +352,22 @@ def _select_in_pieces(keys, groups, out, count, shown, k, GROUP: tl.constexpr, T
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["capacity", "k"])
+@triton.jit(do_not_specialize=["capacity", "k", "table_stride"])
 def select_kernel(
     scores,
     maxima,
     buffer,
     visible,
+    table,
+    sequences,
     out,
     capacity,
     k,
     score_stride,
     maxima_stride,
     buffer_stride,
+    table_stride,
+    PAGE: tl.constexpr,
     TOP: tl.constexpr,
     GROUP: tl.constexpr,
     EXACT: tl.constexpr,
@@ -351,8 +377,15 @@ def select_kernel(
     T: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Store positions. PAGE > 0: slots, by pages of as many entries, of rows below EXACT alone."""
+    tl.static_assert(PAGE == 0 or DIRECT == 0)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
+    row, exists = table, True
+    if PAGE > 0:
+        sequence = tl.load(sequences + token).to(tl.int64)
+        row += tl.maximum(sequence, 0) * table_stride
+        exists = sequence >= 0
     shown = tl.minimum(tl.load(visible + token), capacity).to(tl.int32)
     out += token * k
     scores += token * score_stride
@@ -366,11 +399,14 @@ def select_kernel(
         keys = tl.load(scores + ids)
     if shown <= k:
         index = tl.arange(0, TOP)
-        tl.store(out + index, tl.where(index < shown, index, -1).to(tl.int64), mask=index < k)
+        results = index.to(tl.int64)
+        if PAGE > 0:
+            results = _slots_of(index, index < shown, row, exists, PAGE)
+        tl.store(out + index, tl.where(index < shown, results, -1), mask=index < k)
     elif shown <= EXACT:
         if DIRECT > 0:
             keys = tl.load(scores + ids)
-        _select(keys, ids, out, shown, k)
+        _select(keys, ids, out, shown, k, row, exists, PAGE)
     else:
         if DIRECT > 0:
             if shown <= DIRECT:

@@ -28,7 +28,7 @@ from dsv4.bench.suites.model.trace.step_map import lines_of
 from dsv4.bench.suites.random_model import random_model
 from dsv4.compilation.warmup import warm_ranks
 from dsv4.debug import compilations
-from dsv4.layers.reserve import STEP_TOKENS
+from dsv4.layers.step_tokens import step_tokens
 from dsv4.model import DeepseekV4ForCausalLM
 from dsv4.parallel import groups, processes
 from dsv4.parallel.agreement import reported
@@ -184,7 +184,7 @@ def _build(
 
 def _warm(model: DeepseekV4ForCausalLM, results: ModelResults) -> None:
     """Compile or load kernels as ``dsv4.load`` does."""
-    done, start = warm_ranks(model, STEP_TOKENS, progress=False), results.start
+    done, start = warm_ranks(model, step_tokens(model), progress=False), results.start
     if done is not None:
         start.kernels = done.kernels + done.triton
         start.kernels_compiled = done.compiled + done.triton_compiled

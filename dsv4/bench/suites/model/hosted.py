@@ -22,7 +22,9 @@ from dsv4.bench.suites.model.request import ModelRequest
 from dsv4.bench.suites.whole_model import DecodeStep
 from dsv4.checkpoint.host_experts import KEPT_GPU_BYTES, ExpertSizes
 from dsv4.layers import _host_memory
+from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.host_experts import HostExperts, Hosting, slot_tokens
+from dsv4.layers.step_tokens import prompt_bytes
 
 
 def placed(request: ModelRequest) -> ModelRequest:
@@ -40,6 +42,7 @@ def placed(request: ModelRequest) -> ModelRequest:
         config.num_experts_per_tok,
         size.layer_expert,
         size.other,
+        prompt_bytes(config, STAGED_STEP_TOKENS),
     )
     try:
         if request.host_experts == "auto":

@@ -87,6 +87,7 @@ FUNCTIONS = {
     "_rms_norm_kernel": NORM,
     "_pair_kernel": NORM,
     "_head_kernel": NORM,
+    "_heads_and_entries_kernel": NORM,
     "_norm_quantize_kernel": NORM,
     "_norm_quantize_few_kernel": NORM,
     "_tables_kernel": ROPE,

@@ -188,17 +188,17 @@ def e2m1_to_bytes_by_table(
     )
 
 
-def e4m3x2_to_bfloat16x2(pair: Uint32) -> Uint32:
-    """Two E4M3 codes in a word's low half as a pair of bfloat16; NaN stays NaN.
+def e4m3x2_to_bfloat16x2(word: Uint32, half: int = 0) -> Uint32:
+    """Two E4M3 codes, the low (0) or high (1) pair, as a pair of bfloat16; NaN stays NaN.
 
     Through float32, because the conversion from float16 to bfloat16 has a sixteenth of its rate.
     """
     return assembly(
         "{ .reg .b16 l, h, x, y; .reg .b32 d; .reg .f32 a, b; "
-        "mov.b32 {l, h}, {$r0}; cvt.rn.f16x2.e4m3x2 d, l; mov.b32 {x, y}, d; "
+        f"mov.b32 {{l, h}}, {{$r0}}; cvt.rn.f16x2.e4m3x2 d, {'lh'[half]}; mov.b32 {{x, y}}, d; "
         "cvt.f32.f16 a, x; cvt.f32.f16 b, y; cvt.rn.bf16x2.f32 {$w0}, b, a; }",
         [Uint32],
-        [pair],
+        [word],
     )
 
 

@@ -123,10 +123,18 @@ def async_copy4_or_zero(target: Uint32, source: Int64, count: Int32) -> None:
     assembly(code, (), [target, source, count])
 
 
-def async_copy16(target: Uint32, source: Int64, to: int = 0, offset: int = 0) -> None:
-    """``cp.async.cg.shared.global``, 16 bytes; ``to`` and ``offset`` are immediate offsets."""
+def async_copy16(
+    target: Uint32, source: Int64, to: int = 0, offset: int = 0, to_l2: int = 0
+) -> None:
+    """``cp.async.cg.shared.global``, 16 bytes; ``to`` and ``offset`` are immediate offsets.
+
+    ``to_l2`` (64, 128 or 256) asks for as many bytes around the source in L2; 0: no hint.
+    """
+    hint = f".L2::{to_l2}B" if to_l2 else ""
     assembly(
-        f"cp.async.cg.shared.global [{{$r0}}+{to}], [{{$r1}}+{offset}], 16;", (), [target, source]
+        f"cp.async.cg.shared.global{hint} [{{$r0}}+{to}], [{{$r1}}+{offset}], 16;",
+        (),
+        [target, source],
     )
 
 

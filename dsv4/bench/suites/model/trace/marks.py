@@ -22,6 +22,7 @@ _WHOLE = frozenset(
         *("gemm", "gemm_swiglu", "compressor_projections", "route_topk", "rms_norm"),
         *("rms_norm_pair", "rms_norm_quantize", "head_norm_rope_", "swiglu", "swiglu_quantize"),
         *("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm", "quantize_nvfp4"),
+        *("hc_combine_post", "hc_combine_post_pre_norm"),
         *("hc_pre_norm_quantize", "hc_post_pre_norm_quantize", "quantize_index_queries"),
         *("rope", "rope_quantize", "quantize_fp8_token", "all_reduce"),
         *("rms_norm_fp8", "swiglu_fp8"),
@@ -66,12 +67,12 @@ def marking(model: nn.Module, count: Callable[[], int]) -> Iterator[Marks]:
     """Mark layers and operators while the block captures a step of the model.
 
     Args:
-        model: Its decoder layers are marked.
+        model: Decoder layers and plain linear layers that it runs are marked.
         count: Returns how many nodes the graph has.
     """
     marks = Marks()
     begun: list[int] = []
-    run = dispatch.run
+    run, run_layer = dispatch.run, DeepseekV4DecoderLayer._run
 
     def counted(op: str, args: Any, *rest: Any, **named: Any) -> Any:
         first = count()
@@ -83,10 +84,12 @@ def marking(model: nn.Module, count: Callable[[], int]) -> Iterator[Marks]:
     def begin(module: nn.Module, inputs: Any) -> None:
         begun.append(count())
 
-    def end_layer(module: Any, inputs: Any, output: Any) -> None:
-        attention = module.self_attn
-        mark = Mark(attention.layer_type, begun.pop(), count(), layer=attention.layer_idx)
+    def marked(layer: Any, *args: Any) -> Any:
+        first, attention = count(), layer.self_attn
+        result = run_layer(layer, *args)
+        mark = Mark(attention.layer_type, first, count(), layer=attention.layer_idx)
         marks.layers.append(mark)
+        return result
 
     def end_linear(module: Any, inputs: Any, output: Any) -> None:
         moved = moved_bytes((inputs, module.weight, output))
@@ -94,12 +97,11 @@ def marking(model: nn.Module, count: Callable[[], int]) -> Iterator[Marks]:
 
     with ExitStack() as stack:
         for module in model.modules():
-            ends = end_layer if isinstance(module, DeepseekV4DecoderLayer) else None
             if isinstance(module, Linear) and module.format is None:
-                ends = end_linear
-            if ends is not None:
                 stack.callback(module.register_forward_pre_hook(begin).remove)
-                stack.callback(module.register_forward_hook(ends).remove)
+                stack.callback(module.register_forward_hook(end_linear).remove)
+        # No hooks: a layer that has one leaves the beginning of the next layer to that.
+        stack.enter_context(mock.patch.object(DeepseekV4DecoderLayer, "_run", marked))
         stack.enter_context(mock.patch.object(dispatch, "run", counted))
         yield marks
 
