@@ -119,8 +119,8 @@ def _model(folder: ResultsFolder) -> list[str]:
     reads = sorted({figure.read for figure in folder.published})
     note = (
         "\\* Random weights and routing. With one request, a step of a model with fewer experts "
-        "reads as many bytes as a step of the whole model; with many requests it reads fewer. On one "
-        f"H100 the bytes alone take at least {near.bytes_ms:.1f} ms "
+        "reads as many bytes as a step of the whole model; with many requests it reads fewer. "
+        f"On one H100 the bytes alone take at least {near.bytes_ms:.1f} ms "
         f"([all figures]({folder.root.name}/{GPU}/index.md), {file.date}). "
         f"Others' figures are [as published]({folder.root.name}/index.md), read on {reads[-1]}. "
         "dsv4 used no [drafts](docs/speculation.md)."
