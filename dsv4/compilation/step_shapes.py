@@ -36,8 +36,9 @@ def step_shapes(max_tokens: int, context: int) -> list[StepShape]:
     """Shapes that together launch what steps of up to that many tokens do.
 
     Launchers choose by powers of two of tokens and sequences, and by how many tiles of 16 to 256
-    tokens there are: each power and, up to 8192 tokens, each tile of 64 begins a shape. CuTeDSL scores index keys if
-    all tokens together have many; so at contexts between two powers Triton may score them.
+    tokens there are: each power and, up to 8192 tokens, each tile of 64 begins a shape. CuTeDSL
+    scores index keys if all tokens together have many; so at contexts between two powers Triton may
+    score them.
 
     Args:
         max_tokens: Most tokens of a step.
