@@ -147,9 +147,9 @@ class TestPlacement:
         assert (placement is None) == (short is None)
         if placement is None:
             return
-        kept = gpu * GB - sizes.gpu_bytes(placement) - sizes.buffer_bytes(placement)
+        free = gpu * GB - sizes.gpu_bytes(placement) - sizes.buffer_bytes(placement)
         same = (placement.static, placement.slots) == (short.static, short.slots)
-        assert kept >= prompt * GB or same
+        assert free >= prompt * GB or same
 
     @given(gpu=st.integers(0, 200), host=st.integers(0, 200))
     def test_fits_or_says_what_there_is(self, gpu, host):

@@ -48,11 +48,11 @@ def test_a_runner_has_it(model: Any, own: int | None) -> None:
         assert runner.limits.max_chunk == STEP_TOKENS
 
 
-def test_a_prompt_of_so_many_tokens_is_one_step(monkeypatch: Any) -> None:
+def test_a_prompt_of_one_step_by_default(monkeypatch: Any) -> None:
     model = random_model(dsv4.ModelConfig.tiny(), 0, mtp=False)
     layers.host_experts_(model, HostExperts(2, 3, staged=1))
     buffer = model.model.layers[0].mlp.experts.hosted.staging
-    monkeypatch.setattr(buffer, "step_tokens", 24)  # 16384 take long on a CPU
+    monkeypatch.setattr(buffer, "step_tokens", 6)  # 16384 take long on a CPU
     steps: list[int] = []
     forward = model.model.forward
 
@@ -61,10 +61,10 @@ def test_a_prompt_of_so_many_tokens_is_one_step(monkeypatch: Any) -> None:
         return forward(ids, *rest, **options)
 
     monkeypatch.setattr(model.model, "forward", counted)
-    for length in (24, 25):
+    for length in (6, 7):
         model.generate([[1] * length], 1, stop_ids=())
-    model.generate([[1] * 24], 1, stop_ids=(), chunk=16)
-    assert steps == [24, 24, 1, 16, 8]
+    model.generate([[1] * 6], 1, stop_ids=(), chunk=4)
+    assert steps == [6, 6, 1, 4, 2]
 
 
 @given(free=st.integers(0, 1 << 34), rows=st.integers(1, 64), tokens=st.integers(2, 1 << 17))
