@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 
 import dsv4
 from dsv4 import layers
+from dsv4.debug import compilations
 from dsv4.layers import HostExperts
 from dsv4.layers.step_tokens import STEP_TOKENS, cache_bytes, chunk_bytes, step_tokens
 from dsv4.serving import Runner, _setup
 from dsv4.serving._setup import Limits
+from dsv4.serving.kept_runner import KeptRunner
 from dsv4.testing.models import random_model
 
 LONG = {"max_position_embeddings": 1 << 20}
@@ -95,3 +98,29 @@ def test_memory_does_not_count_without_a_buffer_or_a_gpu(model: Any) -> None:
     on_gpu: Any = SimpleNamespace(device=GPU, modules=plain.modules)
     assert limits.within_memory(on_gpu, 20000, "plain") is limits
     assert limits.within_memory(model, 20000, "plain") is limits
+
+
+@pytest.mark.gpu
+def test_after_load_a_prompt_of_one_step_compiles_and_captures_nothing(tmp_path: Path) -> None:
+    """``load`` compiles for the default chunk, and ``generate`` is prepared for such a prompt."""
+    sizes = {"hidden_size": 128, "q_lora_rank": 64, "moe_intermediate_size": 64, "o_lora_rank": 32}
+    config = dsv4.ModelConfig.tiny(**sizes, **LONG)
+    source = random_model(config, 0, mtp=False).to(torch.bfloat16)
+    layers.quantize_(source)
+    dsv4.save(source, tmp_path / "model")
+    placement = HostExperts(2, 3, staged=2)
+    model = dsv4.load(
+        tmp_path / "model", device="cuda", host_experts=placement, mtp=False, progress=False
+    )
+    runner = KeptRunner.of(model).runner
+    assert runner is not None
+    assert (runner.limits.max_chunk, runner.limits.max_tokens) == (16384, 32768)
+    captures, compiled = runner.captures, compilations()
+    before = layers.cache_use(model).steps
+    model.generate([[1] * 16384], 1, stop_ids=())
+    assert layers.cache_use(model).steps == before + 1
+    for length in (8193, 12345, 16383):
+        model.generate([[1] * length], 2, stop_ids=())
+    assert KeptRunner.of(model).runner is runner
+    assert runner.captures == captures
+    assert compilations() - compiled == {}
