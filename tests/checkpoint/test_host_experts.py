@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,14 +14,19 @@ from safetensors import safe_open
 from dsv4 import layers
 from dsv4.checkpoint import load, save
 from dsv4.checkpoint.host_experts import ExpertSizes, describe
+from dsv4.config import ModelConfig
 from dsv4.layers import HostExperts
 from dsv4.layers import _host_memory as host_memory
+from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.host_experts import experts_of
+from dsv4.layers.step_tokens import prompt_bytes
 from dsv4.testing.assertions import assert_bitwise
 from tests.checkpoint.load_cases import mixed
 
 LAYERS, EXPERTS, TOP_K = 3, 4, 2
-FLASH = ExpertSizes(43, 256, 6, 14_172_192, 12_400_000_000)
+FLASH = ExpertSizes(
+    43, 256, 6, 14_172_192, 12_400_000_000, prompt_bytes(ModelConfig.flash(), STAGED_STEP_TOKENS)
+)
 GB = 10**9
 
 
@@ -118,12 +124,32 @@ class TestPlacement:
 
     def test_leaves_room_for_the_stacks_of_a_layer(self):
         """Those of a layer of Pro are larger than what a step needs."""
-        pro = ExpertSizes(61, 384, 6, 37_200_000, 30_000_000_000)
+        prompt = prompt_bytes(ModelConfig.pro(), STAGED_STEP_TOKENS)
+        pro = ExpertSizes(61, 384, 6, 37_200_000, 30_000_000_000, prompt)
         placement = pro.placement(int(148.7 * GB), 1500 * GB)
         stacks = pro.experts * pro.expert_bytes
         assert stacks > 8 * GB
         assert pro.gpu_bytes(placement) + pro.buffer_bytes(placement) + stacks < 147 * GB
-        assert FLASH.kept_bytes() == 8 * GB
+        assert FLASH.kept_bytes() == 8 * GB > FLASH.prompt_bytes
+        assert pro.kept_bytes() > pro.prompt_bytes > 8 * GB
+
+    @given(gpu=st.integers(0, 200), prompt=st.integers(0, 30))
+    def test_leaves_room_for_a_prompt_in_one_step_if_it_can(self, gpu, prompt):
+        """With more memory for a prompt there is a placement wherever there is one with less."""
+        sizes = replace(FLASH, prompt_bytes=prompt * GB)
+        try:
+            short = replace(FLASH, prompt_bytes=0).placement(gpu * GB, 200 * GB)
+        except MemoryError:
+            with pytest.raises(MemoryError):
+                sizes.placement(gpu * GB, 200 * GB)
+            return
+        placement = sizes.placement(gpu * GB, 200 * GB)
+        assert (placement is None) == (short is None)
+        if placement is None:
+            return
+        free = gpu * GB - sizes.gpu_bytes(placement) - sizes.buffer_bytes(placement)
+        same = (placement.static, placement.slots) == (short.static, short.slots)
+        assert free >= prompt * GB or same
 
     @given(gpu=st.integers(0, 200), host=st.integers(0, 200))
     def test_fits_or_says_what_there_is(self, gpu, host):

@@ -32,6 +32,7 @@ from dsv4.compilation.target import Target
 from dsv4.config import DSparkConfig
 from dsv4.cute.runtime import cubin_cache
 from dsv4.kv_cache.layer_cache import ROLLBACK
+from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.serving import Runner, SamplingOptions
 from dsv4.testing.models import random_model
 
@@ -107,6 +108,34 @@ def test_any_step_launches_what_was_found(arch, preset, activation, shape, kerne
     recipe = Recipe.of(getattr(dsv4.ModelConfig, preset)(activation=activation))
     warm = kernels_of(recipe, Target(arch))
     asked = kernels_of(recipe, Target(arch), shape)
+    assert len(asked) > 20
+    assert [name for key, name in asked.items() if key not in warm] == []
+
+
+@pytest.mark.slow
+@given(
+    tokens=st.one_of(st.integers(4097, STAGED_STEP_TOKENS), st.just(STAGED_STEP_TOKENS)),
+    sequences=st.sampled_from((1, 2, 7, 100)),
+    context=st.integers(STAGED_STEP_TOKENS, 1 << 20),
+)
+@example(tokens=8184, sequences=1, context=8184)
+@example(tokens=16384, sequences=1, context=16385)
+@settings(deadline=None, max_examples=20)
+def test_long_steps_with_experts_in_host_memory_are_in_the_list(
+    tokens, sequences, context, kernels_of
+):
+    """Those of a default chunk, of which only some numbers of tokens are listed."""
+    recipe = Recipe.of(dsv4.ModelConfig.flash().replace(num_nextn_predict_layers=0))
+    hosted = tuple(
+        (name, dataclasses.replace(weight, hosted=(148, 60, 24)))
+        if name.endswith(".experts")
+        else (name, weight)
+        for name, weight in recipe.weights
+    )
+    recipe, target = dataclasses.replace(recipe, weights=hosted), Target("sm_90a")
+    sizes = step_shapes(STAGED_STEP_TOKENS, recipe.config.max_position_embeddings)
+    warm = kernels_of(recipe, target, *sizes)
+    asked = kernels_of(recipe, target, StepShape(tokens, sequences, context))
     assert len(asked) > 20
     assert [name for key, name in asked.items() if key not in warm] == []
 

@@ -11,7 +11,11 @@ import pytest
 import torch
 
 import dsv4
+from dsv4 import layers
+from dsv4.checkpoint import preparing
 from dsv4.compilation import warmup
+from dsv4.layers import HostExperts
+from dsv4.layers._expert_staging import STAGED_STEP_TOKENS
 from dsv4.layers.step_tokens import STEP_TOKENS
 from dsv4.testing.models import random_model
 
@@ -34,6 +38,59 @@ def test_kernels_of_a_step_are_compiled_unless_refused(
     assert asked == [(most, False)]
     dsv4.load(tmp_path / "model", prepare=False, progress=False)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "reserve", "most"),
+    [
+        (HostExperts(2, 3), None, STEP_TOKENS),
+        (HostExperts(2, 3, staged=1), None, STAGED_STEP_TOKENS),
+        (HostExperts(2, 3, staged=1), 0, STAGED_STEP_TOKENS),
+        (HostExperts(2, 3, staged=1), 20_000, 20_000),
+    ],
+)
+def test_kernels_and_memory_of_steps_with_a_buffer(
+    placement: HostExperts,
+    reserve: int | None,
+    most: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels are those of the longest step by default; memory is what is asked for."""
+    asked: list[tuple[int, bool]] = []
+    reserved: list[int | None] = []
+    monkeypatch.setattr(warmup, "warm_loaded", lambda model, *rest: asked.append(rest))
+    monkeypatch.setattr(
+        preparing, "warm_allocator", lambda model, tokens, dtype: reserved.append(tokens)
+    )
+    dsv4.save(random_model(dsv4.ModelConfig.tiny(), 0), tmp_path / "model")
+    options: Any = {} if reserve is None else {"reserve_tokens": reserve}
+    dsv4.load(tmp_path / "model", host_experts=placement, progress=False, **options)
+    assert asked == [(most, False)]
+    assert reserved[0] == reserve
+    assert reserved[1] == (most if reserve is None else reserve)
+
+
+@pytest.mark.parametrize("free", [0, 5_000_000_000, 1 << 40])
+def test_a_model_with_little_memory_has_shorter_steps(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left when all weights are in their places decides, before kernels are compiled."""
+    model = random_model(dsv4.ModelConfig.tiny(), 0)
+    layers.host_experts_(model, HostExperts(2, 3, staged=1))
+    sizes: dict[str, Any] = {"config": dsv4.ModelConfig.flash(), "device": GPU}
+    for name, value in sizes.items():
+        monkeypatch.setattr(type(model), name, value, raising=False)
+    del model.config
+    monkeypatch.setattr(preparing, "free_bytes", lambda device: free)
+    seen: list[int] = []
+    monkeypatch.setattr(preparing, "warm_allocator", lambda model, *rest: None)
+    monkeypatch.setattr(warmup, "warm_loaded", lambda model, most, progress: seen.append(most))
+    request: Any = SimpleNamespace(
+        reserve_tokens=None, prepare=True, values=SimpleNamespace(progress=False)
+    )
+    preparing.make_ready(model, request, None)
+    assert seen == [{0: 4096, 5_000_000_000: 8192}.get(free, 16384)]
 
 
 def test_nothing_is_compiled_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
