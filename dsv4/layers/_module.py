@@ -218,7 +218,8 @@ def is_unwatched(module: nn.Module, kind: type[nn.Module]) -> bool:
     """
     if torch.compiler.is_compiling() or type(module) is not kind or "forward" in module.__dict__:
         return False
-    return not hooked(module, module) and not any(_GLOBAL_HOOKS)
+    is_compiled = module._compiled_call_impl is not None  # by ``module.compile()``
+    return not (is_compiled or hooked(module, module) or any(_GLOBAL_HOOKS))
 
 
 def hooked(module: nn.Module, other: nn.Module) -> bool:

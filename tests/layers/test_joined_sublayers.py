@@ -243,6 +243,16 @@ class TestRowsOfExperts:
         assert (counts["moe_combine"], counts["hc_post"]) == (1, 1)
         assert_bitwise(actual, expected)
 
+    def test_a_block_that_compiles_itself_is_called(self, monkeypatch):
+        layer = a_model().model.layers[1]
+        streams, ids = torch.randn(1, 5, 4, 256).bfloat16(), torch.arange(5)[None]
+        expected = layer(streams, ids)
+        torch._dynamo.reset()
+        layer.mlp.compile(backend="eager")
+        actual, counts = operators(lambda: layer(streams, ids), monkeypatch)
+        assert counts["hc_combine_post"] == 0
+        assert_bitwise(actual, expected)
+
     def test_a_block_of_another_class_is_called(self, monkeypatch):
         class Block(layers.DeepseekV4SparseMoeBlock):
             def forward(self, hidden_states, input_ids=None, **options):

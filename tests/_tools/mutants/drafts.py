@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "draft",
         "taps of the streams before their layers",
-        "dsv4.model.backbone:DeepseekV4Model.forward",
+        "dsv4.model.backbone:DeepseekV4Model._run_layers",
         "taps.take(number, streams)",
         "taps.take(number + 1, streams)",
         DRAFTING + "taps_are_the_mean_of_the_streams_after_their_layers",

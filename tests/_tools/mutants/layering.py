@@ -21,6 +21,31 @@ MUTANTS = (
     ),
     Mutant(
         "P4",
+        "another beginning of the next layer is not seen",
+        LAYERS + "_layer_plan:Structure.tensors",
+        "[ref() for ref in self._others] != list(others)",
+        "False",
+        CHANGES + "test_a_change_of_the_next_layer_is_seen",
+    ),
+    Mutant(
+        "joined layers",
+        "a layer that is watched is joined",
+        LAYERS + "decoder:may_join",
+        "is_unwatched(layer, kind) and is_unwatched(following, kind)",
+        "True",
+        "tests/layers/test_joined_sublayers.py::TestLayers::test_a_layer_that_is_watched_is_called",
+    ),
+    Mutant(
+        "joined layers",
+        "rows are written back unrounded",
+        "dsv4.reference.hyper_connection_combine:_combined",
+        "args.y.dtype",
+        "torch.float32",
+        "tests/ops/test_hyper_connection_combine.py::"
+        "test_rows_are_rounded_before_they_are_written_back",
+    ),
+    Mutant(
+        "P4",
         "a forward of its own is not seen",
         LAYERS + "_layer_plan:Structure.tensors",
         "list(map(len, dicts)) != self._sizes",
