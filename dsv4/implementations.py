@@ -370,8 +370,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("router", "router", "route_topk", "route_hash"),
     *_reference("router", "route_topk", "route_hash"),
     *_triton("moe_sort", "moe_sorting", "moe_permute", "moe_sort"),
-    *_triton("router_sort", "router_sort", "route_topk_sort", proven=_NOWHERE),
-    *_reference("router_sort", "route_topk_sort"),
     *_triton("moe_gather", "any_call", "moe_gather"),
     *_triton(*3 * ("moe_gather_quantize",)),
     *_triton(*3 * ("moe_combine",)),

@@ -1,4 +1,4 @@
-"""Rows of the routed experts: as they are sorted, and as results to be added up for each token."""
+"""Rows of the routed experts, whose sum for each token is the output of an expert block."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ from typing import NamedTuple
 import torch
 
 from dsv4.ops.moe import moe_combine
-from dsv4.quant.formats import QuantizedTensor
-
-
-class SortedRows(NamedTuple):
-    """Rows of tokens, sorted by expert.
-
-    Attributes:
-        rows: ``[T k, H]``, or their codes.
-        row_weight: ``[T k]``, weights of the rows; None if none are used.
-        offsets: int32 ``[E_local + 1]``, first row of each expert.
-        row_of_slot: int32 ``[T, k]``, sorted row of each slot.
-        weights: ``[T, k]``, weights of the slots.
-    """
-
-    rows: torch.Tensor | QuantizedTensor
-    row_weight: torch.Tensor | None
-    offsets: torch.Tensor
-    row_of_slot: torch.Tensor
-    weights: torch.Tensor
 
 
 class RoutedRows(NamedTuple):

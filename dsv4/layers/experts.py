@@ -11,10 +11,9 @@ import torch
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
 from dsv4.layers._expert_weights import ExpertWeights
-from dsv4.layers._routed_rows import RoutedRows, SortedRows
+from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
-from dsv4.layers.router import DeepseekV4TopKRouter
 from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
@@ -171,57 +170,14 @@ class DeepseekV4Experts(ExpertWeights):
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
             top_k_index = self.fetch(top_k_index) if slots is None else slots()
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
-        gathered = self._sorted(hidden_states, top_k_index, top_k_weights, buffers.rows)
-        rows = SortedRows(*gathered, weights=top_k_weights)
-        return self._multiplied(rows, buffers, part, hidden_states.dtype, shared, streams)
-
-    def sorts_rows(self, dtype: torch.dtype) -> bool:
-        """Return whether tokens of a dtype are copied to sorted rows as they are (``moe_sort``)."""
-        return self.hosted is None and not any(self._coded(dtype))
-
-    def routed_rows_of(
-        self,
-        gate: DeepseekV4TopKRouter,
-        hidden_states: torch.Tensor,
-        routed: torch.Tensor | None = None,
-        shared: torch.Tensor | None = None,
-        streams: Streams = IN_ORDER,
-    ) -> RoutedRows:
-        """Do what ``routed_rows`` does behind a router, in one operator with it; if ``sorts_rows``.
-
-        Args:
-            gate: The router.
-            hidden_states: ``[T, H]``.
-            routed: ``[T]``, see ``DeepseekV4TopKRouter.forward``.
-            shared: See ``routed_rows``.
-            streams: See there.
-        """
-        buffers = self._buffers_for(hidden_states, gate.top_k)
-        rows = gate.sorted_rows(
-            hidden_states,
-            routed=routed,
-            first_expert=self.first_expert,
-            num_local_experts=self.num_local_experts,
-            out=buffers.rows,
+        rows, row_weight, offsets, row_of_slot = self._sorted(
+            hidden_states, top_k_index, top_k_weights, buffers.rows
         )
-        return self._multiplied(rows, buffers, _WHOLE, hidden_states.dtype, shared, streams)
-
-    def _multiplied(
-        self,
-        sorted_rows: SortedRows,
-        buffers: Buffers,
-        part: _Part,
-        dtype: torch.dtype,
-        shared: torch.Tensor | None,
-        streams: Streams,
-    ) -> RoutedRows:
-        """Return the experts' results of sorted rows, and wait for the shared expert's."""
-        rows, row_weight, offsets, row_of_slot, slot_weights = sorted_rows
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
-            row_weight, weights = None, slot_weights
+            row_weight, weights = None, top_k_weights
         inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
-        out = self._project("down_proj", inner, offsets, buffers.rows, part, dtype)
+        out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return RoutedRows(out, row_of_slot, offsets, weights, shared)
@@ -334,7 +290,9 @@ class DeepseekV4Experts(ExpertWeights):
             "first_expert": self.first_expert,
             "num_local_experts": self.num_local_experts if self.hosted is None else experts,
         }
-        rounds, quantises = self._coded(x.dtype)
+        may_quantise = self.activation != "bf16" and x.dtype == torch.bfloat16
+        rounds = may_quantise and self._rounds and self.layout != LINEAR
+        quantises = may_quantise and self._quantises and self.layout == SWIZZLED
         if not (rounds or quantises):
             gathered = moe_sort(x, ids, weights, experts, out=out, **held)
             if self.hosted is not None:  # slots come first among the experts that are held
@@ -352,13 +310,6 @@ class DeepseekV4Experts(ExpertWeights):
             rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
-
-    def _coded(self, dtype: torch.dtype) -> tuple[bool, bool]:
-        """Return whether rows are rounded to FP8 as they are sorted, and whether to NVFP4."""
-        if self.activation == "bf16" or dtype != torch.bfloat16:
-            return False, False
-        rounds = self._rounds and self.layout != LINEAR
-        return rounds, self._quantises and self.layout == SWIZZLED
 
     @property
     def _quantises(self) -> bool:

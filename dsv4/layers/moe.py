@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +24,7 @@ from dsv4.parallel.split import LocalSizes
 # and gathering rows takes. It is then launched after the router and leaves SMs for these, which
 # memory bounds; the CTAs of the routed experts start there and count the tiles they take.
 _RESERVING_TOKENS, _RESERVED_SMS = 4096, 20
-# Tokens up to which router and sort are one operator, which takes one launch less for one token.
-_SORTING_TOKENS = 1
+R = TypeVar("R")
 UNROUTED = -1  # token id of padding that no rank's experts are to process
 
 
@@ -111,7 +110,7 @@ class DeepseekV4SparseMoeBlock(nn.Module):
         if self.exchange is not None:
             exchanged = self._exchanged(self.exchange, flat, input_ids, routed)
             return exchanged.view(hidden_states.shape)
-        output = self._partial(False, flat, hidden_states, input_ids, routed, slots)
+        output = self._partial(self.experts, flat, hidden_states, input_ids, routed, slots)
         if reduce:
             output = all_reduce(self.parallel, output)
         return output.view(hidden_states.shape)
@@ -133,8 +132,8 @@ class DeepseekV4SparseMoeBlock(nn.Module):
             slots: Slots of hosted experts, or None.
         """
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        rows: RoutedRows = self._partial(True, flat, hidden_states, input_ids, routed, slots)
-        return rows
+        experts = self.experts.routed_rows
+        return self._partial(experts, flat, hidden_states, input_ids, routed, slots)
 
     def _route(
         self, hidden: torch.Tensor, ids: torch.Tensor | None, routed: torch.Tensor | None
@@ -154,23 +153,18 @@ class DeepseekV4SparseMoeBlock(nn.Module):
 
     def _partial(
         self,
-        defers: bool,
+        experts: Callable[..., R],
         flat: torch.Tensor,
         hidden_states: torch.Tensor,
         input_ids: torch.Tensor | None,
         routed: torch.Tensor | None,
         slots: Callable[[], torch.Tensor] | None,
-    ) -> Any:
-        """Return the part ``[T, H]`` of the sum that is computed here, or its ``RoutedRows``."""
+    ) -> R:
+        """Return what ``experts`` make of the part that is computed here: ``[T, H]``, or rows."""
         arguments = (hidden_states, input_ids, routed)
         mlp, streams = self.shared_experts, side_streams(flat)
         # Experts of another package may not take the argument.
         options: dict[str, Any] = {} if slots is None else {"slots": slots}
-        gate = self._sorting_gate(flat)
-        if slots is None and gate is not None:
-            rows = self._sorted_rows(gate, flat, routed)
-            return rows if defers else rows.combined()
-        experts: Callable[..., Any] = self.experts.routed_rows if defers else self.experts
         if mlp is None:
             weights, indices = self._route(*arguments)
             return experts(flat, indices, weights, **options)
@@ -186,27 +180,6 @@ class DeepseekV4SparseMoeBlock(nn.Module):
                 else:  # another module may not take the argument
                     shared = mlp(flat)
         return experts(flat, indices, weights, shared, streams, **options)
-
-    def _sorting_gate(self, flat: torch.Tensor) -> DeepseekV4TopKRouter | None:
-        """Return the router if it sorts its choice in one operator; not if somebody watches it."""
-        gate, experts = self.gate, self.experts
-        if flat.shape[0] > _SORTING_TOKENS or not isinstance(gate, DeepseekV4TopKRouter):
-            return None
-        unwatched = is_unwatched(gate, DeepseekV4TopKRouter)
-        if unwatched and is_unwatched(experts, DeepseekV4Experts):
-            fits = gate.num_experts == experts.num_experts and experts.sorts_rows(flat.dtype)
-            return gate if fits else None
-        return None
-
-    def _sorted_rows(
-        self, gate: DeepseekV4TopKRouter, flat: torch.Tensor, routed: torch.Tensor | None
-    ) -> RoutedRows:
-        """Do what ``_partial`` does for few tokens of a layer that routes by score."""
-        mlp, streams, shared = self.shared_experts, side_streams(flat), None
-        if mlp is not None:
-            with streams.on("shared"):
-                shared = mlp(flat)
-        return self.experts.routed_rows_of(gate, flat, routed, shared, streams)
 
     def _exchanged(
         self,

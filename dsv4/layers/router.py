@@ -8,9 +8,7 @@ import torch
 
 from dsv4.config import ModelConfig
 from dsv4.layers._module import FixedDtypeModule, empty_weight, wide_dtype, wider
-from dsv4.layers._routed_rows import SortedRows
 from dsv4.ops.router import route_hash, route_topk
-from dsv4.ops.router_sort import route_topk_sort
 
 
 class _Router(FixedDtypeModule):
@@ -67,38 +65,6 @@ class DeepseekV4TopKRouter(_Router):
             logits_dtype=self._logits_dtype(flat),
             routed=routed,
         )
-
-    def sorted_rows(
-        self,
-        rows: torch.Tensor,
-        *,
-        routed: torch.Tensor | None,
-        first_expert: int,
-        num_local_experts: int,
-        out: torch.Tensor | None,
-    ) -> SortedRows:
-        """Route rows ``[T, H]`` and sort them by expert, see ``dsv4.ops.router_sort``.
-
-        Args:
-            rows: The rows.
-            routed: See ``forward``.
-            first_expert: First expert that is held.
-            num_local_experts: Number of experts that are held.
-            out: Memory for the sorted rows, or None.
-        """
-        result = route_topk_sort(
-            self._flat(rows),
-            self.weight,
-            self.e_score_correction_bias,
-            top_k=self.top_k,
-            scaling_factor=self.routed_scaling_factor,
-            logits_dtype=self._logits_dtype(rows),
-            routed=routed,
-            first_expert=first_expert,
-            num_local_experts=num_local_experts,
-            out=out,
-        )
-        return SortedRows(*result[:4], weights=result[5])
 
 
 class DeepseekV4HashRouter(_Router):

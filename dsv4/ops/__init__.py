@@ -36,7 +36,6 @@ from dsv4.ops.norm import head_norm_rope_, rms_norm, rms_norm_pair, rms_norm_qua
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.ops.rope import rope, rope_quantize, rope_tables
 from dsv4.ops.router import route_hash, route_topk
-from dsv4.ops.router_sort import route_topk_sort
 from dsv4.ops.slots import entry_slots, prefix_slots, window_slots
 from dsv4.ops.swiglu import swiglu, swiglu_quantize
 from dsv4.ops.verify import draw_draft, verify_greedy, verify_sampled
@@ -100,7 +99,6 @@ __all__ = [
     "rope_tables",
     "route_hash",
     "route_topk",
-    "route_topk_sort",
     "sparse_attention",
     "swiglu",
     "swiglu_fp8",

@@ -214,14 +214,12 @@ def moe_permute(
             within the layer's, or (on the CPU) an id is out of range.
     """
     _check.tensors("moe_permute", ("ids", ids, _check.INTEGERS, ("T", "k")))
-    local = local_experts_count(
-        "moe_permute", ids.numel(), num_experts, first_expert, num_local_experts
-    )
+    local = _local_experts("moe_permute", ids, num_experts, first_expert, num_local_experts)
     return _moe_permute(MoePermuteArgs(ids, num_experts, first_expert, local), backend)
 
 
-def local_experts_count(
-    op: str, slots: int, num_experts: int, first: int, num_local_experts: int | None
+def _local_experts(
+    op: str, ids: torch.Tensor, num_experts: int, first: int, num_local_experts: int | None
 ) -> int:
     """Return the number of experts held here; raise unless they and the number of ids fit."""
     local = num_experts - first if num_local_experts is None else num_local_experts
@@ -230,8 +228,8 @@ def local_experts_count(
             f"{op}: local experts are {first} to {first + local - 1}, "
             f"wanted at least one, within 0 to {num_experts - 1}"
         )
-    if not torch.compiler.is_compiling() and slots >= 2**31:
-        raise ValueError(f"{op}: ids has {slots} slots, wanted fewer than 2^31")
+    if not torch.compiler.is_compiling() and ids.numel() >= 2**31:
+        raise ValueError(f"{op}: ids has {ids.numel()} slots, wanted fewer than 2^31")
     return local
 
 
@@ -341,7 +339,7 @@ def moe_sort(
         ("ids", ids, _check.INTEGERS, ("T", "k")),
         ("weights", weights, _check.FLOATS, ("T", "k")),
     )
-    local = local_experts_count(op, ids.numel(), num_experts, first_expert, num_local_experts)
+    local = _local_experts(op, ids, num_experts, first_expert, num_local_experts)
     check_slots(op, "ids", ids)
     args = MoeSortArgs(x, ids, weights, num_experts, first_expert, local)
     if out is None:

@@ -125,39 +125,20 @@ def route_topk(
         ValueError: if a shape does not fit, ``top_k`` is out of range, or a tensor is on another
             device.
     """
-    logits_dtype = checked_topk("route_topk", x, weight, bias, top_k, logits_dtype, routed)
-    return _route_topk(
-        RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype, routed), backend
-    )
-
-
-def checked_topk(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    logits_dtype: torch.dtype,
-    routed: torch.Tensor | None,
-) -> torch.dtype:
-    """Check arguments of the learned router for an operator; return the dtype of the logits.
-
-    Raises:
-        TypeError: see ``route_topk``.
-        ValueError: see there.
-    """
     _check.tensors(
-        op,
+        "route_topk",
         ("x", x, _check.FLOATS, ("T", "H")),
         ("weight", weight, _check.FLOATS, ("E", "H")),
         ("bias", bias, _check.FLOATS, ("E",)),
         ("routed", routed, _ROUTED, ("T",)),
     )
-    dtype = _logits_dtype(op, x, logits_dtype)
+    logits_dtype = _logits_dtype("route_topk", x, logits_dtype)
     experts = weight.shape[0]
     if not 1 <= top_k <= experts:
-        raise ValueError(f"{op}: top_k is {top_k}, wanted 1 to {experts} (the experts)")
-    return dtype
+        raise ValueError(f"route_topk: top_k is {top_k}, wanted 1 to {experts} (the experts)")
+    return _route_topk(
+        RouteTopkArgs(x, weight, bias, top_k, scaling_factor, logits_dtype, routed), backend
+    )
 
 
 @planned

@@ -150,12 +150,8 @@ def _scatter_kernel(
 
 def moe_permute(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_permute``."""
-    check_ids(args.ids, args.num_experts)
-    return _permuted(args)
-
-
-def _permuted(args: MoePermuteArgs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ids = args.ids
+    check_ids(ids, args.num_experts)
     slots, experts = ids.numel(), args.num_local_experts
     order = ids.new_empty((slots,), dtype=torch.int32)
     offsets = ids.new_empty((experts + 1,), dtype=torch.int32)
@@ -267,26 +263,19 @@ def moe_sort(
     args: MoeSortArgs, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.moe.moe_sort``."""
-    check_ids(args.ids, args.num_experts)
-    return sort_rows(args, out)
-
-
-def sort_rows(
-    args: MoeSortArgs, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Run ``moe_sort`` with ids that are known to be right."""
     x, ids, weights = args.x, args.ids, args.weights
     slots, columns = ids.numel(), x.shape[1]
     out = x.new_empty((slots, columns)) if out is None else out
     row_weight = weights.new_empty((slots,))
     weights = weights.contiguous()
     if slots > _FUSED_SLOTS or out.numel() == 0:
-        _, offsets, rows = _permuted(
+        _, offsets, rows = moe_permute(
             MoePermuteArgs(ids, args.num_experts, args.first_expert, args.num_local_experts)
         )
         if slots:
             gather_rows(x, rows, out, weights, row_weight)
         return out, row_weight, offsets, rows
+    check_ids(ids, args.num_experts)
     offsets = ids.new_empty((args.num_local_experts + 1,), dtype=torch.int32)
     rows = ids.new_empty(ids.shape, dtype=torch.int32)
     source, (tokens, top_k) = row_tiles.as_rows(x), ids.shape

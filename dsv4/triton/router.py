@@ -86,7 +86,7 @@ def _key_of(score):
 
 
 @triton.jit
-def token_logits(
+def _token_logits(
     partials,
     logits,
     token,
@@ -119,61 +119,17 @@ def _summed(partials, token, tokens, expert, inside, EXPERTS: tl.constexpr, SPLI
 
 
 @triton.jit
-def is_left_out(routed, token, may_leave_out):
+def _is_left_out(routed, token, may_leave_out):
     """Whether a token goes to no expert; nothing is read if that holds for none."""
     return tl.load(routed + token, mask=may_leave_out != 0, other=0) < 0
 
 
 @triton.jit
 def _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good):
-    experts, weight = weights_of(left_out, experts, chosen, total, factor, good)
-    tl.store(weights + offset, weight, mask=mask)
-    tl.store(ids + offset, experts.to(tl.int64), mask=mask)
-
-
-@triton.jit
-def weights_of(left_out, experts, chosen, total, factor, good):
-    """Ids of a token's experts, -1 if it is left out, and their weights."""
+    experts = tl.where(left_out, -1, experts)
     weight = _quotient(chosen, total + 1e-20) * factor
-    return tl.where(left_out, -1, experts), tl.where(good == 1, weight, float("nan"))
-
-
-@triton.jit
-def choose_experts(
-    logit,
-    bias,
-    top_k,
-    EXPERTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
-    """The experts of a token, their scores, both ``[SLOTS]``, and the sum of these.
-
-    Scores and keys stay in registers. A round takes the highest key and of those that have it the
-    lowest expert, and removes it.
-    """
-    expert = tl.arange(0, BLOCK)
-    inside = expert < EXPERTS
-    scores = _sqrt_softplus(logit)
-    biased = scores
-    if BIASED:
-        biased = scores + widen(tl.load(bias + expert, mask=inside, other=0.0))
-    keys = tl.where(inside, _key_of(biased), _NONE)
-    bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
-    slot = tl.arange(0, SLOTS)
-    experts = tl.zeros([SLOTS], tl.int32)
-    chosen = tl.zeros([SLOTS], tl.float32)
-    total = 0.0
-    for j in range(top_k):
-        best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
-        keys = tl.where(expert == best, _NONE, keys)
-        # No score is negative, so that its bits order as it does.
-        score = tl.max(tl.where(expert == best, bits, 0), 0).to(tl.float32, bitcast=True)
-        total += score
-        experts = tl.where(slot == j, best, experts)
-        chosen = tl.where(slot == j, score, chosen)
-    return experts, chosen, total
+    tl.store(weights + offset, tl.where(good == 1, weight, float("nan")), mask=mask)
+    tl.store(ids + offset, experts.to(tl.int64), mask=mask)
 
 
 @fast_launch
@@ -197,15 +153,36 @@ def _topk_kernel(
     SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one token's logits, experts and weights."""
+    """Compute one token's logits, experts and weights. Scores and keys stay in registers.
+
+    A round takes the highest key and of those that have it the lowest expert, and removes it.
+    """
     if BIASED and tl.program_id(0) == 0:
         prefetch_row(bias, EXPERTS, BLOCK)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    left_out = is_left_out(routed, token, may_leave_out)
-    logit, good = token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
-    experts, chosen, total = choose_experts(logit, bias, top_k, EXPERTS, BIASED, BLOCK, SLOTS)
+    left_out = _is_left_out(routed, token, may_leave_out)
+    expert = tl.arange(0, BLOCK)
+    inside = expert < EXPERTS
+    logit, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
+    scores = _sqrt_softplus(logit)
+    biased = scores
+    if BIASED:
+        biased = scores + widen(tl.load(bias + expert, mask=inside, other=0.0))
+    keys = tl.where(inside, _key_of(biased), _NONE)
+    bits = tl.where(inside, scores, 0.0).to(tl.int32, bitcast=True)
     slot = tl.arange(0, SLOTS)
+    experts = tl.zeros([SLOTS], tl.int32)
+    chosen = tl.zeros([SLOTS], tl.float32)
+    total = 0.0
+    for j in range(top_k):
+        best = tl.min(tl.where(keys == tl.max(keys, 0), expert, BLOCK), 0)
+        keys = tl.where(expert == best, _NONE, keys)
+        # No score is negative, so that its bits order as it does.
+        score = tl.max(tl.where(expert == best, bits, 0), 0).to(tl.float32, bitcast=True)
+        total += score
+        experts = tl.where(slot == j, best, experts)
+        chosen = tl.where(slot == j, score, chosen)
     offset, mask = token * top_k + slot, slot < top_k
     _store_experts(weights, ids, offset, mask, left_out, experts, chosen, total, factor, good)
 
@@ -235,13 +212,13 @@ def _hash_kernel(
     """Compute one token's logits, and the scores of the experts that the table has for its word."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
-    left_out = is_left_out(routed, token, may_leave_out)
+    left_out = _is_left_out(routed, token, may_leave_out)
     word = tl.load(input_ids + token).to(tl.int64)
     slot = tl.arange(0, SLOTS)
     offset = tl.maximum(tl.minimum(word, vocabulary - 1), 0) * top_k + slot
     entry = tl.load(table + offset, mask=slot < top_k, other=0).to(tl.int64)
     expert = tl.maximum(tl.minimum(entry, EXPERTS - 1), 0).to(tl.int32)
-    _, good = token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
+    _, good = _token_logits(partials, logits, token, tokens, EXPERTS, SPLITS, STORED, BLOCK)
     good = tl.where((word >= 0) & (word < vocabulary), good, 0)
     good = tl.minimum(good, tl.min((entry == expert).to(tl.int32), 0))
     mask = slot < top_k
@@ -253,15 +230,7 @@ def _hash_kernel(
     _store_experts(weights, ids, offset, mask, left_out, expert, scores, total, factor, good)
 
 
-def logits_are_stored(x: torch.Tensor, partials: torch.Tensor, logits: torch.Tensor) -> bool:
-    """Return whether the GEMM has stored the logits, its only slice.
-
-    From sizes, not from addresses: kernels are listed on the meta device, where all are 0.
-    """
-    return x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32
-
-
-def topk_warps(block: int) -> int:
+def _topk_warps(block: int) -> int:
     """Return the warps: one needs no exchange through shared memory, but few logits a thread."""
     return min(16, max(1, block // 1024))
 
@@ -288,10 +257,11 @@ def _route(
     options = {
         "EXPERTS": experts,
         "SPLITS": partials.shape[0],
-        "STORED": logits_are_stored(x, partials, logits),
+        # From sizes, not from addresses: kernels are listed on the meta device, where all are 0.
+        "STORED": x.shape[1] > 0 and partials.shape[0] == 1 and logits.dtype == torch.float32,
         "BLOCK": block,
         "SLOTS": launch_options.power_of_two(top_k),
-        "num_warps": topk_warps(block),
+        "num_warps": _topk_warps(block),
         **launch_options.options(x),
     }
     # Without it any int64 tensor stands for it, so that there is no further kernel.

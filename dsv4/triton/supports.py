@@ -263,11 +263,6 @@ def moe_sorting(call: Call) -> str | None:
     return reason
 
 
-def router_sort(call: Call) -> str | None:
-    """Return why ``route_topk_sort`` is unsupported, or None."""
-    return router(call) or moe_sorting(call)
-
-
 def moe_gather_quantize(call: Call) -> str | None:
     """Return why ``moe_gather_quantize`` is unsupported, or None."""
     return any_call(call) or wide_row(call.args.x.shape[1])

@@ -89,7 +89,7 @@ STEP_OPS = {
     *("hc_pre_norm", "hc_post_pre_norm", "hc_combine_post", "hc_head"),
     *("hc_combine_post_pre_norm", "rms_norm", "head_norm_rope_write_kv"),
     *("window_slots", "sparse_attention", "route_hash", "route_topk"),
-    *("route_topk_sort", "moe_sort", "compress_write", "indexer_queries"),
+    *("moe_sort", "compress_write", "indexer_queries"),
     *("quantize_index_queries", "compressor_projections"),
     *("indexer_select", "prefix_slots", "fragments", "rope_tables"),
 }
@@ -236,11 +236,7 @@ def test_kernels_of_ranks_are_those_of_their_sizes():
     assert not any("reduce" in name for name in own["ran"])
     pushed = {name for names in exchange.values() for name in names}
     # Their results come from other ranks, not from rows that are added up here.
-    without = {
-        key
-        for key in whole["ran"]
-        if not key.startswith(("moe_", "hc_combine_", "route_topk_sort"))
-    }
+    without = {key for key in whole["ran"] if not key.startswith(("moe_", "hc_combine_"))}
     without.add("hc_post triton")
     assert {key for key in own["ran"] if not key.startswith("moe_")} == without
     assert pushed <= set(own["names"])
@@ -265,7 +261,7 @@ def check(name, compiled, ran):
     blackwell = name.startswith("sm_10") and name.endswith("nvfp4")
     ops = STEP_OPS | PRODUCTS
     if blackwell:
-        ops = ops - {"moe_sort", "route_topk_sort"} | {"moe_permute", "moe_gather_quantize"}
+        ops = ops - {"moe_sort"} | {"moe_permute", "moe_gather_quantize"}
     assert set(by_op) - {"quantize_nvfp4", "dequantize"} == ops
     for op in set(by_op) - PRODUCTS:
         assert set(by_op[op]) <= {"triton", "cute"}, op

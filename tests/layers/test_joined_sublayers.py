@@ -12,7 +12,7 @@ from dsv4 import dispatch, layers
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers.dspark import Taps
 from dsv4.testing.assertions import assert_bitwise
-from dsv4.testing.models import random_model, randomize_
+from dsv4.testing.models import random_model
 
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 16}
 KINDS = (SLIDING, CSA, HCA)
@@ -141,74 +141,6 @@ class TestLayers:
         compiled = torch.compile(model.model, backend="eager")
         for actual, expected in zip(compiled(ids), model.model(ids), strict=True):
             assert_bitwise(actual, expected)
-
-
-WATCHED_ROUTERS = {
-    "a hook of the router": lambda block: block.gate.register_forward_hook(nothing).remove,
-    "another forward": lambda block: replace_forward(block.gate),
-    "a hook of the experts": lambda block: block.experts.register_forward_hook(nothing).remove,
-}
-
-
-class TestRouter:
-    """The router sorts the rows of one token."""
-
-    def block(self, numerics="deepseek", packed=False, **experts):
-        config = a_model(numerics).config
-        block = layers.DeepseekV4SparseMoeBlock(config, 1, **experts).requires_grad_(False)
-        randomize_(block, 5)
-        if packed:
-            layers.quantize_(block)
-            layers.pack_(block)
-        return block.bfloat16()
-
-    @pytest.mark.parametrize("numerics", ["deepseek", "transformers"])
-    @pytest.mark.parametrize("packed", [False, True])
-    @pytest.mark.parametrize("first", [0, 5])
-    @pytest.mark.parametrize("how", WATCHED_ROUTERS)
-    def test_the_result_is_that_of_the_parts(self, numerics, packed, first, how, monkeypatch):
-        block = self.block(numerics, packed, first_expert=first, num_local_experts=9)
-        x = torch.randn(1, 1, 256).bfloat16()
-        actual, counts = operators(lambda: block(x), monkeypatch)
-        assert (counts["route_topk_sort"], counts["route_topk"], counts["moe_sort"]) == (1, 0, 0)
-        undo = WATCHED_ROUTERS[how](block)
-        expected, counts = operators(lambda: block(x), monkeypatch)
-        undo()
-        assert (counts["route_topk_sort"], counts["route_topk"], counts["moe_sort"]) == (0, 1, 1)
-        assert_bitwise(actual, expected)
-
-    def test_in_reserved_memory(self, monkeypatch):
-        block = self.block()
-        x = torch.randn(1, 1, 256).bfloat16()
-        expected = block(x)
-        layers.reserve_experts(block, 4)
-        actual, counts = operators(lambda: block(x), monkeypatch)
-        assert counts["route_topk_sort"] == 1
-        assert_bitwise(actual, expected)
-
-    def test_a_token_of_no_expert(self):
-        block = self.block()
-        x, routed = torch.randn(1, 1, 256).bfloat16(), torch.tensor([-1])
-        assert_bitwise(block(x, routed=routed)[0], block.shared_experts(x[0]))
-
-    @pytest.mark.parametrize("activation", ["fp8", "nvfp4"])
-    def test_rows_that_are_quantised_as_they_are_sorted(self, activation, monkeypatch):
-        config = a_model().config.replace(activation=activation)
-        block = layers.DeepseekV4SparseMoeBlock(config, 1).requires_grad_(False)
-        randomize_(block, 5)
-        layers.quantize_(block)
-        layers.pack_(block)
-        x = torch.randn(1, 1, 256).bfloat16()
-        expected, counts = operators(lambda: block.bfloat16()(x), monkeypatch)
-        plain = block.experts.sorts_rows(torch.bfloat16)
-        assert counts["route_topk_sort"] == plain
-        block.gate.register_forward_hook(nothing)
-        assert_bitwise(block(x), expected)
-
-    def test_several_tokens_are_sorted_by_another_operator(self, monkeypatch):
-        block = self.block()
-        counts = operators(lambda: block(torch.randn(1, 2, 256).bfloat16()), monkeypatch)[1]
-        assert (counts["route_topk_sort"], counts["route_topk"], counts["moe_sort"]) == (0, 1, 1)
 
 
 class TestRowsOfExperts:

@@ -31,7 +31,7 @@ from tests.ops.test_captured_operators import CPU, WIDE, assert_follows, assert_
 
 REPLAYED = (
     *("rms_norm", "head_norm_rope_", "rope", "hc_post", "hc_pre_norm", "moe_sort", "moe_combine"),
-    *("hc_combine_post", "hc_combine_post_pre_norm", "route_topk_sort"),
+    *("hc_combine_post", "hc_combine_post_pre_norm"),
     *("window_slots", "norm_rope_write_kv", "compress_write", "route_topk", "rms_norm_quantize"),
     *(
         "head_norm_rope_write_kv",

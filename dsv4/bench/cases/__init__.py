@@ -80,7 +80,6 @@ MAKERS: dict[str, Maker] = {
     "rope": elementwise.rope,
     "swiglu": elementwise.swiglu,
     "route_topk": moe.route_topk,
-    "route_topk_sort": moe.route_topk_sort,
     "route_hash": moe.route_hash,
     "moe_permute": moe.moe_permute,
     "moe_gather": moe.moe_gather,

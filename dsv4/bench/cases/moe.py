@@ -48,18 +48,6 @@ def route_topk(c: ModelConfig, tokens: int) -> Iterator[Case]:
     yield Case("route_topk", "", sizes, tokens, build)
 
 
-def route_topk_sort(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The learned router, and the rows of its choice in sorted order."""
-    [case] = route_topk(c, tokens)
-
-    def build(draw: Draw) -> Problem:
-        problem = case.build(draw)
-        judge = fused_judges.routed_sort
-        return replace(problem, function=ops.route_topk_sort, judge=judge)
-
-    yield replace(case, op="route_topk_sort", build=build)
-
-
 def route_hash(c: ModelConfig, tokens: int) -> Iterator[Case]:
     """The table of the first layers."""
     experts, k = c.n_routed_experts, c.num_experts_per_tok

@@ -53,7 +53,6 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "rope": ({**_HEADS, **_ROTATED},),
     "swiglu": (_INNER,),
     "route_topk": ({**_EXPERTS, **_HIDDEN, **_CHOSEN},),
-    "route_topk_sort": ({**_EXPERTS, **_HIDDEN, **_CHOSEN},),
     "route_hash": ({**_EXPERTS, **_HIDDEN, **_CHOSEN, "V": "vocab_size"},),
     "moe_permute": ({**_EXPERTS, **_CHOSEN},),
     "moe_gather": ({**_HIDDEN, **_CHOSEN},),

@@ -362,19 +362,6 @@ def hyper_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Verdic
     )
 
 
-def routed_sort(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """The choice as of the router; the rest as ``moe_sort`` of the choice that was returned."""
-    logits, weights, ids = actual[4:]
-    experts = problem.args[1].shape[0]
-    expected = by_same_kernel(problem, ops.moe_sort, problem.args[0], ids, weights, experts)
-    names = ("sorted", "weights", "offsets", "rows")
-    router = dataclasses.replace(problem, function=ops.route_topk)
-    return combine(
-        budgets.routing(router, (logits, weights, ids), truth[4:]),
-        *(same(a, e, n) for a, e, n in zip(actual[:4], expected, names, strict=True)),
-    )
-
-
 def combined_post(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
     """Check that streams have the bits of ``moe_combine`` and ``hc_post`` one after the other."""
     after = _behind_combine(problem, ops.hc_post, {})
