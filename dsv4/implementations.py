@@ -275,7 +275,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_cute(
         *("cute_small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
         slower_than_later="fp8_wgmma_is_faster",
-        proven=_NOWHERE,
+        proven=_ON_HOPPER,
         plans="gemm_fp8_small_m",
         note=_FP8_AS_BF16,
     ),
@@ -397,7 +397,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_triton("hyper_connection", "hyper_connection", *_HYPER),
     *_triton("hyper_connection", "hyper_connection_quantize", *_HYPER_QUANTIZE),
     *_reference("hyper_connection", *_HYPER, *_HYPER_QUANTIZE),
-    *_triton(*2 * ("hyper_connection_combine",), *_HYPER_COMBINE, proven=_NOWHERE),
+    *_triton(*2 * ("hyper_connection_combine",), *_HYPER_COMBINE),
     *_reference("hyper_connection_combine", *_HYPER_COMBINE),
     _over_ranks(
         "all_reduce", "push", "triton.all_reduce:all_reduce", "supports:push", "push_is_slower"

@@ -164,7 +164,8 @@ def unsupported(
 ) -> str | None:
     """Return why an implementation that was never seen right on a GPU is not used there, or None.
 
-    The first call of a configuration checks it, which takes about as long as the reference.
+    The first call of a configuration checks it, which takes about as long as the reference. A call
+    without tokens checks nothing, and its kernel computes nothing.
 
     Args:
         op: The operator, a GEMM; its activations are ``x``.
@@ -174,6 +175,8 @@ def unsupported(
         reference: Runs the reference implementation.
     """
     device = args.x.device
+    if args.x.numel() == 0:
+        return None
     configuration = Configuration(op, name, describe(args), gpu(device))
     if configuration not in verdicts().known and is_capturing(device):
         return _BEFORE_CAPTURE

@@ -45,7 +45,7 @@ def operands(tokens=3, rows=32, columns=64, format=NVFP4):
 
 def wrong(args):
     out = reference.gemm(args)
-    out[-1] *= 1.1
+    out[-1:] *= 1.1
     return out
 
 
@@ -67,6 +67,15 @@ def test_a_right_kernel_is_taken_after_one_check(kernel):
     assert len(calls) == 4
     assert not torch.equal(calls[0].x, x), "the check draws its own activations"
     assert all(call.x is x for call in calls[1:])
+
+
+def test_a_call_without_tokens_checks_nothing(kernel):
+    """Nothing was compared, and yet the verdict held for one token; the comparison raised."""
+    calls = kernel(wrong)
+    x, weight = operands()
+    assert gemm(x[:0], weight).shape == (0, 32)
+    assert len(calls) == 1
+    assert torch.equal(gemm(x[:1], weight), gemm(x[:1], weight, backend="reference"))
 
 
 @pytest.mark.parametrize(

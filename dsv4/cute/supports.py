@@ -23,6 +23,8 @@ from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.cute.sm90.topk_plan import is_long
+from dsv4.cute.sm90.tuned import tuned
+from dsv4.cute.sm90.tuned_records import RULE
 from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call, implementations
@@ -203,10 +205,18 @@ def _fp8_small_m_plan(args: GemmArgs) -> gemm_fp8_small_m_plan.SmallMFp8Plan | N
 
 
 def fp8_wgmma_is_faster(call: Call) -> str | None:
-    """Return why the row for large M is faster for a call of few tokens, by estimate, or None."""
+    """Return why the row for large M is faster for a call of few tokens, by estimate, or None.
+
+    Also while nobody has measured the kernel for few tokens on this GPU.
+    """
     args: GemmArgs = call.args
     tokens, (rows, columns) = args.x.shape[0], args.codes.shape
-    if not tokens or _fp8_gemm(args, call.device) is not None:
+    if not tokens:
+        return None
+    if tuned().origins["gemm_fp8_small_m"].kind == RULE:
+        how = "python -m dsv4.bench tune --only gemm_fp8_small_m"
+        return f"its times on this GPU are not known: {how} measures them"
+    if _fp8_gemm(args, call.device) is not None:
         return None
     problem = GemmProblem(rows, columns, args.groups, False, False)
     folded = args.scales.dtype == torch.float8_e8m0fnu

@@ -32,7 +32,7 @@ from dsv4.cute.sm90.gemm_fp8_small_m_plan import (
 )
 from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.sm90.tuned import tuned
-from dsv4.cute.sm90.tuned_records import Entry, SmallMFp8Key
+from dsv4.cute.sm90.tuned_records import TUNED, Entry, Origin, SmallMFp8Key
 from dsv4.ops.gemm import gemm
 from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, QuantizedTensor
@@ -144,11 +144,21 @@ def call_of(tokens, rows, columns, groups=1, weight=None):
     return dispatch.Call(arguments.op, arguments.args, torch.device("cuda", 0))
 
 
+def test_a_gpu_that_nobody_measured_takes_the_kernel_for_large_m():
+    with machine.pretend(packages=True, capability=(9, 0)):
+        reason = supports.fp8_wgmma_is_faster(call_of(1, 4096, 8192))
+    assert reason is not None
+    assert "bench tune --only gemm_fp8_small_m measures them" in reason
+
+
 class TestDispatch:
     @pytest.fixture(autouse=True)
     def hopper(self):
-        """Every package counts as installed, and the GPU is of Hopper."""
-        with machine.pretend(packages=True, capability=(9, 0)):
+        """Every package counts as installed, and the GPU is of Hopper and was measured."""
+        known = tuned()
+        origins = {**known.origins, "gemm_fp8_small_m": Origin(TUNED, "a test")}
+        plans = dataclasses.replace(known, origins=origins)
+        with machine.pretend(packages=True, capability=(9, 0), plans=plans):
             yield
 
     @pytest.mark.parametrize(("rows", "columns", "groups"), PUBLISHED)
