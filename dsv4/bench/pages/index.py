@@ -27,6 +27,7 @@ _PARTS = {
     "mtp": "drafts by MTP",
     "dspark": "drafts by DSpark",
     "host-experts": "experts in host memory",
+    "fp8": "FP8 activations",
 }
 
 

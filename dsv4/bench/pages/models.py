@@ -158,8 +158,8 @@ def _profile(row: ProfileRow) -> list[str]:
 
 
 def chart(results: ModelResults, gpu: str, date: str) -> Chart | None:
-    """Return bars of every row; None without rows."""
-    if not results.rows:
+    """Return bars of every row; None if there are not two to compare."""
+    if len(results.rows) < 2:
         return None
     labels = tuple(f"{row.tokens} at {row.context}" for row in results.rows)
     series = []
