@@ -273,7 +273,7 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *_fp4("gemm_nvfp4", "gemm", "gemm"),
     _fp8("gemm_e4m3", "gemm", "gemm", "few_tokens", reserves_sms=True),
     *_cute(
-        *("cute_small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
+        *("small_m", "gemm_fp8_small_m", "fp8_small_m_gemm", "gemm"),
         slower_than_later="fp8_wgmma_is_faster",
         proven=_ON_HOPPER,
         plans="gemm_fp8_small_m",

@@ -118,7 +118,7 @@ class LaunchRecorder(TorchDispatchMode):
         ran.reasons = {**reasons, **ran.reasons}
         self.names.clear()
         with self:
-            if row.name in ("cute", "cute_small_m", "tcgen05", "fp8"):
+            if row.name in ("cute", "small_m", "tcgen05", "fp8"):
                 if isinstance(arguments, _GEMM_RECORDS):
                     self._before_gemm(row, arguments)
                 if op == "indexer_select":  # Triton has a part in it

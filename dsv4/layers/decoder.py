@@ -25,6 +25,7 @@ from dsv4.layers.linear import Linear
 from dsv4.layers.moe import DeepseekV4SparseMoeBlock, gives_rows
 from dsv4.layers.norm import DeepseekV4RMSNorm
 from dsv4.layers.seam import NO_SEAM, Seam
+from dsv4.overlap import is_launch_bound
 from dsv4.parallel.context import ParallelContext, tensor_parallel
 
 
@@ -144,7 +145,9 @@ class DeepseekV4DecoderLayer(nn.Module):
         hidden_states, (post, comb, normed) = attn_hc.post_pre(
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
-        if parallel is None and gives_rows(self.mlp):
+        # Rows of many tokens are added up first, and their memory is free when streams are written.
+        few = is_launch_bound(normed.numel() // normed.shape[-1])
+        if few and parallel is None and gives_rows(self.mlp):
             output = self.mlp.routed_rows(normed, input_ids, **routed)
         else:
             output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)

@@ -108,7 +108,8 @@ def step_bytes(config: ModelConfig, tokens: int, context: int | None = None) -> 
     attention = streams + 2 * config.num_attention_heads * config.head_dim + 2 * hidden
     attention += config.index_n_heads * config.index_head_dim + 2 * config.q_lora_rank
     indices = 8 * (config.sliding_window + -(-context // max(config.compress_rates.values())))
-    small = 8 * (config.hc_mult * (config.hc_mult + 2) + config.index_n_heads + 16)
+    # Mixes of this half of a layer and of the next one, weights of index heads, choices.
+    small = 8 * (2 * config.hc_mult * (config.hc_mult + 2) + config.index_n_heads + 16)
     largest = max(_BYTES * experts, _BYTES * attention + 8 * config.index_topk)
     return tokens * (largest + indices + small)
 

@@ -80,7 +80,6 @@ class DeepseekV4Model(nn.Module):
         step = isinstance(past_key_values, CacheStep)
         positions = self._positions(input_ids, position_ids, past_key_values)
         embedded = self.embed(input_ids)
-        streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         tables = {
             label: self.rotary_emb(embedded, positions, label) for label in ("main", "compress")
         }
@@ -99,17 +98,21 @@ class DeepseekV4Model(nn.Module):
             "position_ids": None if step else positions,
             "past_key_values": past_key_values,
         }
-        streams = self._run_layers(streams, routed, options, taps)
+        streams = self._run_layers(embedded, routed, options, taps)
         return self.norm(self.hc_head(streams)), streams
 
     def _run_layers(
         self,
-        streams: torch.Tensor,
+        embedded: torch.Tensor,
         input_ids: torch.Tensor,
         options: dict[str, Any],
         taps: Taps | None,
     ) -> torch.Tensor:
-        """Run all layers; each also runs the beginning of the next one, if nobody watches them."""
+        """Run all layers; each also runs the beginning of the next one, if nobody watches them.
+
+        The streams begin here, so that no caller keeps the first ones in memory.
+        """
+        streams = embedded.unsqueeze(2).repeat(1, 1, self.config.hc_mult, 1)
         opened: PreResult | None = None
         layers: list[Any] = list(self.layers)
         for number, layer in enumerate(layers):

@@ -47,7 +47,7 @@ MOST_SHARED, REGISTER_FILE = 227 * 1024, 1 << 16
 
 
 def product(x, weight, **options):
-    return gemm(x, weight, backend="cute_small_m", **options)
+    return gemm(x, weight, backend="small_m", **options)
 
 
 def problem_of(rows, columns, groups=1, float32_out=False, row_scaled=False):
@@ -471,7 +471,7 @@ class TestIntegration:
     def test_a_pure_operator(self):
         weight = weight_of(0, 48, 256, "cuda")
         call = dispatch.arguments(gemm, bfloat16(0, (20, 256), "cuda"), weight)
-        assert_pure(torch.ops.dsv4.gemm, *call.args, "cute_small_m")
+        assert_pure(torch.ops.dsv4.gemm, *call.args, "small_m")
 
     @pytest.mark.parametrize("tokens", [3, 64])
     @pytest.mark.parametrize("groups", [1, 2])

@@ -291,7 +291,7 @@ class SmallMFp8(_Gemm):
 
     def backend(self, candidate: Candidate) -> str:
         """Name of the implementation."""
-        return "cute_small_m"
+        return "small_m"
 
     def plans(self, work: Work, candidate: Any) -> list[Any]:
         """Return the kernel's configuration."""

@@ -47,7 +47,7 @@ MUTANTS = (
     Mutant(
         "pitfall 11",
         "a kernel whose bias weighs, too",
-        TRITON + "router:choose_experts",
+        TRITON + "router:_topk_kernel",
         "tl.where(inside, scores, 0.0)",
         "tl.where(inside, tl.maximum(biased, 0.0), 0.0)",
         "tests/ops/test_router.py::test_bias_is_for_the_selection_alone",

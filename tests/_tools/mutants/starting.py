@@ -37,8 +37,8 @@ MUTANTS = (
         "start",
         "steps of powers of two alone",
         "dsv4.compilation.step_shapes:token_counts",
-        "{48, *range(65, most, 64), most}",
-        "{most}",
+        "{48, *range(65, min(most, _FINE_TOKENS), 64), *range(_FINE_TOKENS + 1, most, 512)}",
+        "set()",
         WARM + "test_any_step_launches_what_was_found",
     ),
     Mutant(

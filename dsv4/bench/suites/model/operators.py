@@ -21,6 +21,7 @@ CLASSES = {
     "WgmmaKernel": NVFP4_GEMM,
     "Tcgen05Kernel": NVFP4_GEMM,
     "Fp8WgmmaKernel": FP8_GEMM,
+    "SmallMFp8Kernel": FP8_GEMM,
     "FoldedFp8WgmmaKernel": FP8_GEMM,
     "GroupedTcgen05Kernel": EXPERTS,
     "GroupedWgmmaKernel": EXPERTS,
