@@ -23,8 +23,6 @@ from dsv4.cute.sm90.grouped_gemm_plans import typical_plan
 from dsv4.cute.sm90.indexer_logits_plan import supports_int8
 from dsv4.cute.sm90.plans import GemmProblem, choose
 from dsv4.cute.sm90.topk_plan import is_long
-from dsv4.cute.sm90.tuned import tuned
-from dsv4.cute.sm90.tuned_records import RULE
 from dsv4.cute.sm100.grouped_gemm_plan import K_MULTIPLE
 from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call, implementations
@@ -213,7 +211,7 @@ def fp8_wgmma_is_faster(call: Call) -> str | None:
     tokens, (rows, columns) = args.x.shape[0], args.codes.shape
     if not tokens:
         return None
-    if tuned().origins["gemm_fp8_small_m"].kind == RULE:
+    if not gemm_fp8_small_m_plan.is_measured():
         how = "python -m dsv4.bench tune --only gemm_fp8_small_m"
         return f"its times on this GPU are not known: {how} measures them"
     if _fp8_gemm(args, call.device) is not None:

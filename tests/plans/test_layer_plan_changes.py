@@ -273,7 +273,7 @@ BEGINNINGS: dict[str, Callable[[DeepseekV4ForCausalLM], Any]] = {
         lambda module, args, output: output.flip(-1)
     ),
     "a hook of the layer": lambda model: model.model.layers[1].register_forward_hook(
-        lambda module, args, output: 2 * output
+        lambda module, args, output: output.flip(-1)
     ),
 }
 

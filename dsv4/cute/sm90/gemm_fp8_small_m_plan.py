@@ -13,7 +13,7 @@ from dsv4.cute.sm90.costs import SmallMFp8Costs
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.sm90.tuned import tuned
-from dsv4.cute.sm90.tuned_records import SmallMFp8Configuration, SmallMFp8Key
+from dsv4.cute.sm90.tuned_records import RULE, SmallMFp8Configuration, SmallMFp8Key
 from dsv4.device import cached
 
 BLOCK = 128  # rows, and columns, that share a scale
@@ -228,6 +228,11 @@ def estimated_us(
 def launches_of(tokens: int) -> list[int]:
     """Return the tokens of each launch."""
     return [min(TOKENS, tokens - first) for first in range(0, tokens, TOKENS)]
+
+
+def is_measured() -> bool:
+    """Return whether a data file has times of this kernel on the GPU at hand."""
+    return tuned().origins["gemm_fp8_small_m"].kind != RULE
 
 
 @cached
