@@ -146,8 +146,8 @@ class DeepseekV4DecoderLayer(nn.Module):
             output, hidden_states, post, comb, ffn_hc, self.post_attention_layernorm, parallel
         )
         # Rows of many tokens are added up first, and their memory is free when streams are written.
-        few = is_launch_bound(normed.numel() // normed.shape[-1])
-        if few and parallel is None and gives_rows(self.mlp):
+        launch_bound = is_launch_bound(normed.numel() // normed.shape[-1])
+        if launch_bound and parallel is None and gives_rows(self.mlp):
             output = self.mlp.routed_rows(normed, input_ids, **routed)
         else:
             output = self.mlp(normed, input_ids=input_ids, **of_rank, **routed)
