@@ -89,7 +89,7 @@ STEP_OPS = {
     *("hc_pre_norm", "hc_post_pre_norm", "hc_combine_post", "hc_head"),
     *("hc_combine_post_pre_norm", "rms_norm", "head_norm_rope_write_kv"),
     *("window_slots", "sparse_attention", "route_hash", "route_topk"),
-    *("moe_sort", "compress_write", "indexer_queries"),
+    *("moe_sort", "moe_combine", "hc_post", "compress_write", "indexer_queries"),
     *("quantize_index_queries", "compressor_projections"),
     *("indexer_select", "prefix_slots", "fragments", "rope_tables"),
 }
