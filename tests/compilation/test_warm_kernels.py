@@ -113,6 +113,7 @@ def test_any_step_launches_what_was_found(arch, preset, activation, shape, kerne
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @given(
     tokens=st.one_of(st.integers(4097, STAGED_STEP_TOKENS), st.just(STAGED_STEP_TOKENS)),
     sequences=st.sampled_from((1, 2, 7, 100)),

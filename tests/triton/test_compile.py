@@ -135,10 +135,14 @@ def assert_fits(arch, kernel):
 
 @pytest.mark.slow
 @pytest.mark.first
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.nightly)])
-def test_every_kernel_compiles_and_fits(arch):
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [(90, ["--quick"]), *(pytest.param(arch, [], marks=pytest.mark.nightly) for arch in (90, 100))],
+    ids=["90 quick", "90", "100"],
+)
+def test_every_kernel_compiles_and_fits(arch, how):
     """One test, because compiling takes minutes: no local memory, resources, the wait, E2M1."""
-    kernels = compiled(arch)
+    kernels = compiled(arch, *how)
     assert {kernel["op"] for kernel in kernels} == KERNEL_OPS | {"fragments", "push"}
     for kernel in kernels:
         assert_fits(arch, kernel)

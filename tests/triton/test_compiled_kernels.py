@@ -36,7 +36,7 @@ def ran(body, threads=32, shared=0, size=None):
 
 @pytest.mark.first
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.nightly)])
 def test_they_give_the_references_bits(arch):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests._tools.run_compiled", str(arch)]
