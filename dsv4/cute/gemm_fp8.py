@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -36,6 +36,18 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
     16 bytes and whose groups follow one another.
     """
+    return multiply(args, _launch)
+
+
+def multiply(
+    args: GemmArgs, launch: Callable[[tuple[Any, ...], int, Sequence[int]], None]
+) -> torch.Tensor:
+    """Return the GEMM of FP8 weights in bfloat16 by one of its kernels; see ``gemm``.
+
+    Args:
+        args: The operator's arguments.
+        launch: Launches a kernel, see ``_launch``.
+    """
     x, codes, groups = args.x, args.codes, args.groups
     tokens, rows = x.shape[0], codes.shape[0]
     out = x.new_empty((*x.shape[:-1], rows // groups), dtype=args.out_dtype)
@@ -44,7 +56,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     device = x.get_device()
     if current_device() != device:
         with torch.cuda.device(device):
-            return gemm(args)
+            return multiply(args, launch)
     row_scale = None
     if args.activation == "nvfp4":
         x, row_scale = bfloat16_operand(x, args.input_scale)
@@ -56,7 +68,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     folded = args.scales.dtype == torch.float8_e8m0fnu
     kind = (problem, tokens, (token_stride, codes.stride(0)), folded, device)
     operands = (x, codes, args.scales, row_scale, out)
-    run_noted(functools.partial(_launch, kind), stream_of(device), operands)
+    run_noted(functools.partial(launch, kind), stream_of(device), operands)
     return out
 
 

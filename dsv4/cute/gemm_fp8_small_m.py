@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 
+from dsv4.cute import gemm_fp8
 from dsv4.cute.runtime.driver import Kernel, Launch
 from dsv4.cute.runtime.launch import (
-    aligned,
     architecture,
-    current_device,
     loaded,
-    run_noted,
-    stream_of,
 )
 from dsv4.cute.sm90.gemm_fp8_small_m_plan import (
     SMALL_M_FP8_ABI,
@@ -29,7 +25,6 @@ from dsv4.cute.sm90.plans import GemmProblem
 from dsv4.cute.supports import MOST_FEW_TOKENS
 from dsv4.device import launches
 from dsv4.ops.gemm import GemmArgs
-from dsv4.ops.quantize import bfloat16_operand, fp8_operand
 
 _pointers = SMALL_M_FP8_ABI.pointers
 
@@ -44,28 +39,7 @@ def gemm(args: GemmArgs) -> torch.Tensor:
     Nothing but the result is allocated for bfloat16 activations whose rows begin at multiples of
     16 bytes and whose groups follow one another.
     """
-    x, codes, groups = args.x, args.codes, args.groups
-    tokens, rows = x.shape[0], codes.shape[0]
-    out = x.new_empty((*x.shape[:-1], rows // groups), dtype=args.out_dtype)
-    if not tokens:
-        return out
-    device = x.get_device()
-    if current_device() != device:
-        with torch.cuda.device(device):
-            return gemm(args)
-    row_scale = None
-    if args.activation == "nvfp4":
-        x, row_scale = bfloat16_operand(x, args.input_scale)
-    else:
-        x = fp8_operand(args)
-    x, _, token_stride = aligned(x, tokens)
-    form = (args.out_dtype == torch.float32, args.activation == "nvfp4")
-    problem = GemmProblem(rows, codes.shape[1], groups, *form)
-    folded = args.scales.dtype == torch.float8_e8m0fnu
-    kind = (problem, tokens, (token_stride, codes.stride(0)), folded, device)
-    operands = (x, codes, args.scales, row_scale, out)
-    run_noted(functools.partial(_launch, kind), stream_of(device), operands)
-    return out
+    return gemm_fp8.multiply(args, _launch)
 
 
 def _launch(kind: tuple[Any, ...], stream: int, addresses: Sequence[int]) -> None:

@@ -127,9 +127,10 @@ def driver(monkeypatch):
     # One launch for all experts, unless a test asks for those that there are.
     monkeypatch.setattr(grouped_gemm, "launch_plans", single_launch)
     monkeypatch.setattr(gemm, "choose", lambda *what: result.plan or choose(*what))
-    for module in (gemm, gemm_fp8, gemm_fp8_small_m, gemm_e4m3, grouped_gemm):
+    for module in (gemm, gemm_fp8, gemm_e4m3, grouped_gemm):
         monkeypatch.setattr(module, "stream_of", lambda index: 77)
         monkeypatch.setattr(module, "current_device", lambda: -1)
+    for module in (gemm, gemm_fp8, gemm_fp8_small_m, gemm_e4m3, grouped_gemm):
         monkeypatch.setattr(module, "_prepared", module._prepared.__wrapped__)
         monkeypatch.setattr(module, "architecture", lambda index: result.arch)
         monkeypatch.setattr(

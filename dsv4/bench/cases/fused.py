@@ -321,13 +321,13 @@ def _combined(
 
 
 def hc_combine_post(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Cases of what runs behind the experts of the last layer."""
+    """Make cases of the write-back after the experts of the last layer."""
     [case] = elementwise.hc_post(c, tokens)
     return _combined(case, c, ops.hc_combine_post, fused_judges.combined_post)
 
 
 def hc_combine_post_pre_norm(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """Cases of what runs between the experts of a layer and the attention of the next."""
+    """Make cases of the write-back after a layer's experts, with the start of the next layer."""
     [case] = hc_post_pre_norm(c, tokens)
     return _combined(case, c, ops.hc_combine_post_pre_norm, fused_judges.combined_post_norm)
 

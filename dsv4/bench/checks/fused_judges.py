@@ -380,7 +380,7 @@ def combined_post_norm(problem: Problem, actual: Outputs, truth: Outputs) -> Ver
 def _behind_combine(
     problem: Problem, function: Callable[..., Any], kwargs: dict[str, Any]
 ) -> Problem:
-    """Return what is left of a problem when ``moe_combine`` has run."""
+    """Return the problem that follows ``moe_combine``, whose result replaces the rows."""
     *summed, shared = problem.args[:5]
     y = by_same_kernel(problem, ops.moe_combine, *summed, shared=shared)
     rest = problem.args[5:] if kwargs else problem.args[5:8]

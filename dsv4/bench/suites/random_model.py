@@ -25,8 +25,8 @@ RECIPES = ("nvfp4", "nvidia")
 # E4M3 bytes of the block scales: 0.5 to 1.875 in all 16 steps, or the powers of two 0.5, 1, 2.
 _ANY_SCALE = tuple(range(0x30, 0x40))
 _POWERS = (0x30, 0x38, 0x40)
-# Elements of one draw. A draw is float32 and lies in memory beside its target: a single draw of
-# Flash's embedding took 4.2 GB beside the 1.1 GB of the embedding.
+# Elements of one draw. A draw is float32, and memory holds it and its target: drawing Flash's
+# embedding at once took 4.2 GB for the draw and 1.1 GB for the embedding.
 _DRAWN_NUMBERS = 1 << 26
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
