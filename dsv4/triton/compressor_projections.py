@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.compressor_projections import CompressorProjectionsArgs
-from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs
+from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
+_MOST_VECTORS = 8  # most tokens that are multiplied one after the other
 _HOPPER_SHARED = 227 * 1024
 
 
@@ -109,8 +110,90 @@ def _projections_kernel(
             values = tl.load(x + start, mask=inside, other=0.0)
             weights = tl.load(weight + start, mask=start + weight_columns < HIDDEN, other=0.0)
         sums = dot(values, weights, sums)
-    total = tl.sum(sums, 0)
-    mask = (token < tokens)[:, None] & stored[None, :]
+    _store(
+        tl.sum(sums, 0),
+        row,
+        token,
+        stored[None, :] & (token < tokens)[:, None],
+        number,
+        out,
+        head_out,
+        CHANNELS,
+        INDEX_CHANNELS,
+        HEADS,
+    )
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["tokens"])
+def _vectors_kernel(
+    x,
+    kv,
+    gate,
+    index_kv,
+    index_gate,
+    heads,
+    out,
+    head_out,
+    x_stride,
+    tokens,
+    HIDDEN: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of one weight, in registers, by all tokens in turn; COLUMNS is at least HIDDEN."""
+    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
+    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
+    weight, tile, number = _part_of(
+        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    )
+    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
+    row = tile * ROWS + tl.arange(0, ROWS)
+    row_read = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
+    column = tl.arange(0, COLUMNS)
+    weight += row_read.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    wait_for_inputs(PDL)
+    if HIDDEN == COLUMNS:
+        weights = tl.load(weight)
+    else:
+        weights = tl.load(weight, mask=column[None, :] < HIDDEN, other=0.0)
+    # Weights stay packed: hoisted out of the loop, their conversion would take twice the registers.
+    for index in tl.range(0, tokens, disable_licm=True):
+        token = tl.arange(0, 1).to(tl.int64) + index
+        values = tl.load(x + token * x_stride + column, mask=column < HIDDEN, other=0.0)
+        total = tl.sum(widen(weights) * widen(values)[None, :], 1)
+        _store(
+            total[None, :],
+            row,
+            token,
+            (row < rows)[None, :],
+            number,
+            out,
+            head_out,
+            CHANNELS,
+            INDEX_CHANNELS,
+            HEADS,
+        )
+
+
+@triton.jit
+def _store(
+    total,
+    row,
+    token,
+    mask,
+    number,
+    out,
+    head_out,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Store sums ``[tokens, rows]`` of the weight ``number``."""
     token = token.to(tl.int64)[:, None]
     if number < 4:
         first = tl.where(number == 1, CHANNELS, 0)
@@ -155,14 +238,34 @@ def tile_of(tokens: int, hidden: int, shared: int = _HOPPER_SHARED) -> Tile:
     return Tile(high, rows, block, 4, stages)
 
 
+@dataclass(frozen=True)
+class Vectors:
+    """Sizes of a program that multiplies tokens one after the other.
+
+    Attributes:
+        rows: Rows of a weight, a power of two.
+        warps: Warps.
+    """
+
+    rows: int
+    warps: int
+
+
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
     tokens, hidden = args.x.shape
+    if tokens <= _MOST_VECTORS:
+        return multiply(args, vectors_of(hidden))
     return multiply(args, tile_of(tokens, hidden, launch_options.shared_memory(args.x)))
 
 
+def vectors_of(hidden: int) -> Vectors:
+    """Sizes for a number of columns: a lane has at most 64 values of weights, in 32 registers."""
+    return Vectors(max(1, min(2, 8192 // launch_options.power_of_two(hidden))), 4)
+
+
 def multiply(
-    args: CompressorProjectionsArgs, tile: Tile, *, prefetch: bool = True
+    args: CompressorProjectionsArgs, tile: Tile | Vectors, *, prefetch: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``compressor_projections`` with a tile.
 
@@ -185,26 +288,29 @@ def multiply(
         for weight in (kv, args.gate, args.index_kv, args.index_gate, args.heads)
     ]
     tiles = [triton.cdiv(n, tile.rows) for n in (channels, index_channels, heads)]
-    grid = (2 * tiles[0] + 2 * tiles[1] + tiles[2], triton.cdiv(tokens, tile.tokens))
+    grid = 2 * tiles[0] + 2 * tiles[1] + tiles[2]
+    operands = (x, *weights, out, head_out, x.stride(0), tokens)
+    sizes = {
+        "HIDDEN": hidden,
+        "CHANNELS": channels,
+        "INDEX_CHANNELS": index_channels,
+        "HEADS": heads,
+        "ROWS": tile.rows,
+    }
+    options = {"num_warps": tile.warps, **launch_options.options(x)}
     with launch_options.on(x):
-        _projections_kernel[grid](
-            x,
-            *weights,
-            out,
-            head_out,
-            x.stride(0),
-            tokens,
-            HIDDEN=hidden,
-            CHANNELS=channels,
-            INDEX_CHANNELS=index_channels,
-            HEADS=heads,
-            TOKENS=tile.tokens,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            SPLIT=tile.warps,
-            STAGES=tile.stages,
-            PREFETCH=prefetch,
-            num_warps=tile.warps,
-            **launch_options.options(x),
-        )
+        if isinstance(tile, Vectors):
+            columns = launch_options.power_of_two(hidden)
+            _vectors_kernel[(grid,)](*operands, **sizes, COLUMNS=columns, **options)
+        else:
+            _projections_kernel[(grid, triton.cdiv(tokens, tile.tokens))](
+                *operands,
+                **sizes,
+                TOKENS=tile.tokens,
+                BLOCK=tile.block,
+                SPLIT=tile.warps,
+                STAGES=tile.stages,
+                PREFETCH=prefetch,
+                **options,
+            )
     return out, head_out
