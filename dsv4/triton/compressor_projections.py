@@ -5,6 +5,10 @@ launch. A step of its loop multiplies BLOCK columns. Each of SPLIT warps takes a
 its own float32 sums; these are added at the end, in the order of the parts. Other tokens of a call
 can change a result only through the choice of tiles (``tile_of``).
 
+One or two tokens are no matrix. Then a program loads its rows into registers, all at once, and
+takes the dot products of each token in turn: it needs no shared memory, so programs of the GEMM
+that runs at the same time find room beside it.
+
 Weights are read once if all tokens fit into a tile. Programs of few rows spread the weights over
 the GPU. The number of bytes in flight limits a call of few tokens. A program therefore prefetches
 all its rows into L2, then loads ``stages`` steps ahead. For more tokens a program has more rows,
@@ -26,7 +30,10 @@ from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
-_MOST_VECTORS = 8  # most tokens that are multiplied one after the other
+# Most tokens that are multiplied one after the other. Microseconds of 1, 2 and 4 tokens, Flash's
+# weights with an indexer and without on an H200: 7.9, 9.2, 13.0 and 3.7, 4.3, 5.7; tiles take 9.8
+# and 5.9 for each.
+_MOST_VECTORS = 2
 _HOPPER_SHARED = 227 * 1024
 
 
@@ -251,17 +258,16 @@ class Vectors:
     warps: int
 
 
+# A lane has 32 or 64 values of weights, all of which are loaded before the first is used.
+VECTORS = Vectors(rows=2, warps=8)
+
+
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
     tokens, hidden = args.x.shape
     if tokens <= _MOST_VECTORS:
-        return multiply(args, vectors_of(hidden))
+        return multiply(args, VECTORS)
     return multiply(args, tile_of(tokens, hidden, launch_options.shared_memory(args.x)))
-
-
-def vectors_of(hidden: int) -> Vectors:
-    """Sizes for a number of columns: a lane has at most 64 values of weights, in 32 registers."""
-    return Vectors(max(1, min(2, 8192 // launch_options.power_of_two(hidden))), 4)
 
 
 def multiply(
