@@ -195,8 +195,13 @@ class DeepseekV4SparseMoeBlock(nn.Module):
 
     @property
     def _has_late_shared(self) -> bool:
-        """Return whether the shared expert may run in two parts; not if somebody watches it."""
+        """Return whether the shared expert may run in two parts; not if somebody watches it.
+
+        Nor where experts are in host memory: it then runs while the missing ones are loaded.
+        """
         if self.shared_experts is None or not is_unwatched(self.experts, DeepseekV4Experts):
+            return False
+        if self.experts.hosted is not None:
             return False
         return is_unwatched(self.shared_experts, DeepseekV4MLP)
 

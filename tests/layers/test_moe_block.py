@@ -243,6 +243,12 @@ class TestOrder:
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
+    def test_beside_hosted_experts_the_shared_expert_is_launched_at_once(self):
+        module = block("packed")
+        assert module._has_late_shared
+        module.experts.hosted = object()
+        assert not module._has_late_shared
+
     def test_of_many_tokens_the_shared_expert_comes_behind_the_router(self, said, monkeypatch):
         monkeypatch.setattr(moe, "_LATE_TOKENS", 0)
         monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
