@@ -85,6 +85,7 @@ def _packed_gemm_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
@@ -118,6 +119,7 @@ def _packed_gemm_kernel(
         TILES,
         TOKENS,
         PARTS,
+        DEPTH,
         STAGES,
     )
     first, position = row_tile * ROWS, token * groups + group
@@ -143,7 +145,7 @@ def _packed_gemm_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["count", "splits", "columns", "cut0", "cut1", "cut2"])
+@triton.jit(do_not_specialize=["count", "columns", "cut0", "cut1", "cut2"])
 def _packed_sum_kernel(
     partials,
     x,
@@ -153,7 +155,6 @@ def _packed_sum_kernel(
     row_scale,
     out,
     count,
-    splits,
     groups,
     rows,
     columns,
@@ -165,20 +166,22 @@ def _packed_sum_kernel(
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS sums of one token and group: ``partials [S, T, G, N]`` added in their order."""
+    """ROWS sums of one token and group: ``partials [SPLITS, T, G, N]`` added in their order."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
     inside = row < rows
-    partials += pair * rows
-    total = tl.load(partials + row, mask=inside, other=0.0)
-    for _ in range(1, splits):
+    partials += pair * rows + row
+    total = tl.load(partials, mask=inside, other=0.0)
+    # Unrolled, so that no load waits for the one before.
+    for _ in tl.static_range(1, SPLITS):
         partials += count
-        total += tl.load(partials + row, mask=inside, other=0.0)
+        total += tl.load(partials, mask=inside, other=0.0)
     group = pair % groups
     position = tl.zeros([1], tl.int64) + pair
     store_result(
@@ -347,6 +350,7 @@ def _launch(
             TILES=cut.tiles,
             TOKENS=cut.tokens,
             PARTS=cut.parts,
+            DEPTH=cut.depth,
             STAGES=cut.stages,
             TOGETHER=_TOGETHER,
             num_warps=cut.warps,
@@ -362,12 +366,12 @@ def _launch(
                 row_scale,
                 out,
                 tokens * groups * weight.rows,
-                cut.splits,
                 groups,
                 weight.rows,
                 columns,
                 *scale.cuts,
                 limit,
+                SPLITS=cut.splits,
                 ROWS=block,
                 num_warps=2,
                 **options,

@@ -47,6 +47,7 @@ class PackedPlan:
     stages: int
     length: int
     splits: int = 1
+    depth: int = 1
 
 
 @dataclass(frozen=True)
