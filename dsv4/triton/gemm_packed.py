@@ -36,7 +36,7 @@ from dsv4.triton._lib.gemm_tiles import (
 )
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan
-from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_sum
+from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_sum, prefetch_fragments
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
@@ -87,6 +87,7 @@ def _packed_gemm_kernel(
     PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -94,27 +95,34 @@ def _packed_gemm_kernel(
 
     ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
     """
-    wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
     row_tile, token_tile = tile_of_program(tiles, token_tiles, TOGETHER)
     group, part, groups = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(1)
+    of_group = group * rows * k_tiles
+    codes += of_group * 8
+    scales += of_group
+    start = part * length
+    end = tl.minimum(start + length, k_tiles)
+    if PDL and AHEAD > 0:
+        prefetch_fragments(
+            codes, scales, row_tile * TILES, rows // 16, k_tiles, start, end, TILES, AHEAD
+        )
+    wait_for_inputs(PDL)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     # Tokens past the end repeat the last one, so that no load is masked.
     token = tl.minimum(token, tokens - 1).to(tl.int64)
     x += group * group_stride
-    of_group = group * rows * k_tiles
-    start = part * length
     total = packed_sum(
-        codes + of_group * 8,
-        scales + of_group,
+        codes,
+        scales,
         x,
         token * x_stride,
         row_tile * TILES,
         rows // 16,
         k_tiles,
         start,
-        tl.minimum(start + length, k_tiles),
+        end,
         LAYOUT,
         TILES,
         TOKENS,
@@ -352,6 +360,7 @@ def _launch(
             PARTS=cut.parts,
             DEPTH=cut.depth,
             STAGES=cut.stages,
+            AHEAD=cut.ahead,
             TOGETHER=_TOGETHER,
             num_warps=cut.warps,
             **options,

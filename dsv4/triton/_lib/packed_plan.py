@@ -48,6 +48,7 @@ class PackedPlan:
     length: int
     splits: int = 1
     depth: int = 1
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

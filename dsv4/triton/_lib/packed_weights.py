@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton._lib.numerics import INTERPRETED, dot, finished, narrow
+from dsv4.triton._lib.prefetch import prefetch_lines
 
 # Layout of a weight in memory: NVFP4 in fragments, NVFP4 with swizzled scales, MXFP4 row by row.
 FRAGMENTS, SWIZZLED, MXFP4 = range(3)
@@ -166,6 +167,31 @@ def _multiplied(weight, values, total, PARTS: tl.constexpr):
         return finished(dot(weight, values, total))
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         return dot(weight, values, total)
+
+
+@triton.jit
+def prefetch_fragments(
+    codes,
+    scales,
+    tile,
+    row_tiles,
+    k_tiles,
+    begin,
+    end,
+    TILES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """Prefetch the first AHEAD blocks of 64 columns that ``packed_sum`` multiplies.
+
+    Arguments are those of ``packed_sum``. Nothing is read, so this is allowed before
+    ``wait_for_inputs``: memory then delivers weights while the preceding kernel ends.
+    """
+    tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)[:, None] * k_tiles
+    # A block has four lines of 128 bytes of codes, and half a line of scales.
+    line = tl.minimum(begin * 4 + tl.arange(0, 4 * AHEAD), end * 4 - 1)[None, :]
+    prefetch_lines(codes + tiles * 128 + line * 32)
+    block = tl.minimum(begin + tl.arange(0, AHEAD), end - 1)[None, :]
+    prefetch_lines(scales + (tiles + block) * 16)
 
 
 @triton.jit
