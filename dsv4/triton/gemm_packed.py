@@ -40,6 +40,8 @@ from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_s
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
+# Rows of a program that adds partial sums, and its warps.
+_SUM_ROWS, _SUM_WARPS = 256, 2
 _TOGETHER = 8  # token tiles before the next row tile, in the order of programs
 _NAMES = {formats.FRAGMENTS: FRAGMENTS, formats.SWIZZLED: SWIZZLED, formats.LINEAR: MXFP4}
 
@@ -366,7 +368,7 @@ def _launch(
             **options,
         )
         if cut.splits > 1:
-            block = min(256, launch_options.power_of_two(weight.rows))
+            block = min(_SUM_ROWS, launch_options.power_of_two(weight.rows))
             _packed_sum_kernel[(tokens * groups, -(-weight.rows // block))](
                 target,
                 x,
@@ -382,6 +384,6 @@ def _launch(
                 limit,
                 SPLITS=cut.splits,
                 ROWS=block,
-                num_warps=2,
+                num_warps=_SUM_WARPS,
                 **options,
             )

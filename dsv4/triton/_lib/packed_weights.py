@@ -170,6 +170,66 @@ def _multiplied(weight, values, total, PARTS: tl.constexpr):
 
 
 @triton.jit
+def _loaded(codes, scales, first, k, DEPTH: tl.constexpr):
+    """Words of codes of DEPTH blocks of columns from ``k`` on, and then their words of scales."""
+    words, both = (), ()
+    for block in tl.static_range(DEPTH):
+        word, scale = _fragment_words(codes, scales, first + (k + block))
+        words, both = words + (word,), both + (scale,)
+    return words + both
+
+
+@triton.jit
+def _stacked(words, FIRST: tl.constexpr, DEPTH: tl.constexpr):
+    """``words[FIRST]`` and its followers, along the axis of depth; no instruction once compiled."""
+    result = words[FIRST]
+    shape: tl.constexpr = (result.shape[0], result.shape[1], DEPTH, result.shape[3])
+    number = _axis(DEPTH, 2, 1)
+    result = tl.broadcast_to(result, shape)
+    for block in tl.static_range(1, DEPTH):
+        result = tl.where(number == block, tl.broadcast_to(words[FIRST + block], shape), result)
+    return result
+
+
+@triton.jit
+def _sum_from_registers(
+    codes,
+    scales,
+    addresses,
+    tiles,
+    part,
+    k_tiles,
+    begin,
+    end,
+    total,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """``total`` plus the sums of ``packed_sum``; registers hold what the next iteration multiplies.
+
+    A load then is one instruction, where one through shared memory is two and their addresses.
+    """
+    STEP: tl.constexpr = PARTS * DEPTH
+    # One load for each block of columns: of a tensor with an axis of depth, versions of Triton give
+    # other parts to a warp, and the words would move between threads.
+    first = (tiles[None, :] * k_tiles + part[:, None])[:, :, None, None]
+    words = _loaded(codes, scales, first, begin, DEPTH)
+    values = tl.load(addresses + begin * 64)
+    # Unrolled, so that no register is copied to another.
+    for k in tl.range(begin + STEP, end, STEP, num_stages=1, loop_unroll_factor=2):
+        next_words = _loaded(codes, scales, first, k, DEPTH)
+        next_values = tl.load(addresses + k * 64)
+        word, both = _stacked(words, 0, DEPTH), _stacked(words, DEPTH, DEPTH)
+        weight = _fragments(word, both, PARTS, TILES, DEPTH)
+        total = _multiplied(weight, values, total, PARTS)
+        words, values = next_words, next_values
+    word, both = _stacked(words, 0, DEPTH), _stacked(words, DEPTH, DEPTH)
+    weight = _fragments(word, both, PARTS, TILES, DEPTH)
+    return _multiplied(weight, values, total, PARTS)
+
+
+@triton.jit
 def prefetch_fragments(
     codes,
     scales,
@@ -248,20 +308,13 @@ def packed_sum(
         total = tl.zeros((16 * TILES, TOKENS), tl.float32)
     tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)
     rows = tl.minimum(tile * 16 + tl.arange(0, 16 * TILES), row_tiles * 16 - 1)
-    depth = tl.arange(0, DEPTH)[None, None, :]
-    first = (tiles[None, :, None] * k_tiles + part[:, None, None] + depth)[:, :, :, None]
     if LAYOUT == _FRAGMENTS and STAGES == 1:
-        word, both = _fragment_words(codes + begin * 128, scales + begin * 16, first)
-        values = tl.load(addresses + begin * 64)
-        for k in tl.range(begin + STEP, end, STEP, num_stages=1, loop_unroll_factor=2):
-            next_word, next_both = _fragment_words(codes + k * 128, scales + k * 16, first)
-            next_values = tl.load(addresses + k * 64)
-            weight = _fragments(word, both, PARTS, TILES, DEPTH)
-            total = _multiplied(weight, values, total, PARTS)
-            word, both, values = next_word, next_both, next_values
-        weight = _fragments(word, both, PARTS, TILES, DEPTH)
-        total = _multiplied(weight, values, total, PARTS)
+        total = _sum_from_registers(
+            codes, scales, addresses, tiles, part, k_tiles, begin, end, total, TILES, PARTS, DEPTH
+        )
     else:
+        depth = tl.arange(0, DEPTH)[None, None, :]
+        first = (tiles[None, :, None] * k_tiles + part[:, None, None] + depth)[:, :, :, None]
         for k in tl.range(begin, end, STEP, num_stages=STAGES):
             if LAYOUT == _FRAGMENTS:
                 word, both = _fragment_words(codes + k * 128, scales + k * 16, first)
