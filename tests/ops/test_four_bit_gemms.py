@@ -471,10 +471,13 @@ class TestPlans:
         for plan in plans:
             assert (plan.splits - 1) * plan.length < k_tiles <= plan.splits * plan.length
             assert plan.parts in (1, plan.warps)
-            assert plan.length % plan.parts == 0
+            # An iteration never passes the end of a program's columns.
+            assert k_tiles % (plan.parts * plan.depth) == plan.length % (plan.parts * plan.depth) == 0
+            assert is_fragments or plan.depth == 1
+            assert plan.ahead in (0, 1, 2, 4, 8, 16)
             assert not has_wgmma or plan.parts > 1 or plan.warps in (1, 4, 8)
             # Codes, scales as four lanes have them, and x, in stages of a pipeline.
-            stage = 768 * plan.tiles * plan.parts + 128 * plan.tokens * plan.parts
+            stage = (768 * plan.tiles + 128 * plan.tokens) * plan.parts * plan.depth
             most = 227 if plan.tokens == 256 else 99
             assert stage * plan.stages <= most * 1024
         assert plans[1].splits == 1
