@@ -36,7 +36,13 @@ from dsv4.triton._lib.gemm_tiles import (
 )
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan
-from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_sum, prefetch_fragments
+from dsv4.triton._lib.packed_weights import (
+    FRAGMENTS,
+    MXFP4,
+    SWIZZLED,
+    packed_sum,
+    prefetch_fragments,
+)
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 

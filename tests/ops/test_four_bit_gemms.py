@@ -472,7 +472,9 @@ class TestPlans:
             assert (plan.splits - 1) * plan.length < k_tiles <= plan.splits * plan.length
             assert plan.parts in (1, plan.warps)
             # An iteration never passes the end of a program's columns.
-            assert k_tiles % (plan.parts * plan.depth) == plan.length % (plan.parts * plan.depth) == 0
+            assert (
+                k_tiles % (plan.parts * plan.depth) == plan.length % (plan.parts * plan.depth) == 0
+            )
             assert is_fragments or plan.depth == 1
             assert plan.ahead in (0, 1, 2, 4, 8, 16)
             assert not has_wgmma or plan.parts > 1 or plan.warps in (1, 4, 8)
