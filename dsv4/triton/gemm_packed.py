@@ -93,9 +93,9 @@ def _packed_gemm_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -111,9 +111,9 @@ def _packed_gemm_kernel(
     scales += of_group
     start = part * length
     end = tl.minimum(start + length, k_tiles)
-    if PDL and AHEAD > 0:
+    if PDL and PREFETCHED > 0:
         prefetch_fragments(
-            codes, scales, row_tile * TILES, rows // 16, k_tiles, start, end, TILES, AHEAD
+            codes, scales, row_tile * TILES, rows // 16, k_tiles, start, end, TILES, PREFETCHED
         )
     wait_for_inputs(PDL)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
@@ -135,7 +135,7 @@ def _packed_gemm_kernel(
         TILES,
         TOKENS,
         PARTS,
-        DEPTH,
+        BLOCKS,
         STAGES,
     )
     first, position = row_tile * ROWS, token * groups + group
@@ -366,9 +366,9 @@ def _launch(
             TILES=cut.tiles,
             TOKENS=cut.tokens,
             PARTS=cut.parts,
-            DEPTH=cut.depth,
+            BLOCKS=cut.blocks,
             STAGES=cut.stages,
-            AHEAD=cut.ahead,
+            PREFETCHED=cut.prefetched,
             TOGETHER=_TOGETHER,
             num_warps=cut.warps,
             **options,

@@ -89,7 +89,7 @@ def _grouped_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -123,7 +123,7 @@ def _grouped_kernel(
                 TILES,
                 TOKENS,
                 PARTS,
-                DEPTH,
+                BLOCKS,
                 STAGES,
             )
             store_result(
@@ -255,7 +255,7 @@ def _multiply(
             TILES=cut.tiles,
             TOKENS=cut.tokens,
             PARTS=cut.parts,
-            DEPTH=cut.depth,
+            BLOCKS=cut.blocks,
             STAGES=cut.stages,
             num_warps=cut.warps,
             **options,

@@ -30,7 +30,7 @@ from tests._tools.other_gpu import replace_launches
 DENSE = ((4096, 4096), (32768, 1024), (8192, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 24, 64, 512, 4096)
-_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "DEPTH", "STAGES", "AHEAD")
+_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED")
 
 
 def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:

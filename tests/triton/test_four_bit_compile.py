@@ -21,7 +21,7 @@ def stores_of_x(kernel):
     """Stores of a thread, 16 bytes each, that bring x to shared memory: with one stage, no copy."""
     if kernel["STAGES"] > 1:
         return 0
-    return max(1, 64 * kernel["DEPTH"] * kernel["TOKENS"] * 2 // (16 * kernel["threads"]))
+    return max(1, 64 * kernel["BLOCKS"] * kernel["TOKENS"] * 2 // (16 * kernel["threads"]))
 
 
 @pytest.mark.slow
@@ -53,5 +53,5 @@ def test_every_kernel_compiles_and_fits(arch, how):
         if kernel.get("LAYOUT") == 0 and arch != 100:
             assert kernel["exchanges"] <= stores_of_x(kernel), kernel
         # Weights come while the preceding kernel ends, where programs leave it room.
-        assert kernel["prefetches"] == (arch >= 90 and kernel.get("AHEAD", 0) > 0), kernel
-    assert arch != 90 or any(kernel.get("AHEAD") for kernel in kernels)
+        assert kernel["prefetches"] == (arch >= 90 and kernel.get("PREFETCHED", 0) > 0), kernel
+    assert arch != 90 or any(kernel.get("PREFETCHED") for kernel in kernels)

@@ -23,7 +23,7 @@ _BYTES_PER_CYCLE = 16
 _INSTRUCTIONS = 100  # instructions of a warp for 16 x 64 weights
 _SMALL_M_LATENCY = 325  # cycles of a block of 64 columns if a program is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
-_MOST_AHEAD = 16
+_MOST_PREFETCHED = 16
 _FULL = 0.9  # programs for each SM from which columns are not split
 _OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
 
@@ -37,14 +37,14 @@ class PackedPlan:
         tokens: Tokens in one program.
         parts: Warps that share the columns of a program, or 1: they share its rows.
         warps: Warps of a program.
-        stages: Pipeline stages, of 64 ``parts depth`` columns each. One stage of fragments:
+        stages: Pipeline stages, of 64 ``parts blocks`` columns each. One stage of fragments:
             registers, not shared memory, hold the next iteration's operands.
         length: Columns of a program by 64.
         splits: Split-K: programs that share one tile of the result.
-        depth: Blocks of 64 columns that a warp multiplies in one iteration; above 1, only of
+        blocks: Blocks of 64 columns that a warp multiplies in one iteration; above 1, only of
             fragments.
-        ahead: Blocks of 64 columns of a program that are prefetched before the preceding kernel
-            has ended; a power of two, or 0.
+        prefetched: Blocks of 64 columns of a program that are prefetched before the preceding
+            kernel has ended; a power of two, or 0.
     """
 
     tiles: int
@@ -54,8 +54,8 @@ class PackedPlan:
     stages: int
     length: int
     splits: int = 1
-    depth: int = 1
-    ahead: int = 0
+    blocks: int = 1
+    prefetched: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class _Tile:
     """A program's share of the result, and how long a block of 64 columns takes it.
 
     Attributes:
-        tiles: As in ``PackedPlan``; so are ``tokens``, ``warps``, ``stages`` and ``depth``.
+        tiles: As in ``PackedPlan``; so are ``tokens``, ``warps``, ``stages`` and ``blocks``.
         latency: Cycles of a block if a program is alone on its SM.
         resident: Programs that work at a time on an SM.
     """
@@ -97,7 +97,7 @@ class _Tile:
     tokens: int
     warps: int
     stages: int
-    depth: int = 1
+    blocks: int = 1
     latency: int = 500
     resident: int = 2
 
@@ -105,11 +105,11 @@ class _Tile:
         """Tiles of rows, of all groups."""
         return -(-weight.row_tiles // self.tiles) * groups
 
-    def plan(self, weight: Weight, length: int, ahead: int = 0) -> PackedPlan:
+    def plan(self, weight: Weight, length: int, prefetched: int = 0) -> PackedPlan:
         """Return the plan of programs of ``length`` blocks of columns."""
         splits, warps = -(-weight.k_tiles // length), self.warps
         return PackedPlan(
-            self.tiles, self.tokens, 1, warps, self.stages, length, splits, self.depth, ahead
+            self.tiles, self.tokens, 1, warps, self.stages, length, splits, self.blocks, prefetched
         )
 
 
@@ -141,8 +141,8 @@ def _small_m(weight: Weight, tokens: int) -> _Tile:
     16 they would not hold x beside them.
     """
     most, stages = (4, 1) if tokens <= 8 else (2, 4)
-    depth = min(most, weight.k_tiles & -weight.k_tiles)
-    return _Tile(4, 8 if tokens <= 8 else 16, 4, stages, depth, _SMALL_M_LATENCY, 4)
+    blocks = min(most, weight.k_tiles & -weight.k_tiles)
+    return _Tile(4, 8 if tokens <= 8 else 16, 4, stages, blocks, _SMALL_M_LATENCY, 4)
 
 
 def _wide(tokens: int, has_wgmma: bool) -> _Tile:
@@ -185,10 +185,11 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
     else:
         tile = _wide(wide, has_wgmma)
     length = _length(weight, tile, -(-tokens // tile.tokens), groups, sms, has_wgmma)
-    programs = tile.programs(weight, groups)
     # Programs that leave room on their SMs begin while the preceding kernel runs.
-    ahead = tokens <= SMALL_M and length == weight.k_tiles and programs <= sms
-    return tile.plan(weight, length, min(_MOST_AHEAD, _power_of_two(length)) if ahead else 0)
+    is_light = length == weight.k_tiles and tile.programs(weight, groups) <= sms
+    if tokens > SMALL_M or not is_light:
+        return tile.plan(weight, length)
+    return tile.plan(weight, length, min(_MOST_PREFETCHED, _power_of_two(length)))
 
 
 def _length(
@@ -212,8 +213,8 @@ def _length(
         sums = 8 * values / (_BYTES_PER_CYCLE * sms)
         return max(busy, alone) + (_SECOND_LAUNCH + sums if splits > 1 else 0.0)
 
-    steps = -(-weight.k_tiles // tile.depth)
-    lengths = {tile.depth * -(-steps // splits) for splits in range(1, _MOST_SPLITS + 1)}
+    steps = -(-weight.k_tiles // tile.blocks)
+    lengths = {tile.blocks * -(-steps // splits) for splits in range(1, _MOST_SPLITS + 1)}
     return min(sorted(lengths, reverse=True), key=cycles)
 
 

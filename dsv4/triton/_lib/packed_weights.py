@@ -69,7 +69,7 @@ def _axis(SIZE: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
 
 @triton.jit
 def _fragment_words(codes, scales, tile):
-    """Words of codes and of scales of the tiles ``tile [PARTS, TILES, DEPTH, 1]``, from ``codes`` on.
+    """Words of codes and of scales of tiles ``tile [PARTS, TILES, BLOCKS, 1]`` from ``codes`` on.
 
     ``codes`` and ``scales`` are pointers to int32.
     """
@@ -81,28 +81,28 @@ def _fragment_words(codes, scales, tile):
 
 
 @triton.jit
-def _fragments(word, both, PARTS: tl.constexpr, TILES: tl.constexpr, DEPTH: tl.constexpr):
+def _fragments(word, both, PARTS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr):
     """``code * scale * 2^-7`` of the words of codes and of scales of ``_fragment_words``."""
     word, both = word.to(tl.uint32, bitcast=True), both.to(tl.uint32, bitcast=True)
-    # Axes: part, tile, depth, lane, the two bits of j, h, k, e.
+    # Axes: part, tile, blocks, lane, the two bits of j, h, k, e.
     word = tl.broadcast_to(
-        tl.reshape(word, (PARTS, TILES, DEPTH, 32, 2, 2, 1, 1, 1)),
-        (PARTS, TILES, DEPTH, 32, 2, 2, 2, 2, 2),
+        tl.reshape(word, (PARTS, TILES, BLOCKS, 32, 2, 2, 1, 1, 1)),
+        (PARTS, TILES, BLOCKS, 32, 2, 2, 2, 2, 2),
     )
-    both = tl.reshape(both, (PARTS, TILES, DEPTH, 32, 2, 1, 1, 1, 1))
+    both = tl.reshape(both, (PARTS, TILES, BLOCKS, 32, 2, 1, 1, 1, 1))
     second, h, k, e = _axis(2, 5, 3), _axis(2, 6, 2), _axis(2, 7, 1), _axis(2, 8, 0)
     byte = (both >> (16 * second + 8 * h)) & 255
     scale = tl.broadcast_to(
-        byte * 0x00100010 + 0x76007600, (PARTS, TILES, DEPTH, 32, 2, 2, 2, 2, 2)
+        byte * 0x00100010 + 0x76007600, (PARTS, TILES, BLOCKS, 32, 2, 2, 2, 2, 2)
     )
     bits = 6 * k + 3 * h
     rotated = (word >> bits) | (word << ((32 - bits) & 31))
     code = tl.where(h + k == 2, (word & _LAST) * 0x4108, rotated) & _CODES
     values = _half(_times(code, scale), e)
-    # Axes: part, tile, depth, row, quad, j, h, k, e.
-    values = tl.reshape(values, (PARTS, TILES, DEPTH, 8, 4, 4, 2, 2, 2))
+    # Axes: part, tile, blocks, row, quad, j, h, k, e.
+    values = tl.reshape(values, (PARTS, TILES, BLOCKS, 8, 4, 4, 2, 2, 2))
     values = tl.permute(values, (0, 1, 6, 3, 2, 5, 7, 4, 8))
-    return tl.reshape(values, (PARTS, 16 * TILES, 64 * DEPTH))
+    return tl.reshape(values, (PARTS, 16 * TILES, 64 * BLOCKS))
 
 
 @triton.jit
@@ -170,23 +170,24 @@ def _multiplied(weight, values, total, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _loaded(codes, scales, first, k, DEPTH: tl.constexpr):
-    """Words of codes of DEPTH blocks of columns from ``k`` on, and then their words of scales."""
+def _loaded(codes, scales, first, k, BLOCKS: tl.constexpr):
+    """Words of codes of BLOCKS blocks of 64 columns from ``k`` on, then those of scales."""
     words, both = (), ()
-    for block in tl.static_range(DEPTH):
+    for block in tl.static_range(BLOCKS):
         word, scale = _fragment_words(codes, scales, first + (k + block))
-        words, both = words + (word,), both + (scale,)
+        words += (word,)  # type: ignore[assignment]
+        both += (scale,)  # type: ignore[assignment]
     return words + both
 
 
 @triton.jit
-def _stacked(words, FIRST: tl.constexpr, DEPTH: tl.constexpr):
-    """``words[FIRST]`` and its followers, along the axis of depth; no instruction once compiled."""
+def _stacked(words, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
+    """``words[FIRST]`` and those after it along the axis of blocks; compiled, no instruction."""
     result = words[FIRST]
-    shape: tl.constexpr = (result.shape[0], result.shape[1], DEPTH, result.shape[3])
-    number = _axis(DEPTH, 2, 1)
+    shape: tl.constexpr = (result.shape[0], result.shape[1], BLOCKS, result.shape[3])
+    number = _axis(BLOCKS, 2, 1)
     result = tl.broadcast_to(result, shape)
-    for block in tl.static_range(1, DEPTH):
+    for block in tl.static_range(1, BLOCKS):
         result = tl.where(number == block, tl.broadcast_to(words[FIRST + block], shape), result)
     return result
 
@@ -204,28 +205,28 @@ def _sum_from_registers(
     total,
     TILES: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     """``total`` plus the sums of ``packed_sum``; registers hold what the next iteration multiplies.
 
     A load then is one instruction, where one through shared memory is two and their addresses.
     """
-    STEP: tl.constexpr = PARTS * DEPTH
-    # One load for each block of columns: of a tensor with an axis of depth, versions of Triton give
-    # other parts to a warp, and the words would move between threads.
+    STEP: tl.constexpr = PARTS * BLOCKS
+    # One load for each block of columns: Triton 3.9 would share an axis of blocks out
+    # between warps, and the words would move through shared memory.
     first = (tiles[None, :] * k_tiles + part[:, None])[:, :, None, None]
-    words = _loaded(codes, scales, first, begin, DEPTH)
+    words = _loaded(codes, scales, first, begin, BLOCKS)
     values = tl.load(addresses + begin * 64)
     # Unrolled, so that no register is copied to another.
     for k in tl.range(begin + STEP, end, STEP, num_stages=1, loop_unroll_factor=2):
-        next_words = _loaded(codes, scales, first, k, DEPTH)
+        next_words = _loaded(codes, scales, first, k, BLOCKS)
         next_values = tl.load(addresses + k * 64)
-        word, both = _stacked(words, 0, DEPTH), _stacked(words, DEPTH, DEPTH)
-        weight = _fragments(word, both, PARTS, TILES, DEPTH)
+        word, both = _stacked(words, 0, BLOCKS), _stacked(words, BLOCKS, BLOCKS)
+        weight = _fragments(word, both, PARTS, TILES, BLOCKS)
         total = _multiplied(weight, values, total, PARTS)
         words, values = next_words, next_values
-    word, both = _stacked(words, 0, DEPTH), _stacked(words, DEPTH, DEPTH)
-    weight = _fragments(word, both, PARTS, TILES, DEPTH)
+    word, both = _stacked(words, 0, BLOCKS), _stacked(words, BLOCKS, BLOCKS)
+    weight = _fragments(word, both, PARTS, TILES, BLOCKS)
     return _multiplied(weight, values, total, PARTS)
 
 
@@ -239,18 +240,18 @@ def prefetch_fragments(
     begin,
     end,
     TILES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):
-    """Prefetch the first AHEAD blocks of 64 columns that ``packed_sum`` multiplies.
+    """Prefetch the first PREFETCHED blocks of 64 columns that ``packed_sum`` multiplies.
 
     Arguments are those of ``packed_sum``. Nothing is read, so this is allowed before
     ``wait_for_inputs``: memory then delivers weights while the preceding kernel ends.
     """
     tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)[:, None] * k_tiles
     # A block has four lines of 128 bytes of codes, and half a line of scales.
-    line = tl.minimum(begin * 4 + tl.arange(0, 4 * AHEAD), end * 4 - 1)[None, :]
+    line = tl.minimum(begin * 4 + tl.arange(0, 4 * PREFETCHED), end * 4 - 1)[None, :]
     prefetch_lines(codes + tiles * 128 + line * 32)
-    block = tl.minimum(begin + tl.arange(0, AHEAD), end - 1)[None, :]
+    block = tl.minimum(begin + tl.arange(0, PREFETCHED), end - 1)[None, :]
     prefetch_lines(scales + (tiles + block) * 16)
 
 
@@ -269,16 +270,16 @@ def packed_sum(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """float32 sums ``[16 TILES, TOKENS]`` of row tiles from ``tile`` on, and tokens.
 
     The loop takes blocks of 64 columns from ``begin`` to ``end``, whose distance is a multiple of
-    PARTS DEPTH. With PARTS above 1, each of PARTS warps sums its own columns, and the sums are
+    PARTS BLOCKS. With PARTS above 1, each of PARTS warps sums its own columns, and the sums are
     added at the end. This is for small M: one row tile does not fill several warps, and the number
-    of bytes in flight decides. DEPTH blocks are multiplied in one iteration, so that its
-    instructions for addresses and barriers count once; fragments alone have DEPTH above 1.
+    of bytes in flight decides. BLOCKS blocks are multiplied in one iteration, so that its
+    instructions for addresses and barriers count once; fragments alone have BLOCKS above 1.
 
     With one stage, registers hold the next iteration's fragments and values of x: a load takes one
     instruction, where a load through shared memory takes two and their addresses.
@@ -294,10 +295,10 @@ def packed_sum(
         begin: First block.
         end: Block after the last.
     """
-    STEP: tl.constexpr = PARTS * DEPTH
-    column = tl.arange(0, 64 * DEPTH)
+    STEP: tl.constexpr = PARTS * BLOCKS
+    column = tl.arange(0, 64 * BLOCKS)
     if PARTS > 1:
-        part = tl.arange(0, PARTS) * DEPTH
+        part = tl.arange(0, PARTS) * BLOCKS
         addresses = (
             x + token_offset[None, None, :] + (part[:, None] * 64 + column[None, :])[:, :, None]
         )
@@ -310,15 +311,15 @@ def packed_sum(
     rows = tl.minimum(tile * 16 + tl.arange(0, 16 * TILES), row_tiles * 16 - 1)
     if LAYOUT == _FRAGMENTS and STAGES == 1:
         total = _sum_from_registers(
-            codes, scales, addresses, tiles, part, k_tiles, begin, end, total, TILES, PARTS, DEPTH
+            codes, scales, addresses, tiles, part, k_tiles, begin, end, total, TILES, PARTS, BLOCKS
         )
     else:
-        depth = tl.arange(0, DEPTH)[None, None, :]
-        first = (tiles[None, :, None] * k_tiles + part[:, None, None] + depth)[:, :, :, None]
+        blocks = tl.arange(0, BLOCKS)[None, None, :]
+        first = (tiles[None, :, None] * k_tiles + part[:, None, None] + blocks)[:, :, :, None]
         for k in tl.range(begin, end, STEP, num_stages=STAGES):
             if LAYOUT == _FRAGMENTS:
                 word, both = _fragment_words(codes + k * 128, scales + k * 16, first)
-                weight = _fragments(word, both, PARTS, TILES, DEPTH)
+                weight = _fragments(word, both, PARTS, TILES, BLOCKS)
             else:
                 weight = _linear(codes, scales, rows, part + k, k_tiles, LAYOUT, PARTS, 16 * TILES)
             values = tl.load(addresses + k * 64)
