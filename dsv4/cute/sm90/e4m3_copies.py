@@ -129,7 +129,7 @@ class E4m3Copies(E4m3Tiles):
                             tma_bar_ptr=barrier,
                         )
                     position = self._advanced(position, self.plan.stages)
-            number += walk.stride
+            number = self._following(number, walk)
 
     def _tile_weights(self, tma: Any, to: Any, args: Any, tile: Tile, part: int) -> Any:
         """The TMA copies of the weights of 128 rows of a tile, for ``_copy_weights``.

@@ -133,6 +133,10 @@ class E4m3Tiles(E4m3Results):
         """The ``number``-th tile, or the first of those that share scales of results."""
         raise NotImplementedError
 
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``, or of none if it is ``walk.total`` or more."""
+        raise NotImplementedError
+
     def _load_factor(self, args: Any, tile: Tile, me: Lane) -> Any:
         """The float32 factor of a tile that a thread of an MMA warpgroup holds; None: no factor."""
         return None
@@ -231,7 +235,7 @@ class E4m3Tiles(E4m3Results):
                             me,
                         )
                 slot = self._next_slot(slot)
-            number += walk.stride
+            number = self._following(number, walk)
 
     @cute.jit
     def _multiply_ring(

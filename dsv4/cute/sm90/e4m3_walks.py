@@ -22,7 +22,7 @@ from dsv4.cute.device.expert_scheduler import (
     find_tile,
     total_tiles,
 )
-from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.scheduler import next_tile, tile_position
 from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.e4m3_results import E4m3Results, Lane, Tile
 from dsv4.cute.sm90.gemm_e4m3_plan import ROWS
@@ -66,6 +66,10 @@ class DenseTiles(E4m3Results):
             input=row_block // args.group_blocks * args.stages,
         )
 
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``."""
+        return number + walk.stride
+
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
         """Three warps without other work: do nothing."""
 
@@ -97,6 +101,11 @@ class GroupedTiles(E4m3Results):
             end=grouped.first_row + cutlass.min(grouped.rows, Int32(self.plan.token_block)),
             input=Int32(0),
         )
+
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``."""
+        following: Int32 = next_tile(number, walk.stride)
+        return following
 
     @cute.jit
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:

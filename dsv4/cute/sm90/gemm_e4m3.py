@@ -159,7 +159,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
         piece = self._next_piece(codes_from, scales_from, rings, position, number < walk.total)
         while number < walk.total:
             tile = self._tile(number, walk, args)
-            is_last = number + walk.stride >= walk.total
+            is_last = self._following(number, walk) >= walk.total
             for part in cutlass.range_constexpr(self.plan.row_parts):
                 first_row = tile.row + part * ROWS
                 of_thread = me.thread % ROWS
@@ -198,7 +198,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                         ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
                     position = following
                     target = self._advanced(target, self.plan.dequantized_stages)
-            number += walk.stride
+            number = self._following(number, walk)
 
     @cute.jit
     def _next_piece(
