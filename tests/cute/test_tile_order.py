@@ -38,8 +38,6 @@ def test_no_cta_has_only_full_tiles(ctas, count):
     """Of experts with as many tiles of tokens, each CTA takes about as many last ones."""
     rounds = 4 * count
     for cta in range(ctas):
-        tiles = collections.Counter(
-            tile % count for tile in tiles_of(cta, ctas, rounds * ctas)
-        )
+        tiles = collections.Counter(tile % count for tile in tiles_of(cta, ctas, rounds * ctas))
         # Exactly a quarter of ``rounds`` but for those rounds in which its places wrap around.
         assert max(tiles.values()) - min(tiles.values()) <= 3
