@@ -308,12 +308,17 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
                 if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
-            tile = self._taken(next_tile(tile, walk.stride), walk, lane)
+            tile = self._taken(self._following(tile, walk), walk, lane)
         ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
         ptx.mbarrier_wait(self._slot_barrier(slots, slot), slot_parity)
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
             ptx.mbarrier_arrive(full + Uint32(stage * 8))
+
+    def _following(self, tile: Int32, walk: TileWalk) -> Int32:
+        """Number of the CTA's tile after ``tile``."""
+        following: Int32 = next_tile(tile, walk.stride)
+        return following
 
     @cute.jit
     def _taken(self, following: Int32, walk: TileWalk, lane: Int32) -> Int32:
