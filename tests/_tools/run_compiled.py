@@ -182,7 +182,9 @@ def rounded_behind(name: str, layout: str) -> None:
     else:
         ids = torch.tensor([[0, 2], [1, 0], [2, -1]])
         rows = moe_permute(ids, 3, backend="reference")[2]
-        q = moe_gather_fp8(x, rows, result_layout=layout, backend="triton")
+        weights = strategies.normal(4, (3, 2), torch.float32)
+        q, sorted_ones = moe_gather_fp8(x, rows, weights, result_layout=layout, backend="triton")
+        assert_bitwise(sorted_ones[rows.long()], weights, "weights")
         y = moe_gather(x, rows, backend="reference")
     same(_without_signs_of_nan(q), by_tokens(y, layout))
 
