@@ -304,8 +304,8 @@ class DeepseekV4Experts(ExpertWeights):
             offsets = offsets[: self.num_local_experts + 1]
         if rounds:
             layout = code_layout(self.quantized_weight("gate_up_proj"))
-            coded, row_weight = moe_gather_fp8(x, row_of_slot, weights, result_layout=layout)
-            return coded, row_weight, offsets, row_of_slot
+            coded, coded_weight = moe_gather_fp8(x, row_of_slot, weights, result_layout=layout)
+            return coded, coded_weight, offsets, row_of_slot
         scale = self.gate_up_proj_input_scale
         rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
