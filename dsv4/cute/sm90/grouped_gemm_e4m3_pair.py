@@ -38,7 +38,7 @@ from dsv4.cute.device.expert_scheduler import (
 )
 from dsv4.cute.device.tile_walk import Walk
 from dsv4.cute.sm90.e4m3_results import Lane, Tile
-from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS
+from dsv4.cute.sm90.gemm_e4m3_plan import K_BLOCK, ROWS, GroupedPairE4m3Plan
 from dsv4.cute.sm90.grouped_gemm_e4m3 import GroupedE4m3Kernel
 
 _WARP_ROWS = 16
@@ -46,6 +46,8 @@ _WARP_ROWS = 16
 
 class GroupedPairE4m3Kernel(GroupedE4m3Kernel):
     """The kernel of one configuration."""
+
+    plan: GroupedPairE4m3Plan  # type: ignore[assignment]
 
     def _rank(self) -> Int32:
         """This CTA's rank in its pair."""
