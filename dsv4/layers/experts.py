@@ -311,10 +311,10 @@ class DeepseekV4Experts(ExpertWeights):
             offsets = offsets[: self.num_local_experts + 1]
         if rounds:
             layout = code_layout(self.quantized_weight("gate_up_proj"))
-            rows = moe_gather_fp8(x, row_of_slot, result_layout=layout)
-        else:
-            scale = self.gate_up_proj_input_scale
-            rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
+            coded, coded_weight = moe_gather_fp8(x, row_of_slot, weights, result_layout=layout)
+            return coded, coded_weight, offsets, row_of_slot
+        scale = self.gate_up_proj_input_scale
+        rows = moe_gather_quantize(x, row_of_slot, offsets, input_scale=scale)
         row_weight = weights.reshape(-1)[order.long()] if self.numerics == "deepseek" else None
         return rows, row_weight, offsets, row_of_slot
 

@@ -59,16 +59,18 @@ class SwigluFp8Args(NamedTuple):
 
 
 class MoeGatherFp8Args(NamedTuple):
-    """Arguments of ``moe_gather_fp8``: sorted rows in FP8.
+    """Arguments of ``moe_gather_fp8``: sorted rows in FP8, and their weights.
 
     Attributes:
         x: ``[T, H]`` floating.
         rows: int32 ``[T, k]``, sorted row of each slot.
+        weights: ``[T, k]`` floating, of each slot.
         result_layout: Order of the columns of codes, ``"linear"`` or ``"fragments_16x64"``.
     """
 
     x: torch.Tensor
     rows: torch.Tensor
+    weights: torch.Tensor
     result_layout: str
 
 
@@ -82,9 +84,10 @@ def _fake_swiglu(args: SwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
     return empty_fp8_token(args.gate_up, (*rows, columns // 2))
 
 
-def _fake_gather(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake_gather(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokens, top_k = args.rows.shape
-    return empty_fp8_token(args.x, (tokens * top_k, args.x.shape[1]))
+    codes = empty_fp8_token(args.x, (tokens * top_k, args.x.shape[1]))
+    return *codes, args.weights.new_empty(tokens * top_k)
 
 
 def _check_permuted(op: str, args: MoeGatherFp8Args) -> None:
@@ -177,22 +180,24 @@ def swiglu_fp8(
 def moe_gather_fp8(
     x: torch.Tensor,
     rows: torch.Tensor,
+    weights: torch.Tensor,
     *,
     result_layout: str = LINEAR,
     backend: str = "auto",
-) -> QuantizedTensor:
-    """Gather the sorted rows in FP8, for the experts' first GEMM.
+) -> tuple[QuantizedTensor, torch.Tensor]:
+    """Gather the sorted rows in FP8, for the experts' first GEMM, and sort the slots' weights.
 
     ``quantize(moe_gather(x, rows), "fp8_token")``, bit for bit; a token is rounded once.
 
     Args:
         x: ``[T, H]``, bfloat16, float16, float32 or float64.
         rows: ``[T, k]`` int32 from ``moe_permute``.
+        weights: ``[T, k]``, bfloat16, float16, float32 or float64.
         result_layout: Layout of the codes, see ``quantize``.
         backend: Implementation name, see ``dsv4.dispatch``.
 
     Returns:
-        ``"fp8_token"`` ``[T k, H]``.
+        ``("fp8_token" [T k, H], weights of these rows [T k])``.
 
     Raises:
         TypeError: if a dtype does not fit.
@@ -204,11 +209,13 @@ def moe_gather_fp8(
         op,
         ("x", x, _check.FLOATS, ("T", "H")),
         ("rows", rows, (torch.int32,), ("T", "k")),
+        ("weights", weights, _check.FLOATS, ("T", "k")),
     )
     check_slots(op, "rows", rows)
     check_result_layout(op, result_layout, x.shape[1])
-    codes, scales = _moe_gather_fp8(MoeGatherFp8Args(x, rows, result_layout), backend)
-    return _result(codes, scales, result_layout)
+    args = MoeGatherFp8Args(x, rows, weights, result_layout)
+    codes, scales, row_weight = _moe_gather_fp8(args, backend)
+    return _result(codes, scales, result_layout), row_weight
 
 
 def code_layout(weight: QuantizedTensor) -> str:

@@ -29,7 +29,10 @@ def swiglu_fp8(args: SwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
     return quantize_fp8_token(QuantizeFp8TokenArgs(inner, args.result_layout))
 
 
-def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.fp8_token.moe_gather_fp8``."""
     gathered = moe_gather(MoeGatherArgs(args.x, args.rows))
-    return quantize_fp8_token(QuantizeFp8TokenArgs(gathered, args.result_layout))
+    row_weight = torch.empty_like(args.weights, memory_format=torch.contiguous_format).flatten()
+    row_weight[args.rows.flatten().long()] = args.weights.flatten()
+    codes = quantize_fp8_token(QuantizeFp8TokenArgs(gathered, args.result_layout))
+    return *codes, row_weight

@@ -194,8 +194,10 @@ def swiglu_fp8(args: SwigluFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
 def _gather_fp8_kernel(
     x,
     rows,
+    weights,
     codes,
     scales,
+    row_weight,
     stride,
     columns,
     blocks,
@@ -205,13 +207,16 @@ def _gather_fp8_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCKS blocks of a token to all of its K sorted rows."""
+    """BLOCKS blocks of a token to all of its K sorted rows, and what these rows weigh."""
     wait_for_inputs(PDL)
     token = (tl.program_id(0) // chunks).to(tl.int64)
     block = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
     column = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     inside = column < columns
     targets = target_rows(rows + token * K, K)
+    weighed = ()
+    for j in tl.static_range(K):
+        weighed += (tl.load(weights + token * K + j),)  # type: ignore[assignment]
     loaded = tl.load(x + token * stride + column, mask=inside, other=0.0)
     bits, byte = fp8_token_tile(widen(loaded))
     if FRAGMENTS:
@@ -221,14 +226,17 @@ def _gather_fp8_kernel(
         tl.store(target + column, bits, mask=inside)
         target = scales + targets[j] * blocks
         tl.store(target + block, byte, mask=block < blocks)
+        alone = tl.program_id(0) % chunks == 0
+        tl.store(row_weight + targets[j], weighed[j], mask=alone)
 
 
-def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
+def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.fp8_token.moe_gather_fp8``."""
     (tokens, top_k), columns = args.rows.shape, args.x.shape[1]
     codes, scales = empty_fp8_token(args.x, (tokens * top_k, columns))
+    row_weight = args.weights.new_empty(tokens * top_k)
     if codes.numel() == 0:
-        return codes, scales
+        return codes, scales, row_weight
     source, blocks = row_tiles.as_rows(args.x), scales.shape[1]
     across = min(_BLOCKS, launch_options.power_of_two(blocks))
     chunks = triton.cdiv(blocks, across)
@@ -236,8 +244,10 @@ def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
         _gather_fp8_kernel[(tokens * chunks,)](
             source,
             args.rows.contiguous(),
+            args.weights.contiguous(),
             as_bytes(codes),
             as_bytes(scales),
+            row_weight,
             source.stride(0),
             columns,
             blocks,
@@ -248,4 +258,4 @@ def moe_gather_fp8(args: MoeGatherFp8Args) -> tuple[torch.Tensor, torch.Tensor]:
             num_warps=max(1, across // 2),
             **launch_options.options(args.x),
         )
-    return codes, scales
+    return codes, scales, row_weight

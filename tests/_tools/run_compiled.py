@@ -29,7 +29,7 @@ from dsv4.quant.formats import FRAGMENTS, LINEAR, SWIZZLED, SWIZZLED_EXPERTS, Qu
 from dsv4.testing import strategies
 from dsv4.testing.assertions import assert_bitwise
 from dsv4.triton import moe_gather_quantize as moe_kernels
-from dsv4.triton import norm
+from dsv4.triton import norm, quantize_fp8_token
 from dsv4.triton._lib import nvfp4_tile
 from tests._tools import compiled_caches
 from tests._tools.other_gpu import replace_launches
@@ -150,9 +150,10 @@ def selected(queries) -> None:
     assert_bitwise(*results, "entries")
 
 
-def rounded(rows: int, columns: int, layout: str) -> None:
-    """FP8 by tokens, and its values back."""
-    x = values(rows, columns)
+def rounded(rows: int, columns: int, layout: str, skipped: int = 0) -> None:
+    """FP8 by tokens, and its values back; a whole block is NaN, and rows may be a part of rows."""
+    x = values(rows, columns + skipped)[:, :columns]
+    x[-1, columns - columns % 128 - 128 :] = torch.nan
     q = quantize(x, "fp8_token", layout=layout, backend="triton")
     same(_without_signs_of_nan(q), by_tokens(x, layout))
     numbers = (dequantize(q, torch.float32, backend=name) for name in ("triton", "reference"))
@@ -181,7 +182,9 @@ def rounded_behind(name: str, layout: str) -> None:
     else:
         ids = torch.tensor([[0, 2], [1, 0], [2, -1]])
         rows = moe_permute(ids, 3, backend="reference")[2]
-        q = moe_gather_fp8(x, rows, result_layout=layout, backend="triton")
+        weights = strategies.normal(4, (3, 2), torch.float32)
+        q, sorted_ones = moe_gather_fp8(x, rows, weights, result_layout=layout, backend="triton")
+        assert_bitwise(sorted_ones[rows.long()], weights, "weights")
         y = moe_gather(x, rows, backend="reference")
     same(_without_signs_of_nan(q), by_tokens(y, layout))
 
@@ -192,6 +195,7 @@ _THRESHOLDS = (
     (norm, "_FEW_ROWS"),
     (moe_kernels, "_FEW_PROGRAMS"),
     (moe_kernels, "_SEPARATE_TOKENS"),
+    (quantize_fp8_token, "_MANY_BLOCKS"),
 )
 
 
@@ -228,6 +232,9 @@ CASES |= {
     "fp8": lambda: rounded(9, 256, LINEAR),
     "fp8, one token": lambda: rounded(1, 384, FRAGMENTS),
     "fp8, ragged": lambda: rounded(3, 200, LINEAR),
+    "many fp8": lambda: rounded(9, 512, FRAGMENTS),
+    "many fp8, linear": lambda: rounded(3, 256, LINEAR),
+    "many fp8, part of rows": lambda: rounded(5, 384, FRAGMENTS, 64),
     "fp8 norm": lambda: rounded_behind("norm", LINEAR),
     "fp8 swiglu": lambda: rounded_behind("swiglu", FRAGMENTS),
     "fp8 gather": lambda: rounded_behind("gather", FRAGMENTS),

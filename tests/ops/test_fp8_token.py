@@ -96,7 +96,10 @@ class TestBits:
         generator = strategies.generator(draw.seed)
         ids = torch.randint(-1, 4, (tokens, top_k), generator=generator).to(device)
         _, _, rows = moe_permute(ids, 4)
-        got = moe_gather_fp8(x, rows, result_layout=layout).validate()
+        weights = strategies.normal(draw.seed, (tokens, top_k), dtype).to(device)
+        got, row_weight = moe_gather_fp8(x, rows, weights, result_layout=layout)
+        got.validate()
+        assert_bitwise(row_weight[rows.long()], weights, "weight")
         same(got, by_tokens(moe_gather(x, rows), layout))
 
     def test_a_row_weight_that_is_no_number_spoils_its_row_alone(self, device):
@@ -182,7 +185,7 @@ def test_opcheck(device):
     for op, args in (
         (ops.rms_norm_fp8, (x, weight, 1e-6, LINEAR)),
         (ops.swiglu_fp8, (x, 10.0, "interleaved", None, FRAGMENTS)),
-        (ops.moe_gather_fp8, (x, rows, FRAGMENTS)),
+        (ops.moe_gather_fp8, (x, rows, torch.ones(3, 2, device=device), FRAGMENTS)),
     ):
         torch.library.opcheck(op.default, (*args, "auto"))
         assert_pure(op.default, *args, "auto")

@@ -136,6 +136,31 @@ class TestQuantiser:
             slot = 128 * block + 32 * q + 16 * u + 4 * j + 2 * e + 1 - k
             assert torch.equal(moved[:, slot], codes[:, column])
 
+    @given(
+        draw=strategies.draws(-40, 40),
+        shape=st.sampled_from([(1, 128), (5, 384), (2, 3, 640), (17, 256), (33, 128)]),
+        skipped=st.sampled_from([0, 64]),
+        dtype=strategies.float_dtypes(),
+        layout=st.sampled_from([LINEAR, FRAGMENTS]),
+    )
+    @example(strategies.Draw(2, -149), (9, 512), 0, torch.float32, FRAGMENTS)
+    def test_many_blocks(self, device, draw, shape, skipped, dtype, layout):
+        """They have a kernel of their own; a block without a finite value has the least scale."""
+        *batch, columns = shape
+        x = draw.build((*batch, columns + skipped), dtype, device, block=128)[..., :columns]
+        x[..., -1, -128:] = torch.nan
+        launcher = pytest.importorskip("dsv4.triton.quantize_fp8_token")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launcher, "_MANY_BLOCKS", 0)
+            same(quantize(x, FP8_TOKEN, layout=layout), by_reference(x, layout))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("columns", [1024, 4096, 32768])
+    def test_many_rows_of_a_prompt(self, device, columns):
+        x = strategies.normal(columns, (4099, columns)).to(device, torch.bfloat16)
+        x[5, 9], x[4098] = torch.inf, torch.nan
+        same(quantize(x, FP8_TOKEN, layout=FRAGMENTS), by_reference(x, FRAGMENTS))
+
     def test_strided_rows_and_no_rows(self, device):
         wide = strategies.normal(5, (6, 384)).to(device)
         same(quantize(wide[:, :200], FP8_TOKEN), by_reference(wide[:, :200].contiguous()))

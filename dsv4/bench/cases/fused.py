@@ -138,8 +138,9 @@ def moe_gather_fp8(c: ModelConfig, tokens: int) -> Iterator[Case]:
     def build(draw: Draw, layout: str) -> Problem:
         ids = draw.distinct(tokens, k, experts)
         _, _, rows = ops.moe_permute(ids, experts, backend="reference")
-        args = (draw.normal(tokens, c.hidden_size), rows)
-        judge = bitwise(*QUANTIZED[:2])
+        weights = draw.normal(tokens, k, dtype=torch.float32).softmax(-1)
+        args = (draw.normal(tokens, c.hidden_size), rows, weights)
+        judge = bitwise(*QUANTIZED[:2], "weights")
         return Problem(ops.moe_gather_fp8, args, {"result_layout": layout}, judge, nbytes(*args))
 
     for name, layout in (("", LINEAR), ("fragments", FRAGMENTS)):

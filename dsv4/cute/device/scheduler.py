@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+# Experts have few tiles of tokens; this is a multiple of 1, 2, 3, 4 and 6.
+_TILE_COUNTS = 12
+
 
 def tile_position(
     tile: Any, order: tuple[Any, Any, Any], least: Callable[[Any, Any], Any] = min
@@ -27,3 +30,22 @@ def tile_position(
     width = least(span, token_tiles - begin)
     row_block = rest // width
     return row_block, begin + rest - row_block * width
+
+
+def next_tile(tile: Any, ctas: Any) -> Any:
+    """Number of the tile of an expert that a persistent CTA takes after ``tile``.
+
+    In every round each CTA takes one of the next ``ctas`` tiles. An expert's last tile of tokens
+    has fewer rows, so it takes less time. Tiles of tokens follow one another. If a CTA took the
+    tile that is ``ctas`` further, on a GPU of 132 SMs it would get the same tile of tokens of every
+    expert that has 2, 3, 4 or 6 of them: some CTAs only the full ones. So CTAs change places: the
+    next tile is 1 modulo ``_TILE_COUNTS`` further, except where it wraps around.
+
+    Python's numbers as well as a kernel's, hence no types.
+
+    Args:
+        tile: Number of the tile, from 0.
+        ctas: Number of CTAs.
+    """
+    shift = (_TILE_COUNTS + 1 - ctas % _TILE_COUNTS) % _TILE_COUNTS
+    return (tile // ctas + 1) * ctas + (tile % ctas + shift) % ctas

@@ -26,7 +26,7 @@ class Walk(NamedTuple):
 
     Attributes:
         first: Number of its first tile.
-        stride: Distance from one to the next: the number of clusters.
+        stride: Number of clusters: in each round a cluster takes one of as many tiles.
         total: Tiles of all clusters.
         order: ``TileOrder``, or ``GroupedTileOrder`` of routed experts. Only methods that differ
             between both read it.

@@ -25,19 +25,23 @@ K_STEPS = K_BLOCK // 32  # wgmma of a stage
 
 
 class Rings(NamedTuple):
-    """mbarriers of both rings, 8 bytes a stage.
+    """mbarriers of all rings, 8 bytes a stage.
 
     Attributes:
         full: Those that say that a stage has arrived.
         empty: Those that say that it has been read.
         ready: Those that say that a stage of weights is dequantized.
         free: Those that say that it has been read.
+        packed_full: Those that say that packed weights of a stage have arrived.
+        packed_empty: Those that say that they have been read.
     """
 
     full: Uint32
     empty: Uint32
     ready: Uint32
     free: Uint32
+    packed_full: Uint32
+    packed_empty: Uint32
 
 
 class Position(NamedTuple):
@@ -92,24 +96,31 @@ class E4m3Tiles(E4m3Results):
     def _rings(self, full: Uint32) -> Rings:
         """The mbarriers, from address ``full`` on."""
         ready = full + Uint32(16 * self.plan.stages)
+        packed = full + Uint32(8 * self.plan.first_packed_barrier)
         return Rings(
             full=full,
             empty=full + Uint32(8 * self.plan.stages),
             ready=ready,
             free=ready + Uint32(8 * self.plan.dequantized_stages),
+            packed_full=packed,
+            packed_empty=packed + Uint32(8 * self.plan.packed_stages),
         )
 
     @cute.jit
     def _make_rings(self, rings: Rings, lane: Int32) -> None:
         """One warp: make the mbarriers."""
         if lane < self.plan.stages:
-            readers = MMA_WARPS + self.plan.dequant_warps
             ptx.mbarrier_init(rings.full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), readers)
+            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), MMA_WARPS)
+        if cutlass.const_expr(self.plan.packed_stages):  # noqa: SIM102
+            if lane < self.plan.packed_stages:
+                ptx.mbarrier_init(rings.packed_full + Uint32(lane * 8), 1)
+                readers = self.plan.dequant_warps
+                ptx.mbarrier_init(rings.packed_empty + Uint32(lane * 8), readers)
         if cutlass.const_expr(self.plan.dequantized_stages):  # noqa: SIM102
             if lane < self.plan.dequantized_stages:
                 ptx.mbarrier_init(rings.ready + Uint32(lane * 8), self.plan.dequant_warps)
-                ptx.mbarrier_init(rings.free + Uint32(lane * 8), MMA_WARPS)
+                ptx.mbarrier_init(rings.free + Uint32(lane * 8), MMA_WARPS * self.plan.ctas)
         ptx.fence_mbarrier_init()
 
     @cute.jit
@@ -131,6 +142,10 @@ class E4m3Tiles(E4m3Results):
 
     def _tile(self, number: Int32, walk: Walk, args: Any) -> Tile:
         """The ``number``-th tile, or the first of those that share scales of results."""
+        raise NotImplementedError
+
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``, or of none if it is ``walk.total`` or more."""
         raise NotImplementedError
 
     def _load_factor(self, args: Any, tile: Tile, me: Lane) -> Any:
@@ -231,7 +246,7 @@ class E4m3Tiles(E4m3Results):
                             me,
                         )
                 slot = self._next_slot(slot)
-            number += walk.stride
+            number = self._following(number, walk)
 
     @cute.jit
     def _multiply_ring(
@@ -311,7 +326,11 @@ class E4m3Tiles(E4m3Results):
         if lane == 0:
             ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
             if cutlass.const_expr(self.plan.dequantized_stages):
-                ptx.mbarrier_arrive(rings.free + Uint32(source.stage * 8))
+                self._signal_free(rings.free + Uint32(source.stage * 8))
+
+    def _signal_free(self, free: Uint32) -> None:
+        """One lane: say that its warp has read dequantized weights of a stage."""
+        ptx.mbarrier_arrive(free)
 
     def _promote(self, sums: cute.Tensor, stage_sums: cute.Tensor, scales: list[Float32]) -> None:
         """Add the sums of a stage, times the scales of the lane's two tokens."""

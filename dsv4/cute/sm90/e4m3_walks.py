@@ -22,12 +22,11 @@ from dsv4.cute.device.expert_scheduler import (
     find_tile,
     total_tiles,
 )
-from dsv4.cute.device.scheduler import tile_position
+from dsv4.cute.device.scheduler import next_tile, tile_position
 from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.e4m3_results import E4m3Results, Lane, Tile
 from dsv4.cute.sm90.gemm_e4m3_plan import ROWS
 
-_CLEAR_THREADS = 96  # threads of the copy warps except the first
 _SCALE_OF_ZEROS = 105  # the quantiser's scale of 128 zeros
 
 
@@ -66,8 +65,12 @@ class DenseTiles(E4m3Results):
             input=row_block // args.group_blocks * args.stages,
         )
 
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``."""
+        return number + walk.stride
+
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Three warps without other work: do nothing."""
+        """Warps without other work: do nothing."""
 
 
 class GroupedTiles(E4m3Results):
@@ -98,19 +101,24 @@ class GroupedTiles(E4m3Results):
             input=Int32(0),
         )
 
+    def _following(self, number: Int32, walk: Walk) -> Int32:
+        """Number of the CTA's tile after ``number``."""
+        following: Int32 = next_tile(number, walk.stride)
+        return following
+
     @cute.jit
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Three warps: clear the rows of no expert, every ``stride``-th by each CTA."""
+        """Copy warps that copy nothing: clear rows of no expert, each CTA every ``stride``-th."""
         lines = Lines(end_row(walk.order.table) + walk.first, args.clear_end, walk.stride)
         columns = self._total_columns(args)
         if cutlass.const_expr(self.plan.quantized_out):
-            clear_lines(args.out, lines, columns // 16, thread, _CLEAR_THREADS)
+            clear_lines(args.out, lines, columns // 16, thread, self.plan.clear_threads)
             line = lines.first
             while line < lines.end:
                 at = args.out_scales + Int64(line) * (columns // 128)
-                for i in cutlass.range(thread, columns // 128, _CLEAR_THREADS, unroll=1):
+                for i in cutlass.range(thread, columns // 128, self.plan.clear_threads, unroll=1):
                     ptx.store_global_byte(at + Int64(i), Uint32(_SCALE_OF_ZEROS))
                 line += lines.stride
         else:
             width = 4 if self.plan.float32_out else 2
-            clear_lines(args.out, lines, columns * width // 16, thread, _CLEAR_THREADS)
+            clear_lines(args.out, lines, columns * width // 16, thread, self.plan.clear_threads)

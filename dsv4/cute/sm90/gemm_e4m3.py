@@ -9,24 +9,28 @@ one or two dequantize weights; one copies. Dequantized weights are common to bot
 their cost is spread over all tokens of the tile. Tokens are the rows of accumulators because a lane
 has two rows of each fragment, so two scales, and 32 columns.
 
-Pipeline. The copy warp keeps a ring of ``stages`` stages of 128 columns full by TMA: X as E4M3
-codes, packed codes and scales of the weight. The warps that dequantize read the latter and write
-E4M3 to a ring of ``dequantized_stages`` stages, in the layout that ``wgmma`` reads (lines of 128
-bytes, a row each, whose 16-byte pieces are exchanged by the row's number). A lane's codes of a row
-and 64 columns become 16 consecutive bytes, so columns stand in *fragment order* there
-(``dsv4.quant.fragments.fragment_columns``), and in X, too.
+Pipeline. Two copy warps keep two rings of stages of 128 columns full by TMA: one has X as E4M3
+codes, the other one packed codes and scales of the weight. The latter takes a third of the memory,
+so it is deeper, and dequantizing does not wait until MMAs have read X: in a common ring of three
+stages, copy, dequantization and MMAs of a stage followed one another. The warps that dequantize
+read packed weights and write E4M3 to a ring of ``dequantized_stages`` stages, in the layout that
+``wgmma`` reads (lines of 128 bytes, a row each, whose 16-byte pieces are exchanged by the row's
+number). A lane's codes of a row and 64 columns become 16 consecutive bytes, so columns stand in
+*fragment order* there (``dsv4.quant.fragments.fragment_columns``), and in X, too.
 
 Barriers:
 
-* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and the bytes of a stage.
-* ``empty[stage]``: mbarrier with an arrival of every MMA warp and of every warp that dequantizes.
+* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and X of a stage.
+* ``empty[stage]``: mbarrier with an arrival of every MMA warp.
+* ``packed_full[stage]``: as ``full``, of packed weights.
+* ``packed_empty[stage]``: mbarrier with an arrival of every warp that dequantizes.
 * ``ready[stage]``: mbarrier with an arrival of every warp that dequantizes; its rows are written.
 * ``free[stage]``: mbarrier with an arrival of every MMA warp that has read dequantized weights.
 * ``sync_threads``, once: the mbarriers exist.
 
 A warp that dequantizes waits for stage n + 1 and loads its first piece before it signals that stage
-n is dequantized. This cannot deadlock: stage n + 1 needs only the MMAs of stages before n, because
-the ring has two stages or more.
+n is dequantized. This cannot deadlock: packed weights of stage n + 1 need only that stages before n
+have been dequantized, because their ring has two stages or more.
 
 Factors of rows (global scale times power of two) are written to shared memory by the warps that
 dequantize, before they signal the tile's first stage; there is room for those of all tiles that
@@ -110,8 +114,10 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if me.warp == copy_warp:
                 self._copy(tma, memory, walk, args, me.lane)
+            elif me.warp == copy_warp + 1:
+                self._copy_packed(tma, memory, walk, args, me.lane)
             else:
-                self._clear(walk, args, me.thread - 32 * (copy_warp + 1))
+                self._clear(walk, args, me.thread - 32 * (copy_warp + 2))
         elif me.warp >= MMA_WARPS:
             cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
             self._dequantize(memory, walk, args, me)
@@ -119,12 +125,14 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             operands = self._mma_operands(memory.x, memory.weights)
             self._multiply(operands, memory.buffers, memory.rings, walk, args, me)
+        self._finish()
 
     def _tile_weights(
         self, tma: E4m3Tma, to: cute.Pointer, args: Any, tile: Tile, part: int
     ) -> WeightCopies:
-        """The TMA copies of the packed weights of 128 rows of a tile."""
+        """The TMA copies of the packed weights of 128 rows of a tile, or of the CTA's half."""
         row_tile = (tile.expert * args.rows + tile.row) // 16 + part * ROW_TILES
+        row_tile += self._first_own_row() // 16
         return self._weight_copies(tma, to, row_tile)
 
     # The warps that dequantize weights.
@@ -142,24 +150,27 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             args: The scalars.
             me: Who this is.
         """
-        packed, to = Uint32(memory.copied.toint()), Uint32(memory.weights.iterator.toint())
+        packed, lines = Uint32(memory.copied.toint()), Uint32(memory.weights.iterator.toint())
+        to = lines
         factors, rings = memory.buffers.factors, memory.rings
         warp, lane = me.warp - MMA_WARPS, me.lane
         row, quarter = lane // 4, lane % 4
-        tiles = ROW_TILES // self.plan.dequant_warps
+        tiles = self.plan.cta_row_tiles // self.plan.dequant_warps
+        own = self._first_own_row()
         codes_from = packed + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales_from = packed + Uint32(
             self.plan.cta_row_tiles * self.plan.code_bytes + warp * self.plan.scale_bytes + row * 8
         )
         # The first of the lane's two pieces of a line; the other one is its neighbour.
-        to += Uint32((warp * 16 + row) * K_BLOCK) + Uint32(((2 * quarter) ^ row) * 16)
+        first = Uint32((own + warp * 16) * K_BLOCK)  # of the warp's rows, in a stage
+        to += first + Uint32(row * K_BLOCK) + Uint32(((2 * quarter) ^ row) * 16)
         opaque_16 = Uint32(args.opaque_16)
         number, slot = walk.first, Int32(0)
         position, target = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(1))
         piece = self._next_piece(codes_from, scales_from, rings, position, number < walk.total)
         while number < walk.total:
             tile = self._tile(number, walk, args)
-            is_last = number + walk.stride >= walk.total
+            is_last = self._following(number, walk) >= walk.total
             for part in cutlass.range_constexpr(self.plan.row_parts):
                 first_row = tile.row + part * ROWS
                 of_thread = me.thread % ROWS
@@ -170,12 +181,12 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                     self._row_biases(
                         args,
                         tile.expert,
-                        first_row + (warp + h * self.plan.dequant_warps) * 16 + row,
+                        first_row + own + (warp + h * self.plan.dequant_warps) * 16 + row,
                     )
                     for h in range(tiles)
                 ]
                 for k in cutlass.range(args.stages, unroll=1):
-                    following = self._advanced(position, self.plan.stages)
+                    following = self._advanced(position, self.plan.packed_stages)
                     ptx.mbarrier_wait(rings.free + Uint32(target.stage * 8), target.parity)
                     there = to + Uint32(target.stage * self.plan.dequantized_bytes)
                     for n in cutlass.range_constexpr(2 * tiles):
@@ -194,11 +205,29 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                     ptx.fence_proxy_async_shared()
                     cute.arch.sync_warp()
                     if lane == 0:
-                        ptx.mbarrier_arrive(rings.ready + Uint32(target.stage * 8))
-                        ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
+                        ready = rings.ready + Uint32(target.stage * 8)
+                        written = first + Uint32(target.stage * self.plan.dequantized_bytes)
+                        self._signal_ready(ready, lines + written)
+                        ptx.mbarrier_arrive(rings.packed_empty + Uint32(position.stage * 8))
                     position = following
                     target = self._advanced(target, self.plan.dequantized_stages)
-            number += walk.stride
+            number = self._following(number, walk)
+
+    def _first_own_row(self) -> Int32:
+        """First of the 128 rows of a tile that this CTA dequantizes."""
+        return Int32(0)
+
+    def _signal_ready(self, ready: Uint32, written: Uint32) -> None:
+        """One lane: say that its warp's rows of a stage are dequantized.
+
+        Args:
+            ready: The stage's mbarrier.
+            written: Address of the warp's first row.
+        """
+        ptx.mbarrier_arrive(ready)
+
+    def _finish(self) -> None:
+        """All threads: do what a CTA does before it exits."""
 
     @cute.jit
     def _next_piece(
@@ -211,7 +240,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
     ) -> Piece:
         """Wait for a stage, if there is one, and load the lane's first piece of it."""
         if exists:
-            ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
+            ptx.mbarrier_wait(rings.packed_full + Uint32(position.stage * 8), position.parity)
         return self._load(codes_from, scales_from, position.stage, 0)
 
     def _load(self, codes_from: Uint32, scales_from: Uint32, stage: Int32, n: int) -> Piece:

@@ -21,6 +21,8 @@ from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
+_MOST_SHARED = 227 * 1024
+_MOST_PACKED_STAGES = 8
 # Bytes from a token's line to the next in a transpose buffer: 128 of results, 16 of padding.
 LINE = 144
 
@@ -202,7 +204,7 @@ class E4m3Plan:
 
     Attributes:
         token_rows: Tiles of 64 tokens of an MMA warpgroup: 1 or 2.
-        stages: Stages of the ring that TMA fills.
+        stages: Stages of the ring of X; of E4M3 weights, too, where none are dequantized.
         dequantized_stages: Stages of the ring of dequantized weights; 0 where they are E4M3.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
@@ -294,6 +296,19 @@ class E4m3Plan:
         return self.cta_row_tiles * (self.code_bytes + self.scale_bytes)
 
     @property
+    def packed_stages(self) -> int:
+        """Stages of the ring of packed weights: as many as shared memory holds, at most 8."""
+        if not self.dequantized_stages:
+            return 0
+        left = _MOST_SHARED - self._bytes_without_packed - 16 * _MOST_PACKED_STAGES
+        return min(_MOST_PACKED_STAGES, left // self.weight_bytes)
+
+    @property
+    def clear_threads(self) -> int:
+        """Threads of the copy warpgroup that clear rows: those of warps that copy nothing."""
+        return 64 if self.dequantized_stages else 96
+
+    @property
     def x_bytes(self) -> int:
         """Bytes of X of a stage."""
         return self.token_block * K_BLOCK
@@ -341,6 +356,11 @@ class E4m3Plan:
     @property
     def barriers(self) -> int:
         """The mbarriers: two for each stage of each ring."""
+        return self.first_packed_barrier + 2 * self.packed_stages
+
+    @property
+    def first_packed_barrier(self) -> int:
+        """The mbarriers before those of the ring of packed weights."""
         return 2 * (self.stages + self.dequantized_stages)
 
     @property
@@ -378,9 +398,15 @@ class E4m3Plan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA; 1024 bytes to align the stages to that."""
-        rings = self.stages * (self.x_bytes + self.weight_bytes)
-        rings += self.dequantized_stages * self.dequantized_bytes
-        return 1024 + rings + self.other_bytes + 8 * self.barriers
+        packed = self.packed_stages * (self.weight_bytes + 16)
+        return self._bytes_without_packed + packed
+
+    @property
+    def _bytes_without_packed(self) -> int:
+        """Shared memory but for packed weights and their mbarriers."""
+        stage = self.x_bytes + (0 if self.dequantized_stages else self.weight_bytes)
+        rings = self.stages * stage + self.dequantized_stages * self.dequantized_bytes
+        return 1024 + rings + self.other_bytes + 8 * self.first_packed_barrier
 
 
 @dataclass(frozen=True)
@@ -437,10 +463,36 @@ class GroupedE4m3Plan(E4m3Plan):
         return True
 
 
+@dataclass(frozen=True)
+class GroupedPairE4m3Plan(GroupedE4m3Plan):
+    """One configuration of the kernel in ``grouped_gemm_e4m3_pair``."""
+
+    @property
+    def kernel(self) -> str:
+        """The kernel's class, as ``module:class``."""
+        return "dsv4.cute.sm90.grouped_gemm_e4m3_pair:GroupedPairE4m3Kernel"
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a cluster, which share the tokens of an expert and dequantize together."""
+        return 2
+
+    @property
+    def cta_row_tiles(self) -> int:
+        """Row tiles, of 16 rows, that a CTA dequantizes of a tile."""
+        return ROWS // 16 // self.ctas
+
+    @property
+    def pair_tokens(self) -> int:
+        """Tokens of a tile of both CTAs."""
+        return self.ctas * self.token_block
+
+
 # Few configurations serve all matrices.
 _dense = functools.cache(E4m3Plan)
 _block = functools.cache(BlockE4m3Plan)
 _grouped = functools.cache(GroupedE4m3Plan)
+_pair = functools.cache(GroupedPairE4m3Plan)
 
 
 def e4m3_plans(float32_out: bool, swiglu: bool) -> tuple[E4m3Plan, E4m3Plan]:
@@ -487,3 +539,11 @@ def grouped_e4m3_plan(
     if rows_of_x > 128 * experts:
         return _grouped(2, 3, 2 if quantized_out else 3, **kind)
     return _grouped(1, 4, 3, **kind)
+
+
+def grouped_pair_plan(
+    float32_out: bool, swiglu: bool, row_weighted: bool, quantized_out: bool
+) -> GroupedPairE4m3Plan:
+    """The configuration whose CTAs dequantize in pairs; see ``grouped_e4m3_plan``."""
+    stages = 3 if quantized_out else 4
+    return _pair(2, stages, 3, float32_out, swiglu, row_weighted, quantized_out)

@@ -7,13 +7,15 @@ Tiling and ownership. A tile is 128 rows of an expert's weight and up to ``token
 that belong to the expert, in blocks of 64. Blocks without rows are neither copied nor multiplied;
 rows of the next expert that lie in the last one are multiplied, not stored. Tiles of an expert
 follow one another, the tokens of a block of rows first, so that its weights come from memory once
-and from L2 for the other tiles. CTAs are persistent and take every tile that is a grid further.
+and from L2 for the other tiles. CTAs are persistent; in every round each
+takes one of the next tiles (``next_tile``), full and smaller ones in turn.
 
 FP8 results. A scale belongs to 128 results, those of 256 rows of gate and up: a unit of two tiles
 for the same tokens, which a CTA computes one after the other (``e4m3_results``).
 
 Warps. All CTAs count the experts' tiles into a table in shared memory first (one warp); every warp
-finds the expert of a tile there. Three copy warps clear rows of no expert.
+finds the expert of a tile there. Copy warps that copy nothing clear
+rows of no expert.
 
 Barriers: those of ``gemm_e4m3``. Numerics: as ``gemm_e4m3``.
 """

@@ -220,7 +220,7 @@ def _launch_plans(problem: Experts, tokens: int, arch: str) -> tuple[LaunchPlan,
 
 
 def uses_tile_counters(problem: Experts, tokens: int) -> bool:
-    """Return whether a CTA takes its next tile by a counter, not every tile that is a grid further.
+    """Return whether a CTA takes its next tile by a counter, not one in each round of all CTAs.
 
     With many launches, the CTAs of a launch begin at times that differ by whole tiles.
     """

@@ -7,8 +7,9 @@ Tiling and ownership. A tile is ``rows`` rows of an expert's weight and up to ``
 of X that belong to the expert. It begins at the expert's first row or some whole tiles later; rows
 of the next expert that lie in it are multiplied, not stored. An expert without rows has no tile.
 The tiles of an expert follow one another, the tokens of a block of rows first, so that its weights
-come from memory once and from L2 for the other tiles. CTAs are persistent: they take every tile
-that is a grid further, or the next one by a counter (``GroupedWgmmaArgs.tile_counter``).
+come from memory once and from L2 for the other tiles. CTAs are persistent: in every round each
+takes one of the next tiles (``next_tile``), or they take them by a counter
+(``GroupedWgmmaArgs.tile_counter``).
 
 Several widths. If the plan has narrower MMAs, a tile takes the first that its rows fit: 4282 us
 with 64 and 80 tokens, 4466 with 80 alone (H200). Each width has a main loop of its own, all but one
@@ -59,6 +60,7 @@ from dsv4.cute.device.expert_scheduler import (
     padding_before,
     total_tiles,
 )
+from dsv4.cute.device.scheduler import next_tile
 from dsv4.cute.grouped_problem import MOST_EXPERTS
 from dsv4.cute.sm90.gemm_wgmma import (
     LaneWeights,
@@ -86,7 +88,7 @@ class TileWalk(NamedTuple):
 
     Attributes:
         first: Its first one.
-        stride: From one to the next: the number of CTAs.
+        stride: Number of CTAs.
         counter: Address of the counter of tiles that CTAs have taken; 0 for none.
         order: Which tile is which.
     """
@@ -271,7 +273,7 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
         """
         full, full_at, empty = pipeline.full, shared.full, pipeline.empty
         stage, parity, slot, slot_parity = Int32(0), Int32(1), slots, Int32(1)
-        tile = self._next_tile(walk.first - walk.stride, walk, lane)
+        tile = self._taken(walk.first, walk, lane)
         boxes = self.plan.token_block // self.plan.tma_tokens  # of a block of 64 columns
         x_stages = self._x_stages(shared.x)
         while tile < total_tiles(walk.order.table) * walk.order.row_blocks:
@@ -306,17 +308,21 @@ class GroupedWgmmaKernel(GroupedWgmmaResults):
                 if stage == self.plan.stages:
                     stage = Int32(0)
                     parity = parity ^ 1
-            tile = self._next_tile(tile, walk, lane)
+            tile = self._taken(self._following(tile, walk), walk, lane)
         ptx.mbarrier_wait(empty + Uint32(stage * 8), parity)
         ptx.mbarrier_wait(self._slot_barrier(slots, slot), slot_parity)
         if lane == 0:
             ptx.store_shared4(slot, [Uint32(0)] * 4)
             ptx.mbarrier_arrive(full + Uint32(stage * 8))
 
+    def _following(self, tile: Int32, walk: TileWalk) -> Int32:
+        """Number of the CTA's tile after ``tile``."""
+        following: Int32 = next_tile(tile, walk.stride)
+        return following
+
     @cute.jit
-    def _next_tile(self, tile: Int32, walk: TileWalk, lane: Int32) -> Int32:
-        """One warp: the tile that the CTA takes after ``tile``."""
-        following = tile + walk.stride
+    def _taken(self, following: Int32, walk: TileWalk, lane: Int32) -> Int32:
+        """One warp: the tile that the CTA takes; ``following`` unless there is a counter."""
         if walk.counter != 0:
             taken = Int32(0)
             if lane == 0:

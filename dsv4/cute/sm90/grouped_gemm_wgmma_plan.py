@@ -34,7 +34,7 @@ class GroupedWgmmaArgs(NamedTuple):
         out_block_scales: Scale bytes of the results, linear or swizzled, where ``quantized_out``.
         out_row_scale: float32 ``[tokens]``, the results' global scales, where ``quantized_out``.
         tile_counter: int32 that counts the tiles that CTAs have taken, 0 before the launch; or a
-            null pointer, and a CTA takes every tile that is a grid further.
+            null pointer, and in every round a CTA takes one of the next tiles.
         clear_end: Rows of X, if this launch clears the rows of no expert; else 0.
         experts: At most ``MOST_EXPERTS``.
         k_blocks: K / 64, a multiple of ``stage_k_blocks``.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4.triton._lib.numerics import e4m3_tile
+from dsv4.triton._lib.numerics import INTERPRETED, e4m3_tile, e4m3_word
+from dsv4.triton._lib.words import fours
 
 WIDTH = tl.constexpr(128)
 # 1e-4 as float32 bits: the least maximum that sets a scale, as in DeepSeek's code.
@@ -36,13 +37,56 @@ def inverse_of_byte(byte):
 def fp8_token_tile(values):
     """E4M3 bits ``[rows, 128]`` and E8M0 bytes ``[rows]`` of a float32 tile ``[rows, 128]``.
 
-    A value that is not finite becomes NaN and sets no scale: times 0 it is NaN, which is added.
+    A value that is not finite becomes NaN and sets no scale.
     """
+    values = without_infinities(values)
+    byte = power_of_two_byte(finite_peak(values), _LEAST, 0x600000, 8)
+    return e4m3_tile(values * inverse_of_byte(byte)[:, None]), byte.to(tl.uint8)
+
+
+@triton.jit
+def without_infinities(values):
+    """``values``, NaN where they are infinite, since infinity times 0 is NaN."""
+    return tl.fma(values, 0.0, values)
+
+
+@triton.jit
+def finite_peak(values):
+    """Largest magnitude along the last axis of ``without_infinities``; 0 where all are NaN."""
     magnitude = tl.abs(values)
-    amax = tl.max(tl.where(magnitude < float("inf"), magnitude, 0.0), 1)
-    byte = power_of_two_byte(amax, _LEAST, 0x600000, 8)
-    scaled = tl.fma(values, inverse_of_byte(byte)[:, None], values * 0.0)
-    return e4m3_tile(scaled), byte.to(tl.uint8)
+    if INTERPRETED:  # the hardware's maximum of NaN and a number is the number
+        magnitude = tl.where(magnitude == magnitude, magnitude, 0.0)
+    return tl.maximum(tl.max(magnitude, len(values.shape) - 1), 0.0)
+
+
+@triton.jit
+def inverse_scales(amax):
+    """Powers of two and E8M0 bytes of blocks whose pieces' maxima are ``amax [pieces]``.
+
+    8 neighbouring pieces of 16 columns are a block; all of them get what is the block's.
+    """
+    BLOCKS: tl.constexpr = amax.shape[0] // 8
+    peak = tl.max(tl.reshape(amax, [BLOCKS, 8]), 1)
+    byte = power_of_two_byte(peak, _LEAST, 0x600000, 8)
+    bytes_of = tl.reshape(tl.broadcast_to(byte[:, None], [BLOCKS, 8]), [BLOCKS * 8])
+    return inverse_of_byte(bytes_of), bytes_of.to(tl.uint8)
+
+
+@triton.jit
+def fragment_words(first, last):
+    """Codes of 16 columns in the order of fragments: four words ``[pieces]``.
+
+    Word q of piece ``4 u + j`` is at place ``32 q + 16 u + 4 j`` of a block.
+
+    Args:
+        first: float32 values ``[pieces, 8]`` of columns ``2 q + e`` with k = 0, as
+            ``dsv4.quant.fragments.fragment_columns`` names them.
+        last: Those with k = 1.
+    """
+    PIECES: tl.constexpr = first.shape[0]
+    even, odd = tl.split(tl.reshape(first, [PIECES, 4, 2]))
+    last_even, last_odd = tl.split(tl.reshape(last, [PIECES, 4, 2]))
+    return fours(e4m3_word(last_even, even, last_odd, odd))
 
 
 @triton.jit

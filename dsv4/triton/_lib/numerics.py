@@ -20,6 +20,11 @@ from triton.language.extra import cuda as tl_cuda
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 # Warps of all programs up to which a kernel lets the next one become resident before it waits.
 _SMALL = tl.constexpr(320)
+# Four float32 values as a word of E4M3.
+_WORD = tl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+)
 
 
 @triton.jit
@@ -157,13 +162,27 @@ def e4m3_tile(x):
         return e4m3_bits_by_integers(x)
     else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
         return tl.inline_asm_elementwise(
-            "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; "
-            "cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }",
+            _WORD,
             "=r,f,f,f,f",
             [x],
             dtype=tl.uint8,
             is_pure=True,
             pack=4,
+        )
+
+
+@triton.jit
+def e4m3_word(first, second, third, fourth):
+    """``e4m3_bits`` of four values as the bytes of a uint32 word, the first one lowest."""
+    if INTERPRETED or not converts_e4m3():
+        low = e4m3_bits_by_integers(first).to(tl.uint32)
+        low |= e4m3_bits_by_integers(second).to(tl.uint32) << 8
+        high = e4m3_bits_by_integers(third).to(tl.uint32)
+        high |= e4m3_bits_by_integers(fourth).to(tl.uint32) << 8
+        return low | (high << 16)
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return tl.inline_asm_elementwise(
+            _WORD, "=r,f,f,f,f", [first, second, third, fourth], tl.uint32, is_pure=True, pack=1
         )
 
 

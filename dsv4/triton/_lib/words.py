@@ -133,7 +133,7 @@ def _cut(x):
 
 
 @triton.jit
-def _fours(x):
+def fours(x):
     """Split ``[..., 4 n]`` to the first, second, third and fourth of every four, ``[..., n]`` each.
 
     So one thread has all four, whichever had them before.
@@ -157,7 +157,7 @@ def _as_bytes(words):
 @triton.jit
 def word_of(codes):
     """The four bytes of ``codes [N, 4]`` as a word, ``[N]``."""
-    first, second, third, fourth = _fours(codes.to(tl.uint32))
+    first, second, third, fourth = fours(codes.to(tl.uint32))
     word = first | (second << 8) | (third << 16) | (fourth << 24)
     return tl.reshape(word, [codes.shape[0]])
 
@@ -173,7 +173,7 @@ def divided_words(values, product, high, low):
     no less than ``least``: from 1 to 1.04 times what 1 as a quotient is. Off by a quarter it would
     round the same.
     """
-    a, b, c, d = _fours(words_of(values))
+    a, b, c, d = fours(words_of(values))
     codes = tl.inline_asm_elementwise(
         _DIVIDED,
         "=r,r,r,r,r,f,f,f,f,r,r",
@@ -202,7 +202,7 @@ def scaled_words(values, factor, bound):
 
     n is a multiple of 8. ``bound`` is 6, or 0 where the codes must be 0.
     """
-    a, b, c, d = _fours(words_of(values))
+    a, b, c, d = fours(words_of(values))
     codes = tl.inline_asm_elementwise(
         _SCALED,
         "=r,r,r,r,r,r,r,r",

@@ -106,6 +106,7 @@ FUNCTIONS = {
     "_mxfp4_few_kernel": QUANTIZE,
     "_fp8_block_kernel": QUANTIZE,
     "_fp8_token_kernel": QUANTIZE,
+    "_fp8_token_many_kernel": QUANTIZE,
     "_norm_fp8_kernel": NORM,
     "_swiglu_fp8_kernel": SWIGLU,
     "_gather_fp8_kernel": PERMUTATION,
