@@ -665,7 +665,7 @@ def prefer_successors(model: Any, strength: float = 0.15, wrong: int = 96) -> No
         active = min(size, 512)
         order = torch.randperm(active, generator=generator, device=embedding.device)
         successor = torch.arange(size, device=embedding.device) % active
-        successor[:active] = order
+        successor[order] = order.roll(-1)
         known = torch.nn.functional.normalize(embedding[:active].float(), dim=1)
         head.mul_((1 - strength**2) ** 0.5)
         # A row of variance 1 / width has length 1.
