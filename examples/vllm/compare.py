@@ -691,7 +691,7 @@ def engine_options(engine: str, on_gpu: bool, scale: int) -> dict[str, Any]:
         "gpu_memory_utilization": 0.2,
     }
     if on_gpu:
-        sizes = sorted({n * steps for n in (1, 2, 4, 8, 16, 32, 64)})
+        sizes = sorted(requests * steps for requests, _ in DECODES)
         options["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         options["kv_cache_memory_bytes"] = 4 << 30
     else:
