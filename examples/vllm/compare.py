@@ -319,8 +319,12 @@ class Engine:
             log: File for what the engine prints.
             program: Program that calls ``serve``.
         """
-        environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_DEEP_GEMM_WARMUP": "skip"}
-        environment = {**environment, **os.environ, **ENGINES[name]}
+        usual = {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine steps when this program says so
+            "VLLM_DEEP_GEMM_WARMUP": "skip",  # of sizes that are not timed
+            "VLLM_PLUGINS": "dsv4",
+        }
+        environment = {**usual, **os.environ, **ENGINES[name]}
         with log.open("w") as output:
             process = subprocess.Popen(
                 [sys.executable, program, "--engine", json.dumps(request)],
