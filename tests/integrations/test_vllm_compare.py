@@ -21,13 +21,15 @@ from tests.integrations.vllm import compare_process
 
 CPU = torch.device("cpu")
 
-compare = compare_process.load()
+compare, processes, engine, weights = map(
+    compare_process.load, ("compare", "compare_processes", "compare_engine", "compare_weights")
+)
 
 # An engine without vLLM. It answers as ``Worker`` does, and notes when it works in a file.
 ENGINE = """
 import json, os, sys, time
 
-request = json.loads(sys.argv[2])
+request = json.loads(sys.argv[1])
 name, folder = os.environ["DSV4_VLLM"], request["folder"]
 drafts = request["drafts"]
 
@@ -117,10 +119,10 @@ def test_an_engine_that_is_late_is_left(tmp_path, capsys):
     program.write_text(ENGINE)
     request = {"folder": str(tmp_path), "options": {"hangs": "texts"}, "drafts": 0}
     log = tmp_path / "log"
-    engines = [compare.Engine.launch(name, request, log, str(program)) for name in ("parts",)]
+    engines = [processes.Engine.launch(name, request, log, str(program)) for name in ("parts",)]
     try:
         engines[0].answer("start", 60)
-        with pytest.raises(compare.EngineError, match="parts: texts took more than 0 s"):
+        with pytest.raises(processes.EngineError, match="parts: texts took more than 0 s"):
             engines[0].ask("texts", 0.2, new=[1])
     finally:
         engines[0].close()
@@ -135,14 +137,14 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8)
 
 @given(SPANS)
 def test_the_gpu_is_busy_while_any_kernel_runs(spans):
-    kernels = compare.Kernels([("a", begin, begin + length) for begin, length in spans])
+    kernels = engine.Kernels([("a", begin, begin + length) for begin, length in spans])
     busy = {time for begin, length in spans for time in range(begin, begin + length)}
     assert math.isclose(kernels.busy_ms(), 1e-6 * len(busy))
 
 
 def test_kernels_of_other_libraries_are_named():
     names = ["humming_gemm", "void deep_gemm::sm90_fp8", "sparse_attention_kernel", "mhc_pre_x"]
-    made = compare.Kernels([(name, 0, 2_000_000) for name in names]).summary(2)
+    made = engine.Kernels([(name, 0, 2_000_000) for name in names]).summary(2)
     assert list(made["foreign"]) == [names[0], names[1], names[3]]
     assert made["launches"] == 2
     assert made["kernels"][names[2]] == 1.0
@@ -181,7 +183,7 @@ def test_random_weights_prefer_successors():
     """Texts follow the last token, log-probabilities the context, and some drafts are right."""
     config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **SIZES)
     model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
-    compare.prefer_successors(model, strength=0.4, wrong=160)
+    weights.prefer_successors(model, strength=0.4, wrong=160)
     texts, logprobs = [], []
     with Runner(model, max_sequences=1, max_tokens=64, speculate="mtp", draft_tokens=1) as runner:
         for prompt in ([5, 9, 11], [300, 11]):
@@ -198,7 +200,7 @@ def test_random_weights_prefer_successors():
 def test_a_random_checkpoint_has_nvidias_formats(tmp_path):
     """Routed experts in NVFP4, also those of the draft, and attention in FP8."""
     config = ModelConfig.tiny(layer_types=(SLIDING,), **SIZES)
-    compare.random_checkpoint(tmp_path, config, "cpu")
+    weights.random_checkpoint(tmp_path, config, "cpu")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = set(file.keys())
     for layer in ("layers.0", "mtp.0"):
@@ -209,6 +211,6 @@ def test_a_random_checkpoint_has_nvidias_formats(tmp_path):
 
 
 def test_flash_is_made_smaller():
-    config = compare.flash_config(12, 32)
+    config = weights.flash_config(12, 32)
     assert (config.num_hidden_layers, len(config.layer_types)) == (12, 12)
     assert config.hidden_size == ModelConfig.flash().hidden_size

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
-PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "vllm" / "compare.py"
+FOLDER = Path(__file__).resolve().parents[3] / "examples" / "vllm"
 
 
-def load() -> ModuleType:
-    """Import the example, which is in no package."""
-    spec = importlib.util.spec_from_file_location("compare_vllm", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+def load(name: str = "compare") -> ModuleType:
+    """Import a module of the example, which is in no package."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)
 
 
 if __name__ == "__main__":
     from tests.integrations.vllm import engine_process
 
     engine_process.register()
-    load().serve(json.loads(sys.argv[2]))
+    load("compare_engine").serve(json.loads(sys.argv[1]))
