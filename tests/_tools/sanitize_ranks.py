@@ -1,13 +1,15 @@
-"""Run the push kernels of several processes that share a GPU, for NVIDIA's compute-sanitizer.
+"""Run the push kernels of several ranks that share a GPU, for NVIDIA's compute-sanitizer.
 
     python -m tests._tools.sanitize_ranks --ranks 2
     python -m tests._tools.sanitize_ranks --ranks 2 --under \
         "compute-sanitizer --tool memcheck --error-exitcode 9"
+    python -m tests._tools.sanitize_ranks --ranks 4 --virtual --under ...
 
 Each process is a rank whose mailboxes the others open by IPC handles. All sum partial results,
 exchange tokens with the ranks of their experts, and compare with what the step's number says, with
-sizes that do not fill a chunk among them. Without ``--cached`` each tensor is an allocation of its
-own, so that a step past its end is seen; mailboxes too, if PyTorch shares such memory.
+sizes that do not fill a chunk among them. PyTorch shares only memory of its allocator, in whose
+blocks a step past a mailbox's end is not seen. So ``--virtual`` has all ranks in one process, where
+each tensor and each mailbox is an allocation of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from dsv4.ops.moe_exchange import MoeSendArgs
 from dsv4.parallel import mailboxes
 from dsv4.parallel.token_rows import RowLayout
 from dsv4.reference.all_reduce import rank_ordered_sum
+from dsv4.testing.assertions import assert_bitwise
 
 SIZES = ((1, 4096), (3, 1000), (5, 7168))  # tokens and hidden size
 STEPS = 7  # all generations of slots, twice
@@ -83,28 +86,64 @@ def rank_program(ranks: int) -> None:
     dist.barrier()
 
 
+def virtual_program(ranks: int) -> None:
+    """Do the work of all ranks in turn, in this process."""
+    from dsv4.ops._library import as_record
+    from dsv4.ops.hyper_connection import HcPostPreNormArgs
+    from dsv4.triton import all_reduce, hyper_connection
+    from tests.parallel.exchange_cases import exchange
+    from tests.parallel.test_all_reduce import between_sublayers, partial_sums
+    from tests.parallel.test_exchange_gpu import CHOICES
+    from tests.parallel.test_moe_exchange import check_push
+
+    device = torch.device("cuda", 0)
+    for tokens, hidden in SIZES:
+        # Ranks count the calls of their mailboxes: sums and fused sums have some of their own.
+        flat, fused = (mailboxes.virtual(ranks, 2 * tokens * hidden, device) for _ in range(2))
+        sent = mailboxes.virtual(ranks, RowLayout(CHOICES, hidden).nbytes(tokens), device)
+        for seed in range(STEPS):
+            parts = partial_sums(ranks, (tokens, hidden), device, seed)
+            total = rank_ordered_sum(parts)
+            for box, part in zip(flat, parts, strict=True):
+                all_reduce.push_flat(box, part)
+            for box, part in zip(flat, parts, strict=True):
+                assert_bitwise(all_reduce.sum_pushed(box, part), total)
+            args = between_sublayers(tokens, hidden, device, seed)
+            expected = hyper_connection.hc_post_pre_norm(
+                as_record(HcPostPreNormArgs, args, y=total)
+            )
+            pushed = [all_reduce.push(box, part) for box, part in zip(fused, parts, strict=True)]
+            for one_rank in pushed:
+                results = hyper_connection.reduced_post_pre_norm(args, one_rank)
+                for result, right in zip(results, expected, strict=True):
+                    assert_bitwise(result, right)
+            check_push(sent, exchange(ranks, tokens, hidden, CHOICES, 4, seed, device))
+    torch.cuda.synchronize()
+    print(f"{ranks} ranks in one process: all bits right", flush=True)
+
+
 def _group_name() -> str:
     assert dist.group.WORLD is not None, "the process group is initialised"
     return dist.group.WORLD.group_name
 
 
-def run(ranks: int, under: str, cached: bool, seconds: float) -> int:
-    """Start a process per rank; return the first status that is not 0.
+def run(ranks: int, under: str, virtual: bool, seconds: float) -> int:
+    """Start the processes; return the first status that is not 0.
 
     Args:
-        ranks: Number of processes.
+        ranks: Number of ranks.
         under: Command that each process is run under, or an empty string.
-        cached: Whether PyTorch keeps memory in blocks of many tensors.
+        virtual: Whether all ranks are in one process.
         seconds: Limit for all together.
     """
     environment = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
     environment["MASTER_PORT"] = str(29500 + os.getpid() % 2000)
-    if not cached:
+    if virtual:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     command = [*shlex.split(under), sys.executable, "-m", "tests._tools.sanitize_ranks"]
-    command += ["--ranks", str(ranks), "--rank-program"]
+    command += ["--ranks", str(ranks), "--program", *["--virtual"] * virtual]
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder) / f"{rank}" for rank in range(ranks)]
+        logs = [Path(folder) / f"{rank}" for rank in range(1 if virtual else ranks)]
         processes = []
         for rank, log in enumerate(logs):
             with log.open("w") as output:
@@ -129,14 +168,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--under", default="", help="command that each process is run under")
-    parser.add_argument("--cached", action="store_true")
+    parser.add_argument("--virtual", action="store_true", help="all ranks in one process")
     parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--rank-program", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--program", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_program:
-        rank_program(options.ranks)
+    if options.program:
+        (virtual_program if options.virtual else rank_program)(options.ranks)
         return 0
-    return run(options.ranks, options.under, options.cached, options.seconds)
+    return run(options.ranks, options.under, options.virtual, options.seconds)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,7 @@ def test_a_kernel_that_waits_is_ended_by_the_host(tmp_path):
     run_rank_processes(ENDS, 1, folder=tmp_path, seconds=60)
 
 
-def test_every_push_kernel_between_processes():
-    """The program that compute-sanitizer runs: sums, fused sums and tokens, by IPC mailboxes."""
-    assert sanitize_ranks.run(2, under="", cached=True, seconds=120) == 0
+@pytest.mark.parametrize("virtual", [False, True])
+def test_the_program_that_compute_sanitizer_runs(virtual):
+    """Sums, fused sums and tokens: by IPC mailboxes, and of ranks in one process."""
+    assert sanitize_ranks.run(2, under="", virtual=virtual, seconds=120) == 0
