@@ -62,7 +62,8 @@ class Engine:
             "VLLM_PLUGINS": "dsv4",
         }
         environment = {**usual, **os.environ, **ENGINES[name]}
-        with log.open("w") as output:
+        log.write_text("")
+        with log.open("a") as output:  # where ``_listen`` appends, too
             process = subprocess.Popen(
                 [sys.executable, program, json.dumps(request)],
                 env=environment,
