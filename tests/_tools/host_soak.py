@@ -38,7 +38,8 @@ from dsv4.testing.models import randomize_
 
 _FIRST_CHECKS = 3  # checks after which memory must not grow
 _SMALL = HostExperts(3, 4)
-_DRIFT = 32 << 20  # bytes of the process that may come and go
+# Bytes that may come and go: a runner's last step may hold some tensors of its own.
+_DRIFT = {"allocated": 1 << 20, "used": 32 << 20, "resident": 32 << 20, "pinned": 0}
 
 
 @dataclass(frozen=True)
@@ -223,10 +224,9 @@ def soak(
         if checks <= _FIRST_CHECKS:
             noted = memory
             continue
-        assert memory.allocated == noted.allocated, f"PyTorch's tensors grew: {noted} to {memory}"
-        for name in ("used", "resident", "pinned"):
+        for name, most in _DRIFT.items():
             grown = getattr(memory, name) - getattr(noted, name)
-            assert grown <= _DRIFT, f"{name} memory grew by {grown} bytes: {noted} to {memory}"
+            assert grown <= most, f"{name} memory grew by {grown} bytes: {noted} to {memory}"
     say(f"since check {_FIRST_CHECKS}: {noted}, then {Memory.of(target)}")
     return count
 
