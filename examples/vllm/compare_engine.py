@@ -229,13 +229,18 @@ def profiled(call: Callable[[], object]) -> Kernels:
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         call()
         torch.cuda.synchronize()
-    events = recorded.profiler.kineto_results.events()
     spans = [
         (event.name(), event.start_ns(), event.start_ns() + event.duration_ns())
-        for event in events
-        if str(event.device_type()).endswith("CUDA") and not event.name().startswith("Mem")
+        for event in recorded.profiler.kineto_results.events()
+        if str(event.device_type()).endswith("CUDA") and _is_kernel(event)
     ]
     return Kernels(spans)
+
+
+def _is_kernel(event: Any) -> bool:
+    """Return whether an event of the GPU is a kernel: no copy, and no range that a program named."""
+    named = getattr(event, "is_user_annotation", lambda: False)()
+    return not named and not event.name().startswith("Mem")
 
 
 def serve(request: dict[str, Any]) -> None:
