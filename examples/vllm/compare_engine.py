@@ -238,7 +238,7 @@ def profiled(call: Callable[[], object]) -> Kernels:
 
 
 def _is_kernel(event: Any) -> bool:
-    """Return whether an event of the GPU is a kernel: no copy, and no range that a program named."""
+    """Return whether an event of the GPU is a kernel: no copy, no range that a program named."""
     named = getattr(event, "is_user_annotation", lambda: False)()
     return not named and not event.name().startswith("Mem")
 
