@@ -63,7 +63,7 @@ def _chunks(
         yield tuple(t[start : start + height] for t in flat)
 
 
-def _places() -> Iterator[tuple[int, int]]:
+def _bit_positions() -> Iterator[tuple[int, int]]:
     """Yield where each bit of a word in fragments stands there, and in the codes' four bytes.
 
     Bytes are in the order of ``h``, then ``k``.
@@ -73,16 +73,16 @@ def _places() -> Iterator[tuple[int, int]]:
             yield (bit + 16 * odd) % 32, 8 * (2 * h + k) + 4 * odd + 3 - i
 
 
-def _moves(places: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _moves(positions: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """By how much bits move to the left, each time with a mask of where they arrive, signed."""
     masks: dict[int, int] = {}
-    for source, target in places:
+    for source, target in positions:
         masks[target - source] = masks.get(target - source, 0) | 1 << target
     return tuple((by, mask - ((mask >> 31) << 32)) for by, mask in masks.items())
 
 
-_UNPACK = _moves(_places())
-_PACK = _moves((there, here) for here, there in _places())
+_UNPACK = _moves(_bit_positions())
+_PACK = _moves((there, here) for here, there in _bit_positions())
 
 
 def _moved(words: torch.Tensor, moves: tuple[tuple[int, int], ...]) -> torch.Tensor:

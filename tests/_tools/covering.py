@@ -35,14 +35,14 @@ def covering(plans: Collection[Any], option: int = OPTION) -> list[Any]:
         option: Most values of a field that is combined with others; 0: none is.
     """
     counts = Counter(name for name, _ in set().union(*map(values, plans)))
-    wanted = {plan: _combinations(values(plan), counts, option) for plan in plans}
-    ordered = sorted(wanted, key=repr)
-    missing = set().union(*wanted.values())
+    combinations = {plan: _combinations(values(plan), counts, option) for plan in plans}
+    ordered = sorted(combinations, key=repr)
+    missing = set().union(*combinations.values())
     sample = []
     while missing:
-        best = max(ordered, key=lambda plan: len(wanted[plan] & missing))
+        best = max(ordered, key=lambda plan: len(combinations[plan] & missing))
         sample.append(best)
-        missing -= wanted[best]
+        missing -= combinations[best]
     return sample
 
 
@@ -51,8 +51,8 @@ def _combinations(
 ) -> set[tuple[Any, ...]]:
     """Values alone, and in pairs if one of their fields has few."""
     pairs = itertools.combinations(fields, 2)
-    few = (pair for pair in pairs if min(counts[name] for name, _ in pair) <= option)
-    return {*((field,) for field in fields), *few}
+    paired = (pair for pair in pairs if min(counts[name] for name, _ in pair) <= option)
+    return {*((field,) for field in fields), *paired}
 
 
 def batches(plans: Collection[Any], size: int, option: int = OPTION) -> list[Any]:

@@ -34,9 +34,9 @@ def combinations(plans, option):
     """Values of fields, and pairs of them of which one's field has few."""
     fields = [[("", type(plan)), *vars(plan).items()] for plan in plans]
     every = {field for of_plan in fields for field in of_plan}
-    few = {f for f in every if sum(name == f[0] for name, _ in every) <= option}
+    options = {f for f in every if sum(name == f[0] for name, _ in every) <= option}
     pairs = {pair for of_plan in fields for pair in itertools.combinations(of_plan, 2)}
-    return every | {pair for pair in pairs if few & set(pair)}
+    return every | {pair for pair in pairs if options & set(pair)}
 
 
 @given(PLANS, st.integers(0, 5))
