@@ -4,9 +4,10 @@
 
 The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
 program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
-has the kernel's constants, ``spills`` (loads and stores of local memory in its machine code) and
-``exchanges`` (stores to shared memory, and shuffles; a weight in fragments needs none before its
-sum is complete; of one stage, x passes through shared memory in the loop).
+has the kernel's constants and, where the weight is in fragments, ``spills`` (loads and stores of
+local memory in its machine code) and ``exchanges`` (stores to shared memory, and shuffles; such a
+weight needs none before its sum is complete; of one stage, x passes through shared memory in the
+loop).
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
 def _run(quick: bool, has_fp4: bool) -> None:
     counts = (1, 512) if quick else TOKENS
     for layout in (FRAGMENTS, *((SWIZZLED,) if has_fp4 else ()), LINEAR):
-        for tokens in counts[: 1 if quick and layout == SWIZZLED else None]:
-            for shape in DENSE[::2] if quick else DENSE:
+        for tokens in counts[: 1 if quick and layout != FRAGMENTS else None]:
+            for shape in DENSE[::2] if quick else DENSE:  # the last is cut along K
                 x, weight = (
                     torch.empty(tokens, shape[1], dtype=torch.bfloat16),
                     _weight(shape, layout),
@@ -86,8 +87,10 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
     with interpret_triton():
         _run(quick, arch // 10 == 12)
     for name, kernel, constants in result.values():
-        report = {**report_of("packed", name, kernel), **constants, **_exchanges(kernel)}
-        yield {**report, "prefetches": _prefetches(kernel.asm["ptx"])}
+        in_fragments = constants.get("LAYOUT") == 0
+        listed = _exchanges(kernel) if in_fragments else {}
+        listed["prefetches"] = _prefetches(kernel.asm["ptx"])
+        yield {**report_of("packed", name, kernel), **constants, **listed}
 
 
 def _exchanges(kernel) -> dict[str, int]:
