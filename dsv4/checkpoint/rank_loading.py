@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import dsv4
 from dsv4.checkpoint.filling import FillRequest
 from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.rank_part import check_split, entries_of_rank
 from dsv4.checkpoint.reader import Checkpoint
-from dsv4.compilation.versions import Versions
 from dsv4.config import ModelConfig
-from dsv4.cute.sm90.tuned import tuned
-from dsv4.device import gpu_of
-from dsv4.dispatch import requested_backend
 from dsv4.parallel.agreement import agree, digest
 from dsv4.parallel.context import ParallelContext, has_own_tokens
+from dsv4.parallel.kernel_facts import kernel_facts
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -108,7 +104,7 @@ def _check_ranks(
         context,
         {
             "parallel": context.mode,
-            **_kernels(_device(request)),
+            **kernel_facts(_device(request)),
             **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
             "a hash of the checkpoint's tensors": digest(tensors),
             "activation": options.activation,
@@ -119,22 +115,6 @@ def _check_ranks(
         },
     )
     check_split(checkpoint.entries, config, context, choice, _device(request))
-
-
-def _kernels(device: torch.device) -> dict[str, Any]:
-    """Return what decides which kernels run: with others, the streams of a rank have other bits."""
-    versions = Versions.current()
-    gpu = gpu_of(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
-    return {
-        "the version of dsv4": dsv4.__version__,
-        "the version of torch": torch.__version__,
-        "the version of Triton": versions.triton,
-        "the version of CuTeDSL": versions.cutedsl,
-        "a hash of the kernels' sources": versions.sources[:16],
-        "the GPU": gpu,
-        "a hash of the figures of kernels' plans": digest(tuned()),
-        "the requested backend": requested_backend(),
-    }
 
 
 def _device(request: FillRequest) -> torch.device:

@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4
-from dsv4.checkpoint import Checkpoint, rank_loading, save
+from dsv4.checkpoint import Checkpoint, save
 from dsv4.compilation.versions import Versions
 from dsv4.dispatch import use_backend
 from dsv4.layers import quantize_
+from dsv4.parallel import kernel_facts
 from dsv4.parallel.context import MODES
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import local_bytes
@@ -234,7 +235,7 @@ class TestRefusals:
                 return f"1.{self.ranks.number}"
 
         installed = Installed()
-        monkeypatch.setattr(rank_loading, package, installed)
+        monkeypatch.setattr(kernel_facts, package, installed)
 
         def options(rank):
             installed.ranks.number = rank
@@ -284,7 +285,7 @@ class TestRefusals:
             ranks.number = rank
             return {}
 
-        monkeypatch.setattr(rank_loading, "tuned", lambda: ranks.number)
+        monkeypatch.setattr(kernel_facts, "tuned", lambda: ranks.number)
         refuse(2, "tp", nvidia, options, "a hash of the figures of kernels' plans is .* on rank 0")
 
     def test_another_gpu_on_a_rank(self, nvidia, monkeypatch):
