@@ -108,7 +108,7 @@ class GroupedTiles(E4m3Results):
 
     @cute.jit
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Copy warps that copy nothing: clear rows of no expert, each CTA every ``stride``-th."""
+        """Copy warps that copy nothing: clear rows of no expert, every ``stride``-th by each CTA."""
         lines = Lines(end_row(walk.order.table) + walk.first, args.clear_end, walk.stride)
         columns = self._total_columns(args)
         if cutlass.const_expr(self.plan.quantized_out):

@@ -16,7 +16,8 @@ stages, copy, dequantization and MMAs of a stage followed one another. The warps
 read packed weights and write E4M3 to a ring of ``dequantized_stages`` stages, in the layout that
 ``wgmma`` reads (lines of 128 bytes, a row each, whose 16-byte pieces are exchanged by the row's
 number). A lane's codes of a row and 64 columns become 16 consecutive bytes, so columns stand in
-*fragment order* there (``dsv4.quant.fragments.fragment_columns``), and in X, too.
+*fragment order* there
+(``dsv4.quant.fragments.fragment_columns``), and in X, too.
 
 Barriers:
 
