@@ -70,7 +70,7 @@ class DenseTiles(E4m3Results):
         return number + walk.stride
 
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Warps without other work: do nothing."""
+        """Three warps without other work: do nothing."""
 
 
 class GroupedTiles(E4m3Results):
@@ -108,7 +108,7 @@ class GroupedTiles(E4m3Results):
 
     @cute.jit
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Copy warps that copy nothing: clear rows of no expert, every ``stride``-th by each CTA."""
+        """Three warps: clear the rows of no expert, every ``stride``-th by each CTA."""
         lines = Lines(end_row(walk.order.table) + walk.first, args.clear_end, walk.stride)
         columns = self._total_columns(args)
         if cutlass.const_expr(self.plan.quantized_out):

@@ -13,15 +13,14 @@ Pipeline. Two copy warps keep two rings of stages of 128 columns full by TMA: on
 codes, the other one packed codes and scales of the weight. The latter takes a third of the memory,
 so it is deeper, and dequantizing does not wait until MMAs have read X: in a common ring of three
 stages, copy, dequantization and MMAs of a stage followed one another. The warps that dequantize
-read packed weights and write E4M3 to a ring of ``dequantized_stages`` stages, in the layout that
-``wgmma`` reads (lines of 128 bytes, a row each, whose 16-byte pieces are exchanged by the row's
-number). A lane's codes of a row and 64 columns become 16 consecutive bytes, so columns stand in
-*fragment order* there
+read packed weights and write E4M3 to a ring of ``dequantized_stages`` stages, in the layout that ``wgmma`` reads (lines of 128
+bytes, a row each, whose 16-byte pieces are exchanged by the row's number). A lane's codes of a row
+and 64 columns become 16 consecutive bytes, so columns stand in *fragment order* there
 (``dsv4.quant.fragments.fragment_columns``), and in X, too.
 
 Barriers:
 
-* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and X of a stage.
+* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and the bytes of X of a stage.
 * ``empty[stage]``: mbarrier with an arrival of every MMA warp.
 * ``packed_full[stage]``: as ``full``, of packed weights.
 * ``packed_empty[stage]``: mbarrier with an arrival of every warp that dequantizes.

@@ -14,8 +14,7 @@ FP8 results. A scale belongs to 128 results, those of 256 rows of gate and up: a
 for the same tokens, which a CTA computes one after the other (``e4m3_results``).
 
 Warps. All CTAs count the experts' tiles into a table in shared memory first (one warp); every warp
-finds the expert of a tile there. Copy warps that copy nothing clear
-rows of no expert.
+finds the expert of a tile there. Three copy warps clear rows of no expert.
 
 Barriers: those of ``gemm_e4m3``. Numerics: as ``gemm_e4m3``.
 """

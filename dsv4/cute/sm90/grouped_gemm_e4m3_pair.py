@@ -89,7 +89,7 @@ class GroupedPairE4m3Kernel(GroupedE4m3Kernel):
         )
 
     def _clear(self, walk: Walk, args: Any, thread: Int32) -> None:
-        """Copy warps that copy nothing: clear rows of no expert, each CTA other ones."""
+        """Three warps: clear the rows of no expert, each CTA other ones."""
         own = walk._replace(first=walk.first * 2 + self._rank(), stride=walk.stride * 2)
         super()._clear(own, args, thread)
 
