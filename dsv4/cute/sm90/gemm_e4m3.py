@@ -9,28 +9,24 @@ one or two dequantize weights; one copies. Dequantized weights are common to bot
 their cost is spread over all tokens of the tile. Tokens are the rows of accumulators because a lane
 has two rows of each fragment, so two scales, and 32 columns.
 
-Pipeline. Two copy warps keep two rings of stages of 128 columns full by TMA: one has X as E4M3
-codes, the other one packed codes and scales of the weight. The latter takes a third of the memory,
-so it is deeper, and dequantizing does not wait until MMAs have read X: in a common ring of three
-stages, copy, dequantization and MMAs of a stage followed one another. The warps that dequantize
-read packed weights and write E4M3 to a ring of ``dequantized_stages`` stages, in the layout that ``wgmma`` reads (lines of 128
+Pipeline. The copy warp keeps a ring of ``stages`` stages of 128 columns full by TMA: X as E4M3
+codes, packed codes and scales of the weight. The warps that dequantize read the latter and write
+E4M3 to a ring of ``dequantized_stages`` stages, in the layout that ``wgmma`` reads (lines of 128
 bytes, a row each, whose 16-byte pieces are exchanged by the row's number). A lane's codes of a row
 and 64 columns become 16 consecutive bytes, so columns stand in *fragment order* there
 (``dsv4.quant.fragments.fragment_columns``), and in X, too.
 
 Barriers:
 
-* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and the bytes of X of a stage.
-* ``empty[stage]``: mbarrier with an arrival of every MMA warp.
-* ``packed_full[stage]``: as ``full``, of packed weights.
-* ``packed_empty[stage]``: mbarrier with an arrival of every warp that dequantizes.
+* ``full[stage]``: mbarrier with one arrival (with the expected bytes) and the bytes of a stage.
+* ``empty[stage]``: mbarrier with an arrival of every MMA warp and of every warp that dequantizes.
 * ``ready[stage]``: mbarrier with an arrival of every warp that dequantizes; its rows are written.
 * ``free[stage]``: mbarrier with an arrival of every MMA warp that has read dequantized weights.
 * ``sync_threads``, once: the mbarriers exist.
 
 A warp that dequantizes waits for stage n + 1 and loads its first piece before it signals that stage
-n is dequantized. This cannot deadlock: packed weights of stage n + 1 need only that stages before n
-have been dequantized, because their ring has two stages or more.
+n is dequantized. This cannot deadlock: stage n + 1 needs only the MMAs of stages before n, because
+the ring has two stages or more.
 
 Factors of rows (global scale times power of two) are written to shared memory by the warps that
 dequantize, before they signal the tile's first stage; there is room for those of all tiles that
