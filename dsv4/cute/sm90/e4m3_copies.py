@@ -6,8 +6,7 @@ Shared memory holds X of all stages, the weights that MMAs read, the packed weig
 dequantized, buffers of results with the factors of rows, a table of experts' tiles, and mbarriers.
 
 The copy warp keeps the ring full by TMA, tile after tile: X of the tile's tokens, in boxes of
-``tma_tokens``, and E4M3 weights of its rows. All copies of a stage complete bytes of its mbarrier.
-Packed weights have a ring, and a copy warp, of their own.
+``tma_tokens``, and the weights of its rows. All copies of a stage complete bytes of its mbarrier.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class E4m3Copies(E4m3Tiles):
         x = self._allocated(smem, self.plan.token_block, self.plan.stages)
         weights = copied = self._allocated(smem, ROWS, self.plan.mma_weight_stages)
         if self.plan.dequantized_stages:
-            packed_bytes = self.plan.packed_stages * self.plan.weight_bytes
+            packed_bytes = self.plan.stages * self.plan.weight_bytes
             copied = smem.allocate_array(cutlass.Uint8, packed_bytes, byte_alignment=128)
         other = smem.allocate_array(cutlass.Uint8, self.plan.other_bytes, byte_alignment=16)
         lines = Uint32(other.toint())
@@ -89,12 +88,11 @@ class E4m3Copies(E4m3Tiles):
 
     @cute.jit
     def _copy(self, tma: Any, memory: CtaMemory, walk: Walk, args: Any, lane: Int32) -> None:
-        """One warp: keep the ring of X full, tile after tile; with E4M3 weights, if it has them."""
-        has_weights = not self.plan.dequantized_stages
-        weight_bytes = self.plan.weight_bytes if has_weights else 0
+        """One warp: keep the ring full, tile after tile."""
         cpasync.prefetch_descriptor(tma.x_tma)
-        if cutlass.const_expr(has_weights):
-            cpasync.prefetch_descriptor(tma.codes_tma)
+        cpasync.prefetch_descriptor(tma.codes_tma)
+        if cutlass.const_expr(self.plan.dequantized_stages):
+            cpasync.prefetch_descriptor(tma.scales_tma)
         boxes = self.plan.token_block // self.plan.tma_tokens
         stages_of_x = cute.make_tensor(
             memory.x.iterator, self._layout(self.plan.tma_tokens, self.plan.stages * boxes).outer
@@ -112,8 +110,7 @@ class E4m3Copies(E4m3Tiles):
                 count = (most + (self.plan.tma_tokens - 1)) // self.plan.tma_tokens
             box_bytes = self.plan.tma_tokens * K_BLOCK
             for part in cutlass.range_constexpr(self.plan.row_parts):
-                if cutlass.const_expr(has_weights):
-                    weights = self._tile_weights(tma, memory.copied, args, tile, part)
+                weights = self._tile_weights(tma, memory.copied, args, tile, part)
                 for k in cutlass.range(args.stages, unroll=1):
                     stage = position.stage
                     barrier = memory.full + stage
@@ -121,10 +118,9 @@ class E4m3Copies(E4m3Tiles):
                     if lane == 0:
                         ptx.mbarrier_arrive_expect_tx(
                             memory.rings.full + Uint32(stage * 8),
-                            count * box_bytes + weight_bytes,
+                            count * box_bytes + self.plan.weight_bytes,
                         )
-                    if cutlass.const_expr(has_weights):
-                        self._copy_weights(tma, weights, Int32(k), stage, barrier)
+                    self._copy_weights(tma, weights, Int32(k), stage, barrier)
                     for box in cutlass.range(count, unroll=1):
                         cute.copy(
                             tma.x_tma,
@@ -134,36 +130,6 @@ class E4m3Copies(E4m3Tiles):
                         )
                     position = self._advanced(position, self.plan.stages)
             number = self._following(number, walk)
-
-    @cute.jit
-    def _copy_packed(self, tma: Any, memory: CtaMemory, walk: Walk, args: Any, lane: Int32) -> None:
-        """One warp: keep the ring of packed weights full, tile after tile.
-
-        It is a ring of its own, since a stage takes a third of what X takes: so the weights, which
-        come from memory, are asked for earlier than there is room for X.
-        """
-        cpasync.prefetch_descriptor(tma.codes_tma)
-        cpasync.prefetch_descriptor(tma.scales_tma)
-        first = memory.full + self.plan.first_packed_barrier
-        number, position = walk.first, Position(Int32(0), Int32(1))
-        while number < walk.total:
-            tile = self._tile(number, walk, args)
-            for part in cutlass.range_constexpr(self.plan.row_parts):
-                weights = self._tile_weights(tma, memory.copied, args, tile, part)
-                for k in cutlass.range(args.stages, unroll=1):
-                    stage = position.stage
-                    at = Uint32(stage * 8)
-                    ptx.mbarrier_wait(memory.rings.packed_empty + at, position.parity)
-                    if lane == 0:
-                        full = memory.rings.packed_full + at
-                        ptx.mbarrier_arrive_expect_tx(full, self.plan.weight_bytes)
-                    self._copy_weights(tma, weights, Int32(k), stage, first + stage)
-                    position = self._advanced(position, self.plan.packed_stages)
-            number = self._following(number, walk)
-
-    def _weight_stages(self) -> int:
-        """Stages of the ring that holds packed weights."""
-        return self.plan.packed_stages
 
     def _tile_weights(self, tma: Any, to: Any, args: Any, tile: Tile, part: int) -> Any:
         """The TMA copies of the weights of 128 rows of a tile, for ``_copy_weights``.

@@ -25,23 +25,19 @@ K_STEPS = K_BLOCK // 32  # wgmma of a stage
 
 
 class Rings(NamedTuple):
-    """mbarriers of all rings, 8 bytes a stage.
+    """mbarriers of both rings, 8 bytes a stage.
 
     Attributes:
         full: Those that say that a stage has arrived.
         empty: Those that say that it has been read.
         ready: Those that say that a stage of weights is dequantized.
         free: Those that say that it has been read.
-        packed_full: Those that say that packed weights of a stage have arrived.
-        packed_empty: Those that say that they have been read.
     """
 
     full: Uint32
     empty: Uint32
     ready: Uint32
     free: Uint32
-    packed_full: Uint32
-    packed_empty: Uint32
 
 
 class Position(NamedTuple):
@@ -96,27 +92,20 @@ class E4m3Tiles(E4m3Results):
     def _rings(self, full: Uint32) -> Rings:
         """The mbarriers, from address ``full`` on."""
         ready = full + Uint32(16 * self.plan.stages)
-        packed = full + Uint32(8 * self.plan.first_packed_barrier)
         return Rings(
             full=full,
             empty=full + Uint32(8 * self.plan.stages),
             ready=ready,
             free=ready + Uint32(8 * self.plan.dequantized_stages),
-            packed_full=packed,
-            packed_empty=packed + Uint32(8 * self.plan.packed_stages),
         )
 
     @cute.jit
     def _make_rings(self, rings: Rings, lane: Int32) -> None:
         """One warp: make the mbarriers."""
         if lane < self.plan.stages:
+            readers = MMA_WARPS + self.plan.dequant_warps
             ptx.mbarrier_init(rings.full + Uint32(lane * 8), 1)
-            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), MMA_WARPS)
-        if cutlass.const_expr(self.plan.packed_stages):  # noqa: SIM102
-            if lane < self.plan.packed_stages:
-                ptx.mbarrier_init(rings.packed_full + Uint32(lane * 8), 1)
-                readers = self.plan.dequant_warps
-                ptx.mbarrier_init(rings.packed_empty + Uint32(lane * 8), readers)
+            ptx.mbarrier_init(rings.empty + Uint32(lane * 8), readers)
         if cutlass.const_expr(self.plan.dequantized_stages):  # noqa: SIM102
             if lane < self.plan.dequantized_stages:
                 ptx.mbarrier_init(rings.ready + Uint32(lane * 8), self.plan.dequant_warps)

@@ -27,6 +27,7 @@ from dsv4.cute.device.tile_walk import TileOrder, Walk
 from dsv4.cute.sm90.e4m3_results import E4m3Results, Lane, Tile
 from dsv4.cute.sm90.gemm_e4m3_plan import ROWS
 
+_CLEAR_THREADS = 96  # threads of the copy warps except the first
 _SCALE_OF_ZEROS = 105  # the quantiser's scale of 128 zeros
 
 
@@ -112,13 +113,13 @@ class GroupedTiles(E4m3Results):
         lines = Lines(end_row(walk.order.table) + walk.first, args.clear_end, walk.stride)
         columns = self._total_columns(args)
         if cutlass.const_expr(self.plan.quantized_out):
-            clear_lines(args.out, lines, columns // 16, thread, self.plan.clear_threads)
+            clear_lines(args.out, lines, columns // 16, thread, _CLEAR_THREADS)
             line = lines.first
             while line < lines.end:
                 at = args.out_scales + Int64(line) * (columns // 128)
-                for i in cutlass.range(thread, columns // 128, self.plan.clear_threads, unroll=1):
+                for i in cutlass.range(thread, columns // 128, _CLEAR_THREADS, unroll=1):
                     ptx.store_global_byte(at + Int64(i), Uint32(_SCALE_OF_ZEROS))
                 line += lines.stride
         else:
             width = 4 if self.plan.float32_out else 2
-            clear_lines(args.out, lines, columns * width // 16, thread, self.plan.clear_threads)
+            clear_lines(args.out, lines, columns * width // 16, thread, _CLEAR_THREADS)

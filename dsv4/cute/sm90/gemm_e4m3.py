@@ -110,10 +110,8 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             cute.arch.setmaxregister_decrease(self.plan.copy_registers)
             if me.warp == copy_warp:
                 self._copy(tma, memory, walk, args, me.lane)
-            elif me.warp == copy_warp + 1:
-                self._copy_packed(tma, memory, walk, args, me.lane)
             else:
-                self._clear(walk, args, me.thread - 32 * (copy_warp + 2))
+                self._clear(walk, args, me.thread - 32 * (copy_warp + 1))
         elif me.warp >= MMA_WARPS:
             cute.arch.setmaxregister_decrease(self.plan.dequant_registers)
             self._dequantize(memory, walk, args, me)
@@ -182,7 +180,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                     for h in range(tiles)
                 ]
                 for k in cutlass.range(args.stages, unroll=1):
-                    following = self._advanced(position, self.plan.packed_stages)
+                    following = self._advanced(position, self.plan.stages)
                     ptx.mbarrier_wait(rings.free + Uint32(target.stage * 8), target.parity)
                     there = to + Uint32(target.stage * self.plan.dequantized_bytes)
                     for n in cutlass.range_constexpr(2 * tiles):
@@ -204,7 +202,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                         ready = rings.ready + Uint32(target.stage * 8)
                         written = first + Uint32(target.stage * self.plan.dequantized_bytes)
                         self._signal_ready(ready, lines + written)
-                        ptx.mbarrier_arrive(rings.packed_empty + Uint32(position.stage * 8))
+                        ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
                     position = following
                     target = self._advanced(target, self.plan.dequantized_stages)
             number = self._following(number, walk)
@@ -236,7 +234,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
     ) -> Piece:
         """Wait for a stage, if there is one, and load the lane's first piece of it."""
         if exists:
-            ptx.mbarrier_wait(rings.packed_full + Uint32(position.stage * 8), position.parity)
+            ptx.mbarrier_wait(rings.full + Uint32(position.stage * 8), position.parity)
         return self._load(codes_from, scales_from, position.stage, 0)
 
     def _load(self, codes_from: Uint32, scales_from: Uint32, stage: Int32, n: int) -> Piece:

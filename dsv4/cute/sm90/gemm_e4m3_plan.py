@@ -21,8 +21,6 @@ from dsv4.cute.sm90.tuned import tuned
 
 K_BLOCK = 128  # columns that share a scale of the activations: a stage
 ROWS = 128  # rows of the weight of a tile
-_MOST_SHARED = 227 * 1024
-_MOST_PACKED_STAGES = 8
 # Bytes from a token's line to the next in a transpose buffer: 128 of results, 16 of padding.
 LINE = 144
 
@@ -204,7 +202,7 @@ class E4m3Plan:
 
     Attributes:
         token_rows: Tiles of 64 tokens of an MMA warpgroup: 1 or 2.
-        stages: Stages of the ring of X; of E4M3 weights, too, where none are dequantized.
+        stages: Stages of the ring that TMA fills.
         dequantized_stages: Stages of the ring of dequantized weights; 0 where they are E4M3.
         float32_out: Whether the result is float32, else bfloat16.
         swiglu: Whether rows are interleaved gate and up, and the result is their SwiGLU.
@@ -296,19 +294,6 @@ class E4m3Plan:
         return self.cta_row_tiles * (self.code_bytes + self.scale_bytes)
 
     @property
-    def packed_stages(self) -> int:
-        """Stages of the ring of packed weights: as many as shared memory holds, at most 8."""
-        if not self.dequantized_stages:
-            return 0
-        left = _MOST_SHARED - self._bytes_without_packed - 16 * _MOST_PACKED_STAGES
-        return min(_MOST_PACKED_STAGES, left // self.weight_bytes)
-
-    @property
-    def clear_threads(self) -> int:
-        """Threads of the copy warpgroup that clear rows: those of warps that copy nothing."""
-        return 64 if self.dequantized_stages else 96
-
-    @property
     def x_bytes(self) -> int:
         """Bytes of X of a stage."""
         return self.token_block * K_BLOCK
@@ -356,11 +341,6 @@ class E4m3Plan:
     @property
     def barriers(self) -> int:
         """The mbarriers: two for each stage of each ring."""
-        return self.first_packed_barrier + 2 * self.packed_stages
-
-    @property
-    def first_packed_barrier(self) -> int:
-        """The mbarriers before those of the ring of packed weights."""
         return 2 * (self.stages + self.dequantized_stages)
 
     @property
@@ -398,15 +378,9 @@ class E4m3Plan:
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA; 1024 bytes to align the stages to that."""
-        packed = self.packed_stages * (self.weight_bytes + 16)
-        return self._bytes_without_packed + packed
-
-    @property
-    def _bytes_without_packed(self) -> int:
-        """Shared memory but for packed weights and their mbarriers."""
-        stage = self.x_bytes + (0 if self.dequantized_stages else self.weight_bytes)
-        rings = self.stages * stage + self.dequantized_stages * self.dequantized_bytes
-        return 1024 + rings + self.other_bytes + 8 * self.first_packed_barrier
+        rings = self.stages * (self.x_bytes + self.weight_bytes)
+        rings += self.dequantized_stages * self.dequantized_bytes
+        return 1024 + rings + self.other_bytes + 8 * self.barriers
 
 
 @dataclass(frozen=True)

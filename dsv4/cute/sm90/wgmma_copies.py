@@ -211,7 +211,7 @@ class WgmmaCopies(WgmmaEpilogue):
         """Stages at ``at``, and what is copied there: ``tile_bytes`` of each row tile."""
         words = tile_bytes // 4
         stages = cute.make_layout(
-            (self.plan.cta_row_tiles, words, self._weight_stages()),
+            (self.plan.cta_row_tiles, words, self.plan.stages),
             stride=(words, 1, self.plan.weight_bytes // 4),
         )
         shared = cute.make_tensor(cute.recast_ptr(at, dtype=Int32), stages)
@@ -219,10 +219,6 @@ class WgmmaCopies(WgmmaEpilogue):
         rows = cute.domain_offset((row, 0), whole)
         tiles = cute.local_tile(rows, (self.plan.cta_row_tiles, words), (0, None))
         return self._partition(atom, shared, tiles)
-
-    def _weight_stages(self) -> int:
-        """Stages of the ring that holds packed weights."""
-        return self.plan.stages
 
     def _copy_weights(
         self, tma: Any, weights: WeightCopies, k: Int32, stage: Int32, barrier: cute.Pointer
