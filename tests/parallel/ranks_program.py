@@ -169,8 +169,8 @@ def meshes(path: Path, rank: int, size: int) -> Any:
         assert loaded(path, size, device_mesh=others).parallel is None
     except ValueError as error:
         message = str(error)
-    wanted = f"device_mesh has the ranks [0], wanted one with this process, rank {rank}"
-    assert message == (wanted if rank else "")
+    expected = f"device_mesh has the ranks [0], wanted one with this process, rank {rank}"
+    assert message == (expected if rank else "")
     assert loaded(path, size, device_mesh=both["tp"]).parallel.size == size
     assert loaded(path, size, device_mesh=both["dp"]).parallel is None
     assert loaded(path, size, device_mesh=dist.group.WORLD).parallel.rank == rank
