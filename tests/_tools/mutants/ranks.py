@@ -19,8 +19,8 @@ MUTANTS = (
         "ranks",
         "the indexes of ranks may have other formats",
         "dsv4.serving.runner_plan:RunnerPlan._check_agreement",
-        "'index_format': self.index_format, ",
-        "",
+        "self.index_format",
+        "'the same'",
         RUNNER + "TestErrors::test_another_cache_on_a_rank",
     ),
     Mutant(
@@ -35,8 +35,8 @@ MUTANTS = (
         "ranks",
         "the planner takes ranks that cut blocks of weights",
         "dsv4.parallel.planner:plan",
-        " or _cut(weights, machine, mode)",
-        "",
+        "_cut(weights, machine, mode)",
+        "None",
         "tests/parallel/test_planner.py::test_blocks_that_would_be_cut",
     ),
     Mutant(
