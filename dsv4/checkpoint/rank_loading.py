@@ -12,7 +12,7 @@ from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.rank_part import check_split, entries_of_rank
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.config import ModelConfig
-from dsv4.parallel.agreement import agree, digest
+from dsv4.parallel.agreement import agree, digest, reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 from dsv4.parallel.kernel_facts import kernel_facts
 
@@ -39,10 +39,11 @@ def context_of(request: LoadRequest, mesh: Any, parallel: str | None) -> Paralle
 
     context = process_group.context_of(mesh, parallel, _device(request.values))
     if request.host_experts is not None and context is not None:
-        raise ValueError(
-            f"host_experts is {request.host_experts!r} beside parallel={parallel!r}, wanted None: "
-            "ranks have their experts on their GPUs"
-        )
+        with reported(context):  # the others may have no such argument, and wait
+            raise ValueError(
+                f"host_experts is {request.host_experts!r} beside parallel={parallel!r}, wanted "
+                "None: ranks have their experts on their GPUs"
+            )
     return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from dsv4.parallel.agreement import reported
 from dsv4.parallel.context import ParallelContext, has_own_tokens
 
+_logger = logging.getLogger(__name__)
 _EVERY = 64  # steps between two checks
 _MULTIPLIERS = (0x1F8B0C5D3A7E9B47, 0x5851F42D4C957F2D)  # odd
 
@@ -27,7 +29,8 @@ def guard(model: Any, every: int = _EVERY) -> Iterator[None]:
     Ranks with other streams choose experts of their own, and the sum over ranks then loses some and
     counts others twice, without an error. Each rank hashes the streams behind the embedding and
     behind each layer to 64 bits; the hashes are exchanged at the end of the step, which waits for
-    the device. It sees eager steps alone: make the runner with ``capture=False``.
+    the device. It sees eager steps alone: make the runner with ``capture=False``. A block in which
+    nothing was compared logs a warning.
 
     Args:
         model: A model of ``dsv4.load`` on several ranks; all of them use the guard.
@@ -59,19 +62,31 @@ def guard(model: Any, every: int = _EVERY) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+    if watch.compared == 0:
+        _logger.warning(
+            "guard: no eager step ran, so nothing was compared; wanted a runner with capture=False"
+        )
 
 
 class _Watch:
-    """Hashes of the streams in the current step."""
+    """Hashes of the streams in the current step.
+
+    Attributes:
+        compared: Number of steps whose hashes were compared.
+    """
 
     def __init__(self, context: ParallelContext, every: int) -> None:
+        self.compared = 0
         self._context, self._every = context, every
         self._step = -1
+        self._is_watched = False
         self._hashes: dict[str, torch.Tensor] = {}
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Count a step, and hash what the first layer gets."""
-        self._step += 1
+        """Count a step, unless a graph captures it, and hash what the first layer gets."""
+        capturing = _is_captured(args[0])
+        self._step += not capturing
+        self._is_watched = not capturing and self._step % self._every == 0
         self._hashes.clear()
         self._take("model.embed_tokens", args[0])
 
@@ -84,7 +99,7 @@ class _Watch:
         return hook
 
     def _take(self, name: str, streams: torch.Tensor) -> None:
-        if self._step % self._every == 0:
+        if self._is_watched:
             self._hashes[name] = hash64(streams)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -95,6 +110,7 @@ class _Watch:
         own = torch.stack(list(self._hashes.values()))
         self._hashes.clear()
         hashes = self._context.group.all_gather(own)
+        self.compared += 1
         with reported(self._context):
             for rank, theirs in enumerate(hashes):
                 differs = (theirs != hashes[0]).nonzero().flatten().tolist()
@@ -103,6 +119,10 @@ class _Watch:
                         f"step {self._step}: the streams behind {names[differs[0]]} differ between "
                         f"rank 0 and rank {rank}, wanted equal bits on all ranks"
                     )
+
+
+def _is_captured(streams: torch.Tensor) -> bool:
+    return streams.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def hash64(values: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 import dsv4
 from dsv4.compilation.versions import Versions
 from dsv4.cute.sm90.tuned import tuned
-from dsv4.device import gpu_of
 from dsv4.dispatch import requested_backend
 from dsv4.parallel.agreement import digest
 
@@ -21,7 +20,10 @@ def kernel_facts(device: torch.device) -> dict[str, Any]:
     experts.
     """
     versions = Versions.current()
-    gpu = gpu_of(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
+    gpu = None
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpu = f"{properties.name} with {properties.multi_processor_count} SMs"
     return {
         "the version of dsv4": dsv4.__version__,
         "the version of torch": torch.__version__,

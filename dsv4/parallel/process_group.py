@@ -53,8 +53,8 @@ def context_of(
     Raises:
         TypeError: if ``device_mesh`` is none of these.
         ValueError: if one of the two is missing, ``parallel`` is unknown, the mesh has several
-            dimensions or is of another kind of device, or the environment asks for NVLink
-            multicast.
+            dimensions, is of another kind of device or without this process, or the environment
+            asks for NVLink multicast.
     """
     if parallel is not None and parallel not in MODES:
         reason = ": NVLink multicast is never used" if parallel == "multicast" else ""
@@ -94,6 +94,11 @@ def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
     if mesh.device_type != device.type:
         raise ValueError(
             f"device_mesh is of {mesh.device_type} and device is {device}, wanted the same kind"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"device_mesh has the ranks {mesh.mesh.flatten().tolist()}, wanted one with this "
+            f"process, rank {dist.get_rank()}"
         )
     return mesh.get_group()
 

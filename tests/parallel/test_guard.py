@@ -28,7 +28,7 @@ def spoil(layer):
     layer.register_forward_hook(hook)
 
 
-def test_equal_streams_pass(whole):
+def test_equal_streams_pass(whole, caplog):
     def work(context):
         local = local_model(whole, context)
         with guard(local, every=1), Runner(local, max_sequences=1, max_tokens=16) as runner:
@@ -36,6 +36,7 @@ def test_equal_streams_pass(whole):
 
     first, second = run_ranks(2, work)
     assert first == second
+    assert "guard" not in caplog.text
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -62,6 +63,22 @@ def test_every_n_th_step_is_checked(whole):
         return context.group.gathered[before:].count(shape)
 
     assert run_ranks(2, work) == [3, 3]
+
+
+def test_steps_that_a_graph_captures_are_left_out_and_that_is_said(whole, monkeypatch, caplog):
+    """A comparison waits for the device, which ends a capture with an error."""
+    monkeypatch.setattr("dsv4.parallel.guard._is_captured", lambda streams: True)
+
+    def work(context):
+        local = local_model(whole, context)
+        if context.rank == 1:
+            spoil(local.model.layers[0])
+        with guard(local, every=1), torch.no_grad():
+            local(prompt(local))
+            caplog.clear()
+
+    run_ranks(2, work)
+    assert "guard: no eager step ran, so nothing was compared" in caplog.text
 
 
 def test_a_model_of_one_process_and_a_wrong_number(whole):

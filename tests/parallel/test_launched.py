@@ -18,6 +18,8 @@ from dsv4.bench import cli
 from dsv4.parallel import processes
 from dsv4.parallel.context import RankError
 from dsv4.parallel.processes import BAD_INPUT, FAILED, Launched, launched
+from tests.parallel.ranks_program import COMMAND
+from tests.parallel.test_processes import checkpoint
 
 _LIMIT = 100  # seconds until processes that hang are killed
 FAILS = """
@@ -90,6 +92,22 @@ def test_a_model_that_does_not_fit_is_one_sentence_and_one_status_on_all_ranks()
     assert "are free on a rank: weights" in said
     assert own_lines(ended[1].err) == []
     assert [process.out for process in ended] == ["", ""]
+
+
+@pytest.mark.slow
+def test_torchrun_generates_what_one_process_does(tmp_path, capsys):
+    """By torchrun itself, with what it sets in the environment."""
+    arguments = ["generate", str(checkpoint(tmp_path / "model")), *COMMAND]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [sys.executable, *command, "-m", "dsv4", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=_LIMIT,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert command_line.main(arguments) == 0
+    assert ended.stdout.decode() == capsys.readouterr().out
 
 
 @pytest.mark.slow

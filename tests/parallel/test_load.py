@@ -22,7 +22,7 @@ from dsv4.compilation.versions import Versions
 from dsv4.dispatch import use_backend
 from dsv4.layers import quantize_
 from dsv4.parallel import kernel_facts
-from dsv4.parallel.context import MODES
+from dsv4.parallel.context import MODES, ParallelContext
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import local_bytes
 from dsv4.quant.formats import FRAGMENTS
@@ -316,6 +316,16 @@ class TestRefusals:
     def test_arguments(self, mesh, parallel, message, tmp_path):
         with pytest.raises(ValueError, match=message):
             dsv4.load(tmp_path, device_mesh=mesh, parallel=parallel)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_experts_in_host_memory_are_refused_on_all_ranks(self, nvidia, mode):
+        """They may have no such argument, and would wait."""
+        errors = []
+        group = SimpleNamespace(name="", mailbox=None, watch=None, report=errors.append)
+        context = ParallelContext(0, 2, group, mode)
+        with pytest.raises(ValueError, match="host_experts is 'auto' beside parallel=") as raised:
+            dsv4.load(nvidia, device_mesh=context, parallel=mode, host_experts="auto")
+        assert errors == [raised.value]
 
     def test_a_mesh_of_another_type(self, tmp_path):
         with pytest.raises(TypeError, match="device_mesh is int, wanted"):

@@ -17,6 +17,30 @@ EMULATED = "tests/parallel/test_emulated.py::"
 MUTANTS = (
     Mutant(
         "ranks",
+        "the indexes of ranks may have other formats",
+        "dsv4.serving.runner_plan:RunnerPlan._check_agreement",
+        "self.index_format",
+        "'the same'",
+        RUNNER + "TestErrors::test_another_cache_on_a_rank",
+    ),
+    Mutant(
+        "ranks",
+        "ranks may take plans of kernels from other figures",
+        "dsv4.parallel.kernel_facts:kernel_facts",
+        "digest(tuned())",
+        "'the same'",
+        LOAD + "TestRefusals::test_other_plans_on_a_rank",
+    ),
+    Mutant(
+        "ranks",
+        "the planner takes ranks that cut blocks of weights",
+        "dsv4.parallel.planner:plan",
+        "_cut(weights, machine, mode)",
+        "None",
+        "tests/parallel/test_planner.py::test_blocks_that_would_be_cut",
+    ),
+    Mutant(
+        "ranks",
         "the decoder adds up sublayers that are summed already",
         "dsv4.layers.decoder:DeepseekV4DecoderLayer._run",
         "{'reduce': False}",
