@@ -520,6 +520,7 @@ class TestExperts:
         spare=st.integers(0, 40),
     )
     @example(0, [700, 513, 0, 1, 256], 17, 3, 7)
+    @example(1, [65, 64, 384, 1025], 8, 9, 200)
     def test_rows_are_those_of_the_dense_gemm(self, form, seed, counts, row_tiles, stages, spare):
         """Bit for bit, since the order of sums is the same; rows of no expert are zeros."""
         made = Routed(seed, counts, 16 * row_tiles, K_BLOCK * stages, spare)
