@@ -240,8 +240,7 @@ def _prepared(problem: GroupedProblem, experts: Range, device: int, thread: int)
     x = Matrix(rows_of_x, columns // 2, columns // 2, plan.tma_tokens)
     return abi.launch(
         kernel,
-        # As many as the GPU holds: the kernel finds its tiles.
-        kernel.prepare(device) * plan.ctas,
+        kernel.prepare(device),  # as many as the GPU holds: the kernel finds its tiles
         (x, *weights),
         # The last range clears the rows of no expert.
         clear_end=rows_of_x if experts.end == problem.experts else 0,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dsv4.bench.checks.judge import FP8_SUM
 from dsv4.cute.sm90.e4m3_converted_plan import ConvertedE4m3Plan, grouped_converted_plan
-from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, grouped_e4m3_plan, grouped_pair_plan
+from dsv4.cute.sm90.gemm_e4m3_plan import E4m3Plan, grouped_e4m3_plan
 from dsv4.ops._library import as_record
 from dsv4.ops.gemm import GemmArgs, gemm
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs, gemm_swiglu
@@ -39,14 +39,10 @@ FORMS = {
 }
 # Forms in tests of values; the others have the same bits.
 BOTH = pytest.mark.parametrize("form", ["converted", "in the loop"])
-EXPERT_KINDS = pytest.mark.parametrize(
-    "form", ["converted", "in the loop", "in the loop, in pairs"]
-)
 EXPERT_FORMS = {
     "converted": lambda *kind: grouped_converted_plan(128, *kind),
     "in the loop": lambda *kind: grouped_e4m3_plan(1 << 20, 1, *kind),
     "in the loop, narrow": lambda *kind: grouped_e4m3_plan(1, 1, *kind),
-    "in the loop, in pairs": lambda *kind: grouped_pair_plan(*kind),
 }
 # Compilation takes longer than a run: few examples and few configurations per test.
 quick = settings(max_examples=12)
@@ -536,7 +532,7 @@ class TestExperts:
             assert_bitwise(got[rows], expected, f"expert {e}")
         assert not bool(got[sum(counts) :].any())
 
-    @EXPERT_KINDS
+    @BOTH
     @quick
     @given(
         seed=strategies.seeds(),
@@ -568,7 +564,7 @@ class TestExperts:
         assert_bitwise(scales.view(torch.uint8), expected.scales.view(torch.uint8), "scales")
         assert_bitwise(got.view(torch.uint8), expected.codes.view(torch.uint8), "codes")
 
-    @EXPERT_KINDS
+    @BOTH
     def test_bad_rows_stay_alone(self, form):
         made = Routed(3, [300, 20, 130], 512, 256)
         fields = {"limit": None, "row_weight": None, "result_layout": FRAGMENTS}

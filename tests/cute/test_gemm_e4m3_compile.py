@@ -26,7 +26,6 @@ from dsv4.cute.sm90.gemm_e4m3_plan import (
     block_e4m3_plans,
     e4m3_plans,
     grouped_e4m3_plan,
-    grouped_pair_plan,
 )
 from tests._tools.ptx.machine_code import REGISTER_FILE, instructions_of, usage_of
 
@@ -76,7 +75,6 @@ def every_plan():
     kinds += [(False, True, weighted, True) for weighted in yes_or_no]
     plans += [grouped_e4m3_plan(rows, 8, *kind) for rows in (64, 8192) for kind in kinds]
     plans += [grouped_converted_plan(128, *kind) for kind in kinds]
-    plans += [grouped_pair_plan(*kind) for kind in kinds]
     return list(dict.fromkeys(plans))
 
 
@@ -87,7 +85,6 @@ QUICK = (
     GroupedE4m3Plan(2, 3, 2, False, True, row_weighted=True, quantized_out=True),
     ConvertedE4m3Plan(2, 4, 0, False),
     grouped_converted_plan(128, False, True, True, True),
-    grouped_pair_plan(False, True, True, True),
 )
 
 

@@ -109,7 +109,7 @@ class E4m3Tiles(E4m3Results):
         if cutlass.const_expr(self.plan.dequantized_stages):  # noqa: SIM102
             if lane < self.plan.dequantized_stages:
                 ptx.mbarrier_init(rings.ready + Uint32(lane * 8), self.plan.dequant_warps)
-                ptx.mbarrier_init(rings.free + Uint32(lane * 8), MMA_WARPS * self.plan.ctas)
+                ptx.mbarrier_init(rings.free + Uint32(lane * 8), MMA_WARPS)
         ptx.fence_mbarrier_init()
 
     @cute.jit
@@ -315,11 +315,7 @@ class E4m3Tiles(E4m3Results):
         if lane == 0:
             ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
             if cutlass.const_expr(self.plan.dequantized_stages):
-                self._signal_free(rings.free + Uint32(source.stage * 8))
-
-    def _signal_free(self, free: Uint32) -> None:
-        """One lane: say that its warp has read dequantized weights of a stage."""
-        ptx.mbarrier_arrive(free)
+                ptx.mbarrier_arrive(rings.free + Uint32(source.stage * 8))
 
     def _promote(self, sums: cute.Tensor, stage_sums: cute.Tensor, scales: list[Float32]) -> None:
         """Add the sums of a stage, times the scales of the lane's two tokens."""

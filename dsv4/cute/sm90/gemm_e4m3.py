@@ -119,14 +119,12 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             cute.arch.setmaxregister_increase(self.plan.mma_registers)
             operands = self._mma_operands(memory.x, memory.weights)
             self._multiply(operands, memory.buffers, memory.rings, walk, args, me)
-        self._finish()
 
     def _tile_weights(
         self, tma: E4m3Tma, to: cute.Pointer, args: Any, tile: Tile, part: int
     ) -> WeightCopies:
-        """The TMA copies of the packed weights of 128 rows of a tile, or of the CTA's half."""
+        """The TMA copies of the packed weights of 128 rows of a tile."""
         row_tile = (tile.expert * args.rows + tile.row) // 16 + part * ROW_TILES
-        row_tile += self._first_own_row() // 16
         return self._weight_copies(tma, to, row_tile)
 
     # The warps that dequantize weights.
@@ -144,20 +142,17 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
             args: The scalars.
             me: Who this is.
         """
-        packed, lines = Uint32(memory.copied.toint()), Uint32(memory.weights.iterator.toint())
-        to = lines
+        packed, to = Uint32(memory.copied.toint()), Uint32(memory.weights.iterator.toint())
         factors, rings = memory.buffers.factors, memory.rings
         warp, lane = me.warp - MMA_WARPS, me.lane
         row, quarter = lane // 4, lane % 4
-        tiles = self.plan.cta_row_tiles // self.plan.dequant_warps
-        own = self._first_own_row()
+        tiles = ROW_TILES // self.plan.dequant_warps
         codes_from = packed + Uint32(warp * self.plan.code_bytes + lane * 16)
         scales_from = packed + Uint32(
             self.plan.cta_row_tiles * self.plan.code_bytes + warp * self.plan.scale_bytes + row * 8
         )
         # The first of the lane's two pieces of a line; the other one is its neighbour.
-        first = Uint32((own + warp * 16) * K_BLOCK)  # of the warp's rows, in a stage
-        to += first + Uint32(row * K_BLOCK) + Uint32(((2 * quarter) ^ row) * 16)
+        to += Uint32((warp * 16 + row) * K_BLOCK) + Uint32(((2 * quarter) ^ row) * 16)
         opaque_16 = Uint32(args.opaque_16)
         number, slot = walk.first, Int32(0)
         position, target = Position(Int32(0), Int32(0)), Position(Int32(0), Int32(1))
@@ -175,7 +170,7 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                     self._row_biases(
                         args,
                         tile.expert,
-                        first_row + own + (warp + h * self.plan.dequant_warps) * 16 + row,
+                        first_row + (warp + h * self.plan.dequant_warps) * 16 + row,
                     )
                     for h in range(tiles)
                 ]
@@ -199,29 +194,11 @@ class E4m3Kernel(DenseTiles, E4m3Copies):
                     ptx.fence_proxy_async_shared()
                     cute.arch.sync_warp()
                     if lane == 0:
-                        ready = rings.ready + Uint32(target.stage * 8)
-                        written = first + Uint32(target.stage * self.plan.dequantized_bytes)
-                        self._signal_ready(ready, lines + written)
+                        ptx.mbarrier_arrive(rings.ready + Uint32(target.stage * 8))
                         ptx.mbarrier_arrive(rings.empty + Uint32(position.stage * 8))
                     position = following
                     target = self._advanced(target, self.plan.dequantized_stages)
             number = self._following(number, walk)
-
-    def _first_own_row(self) -> Int32:
-        """First of the 128 rows of a tile that this CTA dequantizes."""
-        return Int32(0)
-
-    def _signal_ready(self, ready: Uint32, written: Uint32) -> None:
-        """One lane: say that its warp's rows of a stage are dequantized.
-
-        Args:
-            ready: The stage's mbarrier.
-            written: Address of the warp's first row.
-        """
-        ptx.mbarrier_arrive(ready)
-
-    def _finish(self) -> None:
-        """All threads: do what a CTA does before it exits."""
 
     @cute.jit
     def _next_piece(

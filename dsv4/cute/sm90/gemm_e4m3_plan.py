@@ -437,36 +437,10 @@ class GroupedE4m3Plan(E4m3Plan):
         return True
 
 
-@dataclass(frozen=True)
-class GroupedPairE4m3Plan(GroupedE4m3Plan):
-    """One configuration of the kernel in ``grouped_gemm_e4m3_pair``."""
-
-    @property
-    def kernel(self) -> str:
-        """The kernel's class, as ``module:class``."""
-        return "dsv4.cute.sm90.grouped_gemm_e4m3_pair:GroupedPairE4m3Kernel"
-
-    @property
-    def ctas(self) -> int:
-        """CTAs of a cluster, which share the tokens of an expert and dequantize together."""
-        return 2
-
-    @property
-    def cta_row_tiles(self) -> int:
-        """Row tiles, of 16 rows, that a CTA dequantizes of a tile."""
-        return ROWS // 16 // self.ctas
-
-    @property
-    def pair_tokens(self) -> int:
-        """Tokens of a tile of both CTAs."""
-        return self.ctas * self.token_block
-
-
 # Few configurations serve all matrices.
 _dense = functools.cache(E4m3Plan)
 _block = functools.cache(BlockE4m3Plan)
 _grouped = functools.cache(GroupedE4m3Plan)
-_pair = functools.cache(GroupedPairE4m3Plan)
 
 
 def e4m3_plans(float32_out: bool, swiglu: bool) -> tuple[E4m3Plan, E4m3Plan]:
@@ -513,11 +487,3 @@ def grouped_e4m3_plan(
     if rows_of_x > 128 * experts:
         return _grouped(2, 3, 2 if quantized_out else 3, **kind)
     return _grouped(1, 4, 3, **kind)
-
-
-def grouped_pair_plan(
-    float32_out: bool, swiglu: bool, row_weighted: bool, quantized_out: bool
-) -> GroupedPairE4m3Plan:
-    """The configuration whose CTAs dequantize in pairs; see ``grouped_e4m3_plan``."""
-    stages = 3 if quantized_out else 4
-    return _pair(2, stages, 3, float32_out, swiglu, row_weighted, quantized_out)
