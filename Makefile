@@ -24,7 +24,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch>=2.10
-PYTEST_ARGS ?= -q -n auto
+PYTEST_ARGS ?= -q -n auto --dist worksteal
 comma := ,
 EXTRAS ?= hf,bench,test,lint$(if $(shell command -v nvidia-smi 2>/dev/null),$(comma)cute)
 VENV ?= .venv

@@ -15,6 +15,10 @@ from dsv4.device import interpret_triton
 from tests._tools import quick_interpreter
 from tests._tools.snapshots import Snapshots
 
+# Collecting makes a million objects and no garbage: looking for it took a quarter of the time.
+# ``pytest_collection_finish`` enables it again.
+gc.disable()
+
 _HAS_GPU = torch.cuda.is_available()
 _GPUS = torch.cuda.device_count() if _HAS_GPU else 0
 # Compute capability, 90 say, for which what the interpreter would run is compiled instead, and its
@@ -155,7 +159,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = set(items) - set(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item in others])
         items[:] = chosen
-    items.sort(key=lambda item: "first" not in item.keywords)
+    # Modules with slow tests first, so that all workers end with quick tests, which they can share.
+    # Whole modules, because a fixture of a module would be made once more for each of its parts.
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: ("first" not in item.keywords, item.path not in slow))
     if _REDUCED:
         rare = pytest.mark.skip(reason="takes long; runs in the nightly profile")
         for item in items:
@@ -175,6 +182,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """A million objects stay until the end: no garbage collection looks at them again."""
     gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import dsv4
 from dsv4.checkpoint.filling import FillRequest
 from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.rank_part import check_split, entries_of_rank
@@ -15,6 +14,7 @@ from dsv4.checkpoint.reader import Checkpoint
 from dsv4.config import ModelConfig
 from dsv4.parallel.agreement import agree, digest
 from dsv4.parallel.context import ParallelContext, has_own_tokens
+from dsv4.parallel.kernel_facts import kernel_facts
 
 if TYPE_CHECKING:
     from dsv4.model import DeepseekV4ForCausalLM
@@ -104,8 +104,7 @@ def _check_ranks(
         context,
         {
             "parallel": context.mode,
-            "the version of dsv4": dsv4.__version__,
-            "the version of torch": torch.__version__,
+            **kernel_facts(_device(request)),
             **{f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)},
             "a hash of the checkpoint's tensors": digest(tensors),
             "activation": options.activation,

@@ -1,7 +1,8 @@
 """``python -m dsv4 inspect`` and ``verify``: what a checkpoint holds, and whether it is sound.
 
 ``inspect --gpus 4xH100`` also computes how the weights would lie on several GPUs: of a checkpoint,
-or, with ``--preset``, of a published model that need not be there.
+of a folder with a config.json alone, or, with ``--preset``, of a published model that need not be
+there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--recipe",
         choices=planner.RECIPES,
         default=planner.RECIPES[0],
-        help="formats of a preset's weights: FP8 (nvidia, the default) or NVFP4 linear layers",
+        help="formats of weights that are not there: FP8 (nvidia, default) or NVFP4 linear layers",
     )
     inspect.add_argument(
         "--gpus",
@@ -66,28 +67,53 @@ def _machine(text: str) -> planner.Machine:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+@dataclass(frozen=True)
+class _Model:
+    """What is inspected: a checkpoint, or a configuration without weights."""
+
+    config: ModelConfig
+    weights: planner.Weights
+    text: list[str]
+
+
 def run_inspect(options: argparse.Namespace) -> int:
     """Run ``inspect``; returns the exit status."""
-    from dsv4.checkpoint import Checkpoint
-
     if (options.path is None) == (options.preset is None):
         raise ValueError("wanted the PATH of a checkpoint or --preset, and not both")
-    if options.path is None:
-        config = getattr(ModelConfig, options.preset)()
-        weights = planner.Weights.of_config(config, options.recipe)
-        text = [f"{options.preset}, formats as {options.recipe!r}, without draft layers"]
-        machines = options.gpus or [planner.Machine.parse(name) for name in _USUAL]
-    else:
-        with Checkpoint.open(options.path) as checkpoint:
-            config, text = checkpoint.config(), list(lines(checkpoint))
-            machines = options.gpus or []
-            weights = planner.Weights.of_checkpoint(checkpoint)
-    for machine in machines:
-        text += planner.lines(config, weights, machine)
+    model = _model(options)
+    text = model.text
+    usual = _USUAL if options.preset else ()
+    for machine in options.gpus or map(planner.Machine.parse, usual):
+        text += planner.lines(model.config, model.weights, machine)
         if machine.ranks == 1:
-            text += _host_lines(config, weights, machine)
+            text += _host_lines(model.config, model.weights, machine)
     print("\n".join(text))
     return 0
+
+
+def _model(options: argparse.Namespace) -> _Model:
+    """Return the model that the options name."""
+    from dsv4.checkpoint import Checkpoint
+
+    if options.preset:
+        name, config = options.preset, getattr(ModelConfig, options.preset)()
+    elif options.gpus and _is_config_alone(Path(options.path)):
+        name = f"{options.path}: config.json without weights"
+        config = ModelConfig.from_path(options.path)
+    else:
+        with Checkpoint.open(options.path) as checkpoint:
+            weights = planner.Weights.of_checkpoint(checkpoint)
+            return _Model(checkpoint.config(), weights, list(lines(checkpoint)))
+    weights = planner.Weights.of_config(config, options.recipe)
+    line = f"{name}, formats as {options.recipe!r}, without draft layers"
+    return _Model(config, weights, [line])
+
+
+def _is_config_alone(folder: Path) -> bool:
+    """Return whether a folder has a configuration and no list of tensors."""
+    from dsv4.checkpoint.transaction import CONFIG, INDEX, SINGLE
+
+    return (folder / CONFIG).is_file() and not any((folder / n).exists() for n in (INDEX, SINGLE))
 
 
 def _host_lines(

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from dsv4 import ops
 from dsv4.config import ModelConfig
 from dsv4.integrations._arguments import transformers_version
 from dsv4.layers.experts import DeepseekV4Experts
+from dsv4.parallel.agreement import check_equal, described
+from dsv4.parallel.kernel_facts import kernel_facts
 
 IMPLEMENTATION = "dsv4"
 WHOLE = "dsv4_whole"
@@ -97,7 +99,8 @@ class Distribution:
 
         Raises:
             ImportError: if transformers is older than 5.24.
-            ValueError: if it asks for what is not supported; nothing is allocated then.
+            ValueError: if it asks for what is not supported, or the ranks differ in configuration
+                or version; nothing is allocated then.
         """
         register()
         if isinstance(distributed, dict):
@@ -115,6 +118,7 @@ class Distribution:
         if own_device.type != device.type:
             raise ValueError(f"device is {device}, and transformers' processes are on {own_device}")
         mesh = meshes.get_mesh("ep")
+        _check_ranks(mesh.get_group(), config, parts, own_device)
         own = range_of(mesh.get_local_rank(), mesh.size(), config.n_routed_experts)
         return cls(distributed, meshes, own)
 
@@ -122,6 +126,21 @@ class Distribution:
         """Let the experts of a filled model be called through ``"dsv4"``."""
         model._tp_plan = {"lm_head": WHOLE}
         type(model).maybe_distribute_model(model, self.config, self.meshes)
+
+
+def _check_ranks(
+    group: Any, config: ModelConfig, parts: Iterable[str], device: torch.device
+) -> None:
+    """Raise on all ranks unless they load one configuration with the same versions."""
+    import torch.distributed as dist
+
+    values = {f"{f.name} of config.json": getattr(config, f.name) for f in fields(config)}
+    facts = {"the version of transformers": transformers_version(), **kernel_facts(device)}
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(
+        of_ranks, described({**facts, **values, "parts": tuple(parts)}), group=group
+    )
+    check_equal(of_ranks)
 
 
 def unsupported(distributed: Any, config: ModelConfig, parts: Iterable[str]) -> str | None:

@@ -23,6 +23,9 @@ from dsv4.ops.swiglu import swiglu
 from dsv4.overlap import IN_ORDER, Streams
 from dsv4.quant.formats import LINEAR, SWIZZLED, QuantizedTensor
 
+# The shared expert's output ``[T, H]``, or what launches its last GEMM and returns it.
+Shared = torch.Tensor | Callable[[], torch.Tensor] | None
+
 
 class _Part(NamedTuple):
     """The part of a step's experts that one GEMM multiplies.
@@ -109,7 +112,7 @@ class DeepseekV4Experts(ExpertWeights):
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
+        shared: Shared = None,
         streams: Streams = IN_ORDER,
         slots: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
@@ -119,7 +122,7 @@ class DeepseekV4Experts(ExpertWeights):
             hidden_states: See ``routed_rows``, also for the following arguments.
             top_k_index: ``[T, k]``.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, added in float32 before rounding, or None.
+            shared: ``[T, H]``, added in float32 before rounding, or None; or see ``routed_rows``.
             streams: Side streams.
             slots: Slots of hosted experts, or None.
 
@@ -138,7 +141,7 @@ class DeepseekV4Experts(ExpertWeights):
         hidden_states: torch.Tensor,
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
-        shared: torch.Tensor | None = None,
+        shared: Shared = None,
         streams: Streams = IN_ORDER,
         slots: Callable[[], torch.Tensor] | None = None,
     ) -> RoutedRows:
@@ -150,7 +153,8 @@ class DeepseekV4Experts(ExpertWeights):
                 nothing. Anything else raises on the CPU, and adds nothing on another device, where
                 ``dsv4.debug.count_dropped`` counts it.
             top_k_weights: ``[T, k]``.
-            shared: ``[T, H]``, the shared expert's output, one of the summands.
+            shared: ``[T, H]``, the shared expert's output, one of the summands; or a function that
+                launches its last GEMM and returns it, called when the rows are sorted.
             streams: Side streams on which the work ``"shared"`` makes ``shared``; it is joined when
                 everything else is launched.
             slots: Waits for experts in host memory that are being loaded already
@@ -167,12 +171,15 @@ class DeepseekV4Experts(ExpertWeights):
         part = _WHOLE if self.hosted is None else _Part(step_experts=self.num_experts)
         if self.hosted is not None:
             if self.hosted.obstacle(top_k_index.numel()) is not None:
+                shared = shared() if callable(shared) else shared
                 return self._in_waves(hidden_states, top_k_index, top_k_weights, shared, streams)
             top_k_index = self.fetch(top_k_index) if slots is None else slots()
         buffers = self._buffers_for(hidden_states, top_k_index.shape[1])
         rows, row_weight, offsets, row_of_slot = self._sorted(
             hidden_states, top_k_index, top_k_weights, buffers.rows
         )
+        if callable(shared):
+            shared = shared()
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,8 +39,21 @@ def agree(context: ParallelContext, values: Mapping[str, Any]) -> None:
         RankError: if another rank failed.
         ValueError: naming the first value that differs, the rank, and both values.
     """
-    ours = {name: repr(value) for name, value in values.items()}
-    first, *others = context.group.exchange(ours)
+    check_equal(context.group.exchange(described(values)))
+
+
+def described(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return values as texts, which ranks can send each other."""
+    return {name: repr(value) for name, value in values.items()}
+
+
+def check_equal(of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Raise unless all ranks described equal values.
+
+    Raises:
+        ValueError: naming the first value that differs, the rank, and both values.
+    """
+    first, *others = of_ranks
     for rank, theirs in enumerate(others, 1):
         for name in dict.fromkeys((*first, *theirs)):
             if first.get(name) != theirs.get(name):

@@ -15,9 +15,10 @@ import torch
 from dsv4.implementations import Call
 from dsv4.ops.all_reduce import AllReduceArgs
 
+NCCL = "NCCL_NVLS_ENABLE"
 # What turns multicast off in NCCL, torch's symmetric memory and NVSHMEM.
 OFF: Mapping[str, str] = {
-    "NCCL_NVLS_ENABLE": "0",
+    NCCL: "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }

@@ -21,6 +21,7 @@ import torch
 from dsv4.config import ModelConfig
 from dsv4.config.layer_types import CSA, SLIDING
 from dsv4.kv_cache.pages import bytes_per_page
+from dsv4.parallel.split import check_matrices
 from dsv4.quant.formats import FP8_BLOCK, NVFP4, Format
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ GPUS: Mapping[str, Gpu] = {
     "B200": Gpu(180e9, 7.2e12),
     "B300": Gpu(288e9, 7.2e12),
 }
+_PACKING = ("H100", "H200")  # ``load`` packs NVFP4 weights there
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,16 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a checkpoint, or of one that a recipe would make."""
+
+    name: str
+    nbytes: float
+    shape: tuple[int, ...]
+    format: Format | None = None
+
+
+@dataclass(frozen=True)
 class Weights:
     """Bytes of a model's weights by how they are split; without multi-token prediction.
 
@@ -107,6 +119,7 @@ class Weights:
         embedding: Input embedding.
         head: Output head.
         expert: One routed expert.
+        matrices: Names, shapes and formats of the quantised matrices that ranks may split.
     """
 
     routed: float
@@ -115,6 +128,7 @@ class Weights:
     embedding: float
     head: float
     expert: float
+    matrices: tuple[tuple[str, tuple[int, ...], Format], ...] = ()
 
     @classmethod
     def of_config(cls, config: ModelConfig, recipe: str = "nvidia") -> Weights:
@@ -130,25 +144,31 @@ class Weights:
         """
         if recipe not in RECIPES:
             raise ValueError(f"recipe is {recipe!r}, wanted one of {', '.join(RECIPES)}")
-        return cls._of(config, _bytes_by_recipe(config, recipe))
+        return cls._of(config, _tensors_by_recipe(config, recipe))
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint) -> Weights:
         """Return the bytes of a checkpoint's tensors."""
-        sizes = ((name, float(entry.nbytes)) for name, entry in checkpoint.entries.items())
-        return cls._of(checkpoint.config(), sizes)
+        entries = checkpoint.entries.values()
+        return cls._of(
+            checkpoint.config(),
+            (_Tensor(e.name, float(e.nbytes), tuple(e.shape), e.format) for e in entries),
+        )
 
     @classmethod
-    def _of(cls, config: ModelConfig, sizes: Iterable[tuple[str, float]]) -> Weights:
+    def _of(cls, config: ModelConfig, tensors: Iterable[_Tensor]) -> Weights:
         totals = dict.fromkeys(("routed", "split", "replicated", "embedding", "head"), 0.0)
-        for name, nbytes in sizes:
-            kind = kind_of(name)
+        matrices = []
+        for tensor in tensors:
+            kind = kind_of(tensor.name)
             if kind is not None:
-                totals[kind] += nbytes
+                totals[kind] += tensor.nbytes
+            if kind not in (None, "routed", "replicated") and tensor.format is not None:
+                matrices.append((tensor.name, tensor.shape, tensor.format))
         if not totals["head"]:  # tied to the embedding
             totals["head"] = totals["embedding"]
         experts = config.num_hidden_layers * config.n_routed_experts
-        return cls(**totals, expert=totals["routed"] / experts)
+        return cls(**totals, expert=totals["routed"] / experts, matrices=tuple(matrices))
 
     def of_rank(self, ranks: int, mode: str) -> float:
         """Return the bytes of one rank."""
@@ -181,21 +201,22 @@ def kind_of(name: str) -> str | None:
     return next(kind for pattern, kind in _KINDS if re.match(pattern, name))
 
 
-def _bytes_by_recipe(config: ModelConfig, recipe: str) -> Iterator[tuple[str, float]]:
+def _tensors_by_recipe(config: ModelConfig, recipe: str) -> Iterator[_Tensor]:
     from dsv4.model import DeepseekV4ForCausalLM
 
     with torch.device("meta"):
         model = DeepseekV4ForCausalLM(config, mtp=False)
     linear = FP8_BLOCK if recipe == "nvidia" else NVFP4
     for name, tensor in model.state_dict().items():
+        count, shape = tensor.numel(), tuple(tensor.shape)
         if ".mlp.experts." in name:
-            yield name, tensor.numel() * _bytes_of_element(NVFP4)
+            yield _Tensor(name, count * _bytes_of_element(NVFP4), shape, NVFP4)
         elif re.search(_LINEAR, name) and name.endswith("weight"):
-            yield name, tensor.numel() * _bytes_of_element(linear)
+            yield _Tensor(name, count * _bytes_of_element(linear), shape, linear)
         elif tensor.is_floating_point():
-            yield name, float(tensor.numel() * (4 if re.search(_FLOAT32, name) else 2))
+            yield _Tensor(name, float(count * (4 if re.search(_FLOAT32, name) else 2)), shape)
         else:
-            yield name, float(tensor.nbytes)
+            yield _Tensor(name, float(tensor.nbytes), shape)
 
 
 def _bytes_of_element(format: Format) -> float:
@@ -294,7 +315,7 @@ def plan(config: ModelConfig, weights: Weights, machine: Machine, mode: str) -> 
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    refused = _indivisible(config, machine.ranks, mode)
+    refused = _indivisible(config, machine.ranks, mode) or _cut(weights, machine, mode)
     if refused is not None:
         return Plan(machine, mode, refused)
     of_rank = weights.of_rank(machine.ranks, mode)
@@ -310,9 +331,23 @@ def _indivisible(config: ModelConfig, ranks: int, mode: str) -> str | None:
     """Return what this number of ranks does not divide, or None."""
     split = {"experts": config.n_routed_experts}
     if mode == "tp":
-        split |= {"o_groups": config.o_groups, "rows of the vocabulary": config.vocab_size}
+        split |= {
+            "o_groups": config.o_groups,
+            "columns of the shared expert": config.moe_intermediate_size,
+            "rows of the vocabulary": config.vocab_size,
+        }
     wrong = [f"{count} {name}" for name, count in split.items() if count % ranks]
     return f"{ranks} ranks do not divide {' and '.join(wrong)}" if wrong else None
+
+
+def _cut(weights: Weights, machine: Machine, mode: str) -> str | None:
+    """Return which block or tile of a matrix the ranks would cut, or None."""
+    packs = machine.name in _PACKING
+    try:
+        check_matrices(weights.matrices, machine.ranks, tiles=packs, mode=mode)
+    except ValueError as error:
+        return str(error).removeprefix("parallel: ")
+    return None
 
 
 @dataclass(frozen=True)

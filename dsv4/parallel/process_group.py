@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import threading
@@ -35,6 +36,7 @@ _MEETING_PATIENCE = 300.0  # seconds between the calls of ``load`` of two ranks
 _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
+_logger = logging.getLogger(__name__)
 
 
 def context_of(
@@ -65,7 +67,7 @@ def context_of(
         raise ValueError("device_mesh is given and parallel is None, wanted 'tp' or 'dp'")
     if isinstance(device_mesh, ParallelContext):
         return replace(device_mesh, mode=parallel)
-    _refuse_multicast()
+    _refuse_multicast(device)
     group = _process_group(device_mesh, parallel, device)
     if group.size() == 1:
         return None
@@ -96,10 +98,20 @@ def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
     return mesh.get_group()
 
 
-def _refuse_multicast() -> None:
+def _refuse_multicast(device: torch.device) -> None:
     reason = multicast.requested(os.environ)
     if reason is not None:
         raise ValueError(reason)
+    if device.type != "cuda":
+        return
+    was_unset = multicast.NCCL not in os.environ
+    multicast.turn_off()
+    if was_unset:
+        _logger.warning(
+            "%s was unset, wanted '0' before init_process_group: groups that NCCL connected before "
+            "may use NVLink multicast; later ones do not",
+            multicast.NCCL,
+        )
 
 
 class DistributedGroup:

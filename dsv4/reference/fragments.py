@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -62,40 +63,51 @@ def _chunks(
         yield tuple(t[start : start + height] for t in flat)
 
 
-def _bits(index: tuple[int, int, int, int], odd: int) -> list[int]:
-    """Return where the bits of a column's code stand in a word, the sign first."""
-    return [(bit + 16 * odd) % 32 for bit in index]
+def _bit_positions() -> Iterator[tuple[int, int]]:
+    """Yield where each bit of a word in fragments stands there, and in the codes' four bytes.
+
+    Bytes are in the order of ``h``, then ``k``.
+    """
+    for h, k, odd in itertools.product(range(2), repeat=3):
+        for i, bit in enumerate(BIT_POSITIONS[2 * k + h]):
+            yield (bit + 16 * odd) % 32, 8 * (2 * h + k) + 4 * odd + 3 - i
+
+
+def _moves(positions: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """By how much bits move to the left, each time with a mask of where they arrive, signed."""
+    masks: dict[int, int] = {}
+    for source, target in positions:
+        masks[target - source] = masks.get(target - source, 0) | 1 << target
+    return tuple((by, mask - ((mask >> 31) << 32)) for by, mask in masks.items())
+
+
+_UNPACK = _moves(_bit_positions())
+_PACK = _moves((there, here) for here, there in _bit_positions())
+
+
+def _moved(words: torch.Tensor, moves: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    """Move bits of int32 words; all that move by as much move together."""
+    result = torch.zeros_like(words)
+    for by, mask in moves:
+        result |= (words << by if by >= 0 else words >> -by) & mask
+    return result
 
 
 def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
     rows, width = codes.shape
     # Axes: tile row, h, l // 4, tile column, j, k, l % 4; a byte holds e = 0 and e = 1.
     tiles = codes.reshape(rows // 16, 2, 8, width // 32, 4, 2, 4)
-    # Tile row, l // 4, tile column, j, l % 4.
-    words = torch.zeros_like(tiles[:, 0, :, :, :, 0], dtype=torch.int32)
-    for k in range(2):
-        for h in range(2):
-            for odd in range(2):
-                code = tiles[:, h, :, :, :, k] >> 4 * odd
-                for i, bit in enumerate(_bits(BIT_POSITIONS[2 * k + h], odd)):
-                    words |= ((code >> (3 - i)) & 1).to(torch.int32) << bit
-    return words.permute(0, 2, 1, 4, 3).contiguous().view(torch.uint8).reshape(rows, width)
+    tiles = tiles.permute(0, 3, 2, 6, 4, 1, 5).contiguous()
+    words = tiles.flatten(-2).view(torch.int32)  # tile row, tile column, l // 4, l % 4, j
+    return _moved(words, _PACK).view(torch.uint8).reshape(rows, width)
 
 
 def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
     rows, width = packed.shape
-    words = packed.contiguous().view(torch.int32).reshape(rows // 16, width // 32, 8, 4, 4)
-    words = words.permute(0, 2, 1, 4, 3)  # tile row, l // 4, tile column, j, l % 4
-    tiles = torch.zeros(
-        (rows // 16, 2, 8, width // 32, 4, 2, 4), dtype=torch.uint8, device=packed.device
-    )
-    for k in range(2):
-        for h in range(2):
-            for odd in range(2):
-                for i, bit in enumerate(_bits(BIT_POSITIONS[2 * k + h], odd)):
-                    of_code = ((words >> bit) & 1) << (3 - i + 4 * odd)
-                    tiles[:, h, :, :, :, k] |= of_code.to(torch.uint8)
-    return tiles.reshape(rows, width)
+    words = packed.contiguous().view(torch.int32)
+    tiles = _moved(words, _UNPACK).view(torch.uint8)
+    tiles = tiles.reshape(rows // 16, width // 32, 8, 4, 4, 2, 2)
+    return tiles.permute(0, 5, 2, 1, 4, 6, 3).reshape(rows, width)
 
 
 def _move_scales(scales: torch.Tensor, *, inverse: bool) -> torch.Tensor:

@@ -197,6 +197,8 @@ class RunnerPlan:
                 "capture": self.captured,
                 "drafts": self.drafting.plan,
                 "pool_tokens": self.pool_tokens,
+                "window_pages": self.window_pages,
+                "index_format": self.index_format,
                 "deterministic": self.deterministic,
             },
         )

@@ -5,6 +5,10 @@ launch. A step of its loop multiplies BLOCK columns. Each of SPLIT warps takes a
 its own float32 sums; these are added at the end, in the order of the parts. Other tokens of a call
 can change a result only through the choice of tiles (``tile_of``).
 
+One or two tokens are no matrix. Then a program loads its rows into registers, all at once, and
+takes the dot products of each token in turn: it needs no shared memory, so programs of the GEMM
+that runs at the same time find room beside it.
+
 Weights are read once if all tokens fit into a tile. Programs of few rows spread the weights over
 the GPU. The number of bytes in flight limits a call of few tokens. A program therefore prefetches
 all its rows into L2, then loads ``stages`` steps ahead. For more tokens a program has more rows,
@@ -20,12 +24,16 @@ import triton
 import triton.language as tl
 
 from dsv4.ops.compressor_projections import CompressorProjectionsArgs
-from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs
+from dsv4.triton._lib.numerics import dot, narrow, wait_for_inputs, widen
 from dsv4.triton._lib.prefetch import prefetch_tile
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
 _MOST_TOKENS = 64  # most tokens of a tile
+# Most tokens that are multiplied one after the other. Microseconds of 1, 2 and 4 tokens, Flash's
+# weights with an indexer and without on an H200: 7.9, 9.2, 13.0 and 3.7, 4.3, 5.7; tiles take 9.8
+# and 5.9 for each.
+_MOST_VECTORS = 2
 _HOPPER_SHARED = 227 * 1024
 
 
@@ -109,8 +117,90 @@ def _projections_kernel(
             values = tl.load(x + start, mask=inside, other=0.0)
             weights = tl.load(weight + start, mask=start + weight_columns < HIDDEN, other=0.0)
         sums = dot(values, weights, sums)
-    total = tl.sum(sums, 0)
-    mask = (token < tokens)[:, None] & stored[None, :]
+    _store(
+        tl.sum(sums, 0),
+        row,
+        token,
+        stored[None, :] & (token < tokens)[:, None],
+        number,
+        out,
+        head_out,
+        CHANNELS,
+        INDEX_CHANNELS,
+        HEADS,
+    )
+
+
+@fast_launch
+@triton.jit(do_not_specialize=["tokens"])
+def _vectors_kernel(
+    x,
+    kv,
+    gate,
+    index_kv,
+    index_gate,
+    heads,
+    out,
+    head_out,
+    x_stride,
+    tokens,
+    HIDDEN: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ROWS rows of one weight, in registers, by all tokens in turn; COLUMNS is at least HIDDEN."""
+    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
+    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
+    weight, tile, number = _part_of(
+        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    )
+    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
+    row = tile * ROWS + tl.arange(0, ROWS)
+    row_read = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
+    column = tl.arange(0, COLUMNS)
+    weight += row_read.to(tl.int64)[:, None] * HIDDEN + column[None, :]
+    wait_for_inputs(PDL)
+    if HIDDEN == COLUMNS:
+        weights = tl.load(weight)
+    else:
+        weights = tl.load(weight, mask=column[None, :] < HIDDEN, other=0.0)
+    # Weights stay packed: hoisted out of the loop, their conversion would take twice the registers.
+    for index in tl.range(0, tokens, disable_licm=True):
+        token = tl.arange(0, 1).to(tl.int64) + index
+        values = tl.load(x + token * x_stride + column, mask=column < HIDDEN, other=0.0)
+        total = tl.sum(widen(weights) * widen(values)[None, :], 1)
+        _store(
+            total[None, :],
+            row,
+            token,
+            (row < rows)[None, :],
+            number,
+            out,
+            head_out,
+            CHANNELS,
+            INDEX_CHANNELS,
+            HEADS,
+        )
+
+
+@triton.jit
+def _store(
+    total,
+    row,
+    token,
+    mask,
+    number,
+    out,
+    head_out,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Store sums ``[tokens, rows]`` of the weight ``number``."""
     token = token.to(tl.int64)[:, None]
     if number < 4:
         first = tl.where(number == 1, CHANNELS, 0)
@@ -155,14 +245,33 @@ def tile_of(tokens: int, hidden: int, shared: int = _HOPPER_SHARED) -> Tile:
     return Tile(high, rows, block, 4, stages)
 
 
+@dataclass(frozen=True)
+class Vectors:
+    """Sizes of a program that multiplies tokens one after the other.
+
+    Attributes:
+        rows: Rows of a weight, a power of two.
+        warps: Warps.
+    """
+
+    rows: int
+    warps: int
+
+
+# A lane has 32 or 64 values of weights, all of which are loaded before the first is used.
+VECTORS = Vectors(rows=2, warps=8)
+
+
 def compressor_projections(args: CompressorProjectionsArgs) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``dsv4.ops.compressor_projections.compressor_projections``."""
     tokens, hidden = args.x.shape
+    if tokens <= _MOST_VECTORS:
+        return multiply(args, VECTORS)
     return multiply(args, tile_of(tokens, hidden, launch_options.shared_memory(args.x)))
 
 
 def multiply(
-    args: CompressorProjectionsArgs, tile: Tile, *, prefetch: bool = True
+    args: CompressorProjectionsArgs, tile: Tile | Vectors, *, prefetch: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run ``compressor_projections`` with a tile.
 
@@ -185,26 +294,29 @@ def multiply(
         for weight in (kv, args.gate, args.index_kv, args.index_gate, args.heads)
     ]
     tiles = [triton.cdiv(n, tile.rows) for n in (channels, index_channels, heads)]
-    grid = (2 * tiles[0] + 2 * tiles[1] + tiles[2], triton.cdiv(tokens, tile.tokens))
+    grid = 2 * tiles[0] + 2 * tiles[1] + tiles[2]
+    operands = (x, *weights, out, head_out, x.stride(0), tokens)
+    sizes = {
+        "HIDDEN": hidden,
+        "CHANNELS": channels,
+        "INDEX_CHANNELS": index_channels,
+        "HEADS": heads,
+        "ROWS": tile.rows,
+    }
+    options = {"num_warps": tile.warps, **launch_options.options(x)}
     with launch_options.on(x):
-        _projections_kernel[grid](
-            x,
-            *weights,
-            out,
-            head_out,
-            x.stride(0),
-            tokens,
-            HIDDEN=hidden,
-            CHANNELS=channels,
-            INDEX_CHANNELS=index_channels,
-            HEADS=heads,
-            TOKENS=tile.tokens,
-            ROWS=tile.rows,
-            BLOCK=tile.block,
-            SPLIT=tile.warps,
-            STAGES=tile.stages,
-            PREFETCH=prefetch,
-            num_warps=tile.warps,
-            **launch_options.options(x),
-        )
+        if isinstance(tile, Vectors):
+            columns = launch_options.power_of_two(hidden)
+            _vectors_kernel[(grid,)](*operands, **sizes, COLUMNS=columns, **options)
+        else:
+            _projections_kernel[(grid, triton.cdiv(tokens, tile.tokens))](
+                *operands,
+                **sizes,
+                TOKENS=tile.tokens,
+                BLOCK=tile.block,
+                SPLIT=tile.warps,
+                STAGES=tile.stages,
+                PREFETCH=prefetch,
+                **options,
+            )
     return out, head_out

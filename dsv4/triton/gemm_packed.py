@@ -36,10 +36,18 @@ from dsv4.triton._lib.gemm_tiles import (
 )
 from dsv4.triton._lib.numerics import wait_for_inputs
 from dsv4.triton._lib.packed_plan import PackedPlan, Weight, dense_plan
-from dsv4.triton._lib.packed_weights import FRAGMENTS, MXFP4, SWIZZLED, packed_sum
+from dsv4.triton._lib.packed_weights import (
+    FRAGMENTS,
+    MXFP4,
+    SWIZZLED,
+    packed_sum,
+    prefetch_fragments,
+)
 from dsv4.triton._runtime import launch_options
 from dsv4.triton._runtime.launcher import fast_launch
 
+# Rows of a program that adds partial sums, and its warps.
+_SUM_ROWS, _SUM_WARPS = 256, 2
 _TOGETHER = 8  # token tiles before the next row tile, in the order of programs
 _NAMES = {formats.FRAGMENTS: FRAGMENTS, formats.SWIZZLED: SWIZZLED, formats.LINEAR: MXFP4}
 
@@ -85,7 +93,9 @@ def _packed_gemm_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
     TOGETHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -93,31 +103,39 @@ def _packed_gemm_kernel(
 
     ``out`` is the result ``[T, G, N]``, or with SPLIT the partials ``[S, T, G, N]``.
     """
-    wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
     row_tile, token_tile = tile_of_program(tiles, token_tiles, TOGETHER)
     group, part, groups = tl.program_id(1).to(tl.int64), tl.program_id(2), tl.num_programs(1)
+    of_group = group * rows * k_tiles
+    codes += of_group * 8
+    scales += of_group
+    start = part * length
+    end = tl.minimum(start + length, k_tiles)
+    if PDL and PREFETCHED > 0:
+        prefetch_fragments(
+            codes, scales, row_tile * TILES, rows // 16, k_tiles, start, end, TILES, PREFETCHED
+        )
+    wait_for_inputs(PDL)
     token = token_tile * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
     # Tokens past the end repeat the last one, so that no load is masked.
     token = tl.minimum(token, tokens - 1).to(tl.int64)
     x += group * group_stride
-    of_group = group * rows * k_tiles
-    start = part * length
     total = packed_sum(
-        codes + of_group * 8,
-        scales + of_group,
+        codes,
+        scales,
         x,
         token * x_stride,
         row_tile * TILES,
         rows // 16,
         k_tiles,
         start,
-        tl.minimum(start + length, k_tiles),
+        end,
         LAYOUT,
         TILES,
         TOKENS,
         PARTS,
+        BLOCKS,
         STAGES,
     )
     first, position = row_tile * ROWS, token * groups + group
@@ -143,7 +161,7 @@ def _packed_gemm_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["count", "splits", "columns", "cut0", "cut1", "cut2"])
+@triton.jit(do_not_specialize=["count", "columns", "cut0", "cut1", "cut2"])
 def _packed_sum_kernel(
     partials,
     x,
@@ -153,7 +171,6 @@ def _packed_sum_kernel(
     row_scale,
     out,
     count,
-    splits,
     groups,
     rows,
     columns,
@@ -165,20 +182,22 @@ def _packed_sum_kernel(
     SWIGLU: tl.constexpr,
     CLAMPED: tl.constexpr,
     UNBOUNDED: tl.constexpr,
+    SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS sums of one token and group: ``partials [S, T, G, N]`` added in their order."""
+    """ROWS sums of one token and group: ``partials [SPLITS, T, G, N]`` added in their order."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * ROWS
     row = first + tl.arange(0, ROWS)
     inside = row < rows
-    partials += pair * rows
-    total = tl.load(partials + row, mask=inside, other=0.0)
-    for _ in range(1, splits):
+    partials += pair * rows + row
+    total = tl.load(partials, mask=inside, other=0.0)
+    # Unrolled, so that no load waits for the one before.
+    for _ in tl.static_range(1, SPLITS):
         partials += count
-        total += tl.load(partials + row, mask=inside, other=0.0)
+        total += tl.load(partials, mask=inside, other=0.0)
     group = pair % groups
     position = tl.zeros([1], tl.int64) + pair
     store_result(
@@ -347,13 +366,15 @@ def _launch(
             TILES=cut.tiles,
             TOKENS=cut.tokens,
             PARTS=cut.parts,
+            BLOCKS=cut.blocks,
             STAGES=cut.stages,
+            PREFETCHED=cut.prefetched,
             TOGETHER=_TOGETHER,
             num_warps=cut.warps,
             **options,
         )
         if cut.splits > 1:
-            block = min(256, launch_options.power_of_two(weight.rows))
+            block = min(_SUM_ROWS, launch_options.power_of_two(weight.rows))
             _packed_sum_kernel[(tokens * groups, -(-weight.rows // block))](
                 target,
                 x,
@@ -362,13 +383,13 @@ def _launch(
                 row_scale,
                 out,
                 tokens * groups * weight.rows,
-                cut.splits,
                 groups,
                 weight.rows,
                 columns,
                 *scale.cuts,
                 limit,
+                SPLITS=cut.splits,
                 ROWS=block,
-                num_warps=2,
+                num_warps=_SUM_WARPS,
                 **options,
             )

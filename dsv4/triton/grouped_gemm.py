@@ -89,6 +89,7 @@ def _grouped_kernel(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -122,6 +123,7 @@ def _grouped_kernel(
                 TILES,
                 TOKENS,
                 PARTS,
+                BLOCKS,
                 STAGES,
             )
             store_result(
@@ -253,6 +255,7 @@ def _multiply(
             TILES=cut.tiles,
             TOKENS=cut.tokens,
             PARTS=cut.parts,
+            BLOCKS=cut.blocks,
             STAGES=cut.stages,
             num_warps=cut.warps,
             **options,

@@ -2,7 +2,9 @@
 
 And those of ``dsv4.quant.fragments``, which is no operator, and of sums over ranks (``push``).
 
-    python -m tests._tools.compile_kernels 90 [--quick | --brief] [OP ...] (no TRITON_INTERPRET)
+    python -m tests._tools.compile_kernels 90 [--quick | --brief | --prompt] [OP ...]
+
+Without TRITON_INTERPRET.
 
 Every launcher runs on CPU tensors with Triton's launch replaced by a compilation. Prints one line
 of JSON per compiled kernel: name, registers, stack and local bytes, shared memory, threads, and
@@ -44,6 +46,8 @@ EXTRA = (FRAGMENTS, PUSH)  # what is compiled besides operators' rows named "tri
 EXCHANGING = ("_rms_norm_kernel", "_post_kernel", "_norm_quantize_few_kernel")
 # The first two, few tokens and many, have nearly all kernels.
 SIZES = (("flash", 1), ("flash", 2048), ("flash", 64), ("pro", 1))
+# These operators read a vocabulary's logits for each token; more tokens are more programs alone.
+_MOST_TOKENS = {"verify_sampled": 16, "verify_greedy": 16}
 # Of these operators' cases, those alone that a kernel takes: making the others' weights is slow.
 _ENDINGS = {"gemm": " fp8"}
 # The public function of each operator, whose cases are named by the rest of the operator's name.
@@ -58,7 +62,11 @@ class _Unfilled(Draw):
 
 
 def compile_all(
-    arch: int, ops: list[str], quick: bool = False, brief: bool = False
+    arch: int,
+    ops: list[str],
+    quick: bool = False,
+    brief: bool = False,
+    prompt: bool = False,
 ) -> Iterator[dict]:
     """Compile what the bench's cases of ``ops`` launch; one report per kernel.
 
@@ -67,7 +75,9 @@ def compile_all(
         ops: Operators, and names of ``EXTRA``.
         quick: Of the last two sizes, compile only kernels that the first two have not.
         brief: Leave out the last two sizes.
+        prompt: Compile the second size alone, and no launches but the bench's.
     """
+    first, others = (SIZES[1:2], ()) if prompt else (SIZES[:2], () if brief else SIZES[2:])
     passed: set[str] = set()
     result: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
@@ -83,17 +93,18 @@ def compile_all(
     for op in ops:
         passed.clear()
         with interpret_triton(), device.pretend(capability=capability):
-            _OTHERS.get(op, lambda: None)()
-            _run(op, SIZES[:2])
+            if not prompt:
+                _OTHERS.get(op, lambda: None)()
+            _run(op, first)
             if quick:
                 passed.update(name for name, _ in result.values())
-            _run(op, () if brief else SIZES[2:])
+            _run(op, others)
         yield from (report_of(op, *result.pop(key)) for key in list(result))
 
 
 def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
     for preset, tokens in sizes:
-        for case in _cases(op, preset, tokens):
+        for case in _cases(op, preset, min(tokens, _MOST_TOKENS.get(op, tokens))):
             problem = case.build(_Unfilled(0, torch.device("cpu")))
             if _runs_by_triton(problem):
                 problem.run("triton")
@@ -266,11 +277,13 @@ if __name__ == "__main__":
     parser = arguments()
     parser.add_argument("ops", nargs="*", default=[*_FUNCTIONS, *EXTRA])
     parser.add_argument("--brief", action="store_true")
+    parser.add_argument("--prompt", action="store_true")
     options = parser.parse_intermixed_args()
     having = [
         op
         for op in options.ops
         if op in EXTRA or any(_is_compiled(row) for row in dispatch.implementations(op))
     ]
-    for report in compile_all(options.arch, having, options.quick, options.brief):
+    sizes = {name: getattr(options, name) for name in ("quick", "brief", "prompt")}
+    for report in compile_all(options.arch, having, **sizes):
         print(json.dumps(report), flush=True)

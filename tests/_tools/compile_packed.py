@@ -4,9 +4,10 @@
 
 The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
 program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
-has the kernel's constants, ``spills`` (loads and stores of local memory in its machine code) and
-``exchanges`` (stores to shared memory, and shuffles; a weight in fragments needs none before its
-sum is complete).
+has the kernel's constants and, where the weight is in fragments, ``spills`` (loads and stores of
+local memory in its machine code) and ``exchanges`` (stores to shared memory, and shuffles; such a
+weight needs none before its sum is complete; of one stage, x passes through shared memory in the
+loop).
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, Quanti
 from tests._tools.compile_kernels import print_reports, report_of, tool
 from tests._tools.other_gpu import replace_launches
 
-DENSE = ((4096, 4096), (32768, 1024), (512, 4096))
+DENSE = ((4096, 4096), (32768, 1024), (8192, 1024), (512, 4096))
 EXPERTS = ((256, 4096, 4096), (256, 4096, 2048), (384, 7168, 3072))
 TOKENS = (1, 16, 24, 64, 512, 4096)
+_CONSTANTS = ("LAYOUT", "TILES", "TOKENS", "BLOCKS", "STAGES", "PREFETCHED")
 
 
 def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
@@ -46,9 +48,9 @@ def _weight(shape: tuple[int, ...], layout: str) -> QuantizedTensor:
 
 
 def _run(quick: bool, has_fp4: bool) -> None:
-    counts = (16, 512) if quick else TOKENS
+    counts = (1, 512) if quick else TOKENS
     for layout in (FRAGMENTS, *((SWIZZLED,) if has_fp4 else ()), LINEAR):
-        for tokens in counts[: 1 if quick and layout == SWIZZLED else None]:
+        for tokens in counts[: 1 if quick and layout != FRAGMENTS else None]:
             for shape in DENSE[::2] if quick else DENSE:  # the last is cut along K
                 x, weight = (
                     torch.empty(tokens, shape[1], dtype=torch.bfloat16),
@@ -77,7 +79,7 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
 
     def compiled(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        constants = {name: kwargs[name] for name in ("LAYOUT", "TILES", "TOKENS") if name in kwargs}
+        constants = {name: kwargs[name] for name in _CONSTANTS if name in kwargs}
         result[kernel.hash] = (self.__name__, kernel, constants)
         return kernel
 
@@ -85,7 +87,10 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
     with interpret_triton():
         _run(quick, arch // 10 == 12)
     for name, kernel, constants in result.values():
-        yield {**report_of("packed", name, kernel), **constants, **_exchanges(kernel)}
+        in_fragments = constants.get("LAYOUT") == 0
+        listed = _exchanges(kernel) if in_fragments else {}
+        listed["prefetches"] = _prefetches(kernel.asm["ptx"])
+        yield {**report_of("packed", name, kernel), **constants, **listed}
 
 
 def _exchanges(kernel) -> dict[str, int]:
@@ -96,6 +101,11 @@ def _exchanges(kernel) -> dict[str, int]:
         listing = tool("nvdisasm", "-c", file.name)
     local = len(re.findall(r"\b(?:LDL|STL)\b", listing))
     return {"spills": local, "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", _loop(listing)))}
+
+
+def _prefetches(ptx: str) -> bool:
+    """Return whether a kernel prefetches before it waits for the preceding one."""
+    return "prefetch.global.L2" in ptx.partition("griddepcontrol.wait")[0]
 
 
 def _loop(listing: str) -> str:

@@ -166,8 +166,10 @@ def _multiplied(tokens: int, columns: int) -> None:
 
 
 def _multiplied_packed(is_grouped: bool) -> None:
-    weight = quantize(strategies.normal(0, (2, 64, 256)), "nvfp4", scaling="weight")
-    packed, x = weight.with_layout(FRAGMENTS), strategies.normal(1, (5, 256), torch.bfloat16)
+    # Dense: 17 steps of four blocks of columns, so that one of nine programs takes one, eight two.
+    columns = 256 if is_grouped else 17 * 256
+    weight = quantize(strategies.normal(0, (2, 64, columns)), "nvfp4", scaling="weight")
+    packed, x = weight.with_layout(FRAGMENTS), strategies.normal(1, (5, columns), torch.bfloat16)
     values = dequantize(weight, torch.float64)
     if not is_grouped:
         total = None if packed.global_scale is None else packed.global_scale[0]

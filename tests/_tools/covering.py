@@ -1,10 +1,11 @@
-"""A sample of configurations in which every pair of values that two fields have stands once."""
+"""A sample of configurations: every value of a field, with every value of a field that has two."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -16,26 +17,47 @@ def values(plan: Any) -> list[tuple[str, Any]]:
     return [("type", type(plan).__name__), *fields]
 
 
-def covering(plans: Collection[Any]) -> list[Any]:
-    """The sample: each time the configuration that has the most pairs not seen yet.
+# Fields of more values are not combined with each other: a kernel is made wrong by a size, or by an
+# option for some sizes. All combinations are compiled in the profile nightly.
+OPTION = 2
+ALL = 1 << 30  # as ``option``: all fields are combined
 
-    A configuration that is wrong because of one or two of its fields has another one in the sample
-    that is wrong for the same reason. The same plans give the same sample, in any order.
+
+def covering(plans: Collection[Any], option: int = OPTION) -> list[Any]:
+    """The sample: each time the configuration that has the most not seen yet.
+
+    That is values of a field, and pairs of values of two fields of which one is an option. A
+    configuration that is wrong because of these has another one in the sample that is wrong for the
+    same reason. The same plans give the same sample, in any order.
+
+    Args:
+        plans: All configurations.
+        option: Most values of a field that is combined with others; 0: none is.
     """
-    pairs = {plan: set(itertools.combinations(values(plan), 2)) for plan in plans}
-    ordered = sorted(pairs, key=repr)
-    missing = set().union(*pairs.values())
+    counts = Counter(name for name, _ in set().union(*map(values, plans)))
+    combinations = {plan: _combinations(values(plan), counts, option) for plan in plans}
+    ordered = sorted(combinations, key=repr)
+    missing = set().union(*combinations.values())
     sample = []
     while missing:
-        best = max(ordered, key=lambda plan: len(pairs[plan] & missing))
+        best = max(ordered, key=lambda plan: len(combinations[plan] & missing))
         sample.append(best)
-        missing -= pairs[best]
+        missing -= combinations[best]
     return sample
 
 
-def batches(plans: Collection[Any], size: int) -> list[Any]:
+def _combinations(
+    fields: list[tuple[str, Any]], counts: Mapping[str, int], option: int
+) -> set[tuple[Any, ...]]:
+    """Values alone, and in pairs if one of their fields has few."""
+    pairs = itertools.combinations(fields, 2)
+    paired = (pair for pair in pairs if min(counts[name] for name, _ in pair) <= option)
+    return {*((field,) for field in fields), *paired}
+
+
+def batches(plans: Collection[Any], size: int, option: int = OPTION) -> list[Any]:
     """Parameters of a test: the sample ``size`` at a time, then the others, marked ``nightly``."""
-    sample = sorted(covering(plans), key=repr)
+    sample = sorted(covering(plans, option), key=repr)
     others = sorted(set(plans) - set(sample), key=repr)
     marked = [pytest.param(batch, id=named(batch)) for batch in _cut(sample, size)]
     nightly = pytest.mark.nightly

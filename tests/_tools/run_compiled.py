@@ -1,6 +1,6 @@
 """Run what Triton's compiler makes of kernels, for a GPU that is not there, against the reference.
 
-    python -m tests._tools.run_compiled 90 [CASE ...]     (without TRITON_INTERPRET)
+    python -m tests._tools.run_compiled 90 [[--without] CASE ...]     (without TRITON_INTERPRET)
 
 A launch is compiled, and ``tests._tools.ptx.grid`` runs its PTX on the CPU tensors of the launch.
 Prints a line for each case.
@@ -255,10 +255,17 @@ def cases_of(arch: int) -> list[str]:
 
 
 def main(arch: int, names: list[str]) -> int:
-    """The number of cases that differ."""
+    """The number of cases that differ.
+
+    Args:
+        arch: Compute capability times 10.
+        names: Cases, or ``--without`` and those that are left out; empty: all.
+    """
     ran = install(arch)
     wrong = 0
     thresholds = [getattr(module, name) for module, name in _THRESHOLDS]
+    if names[:1] == ["--without"]:
+        names = [name for name in cases_of(arch) if name not in names]
     for name in names or cases_of(arch):
         for (module, constant), value in zip(_THRESHOLDS, thresholds, strict=True):
             setattr(module, constant, value)

@@ -94,6 +94,7 @@ if NIGHTLY:
 
 
 @pytest.mark.slow
+@pytest.mark.costly(3)
 @pytest.mark.parametrize(("arch", "preset", "activation"), POINTS)
 @given(shape=step())
 @example(shape=StepShape(1, 1, 256))

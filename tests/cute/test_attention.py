@@ -543,7 +543,7 @@ def test_compiles_without_spills(tmp_path, snapshots):
         numbers = {k: int(n) for k, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
         sass = shown("nvdisasm", "-c")
         # Slots, entries and queries are written by the preceding kernels.
-        assert not loads_before_wait(image, file)
+        assert not loads_before_wait(sass)
         assert ".CONSTANT" not in sass
         assert numbers["STACK"] == numbers["LOCAL"] == 0
         assert not re.search(r"\b(LDL|STL)\b", sass)

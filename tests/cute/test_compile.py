@@ -1,8 +1,7 @@
 """CuTeDSL kernels that dispatch can choose compile for Hopper, on a machine without one.
 
 And those for few tokens for Blackwell. Compiled and inspected, not run: what runs is tested
-elsewhere. Every one of them in the nightly profile, else a sample with every pair of values of two
-fields.
+elsewhere. Every one of them in the nightly profile, else a sample (``tests._tools.covering``).
 """
 
 from __future__ import annotations
@@ -155,9 +154,9 @@ def plans_of_other_kinds():
     return actual - plans_of_experts() - plans_of_few_rows()
 
 
-def batches(plans, kind):
+def batches(plans, kind, option=covering.OPTION):
     """Those of some kinds, a few at a time: the disassembler takes longer to start than to read."""
-    return covering.batches([plan for plan in plans if type(plan) in kind], _BATCH)
+    return covering.batches([plan for plan in plans if type(plan) in kind], _BATCH, option)
 
 
 def check_each(batch, folder, check, arch=HOPPER):
@@ -450,9 +449,12 @@ def plans_of_blackwell(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), SMALL_M))
+@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), SMALL_M, option=0))
 def test_blackwell(batch, tmp_path):
-    """The kernels of few tokens for another family: the same instructions, no spills."""
+    """The kernels of few tokens for another family: the same instructions, no spills.
+
+    Their sources are Hopper's, whose tests combine options: here every value of a field stands.
+    """
 
     def check(plan, image, numbers, instructions):
         def count(name):

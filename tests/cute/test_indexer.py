@@ -403,8 +403,9 @@ def test_kernels_compile(plan, tmp_path):
     assert usage["REG"] * plan.threads * resident <= REGISTER_FILE
     assert plan.shared_bytes * resident <= 227 * 1024
     # Keys, queries and scores are written by the preceding kernels.
-    assert not loads_before_wait(image, file)
-    assert ".CONSTANT" not in run("nvdisasm", "-c", file)
+    listing = run("nvdisasm", "-c", file)
+    assert not loads_before_wait(listing)
+    assert ".CONSTANT" not in listing
 
 
 def test_sums_are_subnormal():

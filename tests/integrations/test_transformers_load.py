@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import torch
 
 from dsv4.checkpoint import CheckpointError, load, save
 from dsv4.config import ModelConfig
-from dsv4.integrations.transformers import from_pretrained
+from dsv4.integrations import _expert_parallel
+from dsv4.integrations.transformers import from_pretrained, register_expert_parallel
 from dsv4.layers import DeepseekV4Attention, DeepseekV4Experts, Linear
 from dsv4.quant.formats import FRAGMENTS
 from dsv4.testing.models import random_model, transformers_twin
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-5
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "eos_token_id": None}
@@ -200,3 +202,19 @@ def test_unknown_options_are_refused_before_anything_is_read(tmp_path: Path) -> 
     ):
         with pytest.raises(ValueError, match=next(iter(option))):
             from_pretrained(path, progress=False, **option)
+
+
+def test_expert_parallelism_of_older_versions_is_refused_by_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The installed version, if it is an older one."""
+    version = transformers.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) >= (5, 24):
+        version = "5.23.1"
+        monkeypatch.setattr(_expert_parallel, "transformers_version", lambda: version)
+    message = rf"expert parallelism needs transformers >= 5\.24, .* found {re.escape(version)}"
+    path = checkpoint(tmp_path)
+    with pytest.raises(ImportError, match=message):
+        register_expert_parallel()
+    with pytest.raises(ImportError, match=message):
+        from_pretrained(path, distributed_config={"tp_size": 2}, progress=False)

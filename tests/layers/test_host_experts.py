@@ -391,6 +391,7 @@ def test_a_soak_counts_its_steps():
     said = []
     assert host_soak.soak(0.5, "cpu", every=0.2, say=said.append) > 0
     assert "steps, hits" in said[0]
+    assert "ms a step" in said[0]
 
 
 class TestAllocation:

@@ -213,20 +213,44 @@ class TestOrder:
         assert said == [
             "side waits for current",
             "gemm_swiglu on side",
-            "gemm on side",
             "side ended",
             "route_topk on current",
             "moe_sort on current",
+            "side waits for current",
+            "gemm on side",
+            "side ended",
             "grouped_gemm_swiglu on current",
             "grouped_gemm on current",
-            "current waits for end 1 of side",
+            "current waits for end 2 of side",
             "memory kept for current",
             "moe_combine on current",
         ]
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
+    def test_above_eight_tokens_the_shared_expert_is_launched_at_once(self, said):
+        module = block("packed")
+        (x,) = inputs(1, module, 9)
+        said.clear()
+        with_two = module(x)
+        assert said[:5] == [
+            "side waits for current",
+            "gemm_swiglu on side",
+            "gemm on side",
+            "side ended",
+            "route_topk on current",
+        ]
+        with serially():
+            assert_bitwise(with_two, module(x), "block")
+
+    def test_beside_hosted_experts_the_shared_expert_is_launched_at_once(self):
+        module = block("packed")
+        assert module._has_late_shared
+        module.experts.hosted = object()
+        assert not module._has_late_shared
+
     def test_of_many_tokens_the_shared_expert_comes_behind_the_router(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_LATE_TOKENS", 0)
         monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
         module = block("packed")
         (x,) = inputs(1, module, 3)
@@ -253,8 +277,9 @@ class TestOrder:
         assert said.count("side waits for current") == 1
 
     @pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-    def test_a_shared_expert_that_is_watched_is_one(self, said, monkeypatch, hook):
-        monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
+    @pytest.mark.parametrize("reserving", [3, 4096])
+    def test_a_shared_expert_that_is_watched_is_one(self, said, monkeypatch, hook, reserving):
+        monkeypatch.setattr(moe, "_RESERVING_TOKENS", reserving)
         module, seen = block("packed"), []
         (x,) = inputs(1, module, 3)
         expected = module(x)
@@ -262,9 +287,15 @@ class TestOrder:
         said.clear()
         assert_bitwise(module(x), expected, "block")
         assert len(seen) == 1
-        assert said[1:4] == ["side waits for current", "gemm_swiglu on side", "gemm on side"]
+        first = said.index("side waits for current")
+        assert said[first : first + 3] == [
+            "side waits for current",
+            "gemm_swiglu on side",
+            "gemm on side",
+        ]
 
     def test_of_many_tokens_the_shared_expert_reserves_sms(self, said, monkeypatch):
+        monkeypatch.setattr(moe, "_LATE_TOKENS", 0)
         monkeypatch.setattr(moe, "_RESERVING_TOKENS", 3)
         module, run, asked = block("packed"), dispatch.run, {}
 
@@ -285,7 +316,7 @@ class TestOrder:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         module = block("packed")
         module(*inputs(1, module, 3))
-        assert said[-2:] == ["current waits for end 1 of side", "moe_combine on current"]
+        assert said[-2:] == ["current waits for end 2 of side", "moe_combine on current"]
 
 
 class Slow(nn.Module):
@@ -314,12 +345,14 @@ class TestOnGpu:
             with serially():
                 assert_bitwise(result, module(*args), f"input {seed}")
 
-    @pytest.mark.parametrize("slow", ["input", "shared_experts", "experts"])
+    @pytest.mark.parametrize("slow", ["input", "shared_experts", "its last GEMM", "experts"])
     @torch.inference_mode()
     def test_whatever_takes_long(self, slow):
         """Waits that are missing do not show while everything is quick."""
         module = block("packed").cuda()
         (x,) = inputs(0, module, 7, "cuda")
+        if slow == "its last GEMM":
+            module.shared_experts.down_proj = Slow(module.shared_experts.down_proj)
         for name in ("shared_experts", "experts"):
             if name == slow:
                 setattr(module, name, Slow(getattr(module, name)))
@@ -337,6 +370,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("slow", ["input", "gate", "shared_experts", "down_proj", "experts"])
     @torch.inference_mode()
     def test_whatever_takes_long_where_the_shared_expert_reserves_sms(self, slow, monkeypatch):
+        monkeypatch.setattr(moe, "_LATE_TOKENS", 0)
         monkeypatch.setattr(moe, "_RESERVING_TOKENS", 7)
         module = block("packed").cuda()
         (x,) = inputs(0, module, 7, "cuda")

@@ -56,6 +56,9 @@ TOKENS = st.sampled_from([1, 8, 9, 16, 17, 33, 65, 129])
 PLANS = [
     PackedPlan(1, 8, 2, 2, 3, 2, 2),
     PackedPlan(2, 16, 4, 4, 3, 4),
+    PackedPlan(4, 8, 1, 4, 4, 4, blocks=2, prefetched=4),
+    PackedPlan(4, 16, 1, 4, 1, 4, blocks=2, prefetched=2),
+    PackedPlan(1, 8, 2, 2, 1, 4, blocks=2),
     PackedPlan(4, 32, 1, 4, 4, 2, 2),
     PackedPlan(8, 64, 1, 8, 3, 3, 2),
     PackedPlan(8, 128, 1, 4, 3, 4),
@@ -174,6 +177,8 @@ class TestDense:
     def test_every_tiling_is_exact(self, device, monkeypatch, plan, layout):
         """Every tiling gives the same bits, because sums of integers are exact in any order."""
         layout = dense_layout(layout, device)
+        if layout != FRAGMENTS:
+            plan = dataclasses.replace(plan, blocks=1, prefetched=0)
         monkeypatch.setattr(gemm_packed, "dense_plan", lambda *_: plan)
         weight = strategies.small_integers(plan.tokens, (80, 256)).to(device)
         fmt = MXFP4 if layout == LINEAR else NVFP4
@@ -466,10 +471,17 @@ class TestPlans:
         for plan in plans:
             assert (plan.splits - 1) * plan.length < k_tiles <= plan.splits * plan.length
             assert plan.parts in (1, plan.warps)
-            assert plan.length % plan.parts == 0
+            # An iteration never passes the end of a program's columns.
+            assert (
+                k_tiles % (plan.parts * plan.blocks)
+                == plan.length % (plan.parts * plan.blocks)
+                == 0
+            )
+            assert is_fragments or plan.blocks == 1
+            assert plan.prefetched in (0, 1, 2, 4, 8, 16)
             assert not has_wgmma or plan.parts > 1 or plan.warps in (1, 4, 8)
             # Codes, scales as four lanes have them, and x, in stages of a pipeline.
-            stage = 768 * plan.tiles * plan.parts + 128 * plan.tokens * plan.parts
+            stage = (768 * plan.tiles + 128 * plan.tokens) * plan.parts * plan.blocks
             most = 227 if plan.tokens == 256 else 99
             assert stage * plan.stages <= most * 1024
         assert plans[1].splits == 1

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,23 @@ def transformers_model(folder: Path) -> dict[str, Any]:
     return result
 
 
+def other_configuration(folder: Path) -> str:
+    """The message on a rank whose config.json is not that of the other."""
+    from dsv4.integrations.transformers import from_pretrained
+
+    other = folder.parent / f"rank {dist.get_rank()} config"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    values = json.loads((folder / "config.json").read_text())
+    values["swiglu_limit"] = 3.0 + dist.get_rank()
+    (other / "config.json").write_text(json.dumps(values))
+    distributed = {"tp_size": 2, "ep_size": 2, "tp_plan": {}, "ep_implementation": "dsv4"}
+    return message_of(
+        lambda: from_pretrained(other, progress=False, distributed_config=distributed)
+    )
+
+
 def plain_experts(rank: int) -> dict[str, Any]:
     """transformers' own experts with ``ep_implementation="dsv4"``: ids are made local."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -151,6 +169,7 @@ def main(checkpoint: Path, folder: Path) -> None:
         "sums": sums(rank),
         "exchanged": exchanged(rank),
         "model": transformers_model(checkpoint),
+        "other configuration": other_configuration(checkpoint),
         "plain": plain_experts(rank),
         "bench": bench.main(
             ["run", "all_reduce", "--bytes", "8192", "--repeat", "2", "--json", f"{folder}/b.json"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from dsv4 import dispatch, ops
 from dsv4.dispatch import explain
 from dsv4.ops.all_reduce import AllReduceArgs
 from dsv4.parallel import groups, mailboxes, multicast, supports
+from dsv4.parallel.process_group import context_of
 from dsv4.reference.all_reduce import rank_ordered_sum
 from dsv4.testing.assertions import assert_bitwise
 
@@ -276,15 +279,26 @@ class TestMulticast:
         with pytest.raises(ValueError, match=f"{name} is '{value}', wanted"):
             multicast.turn_off()
 
-    def test_it_is_turned_off_for_this_process_and_its_children(self, monkeypatch):
-        import os
-
+    @pytest.fixture
+    def says_nothing(self, monkeypatch):
+        """An environment without the variables, which is restored."""
         for variable in (*multicast.OFF, "NCCL_ALGO"):
             monkeypatch.delenv(variable, raising=False)
             monkeypatch.setitem(os.environ, variable, "")  # so that it is restored
             monkeypatch.delenv(variable)
+
+    def test_it_is_turned_off_for_this_process_and_its_children(self, says_nothing):
         multicast.turn_off()
         assert {name: os.environ[name] for name in multicast.OFF} == dict(multicast.OFF)
+
+    def test_load_turns_it_off_where_the_environment_says_nothing(self, says_nothing, caplog):
+        """NCCL uses it by default, in groups that it connects; an earlier one may have."""
+        for was_unset in (True, False):
+            caplog.clear()
+            with pytest.raises(TypeError, match="device_mesh is object"):
+                context_of(object(), "tp", torch.device("cuda", 0))
+            assert {name: os.environ[name] for name in multicast.OFF} == dict(multicast.OFF)
+            assert ("NCCL_NVLS_ENABLE was unset, wanted '0'" in caplog.text) == was_unset
 
 
 class TestMailboxes:

@@ -146,6 +146,14 @@ def test_transformers_own_implementations_are_refused(ranks, name):
         assert "one rank would run all of them" in rank["model"][name]
 
 
+def test_another_configuration_on_a_rank_is_refused_on_both(ranks):
+    for rank in ranks:
+        assert rank["other configuration"] == (
+            "swiglu_limit of config.json is 3.0 on rank 0 and 4.0 on rank 1, wanted the same on "
+            "all ranks"
+        )
+
+
 def test_plain_experts_get_ids_of_their_own(ranks):
     """``num_local_experts``, 2, stands for the other rank's experts."""
     assert ranks[0]["plain"]["ids"].tolist() == [[0, 2], [1, 2]]
@@ -192,6 +200,10 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("fields", "words"),
         [
+            (
+                {"ep_implementation": "deepgemm_megamoe"},
+                "ep_implementation is 'deepgemm_megamoe', wanted 'dsv4': transformers' own read",
+            ),
             ({"ep_implementation": "mine"}, "ep_implementation is 'mine', wanted 'dsv4'"),
             ({"tp_size": 1, "ep_size": 1}, "ep_size is 1, wanted the number of ranks"),
             ({"tp_size": 1, "fsdp_size": 2}, "tp_size is 1, wanted 2: all ranks process the same"),
@@ -204,14 +216,3 @@ class TestConfigurations:
     )
     def test_what_is_not(self, fields, words):
         assert words in self.reason(**fields)
-
-    def test_older_versions_are_refused_by_their_number(self, monkeypatch, checkpoint):
-        from dsv4.integrations import _expert_parallel
-        from dsv4.integrations.transformers import from_pretrained, register_expert_parallel
-
-        monkeypatch.setattr(_expert_parallel, "transformers_version", lambda: "5.23.1")
-        message = r"expert parallelism needs transformers >= 5\.24, .* found 5\.23\.1"
-        with pytest.raises(ImportError, match=message):
-            register_expert_parallel()
-        with pytest.raises(ImportError, match=message):
-            from_pretrained(checkpoint, distributed_config={"tp_size": 2}, progress=False)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4
-from dsv4.checkpoint import Checkpoint, rank_loading, save
+from dsv4.checkpoint import Checkpoint, save
+from dsv4.compilation.versions import Versions
+from dsv4.dispatch import use_backend
 from dsv4.layers import quantize_
+from dsv4.parallel import kernel_facts
 from dsv4.parallel.context import MODES
 from dsv4.parallel.local_model import local_model
 from dsv4.parallel.split import local_bytes
@@ -230,7 +235,7 @@ class TestRefusals:
                 return f"1.{self.ranks.number}"
 
         installed = Installed()
-        monkeypatch.setattr(rank_loading, package, installed)
+        monkeypatch.setattr(kernel_facts, package, installed)
 
         def options(rank):
             installed.ranks.number = rank
@@ -238,6 +243,65 @@ class TestRefusals:
 
         message = rf"the version of {package} is '1\.0' on rank 0 and '1\.1' on rank 1"
         refuse(2, mode, nvidia, options, message)
+
+    @pytest.mark.parametrize(
+        ("name", "values", "message"),
+        [
+            ("triton", ("3.6.0", "3.7.0"), "the version of Triton is '3.6.0' on rank 0 and '3.7"),
+            ("cutedsl", ("", "4.8.1"), "the version of CuTeDSL is '' on rank 0 and '4.8.1' on ran"),
+            ("sources", ("a", "b"), "a hash of the kernels' sources is 'a' on rank 0 and 'b' on"),
+        ],
+    )
+    def test_another_compiler_on_a_rank(self, nvidia, name, values, message, monkeypatch):
+        own, ranks = Versions.current(), threading.local()
+
+        def options(rank):
+            ranks.number = rank
+            return {}
+
+        def current():
+            return dataclasses.replace(own, **{name: values[ranks.number]})
+
+        monkeypatch.setattr(Versions, "current", current)
+        refuse(2, "tp", nvidia, options, message)
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_another_backend_on_a_rank(self, nvidia, mode):
+        """Named by ``use_backend`` or ``DSV4_BACKEND``: kernels of others round differently."""
+
+        def work(context):
+            with use_backend(("auto", "reference")[context.rank]):
+                dsv4.load(nvidia, device_mesh=context, parallel=mode, progress=False)
+
+        message = "the requested backend is 'auto' on rank 0 and 'reference' on rank 1"
+        with pytest.raises(ValueError, match=message):
+            run_ranks(2, work)
+
+    def test_other_plans_on_a_rank(self, nvidia, monkeypatch):
+        """Of a file that ``bench tune`` wrote for one rank alone."""
+        ranks = threading.local()
+
+        def options(rank):
+            ranks.number = rank
+            return {}
+
+        monkeypatch.setattr(kernel_facts, "tuned", lambda: ranks.number)
+        refuse(2, "tp", nvidia, options, "a hash of the figures of kernels' plans is .* on rank 0")
+
+    def test_another_gpu_on_a_rank(self, nvidia, monkeypatch):
+        """Its plans may add up products in another order."""
+        names, ranks = ("NVIDIA H100", "NVIDIA H200"), threading.local()
+
+        def options(rank):
+            ranks.number = rank
+            return {"device": "cuda"}
+
+        def properties(device):
+            name = names[ranks.number]
+            return SimpleNamespace(name=name, multi_processor_count=132, major=9, minor=0)
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        refuse(2, "tp", nvidia, options, "the GPU is .*H100.* on rank 0 and .*H200.* on rank 1")
 
     @pytest.mark.parametrize(
         ("mesh", "parallel", "message"),

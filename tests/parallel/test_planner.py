@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import dsv4
 from dsv4 import ModelConfig
 from dsv4 import __main__ as command_line
 from dsv4.bench.suites.model.document import parse
 from dsv4.checkpoint import Checkpoint, save
 from dsv4.parallel import planner
 from dsv4.parallel.planner import Machine, Plan, StepParts, Weights, plan, token_ms
-from tests.checkpoint.cases import make_model
+from dsv4.testing.ranks import run_ranks
+from tests.parallel.cases import WIDE, model
 
 FLASH, PRO = ModelConfig.flash(), ModelConfig.pro()
 # Per number of ranks and mode: GB left and sequences on H100, H200, B200, B300; None: does not fit.
@@ -86,7 +89,8 @@ def test_weights_of_a_rank(weights, name, mode, gigabytes):
 def test_what_fits(weights, name, case, gpu):
     ranks, mode = case
     config = getattr(ModelConfig, name)()
-    result = plan(config, weights[name], Machine(ranks, list(planner.GPUS)[gpu]), mode)
+    uncut = dataclasses.replace(weights[name], matrices=())  # as if blocks were padded
+    result = plan(config, uncut, Machine(ranks, list(planner.GPUS)[gpu]), mode)
     expected = FITS[name][case][gpu]
     assert result.fits == (expected is not None)
     if expected is not None:
@@ -165,13 +169,47 @@ def test_what_cannot_be_divided(weights):
     result = plan(FLASH, weights["flash"], Machine(3, "H100"), "tp")
     assert not result.fits
     assert str(result) == (
-        "tp: not possible, 3 ranks do not divide 256 experts and 8 o_groups and 129280 rows of the "
-        "vocabulary"
+        "tp: not possible, 3 ranks do not divide 256 experts and 8 o_groups and 2048 columns of "
+        "the shared expert and 129280 rows of the vocabulary"
     )
     assert plan(FLASH, weights["flash"], Machine(16, "H100"), "tp").refused == (
         "16 ranks do not divide 8 o_groups"
     )
     assert plan(FLASH, weights["flash"], Machine(16, "H100"), "dp").fits
+
+
+def test_blocks_that_would_be_cut(weights):
+    """FP8 blocks of Pro's shared expert forbid 16 ranks; NVFP4 blocks and tiles do not."""
+    machine = Machine(16, "H200")
+    result = plan(PRO, weights["pro"], machine, "tp")
+    assert not result.fits
+    assert str(result) == (
+        "tp: not possible, model.layers.0.mlp.shared_experts.gate_proj.weight has 3072 rows, 192 "
+        "on each of 16 ranks, wanted a multiple of 128 there, because fp8_block blocks are not cut"
+    )
+    assert plan(PRO, weights["pro"], machine, "dp").fits
+    assert plan(PRO, Weights.of_config(PRO, "nvfp4"), machine, "tp").fits
+
+
+@pytest.mark.parametrize("inner", [128, 256])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_not_possible_is_what_load_refuses(tmp_path, inner, ranks):
+    config = WIDE.replace(moe_intermediate_size=inner)
+    save(model(config, torch.bfloat16), tmp_path, layout="nvidia")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        planned = plan(config, Weights.of_checkpoint(checkpoint), Machine(ranks, "B300"), "tp")
+    try:
+        run_ranks(
+            ranks,
+            lambda c: dsv4.load(tmp_path, device_mesh=c, parallel="tp", pack=False, progress=False),
+        )
+    except ValueError as error:
+        said = str(error).removeprefix("parallel: ")
+        assert planned.refused is not None
+        assert "do not divide" in planned.refused or planned.refused == said
+    else:
+        assert planned.refused is None
+    assert (planned.refused is None) == (inner == 256 and ranks == 2)
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -207,7 +245,7 @@ def test_inspect_of_a_preset(capsys):
 
 def test_inspect_of_a_checkpoint(tmp_path, capsys):
     folder = tmp_path / "checkpoint"
-    save(make_model(), folder)
+    save(model(WIDE, torch.bfloat16), folder, layout="nvidia")
     assert command_line.main(["inspect", str(folder), "--gpus", "2xH200"]) == 0
     assert "  tp: fits, 0.0 GB of weights per rank, " in capsys.readouterr().out
     with Checkpoint.open(folder) as checkpoint:
@@ -216,6 +254,21 @@ def test_inspect_of_a_checkpoint(tmp_path, capsys):
     parts = (result.routed, result.split, result.replicated, result.embedding, result.head)
     assert min(parts) > 0
     assert sum(parts) == sum(loaded)
+
+
+def test_inspect_of_a_configuration_alone(tmp_path, capsys):
+    """What is computed of Flash's config.json is what is computed of the preset."""
+    (tmp_path / "config.json").write_text(json.dumps(FLASH.to_transformers_dict()))
+    machines = ["--gpus", "4xH100", "--gpus", "8xH200"]
+    assert command_line.main(["inspect", str(tmp_path), *machines]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.endswith(
+        ": config.json without weights, formats as 'nvidia', without draft layers"
+    )
+    assert command_line.main(["inspect", "--preset", "flash", *machines]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == lines
+    assert command_line.main(["inspect", str(tmp_path)]) == 2
+    assert "holds neither model.safetensors" in capsys.readouterr().err
 
 
 def test_inspect_wants_one_model(capsys):

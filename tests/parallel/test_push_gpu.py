@@ -8,6 +8,7 @@ import torch
 from dsv4.parallel import mailboxes
 from dsv4.reference.all_reduce import rank_ordered_sum
 from dsv4.testing.assertions import assert_bitwise
+from tests._tools import sanitize_ranks
 from tests._tools.rank_processes import run_rank_processes
 from tests.parallel.test_all_reduce import between_sublayers, partial_sums
 
@@ -183,3 +184,9 @@ raise AssertionError("it ended without an error")
 def test_a_kernel_that_waits_is_ended_by_the_host(tmp_path):
     """In a process of its own, whose GPU has an error then."""
     run_rank_processes(ENDS, 1, folder=tmp_path, seconds=60)
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_the_program_that_compute_sanitizer_runs(virtual):
+    """Sums, fused sums and tokens: by IPC mailboxes, and of ranks in one process."""
+    assert sanitize_ranks.run(2, under="", virtual=virtual, seconds=120) == 0

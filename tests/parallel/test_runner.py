@@ -120,6 +120,19 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"limits of the runner is .*max_sequences=1"):
             run_ranks(2, work)
 
+    @pytest.mark.parametrize(
+        ("name", "values"),
+        [("index_format", ("plain", "index_mxfp4")), ("window_pages", (None, 40))],
+    )
+    def test_another_cache_on_a_rank(self, whole, name, values):
+        """An index in another format chooses other entries on its rank."""
+
+        def work(context):
+            runner_of(local_model(whole, context), **{name: values[context.rank]})
+
+        with pytest.raises(ValueError, match=f"{name} is .* on rank 0 and .* on rank 1"):
+            run_ranks(2, work)
+
     def test_tokens_that_differ_between_ranks(self, whole):
         """A rank whose streams are others is seen at its tokens, if nowhere before."""
 

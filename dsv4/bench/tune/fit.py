@@ -17,14 +17,17 @@ _DIFFERENCE = 1e-6  # relative change of a constant by which slopes are taken
 # on. A constant that times do depend on moves by less than this because of it.
 _PULL = 1e-9
 _ENOUGH = 1e-4  # relative decrease of the sum of squares at which the fit ends
+# Least share of its start that a constant keeps: models divide by some of them, and one that became
+# 0 would be no part of the model in the next fit.
+_LEAST = 1e-3
 _EXACT = 1e-12  # mean square of the errors at which it ends: no time is measured as exactly
 
 
 def least_squares(model: Model, times: Sequence[float], start: Mapping[str, float]) -> dict:
     """Return the constants with the least sum of squared relative errors.
 
-    Constants that are 0 at the start stay 0, because they are no part of the model there, and no
-    constant becomes negative. Constants that no time depends on stay as they are.
+    Constants that are 0 at the start stay 0, because they are no part of the model there. The
+    others stay positive. Constants that no time depends on stay as they are.
 
     Args:
         model: The model.
@@ -78,13 +81,13 @@ def _slopes(
 def _moved(
     shares: torch.Tensor, slopes: torch.Tensor, now: torch.Tensor, damping: float
 ) -> torch.Tensor:
-    """Return the constants after one damped step of Gauss and Newton, none of them negative."""
+    """Return the constants after one damped step of Gauss and Newton, all of them positive."""
     sizes = slopes.norm(dim=0)
     held = torch.diag(damping**0.5 * sizes)
     system = torch.cat((slopes, held))
     right_side = torch.cat((-now, torch.zeros(len(shares), dtype=torch.float64)))
     step = torch.linalg.lstsq(system, right_side[:, None], driver="gelsd").solution[:, 0]
-    return (shares + step).clamp_min(0.0)
+    return (shares + step).clamp_min(_LEAST)
 
 
 def residual(estimates: Sequence[float], times: Sequence[float], *, scaled: bool) -> Residual:

@@ -125,7 +125,9 @@ class Fp8WgmmaCosts(NamedTuple):
 
 
 class SmallMFp8Costs(NamedTuple):
-    """Constants of ``gemm_fp8_small_m_plan.estimated_us``; not measured yet.
+    """Constants of ``gemm_fp8_small_m_plan.estimated_us``.
+
+    Within 17 % of the times of an H200 but for the smallest weights, mostly for one tile of tokens.
 
     Attributes:
         launch: Microseconds of a launch, from its start to the first weights and after the last.
@@ -138,7 +140,7 @@ class SmallMFp8Costs(NamedTuple):
 
     launch: float = 2.2
     exchange: float = 0.4
-    token_tile: float = 0.4
+    token_tile: float = 1.2
     rate: float = 4.2e6
     in_flight: float = 49152
     warps: float = 8

@@ -10,6 +10,7 @@ Drafts have a report of their own, and are not watched by ``DSV4_VLLM_CHECK``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from vllm.models.common.ops import sequence_parallel
 from vllm.models.deepseek_v4.nvidia import dspark as vllm_dspark
 from vllm.models.deepseek_v4.nvidia import mtp as vllm_mtp
 
-from dsv4.integrations.vllm import deepseek, norm, places
+from dsv4.integrations.vllm import deepseek, draft_experts, norm, places
 from dsv4.integrations.vllm.adoption import Adoption
 from dsv4.integrations.vllm.attention import Attention
 from dsv4.integrations.vllm.hyper_connection import (
@@ -161,6 +162,11 @@ class DeepSeekV4MTP(vllm_mtp.DeepSeekV4MTP):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.dsv4 = deepseek.adopt_parts(self, vllm_config, adopt)
 
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the draft's tensors of the checkpoint."""
+        loaded: set[str] = super().load_weights(draft_experts.as_built(self, weights))
+        return loaded
+
     def process_weights_after_loading(self) -> None:
         """Warm the kernels and publish the report; vLLM calls it when all layers are processed."""
         deepseek.finish(self, self.dsv4, draft=True)
@@ -176,6 +182,11 @@ class DSparkDeepseekV4ForCausalLM(vllm_dspark.DSparkDeepseekV4ForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.dsv4 = deepseek.adopt_parts(self, vllm_config, adopt)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the draft's tensors of the checkpoint."""
+        loaded: set[str] = super().load_weights(draft_experts.as_built(self, weights))
+        return loaded
 
     def process_weights_after_loading(self) -> None:
         """Warm the kernels and publish the report; vLLM calls it when all layers are processed."""

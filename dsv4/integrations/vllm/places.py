@@ -276,6 +276,7 @@ DRAFT: tuple[Place, ...] = (
         "self, hidden_states, spec_step_idx",
     ),
     Place(_MTP, "DeepSeekV4MTP.__init__", "self, vllm_config, prefix"),
+    Place(_MTP, "DeepSeekV4MTP.load_weights", "self, weights"),
     Place(
         _DSPARK,
         "DSparkDeepseekV4Model.forward",
@@ -287,6 +288,7 @@ DRAFT: tuple[Place, ...] = (
         "self, main_x, context_positions, context_slot_mappings",
     ),
     Place(_DSPARK, "DSparkDeepseekV4ForCausalLM.__init__", "self, vllm_config, prefix"),
+    Place(_DSPARK, "DSparkDeepseekV4ForCausalLM.load_weights", "self, weights"),
     # Not called: what stands in their place was compared with them.
     Place(
         _DSPARK,

@@ -21,8 +21,10 @@ _MOST_SPLITS = 16
 # Bytes per cycle that memory delivers to an SM, on a GPU with little memory bandwidth per SM.
 _BYTES_PER_CYCLE = 16
 _INSTRUCTIONS = 100  # instructions of a warp for 16 x 64 weights
-_LATENCY = 500  # cycles of an iteration if a program is alone on its SM
+_SMALL_M_LATENCY = 325  # cycles of a block of 64 columns if a program is alone on its SM
 _SECOND_LAUNCH = 2500  # cycles
+_MOST_PREFETCHED = 16
+_FULL = 0.9  # programs for each SM from which columns are not split
 _OF_A_TOKEN = 4  # experts that have rows wherever there is a token, or one more or less
 
 
@@ -35,9 +37,14 @@ class PackedPlan:
         tokens: Tokens in one program.
         parts: Warps that share the columns of a program, or 1: they share its rows.
         warps: Warps of a program.
-        stages: Pipeline stages, of 64 ``parts`` columns each.
+        stages: Pipeline stages, of 64 ``parts blocks`` columns each. One stage of fragments:
+            registers, not shared memory, hold the next iteration's operands.
         length: Columns of a program by 64.
         splits: Split-K: programs that share one tile of the result.
+        blocks: Blocks of 64 columns that a warp multiplies in one iteration; above 1, only of
+            fragments.
+        prefetched: Blocks of 64 columns of a program that are prefetched before the preceding
+            kernel has ended; a power of two, or 0.
     """
 
     tiles: int
@@ -47,6 +54,8 @@ class PackedPlan:
     stages: int
     length: int
     splits: int = 1
+    blocks: int = 1
+    prefetched: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,12 +83,42 @@ class Weight:
         return self.columns // 64
 
 
+@dataclass(frozen=True)
+class _Tile:
+    """A program's share of the result, and how long a block of 64 columns takes it.
+
+    Attributes:
+        tiles: As in ``PackedPlan``; so are ``tokens``, ``warps``, ``stages`` and ``blocks``.
+        latency: Cycles of a block if a program is alone on its SM.
+        resident: Programs that work at a time on an SM.
+    """
+
+    tiles: int
+    tokens: int
+    warps: int
+    stages: int
+    blocks: int = 1
+    latency: int = 500
+    resident: int = 2
+
+    def programs(self, weight: Weight, groups: int) -> int:
+        """Tiles of rows, of all groups."""
+        return -(-weight.row_tiles // self.tiles) * groups
+
+    def plan(self, weight: Weight, length: int, prefetched: int = 0) -> PackedPlan:
+        """Return the plan of programs of ``length`` blocks of columns."""
+        splits, warps = -(-weight.k_tiles // length), self.warps
+        return PackedPlan(
+            self.tiles, self.tokens, 1, warps, self.stages, length, splits, self.blocks, prefetched
+        )
+
+
 def _power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _small_m(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
-    """Return the plan for at most ``SMALL_M`` tokens.
+def _shared_columns(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
+    """Return the plan whose warps share columns, for at most ``SMALL_M`` tokens.
 
     Args:
         weight: Sizes of the weight.
@@ -95,11 +134,32 @@ def _small_m(weight: Weight, tokens: int, copies: int, sms: int) -> PackedPlan:
     return PackedPlan(tiles, tokens, parts, parts, stages, weight.k_tiles)
 
 
-def _wide(tokens: int, has_wgmma: bool) -> tuple[int, int, int]:
-    """Row tiles, warps and stages of a program that multiplies ``tokens`` tokens."""
+def _small_m(weight: Weight, tokens: int) -> _Tile:
+    """Return the tile for fragments and at most ``SMALL_M`` tokens.
+
+    Four warps have a row tile each. At 8 tokens registers hold the next four blocks of columns; at
+    16 they would not hold x beside them.
+    """
+    most, stages = (4, 1) if tokens <= 8 else (2, 4)
+    blocks = min(most, weight.k_tiles & -weight.k_tiles)
+    return _Tile(4, 8 if tokens <= 8 else 16, 4, stages, blocks, _SMALL_M_LATENCY, 4)
+
+
+def _wide(tokens: int, has_wgmma: bool) -> _Tile:
+    """Return the tile of a program that multiplies ``tokens`` tokens."""
     if tokens >= (64 if has_wgmma else 128):
-        return 8, 8, 3
-    return 4, 4, 4
+        return _Tile(8, tokens, 8, 3)
+    return _Tile(4, tokens, 4, 4)
+
+
+def _medium_m(weight: Weight, tokens: int, groups: int, sms: int) -> _Tile:
+    """Return the tile for fragments and 32 or 64 tokens where there is ``wgmma``."""
+    if weight.k_tiles % 2 == 0:
+        for tiles in (8, 4):
+            whole = _Tile(tiles, tokens, tiles, 3, 2)
+            if whole.programs(weight, groups) >= _FULL * sms:
+                return whole
+    return _Tile(8, tokens, 8, 4)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,30 +173,49 @@ def dense_plan(weight: Weight, tokens: int, groups: int, sms: int, has_wgmma: bo
         sms: SMs of the GPU.
         has_wgmma: Whether tensor cores take the right operand from shared memory (9.0).
     """
-    if tokens <= SMALL_M:
-        return _small_m(weight, 8 if tokens <= 8 else 16, groups, sms)
+    if tokens <= SMALL_M and not weight.is_fragments:
+        return _shared_columns(weight, 8 if tokens <= 8 else 16, groups, sms)
     wide = min(128, max(32, _power_of_two(tokens)))
     if has_wgmma and tokens >= 1024:
         wide = 256
-    tiles, warps, stages = _wide(wide, has_wgmma)
-    token_tiles = -(-tokens // wide)
-    programs = -(-weight.row_tiles // tiles) * groups * token_tiles
+    if tokens <= SMALL_M:
+        tile = _small_m(weight, tokens)
+    elif wide <= 64 and has_wgmma and weight.is_fragments:
+        tile = _medium_m(weight, wide, groups, sms)
+    else:
+        tile = _wide(wide, has_wgmma)
+    length = _length(weight, tile, -(-tokens // tile.tokens), groups, sms, has_wgmma)
+    # Programs that leave room on their SMs begin while the preceding kernel runs.
+    is_light = length == weight.k_tiles and tile.programs(weight, groups) <= sms
+    if tokens > SMALL_M or not is_light:
+        return tile.plan(weight, length)
+    return tile.plan(weight, length, min(_MOST_PREFETCHED, _power_of_two(length)))
+
+
+def _length(
+    weight: Weight, tile: _Tile, token_tiles: int, groups: int, sms: int, has_wgmma: bool
+) -> int:
+    """Return how many blocks of columns a program takes: the longest of those with least cycles."""
+    programs = tile.programs(weight, groups) * token_tiles
+    tensor = 2048 if has_wgmma else 512
+    block = max(
+        576 * tile.tiles / _BYTES_PER_CYCLE,
+        tile.tiles * _INSTRUCTIONS / 4,
+        tile.tiles * tile.tokens * 1024 / tensor,
+    )
 
     def cycles(length: int) -> float:
         splits = -(-weight.k_tiles // length)
-        block = max(
-            576 * tiles / _BYTES_PER_CYCLE,
-            tiles * _INSTRUCTIONS / 4,
-            tiles * wide * 1024 / (2048 if has_wgmma else 512),
-        )
         busy = -(-programs * splits // sms) * length * block
-        alone = -(-programs * splits // (2 * sms)) * length * max(float(_LATENCY), block)
-        sums = 8 * wide * token_tiles * groups * weight.rows * splits / (_BYTES_PER_CYCLE * sms)
+        waves = -(-programs * splits // (tile.resident * sms))
+        alone = waves * length * max(float(tile.latency), block)
+        values = tile.tokens * token_tiles * groups * weight.rows * splits
+        sums = 8 * values / (_BYTES_PER_CYCLE * sms)
         return max(busy, alone) + (_SECOND_LAUNCH + sums if splits > 1 else 0.0)
 
-    lengths = {-(-weight.k_tiles // splits) for splits in range(1, _MOST_SPLITS + 1)}
-    length = min(sorted(lengths, reverse=True), key=cycles)
-    return PackedPlan(tiles, wide, 1, warps, stages, length, -(-weight.k_tiles // length))
+    steps = -(-weight.k_tiles // tile.blocks)
+    lengths = {tile.blocks * -(-steps // splits) for splits in range(1, _MOST_SPLITS + 1)}
+    return min(sorted(lengths, reverse=True), key=cycles)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -148,9 +227,8 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
     """
     mean = rows / experts
     if mean <= 10:
-        return _small_m(weight, 8 if mean <= 4 else 16, min(_OF_A_TOKEN, experts), sms)
+        return _shared_columns(weight, 8 if mean <= 4 else 16, min(_OF_A_TOKEN, experts), sms)
     wide = 32 if mean <= 24 else 64 if mean <= 80 else 128
     if has_wgmma and mean >= 1024:
         wide = 256
-    tiles, warps, stages = _wide(wide, has_wgmma)
-    return PackedPlan(tiles, wide, 1, warps, stages, weight.k_tiles)
+    return _wide(wide, has_wgmma).plan(weight, weight.k_tiles)

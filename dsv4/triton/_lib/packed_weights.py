@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from dsv4.triton._lib.numerics import INTERPRETED, dot, finished, narrow
+from dsv4.triton._lib.prefetch import prefetch_lines
 
 # Layout of a weight in memory: NVFP4 in fragments, NVFP4 with swizzled scales, MXFP4 row by row.
 FRAGMENTS, SWIZZLED, MXFP4 = range(3)
@@ -67,33 +68,41 @@ def _axis(SIZE: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr):
 
 
 @triton.jit
-def _fragments(codes, scales, tile, PARTS: tl.constexpr, TILES: tl.constexpr):
-    """``code * scale * 2^-7`` of the tiles ``tile [PARTS, TILES, 1]``, counted from ``codes``.
+def _fragment_words(codes, scales, tile):
+    """Words of codes and of scales of tiles ``tile [PARTS, TILES, BLOCKS, 1]`` from ``codes`` on.
 
     ``codes`` and ``scales`` are pointers to int32.
     """
-    index = tl.arange(0, 128)[None, None, :]
-    word = tl.load(codes + tile * 128 + index).to(tl.uint32, bitcast=True)
+    index = tl.arange(0, 128)[None, None, None, :]
+    word = tl.load(codes + tile * 128 + index)
     # A row has 8 bytes of scales; all four lanes of the row load them.
-    index = tl.arange(0, 64)[None, None, :]
-    both = tl.load(scales + tile * 16 + index // 8 * 2 + index % 2).to(tl.uint32, bitcast=True)
-    # Axes: part, tile, lane, the two bits of j, h, k, e.
+    index = tl.arange(0, 64)[None, None, None, :]
+    return word, tl.load(scales + tile * 16 + index // 8 * 2 + index % 2)
+
+
+@triton.jit
+def _fragments(word, both, PARTS: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr):
+    """``code * scale * 2^-7`` of the words of codes and of scales of ``_fragment_words``."""
+    word, both = word.to(tl.uint32, bitcast=True), both.to(tl.uint32, bitcast=True)
+    # Axes: part, tile, blocks, lane, the two bits of j, h, k, e.
     word = tl.broadcast_to(
-        tl.reshape(word, (PARTS, TILES, 32, 2, 2, 1, 1, 1)), (PARTS, TILES, 32, 2, 2, 2, 2, 2)
+        tl.reshape(word, (PARTS, TILES, BLOCKS, 32, 2, 2, 1, 1, 1)),
+        (PARTS, TILES, BLOCKS, 32, 2, 2, 2, 2, 2),
     )
-    both = tl.reshape(both, (PARTS, TILES, 32, 2, 1, 1, 1, 1))
-    second, h, k, e = _axis(2, 4, 3), _axis(2, 5, 2), _axis(2, 6, 1), _axis(2, 7, 0)
+    both = tl.reshape(both, (PARTS, TILES, BLOCKS, 32, 2, 1, 1, 1, 1))
+    second, h, k, e = _axis(2, 5, 3), _axis(2, 6, 2), _axis(2, 7, 1), _axis(2, 8, 0)
     byte = (both >> (16 * second + 8 * h)) & 255
-    scale = tl.broadcast_to(byte * 0x00100010 + 0x76007600, (PARTS, TILES, 32, 2, 2, 2, 2, 2))
+    scale = tl.broadcast_to(
+        byte * 0x00100010 + 0x76007600, (PARTS, TILES, BLOCKS, 32, 2, 2, 2, 2, 2)
+    )
     bits = 6 * k + 3 * h
     rotated = (word >> bits) | (word << ((32 - bits) & 31))
     code = tl.where(h + k == 2, (word & _LAST) * 0x4108, rotated) & _CODES
     values = _half(_times(code, scale), e)
-    values = tl.reshape(
-        values, (PARTS, TILES, 8, 4, 4, 2, 2, 2)
-    )  # part, tile, row, quad, j, h, k, e
-    values = tl.permute(values, (0, 1, 5, 2, 4, 6, 3, 7))
-    return tl.reshape(values, (PARTS, 16 * TILES, 64))
+    # Axes: part, tile, blocks, row, quad, j, h, k, e.
+    values = tl.reshape(values, (PARTS, TILES, BLOCKS, 8, 4, 4, 2, 2, 2))
+    values = tl.permute(values, (0, 1, 6, 3, 2, 5, 7, 4, 8))
+    return tl.reshape(values, (PARTS, 16 * TILES, 64 * BLOCKS))
 
 
 @triton.jit
@@ -151,6 +160,102 @@ def _linear(
 
 
 @triton.jit
+def _multiplied(weight, values, total, PARTS: tl.constexpr):
+    """``total`` plus the product of a tile ``weight [PARTS, R, C]`` and ``values``."""
+    if PARTS == 1:
+        weight = tl.reshape(weight, (weight.shape[1], weight.shape[2]))
+        return finished(dot(weight, values, total))
+    else:  # noqa: RET505  (a choice of the compiler; code after the return would be compiled too)
+        return dot(weight, values, total)
+
+
+@triton.jit
+def _loaded(codes, scales, first, k, BLOCKS: tl.constexpr):
+    """Words of codes of BLOCKS blocks of 64 columns from ``k`` on, then those of scales."""
+    words, both = (), ()
+    for block in tl.static_range(BLOCKS):
+        word, scale = _fragment_words(codes, scales, first + (k + block))
+        words += (word,)  # type: ignore[assignment]
+        both += (scale,)  # type: ignore[assignment]
+    return words + both
+
+
+@triton.jit
+def _stacked(words, FIRST: tl.constexpr, BLOCKS: tl.constexpr):
+    """``words[FIRST]`` and those after it along the axis of blocks; compiled, no instruction."""
+    result = words[FIRST]
+    shape: tl.constexpr = (result.shape[0], result.shape[1], BLOCKS, result.shape[3])
+    number = _axis(BLOCKS, 2, 1)
+    result = tl.broadcast_to(result, shape)
+    for block in tl.static_range(1, BLOCKS):
+        result = tl.where(number == block, tl.broadcast_to(words[FIRST + block], shape), result)
+    return result
+
+
+@triton.jit
+def _sum_from_registers(
+    codes,
+    scales,
+    addresses,
+    tiles,
+    part,
+    k_tiles,
+    begin,
+    end,
+    total,
+    TILES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """``total`` plus the sums of ``packed_sum``; registers hold what the next iteration multiplies.
+
+    A load then is one instruction, where one through shared memory is two and their addresses.
+    """
+    STEP: tl.constexpr = PARTS * BLOCKS
+    # One load for each block of columns: Triton 3.9 would share an axis of blocks out
+    # between warps, and the words would move through shared memory.
+    first = (tiles[None, :] * k_tiles + part[:, None])[:, :, None, None]
+    words = _loaded(codes, scales, first, begin, BLOCKS)
+    values = tl.load(addresses + begin * 64)
+    # Unrolled, so that no register is copied to another.
+    for k in tl.range(begin + STEP, end, STEP, num_stages=1, loop_unroll_factor=2):
+        next_words = _loaded(codes, scales, first, k, BLOCKS)
+        next_values = tl.load(addresses + k * 64)
+        word, both = _stacked(words, 0, BLOCKS), _stacked(words, BLOCKS, BLOCKS)
+        weight = _fragments(word, both, PARTS, TILES, BLOCKS)
+        total = _multiplied(weight, values, total, PARTS)
+        words, values = next_words, next_values
+    word, both = _stacked(words, 0, BLOCKS), _stacked(words, BLOCKS, BLOCKS)
+    weight = _fragments(word, both, PARTS, TILES, BLOCKS)
+    return _multiplied(weight, values, total, PARTS)
+
+
+@triton.jit
+def prefetch_fragments(
+    codes,
+    scales,
+    tile,
+    row_tiles,
+    k_tiles,
+    begin,
+    end,
+    TILES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+):
+    """Prefetch the first PREFETCHED blocks of 64 columns that ``packed_sum`` multiplies.
+
+    Arguments are those of ``packed_sum``. Nothing is read, so this is allowed before
+    ``wait_for_inputs``: memory then delivers weights while the preceding kernel ends.
+    """
+    tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)[:, None] * k_tiles
+    # A block has four lines of 128 bytes of codes, and half a line of scales.
+    line = tl.minimum(begin * 4 + tl.arange(0, 4 * PREFETCHED), end * 4 - 1)[None, :]
+    prefetch_lines(codes + tiles * 128 + line * 32)
+    block = tl.minimum(begin + tl.arange(0, PREFETCHED), end - 1)[None, :]
+    prefetch_lines(scales + (tiles + block) * 16)
+
+
+@triton.jit
 def packed_sum(
     codes,
     scales,
@@ -165,14 +270,19 @@ def packed_sum(
     TILES: tl.constexpr,
     TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """float32 sums ``[16 TILES, TOKENS]`` of row tiles from ``tile`` on, and tokens.
 
     The loop takes blocks of 64 columns from ``begin`` to ``end``, whose distance is a multiple of
-    PARTS. With PARTS above 1, each of PARTS warps sums its own columns, and the sums are added at
-    the end. This is for small M: one row tile does not fill several warps, and the number of bytes
-    in flight decides.
+    PARTS BLOCKS. With PARTS above 1, each of PARTS warps sums its own columns, and the sums are
+    added at the end. This is for small M: one row tile does not fill several warps, and the number
+    of bytes in flight decides. BLOCKS blocks are multiplied in one iteration, so that its
+    instructions for addresses and barriers count once; fragments alone have BLOCKS above 1.
+
+    With one stage, registers hold the next iteration's fragments and values of x: a load takes one
+    instruction, where a load through shared memory takes two and their addresses.
 
     Args:
         codes: Pointer to int32, the first code of the matrix.
@@ -185,9 +295,10 @@ def packed_sum(
         begin: First block.
         end: Block after the last.
     """
-    column = tl.arange(0, 64)
+    STEP: tl.constexpr = PARTS * BLOCKS
+    column = tl.arange(0, 64 * BLOCKS)
     if PARTS > 1:
-        part = tl.arange(0, PARTS)
+        part = tl.arange(0, PARTS) * BLOCKS
         addresses = (
             x + token_offset[None, None, :] + (part[:, None] * 64 + column[None, :])[:, :, None]
         )
@@ -198,18 +309,21 @@ def packed_sum(
         total = tl.zeros((16 * TILES, TOKENS), tl.float32)
     tiles = tl.minimum(tile + tl.arange(0, TILES), row_tiles - 1)
     rows = tl.minimum(tile * 16 + tl.arange(0, 16 * TILES), row_tiles * 16 - 1)
-    first = (tiles[None, :] * k_tiles + part[:, None])[:, :, None]
-    for k in tl.range(begin, end, PARTS, num_stages=STAGES):
-        if LAYOUT == _FRAGMENTS:
-            weight = _fragments(codes + k * 128, scales + k * 16, first, PARTS, TILES)
-        else:
-            weight = _linear(codes, scales, rows, part + k, k_tiles, LAYOUT, PARTS, 16 * TILES)
-        values = tl.load(addresses + k * 64)
-        if PARTS == 1:
-            weight = tl.reshape(weight, (16 * TILES, 64))
-            total = finished(dot(weight, values, total))
-        else:
-            total = dot(weight, values, total)
+    if LAYOUT == _FRAGMENTS and STAGES == 1:
+        total = _sum_from_registers(
+            codes, scales, addresses, tiles, part, k_tiles, begin, end, total, TILES, PARTS, BLOCKS
+        )
+    else:
+        blocks = tl.arange(0, BLOCKS)[None, None, :]
+        first = (tiles[None, :, None] * k_tiles + part[:, None, None] + blocks)[:, :, :, None]
+        for k in tl.range(begin, end, STEP, num_stages=STAGES):
+            if LAYOUT == _FRAGMENTS:
+                word, both = _fragment_words(codes + k * 128, scales + k * 16, first)
+                weight = _fragments(word, both, PARTS, TILES, BLOCKS)
+            else:
+                weight = _linear(codes, scales, rows, part + k, k_tiles, LAYOUT, PARTS, 16 * TILES)
+            values = tl.load(addresses + k * 64)
+            total = _multiplied(weight, values, total, PARTS)
     if PARTS > 1:
         total = tl.sum(total, 0)
     if LAYOUT != _MXFP4:

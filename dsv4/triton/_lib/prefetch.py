@@ -21,11 +21,12 @@ def prefetch_row(row, columns, BLOCK: tl.constexpr):
         BYTES: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
         LINES: tl.constexpr = triton.next_power_of_2((BLOCK * BYTES + 127) // 128)
         column = tl.minimum(tl.arange(0, LINES) * (_LINE // BYTES), columns - 1)
-        _prefetch(row + column)
+        prefetch_lines(row + column)
 
 
 @triton.jit
-def _prefetch(address):
+def prefetch_lines(address):
+    """Prefetch the line of 128 bytes of each address; compiled code only."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -46,4 +47,4 @@ def prefetch_tile(matrix, stride, row, start, COLUMNS: tl.constexpr):
     BYTES: tl.constexpr = matrix.dtype.element_ty.primitive_bitwidth // 8
     LINES: tl.constexpr = triton.next_power_of_2((COLUMNS * BYTES + 127) // 128)
     column = tl.minimum(tl.arange(0, LINES) * (_LINE // BYTES), COLUMNS - 1)
-    _prefetch(matrix + row[:, None].to(tl.int64) * stride + (start + column)[None, :])
+    prefetch_lines(matrix + row[:, None].to(tl.int64) * stride + (start + column)[None, :])

@@ -52,19 +52,15 @@ def usage_of(image, file):
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
 
 
-def loads_before_wait(image, file):
-    """Loads of global memory that a thread may reach before it waits for the preceding kernel.
-
-    Along every way. A load that the assembler moved there reads what that kernel has yet to write.
-    """
-    file.write_bytes(image.cubin)
-    return _before_wait(run("nvdisasm", "-c", file))
-
-
 _GLOBAL_LOAD = re.compile(r"(LDG|LD|LDGSTS|UBLKCP|UTMALDG|ATOMG?|REDG?)\.")
 
 
-def _before_wait(listing):
+def loads_before_wait(listing):
+    """Loads of global memory that a thread may reach before it waits for the preceding kernel.
+
+    Along every way. A load that the assembler moved there reads what that kernel has yet to write.
+    ``listing``: what ``nvdisasm -c`` prints.
+    """
     line = r"^(\.\S+):|/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+ )?\s*([A-Z][^;]*?)\s*;"
     labels, instructions = {}, []
     for label, predicate, instruction in re.findall(line, listing, re.MULTILINE):

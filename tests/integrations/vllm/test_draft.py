@@ -6,17 +6,22 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dsv4
 from dsv4.config import DSparkConfig
 from dsv4.ops.kv_cache import norm_rope_write_kv
+from dsv4.ops.quantize import dequantize
+from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.testing.assertions import assert_bitwise
 
 pytest.importorskip("vllm", reason="vLLM 0.33 is not installed; make test-vllm has it")
 
 from vllm.config import VllmConfig
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-from dsv4.integrations.vllm import deepseek, draft, places, shared_expert, warm
+from dsv4.integrations.vllm import deepseek, draft, draft_experts, places, shared_expert, warm
 from dsv4.integrations.vllm.cache_views import kv_pages
 from dsv4.integrations.vllm.report import DRAFT, Report, path_of_stage
 from dsv4.integrations.vllm.switches import HYPER_CONNECTION
@@ -33,8 +38,8 @@ SPARK = DSparkConfig(
 class Loaded:
     """A draft of vLLM's and this package's model, of one checkpoint."""
 
-    def __init__(self, folder, method, built, drafts, **sizes):
-        self.sizes = build.checkpoint(folder / "model", "deepseek", mtp=True, **sizes)
+    def __init__(self, folder, method, built, drafts, layout="deepseek", **sizes):
+        self.sizes = build.checkpoint(folder / "model", layout, mtp=True, **sizes)
         options = {"method": method, "num_speculative_tokens": drafts}
         with mock.patch.object(VllmConfig, "use_v2_model_runner", True):
             self.config = build.engine_config(folder / "model", speculative_config=options)
@@ -96,6 +101,79 @@ def test_every_place_of_a_draft_is_replaced(mtp, dspark):
     assert kernels(dspark.model.dsv4.report) == expected
     for made in (mtp, dspark):
         assert made.saved == made.model.dsv4.report
+
+
+@pytest.mark.parametrize("method", ["mtp", "dspark"])
+def test_mxfp4_experts_beside_nvfp4_ones_are_converted(tmp_path_factory, method):
+    """In NVIDIA's layout, whose config.json names NVFP4 for all routed experts."""
+    if method == "mtp":
+        sizes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+        made = loaded(tmp_path_factory, "mtp", draft.DeepSeekV4MTP, 1, "nvidia", **sizes)
+        own = [layer.layer for layer in made.own.mtp]
+    else:
+        sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "dspark": SPARK}
+        built = draft.DSparkDeepseekV4ForCausalLM
+        made = loaded(tmp_path_factory, "dspark", built, 5, "nvidia", **sizes)
+        own = [stage.layer for stage in made.own.dspark]
+    theirs = [m.dsv4_experts for m in made.model.modules() if isinstance(m, RoutedExperts)]
+    for experts, expected in zip(theirs, own, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            dense = expected.mlp.experts.dense_weight(name)
+            assert_bitwise(experts.dense_weight(name), dense, name)
+
+
+EXPERT = "mtp.0.ffn.experts.3."
+
+
+def mxfp4(rows, seed, spread=2):
+    """An MXFP4 matrix as files store it: codes and exponents."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-128, 128, (rows, 64), generator=generator, dtype=torch.int8)
+    exponents = torch.randint(120, 121 + spread, (rows, 4), generator=generator)
+    return codes, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def draft_with(*scales):
+    """A draft whose experts have parameters of these names."""
+    experts = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(experts)
+    for name in scales:
+        experts.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
+    model = torch.nn.Module()
+    model.experts = experts
+    return model
+
+
+@given(order=st.permutations(range(6)), spread=st.sampled_from([0, 2, 30]))
+def test_tensors_of_experts_come_in_any_order(order, spread):
+    """A pair shares a global scale; what NVFP4 has no scale for is rounded to its nearest value."""
+    stored = {}
+    for number, matrix in enumerate(("w1", "w2", "w3")):
+        codes, scales = mxfp4(8, number, spread)
+        stored |= {f"{EXPERT}{matrix}.weight": codes, f"{EXPERT}{matrix}.scale": scales}
+    others = [("mtp.0.norm.weight", torch.ones(3)), ("layers.0.x.scale", torch.zeros(2))]
+    names = [list(stored)[i] for i in order]
+    weights = [others[0], *((name, stored[name]) for name in names), others[1]]
+    model = draft_with("w13_weight_scale_2")
+    converted = dict(draft_experts.as_built(model, weights))
+    assert len(converted) == 2 + 9
+    assert all(converted[name] is tensor for name, tensor in others)
+    scales = {m: converted[f"{EXPERT}{m}.weight_scale_2"] for m in ("w1", "w2", "w3")}
+    assert scales["w1"] == scales["w3"]
+    for matrix in scales:
+        codes, exponents = stored[f"{EXPERT}{matrix}.weight"], stored[f"{EXPERT}{matrix}.scale"]
+        before = QuantizedTensor(codes.view(torch.uint8), exponents, None, MXFP4)
+        parts = [converted[f"{EXPERT}{matrix}.{part}"] for part in ("weight", "weight_scale")]
+        after = dequantize(QuantizedTensor(*parts, scales[matrix].reshape(1), NVFP4), torch.float32)
+        expected = dequantize(before, torch.float32)
+        if spread < 18:
+            assert_bitwise(after, expected)
+        else:
+            assert (after - expected).abs().max() <= expected.abs().max() * 2.0**-17
+    # Experts that are MXFP4 in vLLM, too, and NVFP4 ones of a checkpoint, pass as they are.
+    assert list(draft_experts.as_built(draft_with("w13_weight_scale"), weights)) == weights
+    for name, tensor in draft_experts.as_built(model, converted.items()):
+        assert tensor is converted[name]
 
 
 @torch.inference_mode()

@@ -73,6 +73,7 @@ FUNCTIONS = {
     "_post_kernel": HYPER,
     "_finish_kernel": HYPER,
     "_projections_kernel": COMPRESSOR,
+    "_vectors_kernel": COMPRESSOR,
     "_update_kernel": COMPRESSOR,
     "_entry_kernel": COMPRESSOR,
     "_windows_kernel": COMPRESSOR,

@@ -1,0 +1,216 @@
+"""examples/vllm/compare.py without vLLM: its processes, its verdicts and its random weights."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from dsv4.bench.suites.random_model import Weights, random_model
+from dsv4.config import CSA, HCA, SLIDING, ModelConfig
+from dsv4.serving import Runner
+from tests.integrations.vllm import compare_process
+
+CPU = torch.device("cpu")
+
+compare, processes, engine, weights = map(
+    compare_process.load, ("compare", "compare_processes", "compare_engine", "compare_weights")
+)
+
+# An engine without vLLM. It answers as ``Worker`` does, and notes when it works in a file.
+ENGINE = """
+import json, os, sys, time
+
+request = json.loads(sys.argv[1])
+name, folder = os.environ["DSV4_VLLM"], request["folder"]
+drafts = request["drafts"]
+
+def say(answer):
+    print("vLLM prints, too")
+    print("\\nANSWER " + json.dumps(answer), flush=True)
+
+def texts(count, new):
+    return [{"tokens": [i] * new[i], "logprobs": [-1.0] * new[i], "margins": [2.0] * new[i]}
+            for i in range(count)]
+
+say({"seconds": 0.1, "replaced": "everything" if name != "off" else ""})
+for line in sys.stdin:
+    call = json.loads(line)
+    begin, own = time.time(), call["arguments"]
+    time.sleep(0.01)
+    if request["options"].get("fails") == call["call"] and name == "all":
+        print("ValueError: it broke", file=sys.stderr)
+        sys.exit(3)
+    if request["options"].get("hangs") == call["call"] and name == "all":
+        time.sleep(60)
+    if call["call"] == "score":
+        answer = {"logprobs": [-1.0 - 0.5 * (name == "off")] * 9}
+    elif call["call"] == "texts":
+        new = own["new"]
+        answer = {"texts": texts(len(new), new), "drafts": {"drafts": 3.0} if drafts else {}}
+    elif own["profile"]:
+        foreign = {"humming": 1.0} if name == "off" else {}
+        answer = {"busy_ms": 1.0, "launches": 2.0, "kernels": {}, "foreign": foreign}
+    else:
+        answer = {"ms": 4.0 if name == "off" else 2.0, "tokens": 1.0}
+    with open(os.path.join(folder, "times"), "a") as file:
+        file.write(json.dumps([name + str(drafts), begin, time.time()]) + "\\n")
+    say(answer)
+"""
+
+
+def compared(tmp_path, *engines, seconds=60.0, **options):
+    program = tmp_path / "engine.py"
+    program.write_text(ENGINE)
+    (tmp_path / "config.json").write_text("{}")
+    chosen = argparse.Namespace(
+        folder=tmp_path,
+        random=None,
+        engines=list(engines),
+        draft_tokens=1,
+        seconds=seconds,
+        rounds=2,
+        steps=3,
+        out=tmp_path / "out.json",
+        option=[f"{name}={json.dumps(value)}" for name, value in options.items()],
+    )
+    status = compare.run(chosen, "cpu", 1, str(program))
+    return status, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_engines_work_one_at_a_time(tmp_path, capsys):
+    status, results = compared(tmp_path, "stock", "parts", "drafts")
+    printed = capsys.readouterr().out
+    assert status == 0
+    spans = [json.loads(line) for line in (tmp_path / "times").read_text().splitlines()]
+    assert {name for name, *_ in spans} == {"off0", "all0", "all1"}
+    spans.sort(key=lambda span: span[1])
+    assert all(a[2] <= b[1] for a, b in itertools.pairwise(spans))
+    assert list(results["texts alone"]) == ["parts", "drafts"]
+    assert list(results["scores"]) == ["stock", "parts"]
+    assert "--- parts\neverything" in printed
+    assert "--- stock" not in printed
+    assert "decode 64" in printed
+    assert "4.00; 1.00        2.00; 1.00        2.00; 1.00   2.00" in printed
+    assert "kernels 8, parts: foreign kernels none" in printed
+    assert "parts and drafts, alone: right: 8 of 8 texts equal" in printed
+    assert "many requests, drafts: 64 texts, all log-probabilities finite" in printed
+    assert "median 0.500" in printed
+
+
+def test_an_engine_that_fails_leaves_the_others(tmp_path, capsys):
+    status, results = compared(tmp_path, "parts", "stock", fails="prompt")
+    assert status == 1
+    assert "ValueError: it broke" in results["prompt, round 0"]["parts"]["error"]
+    assert results["prompt, round 1"] == {"stock": {"ms": 4.0, "tokens": 1.0}}
+    assert "FAILED prompt, round 0, parts: parts ended in prompt" in capsys.readouterr().out
+
+
+def test_an_engine_that_is_late_is_left(tmp_path, capsys):
+    program = tmp_path / "engine.py"
+    program.write_text(ENGINE)
+    request = {"folder": str(tmp_path), "options": {"hangs": "texts"}, "drafts": 0}
+    log = tmp_path / "log"
+    engines = [processes.Engine.launch(name, request, log, str(program)) for name in ("parts",)]
+    try:
+        engines[0].answer("start", 60)
+        with pytest.raises(processes.EngineError, match="parts: texts took more than 0 s"):
+            engines[0].ask("texts", 0.2, new=[1])
+    finally:
+        engines[0].close()
+    comparison = compare.Comparison(engines, time.perf_counter(), tmp_path / "out.json")
+    comparison.phase("scores", "score")
+    assert capsys.readouterr().out == "scores, parts: left out, no time is left\n"
+    assert comparison.results == {}
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), max_size=8)
+
+
+@given(SPANS)
+def test_the_gpu_is_busy_while_any_kernel_runs(spans):
+    kernels = engine.Kernels([("a", begin, begin + length) for begin, length in spans])
+    busy = {time for begin, length in spans for time in range(begin, begin + length)}
+    assert math.isclose(kernels.busy_ms(), 1e-6 * len(busy))
+
+
+def test_kernels_of_other_libraries_are_named():
+    names = ["humming_gemm", "void deep_gemm::sm90_fp8", "sparse_attention_kernel", "mhc_pre_x"]
+    made = engine.Kernels([(name, 0, 2_000_000) for name in names]).summary(2)
+    assert list(made["foreign"]) == [names[0], names[1], names[3]]
+    assert made["launches"] == 2
+    assert made["kernels"][names[2]] == 1.0
+
+
+def text(tokens, logprobs=None, margins=None):
+    count = len(tokens)
+    return {
+        "tokens": tokens,
+        "logprobs": logprobs or [-1.0] * count,
+        "margins": margins or [3.0] * count,
+    }
+
+
+def test_texts_may_differ_from_a_near_tie_on():
+    expected = {"texts": [text([1, 2, 3]), text([4, 5, 6], margins=[3.0, 0.2, 3.0]), text([7, 8])]}
+    actual = {"texts": [text([1, 2, 3], [-1.0, -1.5, -1.0]), text([4, 9, 9]), text([7, 9])]}
+    same = compare.same_texts(expected, actual)
+    assert (same["equal"], same["ties"], same["wrong"]) == (1, 1, [[2, 1]])
+    assert (same["median"], same["largest"]) == (0.0, 0.5)
+
+
+def test_nan_and_missing_tokens_are_reported():
+    answer = {"texts": [text([1, 2]), text([3], logprobs=[math.nan])]}
+    assert compare.finite(answer) == "requests [1] have log-probabilities that are not finite"
+    answer = {"texts": [text([1, 2]), text([3])]}
+    assert compare.finite(answer, [2, 2]).startswith("requests [1] have another number of tokens")
+    assert compare.finite(answer, [2, 1]) == ""
+
+
+SIZES = {"hidden_size": 512, "moe_intermediate_size": 128, "vocab_size": 512}
+SIZES |= {"q_lora_rank": 128, "o_lora_rank": 128, "num_nextn_predict_layers": 1}
+
+
+def test_random_weights_prefer_successors():
+    """Texts follow the last token, log-probabilities the context, and some drafts are right."""
+    config = ModelConfig.tiny(layer_types=(SLIDING, CSA, HCA), **SIZES)
+    model = random_model(config, CPU, Weights("mxfp4-cast", "nvidia"), pack=False, mtp=True)
+    weights.prefer_successors(model, strength=0.4, wrong=160)
+    texts, logprobs = [], []
+    with Runner(model, max_sequences=1, max_tokens=64, speculate="mtp", draft_tokens=1) as runner:
+        for prompt in ([5, 9, 11], [300, 11]):
+            request = runner.add(prompt, max_new_tokens=16, stop_ids=(), logprobs=1)
+            runner.run()
+            texts.append(list(request.tokens))
+            logprobs.append([row.logprob for row in request.logprobs])
+        counts = runner.draft_counts
+    assert texts[0] == texts[1]
+    assert max(abs(a - b) for a, b in zip(*logprobs, strict=True)) > 0.01
+    assert 0 < counts.accepted < counts.drafted
+
+
+def test_a_random_checkpoint_has_nvidias_formats(tmp_path):
+    """Routed experts in NVFP4, also those of the draft, and attention in FP8."""
+    config = ModelConfig.tiny(layer_types=(SLIDING,), **SIZES)
+    weights.random_checkpoint(tmp_path, config, "cpu")
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    for layer in ("layers.0", "mtp.0"):
+        scales = {f"{layer}.ffn.experts.0.w1.{part}" for part in ("weight_scale", "weight_scale_2")}
+        assert scales < names
+        assert {f"{layer}.attn.wq_b.scale", f"{layer}.ffn.shared_experts.w2.scale"} < names
+    assert {"mtp.0.e_proj.scale", "mtp.0.h_proj.scale"} < names
+
+
+def test_flash_is_made_smaller():
+    config = weights.flash_config(12, 32)
+    assert (config.num_hidden_layers, len(config.layer_types)) == (12, 12)
+    assert config.hidden_size == ModelConfig.flash().hidden_size
