@@ -318,7 +318,7 @@ class TestRefusals:
             dsv4.load(tmp_path, device_mesh=mesh, parallel=parallel)
 
     @pytest.mark.parametrize("mode", MODES)
-    def test_experts_in_host_memory_which_the_other_ranks_are_told(self, nvidia, mode):
+    def test_experts_in_host_memory_are_refused_on_all_ranks(self, nvidia, mode):
         """They may have no such argument, and would wait."""
         errors = []
         group = SimpleNamespace(name="", mailbox=None, watch=None, report=errors.append)
