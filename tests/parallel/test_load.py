@@ -327,6 +327,19 @@ class TestRefusals:
             dsv4.load(nvidia, device_mesh=context, parallel=mode, host_experts="auto")
         assert errors == [raised.value]
 
+    def test_a_mesh_without_this_process(self, tmp_path, monkeypatch):
+        class Mesh:
+            ndim, device_type, mesh = 1, "cpu", torch.tensor([0, 1])
+
+            def get_coordinate(self):
+                return None
+
+        monkeypatch.setattr(torch.distributed.device_mesh, "DeviceMesh", Mesh)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 2)
+        message = r"device_mesh has the ranks \[0, 1\], wanted one with this process, rank 2"
+        with pytest.raises(ValueError, match=message):
+            dsv4.load(tmp_path, device_mesh=Mesh(), parallel="tp")
+
     def test_a_mesh_of_another_type(self, tmp_path):
         with pytest.raises(TypeError, match="device_mesh is int, wanted"):
             dsv4.load(tmp_path, device_mesh=2, parallel="tp")
