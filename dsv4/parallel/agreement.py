@@ -15,6 +15,7 @@ from dsv4.parallel.peer_watch import GRACE, PeerWatch
 # than a step takes. They do not count while another rank compiles.
 DEVICE_PATIENCE = 40.0
 _SHORTEST, _LONGEST = 2e-5, 1e-3  # seconds between two looks at the device
+_FAILED = "failed"  # name of a rank's error among its values
 
 
 @contextmanager
@@ -25,6 +26,20 @@ def reported(context: ParallelContext | None) -> Iterator[None]:
     except BaseException as error:
         if context is not None and not isinstance(error, RankError):
             context.group.report(error)
+        raise
+
+
+@contextmanager
+def before_agreeing(context: ParallelContext | None) -> Iterator[None]:
+    """Send an error of the block, which checks this rank's arguments, to the ranks in ``agree``.
+
+    They raise ``RankError``. The connections stay open, so the ranks can try again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if context is not None and not isinstance(error, RankError):
+            context.group.exchange({_FAILED: f"{type(error).__name__}: {error}"})
         raise
 
 
@@ -51,8 +66,12 @@ def check_equal(of_ranks: Sequence[Mapping[str, str]]) -> None:
     """Raise unless all ranks described equal values.
 
     Raises:
+        RankError: if a rank sent an error instead, by ``before_agreeing``.
         ValueError: naming the first value that differs, the rank, and both values.
     """
+    for rank, values in enumerate(of_ranks):
+        if _FAILED in values:
+            raise RankError(f"rank {rank}: {values[_FAILED]}")
     first, *others = of_ranks
     for rank, theirs in enumerate(others, 1):
         for name in dict.fromkeys((*first, *theirs)):

@@ -13,7 +13,7 @@ import torch
 
 from dsv4.kv_cache.paged_cache import PagedCache
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.parallel.agreement import reported
+from dsv4.parallel.agreement import before_agreeing, reported
 from dsv4.parallel.context import RankError
 from dsv4.serving._setup import check_fits, stop_tokens
 from dsv4.serving.drafting import AUTO, Verification
@@ -139,6 +139,7 @@ class Runner:
             ValueError: if a size is wrong, ``capture`` is true where nothing can be captured,
                 buckets are given with ``deterministic``, or that with ``parallel="dp"``, or
                 ``speculate`` names drafts that cannot be used here.
+            RankError: on several ranks, if another one failed or has such an argument.
         """
         request = RunnerRequest(
             max_sequences=max_sequences,
@@ -158,7 +159,9 @@ class Runner:
             verify=verify,
         )
         self.model = model
-        self._build(request.resolved(model))
+        with before_agreeing(getattr(model, "parallel", None)):
+            plan = request.resolved(model)
+        self._build(plan)
 
     def _build(self, plan: RunnerPlan) -> None:
         """Make the cache, the steps on the device, and what schedules them."""

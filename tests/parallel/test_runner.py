@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from threading import BrokenBarrierError
 
 import pytest
 import torch
 
+from dsv4.parallel.context import RankError
 from dsv4.parallel.local_model import local_model
 from dsv4.serving import Runner
 from dsv4.testing.ranks import run_ranks
@@ -119,6 +121,24 @@ class TestErrors:
 
         with pytest.raises(ValueError, match=r"limits of the runner is .*max_sequences=1"):
             run_ranks(2, work)
+
+    def test_a_wrong_argument_on_a_rank(self, whole):
+        """The other ranks raise instead of waiting, and all can try again."""
+
+        def work(context):
+            local = local_model(whole, context)
+            try:
+                runner_of(local, max_sequences=2 * context.rank - 1)
+            except (ValueError, RankError) as error:
+                seen = repr(error)
+            with runner_of(local) as runner:
+                request = runner.add([1, 2], max_new_tokens=3, stop_ids=())
+                return seen, request.result()
+
+        (first, tokens), (second, others) = run_ranks(2, work)
+        assert re.match("ValueError.*max_sequences is -1", first)
+        assert re.match("RankError.*rank 0: ValueError: .*max_sequences is -1", second)
+        assert tokens == others
 
     @pytest.mark.parametrize(
         ("name", "values"),
