@@ -132,7 +132,15 @@ def test_one_process_measures_until_a_candidate_fails():
             os.kill(number, 0)
 
 
-def test_an_interrupt_ends_the_process_and_passes():
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, also where a shell started the tests in the background and has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_process_and_passes(interruptible):
     with Child(StubMeasurer) as child:
         timer = StubTimer(child, (), Limits(120.0, 60.0))
         [work] = works_of([[HANGS]])
