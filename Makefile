@@ -31,7 +31,8 @@ VENV ?= .venv
 ARCHS ?= sm_90a
 VLLM ?= vllm==0.33.0
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles the modules that are imported; pip would compile all twelve thousand files.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 MINOR := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 CONSTRAINTS ?= constraints/$(MINOR).txt
