@@ -41,8 +41,8 @@ def context_of(request: LoadRequest, mesh: Any, parallel: str | None) -> Paralle
     if request.host_experts is not None and context is not None:
         with reported(context):  # the others may have no such argument, and wait
             raise ValueError(
-                f"host_experts is {request.host_experts!r} beside parallel={parallel!r}, wanted "
-                "None: ranks have their experts on their GPUs"
+                f"host_experts is {request.host_experts!r} and parallel is {parallel!r}, wanted "
+                "host_experts=None on several ranks"
             )
     return context
 

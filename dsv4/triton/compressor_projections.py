@@ -5,9 +5,9 @@ launch. A step of its loop multiplies BLOCK columns. Each of SPLIT warps takes a
 its own float32 sums; these are added at the end, in the order of the parts. Other tokens of a call
 can change a result only through the choice of tiles (``tile_of``).
 
-One or two tokens are no matrix. Then a program loads its rows into registers, all at once, and
-takes the dot products of each token in turn: it needs no shared memory, so programs of the GEMM
-that runs at the same time find room beside it.
+One or two tokens take another kernel. A program loads its rows into registers and computes the dot
+products of one token after the other. It uses no shared memory, so CTAs of a GEMM on another stream
+fit on the same SM.
 
 Weights are read once if all tokens fit into a tile. Programs of few rows spread the weights over
 the GPU. The number of bytes in flight limits a call of few tokens. A program therefore prefetches
@@ -61,6 +61,29 @@ def _part_of(
     return weight, program - begin, number
 
 
+@triton.jit
+def _rows_of(
+    kv,
+    gate,
+    index_kv,
+    index_gate,
+    heads,
+    CHANNELS: tl.constexpr,
+    INDEX_CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Weight of this program, number of the weight (0 to 4), the program's rows, and all rows."""
+    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
+    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
+    weight, tile, number = _part_of(
+        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    )
+    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
+    row = tile * ROWS + tl.arange(0, ROWS)
+    return weight, number, row, rows
+
+
 @fast_launch
 @triton.jit(do_not_specialize=["tokens"])
 def _projections_kernel(
@@ -87,15 +110,10 @@ def _projections_kernel(
     PDL: tl.constexpr,
 ):
     """ROWS rows of one weight by TOKENS tokens; INDEX_CHANNELS is 0 without an indexer."""
-    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
-    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
     PART: tl.constexpr = BLOCK // SPLIT
-    weight, tile, number = _part_of(
-        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    weight, number, row, rows = _rows_of(
+        kv, gate, index_kv, index_gate, heads, CHANNELS, INDEX_CHANNELS, HEADS, ROWS
     )
-    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
-    row = tile * ROWS + tl.arange(0, ROWS)
-    stored = row < rows
     row_read = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     if PDL and PREFETCH:
         prefetch_tile(weight, HIDDEN, row_read, 0, HIDDEN)
@@ -121,7 +139,7 @@ def _projections_kernel(
         tl.sum(sums, 0),
         row,
         token,
-        stored[None, :] & (token < tokens)[:, None],
+        (row < rows)[None, :] & (token < tokens)[:, None],
         number,
         out,
         head_out,
@@ -152,14 +170,10 @@ def _vectors_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """ROWS rows of one weight, in registers, by all tokens in turn; COLUMNS is at least HIDDEN."""
-    TILES: tl.constexpr = (CHANNELS + ROWS - 1) // ROWS
-    INDEX_TILES: tl.constexpr = (INDEX_CHANNELS + ROWS - 1) // ROWS
-    weight, tile, number = _part_of(
-        tl.program_id(0), kv, gate, index_kv, index_gate, heads, TILES, INDEX_TILES
+    """Multiply ROWS rows of one weight, held in registers, by each token; COLUMNS >= HIDDEN."""
+    weight, number, row, rows = _rows_of(
+        kv, gate, index_kv, index_gate, heads, CHANNELS, INDEX_CHANNELS, HEADS, ROWS
     )
-    rows = tl.where(number < 2, CHANNELS, tl.where(number < 4, INDEX_CHANNELS, HEADS))
-    row = tile * ROWS + tl.arange(0, ROWS)
     row_read = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     column = tl.arange(0, COLUMNS)
     weight += row_read.to(tl.int64)[:, None] * HIDDEN + column[None, :]

@@ -197,6 +197,9 @@ class TestRanges:
             layers.DeepseekV4SparseMoeBlock(config, 0, 4, 5)
 
 
+SHARED_AT_ONCE = ["side waits for current", "gemm_swiglu on side", "gemm on side", "side ended"]
+
+
 class TestOrder:
     """The order of work on streams, with streams that only note what they are asked."""
 
@@ -233,13 +236,7 @@ class TestOrder:
         (x,) = inputs(1, module, 9)
         said.clear()
         with_two = module(x)
-        assert said[:5] == [
-            "side waits for current",
-            "gemm_swiglu on side",
-            "gemm on side",
-            "side ended",
-            "route_topk on current",
-        ]
+        assert said[:5] == [*SHARED_AT_ONCE, "route_topk on current"]
         with serially():
             assert_bitwise(with_two, module(x), "block")
 
@@ -258,10 +255,7 @@ class TestOrder:
         with_two = module(x)
         assert said == [
             "route_topk on current",
-            "side waits for current",
-            "gemm_swiglu on side",
-            "gemm on side",
-            "side ended",
+            *SHARED_AT_ONCE,
             "moe_sort on current",
             "grouped_gemm_swiglu on current",
             "grouped_gemm on current",
@@ -288,11 +282,7 @@ class TestOrder:
         assert_bitwise(module(x), expected, "block")
         assert len(seen) == 1
         first = said.index("side waits for current")
-        assert said[first : first + 3] == [
-            "side waits for current",
-            "gemm_swiglu on side",
-            "gemm on side",
-        ]
+        assert said[first : first + 3] == SHARED_AT_ONCE[:3]
 
     def test_of_many_tokens_the_shared_expert_reserves_sms(self, said, monkeypatch):
         monkeypatch.setattr(moe, "_LATE_TOKENS", 0)

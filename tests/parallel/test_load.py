@@ -323,7 +323,7 @@ class TestRefusals:
         errors = []
         group = SimpleNamespace(name="", mailbox=None, watch=None, report=errors.append)
         context = ParallelContext(0, 2, group, mode)
-        with pytest.raises(ValueError, match="host_experts is 'auto' beside parallel=") as raised:
+        with pytest.raises(ValueError, match="host_experts is 'auto' and parallel is ") as raised:
             dsv4.load(nvidia, device_mesh=context, parallel=mode, host_experts="auto")
         assert errors == [raised.value]
 

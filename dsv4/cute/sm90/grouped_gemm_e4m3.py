@@ -7,8 +7,8 @@ Tiling and ownership. A tile is 128 rows of an expert's weight and up to ``token
 that belong to the expert, in blocks of 64. Blocks without rows are neither copied nor multiplied;
 rows of the next expert that lie in the last one are multiplied, not stored. Tiles of an expert
 follow one another, the tokens of a block of rows first, so that its weights come from memory once
-and from L2 for the other tiles. CTAs are persistent; in every round each
-takes one of the next tiles (``next_tile``), full and smaller ones in turn.
+and from L2 for the other tiles. CTAs are persistent. Each CTA takes one
+tile in every round; ``next_tile`` gives it full tiles and smaller tiles alternately.
 
 FP8 results. A scale belongs to 128 results, those of 256 rows of gate and up: a unit of two tiles
 for the same tokens, which a CTA computes one after the other (``e4m3_results``).

@@ -137,8 +137,8 @@ def _shared_columns(weight: Weight, tokens: int, copies: int, sms: int) -> Packe
 def _small_m(weight: Weight, tokens: int) -> _Tile:
     """Return the tile for fragments and at most ``SMALL_M`` tokens.
 
-    Four warps have a row tile each. At 8 tokens registers hold the next four blocks of columns; at
-    16 they would not hold x beside them.
+    Each of four warps has one row tile. At 8 tokens registers hold the next four blocks of columns.
+    At 16 tokens x takes twice the registers, so shared memory holds the next blocks.
     """
     most, stages = (4, 1) if tokens <= 8 else (2, 4)
     blocks = min(most, weight.k_tiles & -weight.k_tiles)
