@@ -51,8 +51,8 @@ Multiply = Callable[
         "tokens",
         "experts",
         "k_tiles",
-        "code_words",
-        "scale_words",
+        "code_blocks",
+        "scale_blocks",
         "scale_count",
         "cut0",
         "cut1",
@@ -73,8 +73,8 @@ def _grouped_kernel(
     experts,
     rows,
     k_tiles,
-    code_words,
-    scale_words,
+    code_blocks,
+    scale_blocks,
     scale_count,
     cut0,
     cut1,
@@ -95,8 +95,10 @@ def _grouped_kernel(
 ):
     """16 TILES rows of one expert's weight by TOKENS of its rows of ``x``, or those of no expert.
 
-    ``code_words``, ``scale_words`` and ``scale_count`` are an expert's codes and block scales, in
-    words as loaded, and its global scales. EXPERTS is a power of two above ``experts``.
+    ``code_blocks``, ``scale_blocks`` and ``scale_count`` are an expert's codes in blocks of 128
+    words, its block scales in blocks of 16 words, and its number of global scales. Blocks tell the
+    compiler the alignment: of counts in words it loads 4 bytes at a time, not 16. EXPERTS is a
+    power of two above ``experts``.
     """
     wait_for_inputs(PDL)
     ROWS: tl.constexpr = 16 * TILES
@@ -110,8 +112,8 @@ def _grouped_kernel(
         if expert < experts:
             mine = expert.to(tl.int64)
             total = packed_sum(
-                codes + mine * code_words,
-                scales + mine * scale_words,
+                codes + mine * (code_blocks * 128),
+                scales + mine * (scale_blocks * 16),
                 x,
                 token * x_stride,
                 tl.program_id(0) * TILES,
@@ -244,8 +246,8 @@ def _multiply(
             experts,
             rows,
             weight.k_tiles,
-            rows * weight.k_tiles * 8,
-            scales.numel() // experts,
+            weight.row_tiles * weight.k_tiles,
+            scales.numel() // experts // 16,
             1 if scale.values is None else scale.values.shape[-1],
             *scale.cuts,
             float("inf") if limit is None else float(limit),

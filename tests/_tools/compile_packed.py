@@ -5,9 +5,9 @@
 The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
 program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
 has the kernel's constants and, where the weight is in fragments, ``spills`` (loads and stores of
-local memory in its machine code) and ``exchanges`` (stores to shared memory, and shuffles; such a
+local memory in its machine code), ``exchanges`` (stores to shared memory, and shuffles; such a
 weight needs none before its sum is complete; of one stage, x passes through shared memory in the
-loop).
+loop) and ``narrow`` (loads from global memory in the loop of less than 8 bytes a thread).
 """
 
 from __future__ import annotations
@@ -88,19 +88,25 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
         _run(quick, arch // 10 == 12)
     for name, kernel, constants in result.values():
         in_fragments = constants.get("LAYOUT") == 0
-        listed = _exchanges(kernel) if in_fragments else {}
+        listed = _counts(kernel) if in_fragments else {}
         listed["prefetches"] = _prefetches(kernel.asm["ptx"])
         yield {**report_of("packed", name, kernel), **constants, **listed}
 
 
-def _exchanges(kernel) -> dict[str, int]:
-    """Count accesses to local memory, and exchanges between threads in the loop that multiplies."""
+def _counts(kernel) -> dict[str, int]:
+    """Count accesses to local memory; exchanges and narrow loads in the loop that multiplies."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         listing = tool("nvdisasm", "-c", file.name)
     local = len(re.findall(r"\b(?:LDL|STL)\b", listing))
-    return {"spills": local, "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", _loop(listing)))}
+    loop = _loop(listing)
+    loads = re.findall(r"\bLDG(?:STS)?\.\S+", loop)
+    return {
+        "spills": local,
+        "exchanges": len(re.findall(r"\b(?:STS|SHFL|STSM)\b", loop)),
+        "narrow": sum(re.search(r"\.(?:64|128)\b", load) is None for load in loads),
+    }
 
 
 def _prefetches(ptx: str) -> bool:

@@ -52,6 +52,7 @@ def test_every_kernel_compiles_and_fits(arch, how):
         # A weight in fragments is in registers as the tensor cores take it (layout 0).
         if kernel.get("LAYOUT") == 0 and arch != 100:
             assert kernel["exchanges"] <= stores_of_x(kernel), kernel
+            assert kernel["narrow"] == 0, kernel  # the compiler knows how operands are aligned
         # Weights come while the preceding kernel ends, where programs leave it room.
         assert kernel["prefetches"] == (arch >= 90 and kernel.get("PREFETCHED", 0) > 0), kernel
     assert arch != 90 or any(kernel.get("PREFETCHED") for kernel in kernels)

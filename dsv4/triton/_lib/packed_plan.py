@@ -227,7 +227,11 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
     """
     mean = rows / experts
     if mean <= 10:
-        return _shared_columns(weight, 8 if mean <= 4 else 16, min(_OF_A_TOKEN, experts), sms)
+        copies, wide = min(_OF_A_TOKEN, experts), 8 if mean <= 4 else 16
+        tile = _small_m(weight, wide)
+        if weight.is_fragments and tile.programs(weight, copies) >= _FULL * sms:
+            return tile.plan(weight, weight.k_tiles)
+        return _shared_columns(weight, wide, copies, sms)
     wide = 32 if mean <= 24 else 64 if mean <= 80 else 128
     if has_wgmma and mean >= 1024:
         wide = 256
