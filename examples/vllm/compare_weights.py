@@ -32,7 +32,8 @@ def random_checkpoint(folder: Path, config: Any, device: str) -> None:
     import dsv4
     from dsv4.bench.suites.random_model import Weights, random_model
 
-    # The draft's experts are NVFP4, too: vLLM builds no others beside NVFP4 experts of main layers.
+    # The draft's experts are NVFP4, too, as vLLM builds them on a CPU. On an H200 it built MXFP4
+    # experts, so that the draft did not load; NVIDIA's own files have MXFP4 experts there.
     weights = Weights(recipe="nvidia")
     model = random_model(config, torch.device(device), weights, pack=False, mtp=True)
     prefer_successors(model)

@@ -229,6 +229,7 @@ def grouped_plan(weight: Weight, rows: int, experts: int, sms: int, has_wgmma: b
     if mean <= 10:
         copies, wide = min(_OF_A_TOKEN, experts), 8 if mean <= 4 else 16
         tile = _small_m(weight, wide)
+        # A program of four row tiles sums its columns alone, where that makes programs enough.
         if weight.is_fragments and tile.programs(weight, copies) >= _FULL * sms:
             return tile.plan(weight, weight.k_tiles)
         return _shared_columns(weight, wide, copies, sms)
