@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         help="inputs of NVFP4 layers (both: bf16 and nvfp4)",
     )
     add("--ranks", type=_positive, default=1, metavar="N", help="of one of N GPUs (1)")
-    add("--parallel", choices=MODES, default=TENSOR, help="how they share the model (tp)")
+    add("--parallel", choices=MODES, help="how they share the model (tp)")
     add("--max-tokens", type=_positive, default=8192, metavar="N", help="of a step (8192)")
     add("--workers", type=_positive, metavar="N", help="processes (as many as processors)")
     add("--out", metavar="FILE", help="write a bundle")
@@ -109,6 +109,10 @@ def configurations(options: argparse.Namespace) -> dict[str, ModelConfig]:
     models: dict[str, ModelConfig] = {}
     for activation in both:
         if options.config is not None:
+            if not Path(options.config).exists():
+                raise FileNotFoundError(
+                    f"--config is {options.config!r}, wanted a config.json or the folder of one"
+                )
             config = ModelConfig.from_path(options.config, activation=activation)
             models[f"{options.config}, {activation} activations"] = config
             continue
@@ -128,6 +132,8 @@ def _warmup(options: argparse.Namespace) -> int:
         raise RuntimeError(f"Triton kernels cannot be compiled: {reason}")
     if options.out is not None and not Path(options.out).absolute().parent.is_dir():
         raise ValueError(f"--out is {options.out!r}, and {Path(options.out).parent} is no folder")
+    if options.parallel is not None and options.ranks == 1:
+        raise ValueError(f"--parallel is {options.parallel!r} and --ranks is 1, wanted 2 or more")
     images: list[bundle.Compiled] = []
     failed: dict[str, str] = {}
     for name, config in configurations(options).items():
@@ -138,7 +144,7 @@ def _warmup(options: argparse.Namespace) -> int:
             progress=not options.quiet,
             workers=options.workers,
             use_list=options.out is None,
-            ranks=Ranks(options.ranks, options.parallel),
+            ranks=Ranks(options.ranks, options.parallel or TENSOR),
         )
         if not options.quiet:
             print(f"{name}: {str(done).partition(chr(10))[0]}")

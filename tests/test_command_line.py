@@ -121,6 +121,20 @@ def test_the_kernels_of_one_of_several_ranks(asked, more, mode):
     assert asked[1:] == [(config, ARCH, 8192, None, Ranks(4, mode))]
 
 
+def test_a_mode_of_one_rank_is_refused(asked, capsys):
+    arguments = ["warmup", "--arch", ARCH, "--preset", "flash", "--parallel", "dp"]
+    assert command_line.main(arguments) == 2
+    assert "--parallel is 'dp' and --ranks is 1, wanted 2 or more" in capsys.readouterr().err
+
+
+def test_a_configuration_that_is_not_there_is_named(asked, tmp_path, capsys):
+    arguments = ["warmup", "--arch", ARCH, "--config", str(tmp_path / "none")]
+    assert command_line.main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "--config is" in printed
+    assert "wanted a config.json or the folder of one" in printed
+
+
 def test_a_configuration_file(asked, tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     arguments = ["warmup", "--arch", ARCH, "--activation", "bf16", "--config", str(tmp_path)]

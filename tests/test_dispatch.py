@@ -175,12 +175,28 @@ def test_a_compiled_call_keeps_the_explicit_choice() -> None:
     assert torch.equal(compiled(X), ops.rms_norm(X))
 
 
-def test_a_backward_pass_warns_and_passes_no_gradient() -> None:
+def test_a_backward_pass_raises_and_passes_no_gradient() -> None:
     x = X.clone().requires_grad_()
     out = ops.rms_norm(x)
-    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+    with pytest.raises(RuntimeError, match="rms_norm: a backward pass reached this operator"):
         out.sum().backward()
     assert x.grad is None
+
+
+def test_a_backward_pass_that_reaches_a_tensor_written_in_place_raises() -> None:
+    q = torch.rand(3, 2, 8).requires_grad_() * 1
+    ops.head_norm_rope_(q, torch.ones(3, 4), torch.zeros(3, 4))
+    with pytest.raises(RuntimeError, match="head_norm_rope_: a backward pass reached"):
+        q.sum().backward()
+
+
+def test_a_backward_pass_beside_an_operator_works() -> None:
+    x, other = X.clone().requires_grad_(), X.clone().requires_grad_()
+    ops.rms_norm(x)
+    (2 * other).sum().backward()
+    assert torch.equal(other.grad, torch.full_like(X, 2))
+    with torch.no_grad():
+        assert not ops.rms_norm(x).requires_grad
 
 
 EPS = float("1.5e-3")  # an object of its own: the dispatcher would hand over another one

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4 import serving
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.kv_cache.paged_cache import Batch, CacheStep
 from dsv4.layers import quantize_
@@ -317,6 +318,14 @@ def test_samplers_limits() -> None:
         Sampler(temperature=-1)
     with pytest.raises(ValueError, match="top_p is 0"):
         Sampler(top_p=0)
+    with pytest.raises(ValueError, match="temperature is inf"):
+        Sampler(temperature=float("inf"))
+    for name, value in (("temperature", "1"), ("temperature", True), ("top_p", None)):
+        with pytest.raises(TypeError, match=f"{name} is {value!r}, wanted a number"):
+            Sampler(**{name: value})
+    with pytest.raises(TypeError, match=r"generator is int, wanted a torch\.Generator"):
+        Sampler(generator=3)
+    assert serving.Sampler is Sampler
 
 
 def test_the_draft_layer_is_its_formula() -> None:

@@ -31,6 +31,29 @@ def as_dtype(value: Any, what: str = "dtype") -> torch.dtype | None:
     return dtype
 
 
+def as_device(value: Any) -> torch.device:
+    """Return the device of a model, given as such or by name, e.g. ``"cuda:0"``.
+
+    Raises:
+        TypeError: if it is neither a device nor a name.
+        ValueError: if there is no such device, or it is ``"meta"``, which holds no values.
+    """
+    expected = "wanted a device such as 'cuda', 'cuda:0' or 'cpu'"
+    if not isinstance(value, (str, int, torch.device)) or isinstance(value, bool):
+        raise TypeError(f"device is {value!r}, {expected}")
+    try:
+        device = torch.device(value)
+    except RuntimeError as error:
+        raise ValueError(f"device is {value!r}, {expected}") from error
+    if device.type == "meta":
+        raise ValueError(f"device is {value!r}, which holds no values, {expected}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ValueError(f"device is {value!r}, and PyTorch finds {count} GPUs, {expected}")
+    return device
+
+
 def check_reserve(tokens: Any) -> None:
     """Check the argument ``reserve_tokens``.
 

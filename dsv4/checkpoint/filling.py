@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsv4.checkpoint import names
-from dsv4.checkpoint.arguments import as_dtype, name_matcher
+from dsv4.checkpoint.arguments import as_device, as_dtype, name_matcher
 from dsv4.checkpoint.dry_run import dry_run
 from dsv4.checkpoint.module_tree import slots_of
 from dsv4.checkpoint.options import Options
@@ -71,8 +71,9 @@ def fill(
     Raises:
         CheckpointError: counting what is missing, extra, mis-shaped or of the wrong dtype, with
             examples; or naming the first tensor with a bad value.
-        TypeError: if ``dtype`` is not a floating torch.dtype.
-        ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
+        TypeError: if ``device`` is neither a device nor a name.
+        ValueError: if there is no such device, ``dtype`` is not a floating torch.dtype, or
+            ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
     """
     request = FillRequest(
         prefix=prefix,
@@ -123,11 +124,11 @@ class FillRequest:
         An error drops the model, so values are checked while they are written.
 
         Raises:
-            RuntimeError: if ``device`` is no device.
-            TypeError: if ``device`` is None or ``dtype`` is not a floating torch.dtype.
+            TypeError: if ``device`` is neither a device nor a name.
+            ValueError: if there is no such device, or ``dtype`` is not a floating torch.dtype.
         """
         return cls(
-            device=torch.device(device),
+            device=as_device(device),
             dtype=as_dtype(dtype),
             activation=activation,
             mxfp4=mxfp4,
@@ -141,12 +142,13 @@ class FillRequest:
         """Check the arguments and resolve their defaults for a checkpoint.
 
         Raises:
-            TypeError: if ``dtype`` is not a floating torch.dtype.
-            ValueError: if ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
+            TypeError: if ``device`` is neither a device nor a name.
+            ValueError: if there is no such device, ``dtype`` is not a floating torch.dtype, or
+                ``mxfp4``, ``pack`` or ``input_scales`` is unknown.
         """
         dtype = as_dtype(self.dtype)
         choice = PackChoice.of(self.pack, dtype or checkpoint.dtype)
-        device = None if self.device is None else torch.device(self.device)
+        device = None if self.device is None else as_device(self.device)
         mode = mxfp4_mode(self.mxfp4, choice, torch.device("cpu") if device is None else device)
         scales = self.input_scales
         if scales not in ("stored", "token"):

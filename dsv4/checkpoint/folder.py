@@ -66,12 +66,14 @@ def existing(path: str | Path) -> Path:
     """Return a folder that exists.
 
     Raises:
-        MissingCheckpointError: if it does not.
-        CheckpointError: if it is a file.
+        MissingCheckpointError: if it does not, or is a file.
+        TypeError: if ``path`` is neither a str nor a path object of one.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path is {type(path).__name__}, wanted a folder")
-    folder = Path(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(text, str):
+        kind = type(path if isinstance(path, bytes) else text).__name__
+        raise TypeError(f"path is {kind}, wanted a folder: a str or a pathlib.Path")
+    folder = Path(text)
     try:
         mode = folder.stat().st_mode
     except (OSError, ValueError) as error:
@@ -80,7 +82,7 @@ def existing(path: str | Path) -> Path:
             f"there is no folder {str(path)!r}, wanted one with {CONFIG} and safetensors files{why}"
         ) from None
     if not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{folder} is {irregular(mode) or 'a file'}, wanted a folder")
+        raise MissingCheckpointError(f"{folder} is {irregular(mode) or 'a file'}, wanted a folder")
     return folder
 
 

@@ -132,13 +132,14 @@ def load(
         FileNotFoundError: if there is no such folder, or no config.json in it.
         MemoryError: if host memory for experts does not suffice, or cannot be locked; the message
             says how much there is.
-        TypeError: if ``dtype`` is not a floating torch.dtype, ``mtp`` neither None nor a bool, or
+        TypeError: if ``device`` is neither a device nor a name, ``mtp`` neither None nor a bool, or
             ``reserve_tokens`` neither an integer nor None.
         RankError: if another rank failed.
         torch.OutOfMemoryError: if the device has no room for the model and a step.
-        ValueError: if an option is unknown, the model cannot be split over that many ranks, the
-            ranks differ in configuration, options or version, or config.json is not a configuration
-            this package implements.
+        ValueError: if an option is unknown, there is no such device, ``dtype`` is not a floating
+            torch.dtype, the model cannot be split over that many ranks, the ranks differ in
+            configuration, options or version, or config.json is not a configuration this package
+            implements.
     """
     request = LoadRequest(
         path=path,

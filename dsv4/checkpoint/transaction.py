@@ -180,7 +180,10 @@ class Transaction:
 
     def __init__(self, folder: Path, overwrite: bool) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise FileExistsError(f"{folder} or a part of it is a file, wanted a folder") from None
         self._lock = _locked(folder)
         try:
             self._tidy()

@@ -35,7 +35,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "inspect",
         help="what a checkpoint holds",
         description="Print what a checkpoint holds. Reads headers, no tensors.",
-        epilog="python -m dsv4 inspect --preset flash --gpus 4xH100",
+        epilog="example: python -m dsv4 inspect --preset flash --gpus 4xH100",
     )
     verify = commands.add_parser(
         "verify",
@@ -47,7 +47,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     inspect.add_argument(
         "--recipe",
         choices=planner.RECIPES,
-        default=planner.RECIPES[0],
         help="formats of weights that are not there: FP8 (nvidia, default) or NVFP4 linear layers",
     )
     inspect.add_argument(
@@ -101,11 +100,17 @@ def _model(options: argparse.Namespace) -> _Model:
         name = f"{options.path}: config.json without weights"
         config = ModelConfig.from_path(options.path)
     else:
+        if options.recipe is not None:
+            raise ValueError(
+                "--recipe is for --preset, or beside --gpus for a config.json without weights, and "
+                f"PATH is {options.path!r}"
+            )
         with Checkpoint.open(options.path) as checkpoint:
             weights = planner.Weights.of_checkpoint(checkpoint)
             return _Model(checkpoint.config(), weights, list(lines(checkpoint)))
-    weights = planner.Weights.of_config(config, options.recipe)
-    line = f"{name}, formats as {options.recipe!r}, without draft layers"
+    recipe = options.recipe or planner.RECIPES[0]
+    weights = planner.Weights.of_config(config, recipe)
+    line = f"{name}, formats as {recipe!r}, without draft layers"
     return _Model(config, weights, [line])
 
 
@@ -151,7 +156,7 @@ def run_verify(options: argparse.Namespace) -> int:
         raise
     except CheckpointError as error:
         raise RuntimeError(str(error)) from error
-    print(f"{options.path}: {nbytes / 1e9:.2f} GB of tensors are there, fit config.json, finite")
+    print(f"{options.path}: {size_text(nbytes)} of tensors are there, fit config.json, finite")
     return 0
 
 
@@ -182,7 +187,7 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"for speculation: {draft}"
     copy = _head_copy(checkpoint)
     if copy:
-        yield f"an NVFP4 copy of the head for drafts, by default on Hopper: {_size(copy)}"
+        yield f"an NVFP4 copy of the head for drafts, by default on Hopper: {size_text(copy)}"
     groups: dict[str, _Group] = {}
     for entry in checkpoint.entries.values():
         name = str(entry.weight.dtype).removeprefix("torch.")
@@ -190,13 +195,13 @@ def lines(checkpoint: Checkpoint) -> Iterator[str]:
         group.number += 1
         group.nbytes += entry.nbytes
     for name, group in sorted(groups.items(), key=lambda item: -item[1].nbytes):
-        yield f"{name}: {group.number} tensors, {_size(group.nbytes)}"
+        yield f"{name}: {group.number} tensors, {size_text(group.nbytes)}"
     others = {UNKNOWN: checkpoint.stray, **checkpoint.unused}
     for reason, names in others.items():
         if names:
             yield f"{reason}: {len(names)}"
     yield from _files(checkpoint.path)
-    yield f"weights: {_size(checkpoint.nbytes)}, to which the KV cache and a step's memory come"
+    yield f"weights: {size_text(checkpoint.nbytes)}, to which the KV cache and a step's memory come"
     for name, memory in _GPUS.items():
         left = memory - (checkpoint.nbytes + (copy if name in _HOPPER else 0)) / 1e9
         yield f"  {name} ({memory} GB): " + (
@@ -234,7 +239,8 @@ def _head_copy(checkpoint: Checkpoint) -> int:
     return copy_bytes(checkpoint.config()) if plain else 0
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Bytes as text."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes / 1e6:.2f} MB"
 
 

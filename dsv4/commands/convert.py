@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dsv4.commands.checkpoints import size_text
+
 _LAYOUTS = ("nvidia", "deepseek", "transformers", "compressed-tensors", "bf16")
 
 
@@ -33,7 +35,6 @@ def run(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         progress=sys.stderr.isatty(),
     )
-    print(
-        f"{options.target}: {nbytes / 1e9:.2f} GB of tensors in layout {options.layout}, compared"
-    )
+    size = size_text(nbytes)
+    print(f"{options.target}: {size} of tensors in layout {options.layout}, compared")
     return 0

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsv4.commands.ranks import Process, joined_process
+from dsv4.parallel import processes
+from dsv4.parallel.context import TENSOR
 
 if TYPE_CHECKING:
     from dsv4.serving import Runner, SamplingOptions
@@ -22,7 +24,8 @@ _DESCRIPTION = """\
 Continue a text, or answer a message or a conversation.
 
 The answer goes to stdout as it comes, reasoning to stderr, calls of tools to stdout, each a line of
-JSON. Without --temperature and --top-p the checkpoint's generation_config.json decides."""
+JSON. Without --temperature and --top-p the checkpoint's generation_config.json decides; without
+that file both are 1."""
 _EXAMPLES = """\
 examples:
   python -m dsv4 generate DeepSeek-V4-Flash-NVFP4 --prompt "The capital of France is"
@@ -88,7 +91,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     option(
         "--parallel",
         choices=("tp", "dp"),
-        default="tp",
         help="how several processes share the model (tp); dp is for many sequences",
     )
     option(
@@ -139,7 +141,12 @@ def run(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None and options.speculate == "none":
             option = "--" + name.replace("_", "-")
             raise ValueError(f"{option} is given and --speculate none, wanted a draft")
-    with joined_process(_device(options.device), options.parallel) as process:
+    if options.parallel is not None and processes.launched() is None:
+        raise ValueError(
+            f"--parallel is {options.parallel!r} in one process, wanted several, which torchrun "
+            "starts"
+        )
+    with joined_process(_device(options.device), options.parallel or TENSOR) as process:
         _generate(options, task, process)
     return 0
 
@@ -222,9 +229,26 @@ def _task(options: argparse.Namespace) -> Task:
             raise ValueError(
                 f"{folder} has no encoding/encoding_dsv4.py, wanted --effort-table or --no-thinking"
             )
+        if not chat["thinking"] and options.effort_table is not None:
+            raise ValueError("--effort-table is given and --no-thinking, wanted one of the two")
         prompt = chat_prompt(**chat, efforts=efforts)
     number = len(prompt.ids(tokenizer))
+    _check_length(folder, number, sampling.max_new_tokens)
     return Task(tokenizer, efforts, sampling, options.prompt, chat, number)
+
+
+def _check_length(folder: Path, prompt: int, new: int) -> None:
+    """Raise if the model's positions are too few, before its weights are read."""
+    from dsv4.config import ModelConfig
+
+    if not (folder / "config.json").is_file():  # ``load`` says what is missing
+        return
+    most = ModelConfig.from_path(folder).max_position_embeddings
+    if prompt + new > most:
+        raise ValueError(
+            f"--max-new-tokens is {new} and the prompt has {prompt} tokens, wanted at most {most} "
+            "together (max_position_embeddings)"
+        )
 
 
 def _refuse_chat_options(options: argparse.Namespace) -> None:

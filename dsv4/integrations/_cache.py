@@ -163,6 +163,11 @@ class PagedTransformersCache(Cache):
         mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
     ) -> PackedRows:
+        if tokens == 0:
+            raise ValueError(
+                f"dsv4's paged cache: there is no new token, and a row has {self.columns} already, "
+                "wanted a longer prompt, or reset() before another batch"
+            )
         there = self._take_rows(rows)
         lengths, real_tokens = [tokens] * rows, None
         # Padding is on the left: once every row has begun, a single token is no padding.
@@ -214,6 +219,12 @@ class PagedTransformersCache(Cache):
             same = (shown_by(mask[:, 0]) == allowed) | ~real.unsqueeze(2)
             masked = same.all() & ~is_bias(mask)
         if position_ids is not None:
+            shape = tuple(position_ids.shape)
+            if shape not in (tuple(real.shape), (1, tokens)):
+                raise ValueError(
+                    f"dsv4's paged cache: position_ids has shape {list(shape)}, wanted "
+                    f"{list(real.shape)} or [1, {tokens}]"
+                )
             columns = torch.arange(tokens, device=real.device) + self.columns
             packed = starts.unsqueeze(1) + real.long().cumsum(1) - 1
             in_columns = (position_ids == columns).all()

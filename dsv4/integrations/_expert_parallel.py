@@ -99,13 +99,17 @@ class Distribution:
 
         Raises:
             ImportError: if transformers is older than 5.24.
+            TypeError: if it is neither a ``DistributedConfig`` nor a dict.
             ValueError: if it asks for what is not supported, or the ranks differ in configuration
                 or version; nothing is allocated then.
         """
         register()
-        if isinstance(distributed, dict):
-            from transformers.distributed import DistributedConfig
+        from transformers.distributed import DistributedConfig
 
+        if not isinstance(distributed, (dict, DistributedConfig)):
+            kind = type(distributed).__name__
+            raise TypeError(f"distributed_config is {kind}, wanted a DistributedConfig")
+        if isinstance(distributed, dict):
             distributed = DistributedConfig.from_dict(distributed)
         reason = unsupported(distributed, config, parts)
         if reason is not None:

@@ -210,9 +210,10 @@ def from_pretrained(
         ImportError: if transformers is not installed, or, with ``distributed_config``, older than
             5.24.
         CheckpointError: if the checkpoint is damaged or contradicts its configuration.
-        TypeError: if transformers' forwards have arguments that are not known here.
-        ValueError: if an option is unknown or config.json is not a configuration this package
-            implements.
+        TypeError: if transformers' forwards have arguments that are not known here, or ``device``
+            is neither a device nor a name.
+        ValueError: if an option is unknown, there is no such device, or config.json is not a
+            configuration this package implements.
     """
     from dsv4.checkpoint.arguments import check_reserve
     from dsv4.checkpoint.filling import FillRequest

@@ -138,6 +138,7 @@ class DeepseekV4Attention(FixedDtypeModule):
         else:
             if position_ids is None:
                 position_ids = following_positions(hidden_states, past, self.layer_idx)
+            _check_positions(position_ids, hidden_states)
             tables = tables or self.rotary_emb(hidden_states, position_ids, label)
             out = self._up(
                 self._attend_dense(hidden_states, tables, position_ids, attention_mask, past)
@@ -371,6 +372,16 @@ def following_positions(x: torch.Tensor, past: Any, layer_idx: int = 0) -> torch
     """Return positions ``[1, S]`` of the tokens ``x [B, S, ...]``, after a transformers cache's."""
     seen = 0 if past is None else past.get_seq_length(layer_idx)
     return (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+
+
+def _check_positions(position_ids: torch.Tensor, hidden_states: torch.Tensor) -> None:
+    batch, tokens = hidden_states.shape[:2]
+    shape = tuple(position_ids.shape)
+    if shape not in ((batch, tokens), (1, tokens), (tokens,)):
+        raise ValueError(
+            f"DeepseekV4Attention: position_ids has shape {list(shape)}, wanted [{batch}, {tokens}]"
+            f" or [1, {tokens}], one for each token"
+        )
 
 
 def _refuse_with_step(position_ids: torch.Tensor | None, mask: torch.Tensor | None) -> None:

@@ -21,15 +21,22 @@ class DeepseekV4RotaryEmbedding(nn.Module):
     parameters and no buffers: the frequencies follow from the configuration, so building on the
     meta device loses nothing. Each device on which they were used keeps a copy, because nothing can
     be copied from the host while a CUDA graph is captured.
+
+    Args:
+        config: ``ModelConfig``, or transformers' ``DeepseekV4Config``.
+        device: Device that gets its copy now; None: each gets one when it is used first.
     """
 
-    def __init__(self, config: Any, device: torch.device | None = None) -> None:
+    def __init__(self, config: Any, device: torch.device | str | None = None) -> None:
         super().__init__()
         config = ModelConfig.of(config)
         self.parameters_of = {"main": config.rope_main, "compress": config.rope_compress}
         self.numerics = config.numerics
         self._own_values: dict[str, torch.Tensor] = {}
         self._frequencies: dict[tuple[torch.device, str], torch.Tensor] = {}
+        if device is not None:
+            for label in LABELS:
+                self.inv_freq(torch.device(device), label)
 
     def set_inv_freq(self, layer_type: str, values: torch.Tensor) -> None:
         """Use these inverse frequencies instead of the configuration's.

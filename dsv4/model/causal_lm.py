@@ -341,7 +341,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         Args:
             prompts: Token ids per sequence, at least one each.
             max_new_tokens: Most tokens to add, 0 and up.
-            sampler: Sampler, whose generator draws a seed for each prompt; None is greedy.
+            sampler: A ``dsv4.serving.Sampler``, whose generator draws a seed for each prompt; None
+                is greedy.
             stop_ids: Tokens that end a sequence, kept in the output; the default is the
                 configuration's ``eos_token_id``.
             chunk: Most prompt tokens per step; the default is that of ``max_chunk`` of

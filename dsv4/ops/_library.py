@@ -13,8 +13,8 @@ operators is therefore not seen in plain eager mode: another way to run an opera
 
 Every schema ends in ``str backend`` and has no default values (torch drops trailing defaults before
 it calls a Python implementation, which would shift the arguments). Inference only: no autograd
-formula is registered, so torch warns when a backward pass reaches an operator, and no gradient
-passes through it.
+formula is registered. torch alone would warn when a backward pass reaches an operator and leave its
+gradients out, so results that require a gradient get a hook that raises (``_refuse_gradients``).
 """
 
 from __future__ import annotations
@@ -332,6 +332,8 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
     schema_types = [str(argument.real_type) for argument in registered._schema.arguments]
     declared = [_in_python(kind) for kind in schema_types[: len(operation.record._fields)]]
     tensors = [i for i, kinds in enumerate(declared) if torch.Tensor in kinds]
+    aliases = [argument.alias_info for argument in registered._schema.arguments]
+    written = [i for i, alias in enumerate(aliases) if alias is not None and alias.is_write]
     as_declared: set[tuple[type, ...]] = set()
 
     def call(args: Any, backend: str, out: torch.Tensor | None = None, reserve_sms: int = 0) -> Any:
@@ -363,11 +365,31 @@ def _register(operation: Operation, fake: Callable[..., Any]) -> Call[Any, Any]:
         return dispatch.run(op, args, backend, None, reserve_sms)
 
     def through_torch(args: Any, backend: str, out: torch.Tensor | None) -> Any:
-        if operation.has_out:
-            return registered(*args, out, backend)
-        return registered(*args, backend)
+        flat = (*args, out, backend) if has_out else (*args, backend)
+        if not _is_grad_enabled() or torch.compiler.is_compiling():
+            return registered(*flat)
+        # Before the call: torch does not know afterwards what a view written in place came from.
+        _refuse_gradients(name, [flat[i] for i in written])
+        results = registered(*flat)
+        _refuse_gradients(name, results if type(results) is tuple else (results,))
+        return results
 
     return call
+
+
+def _refuse_gradients(name: str, tensors: Sequence[Any]) -> None:
+    """Make a backward pass that reaches one of these tensors of an operator raise."""
+
+    def refuse(gradient: torch.Tensor) -> None:
+        raise RuntimeError(
+            f"dsv4.ops.{name}: a backward pass reached this operator, which is for inference "
+            "only and has no gradient; wanted torch.no_grad(), or requires_grad_(False) of what "
+            "needs no gradient"
+        )
+
+    for tensor in tensors:
+        if type(tensor) is torch.Tensor and tensor.requires_grad:
+            tensor.register_hook(refuse)
 
 
 def _in_python(declared: str) -> tuple[type, ...]:

@@ -315,7 +315,9 @@ def plan(config: ModelConfig, weights: Weights, machine: Machine, mode: str) -> 
     """
     if mode not in MODES:
         raise ValueError(f"mode is {mode!r}, wanted one of {', '.join(MODES)}")
-    refused = _indivisible(config, machine.ranks, mode) or _cut(weights, machine, mode)
+    refused = None
+    if machine.ranks > 1:  # one rank cuts nothing
+        refused = _indivisible(config, machine.ranks, mode) or _cut(weights, machine, mode)
     if refused is not None:
         return Plan(machine, mode, refused)
     of_rank = weights.of_rank(machine.ranks, mode)

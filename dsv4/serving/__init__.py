@@ -14,6 +14,7 @@ _LAZY = {
     "Request": "request",
     "RequestError": "request",
     "Runner": "runner",
+    "Sampler": "sampling",
     "SamplingOptions": "options",
     "TokenLogprobs": "request",
     "prepare": "kept_runner",
@@ -26,6 +27,7 @@ __all__ = [
     "Request",
     "RequestError",
     "Runner",
+    "Sampler",
     "SamplingOptions",
     "TokenLogprobs",
     "prepare",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:  # the same names as in _LAZY, so that type checkers see them
     from dsv4.serving.request import RequestError as RequestError
     from dsv4.serving.request import TokenLogprobs as TokenLogprobs
     from dsv4.serving.runner import Runner as Runner
+    from dsv4.serving.sampling import Sampler as Sampler
 
 
 def __getattr__(name: str) -> Any:

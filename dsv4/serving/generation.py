@@ -57,7 +57,8 @@ def generate(
     with reported(own):
         sampler = Sampler() if sampler is None else sampler
         if not isinstance(sampler, Sampler):
-            raise TypeError(f"generate: sampler is {type(sampler).__name__}, wanted a Sampler")
+            kind = type(sampler).__name__
+            raise TypeError(f"generate: sampler is {kind}, wanted a Sampler of dsv4.serving")
     if model.parallel is not None and not shares:
         with reported(model.parallel):
             values = {"max_new_tokens": max_new_tokens, "stop_ids": stops, "chunk": chunk}

@@ -107,6 +107,10 @@ class RunnerRequest:
 
     def _verification(self) -> Verification:
         if self.verify is not None:
+            if not callable(self.verify):
+                raise TypeError(f"Runner: verify is {self.verify!r}, wanted a function or None")
+            if self.speculate is None:
+                raise ValueError("Runner: verify is given and speculate None, wanted a method, too")
             return self.verify
         return same_draws if self.deterministic else verify_sampled
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ class Sampler:
         generator: Source of randomness, on the logits' device; None for torch's own.
 
     Raises:
-        ValueError: if ``temperature`` is negative or ``top_p`` is not in (0, 1].
+        TypeError: if one of them is of another type.
+        ValueError: if ``temperature`` is negative or infinite, or ``top_p`` is not in (0, 1].
     """
 
     temperature: float = 0.0
@@ -25,7 +27,14 @@ class Sampler:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"Sampler: {name} is {value!r}, wanted a number")
+        if self.generator is not None and not isinstance(self.generator, torch.Generator):
+            kind = type(self.generator).__name__
+            raise TypeError(f"Sampler: generator is {kind}, wanted a torch.Generator")
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(f"Sampler: temperature is {self.temperature}, wanted 0 or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"Sampler: top_p is {self.top_p}, wanted more than 0 and at most 1")

@@ -9,7 +9,7 @@ from dsv4.config.json_file import parse, read_bytes
 from dsv4.serving.options import SamplingOptions
 
 FILE = "generation_config.json"
-_FIELDS = ("temperature", "top_p", "top_k")
+_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(folder: str | Path) -> SamplingOptions:
@@ -27,7 +27,8 @@ def sampling_defaults(folder: str | Path) -> SamplingOptions:
     if own.get("top_k") == 0:  # transformers writes 0 for all tokens
         del own["top_k"]
     if values.get("do_sample") is False:
-        own = {"temperature": 0.0}
+        penalty = {name: value for name, value in own.items() if name == "repetition_penalty"}
+        own = {"temperature": 0.0, **penalty}
     try:
         return SamplingOptions(**{"temperature": 1.0, **own})
     except (TypeError, ValueError) as error:

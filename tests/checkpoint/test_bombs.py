@@ -17,7 +17,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dsv4.checkpoint import Checkpoint, CheckpointError, MissingCheckpointError, load, save
+from dsv4.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    MissingCheckpointError,
+    fill,
+    load,
+    save,
+)
 from dsv4.config import ModelConfig, json_file
 from tests.checkpoint.cases import SMALL, edit, make_model
 
@@ -284,8 +291,32 @@ def test_a_folder_that_is_not_there(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="file is a file, wanted a folder"):
         load(tmp_path / "file")
+    with pytest.raises(TypeError, match="path is bytes, wanted a folder"):
+        load(bytes(tmp_path), progress=False)
     with pytest.raises(TypeError, match="path is int, wanted a folder"):
         load(3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="names GPUs that are not there")
+def test_devices_that_are_not_there(folder):
+    for device in ("cuda", "cuda:7", torch.device("cuda")):
+        with pytest.raises(ValueError, match=r"device is .*cuda.*, and PyTorch finds 0 GPUs"):
+            load(folder, device=device, progress=False)
+
+
+def test_devices_by_name(folder):
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert load(folder, device=device, progress=False).device.type == "cpu"
+    for device in ("gpu", "", "cuda:x"):
+        with pytest.raises(ValueError, match=f"device is '{device}', wanted a device such as"):
+            load(folder, device=device, progress=False)
+    with pytest.raises(ValueError, match="device is 'meta', which holds no values"):
+        load(folder, device="meta", progress=False)
+    for wrong in (None, 1.5, True, ["cpu"]):
+        with pytest.raises(TypeError, match=r"device is .*, wanted a device such as"):
+            load(folder, device=wrong, progress=False)
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(ValueError, match="device is 'gpu'"):
+        fill(torch.nn.Module(), checkpoint, device="gpu", progress=False)
 
 
 def test_dtypes_by_name(folder):

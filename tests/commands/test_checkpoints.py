@@ -87,6 +87,39 @@ def test_a_missing_tensor_is_status_1(folder, capsys):
     assert "python -m dsv4 verify: " in capsys.readouterr().err
 
 
+def test_one_gpu_cuts_nothing(folder, capsys):
+    """The blocks of a small matrix need not be whole."""
+    assert command_line.main(["inspect", str(folder), "--gpus", "H200"]) == 0
+    assert "tp: fits, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--gpus", "H200"]])
+def test_a_recipe_beside_weights_is_refused(folder, more, capsys):
+    assert command_line.main(["inspect", str(folder), "--recipe", "nvfp4", *more]) == 2
+    assert "--recipe is for --preset" in capsys.readouterr().err
+
+
+def test_a_recipe_of_what_is_not_there(capsys):
+    for recipe in ("nvidia", "nvfp4"):
+        arguments = ["inspect", "--preset", "flash", "--gpus", "2xH200", "--recipe", recipe]
+        assert command_line.main(arguments) == 0
+        assert f"formats as '{recipe}'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_is_status_2(command, folder, capsys):
+    assert command_line.main([command, str(folder / "config.json")]) == 2
+    assert "config.json is a file, wanted a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["file", "file/below"])
+def test_a_target_that_is_a_file_is_named(folder, target, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert command_line.main(["convert", str(folder), str(tmp_path / target)]) == 2
+    assert f"{target} or a part of it is a file, wanted a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == ""
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_no_checkpoint_is_status_2(command, tmp_path, capsys):
     assert command_line.main([command, str(tmp_path / "none")]) == 2

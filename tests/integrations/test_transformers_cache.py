@@ -281,6 +281,18 @@ def test_a_failed_first_forward_keeps_no_rows() -> None:
     assert cache.paged.lengths.tolist() == [3, 0]
 
 
+def test_a_prompt_that_the_cache_holds_already_is_refused() -> None:
+    """transformers passes what follows the cache's tokens: nothing."""
+    model, config = swapped()
+    cache, ids = paged_cache(model, max_tokens=64), ids_of(config, 1, 3)
+    options = {**GREEDY, "past_key_values": cache}
+    first = model.generate(ids, **options)
+    with pytest.raises(ValueError, match=r"no new token, and a row has 8 already.*reset\(\)"):
+        model.generate(ids, **options)
+    cache.reset()
+    assert torch.equal(model.generate(ids, **options), first)
+
+
 def test_a_failed_forward_that_cannot_be_undone_has_to_be_reset() -> None:
     model, config = swapped()
     ids = ids_of(config, 1, 9)

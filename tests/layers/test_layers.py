@@ -382,6 +382,25 @@ def test_attention_refuses_a_mask_that_does_not_fit() -> None:
         attention(x, attention_mask=torch.zeros(1, 1, 2, 3))
 
 
+@given(st.integers(0, 3), st.integers(0, 5), st.lists(st.integers(0, 6), max_size=3))
+@settings(max_examples=20)
+def test_positions_have_a_shape_that_the_tokens_have(batch: int, tokens: int, shape: list) -> None:
+    attention = layers.DeepseekV4Attention(CONFIG, 0).requires_grad_(False)
+    x = torch.zeros(batch, tokens, CONFIG.hidden_size)
+    positions = torch.zeros(shape, dtype=torch.int64)
+    if tuple(shape) in ((batch, tokens), (1, tokens), (tokens,)):
+        assert attention(x, position_ids=positions)[0].shape == x.shape
+        return
+    with pytest.raises(ValueError, match=r"position_ids has shape \[.*\], wanted \["):
+        attention(x, position_ids=positions)
+
+
+def test_a_rotary_embedding_makes_its_frequencies_on_the_device_that_is_named() -> None:
+    assert not layers.DeepseekV4RotaryEmbedding(CONFIG)._frequencies
+    made = layers.DeepseekV4RotaryEmbedding(CONFIG, device="cpu")
+    assert {*made._frequencies} == {(torch.device("cpu"), label) for label in ("main", "compress")}
+
+
 def test_constructors_refuse() -> None:
     with pytest.raises(ValueError, match="bias is True"):
         layers.Linear(4, 4, bias=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.serving import Runner, SamplingOptions, kept_runner, release
+from dsv4.serving.drafting import same_draws
 from dsv4.serving.generation import generate
 from dsv4.serving.kept_runner import KeptRunner
 from dsv4.serving.sampling import Sampler
@@ -42,6 +43,13 @@ def test_generate_is_the_plain_loop() -> None:
     assert generate(model, [], 9) == []
     with pytest.raises(TypeError, match="sampler is function, wanted a Sampler"):
         generate(model, [[1]], 2, sampler=lambda logits: logits.argmax(-1))
+
+
+def test_a_verification_without_drafts_is_refused() -> None:
+    with pytest.raises(TypeError, match="verify is 'x', wanted a function or None"):
+        Runner(ToyModel(), max_sequences=1, max_tokens=8, verify="x")
+    with pytest.raises(ValueError, match="verify is given and speculate None, wanted a method"):
+        Runner(ToyModel(), max_sequences=1, max_tokens=8, verify=same_draws, speculate=None)
 
 
 def test_a_generator_decides_what_is_drawn() -> None:

@@ -22,6 +22,14 @@ from dsv4.text.defaults import sampling_defaults
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.95}, {"temperature": 0.0}),
         ({"top_k": 0, "top_p": None}, {"temperature": 1.0}),
         ({"top_k": 20, "bos_token_id": 0}, {"temperature": 1.0, "top_k": 20}),
+        (
+            {"min_p": 0.1, "repetition_penalty": 1.2},
+            {"temperature": 1.0, "min_p": 0.1, "repetition_penalty": 1.2},
+        ),
+        (
+            {"do_sample": False, "min_p": 0.1, "repetition_penalty": 1.2},
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+        ),
     ],
 )
 def test_what_a_checkpoint_asks_for(values, expected, tmp_path):
