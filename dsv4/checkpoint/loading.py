@@ -107,10 +107,12 @@ def load(
             nothing; kernels are compiled at their first launch. Without memory for it, or where a
             capture fails, a warning says so, and the first ``generate`` does it.
         progress: Whether to show progress on stderr; on several ranks rank 0 does.
-        device_mesh: For a model on several GPUs or processes, a one-dimensional ``DeviceMesh`` of
+        device_mesh: For a model on several GPUs or processes, a ``DeviceMesh`` of
             ``torch.distributed``, a ``ProcessGroup``, or a ``ParallelContext`` with a group of
-            your own, beside ``parallel``. Each rank calls ``load`` with the same arguments, and
-            reads and holds its share alone.
+            your own, beside ``parallel``. The mesh has one dimension, or ``"dp"`` and ``"tp"``:
+            then, with ``parallel="tp"``, the ranks of a row share a model, and rows are
+            independent. Each rank calls ``load`` with the same arguments, and reads and holds its
+            share alone.
         parallel: ``"tp"``: attention is split by heads, the routed experts in ranges, the shared
             expert by its intermediate size, embedding and head by the vocabulary
             (``dsv4.parallel.split``); the KV cache is on every rank. ``"dp"``: each rank has
@@ -141,24 +143,25 @@ def load(
             configuration, options or version, or config.json is not a configuration this package
             implements.
     """
-    request = LoadRequest(
-        path=path,
-        values=FillRequest.of_new_model(
-            device,
-            dtype,
-            activation,
-            mxfp4=mxfp4,
-            pack=pack,
-            input_scales=input_scales,
-            progress=progress,
-        ),
-        numerics=numerics,
-        mtp=mtp,
-        reserve_tokens=reserve_tokens,
-        prepare=prepare,
-        host_experts=host_experts,
-    )
-    request.check()
+    with rank_loading.arguments_checked(device_mesh, parallel):
+        request = LoadRequest(
+            path=path,
+            values=FillRequest.of_new_model(
+                device,
+                dtype,
+                activation,
+                mxfp4=mxfp4,
+                pack=pack,
+                input_scales=input_scales,
+                progress=progress,
+            ),
+            numerics=numerics,
+            mtp=mtp,
+            reserve_tokens=reserve_tokens,
+            prepare=prepare,
+            host_experts=host_experts,
+        )
+        request.check()
     context = rank_loading.context_of(request, device_mesh, parallel)
     request = rank_loading.request_of_rank(request, context)
     with reported(context):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,18 @@ def context_of(request: LoadRequest, mesh: Any, parallel: str | None) -> Paralle
                 "host_experts=None on several ranks"
             )
     return context
+
+
+@contextmanager
+def arguments_checked(mesh: Any, parallel: str | None) -> Iterator[None]:
+    """Tell the other ranks, if there are any, of an error in the block, which checks arguments."""
+    if mesh is None:
+        yield
+        return
+    from dsv4.parallel import process_group  # imports torch.distributed
+
+    with process_group.announced(mesh, parallel):
+        yield
 
 
 def request_of_rank(request: LoadRequest, context: ParallelContext | None) -> LoadRequest:

@@ -8,13 +8,13 @@ that was killed, whose connections the system closes.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -23,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 from dsv4.parallel import multicast
-from dsv4.parallel.context import MODES, ParallelContext, RankError
+from dsv4.parallel.context import MODES, TENSOR, ParallelContext, RankError
 from dsv4.parallel.gather import pushed_gather
 from dsv4.parallel.mailboxes import Mailbox
+from dsv4.parallel.meeting import Meeting, named
 from dsv4.parallel.peer_watch import PeerWatch, connected
 
 # Seconds that a rank waits for the others inside a step. Between steps it waits for longer, because
 # rank 0 may have no requests.
 STEP_PATIENCE = 45.0
 _IDLE_PATIENCE = timedelta(days=7)
-_MEETING_PATIENCE = 300.0  # seconds between the calls of ``load`` of two ranks
 _POLL = timedelta(seconds=0.5)  # time between two looks at the store
 _GRACE = 5.0  # seconds until connections to a rank that failed are closed
 _INLINE = 4096  # bytes of a host value that need no second message
@@ -45,17 +45,52 @@ def context_of(
     """Return this rank's context for the arguments of ``dsv4.load``; None for one process.
 
     Args:
-        device_mesh: A one-dimensional ``DeviceMesh``, a ``ProcessGroup``, a ``ParallelContext``,
-            or None.
+        device_mesh: A ``DeviceMesh`` of one dimension, or of ``"dp"`` and ``"tp"``; a
+            ``ProcessGroup``, a ``ParallelContext``, or None.
         parallel: ``"tp"``, ``"dp"``, or None.
         device: Device of the model.
 
     Raises:
         TypeError: if ``device_mesh`` is none of these.
-        ValueError: if one of the two is missing, ``parallel`` is unknown, the mesh has several
+        RankError: if another rank failed, or does not call this.
+        ValueError: if one of the two is missing, ``parallel`` is unknown, the mesh has other
             dimensions, is of another kind of device or without this process, or the environment
             asks for NVLink multicast.
     """
+    with announced(device_mesh, parallel):
+        group = _group_of_arguments(device_mesh, parallel, device)
+    if group is None or isinstance(group, ParallelContext):
+        return group
+    if group.size() == 1:
+        return None
+    own = DistributedGroup(group)
+    if device.type == "cuda":
+        own.watch_peers()
+    assert parallel is not None, "a group has a mode"
+    return ParallelContext(group.rank(), group.size(), own, parallel)
+
+
+@contextmanager
+def announced(device_mesh: Any, parallel: str | None) -> Iterator[None]:
+    """Tell the ranks that call ``context_of`` of an error in the block, which comes before it.
+
+    Without it they would wait for this rank. They raise ``RankError``; all can try again.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(device_mesh, ParallelContext):
+            device_mesh.group.report(error)
+        else:
+            group = _group_or_none(device_mesh, parallel)
+            if group is not None and group.size() > 1:
+                with contextlib.suppress(RuntimeError):  # the store's process may be gone
+                    Meeting.next_of(group).fail(named(error))
+        raise
+
+
+def _group_of_arguments(device_mesh: Any, parallel: str | None, device: torch.device) -> Any:
+    """Return the process group, a ``ParallelContext``, or None for one process."""
     if parallel is not None and parallel not in MODES:
         reason = ": NVLink multicast is never used" if parallel == "multicast" else ""
         raise ValueError(f"parallel is {parallel!r}, wanted 'tp', 'dp' or None{reason}")
@@ -68,13 +103,7 @@ def context_of(
     if isinstance(device_mesh, ParallelContext):
         return replace(device_mesh, mode=parallel)
     _refuse_multicast(device)
-    group = _process_group(device_mesh, parallel, device)
-    if group.size() == 1:
-        return None
-    own = DistributedGroup(group)
-    if device.type == "cuda":
-        own.watch_peers()
-    return ParallelContext(group.rank(), group.size(), own, parallel)
+    return _process_group(device_mesh, parallel, device)
 
 
 def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
@@ -85,12 +114,7 @@ def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
             f"device_mesh is {type(mesh).__name__}, wanted a torch.distributed DeviceMesh or a "
             "ProcessGroup"
         )
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ()
-        raise ValueError(
-            f"device_mesh has {mesh.ndim} dimensions {tuple(names)}, wanted one, for instance "
-            f"device_mesh[{parallel!r}]"
-        )
+    name = _dimension(mesh, parallel)
     if mesh.device_type != device.type:
         raise ValueError(
             f"device_mesh is of {mesh.device_type} and device is {device}, wanted the same kind"
@@ -100,7 +124,43 @@ def _process_group(mesh: Any, parallel: str, device: torch.device) -> Any:
             f"device_mesh has the ranks {mesh.mesh.flatten().tolist()}, wanted one with this "
             f"process, rank {dist.get_rank()}"
         )
-    return mesh.get_group()
+    return mesh.get_group(name)
+
+
+def _dimension(mesh: Any, parallel: str) -> str | int:
+    """Return the dimension of a mesh whose ranks share the model.
+
+    With ``"tp"`` each row of the dimension ``"dp"`` has a whole model, and rows know nothing of
+    each other. With ``"dp"`` attention is whole on every rank, so ``"tp"`` must be one rank.
+    """
+    if mesh.ndim == 1:
+        return 0
+    if parallel not in MODES:
+        raise ValueError(f"parallel is {parallel!r}, wanted one of {', '.join(MODES)}")
+    names = tuple(mesh.mesh_dim_names or ())
+    if sorted(names) != sorted(MODES):
+        raise ValueError(
+            f"device_mesh has {mesh.ndim} dimensions {names}, wanted one, or ('dp', 'tp')"
+        )
+    tensor_ranks = mesh.size(names.index(TENSOR))
+    if parallel != TENSOR and tensor_ranks > 1:
+        raise ValueError(
+            f"parallel is {parallel!r} and device_mesh has {tensor_ranks} ranks in dimension "
+            f"'{TENSOR}', wanted 1, because attention is not split then; or parallel='{TENSOR}'"
+        )
+    return parallel
+
+
+def _group_or_none(mesh: Any, parallel: str | None) -> Any:
+    """Return the process group that other ranks have for their arguments; None: not known."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh) or mesh.get_coordinate() is None:
+        return None
+    for mode in (parallel, TENSOR):  # this rank's may be wrong
+        with contextlib.suppress(ValueError):
+            return mesh.get_group(_dimension(mesh, mode or TENSOR))
+    return None
 
 
 def _refuse_multicast(device: torch.device) -> None:
@@ -133,37 +193,19 @@ class DistributedGroup:
         """Make the groups for host values; every rank of ``group`` does so at the same time."""
         self._rank = group.rank()
         self._size = group.size()
-        self._store = _store()
         self._group = group
         self.name: str = group.group_name
         self.mailbox: Mailbox | None = None
         self.watch: PeerWatch | None = None
-        # How often this rank made an object for the group; the same number on all of its ranks.
-        members = "-".join(map(str, dist.get_process_group_ranks(group)))
-        count = self._store.add(f"dsv4/{members}/made by {self._rank}", 1)
-        prefix = f"dsv4/{members}/{count}"
-        self._key = f"{prefix}/failed"
+        self._meeting = Meeting.next_of(group)
         self._failure: RankError | None = None
-        self._meet(prefix)
+        self._meeting.wait()
         # Both have time limits of their own, whatever those of the caller's group are.
-        self._steps = self._gloo(f"{prefix}/steps", timedelta(seconds=STEP_PATIENCE))
-        self._control = self._gloo(f"{prefix}/control", _IDLE_PATIENCE)
+        self._steps = self._gloo("steps", timedelta(seconds=STEP_PATIENCE))
+        self._control = self._gloo("control", _IDLE_PATIENCE)
 
-    def _meet(self, prefix: str) -> None:
-        """Wait until all ranks are here."""
-        keys = [f"{prefix}/here/{rank}" for rank in range(self._size)]
-        self._store.set(keys[self._rank], "here")
-        try:
-            self._store.wait(keys, timedelta(seconds=_MEETING_PATIENCE))
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise RankError(
-                f"ranks {absent} did not come within {_MEETING_PATIENCE:.0f} s, wanted all "
-                f"{self._size} ranks of the device_mesh"
-            ) from error
-
-    def _gloo(self, prefix: str, timeout: timedelta) -> Any:
-        store = dist.PrefixStore(prefix, self._store)
+    def _gloo(self, name: str, timeout: timedelta) -> Any:
+        store = dist.PrefixStore(f"{self._meeting.prefix}/{name}", self._meeting.store)
         return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=timeout)
 
     def __getstate__(self) -> Any:
@@ -229,11 +271,8 @@ class DistributedGroup:
     def report(self, error: BaseException) -> None:
         """Tell the others that this rank failed, and close its connections."""
         if self._failure is None:
-            record = {"rank": self._rank, "error": f"{type(error).__name__}: {error}"}
-            with contextlib.suppress(RuntimeError):  # the store's process may be gone
-                if not self._store.check([self._key]):
-                    self._store.set(self._key, json.dumps(record))
-            self._close(RankError(f"this rank failed before, with {record['error']}"))
+            self._meeting.fail(named(error))
+            self._close(RankError(f"this rank failed before, with {named(error)}"))
 
     def abandon(self, device: torch.device) -> None:
         """End kernels that still run on the GPU after some seconds, because they wait for a rank.
@@ -289,7 +328,7 @@ class DistributedGroup:
                 except RuntimeError:
                     if work.is_completed():
                         raise
-                if failed_at is None and self._store.check([self._key]):
+                if failed_at is None and self._meeting.has_failed():
                     failed_at = time.monotonic()
                 if failed_at is not None and time.monotonic() - failed_at > _GRACE:
                     raise RuntimeError("it waits for a rank that failed")
@@ -303,21 +342,15 @@ class DistributedGroup:
         try:
             # The failing rank's neighbours may see its closed connection before its report.
             deadline = time.monotonic() + _POLL.total_seconds()
-            while not self._store.check([self._key]) and time.monotonic() < deadline:
+            while not self._meeting.has_failed() and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if self._store.check([self._key]):
-                record = json.loads(self._store.get(self._key))
-                rank = int(record["rank"])
-                return RankError(f"rank {rank} failed: {record['error']}", failed=rank)
+            failure = self._meeting.failure()
+            if failure is not None:
+                return failure
         except RuntimeError as gone:  # the store's process, too
             error = gone
         first = str(error).partition("\n")[0]
-        record = {
-            "rank": self._rank,
-            "error": f"RankError: a rank ended or did not answer: {first}",
-        }
-        with contextlib.suppress(RuntimeError):
-            self._store.set(self._key, json.dumps(record))
+        self._meeting.fail(f"RankError: a rank ended or did not answer: {first}")
         return RankError(
             f"a rank ended without a report, or did not answer for {STEP_PATIENCE:.0f} s, as rank "
             f"{self._rank} sees it: {first}"
@@ -337,13 +370,6 @@ def _is_idle(device: torch.device, seconds: float) -> bool:
     except RuntimeError:  # of a kernel that ended with an error
         return True
     return True
-
-
-def _store() -> Any:
-    """Return the store that the processes met in; torch has no public function for it."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()
 
 
 def _head(data: bytes) -> torch.Tensor:

@@ -25,7 +25,6 @@ from dsv4 import __main__ as command_line
 from dsv4.bench import environment
 from dsv4.bench.cli import main as bench_main
 from dsv4.parallel import process_group
-from dsv4.parallel.context import RankError
 from dsv4.parallel.guard import guard
 from dsv4.parallel.reduce import all_reduce
 from dsv4.serving import Runner
@@ -45,7 +44,8 @@ def start(rank: int, size: int, folder: str, last: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     report: dict[str, Any] = {}
     file = path / f"rank{rank}.pt"
-    checks = [tensors, whole_life, command, several_requests, meshes, own_tokens]
+    checks = [tensors, whole_life, command, several_requests, meshes, copies]
+    checks += [own_tokens]
     checks += [bench] * (size == 2) + FAILURES[last]
     try:
         for check in checks:
@@ -157,16 +157,41 @@ def meshes(path: Path, rank: int, size: int) -> Any:
     """Meshes that are refused, a process group, and a group of one."""
     messages = []
     both = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "tp"))
-    for parallel in ("tp", "dp"):
-        for changes in ({"device_mesh": both}, {"device": "cuda"}):
-            try:
-                loaded(path, size, parallel=parallel, **changes)
-            except ValueError as error:
-                messages.append(str(error))
+    other = dist.init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "tp"))
+    unnamed = dist.init_device_mesh("cpu", (1, size))
+    for changes in (
+        {"device_mesh": other},
+        {"device_mesh": unnamed},
+        {"device_mesh": both, "parallel": "dp"},
+    ):
+        try:
+            loaded(path, size, **changes)
+        except ValueError as error:
+            messages.append(str(error))
+    assert loaded(path, size, device_mesh=both).parallel.size == size
     assert loaded(path, size, device_mesh=both["tp"]).parallel.size == size
     assert loaded(path, size, device_mesh=both["dp"]).parallel is None
     assert loaded(path, size, device_mesh=dist.group.WORLD).parallel.rank == rank
     return messages
+
+
+def copies(path: Path, rank: int, size: int) -> Any:
+    """A mesh of two rows: each has a model, and prompts of its own.
+
+    The first row goes through a step more than the second, which does not wait for it. With one
+    rank in ``"tp"`` the mesh is also one for ranks with tokens of their own.
+    """
+    rows = dist.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "tp"))
+    row = rows.get_local_rank("dp")
+    model = loaded(path, size, device_mesh=rows, dtype="float32")
+    shape = (1, 0) if model.parallel is None else (model.parallel.size, model.parallel.rank)
+    assert shape == (size // 2, rows.get_local_rank("tp"))
+    tokens = model.generate(PROMPTS[row:], NEW - row, stop_ids=[])
+    own = None
+    if size == 2:
+        context = loaded(path, size, device_mesh=rows, parallel="dp").parallel
+        own = (context.rank, context.size)
+    return row, tokens, own
 
 
 def _failed(action: Callable[[], Any]) -> tuple[str, str, float]:
@@ -174,7 +199,7 @@ def _failed(action: Callable[[], Any]) -> tuple[str, str, float]:
     began = time.monotonic()
     try:
         action()
-    except (RankError, ZeroDivisionError, FileNotFoundError, RuntimeError) as error:
+    except (ValueError, ZeroDivisionError, FileNotFoundError, RuntimeError) as error:
         return type(error).__name__, str(error), time.monotonic() - began
     raise AssertionError("it did not fail")
 
@@ -190,6 +215,11 @@ def an_exception(path: Path, rank: int, size: int) -> Any:
         raise ZeroDivisionError("by the test")
 
     reports = [_failed(load_elsewhere)]
+    # Before a process group is known on the last rank, which can try again.
+    wrong = {"reserve_tokens": -1, "parallel": "no such mode", "device": "no such device"}
+    for name, value in wrong.items():
+        changes = {name: value} if is_last else {}
+        reports.append(_failed(lambda changes=changes: loaded(path, size, **changes)))
     model = loaded(path, size)
     if is_last:
         model.model.layers[1].mlp.register_forward_pre_hook(fail)

@@ -301,6 +301,8 @@ class TestRefusals:
             return SimpleNamespace(name=name, multi_processor_count=132, major=9, minor=0)
 
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         refuse(2, "tp", nvidia, options, "the GPU is .*H100.* on rank 0 and .*H200.* on rank 1")
 
     @pytest.mark.parametrize(
@@ -339,6 +341,16 @@ class TestRefusals:
         message = r"device_mesh has the ranks \[0, 1\], wanted one with this process, rank 2"
         with pytest.raises(ValueError, match=message):
             dsv4.load(tmp_path, device_mesh=Mesh(), parallel="tp")
+
+    def test_a_mesh_of_another_kind_of_device(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(
+            torch.distributed.device_mesh,
+            "DeviceMesh",
+            type("Mesh", (), {"ndim": 1, "device_type": "cuda", "get_coordinate": lambda _: None}),
+        )
+        mesh = torch.distributed.device_mesh.DeviceMesh()
+        with pytest.raises(ValueError, match="is of cuda and device is cpu, wanted the same kind"):
+            dsv4.load(tmp_path, device_mesh=mesh, parallel="tp")
 
     def test_a_mesh_of_another_type(self, tmp_path):
         with pytest.raises(TypeError, match="device_mesh is int, wanted"):

@@ -148,27 +148,49 @@ def test_ranks_with_tokens_of_their_own(ranks, request, capsys):
 def test_meshes_of_the_wrong_kind(ranks, request):
     reports, _ = request.getfixturevalue(ranks)
     for report in reports:
-        messages = report["meshes"]
-        assert len(messages) == 4
-        for mode, dimensions, kind in zip(("tp", "dp"), messages[::2], messages[1::2], strict=True):
-            assert "has 2 dimensions ('dp', 'tp'), wanted one" in dimensions
-            assert dimensions.endswith(f"for instance device_mesh['{mode}']")
-            assert "is of cpu and device is cuda, wanted the same kind" in kind
+        size = len(reports)
+        expected = [
+            "device_mesh has 2 dimensions ('pp', 'tp'), wanted one, or ('dp', 'tp')",
+            "device_mesh has 2 dimensions (), wanted one, or ('dp', 'tp')",
+            f"parallel is 'dp' and device_mesh has {size} ranks in dimension 'tp', wanted 1, "
+            "because attention is not split then; or parallel='tp'",
+        ]
+        assert report["meshes"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_each_row_of_a_mesh_has_a_copy_of_the_model(ranks, request):
+    reports, path = request.getfixturevalue(ranks)
+    whole = dsv4.load(path, dtype="float32", progress=False)
+    expected = [whole.generate(PROMPTS[row:], NEW - row, stop_ids=[]) for row in range(2)]
+    for rank, report in enumerate(reports):
+        row, tokens, own = report["copies"]
+        assert row == rank * 2 // len(reports)
+        assert tokens == expected[row]
+        assert own == ((rank, 2) if len(reports) == 2 else None)
 
 
 @pytest.mark.slow
 def test_an_exception_on_a_rank_ends_all_with_its_error(two):
     (first, last), _ = two
     kinds = [kind for kind, _, _ in last["an_exception"]]
-    assert kinds[:2] == ["MissingCheckpointError", "ZeroDivisionError"]
-    texts = ["rank 1 failed: MissingCheckpointError", "rank 1 failed: ZeroDivisionError: by the te"]
-    texts = [*texts, texts[1], "did not answer for 1 s, as rank 0 sees it"]
+    assert kinds[:4] == ["MissingCheckpointError", *["ValueError"] * 3]
+    failures = [
+        "MissingCheckpointError",
+        "ValueError: reserve_tokens is -1",
+        "ValueError: parallel is 'no such mode'",
+        "ValueError: device is 'no such device'",
+        *["ZeroDivisionError: by the te"] * 2,
+    ]
+    texts = [f"rank 1 failed: {failure}" for failure in failures]
+    texts.append("did not answer for 1 s, as rank 0 sees it")
     for text, (kind, message, seconds) in zip(texts, first["an_exception"], strict=True):
         assert kind == "RankError"
         assert text in message
         assert seconds < 30
-    assert "this rank failed before, with ZeroDivisionError" in last["an_exception"][2][1]
-    assert "rank 0 failed: RankError: a rank ended or did not answer" in last["an_exception"][3][1]
+    assert "this rank failed before, with ZeroDivisionError" in last["an_exception"][5][1]
+    assert "rank 0 failed: RankError: a rank ended or did not answer" in last["an_exception"][6][1]
 
 
 @pytest.mark.slow
