@@ -69,6 +69,18 @@ def test_versions_and_help_are_printed_by_the_module():
     assert dsv4.__version__ in done.stdout
 
 
+@pytest.mark.parametrize("line", [["dsv4.bench", "list"], ["dsv4", "--help"]])
+def test_a_reader_that_ends_early_ends_a_command_without_words(line):
+    """``python -m dsv4.bench list | head``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    python = [sys.executable, "-m", *line]
+    with os.fdopen(writing, "w") as pipe:
+        done = subprocess.run(python, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr
+
+
 def test_help(capsys):
     assert command_line.main([]) == 0
     assert "warmup" in capsys.readouterr().out

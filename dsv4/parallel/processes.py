@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import sys
 import threading
 import traceback
@@ -147,7 +148,7 @@ def run(main: Callable[[], int]) -> NoReturn:
     the others. An error that the command does not handle is printed.
     """
     if launched() is None:
-        sys.exit(main())
+        sys.exit(_while_read(main))
     status = FAILED
     try:
         status = main()
@@ -161,3 +162,23 @@ def run(main: Callable[[], int]) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
+
+
+def _while_read(main: Callable[[], int]) -> int:
+    """Run a command; its status. A reader of its output that ends early, as ``head`` does, ends it."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_no_reader(sys.stdout.fileno()):
+            raise
+        # Python flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status
+
+
+def _has_no_reader(pipe: int) -> bool:
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
