@@ -112,7 +112,8 @@ class Engine:
         return answer
 
     def _last_lines(self) -> str:
-        errors = [line for line in self.log.read_text().splitlines() if "Error" in line]
+        lines = self.log.read_text().splitlines()
+        errors = [line for line in lines if "Error" in line and "WARNING" not in line]
         return " | ".join(errors[-3:])[-800:] or f"see {self.log}"
 
     def close(self) -> None:

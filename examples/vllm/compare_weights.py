@@ -21,7 +21,7 @@ def flash_config(layers: int, experts: int) -> Any:
 
 
 def random_checkpoint(folder: Path, config: Any, device: str) -> None:
-    """Write random weights in NVIDIA's layout, with an MTP layer.
+    """Write random weights in NVIDIA's layout, with an MTP layer whose experts are MXFP4.
 
     The head prefers one successor of each token, so that the greedy text does not depend on
     rounding, while its log-probabilities depend on the context. The draft reads the last token
@@ -32,12 +32,35 @@ def random_checkpoint(folder: Path, config: Any, device: str) -> None:
     import dsv4
     from dsv4.bench.suites.random_model import Weights, random_model
 
-    # The draft's experts are NVFP4, too, as vLLM builds them on a CPU. On an H200 it built MXFP4
-    # experts, so that the draft did not load; NVIDIA's own files have MXFP4 experts there.
     weights = Weights(recipe="nvidia")
     model = random_model(config, torch.device(device), weights, pack=False, mtp=True)
     prefer_successors(model)
+    draw_mxfp4_experts(model)
     dsv4.save(model, folder, layout="nvidia")
+
+
+def draw_mxfp4_experts(model: Any) -> None:
+    """Draw the experts of a random model's draft again, in the format of NVIDIA's drafts.
+
+    Args:
+        model: Not packed; changed in place.
+    """
+    import torch
+
+    from dsv4.ops.quantize import quantize
+
+    for draft in model.mtp:
+        experts = draft.layer.mlp.experts
+        inner, hidden = experts.intermediate_dim, experts.hidden_dim
+        device = experts.gate_up_proj.device
+        generator = torch.Generator(device).manual_seed(4)
+        experts.to_format("mxfp4")
+        for number in range(experts.num_local_experts):
+            drawn = (
+                columns**-0.5 * torch.randn(rows, columns, generator=generator, device=device)
+                for rows, columns in ((inner, hidden), (inner, hidden), (hidden, inner))
+            )
+            experts.set_expert(number, *(quantize(matrix, "mxfp4") for matrix in drawn))
 
 
 def prefer_successors(model: Any, strength: float = 0.15, wrong: int = 96) -> None:

@@ -309,8 +309,9 @@ class TestIntegration:
     def test_the_choice(self):
         weight = weight_of(0, 256, 256, "cuda")
         x = bfloat16(0, (300, 256), "cuda")
-        for tokens in (1, 300):
-            assert dispatch.explain(gemm, x[:tokens], weight).chosen == "cute"
+        assert dispatch.explain(gemm, x, weight).chosen == "cute"
+        # The kernel for a small M where a table of measured plans says so.
+        assert dispatch.explain(gemm, x[:1], weight).chosen in ("cute", "small_m")
         odd = dispatch.explain(gemm, x[:, :200], weight_of(0, 256, 200, "cuda"))
         assert odd.chosen == "triton"
         assert "wanted multiples of 16 x 128" in odd.reason

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEConfig, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig, RoutingMethodType
@@ -26,7 +27,7 @@ from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import fp8, modelopt, mxfp4
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
-from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
+from vllm.models.deepseek_v41.quant_config import DeepseekV4FP8Config
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -115,7 +116,7 @@ class Rank:
 
 
 def v4_quant_config(moe_quant_algo: str = "NVFP4", expert_dtype: str = "fp4") -> object:
-    """vLLM's configuration of a checkpoint."""
+    """vLLM's configuration of a checkpoint, of the class that it takes on NVIDIA's GPUs."""
     config = DeepseekV4FP8Config(True, "dynamic", None, [128, 128])
     config._resolved_expert_dtype = expert_dtype
     config._resolved_moe_quant_algo = moe_quant_algo
@@ -175,8 +176,8 @@ def in_model(layer: nn.Module, name: str = NAME) -> nn.Module:
     return model
 
 
-def checkpoint(path: Path, layout: str, mtp: bool = False, **changes: object) -> ModelConfig:
-    """Write a small model whose sizes vLLM's FP8 blocks, heads and pages admit."""
+def small_config(**changes: object) -> ModelConfig:
+    """A small model whose sizes vLLM's FP8 blocks, heads and pages admit."""
     sizes = {
         "num_hidden_layers": 4,
         "hidden_size": 256,
@@ -195,13 +196,21 @@ def checkpoint(path: Path, layout: str, mtp: bool = False, **changes: object) ->
         "sliding_window": 128,
         "compress_rates": CompressRates(4, 128),
     }
-    config = ModelConfig.tiny(**{**sizes, **changes})
+    return ModelConfig.tiny(**{**sizes, **changes})
+
+
+def checkpoint(path: Path, layout: str, mtp: bool = False, **changes: object) -> ModelConfig:
+    """Write a small model."""
+    config = small_config(**changes)
     save(random_model(config, mtp=mtp), path, layout=layout)
     return config
 
 
 def engine_config(path: Path, **options: object) -> VllmConfig:
-    """What ``vllm serve`` makes of a checkpoint."""
+    """What ``vllm serve`` makes of a checkpoint on an NVIDIA GPU.
+
+    On a CPU vLLM takes another class for the quantisation, which reads no ``ignore``.
+    """
     arguments = EngineArgs(
         model=str(path),
         skip_tokenizer_init=True,
@@ -211,7 +220,9 @@ def engine_config(path: Path, **options: object) -> VllmConfig:
         max_num_batched_tokens=64,
         **options,
     )
-    config = arguments.create_engine_config()
+    classes = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    with mock.patch.dict(classes, {DeepseekV4FP8Config.get_name(): DeepseekV4FP8Config}):
+        config = arguments.create_engine_config()
     config.cache_config.cache_dtype = "fp8"
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest import mock
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import dsv4
 from dsv4.config import DSparkConfig
 from dsv4.ops.kv_cache import norm_rope_write_kv
-from dsv4.ops.quantize import dequantize
+from dsv4.ops.quantize import dequantize, quantize
 from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from dsv4.testing.assertions import assert_bitwise
 
@@ -25,7 +26,7 @@ from dsv4.integrations.vllm import deepseek, draft, draft_experts, places, share
 from dsv4.integrations.vllm.cache_views import kv_pages
 from dsv4.integrations.vllm.report import DRAFT, Report, path_of_stage
 from dsv4.integrations.vllm.switches import HYPER_CONNECTION
-from tests.integrations.vllm import build
+from tests.integrations.vllm import build, compare_process
 from tests.integrations.vllm.test_hyper_connection import Attention, AttentionOf, Experts, ExpertsOf
 
 pytestmark = pytest.mark.usefixtures("vllm_world")
@@ -35,40 +36,73 @@ SPARK = DSparkConfig(
 )
 
 
-class Loaded:
-    """A draft of vLLM's and this package's model, of one checkpoint."""
+BUILT = {
+    "mtp": (draft.DeepSeekV4MTP, 1, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}),
+    "dspark": (
+        draft.DSparkDeepseekV4ForCausalLM,
+        5,
+        {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "dspark": SPARK},
+    ),
+}
 
-    def __init__(self, folder, method, built, drafts, layout="deepseek", **sizes):
-        self.sizes = build.checkpoint(folder / "model", layout, mtp=True, **sizes)
+
+class Loaded:
+    """A draft of vLLM's and this package's model, of one checkpoint.
+
+    Attributes:
+        built: Formats of the experts that vLLM built, layer by layer.
+    """
+
+    def __init__(self, folder, method, write):
+        self.sizes = write(folder)
+        self.method, (model, drafts, _) = method, BUILT[method]
         options = {"method": method, "num_speculative_tokens": drafts}
         with mock.patch.object(VllmConfig, "use_v2_model_runner", True):
-            self.config = build.engine_config(folder / "model", speculative_config=options)
+            self.config = build.engine_config(folder, speculative_config=options)
         with build.hopper(self.config):
-            self.model = built(vllm_config=self.config)
+            self.model = model(vllm_config=self.config)
+            self.built = [draft_experts.built_format(layer) for layer in self.experts()]
             build.load_model(self.model, self.config)
         options = {"dtype": torch.bfloat16, "progress": False, "mxfp4": "lossless", "mtp": True}
-        self.own = dsv4.load(folder / "model", device="cpu", **options)
+        self.own = dsv4.load(folder, device="cpu", **options)
+
+    def experts(self):
+        """The routed experts of vLLM's draft, layer by layer."""
+        return [m for m in self.model.modules() if isinstance(m, RoutedExperts)]
+
+    def assert_own_experts(self):
+        """Both models have the same weights of experts, bit for bit."""
+        own = self.own.mtp if self.method == "mtp" else self.own.dspark
+        for theirs, part in zip(self.experts(), own, strict=True):
+            for name in ("gate_up_proj", "down_proj"):
+                expected = part.layer.mlp.experts.dense_weight(name)
+                assert_bitwise(theirs.dsv4_experts.dense_weight(name), expected, name)
 
 
-def loaded(tmp_path_factory, *args, **sizes):
+def loaded(tmp_path_factory, method, write):
+    """Write a checkpoint and load it with all parts of this package."""
     folder = tmp_path_factory.mktemp("draft")
     environment = {"DSV4_VLLM": "all", "DSV4_CACHE_DIR": str(folder / "cache")}
     with mock.patch.dict("os.environ", environment):
-        made = Loaded(folder, *args, **sizes)
+        made = Loaded(folder / "model", method, write)
         made.saved = Report.read(path_of_stage(DRAFT, 1))
     return made
 
 
+def written(method, layout):
+    """A function that writes a checkpoint with a draft."""
+    *_, sizes = BUILT[method]
+    return lambda folder: build.checkpoint(folder, layout, mtp=True, **sizes)
+
+
 @pytest.fixture(scope="module")
 def mtp(tmp_path_factory):
-    sizes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-    return loaded(tmp_path_factory, "mtp", draft.DeepSeekV4MTP, 1, **sizes)
+    return loaded(tmp_path_factory, "mtp", written("mtp", "deepseek"))
 
 
 @pytest.fixture(scope="module")
 def dspark(tmp_path_factory):
-    sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "dspark": SPARK}
-    made = loaded(tmp_path_factory, "dspark", draft.DSparkDeepseekV4ForCausalLM, 5, **sizes)
+    made = loaded(tmp_path_factory, "dspark", written("dspark", "deepseek"))
     made.attentions = made.own.dspark.attentions()  # stand-ins take their places
     return made
 
@@ -103,26 +137,72 @@ def test_every_place_of_a_draft_is_replaced(mtp, dspark):
         assert made.saved == made.model.dsv4.report
 
 
-@pytest.mark.parametrize("method", ["mtp", "dspark"])
-def test_mxfp4_experts_beside_nvfp4_ones_are_converted(tmp_path_factory, method):
-    """In NVIDIA's layout, whose config.json names NVFP4 for all routed experts."""
-    if method == "mtp":
-        sizes = {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
-        made = loaded(tmp_path_factory, "mtp", draft.DeepSeekV4MTP, 1, "nvidia", **sizes)
-        own = [layer.layer for layer in made.own.mtp]
-    else:
-        sizes = {"num_hidden_layers": 4, "num_nextn_predict_layers": 0, "dspark": SPARK}
-        built = draft.DSparkDeepseekV4ForCausalLM
-        made = loaded(tmp_path_factory, "dspark", built, 5, "nvidia", **sizes)
-        own = [stage.layer for stage in made.own.dspark]
-    theirs = [m.dsv4_experts for m in made.model.modules() if isinstance(m, RoutedExperts)]
-    for experts, expected in zip(theirs, own, strict=True):
-        for name in ("gate_up_proj", "down_proj"):
-            dense = expected.mlp.experts.dense_weight(name)
-            assert_bitwise(experts.dense_weight(name), dense, name)
+def without_ignore(write):
+    """A function that writes a checkpoint whose config.json leaves no layer out of NVFP4."""
+
+    def write_and_edit(folder):
+        sizes = write(folder)
+        values = json.loads((folder / "config.json").read_text())
+        del values["quantization_config"]["ignore"]
+        (folder / "config.json").write_text(json.dumps(values))
+        return sizes
+
+    return write_and_edit
 
 
-EXPERT = "mtp.0.ffn.experts.3."
+@pytest.mark.parametrize("method", list(BUILT))
+@pytest.mark.parametrize("ignored", [True, False])
+def test_mxfp4_experts_beside_nvfp4_ones(tmp_path_factory, method, ignored):
+    """vLLM builds MXFP4 experts where config.json ignores ``mtp.*``, as NVIDIA's does."""
+    write = written(method, "nvidia")
+    made = loaded(tmp_path_factory, method, write if ignored else without_ignore(write))
+    assert set(made.built) == {MXFP4 if ignored else NVFP4}
+    assert made.saved.complete
+    made.assert_own_experts()
+
+
+def random_checkpoint(folder):
+    """Write the checkpoint of examples/vllm/compare.py in small."""
+    *_, sizes = BUILT["mtp"]
+    config = build.small_config(**sizes)
+    compare_process.load("compare_weights").random_checkpoint(folder, config, "cpu")
+    return config
+
+
+def test_the_draft_of_compare_is_loaded_as_a_gpu_builds_it(tmp_path_factory):
+    made = loaded(tmp_path_factory, "mtp", random_checkpoint)
+    assert made.built == [MXFP4]
+    assert made.saved.complete
+    made.assert_own_experts()
+
+
+def nvfp4_drafts(folder):
+    """Write a checkpoint of NVIDIA's layout whose draft has experts in NVFP4, too."""
+    *_, sizes = BUILT["mtp"]
+    config = build.checkpoint(folder, "nvidia", mtp=True, **sizes)
+    model = dsv4.load(folder, device="cpu", dtype=torch.bfloat16, progress=False, mtp=True)
+    experts = model.mtp[0].layer.mlp.experts
+    experts.to_format(NVFP4)
+    for number in range(experts.num_local_experts):
+        shapes = [(experts.intermediate_dim, experts.hidden_dim)] * 2
+        shapes.append((experts.hidden_dim, experts.intermediate_dim))
+        matrices = (quantize(normal(*shape, seed=number), NVFP4) for shape in shapes)
+        experts.set_expert(number, *matrices)
+    dsv4.save(model, folder, layout="nvidia", overwrite=True)
+    return config
+
+
+def test_nvfp4_drafts_need_layers_for_them(tmp_path_factory):
+    with pytest.raises(ValueError, match=r"mtp\.0\.ffn\.experts.* wanted MXFP4 \(int8 weight"):
+        loaded(tmp_path_factory, "mtp", nvfp4_drafts)
+    made = loaded(tmp_path_factory, "mtp", without_ignore(nvfp4_drafts))
+    assert made.built == [NVFP4]
+    made.assert_own_experts()
+
+
+EXPERT = "mtp.{}.ffn.experts.3."
+MATRICES = ("w1", "w2", "w3")
+OTHERS = [("mtp.0.norm.weight", torch.ones(3)), ("layers.0.x.scale", torch.zeros(2))]
 
 
 def mxfp4(rows, seed, spread=2):
@@ -133,47 +213,117 @@ def mxfp4(rows, seed, spread=2):
     return codes, exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def draft_with(*scales):
-    """A draft whose experts have parameters of these names."""
-    experts = RoutedExperts.__new__(RoutedExperts)
-    torch.nn.Module.__init__(experts)
-    for name in scales:
-        experts.register_parameter(name, torch.nn.Parameter(torch.zeros(1)))
-    model = torch.nn.Module()
-    model.experts = experts
-    return model
-
-
-@given(order=st.permutations(range(6)), spread=st.sampled_from([0, 2, 30]))
-def test_tensors_of_experts_come_in_any_order(order, spread):
-    """A pair shares a global scale; what NVFP4 has no scale for is rounded to its nearest value."""
+def mxfp4_expert(layer, spread=2):
+    """An expert's tensors by name."""
     stored = {}
-    for number, matrix in enumerate(("w1", "w2", "w3")):
+    for number, matrix in enumerate(MATRICES):
         codes, scales = mxfp4(8, number, spread)
-        stored |= {f"{EXPERT}{matrix}.weight": codes, f"{EXPERT}{matrix}.scale": scales}
-    others = [("mtp.0.norm.weight", torch.ones(3)), ("layers.0.x.scale", torch.zeros(2))]
+        name = EXPERT.format(layer) + matrix
+        stored |= {f"{name}.weight": codes, f"{name}.scale": scales}
+    return stored
+
+
+def nvfp4_expert(layer):
+    """An expert's tensors by name, as NVIDIA stores those of main layers."""
+    stored = {}
+    for matrix in MATRICES:
+        name, value = EXPERT.format(layer) + matrix, quantize(normal(8, 128), NVFP4)
+        stored |= {f"{name}.weight": value.codes, f"{name}.weight_scale": value.scales}
+        stored[f"{name}.weight_scale_2"] = value.global_scale.reshape(())
+        stored[f"{name}.input_scale"] = torch.tensor(0.5)
+    return stored
+
+
+def draft_of(*formats):
+    """A draft whose layers have experts that vLLM built in these formats."""
+    algorithms = ["NVFP4" if format == NVFP4 else "" for format in formats]
+    built = [build.experts_layer(4, 2, 128, 64, moe_quant_algo=name) for name in algorithms]
+    return torch.nn.ModuleList(built)
+
+
+def assert_the_same(converted, weights):
+    """The tensors themselves are yielded, in their order."""
+    for (name, tensor), (expected, stored) in zip(converted, weights, strict=True):
+        assert name == expected
+        assert tensor is stored
+
+
+@given(
+    order=st.permutations(range(6)),
+    spread=st.sampled_from([0, 2, 30]),
+    before=st.lists(st.sampled_from([MXFP4, NVFP4]), max_size=2),
+)
+def test_tensors_of_experts_come_in_any_order(order, spread, before):
+    """A pair shares a global scale; what NVFP4 has no scale for is rounded to its nearest value."""
+    stored = mxfp4_expert(len(before), spread)
     names = [list(stored)[i] for i in order]
-    weights = [others[0], *((name, stored[name]) for name in names), others[1]]
-    model = draft_with("w13_weight_scale_2")
+    weights = [OTHERS[0], *((name, stored[name]) for name in names), OTHERS[1]]
+    model = draft_of(*before, NVFP4)
     converted = dict(draft_experts.as_built(model, weights))
     assert len(converted) == 2 + 9
-    assert all(converted[name] is tensor for name, tensor in others)
-    scales = {m: converted[f"{EXPERT}{m}.weight_scale_2"] for m in ("w1", "w2", "w3")}
+    assert all(converted[name] is tensor for name, tensor in OTHERS)
+    expert = EXPERT.format(len(before))
+    scales = {m: converted[f"{expert}{m}.weight_scale_2"] for m in MATRICES}
     assert scales["w1"] == scales["w3"]
     for matrix in scales:
-        codes, exponents = stored[f"{EXPERT}{matrix}.weight"], stored[f"{EXPERT}{matrix}.scale"]
+        codes, exponents = stored[f"{expert}{matrix}.weight"], stored[f"{expert}{matrix}.scale"]
         before = QuantizedTensor(codes.view(torch.uint8), exponents, None, MXFP4)
-        parts = [converted[f"{EXPERT}{matrix}.{part}"] for part in ("weight", "weight_scale")]
+        parts = [converted[f"{expert}{matrix}.{part}"] for part in ("weight", "weight_scale")]
         after = dequantize(QuantizedTensor(*parts, scales[matrix].reshape(1), NVFP4), torch.float32)
         expected = dequantize(before, torch.float32)
         if spread < 18:
             assert_bitwise(after, expected)
         else:
             assert (after - expected).abs().max() <= expected.abs().max() * 2.0**-17
-    # Experts that are MXFP4 in vLLM, too, and NVFP4 ones of a checkpoint, pass as they are.
-    assert list(draft_experts.as_built(draft_with("w13_weight_scale"), weights)) == weights
-    for name, tensor in draft_experts.as_built(model, converted.items()):
-        assert tensor is converted[name]
+    assert_the_same(draft_experts.as_built(model, converted.items()), converted.items())
+
+
+@given(order=st.permutations(range(6)), spread=st.sampled_from([2, 30]), data=st.data())
+def test_tensors_that_fit_their_layer_stay(order, spread, data):
+    """MXFP4 in MXFP4 layers, NVFP4 in NVFP4 layers, and those of layers that are not built."""
+    formats = data.draw(st.lists(st.sampled_from([MXFP4, NVFP4]), min_size=1, max_size=3))
+    weights = list(OTHERS)
+    for layer, format in enumerate(formats):
+        expert = mxfp4_expert(layer, spread) if format == MXFP4 else nvfp4_expert(layer)
+        weights += [list(expert.items())[i] for i in order]
+    weights += [*mxfp4_expert(len(formats)).items(), *nvfp4_expert(len(formats)).items()]
+    assert_the_same(draft_experts.as_built(draft_of(*formats), weights), weights)
+
+
+@given(order=st.permutations(range(12)), before=st.sampled_from([(), (NVFP4,), (MXFP4, NVFP4)]))
+def test_nvfp4_experts_for_an_mxfp4_layer_are_refused(order, before):
+    """At the first tensor that MXFP4 does not have, whichever it is."""
+    weights = [list(nvfp4_expert(len(before)).items())[i] for i in order]
+    model, taken = draft_of(*before, MXFP4), []
+    with pytest.raises(ValueError, match="wanted MXFP4") as error:
+        taken.extend(name for name, _ in draft_experts.as_built(model, weights))
+    first = next(name for name, _ in weights if not name.endswith(".weight"))
+    assert str(error.value).startswith(f"{first} is a tensor of NVFP4 experts")
+    assert [name for name, _ in weights[: len(taken) + 1]] == [*taken, first]
+
+
+@given(lost=st.integers(0, 5), unsigned=st.booleans())
+def test_a_part_of_an_mxfp4_expert_is_refused(lost, unsigned):
+    """vLLM would take the rest for NVFP4; also codes of a dtype that files do not have."""
+    stored = mxfp4_expert(0)
+    name = list(stored)[lost]
+    if unsigned and name.endswith(".weight"):
+        stored[name] = stored[name].view(torch.uint8)
+    else:
+        del stored[name]
+    together = draft_experts._TOGETHER[name.split(".")[5]]
+    with pytest.raises(ValueError, match="whose other tensors are missing") as error:
+        list(draft_experts.as_built(draft_of(NVFP4), stored.items()))
+    assert str(error.value).split(".")[5] in together
+
+
+def test_formats_of_layers_with_other_experts_are_unknown():
+    layer = build.experts_layer(4, 2, 128, 64)
+    del layer.w13_weight_scale
+    assert draft_experts.built_format(layer) is None
+    layer = build.experts_layer(4, 2, 128, 64, moe_quant_algo="")
+    layer.w13_weight.data = layer.w13_weight.data.view(torch.float8_e4m3fn)  # MXFP8 of others
+    assert draft_experts.built_format(layer) is None
 
 
 @torch.inference_mode()
