@@ -25,7 +25,7 @@ get one global scale (``dsv4.checkpoint.pairs``), their values unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ from dsv4.quant.formats import (
 )
 
 Matrix = torch.Tensor | QuantizedTensor
+DraftFormats = Mapping[int, Format | None]
 LAYOUTS = ("nvidia", "deepseek", "transformers", "compressed-tensors", "bf16")
 _FP8 = re.compile(
     r"\.self_attn\.(q_a|q_b|kv|o_a|o_b)_proj\.weight$|\.indexer\.q_b_proj\.weight$"
@@ -197,9 +198,15 @@ _DEEPSEEK_QUANTISATION: dict[str, Any] = {
 }
 
 
-def _nvidia_quantisation(config: ModelConfig) -> dict[str, Any]:
+def _nvidia_quantisation(config: ModelConfig, drafts: DraftFormats) -> dict[str, Any]:
     tensor = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
-    layers = range(config.num_hidden_layers)
+    layers = [f"layers.{i}" for i in range(config.num_hidden_layers)]
+    in_nvfp4 = [f"mtp.{i}" for i, stored in sorted(drafts.items()) if stored == NVFP4]
+    others = [f"mtp.{i}.*" for i, stored in sorted(drafts.items()) if stored != NVFP4]
+    # A reader takes experts that a pattern names for MXFP4.
+    rest = (
+        [*others, *(f"mtp.*.{part}_proj" for part in ("e", "h", "main"))] if in_nvfp4 else ["mtp.*"]
+    )
     return {
         **_DEEPSEEK_QUANTISATION,
         "moe_quant_algo": "NVFP4",
@@ -211,9 +218,10 @@ def _nvidia_quantisation(config: ModelConfig) -> dict[str, Any]:
             "group_0": {"weights": tensor, "input_activations": tensor, "targets": ["Linear"]}
         },
         "quantized_layers": {
-            f"layers.{i}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16} for i in layers
+            f"{layer}.ffn.experts": {"quant_algo": "NVFP4", "group_size": 16}
+            for layer in [*layers, *in_nvfp4]
         },
-        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"],
+        "ignore": ["*.attn.*", "*.ffn.shared_experts.*", "head", *rest],
     }
 
 
@@ -253,15 +261,23 @@ def _compressed_tensors_quantisation() -> dict[str, Any]:
     }
 
 
-def documents(layout: Layout, config: ModelConfig) -> dict[str, Any]:
-    """Return the JSON files of a layout besides the index: name to value, config.json last."""
+def documents(
+    layout: Layout, config: ModelConfig, drafts: DraftFormats | None = None
+) -> dict[str, Any]:
+    """Return the JSON files of a layout besides the index: name to value, config.json last.
+
+    Args:
+        layout: The layout.
+        config: Configuration of the model.
+        drafts: Format of the routed experts of each draft layer, as they were stored.
+    """
     body = config.to_dict() if layout.original_names else config.to_transformers_dict()
     if layout.name == "bf16":
         return {"config.json": body}
     if layout.original_names:
         body["expert_dtype"] = "fp4"
     table = {
-        "nvidia": lambda: _nvidia_quantisation(config),
+        "nvidia": lambda: _nvidia_quantisation(config, drafts or {}),
         "deepseek": lambda: _DEEPSEEK_QUANTISATION,
         "transformers": _modelopt_quantisation,
         "compressed-tensors": _compressed_tensors_quantisation,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dsv4.checkpoint import companions as companion_files
-from dsv4.checkpoint import layouts, transaction
+from dsv4.checkpoint import layouts, names, transaction
 from dsv4.checkpoint.arguments import as_dtype, name_matcher
 from dsv4.checkpoint.expert_slots import ExpertsSlot
 from dsv4.checkpoint.folder import existing
@@ -19,6 +19,7 @@ from dsv4.checkpoint.module_tree import slots_of
 from dsv4.checkpoint.pairs import Pairing
 from dsv4.checkpoint.shard_writer import ShardWriter
 from dsv4.config import ModelConfig
+from dsv4.quant.formats import Format
 
 
 def recover(path: str | Path) -> bool:
@@ -106,11 +107,14 @@ def save(
     origin = companion_files.source_of(companions, getattr(report, "path", None))
     contents = companion_files.read(origin, Path(path))
     companion_files.check(Path(path), contents, overwrite)
+    drafts: dict[int, Format | None] = {}
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in pairing.convert(stream):
+            if names.is_mtp(name) and names.is_routed(name):
+                drafts[int(name.split(".")[1])] = getattr(value, "format", None)
             for stored, tensor in target.encode(name, value, input_scale):
                 writer.add(stored, tensor)
-        writer.finish(layouts.documents(target, configuration))
+        writer.finish(layouts.documents(target, configuration, drafts))
         companion_files.write(writer.folder, contents)
     pairing.report(path)
 

@@ -165,7 +165,7 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def _while_read(main: Callable[[], int]) -> int:
-    """Run a command; its status. A reader of its output that ends early, as ``head`` does, ends it."""
+    """Run a command; its status. A reader of its output may end early, as ``head`` does."""
     try:
         status = main()
         sys.stdout.flush()

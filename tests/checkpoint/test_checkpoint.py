@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from dsv4.checkpoint.shards import DTYPES, read_header
 from dsv4.config import ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.model import DeepseekV4ForCausalLM
-from dsv4.quant.formats import NVFP4, QuantizedTensor
+from dsv4.quant.formats import MXFP4, NVFP4, QuantizedTensor
 from tests.checkpoint.cases import (
     LAYOUTS,
     SMALL,
@@ -165,6 +167,30 @@ def test_nvidias_gate_and_up_share_their_global_scale(tmp_path):
         assert torch.equal(gate, up)
         values.add(float(gate))
     assert len(values) == SMALL.n_routed_experts
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_reader_finds_the_format_of_a_drafts_experts(tmp_path, kept):
+    """Engines build MXFP4 for experts that a pattern of ``ignore`` names, NVFP4 for others."""
+    model = make_model()
+    if kept:
+        model.mtp[0].layer.mlp.experts.quantize("nvfp4")
+    save(model, tmp_path, layout="nvidia")
+    with Checkpoint.open(tmp_path) as stored:
+        found = stored.entries["mtp.0.layer.mlp.experts.0.up_proj.weight"].format
+    assert found == (NVFP4 if kept else MXFP4)
+    table = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    note = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
+    assert note["exclude_modules"] == table["ignore"]
+    assert ("mtp.0.ffn.experts" in table["quantized_layers"]) == kept
+
+    def is_ignored(name):
+        return any(fnmatch(name, pattern) for pattern in table["ignore"])
+
+    assert is_ignored("mtp.0.ffn.experts") == (not kept)
+    for name in ("mtp.0.e_proj", "mtp.0.attn.wq_a", "mtp.0.ffn.shared_experts.w1"):
+        assert is_ignored(name)
+    assert load(tmp_path, progress=False).mtp[0].layer.mlp.experts.format == found
 
 
 def test_what_a_layout_cannot_hold_is_refused(tmp_path):
