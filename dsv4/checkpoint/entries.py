@@ -24,7 +24,7 @@ import torch
 
 from dsv4.checkpoint import names
 from dsv4.checkpoint.problems import Problem, raise_all
-from dsv4.checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
+from dsv4.checkpoint.shards import DTYPE_NAMES, CheckpointError, Reading, Shards, TensorInfo
 from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
 _PLAIN = (
@@ -98,9 +98,37 @@ class Entry:
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
+    def _is_stack(self) -> bool:
+        return self.format is None and len(self.weight.shape) == 3
+
+    @property
     def kind(self) -> str:
         """The format's name, or the dtype of a plain tensor, for messages."""
         return DTYPE_NAMES[self.weight.dtype] if self.format is None else self.format.name
+
+    def readings(self, *, input_scale: bool = False) -> Iterator[Reading]:
+        """Yield what ``read`` reads, in its order.
+
+        Args:
+            input_scale: Whether ``read_input_scale`` is called after it.
+        """
+        for part in (self.weight, self.scales, self.global_scale):
+            if part is not None:
+                yield Reading(part)
+        if input_scale and self.input_scale is not None:
+            yield Reading(self.input_scale)
+
+    def matrix_readings(self) -> Iterator[Reading]:
+        """Yield what ``matrices`` reads, in its order."""
+        for number in range(self.weight.shape[0]):
+            yield Reading(self.weight, number)
+
+    def check_readings(self) -> Iterator[Reading]:
+        """Yield what ``check_values`` reads, in its order."""
+        if self._is_stack:
+            yield from self.matrix_readings()
+        else:
+            yield from self.readings(input_scale=True)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
         """Read the values to ``device``, as a copy.
@@ -154,7 +182,7 @@ class Entry:
 
     def check_values(self) -> None:
         """Read everything once and raise CheckpointError where ``read`` would."""
-        if self.format is None and len(self.weight.shape) == 3:
+        if self._is_stack:
             for _ in self.matrices():
                 pass
         else:

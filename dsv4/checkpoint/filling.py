@@ -1,8 +1,10 @@
-"""Put the values of a checkpoint into a module tree; the files are mapped layer by layer."""
+"""Put the values of a checkpoint into a module tree, while the next ones are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,10 @@ from dsv4.checkpoint.options import Options
 from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_fp8, report_packing
 from dsv4.checkpoint.problems import raise_all
 from dsv4.checkpoint.progress import Progress
+from dsv4.checkpoint.read_ahead import Slabs
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import Filled, left_out
+from dsv4.checkpoint.shards import Reading
 from dsv4.checkpoint.slots import Slot
 from dsv4.layers.host_experts import Hosting
 from dsv4.layers.pack import Packer
@@ -239,19 +243,25 @@ class _Filling:
         """Read all values once."""
         entries, options = self.checkpoint.entries, self.options
         bar = Progress("checking", nbytes, self.progress)
-        self._each_slot(bar, lambda slot: slot.check_values(entries, options))
+        with self._reading_ahead(
+            lambda slot: slot.check_readings(entries, options), torch.device("cpu")
+        ):
+            self._each_slot(bar, lambda slot: slot.check_values(entries, options))
 
     def run(self, nbytes: int, packer: Packer | None) -> None:
-        """Fill every slot, and pack its layer before the next one is read."""
+        """Fill every slot, and pack its layer before the next one gets memory."""
+        entries, options = self.checkpoint.entries, self.options
 
         def fill_slot(slot: Slot) -> None:
-            slot.fill(self.checkpoint.entries, self.options)
+            slot.fill(entries, options)
             if packer is not None:
                 packer.pack(slot.module)
             if self.hosting is not None and self.hosting.takes(slot.name, slot.module):
                 self.hosting.move(slot.module)
 
-        self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
+        device = torch.device("cpu") if options.device is None else options.device
+        with self._reading_ahead(lambda slot: slot.readings(entries, options), device):
+            self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
 
     def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
         """Fill and pack the model, and log what was converted and packed."""
@@ -265,16 +275,28 @@ class _Filling:
         return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:
-        """Pass every slot to ``action``, and unmap the files after each layer."""
+        """Pass every slot to ``action``."""
         entries = self.checkpoint.entries
-        layer = ""
+        for slot in self.slots:
+            action(slot)
+            bar.advance(sum(entries[e.name].nbytes for e in slot.expected(entries)))
+        bar.finish()
+
+    @contextmanager
+    def _reading_ahead(
+        self, readings_of: Callable[[Slot], Iterator[Reading]], device: torch.device
+    ) -> Iterator[None]:
+        """Read ahead what a pass over the slots reads, and close the files at the end."""
+        plan: list[Reading] = []
+        layers: Counter[str] = Counter()
+        for slot in self.slots:
+            first = len(plan)
+            plan += readings_of(slot)
+            layers[names.layer_of(slot.name)] += sum(r.nbytes for r in plan[first:])
+        around = layers.pop("", 0)
+        slabs = Slabs.of_layer(max(layers.values(), default=around))
         try:
-            for slot in self.slots:
-                if names.layer_of(slot.name) != layer:
-                    layer = names.layer_of(slot.name)
-                    self.checkpoint.close()
-                action(slot)
-                bar.advance(sum(entries[e.name].nbytes for e in slot.expected(entries)))
+            with self.checkpoint.reading_ahead(plan, slabs, device):
+                yield
         finally:
             self.checkpoint.close()
-        bar.finish()
