@@ -17,6 +17,7 @@ float, I64, I32        none                                                  pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -191,12 +192,13 @@ class Entry:
 
     def _scalar(self, info: TensorInfo, device: torch.device | str) -> torch.Tensor:
         value = self.shards.read(info, "cpu").reshape(1)
-        if not (bool(torch.isfinite(value)) and bool(value > 0)):
-            raise CheckpointError(f"{info} is {value.item()}, wanted a finite value above 0")
+        number = value.item()
+        if not 0 < number < math.inf:
+            raise CheckpointError(f"{info} is {number}, wanted a finite value above 0")
         # 1/x of a denormal or of a huge x is no usable scale.
         out = value.reciprocal() if self.reciprocal else value
-        if not (bool(torch.isfinite(out)) and bool(out > 0)):
-            raise CheckpointError(f"{info} is {value.item()}, whose reciprocal is {out.item()}")
+        if self.reciprocal and not 0 < out.item() < math.inf:
+            raise CheckpointError(f"{info} is {number}, whose reciprocal is {out.item()}")
         return out.to(device)
 
     # Each check is one pass, if possible without a temporary of the tensor's size: embedding and

@@ -146,9 +146,8 @@ def read_header(path: Path, name: str | None = None) -> dict[str, TensorInfo]:
     infos: dict[str, TensorInfo] = {}
     with _open(path, name) as file:
         for key in file.offset_keys():  # the package has checked that they are without a gap
-            info = _info(name, key, file.get_slice(key), mark)
-            infos[key] = replace(info, offset=position)
-            position += info.nbytes
+            infos[key] = _info(name, key, file.get_slice(key), mark, position)
+            position += infos[key].nbytes
         keys = file.keys()
     if mark is not None and position != mark[2]:
         raise CheckpointError(f"{name}: has changed while its header was read")
@@ -197,11 +196,14 @@ def _open(path: Path, name: str) -> safe_open:
         ) from error
 
 
-def _info(file: str, name: str, tensor: Any, mark: tuple[int, ...] | None) -> TensorInfo:
+def _info(
+    file: str, name: str, tensor: Any, mark: tuple[int, ...] | None, offset: int
+) -> TensorInfo:
     dtype = tensor.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{file}: {name} has dtype {dtype}, wanted {', '.join(DTYPES)}")
-    return TensorInfo(name, file, DTYPES[dtype], tuple(tensor.get_shape()), mark)
+    shape = tuple(tensor.get_shape())
+    return TensorInfo(name, file, DTYPES[dtype], shape, mark, offset=offset)
 
 
 class Reading(NamedTuple):
