@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -260,7 +260,12 @@ class _Filling:
                 self.hosting.move(slot.module)
 
         device = torch.device("cpu") if options.device is None else options.device
-        with self._reading_ahead(lambda slot: slot.readings(entries, options), device):
+        with ExitStack() as stack:
+            if self.hosting is not None:
+                stack.enter_context(self.hosting.allocating_ahead())
+            stack.enter_context(
+                self._reading_ahead(lambda slot: slot.readings(entries, options), device)
+            )
             self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
 
     def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
