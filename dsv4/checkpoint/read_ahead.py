@@ -122,7 +122,7 @@ class _Batch:
     """Spans that are read to one slab.
 
     Attributes:
-        places: Position in the slab of each span.
+        positions: Position in the slab of each span.
         runs: Adjacent spans, in the order of the file.
         left: Number of requests to come.
         slab: Its slab; None: it has none yet, or no longer.
@@ -131,7 +131,7 @@ class _Batch:
         error: Why it could not be read, or None.
     """
 
-    places: dict[Span, int]
+    positions: dict[Span, int]
     runs: list[list[Span]]
     left: int
     slab: int | None = None
@@ -142,17 +142,17 @@ class _Batch:
     @classmethod
     def of(cls, spans: Sequence[Span]) -> _Batch:
         """Return the batch of spans in the order of requests, some perhaps more than once."""
-        places: dict[Span, int] = {}
+        positions: dict[Span, int] = {}
         runs: list[list[Span]] = []
         stop = 0
         for span in sorted(set(spans), key=lambda span: (span.file, span.offset)):
-            places[span] = stop
+            positions[span] = stop
             stop += span.nbytes
             if runs and span.continues(runs[-1][-1]):
                 runs[-1].append(span)
             else:
                 runs.append([span])
-        return cls(places, runs, len(spans))
+        return cls(positions, runs, len(spans))
 
 
 class ReadAhead:
@@ -229,8 +229,8 @@ class ReadAhead:
                 raise batch.error
         assert batch.slab is not None
         assert self._memory is not None
-        place = batch.places[span]
-        source = self._memory[batch.slab, place : place + span.nbytes]
+        position = batch.positions[span]
+        source = self._memory[batch.slab, position : position + span.nbytes]
         target.copy_(source, non_blocking=self._pinned and target.device == self._device)
         batch.left -= 1
         if not batch.left:
@@ -341,8 +341,8 @@ class ReadAhead:
         for run in batch.runs:
             if self._closed or batch.dropped:
                 return
-            start, last = batch.places[run[0]], run[-1]
-            reader.read(run, slab[start : batch.places[last] + last.nbytes])
+            start, last = batch.positions[run[0]], run[-1]
+            reader.read(run, slab[start : batch.positions[last] + last.nbytes])
 
 
 def _batches(plan: Sequence[Span], most: int) -> Iterator[_Batch]:

@@ -389,11 +389,11 @@ def test_host_memory_that_does_not_suffice_is_said():
 
 
 class Blocks:
-    """Blocks that were taken and given back, and by which threads."""
+    """Blocks that were taken and released, and by which threads."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.taken: list[torch.Tensor] = []
-        self.given: list[torch.Tensor] = []
+        self.released: list[torch.Tensor] = []
         self.threads: list[threading.Thread] = []
         self.fails_at = fails_at
         self.again = threading.Event()
@@ -407,8 +407,8 @@ class Blocks:
             self.again.set()
         return self.taken[-1]
 
-    def give(self, tensor: torch.Tensor, device: torch.device) -> None:
-        self.given.append(tensor)
+    def release(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.released.append(tensor)
 
 
 def host_threads() -> list[threading.Thread]:
@@ -420,21 +420,21 @@ class TestBlocksAhead:
 
     @given(sizes=st.lists(st.integers(1, 3), max_size=6), count=st.integers(0, 7))
     @settings(max_examples=30)
-    def test_every_block_is_taken_once_and_the_rest_given_back(self, sizes, count):
+    def test_every_block_is_taken_once_and_the_rest_released(self, sizes, count):
         blocks = Blocks()
-        with host_memory.BlocksAhead(count, blocks.take, blocks.give) as ahead:
+        with host_memory.BlocksAhead(count, blocks.take, blocks.release) as ahead:
             received = [ahead.allocate(size, self.CPU) for size in sizes]
         assert [block.nbytes for block in received] == sizes
         assert len({id(block) for block in received}) == len(sizes)
-        assert {id(b) for b in blocks.taken} == {id(b) for b in (*received, *blocks.given)}
-        assert len(blocks.taken) == len(sizes) + len(blocks.given)
+        assert {id(b) for b in blocks.taken} == {id(b) for b in (*received, *blocks.released)}
+        assert len(blocks.taken) == len(sizes) + len(blocks.released)
         if len(set(sizes)) == 1 and len(sizes) == count:
-            assert not blocks.given
+            assert not blocks.released
         assert not host_threads()
 
     def test_the_next_block_is_allocated_while_the_caller_works(self):
         blocks = Blocks()
-        with host_memory.BlocksAhead(2, blocks.take, blocks.give) as ahead:
+        with host_memory.BlocksAhead(2, blocks.take, blocks.release) as ahead:
             ahead.allocate(5, self.CPU)
             assert blocks.again.wait(20), "nothing was allocated while the caller worked"
             assert ahead.allocate(5, self.CPU) is blocks.taken[1]
@@ -444,7 +444,7 @@ class TestBlocksAhead:
         blocks = Blocks(fails_at=1)
 
         def two() -> None:
-            with host_memory.BlocksAhead(3, blocks.take, blocks.give) as ahead:
+            with host_memory.BlocksAhead(3, blocks.take, blocks.release) as ahead:
                 ahead.allocate(5, self.CPU)
                 ahead.allocate(5, self.CPU)
 
@@ -454,7 +454,7 @@ class TestBlocksAhead:
         blocks = Blocks()
 
         def interrupted() -> None:
-            with host_memory.BlocksAhead(3, blocks.take, blocks.give) as ahead:
+            with host_memory.BlocksAhead(3, blocks.take, blocks.release) as ahead:
                 ahead.allocate(5, self.CPU)
                 assert blocks.again.wait(20)
                 raise KeyboardInterrupt
@@ -462,7 +462,7 @@ class TestBlocksAhead:
         with pytest.raises(KeyboardInterrupt):
             interrupted()
         assert not host_threads()
-        assert [id(block) for block in blocks.given] == [id(blocks.taken[1])]
+        assert [id(block) for block in blocks.released] == [id(blocks.taken[1])]
 
 
 def test_a_soak_counts_its_steps():
