@@ -96,7 +96,13 @@ def fill(
 
 @dataclass(frozen=True, kw_only=True)
 class FillRequest:
-    """Arguments of ``fill``, unchecked, except the module and the checkpoint; see there."""
+    """Arguments of ``fill``, unchecked, except the module and the checkpoint; see there.
+
+    Attributes:
+        read_ahead: Whether threads read files ahead of what is filled or checked; None: where
+            values go to another device. On a CPU they are read to their place at once, which is
+            faster than to copy them there.
+    """
 
     prefix: str = ""
     device: torch.device | str | None = None
@@ -109,6 +115,7 @@ class FillRequest:
     ignore: Sequence[str] = ()
     check_values: bool = True
     progress: bool = True
+    read_ahead: bool | None = None
 
     @classmethod
     def of_new_model(
@@ -140,6 +147,10 @@ class FillRequest:
             check_values=False,
             progress=progress,
         )
+
+    def reads_ahead(self, device: torch.device) -> bool:
+        """Return whether threads read ahead of values that go to a device."""
+        return device.type != "cpu" if self.read_ahead is None else self.read_ahead
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[Options, PackChoice]:
         """Check the arguments and resolve their defaults for a checkpoint.
@@ -179,7 +190,7 @@ def fill_module(
     """
     options, choice = request.resolved(checkpoint)
     slots = slots_of(model, request.prefix)
-    filling = _Filling(slots, checkpoint, options, request.progress, hosting)
+    filling = _Filling(slots, checkpoint, options, request, hosting)
     nbytes = filling.check_headers(request.ignore)
     if request.check_values:
         filling.check_values(nbytes)
@@ -198,7 +209,7 @@ def check_module(model: nn.Module, checkpoint: Checkpoint, request: FillRequest)
         The number of bytes that were read.
     """
     options, _ = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, request.prefix), checkpoint, options, request.progress)
+    filling = _Filling(slots_of(model, request.prefix), checkpoint, options, request)
     nbytes = filling.check_headers(request.ignore)
     filling.check_values(nbytes)
     return nbytes
@@ -212,14 +223,14 @@ class _Filling:
         slots: The parts of the module tree.
         checkpoint: Source of the values.
         options: How values become those of the model.
-        progress: Whether to show progress.
+        request: Whether to show progress and to read ahead.
         hosting: See ``fill_module``.
     """
 
     slots: Sequence[Slot]
     checkpoint: Checkpoint
     options: Options
-    progress: bool
+    request: FillRequest
     hosting: Hosting | None = None
 
     def check_headers(self, ignore: Sequence[str]) -> int:
@@ -242,7 +253,7 @@ class _Filling:
     def check_values(self, nbytes: int) -> None:
         """Read all values once."""
         entries, options = self.checkpoint.entries, self.options
-        bar = Progress("checking", nbytes, self.progress)
+        bar = Progress("checking", nbytes, self.request.progress)
         with self._reading_ahead(
             lambda slot: slot.check_readings(entries, options), torch.device("cpu")
         ):
@@ -266,7 +277,7 @@ class _Filling:
             stack.enter_context(
                 self._reading_ahead(lambda slot: slot.readings(entries, options), device)
             )
-            self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
+            self._each_slot(Progress("loading", nbytes, self.request.progress), fill_slot)
 
     def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
         """Fill and pack the model, and log what was converted and packed."""
@@ -291,7 +302,26 @@ class _Filling:
     def _reading_ahead(
         self, readings_of: Callable[[Slot], Iterator[Reading]], device: torch.device
     ) -> Iterator[None]:
-        """Read ahead what a pass over the slots reads, and close the files at the end."""
+        """Read ahead what a pass over the slots reads, and close the files at the end.
+
+        Args:
+            readings_of: What the pass reads of a slot.
+            device: Device of the values.
+        """
+        try:
+            if self.request.reads_ahead(device):
+                plan, slabs = self._plan(readings_of)
+                with self.checkpoint.reading_ahead(plan, slabs, device):
+                    yield
+            else:
+                yield
+        finally:
+            self.checkpoint.close()
+
+    def _plan(
+        self, readings_of: Callable[[Slot], Iterator[Reading]]
+    ) -> tuple[list[Reading], Slabs]:
+        """Return what a pass over the slots reads, and memory that is a small part of a layer."""
         plan: list[Reading] = []
         layers: Counter[str] = Counter()
         for slot in self.slots:
@@ -299,9 +329,4 @@ class _Filling:
             plan += readings_of(slot)
             layers[names.layer_of(slot.name)] += sum(r.nbytes for r in plan[first:])
         around = layers.pop("", 0)
-        slabs = Slabs.of_layer(max(layers.values(), default=around))
-        try:
-            with self.checkpoint.reading_ahead(plan, slabs, device):
-                yield
-        finally:
-            self.checkpoint.close()
+        return plan, Slabs.of_layer(max(layers.values(), default=around))

@@ -37,6 +37,8 @@ _MOST_SLAB_BYTES = 16 << 20  # some 5 ms of one reader: Python's share of a batc
 _LEAST_SLAB_BYTES = 1 << 10
 _THREADS = 8
 
+_Copied = tuple[torch.cuda.Event, ...]  # the last use of a slab has ended after these
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -129,6 +131,7 @@ class _Batch:
         ready: Whether a reader is done with it.
         dropped: Whether nobody will request it.
         error: Why it could not be read, or None.
+        streams: Streams that copy from its slab.
     """
 
     positions: dict[Span, int]
@@ -138,6 +141,7 @@ class _Batch:
     ready: bool = False
     dropped: bool = False
     error: BaseException | None = None
+    streams: set[torch.cuda.Stream] = field(default_factory=set)
 
     @classmethod
     def of(cls, spans: Sequence[Span]) -> _Batch:
@@ -183,10 +187,11 @@ class ReadAhead:
         self._pinned = False
         self._memory: torch.Tensor | None = None
         self._changed = threading.Condition()
-        self._free: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        self._free: deque[tuple[int, _Copied]] = deque()
         self._started = 0  # batches that readers took or passed over
         self._first = 0  # the first batch that may be requested
         self._closed = False
+        self._error: BaseException | None = None  # why a thread ended before its work
         count = min(_cpus(), _THREADS) if threads is None else threads
         count = min(count, slabs.count, len(self._batches))
         self._threads = [
@@ -197,7 +202,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         try:
             self._memory = self._allocated()
-            self._free.extend((slab, None) for slab in range(self.slabs.count))
+            self._free.extend((slab, ()) for slab in range(self.slabs.count))
             for thread in self._threads:
                 thread.start()
         except BaseException:
@@ -224,6 +229,8 @@ class ReadAhead:
             if batch is None:
                 return False
             while not batch.ready:
+                if self._error is not None:
+                    raise self._error
                 self._changed.wait()
             if batch.error is not None:
                 raise batch.error
@@ -231,7 +238,10 @@ class ReadAhead:
         assert self._memory is not None
         position = batch.positions[span]
         source = self._memory[batch.slab, position : position + span.nbytes]
-        target.copy_(source, non_blocking=self._pinned and target.device == self._device)
+        is_own = self._pinned and target.device == self._device
+        if is_own:
+            batch.streams.add(torch.cuda.current_stream(self._device))
+        target.copy_(source, non_blocking=is_own)
         batch.left -= 1
         if not batch.left:
             with self._changed:
@@ -264,7 +274,8 @@ class ReadAhead:
             except MemoryError as error:
                 _logger.info("loading goes on without page-locked memory: %s", error)
         if not self._pinned:
-            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            with torch.inference_mode(False):  # in which threads are not
+                memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return memory.view(self.slabs.count, self.slabs.slab_bytes)
 
     def _batch_with(self, span: Span) -> _Batch | None:
@@ -287,13 +298,9 @@ class ReadAhead:
 
     def _release(self, batch: _Batch) -> None:
         """Give the slab of a batch to the readers, who wait until the copies from it have ended."""
-        copied = None
-        if self._pinned and batch.slab is not None:
-            copied = torch.cuda.Event()
-            copied.record(torch.cuda.current_stream(self._device))
-        self._give_back(batch, copied)
+        self._give_back(batch, tuple(stream.record_event() for stream in batch.streams))
 
-    def _give_back(self, batch: _Batch, copied: torch.cuda.Event | None) -> None:
+    def _give_back(self, batch: _Batch, copied: _Copied) -> None:
         if batch.slab is not None:
             self._free.append((batch.slab, copied))
             batch.slab = None
@@ -301,22 +308,31 @@ class ReadAhead:
 
     def _work(self) -> None:
         """Read batches until there are no more; the body of a thread."""
-        with self._open_reader() as reader:
-            while (task := self._next()) is not None:
-                batch, copied = task
-                try:
-                    if copied is not None:
-                        copied.synchronize()
-                    self._fill(batch, reader)
-                except BaseException as error:  # the owner raises it
-                    batch.error = error
-                with self._changed:
-                    batch.ready = True
-                    if batch.dropped:
-                        self._give_back(batch, None)
-                    self._changed.notify_all()
+        try:
+            if self._pinned:  # waiting for an event would make a context on device 0
+                torch.cuda.set_device(self._device)
+            with self._open_reader() as reader:
+                while (task := self._next()) is not None:
+                    self._read(*task, reader)
+        except BaseException as error:  # the owner raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
-    def _next(self) -> tuple[_Batch, torch.cuda.Event | None] | None:
+    def _read(self, batch: _Batch, copied: _Copied, reader: Reader) -> None:
+        try:
+            for event in copied:
+                event.synchronize()
+            self._fill(batch, reader)
+        except BaseException as error:  # the owner raises it
+            batch.error = error
+        with self._changed:
+            batch.ready = True
+            if batch.dropped:
+                self._give_back(batch, ())
+            self._changed.notify_all()
+
+    def _next(self) -> tuple[_Batch, _Copied] | None:
         """Wait for a slab, and return the batch to read, and what ends the slab's last use.
 
         None: there is no more.

@@ -268,35 +268,43 @@ class ShardReader:
         info = run[0].tensor
         try:
             file = self._opened(info)
-            file.seek(offset)
             left = _view(memory)
             while left:
-                count = file.readinto(left)
+                count = _read_at(file, offset, left)
                 if not count:
                     raise _changed(info)
-                left = left[count:]
+                left, offset = left[count:], offset + count
+            # After, so that what changed until now is found.
+            if info.mark is not None and _mark(os.fstat(file.fileno())) != info.mark:
+                raise _changed(info)
         except OSError as error:
             names = str(info) if len(run) == 1 else f"{info} to {run[-1].tensor}"
             raise CheckpointError(f"{info.file}: {names} cannot be read: {error}") from error
 
     def _opened(self, info: TensorInfo) -> FileIO:
-        """Return the file whose header was read, not a later one of its name.
+        """Return the file, open; ``_read`` compares it with the one whose header was read.
 
         Tensors of two files of one name would make a mixture of two models.
         """
         if self._file is None or self._name != info.file:
             self.close()
             path = self._path_of(info.file)
-            # Before, because a pipe would block; after, because another file may have its name.
+            # Before, because a pipe would block.
             if info.mark is not None and file_mark(path) != info.mark:
                 raise _changed(info)
             try:
                 self._file, self._name = FileIO(path), info.file
             except FileNotFoundError:
                 raise _changed(info) from None
-        if info.mark is not None and _mark(os.fstat(self._file.fileno())) != info.mark:
-            raise _changed(info)
         return self._file
+
+
+def _read_at(file: FileIO, offset: int, memory: memoryview) -> int:
+    """Read bytes, not by the file's position where possible: forked processes share it."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file.fileno(), [memory], offset)
+    file.seek(offset)
+    return file.readinto(memory)
 
 
 def _changed(info: TensorInfo) -> CheckpointError:
@@ -376,7 +384,8 @@ class Shards:
             try:
                 yield
             finally:
-                self._ahead = None
+                with self._lock:
+                    self._ahead = None
 
     def _pieces(self, reading: Reading) -> Iterator[Span]:
         most = reading.tensor.nbytes if self._ahead is None else self._ahead.slabs.slab_bytes

@@ -18,7 +18,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dsv4.checkpoint import Checkpoint, CheckpointError, fill, load, shards, verify
+from dsv4.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load,
+    loading,
+    rank_loading,
+    shards,
+    verify,
+)
+from dsv4.checkpoint.filling import FillRequest, check_module, fill_module
+from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.read_ahead import _LEAST_SLAB_BYTES, _MOST_BYTES, ReadAhead, Slabs, Span
 from dsv4.checkpoint.shards import Reading, ShardReader, Shards, read_header
 from dsv4.checkpoint.slots import LinearSlot
@@ -38,12 +48,37 @@ from tests.parallel.cases import WIDE
 from tests.parallel.cases import model as model_of_ranks
 
 CPU = torch.device("cpu")
+AHEAD = FillRequest(progress=False, read_ahead=True)
 SECONDS = 20  # after which a wait for another thread has failed
 FILES = {name: bytes(random.Random(name).randbytes(3000)) for name in "abc"}
 
 
 def readers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("dsv4 reader")]
+
+
+def loaded(path: Path, context: Any = None, *, input_scales: str = "stored") -> Any:
+    """Do as ``load`` to the CPU, with files read ahead."""
+    options: Any = {"mxfp4": None, "pack": True, "input_scales": input_scales, "progress": False}
+    values = FillRequest.of_new_model("cpu", None, "bf16", **options)
+    request = LoadRequest(
+        path=path,
+        values=replace(values, read_ahead=True),
+        numerics="deepseek",
+        mtp=None,
+        reserve_tokens=0,
+        prepare=False,
+        host_experts=None,
+    )
+    if context is not None:
+        context = rank_loading.context_of(request, context, "tp")
+    return loading._filled(request, context)
+
+
+def verified(path: Path) -> int:
+    """Do as ``verify``, with files read ahead."""
+    with Checkpoint.open(path) as checkpoint:
+        return check_module(make_model(), checkpoint, AHEAD)
 
 
 class FakeReader:
@@ -212,6 +247,18 @@ class TestReadAhead:
             assert not readers()
             assert ended[-1]._memory is None
 
+    def test_readers_that_cannot_begin_are_not_waited_for(self):
+        def fail() -> FakeReader:
+            raise OSError("too many open files")
+
+        def request() -> None:
+            with ReadAhead(in_rows(30), Slabs(3, 60), fail, device=CPU) as ahead:
+                taken(ahead, in_rows(30)[7])
+
+        with pytest.raises(OSError, match="too many open files"):
+            request()
+        assert not readers()
+
     def test_threads_that_cannot_start_are_no_threads(self, monkeypatch):
         start, started = threading.Thread.start, []
 
@@ -268,7 +315,7 @@ class TestOverlap:
                 ahead.append(reads.wait_for_more_than(requested))
 
         monkeypatch.setattr(LinearSlot, "fill", slow_fill)
-        load(tmp_path, progress=False)
+        loaded(tmp_path)
         assert ahead
         assert all(ahead)
         assert reads.most_at_once >= 2
@@ -317,9 +364,9 @@ class TestLoads:
             saved(make_model(), tmp_path, layout=layout)
         model = make_model()
         for work in (
-            lambda: load(tmp_path, progress=False).load_report.bytes_read,
-            lambda: load(tmp_path, progress=False, input_scales="token").load_report.bytes_read,
-            lambda: verify(tmp_path, progress=False),
+            lambda: loaded(tmp_path).load_report.bytes_read,
+            lambda: loaded(tmp_path, input_scales="token").load_report.bytes_read,
+            lambda: verified(tmp_path),
         ):
             reads = Reads(monkeypatch)
             nbytes = work()
@@ -328,22 +375,25 @@ class TestLoads:
             assert reads.by_caller < 0.01 * nbytes
             monkeypatch.undo()
         with Checkpoint.open(tmp_path) as checkpoint:
-            fill(model, checkpoint, progress=False)
+            fill_module(model, checkpoint, AHEAD)
         assert not readers()
 
     @pytest.mark.parametrize("layout", ["nvidia", "deepseek", "bf16"])
     def test_the_values_are_those_of_a_load_that_does_not(self, layout, tmp_path, monkeypatch):
         saved(make_model(), tmp_path, layout=layout, max_shard_bytes=60_000)
-        ahead = state(load(tmp_path, progress=False))
-
-        @contextmanager
-        def nothing(*args: object) -> Iterator[None]:
-            yield
-
-        monkeypatch.setattr(Shards, "reading_ahead", nothing)
+        with torch.inference_mode():
+            inferring = state(loaded(tmp_path))
+        assert_same_state(inferring, state(loaded(tmp_path)))
         reads = Reads(monkeypatch)
-        assert_same_state(state(load(tmp_path, progress=False)), ahead)
+        assert_same_state(state(load(tmp_path, progress=False)), inferring)
+        assert verify(tmp_path, progress=False) > 0
         assert reads.by_readers == 0
+
+    def test_threads_read_for_a_gpu_and_not_for_a_cpu(self):
+        """A load to a CPU took 23 % longer through slabs, and a check of all values 40 %."""
+        request = FillRequest()
+        assert request.reads_ahead(torch.device("cuda"))
+        assert not request.reads_ahead(CPU)
 
     def test_a_rank_reads_nothing_of_the_others(self, tmp_path, monkeypatch):
         """Of a matrix that is split by columns whole rows, of which its columns are counted."""
@@ -351,8 +401,7 @@ class TestLoads:
         reads = Reads(monkeypatch)
 
         def work(context: Any) -> int:
-            options: Any = {"device_mesh": context, "parallel": "tp", "progress": False}
-            return load(tmp_path, **options).load_report.bytes_read
+            return loaded(tmp_path, context).load_report.bytes_read
 
         counted = sum(run_ranks(2, work))
         assert reads.by_readers == pytest.approx(counted, rel=0.01)
@@ -368,7 +417,7 @@ class TestLoads:
             model = make_model(seed=1)
             before = state(model)
             with pytest.raises(CheckpointError, match=rf"{victim.name}: has changed .* when .*\("):
-                fill(model, checkpoint, progress=False)
+                fill_module(model, checkpoint, AHEAD)
             assert_same_state(state(model), before)
         assert not readers()
 
@@ -386,7 +435,7 @@ class TestLoads:
 
         monkeypatch.setattr(LinearSlot, "fill", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            load(tmp_path, progress=False)
+            loaded(tmp_path)
         assert opened[0]
         assert open_files(tmp_path) == []
         assert not readers()
@@ -440,6 +489,14 @@ class TestShards:
                     assert torch.equal(raw(matrix).view(cut[number].shape), cut[number])
         source.close()
         assert source.bytes_read == 2 * first.nbytes + 7
+
+    def test_processes_may_share_a_file_that_is_open(self, tmp_path):
+        """Its position is theirs in common after a fork, so that reading must not depend on it."""
+        save_file({"x": torch.rand(100)}, tmp_path / "a.safetensors")
+        source = Shards(tmp_path)
+        source.read(read_header(tmp_path / "a.safetensors")["x"])
+        assert source._reader._file is not None
+        assert source._reader._file.tell() == 0 or not hasattr(os, "preadv")
 
     def test_a_file_shorter_than_its_header_says(self, tmp_path):
         path = tmp_path / "a.safetensors"
@@ -496,6 +553,30 @@ class TestOnTheGpu:
         assert not readers()
         for span, target in zip(plan, targets, strict=True):
             assert torch.equal(target.cpu(), contents(span))
+
+    def test_a_slab_is_copied_by_several_streams(self):
+        """Its first copies wait on a stream that is not the current one when it becomes free."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        plan = in_rows(60)
+        targets = [torch.zeros(span.nbytes, dtype=torch.uint8, device=device) for span in plan]
+        busy, idle = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        torch.cuda.synchronize(device)
+        with ReadAhead(plan, Slabs(3, 100), FakeReader(), device=device, threads=3) as ahead:
+            for number, (span, target) in enumerate(zip(plan, targets, strict=True)):
+                with torch.cuda.stream(idle if number % 2 else busy):
+                    if number % 14 == 0:
+                        torch.cuda._sleep(20_000_000)
+                    assert ahead.copy_to(span, target)
+        torch.cuda.synchronize(device)
+        for span, target in zip(plan, targets, strict=True):
+            assert torch.equal(target.cpu(), contents(span))
+
+    def test_a_load_is_read_ahead(self, tmp_path, monkeypatch):
+        saved(make_model(), tmp_path)
+        reads = Reads(monkeypatch)
+        load(tmp_path, device="cuda", progress=False, prepare=False, reserve_tokens=0)
+        assert reads.by_readers > 0.9 * (reads.by_readers + reads.by_caller)
+        assert not readers()
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_values_are_those_on_the_cpu(self, tmp_path, layout):

@@ -92,8 +92,8 @@ MUTANTS = (
     Mutant(
         "files",
         "a file that is open may change",
-        "dsv4.checkpoint.shards:ShardReader._opened",
-        "info.mark is not None and _mark(os.fstat(self._file.fileno())) != info.mark",
+        "dsv4.checkpoint.shards:ShardReader._read",
+        "info.mark is not None and _mark(os.fstat(file.fileno())) != info.mark",
         "False",
         AHEAD + "TestShards::test_a_file_that_is_written_over_is_noticed",
     ),
