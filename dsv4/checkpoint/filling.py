@@ -270,14 +270,21 @@ class _Filling:
             if self.hosting is not None and self.hosting.takes(slot.name, slot.module):
                 self.hosting.move(slot.module)
 
-        device = torch.device("cpu") if options.device is None else options.device
         with ExitStack() as stack:
             if self.hosting is not None:
                 stack.enter_context(self.hosting.allocating_ahead())
             stack.enter_context(
-                self._reading_ahead(lambda slot: slot.readings(entries, options), device)
+                self._reading_ahead(lambda slot: slot.readings(entries, options), self._device())
             )
             self._each_slot(Progress("loading", nbytes, self.request.progress), fill_slot)
+
+    def _device(self) -> torch.device:
+        """Return the device of the values, where there are several the first that is no CPU."""
+        if self.options.device is not None:
+            return self.options.device
+        devices = (p.device for slot in self.slots for p in slot.module.parameters(recurse=False))
+        others = (device for device in devices if device.type not in ("cpu", "meta"))
+        return next(others, torch.device("cpu"))
 
     def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
         """Fill and pack the model, and log what was converted and packed."""

@@ -21,14 +21,12 @@ from safetensors.torch import save_file
 from dsv4.checkpoint import (
     Checkpoint,
     CheckpointError,
+    fill,
     load,
-    loading,
-    rank_loading,
     shards,
     verify,
 )
 from dsv4.checkpoint.filling import FillRequest, check_module, fill_module
-from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.checkpoint.read_ahead import _LEAST_SLAB_BYTES, _MOST_BYTES, ReadAhead, Slabs, Span
 from dsv4.checkpoint.shards import Reading, ShardReader, Shards, read_header
 from dsv4.checkpoint.slots import LinearSlot
@@ -39,6 +37,7 @@ from tests.checkpoint.cases import (
     LAYOUTS,
     assert_same_state,
     calibrated,
+    loaded_ahead,
     make_model,
     raw,
     saved,
@@ -55,24 +54,6 @@ FILES = {name: bytes(random.Random(name).randbytes(3000)) for name in "abc"}
 
 def readers() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("dsv4 reader")]
-
-
-def loaded(path: Path, context: Any = None, *, input_scales: str = "stored") -> Any:
-    """Do as ``load`` to the CPU, with files read ahead."""
-    options: Any = {"mxfp4": None, "pack": True, "input_scales": input_scales, "progress": False}
-    values = FillRequest.of_new_model("cpu", None, "bf16", **options)
-    request = LoadRequest(
-        path=path,
-        values=replace(values, read_ahead=True),
-        numerics="deepseek",
-        mtp=None,
-        reserve_tokens=0,
-        prepare=False,
-        host_experts=None,
-    )
-    if context is not None:
-        context = rank_loading.context_of(request, context, "tp")
-    return loading._filled(request, context)
 
 
 def verified(path: Path) -> int:
@@ -315,7 +296,7 @@ class TestOverlap:
                 ahead.append(reads.wait_for_more_than(requested))
 
         monkeypatch.setattr(LinearSlot, "fill", slow_fill)
-        loaded(tmp_path)
+        loaded_ahead(tmp_path)
         assert ahead
         assert all(ahead)
         assert reads.most_at_once >= 2
@@ -364,8 +345,8 @@ class TestLoads:
             saved(make_model(), tmp_path, layout=layout)
         model = make_model()
         for work in (
-            lambda: loaded(tmp_path).load_report.bytes_read,
-            lambda: loaded(tmp_path, input_scales="token").load_report.bytes_read,
+            lambda: loaded_ahead(tmp_path).load_report.bytes_read,
+            lambda: loaded_ahead(tmp_path, input_scales="token").load_report.bytes_read,
             lambda: verified(tmp_path),
         ):
             reads = Reads(monkeypatch)
@@ -382,8 +363,8 @@ class TestLoads:
     def test_the_values_are_those_of_a_load_that_does_not(self, layout, tmp_path, monkeypatch):
         saved(make_model(), tmp_path, layout=layout, max_shard_bytes=60_000)
         with torch.inference_mode():
-            inferring = state(loaded(tmp_path))
-        assert_same_state(inferring, state(loaded(tmp_path)))
+            inferring = state(loaded_ahead(tmp_path))
+        assert_same_state(inferring, state(loaded_ahead(tmp_path)))
         reads = Reads(monkeypatch)
         assert_same_state(state(load(tmp_path, progress=False)), inferring)
         assert verify(tmp_path, progress=False) > 0
@@ -401,7 +382,7 @@ class TestLoads:
         reads = Reads(monkeypatch)
 
         def work(context: Any) -> int:
-            return loaded(tmp_path, context).load_report.bytes_read
+            return loaded_ahead(tmp_path, context).load_report.bytes_read
 
         counted = sum(run_ranks(2, work))
         assert reads.by_readers == pytest.approx(counted, rel=0.01)
@@ -435,7 +416,7 @@ class TestLoads:
 
         monkeypatch.setattr(LinearSlot, "fill", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            loaded(tmp_path)
+            loaded_ahead(tmp_path)
         assert opened[0]
         assert open_files(tmp_path) == []
         assert not readers()
@@ -571,11 +552,23 @@ class TestOnTheGpu:
         for span, target in zip(plan, targets, strict=True):
             assert torch.equal(target.cpu(), contents(span))
 
-    def test_a_load_is_read_ahead(self, tmp_path, monkeypatch):
+    def test_values_for_a_gpu_are_read_ahead(self, tmp_path, monkeypatch):
+        """Those of ``load``, and of ``fill`` for a model that is there."""
         saved(make_model(), tmp_path)
-        reads = Reads(monkeypatch)
-        load(tmp_path, device="cuda", progress=False, prepare=False, reserve_tokens=0)
-        assert reads.by_readers > 0.9 * (reads.by_readers + reads.by_caller)
+        model = make_model().cuda()
+
+        def fill_there() -> None:
+            with Checkpoint.open(tmp_path) as checkpoint:
+                fill(model, checkpoint, check_values=False, progress=False)
+
+        for work in (
+            lambda: load(tmp_path, device="cuda", progress=False, prepare=False, reserve_tokens=0),
+            fill_there,
+        ):
+            reads = Reads(monkeypatch)
+            work()
+            assert reads.by_readers > 0.9 * (reads.by_readers + reads.by_caller)
+            monkeypatch.undo()
         assert not readers()
 
     @pytest.mark.parametrize("layout", LAYOUTS)
