@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "files",
         "an error of a reader is lost",
-        "dsv4.checkpoint.read_ahead:ReadAhead._work",
+        "dsv4.checkpoint.read_ahead:ReadAhead._read",
         "batch.error = error",
         "pass",
         AHEAD + "TestReadAhead::test_an_error_of_a_reader_reaches_the_caller",
