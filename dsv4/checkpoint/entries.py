@@ -17,6 +17,7 @@ float, I64, I32        none                                                  pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ import torch
 
 from dsv4.checkpoint import names
 from dsv4.checkpoint.problems import Problem, raise_all
-from dsv4.checkpoint.shards import DTYPE_NAMES, CheckpointError, Shards, TensorInfo
+from dsv4.checkpoint.shards import DTYPE_NAMES, CheckpointError, Reading, Shards, TensorInfo
 from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4, Format, QuantizedTensor
 
 _PLAIN = (
@@ -98,9 +99,37 @@ class Entry:
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
+    def _is_stack(self) -> bool:
+        return self.format is None and len(self.weight.shape) == 3
+
+    @property
     def kind(self) -> str:
         """The format's name, or the dtype of a plain tensor, for messages."""
         return DTYPE_NAMES[self.weight.dtype] if self.format is None else self.format.name
+
+    def readings(self, *, input_scale: bool = False) -> Iterator[Reading]:
+        """Yield what ``read`` reads, in its order.
+
+        Args:
+            input_scale: Whether ``read_input_scale`` is called after it.
+        """
+        for part in (self.weight, self.scales, self.global_scale):
+            if part is not None:
+                yield Reading(part)
+        if input_scale and self.input_scale is not None:
+            yield Reading(self.input_scale)
+
+    def matrix_readings(self) -> Iterator[Reading]:
+        """Yield what ``matrices`` reads, in its order."""
+        for number in range(self.weight.shape[0]):
+            yield Reading(self.weight, number)
+
+    def check_readings(self) -> Iterator[Reading]:
+        """Yield what ``check_values`` reads, in its order."""
+        if self._is_stack:
+            yield from self.matrix_readings()
+        else:
+            yield from self.readings(input_scale=True)
 
     def read(self, device: torch.device | str = "cpu") -> torch.Tensor | QuantizedTensor:
         """Read the values to ``device``, as a copy.
@@ -154,7 +183,7 @@ class Entry:
 
     def check_values(self) -> None:
         """Read everything once and raise CheckpointError where ``read`` would."""
-        if self.format is None and len(self.weight.shape) == 3:
+        if self._is_stack:
             for _ in self.matrices():
                 pass
         else:
@@ -163,12 +192,13 @@ class Entry:
 
     def _scalar(self, info: TensorInfo, device: torch.device | str) -> torch.Tensor:
         value = self.shards.read(info, "cpu").reshape(1)
-        if not (bool(torch.isfinite(value)) and bool(value > 0)):
-            raise CheckpointError(f"{info} is {value.item()}, wanted a finite value above 0")
+        number = value.item()
+        if not 0 < number < math.inf:
+            raise CheckpointError(f"{info} is {number}, wanted a finite value above 0")
         # 1/x of a denormal or of a huge x is no usable scale.
         out = value.reciprocal() if self.reciprocal else value
-        if not (bool(torch.isfinite(out)) and bool(out > 0)):
-            raise CheckpointError(f"{info} is {value.item()}, whose reciprocal is {out.item()}")
+        if self.reciprocal and not 0 < out.item() < math.inf:
+            raise CheckpointError(f"{info} is {number}, whose reciprocal is {out.item()}")
         return out.to(device)
 
     # Each check is one pass, if possible without a temporary of the tensor's size: embedding and

@@ -14,7 +14,7 @@ from dsv4.checkpoint.entries import Entry
 from dsv4.checkpoint.mxfp4 import pair_to_nvfp4
 from dsv4.checkpoint.options import Matrix, Options, narrowed
 from dsv4.checkpoint.problems import Problem
-from dsv4.checkpoint.shards import CheckpointError
+from dsv4.checkpoint.shards import CheckpointError, Reading
 from dsv4.checkpoint.slots import (
     Entries,
     Expected,
@@ -29,6 +29,7 @@ from dsv4.quant.formats import FP8_BLOCK, MXFP4, NVFP4
 
 _T = TypeVar("_T")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_SCALED_TOGETHER = (("gate_proj", "up_proj"), ("down_proj",))  # projections of one activation
 _FORMATS = "formats of experts"
 INPUT_SCALES = "input scales"
 WAYS_OUT = (
@@ -199,6 +200,22 @@ class ExpertsSlot(Slot):
             self._allocate(first, options, device, scales is not None)
             self._fill_quantised(entries, options, device, scales)
 
+    def readings(self, entries: Entries, options: Options) -> Iterator[Reading]:
+        """Yield what ``fill`` reads, in its order; what it reads twice only once."""
+        own = self._entries(entries)
+        if self._is_stacked(entries):
+            for entry in own:
+                yield from entry.matrix_readings()
+            return
+        if self._holds_quantised and own[0].format is not None and _has_scales(own, options):
+            for members in _SCALED_TOGETHER:
+                for number in self.of_layer:
+                    for entry in self._of(number, entries, members):
+                        if entry.input_scale is not None:
+                            yield Reading(entry.input_scale)
+        for entry in own:
+            yield from entry.readings()
+
     def _fill_quantised(
         self,
         entries: Entries,
@@ -278,12 +295,9 @@ class ExpertsSlot(Slot):
         gets the largest scale of its projection, as NVIDIA's exporter does (specification, section
         11.5.2).
         """
-        if options.input_scales == "token":
+        if not _has_scales(self._entries(entries), options):
             return None
-        if any(e.format != NVFP4 or e.input_scale is None for e in self._entries(entries)):
-            return None
-        gate_up = self._largest(entries, ("gate_proj", "up_proj"))
-        down = self._largest(entries, ("down_proj",))
+        gate_up, down = (self._largest(entries, members) for members in _SCALED_TOGETHER)
         if gate_up is not None and down is not None:
             return InputScales(gate_up, down)
         if _calibrated(options):
@@ -293,13 +307,16 @@ class ExpertsSlot(Slot):
             )
         return None
 
+    def _of(self, number: int, entries: Entries, members: Sequence[str]) -> list[Entry]:
+        """Return the entries of some projections of an expert of the layer."""
+        named = zip(PROJECTIONS, self._names(number), strict=True)
+        return [entries[name] for p, name in named if p in members and name in entries]
+
     def _largest(self, entries: Entries, members: Sequence[str]) -> list[torch.Tensor] | None:
         """Return per expert the largest scale of some projections, or of all experts, or None."""
         best: dict[int, torch.Tensor | None] = {}
         for number in self.of_layer:  # those of other ranks, too, so that all ranks agree
-            named = zip(PROJECTIONS, self._names(number), strict=True)
-            own = [entries[name] for p, name in named if p in members and name in entries]
-            row = [entry.read_input_scale() for entry in own]
+            row = [entry.read_input_scale() for entry in self._of(number, entries, members)]
             best[number] = max((s for s in row if s is not None), default=None, key=float)
         known = [scale for scale in best.values() if scale is not None]
         if not known:
@@ -307,6 +324,13 @@ class ExpertsSlot(Slot):
         largest = max(known, key=float)
         scales = [best[number] for number in self.held]
         return [largest if scale is None else scale for scale in scales]
+
+
+def _has_scales(own: Sequence[Entry], options: Options) -> bool:
+    """Return whether the input scales of a layer's experts are to be read."""
+    if options.input_scales == "token":
+        return False
+    return all(e.format == NVFP4 and e.input_scale is not None for e in own)
 
 
 def _missing_input_scales(own: Sequence[Entry]) -> Iterator[Problem]:

@@ -1,8 +1,10 @@
-"""Put the values of a checkpoint into a module tree; the files are mapped layer by layer."""
+"""Put the values of a checkpoint into a module tree, while the next ones are read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +18,10 @@ from dsv4.checkpoint.options import Options
 from dsv4.checkpoint.packing import PackChoice, mxfp4_mode, report_fp8, report_packing
 from dsv4.checkpoint.problems import raise_all
 from dsv4.checkpoint.progress import Progress
+from dsv4.checkpoint.read_ahead import Slabs
 from dsv4.checkpoint.reader import Checkpoint
 from dsv4.checkpoint.report import Filled, left_out
+from dsv4.checkpoint.shards import Reading
 from dsv4.checkpoint.slots import Slot
 from dsv4.layers.host_experts import Hosting
 from dsv4.layers.pack import Packer
@@ -93,7 +97,13 @@ def fill(
 
 @dataclass(frozen=True, kw_only=True)
 class FillRequest:
-    """Arguments of ``fill``, unchecked, except the module and the checkpoint; see there."""
+    """Arguments of ``fill``, unchecked, except the module and the checkpoint; see there.
+
+    Attributes:
+        read_ahead: Whether threads read files ahead of what is filled or checked; None: where
+            values go to another device. On a CPU they are read to their place at once, which is
+            faster than to copy them there.
+    """
 
     prefix: str = ""
     device: torch.device | str | None = None
@@ -106,6 +116,7 @@ class FillRequest:
     ignore: Sequence[str] = ()
     check_values: bool = True
     progress: bool = True
+    read_ahead: bool | None = None
 
     @classmethod
     def of_new_model(
@@ -137,6 +148,10 @@ class FillRequest:
             check_values=False,
             progress=progress,
         )
+
+    def reads_ahead(self, device: torch.device) -> bool:
+        """Return whether threads read ahead of values that go to a device."""
+        return device.type != "cpu" if self.read_ahead is None else self.read_ahead
 
     def resolved(self, checkpoint: Checkpoint) -> tuple[Options, PackChoice]:
         """Check the arguments and resolve their defaults for a checkpoint.
@@ -177,7 +192,7 @@ def fill_module(
     """
     options, choice = request.resolved(checkpoint)
     slots = slots_of(model, request.prefix)
-    filling = _Filling(slots, checkpoint, options, request.progress, hosting)
+    filling = _Filling(slots, checkpoint, options, request, hosting)
     nbytes = filling.check_headers(request.ignore)
     if request.check_values:
         filling.check_values(nbytes)
@@ -196,7 +211,7 @@ def check_module(model: nn.Module, checkpoint: Checkpoint, request: FillRequest)
         The number of bytes that were read.
     """
     options, _ = request.resolved(checkpoint)
-    filling = _Filling(slots_of(model, request.prefix), checkpoint, options, request.progress)
+    filling = _Filling(slots_of(model, request.prefix), checkpoint, options, request)
     nbytes = filling.check_headers(request.ignore)
     filling.check_values(nbytes)
     return nbytes
@@ -210,14 +225,14 @@ class _Filling:
         slots: The parts of the module tree.
         checkpoint: Source of the values.
         options: How values become those of the model.
-        progress: Whether to show progress.
+        request: Whether to show progress and to read ahead.
         hosting: See ``fill_module``.
     """
 
     slots: Sequence[Slot]
     checkpoint: Checkpoint
     options: Options
-    progress: bool
+    request: FillRequest
     hosting: Hosting | None = None
 
     def check_headers(self, ignore: Sequence[str]) -> int:
@@ -240,20 +255,38 @@ class _Filling:
     def check_values(self, nbytes: int) -> None:
         """Read all values once."""
         entries, options = self.checkpoint.entries, self.options
-        bar = Progress("checking", nbytes, self.progress)
-        self._each_slot(bar, lambda slot: slot.check_values(entries, options))
+        bar = Progress("checking", nbytes, self.request.progress)
+        with self._reading_ahead(
+            lambda slot: slot.check_readings(entries, options), torch.device("cpu")
+        ):
+            self._each_slot(bar, lambda slot: slot.check_values(entries, options))
 
     def run(self, nbytes: int, packer: Packer | None) -> None:
-        """Fill every slot, and pack its layer before the next one is read."""
+        """Fill every slot, and pack its layer before the next one gets memory."""
+        entries, options = self.checkpoint.entries, self.options
 
         def fill_slot(slot: Slot) -> None:
-            slot.fill(self.checkpoint.entries, self.options)
+            slot.fill(entries, options)
             if packer is not None:
                 packer.pack(slot.module)
             if self.hosting is not None and self.hosting.takes(slot.name, slot.module):
                 self.hosting.move(slot.module)
 
-        self._each_slot(Progress("loading", nbytes, self.progress), fill_slot)
+        with ExitStack() as stack:
+            if self.hosting is not None:
+                stack.enter_context(self.hosting.allocating_ahead())
+            stack.enter_context(
+                self._reading_ahead(lambda slot: slot.readings(entries, options), self._device())
+            )
+            self._each_slot(Progress("loading", nbytes, self.request.progress), fill_slot)
+
+    def _device(self) -> torch.device:
+        """Return the device of the values, where there are several the first that is no CPU."""
+        if self.options.device is not None:
+            return self.options.device
+        devices = (p.device for slot in self.slots for p in slot.module.parameters(recurse=False))
+        others = (device for device in devices if device.type not in ("cpu", "meta"))
+        return next(others, torch.device("cpu"))
 
     def finished(self, model: nn.Module, choice: PackChoice, nbytes: int) -> Filled:
         """Fill and pack the model, and log what was converted and packed."""
@@ -267,16 +300,42 @@ class _Filling:
         return Filled(packer.report, self.options.conversion)
 
     def _each_slot(self, bar: Progress, action: Callable[[Slot], None]) -> None:
-        """Pass every slot to ``action``, and unmap the files after each layer."""
+        """Pass every slot to ``action``."""
         entries = self.checkpoint.entries
-        layer = ""
+        for slot in self.slots:
+            action(slot)
+            bar.advance(sum(entries[e.name].nbytes for e in slot.expected(entries)))
+        bar.finish()
+
+    @contextmanager
+    def _reading_ahead(
+        self, readings_of: Callable[[Slot], Iterator[Reading]], device: torch.device
+    ) -> Iterator[None]:
+        """Read ahead what a pass over the slots reads, and close the files at the end.
+
+        Args:
+            readings_of: What the pass reads of a slot.
+            device: Device of the values.
+        """
         try:
-            for slot in self.slots:
-                if names.layer_of(slot.name) != layer:
-                    layer = names.layer_of(slot.name)
-                    self.checkpoint.close()
-                action(slot)
-                bar.advance(sum(entries[e.name].nbytes for e in slot.expected(entries)))
+            if self.request.reads_ahead(device):
+                plan, slabs = self._plan(readings_of)
+                with self.checkpoint.reading_ahead(plan, slabs, device):
+                    yield
+            else:
+                yield
         finally:
             self.checkpoint.close()
-        bar.finish()
+
+    def _plan(
+        self, readings_of: Callable[[Slot], Iterator[Reading]]
+    ) -> tuple[list[Reading], Slabs]:
+        """Return what a pass over the slots reads, and memory that is a small part of a layer."""
+        plan: list[Reading] = []
+        layers: Counter[str] = Counter()
+        for slot in self.slots:
+            first = len(plan)
+            plan += readings_of(slot)
+            layers[names.layer_of(slot.name)] += sum(r.nbytes for r in plan[first:])
+        around = layers.pop("", 0)
+        return plan, Slabs.of_layer(max(layers.values(), default=around))

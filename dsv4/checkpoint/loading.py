@@ -46,7 +46,8 @@ def load(
 
     Each weight has the format it is stored in, but for MXFP4 (``mxfp4``). NVFP4 weights are packed
     for the device's tensor cores (``pack``), each layer as soon as it is read; no value changes.
-    Memory holds the model and less than one layer more: the files are mapped a part at a time.
+    Memory holds the model and less than one layer more: for a GPU, threads read a sixteenth of a
+    layer ahead.
 
     ``save`` and ``state_dict`` write a packed model as an unpacked one. MXFP4 weights that were
     converted are written as NVFP4 with the same values, and as MXFP4 by ``save`` with

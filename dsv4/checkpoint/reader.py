@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from dsv4.checkpoint import bounds, names
 from dsv4.checkpoint.entries import group
 from dsv4.checkpoint.folder import open_folder
 from dsv4.checkpoint.items import Item
-from dsv4.checkpoint.shards import Shards, TensorInfo
+from dsv4.checkpoint.read_ahead import Slabs
+from dsv4.checkpoint.shards import Reading, Shards, TensorInfo
 from dsv4.config import ModelConfig, config_json
 from dsv4.quant.formats import QuantizedTensor
 
@@ -142,8 +144,14 @@ class Checkpoint:
         for name, entry in self.entries.items():
             yield name, entry.read(), entry.read_input_scale()
 
+    def reading_ahead(
+        self, plan: Sequence[Reading], slabs: Slabs, device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Read what a plan lists in threads before it is requested; see ``Shards``."""
+        return self._shards.reading_ahead(plan, slabs, device)
+
     def close(self) -> None:
-        """Unmap the files; reading maps them again."""
+        """Close the files; reading opens them again."""
         self._shards.close()
 
     def __enter__(self) -> Checkpoint:

@@ -18,7 +18,7 @@ from torch import nn
 from dsv4.checkpoint.entries import Entry
 from dsv4.checkpoint.options import Matrix, Options
 from dsv4.checkpoint.problems import Problem
-from dsv4.checkpoint.shards import CheckpointError
+from dsv4.checkpoint.shards import CheckpointError, Reading
 from dsv4.quant.formats import LINEAR, NVFP4
 
 Entries = Mapping[str, Entry]
@@ -61,9 +61,22 @@ class Slot:
         for entry in self.expected(entries):
             entries[entry.name].check_values()
 
+    def check_readings(self, entries: Entries, options: Options) -> Iterator[Reading]:
+        """Yield what ``check_values`` reads first of every tensor, in its order."""
+        for entry in self.expected(entries):
+            yield from entries[entry.name].check_readings()
+
     def fill(self, entries: Entries, options: Options) -> None:
         """Read the values and store them in the module."""
         raise NotImplementedError
+
+    def readings(self, entries: Entries, options: Options) -> Iterator[Reading]:
+        """Yield what ``fill`` reads, in its order; of a layer that it reads twice the first time.
+
+        Only speed depends on it.
+        """
+        for entry in self.expected(entries):
+            yield from entries[entry.name].readings()
 
 
 def target_device(tensor: torch.Tensor, options: Options) -> torch.device:
@@ -166,9 +179,18 @@ class LinearSlot(Slot):
             options.conversion.count(1, stays=converted is None)
             self.module.set_weight(value if converted is None else converted)
         else:
-            stored = value.format == NVFP4 and options.input_scales == "stored"
-            scale = entry.read_input_scale(device) if stored else None
+            scale = entry.read_input_scale(device) if _takes_scale(entry, options) else None
             self.module.set_weight(value, scale)
+
+    def readings(self, entries: Entries, options: Options) -> Iterator[Reading]:
+        """Yield what ``fill`` reads, in its order."""
+        entry = entries[self.name]
+        yield from entry.readings(input_scale=_takes_scale(entry, options))
+
+
+def _takes_scale(entry: Entry, options: Options) -> bool:
+    """Return whether a linear layer takes the input scale of its entry."""
+    return entry.format == NVFP4 and options.input_scales == "stored"
 
 
 def is_packed(module: Any) -> bool:

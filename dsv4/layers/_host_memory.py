@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -104,6 +105,64 @@ def release(tensor: torch.Tensor, device: torch.device) -> None:
     if torch.cuda.is_available() and tensor.is_pinned():
         torch.cuda.synchronize(device)
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+
+
+class BlocksAhead:
+    """Host memory in blocks of one size: each next one is allocated in a thread meanwhile.
+
+    To get and lock the memory of a layer's experts takes longer than to copy them there. A context
+    manager, which releases the block that nobody has taken.
+
+    Args:
+        count: Number of blocks that will be requested.
+        take: Function that allocates a block.
+        give: Function that releases one.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        take: Callable[[int, torch.device], torch.Tensor] = allocate,
+        give: Callable[[torch.Tensor, torch.device], None] = release,
+    ) -> None:
+        self._left = count
+        self._take, self._give = take, give
+        self._next: tuple[Future[torch.Tensor], int, torch.device] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dsv4 host memory")
+
+    def __enter__(self) -> BlocksAhead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown()
+        self._forget()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return a block, and start to allocate another one if more will be requested.
+
+        Raises:
+            MemoryError: as the function ``allocate``.
+        """
+        block = None
+        if self._next is not None and self._next[1:] == (nbytes, device):
+            block = self._next[0].result()
+            self._next = None
+        self._forget()
+        if block is None:
+            block = self._take(nbytes, device)
+        self._left -= 1
+        if self._left > 0:
+            self._next = self._thread.submit(self._take, nbytes, device), nbytes, device
+        return block
+
+    def _forget(self) -> None:
+        """Release the block that was allocated ahead, if there is one."""
+        if self._next is None:
+            return
+        future, _, device = self._next
+        self._next = None
+        if future.exception() is None:
+            self._give(future.result(), device)
 
 
 def _refused(nbytes: int, reason: str) -> MemoryError:

@@ -9,12 +9,14 @@ all experts that have no slot through a buffer, layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from dsv4.layers import _host_memory
 from dsv4.layers._expert_staging import ExpertStaging
 from dsv4.layers._hosted_experts import HostedExperts
 from dsv4.layers._module import frozen
@@ -153,6 +155,17 @@ class Hosting:
     moved: int = 0
     staging: ExpertStaging | None = None
     _last: HostedExperts | None = None
+    _allocate: Callable[[int, torch.device], torch.Tensor] = _host_memory.allocate
+
+    @contextmanager
+    def allocating_ahead(self) -> Iterator[None]:
+        """Allocate a layer's host memory in a thread while the layer is read and packed."""
+        with _host_memory.BlocksAhead(self.layers - self.moved) as blocks:
+            self._allocate = blocks.allocate
+            try:
+                yield
+            finally:
+                self._allocate = _host_memory.allocate
 
     def takes(self, name: str, module: nn.Module) -> bool:
         """Return whether a module is a main layer's experts."""
@@ -164,7 +177,7 @@ class Hosting:
         self.placement.check(experts.num_experts, self.layers, experts.num_experts_per_tok)
         static = self.placement.static_of(self.moved, experts.num_experts)
         tensors = _tensors_of(experts)
-        hosted = HostedExperts(tensors, static, self.placement.slots)
+        hosted = HostedExperts(tensors, static, self.placement.slots, self._allocate)
         if self.placement.staged:
             if self.staging is None:
                 self.staging = ExpertStaging(self.placement.staged, hosted.device)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from dsv4.checkpoint import save
+from dsv4.checkpoint import loading, rank_loading, save
+from dsv4.checkpoint.filling import FillRequest
+from dsv4.checkpoint.load_request import LoadRequest
 from dsv4.config import CSA, HCA, SLIDING, ModelConfig
 from dsv4.layers.experts import DeepseekV4Experts
 from dsv4.layers.linear import Linear
@@ -52,6 +56,23 @@ def assert_same_state(left: dict[str, torch.Tensor], right: dict[str, torch.Tens
 def quantised_modules(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     kinds = (Linear, DeepseekV4Experts)
     return [(n, m) for n, m in model.named_modules() if isinstance(m, kinds)]
+
+
+def loaded_ahead(path, mesh: Any = None, *, input_scales: str = "stored"):
+    """Do as ``load``, with a mesh as ``load`` with ``parallel="tp"``; files are read ahead."""
+    options: Any = {"mxfp4": None, "pack": True, "input_scales": input_scales, "progress": False}
+    values = FillRequest.of_new_model("cpu", None, "bf16", **options)
+    request = LoadRequest(
+        path=path,
+        values=replace(values, read_ahead=True),
+        numerics="deepseek",
+        mtp=None,
+        reserve_tokens=0,
+        prepare=False,
+        host_experts=None,
+    )
+    parallel = None if mesh is None else "tp"
+    return loading._filled(request, rank_loading.context_of(request, mesh, parallel))
 
 
 def saved(model, folder, **options):

@@ -219,12 +219,14 @@ _MEASURE = """
 import sys, re, torch
 from dsv4 import checkpoint
 import dsv4.model
+from tests.checkpoint.cases import loaded_ahead
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read()).group(1)) * 1024
-checkpoint.load(sys.argv[2], progress=False)  # what torch itself loads on first use
+load = loaded_ahead if sys.argv[3] == "True" else checkpoint.load
+load(sys.argv[2])  # what torch itself loads on first use
 base = status("VmRSS")
 open("/proc/self/clear_refs", "w").write("5")
-model = checkpoint.load(sys.argv[1], progress=False)
+model = load(sys.argv[1])
 size = sum(t.nbytes for t in model.state_dict().values())
 print(size, status("VmHWM") - base, status("VmRSS") - base)
 """
@@ -256,7 +258,8 @@ def _random_nvfp4(rows: int, columns: int) -> QuantizedTensor:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_loading_holds_the_model_and_at_most_a_layer(tmp_path):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_loading_holds_the_model_and_at_most_a_layer(tmp_path, ahead):
     config = ModelConfig.tiny(
         num_hidden_layers=8,
         hidden_size=512,
@@ -267,7 +270,7 @@ def test_loading_holds_the_model_and_at_most_a_layer(tmp_path):
     big, small = tmp_path / "big", saved(make_model(), tmp_path / "small")
     write(random_items(config), big, layout="nvidia", config=config)
     assert sum(p.stat().st_size for p in big.glob("*.safetensors")) > 200e6
-    command = [sys.executable, "-c", _MEASURE, str(big), str(small)]
+    command = [sys.executable, "-c", _MEASURE, str(big), str(small), str(ahead)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     size, peak, after = map(int, out.split())
     layer = size / config.num_hidden_layers

@@ -297,7 +297,8 @@ class TestMemory:
         assert (experts.format, experts.layout) == (NVFP4, FRAGMENTS)
         size, expert = own_bytes(model), own_bytes(experts) / 12
         assert own_bytes(model.model.layers[0]) > 10 * expert
-        assert size <= peak <= size + 2 * expert, (size, peak, expert)
+        # Without the smallest tensors, which the measure leaves out.
+        assert 0.99 * size <= peak <= size + 2 * expert, (size, peak, expert)
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -385,6 +386,83 @@ def test_host_memory_that_does_not_suffice_is_said():
     with pytest.raises(MemoryError, match=r"need 64.5 GB .* but 20.0 GB are available"):
         check_available(64_500_000_000, lambda: 20 * 10**9)
     assert available_bytes() > 0
+
+
+class Blocks:
+    """Blocks that were taken and released, and by which threads."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.taken: list[torch.Tensor] = []
+        self.released: list[torch.Tensor] = []
+        self.threads: list[threading.Thread] = []
+        self.fails_at = fails_at
+        self.again = threading.Event()
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        if len(self.taken) == self.fails_at:
+            raise MemoryError("no more")
+        self.threads.append(threading.current_thread())
+        self.taken.append(torch.zeros(nbytes, dtype=torch.uint8, device=device))
+        if len(self.taken) > 1:
+            self.again.set()
+        return self.taken[-1]
+
+    def release(self, tensor: torch.Tensor, device: torch.device) -> None:
+        self.released.append(tensor)
+
+
+def host_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("dsv4 host memory")]
+
+
+class TestBlocksAhead:
+    CPU = torch.device("cpu")
+
+    @given(sizes=st.lists(st.integers(1, 3), max_size=6), count=st.integers(0, 7))
+    @settings(max_examples=30)
+    def test_every_block_is_taken_once_and_the_rest_released(self, sizes, count):
+        blocks = Blocks()
+        with host_memory.BlocksAhead(count, blocks.take, blocks.release) as ahead:
+            received = [ahead.allocate(size, self.CPU) for size in sizes]
+        assert [block.nbytes for block in received] == sizes
+        assert len({id(block) for block in received}) == len(sizes)
+        assert {id(b) for b in blocks.taken} == {id(b) for b in (*received, *blocks.released)}
+        assert len(blocks.taken) == len(sizes) + len(blocks.released)
+        if len(set(sizes)) == 1 and len(sizes) == count:
+            assert not blocks.released
+        assert not host_threads()
+
+    def test_the_next_block_is_allocated_while_the_caller_works(self):
+        blocks = Blocks()
+        with host_memory.BlocksAhead(2, blocks.take, blocks.release) as ahead:
+            ahead.allocate(5, self.CPU)
+            assert blocks.again.wait(20), "nothing was allocated while the caller worked"
+            assert ahead.allocate(5, self.CPU) is blocks.taken[1]
+        assert blocks.threads[0] is threading.current_thread() is not blocks.threads[1]
+
+    def test_errors_reach_the_caller_and_an_interrupt_leaves_nothing(self):
+        blocks = Blocks(fails_at=1)
+
+        def two() -> None:
+            with host_memory.BlocksAhead(3, blocks.take, blocks.release) as ahead:
+                ahead.allocate(5, self.CPU)
+                ahead.allocate(5, self.CPU)
+
+        with pytest.raises(MemoryError, match="no more"):
+            two()
+        assert not host_threads()
+        blocks = Blocks()
+
+        def interrupted() -> None:
+            with host_memory.BlocksAhead(3, blocks.take, blocks.release) as ahead:
+                ahead.allocate(5, self.CPU)
+                assert blocks.again.wait(20)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert not host_threads()
+        assert [id(block) for block in blocks.released] == [id(blocks.taken[1])]
 
 
 def test_a_soak_counts_its_steps():

@@ -6,6 +6,7 @@ from .mutant import Mutant
 
 SAVES = "tests/checkpoint/test_save_failures.py::"
 BOMBS = "tests/checkpoint/test_bombs.py::"
+AHEAD = "tests/checkpoint/test_read_ahead.py::"
 
 MUTANTS = (
     Mutant(
@@ -55,5 +56,45 @@ MUTANTS = (
         "length > _MAX_HEADER",
         "length > 2 ** 63",
         BOMBS + "test_headers_of_odd_size_or_depth",
+    ),
+    Mutant(
+        "files",
+        "nothing is read ahead",
+        "dsv4.checkpoint.shards:Shards.reading_ahead",
+        "[piece for reading in plan for piece in _pieces_of(reading, most)]",
+        "[]",
+        AHEAD + "TestOverlap::test_a_load_reads_the_next_layers_while_one_is_filled",
+    ),
+    Mutant(
+        "files",
+        "one thread reads",
+        "dsv4.checkpoint.read_ahead:ReadAhead.__init__",
+        "min(_cpus(), _THREADS)",
+        "1",
+        AHEAD + "TestOverlap::test_a_load_reads_the_next_layers_while_one_is_filled",
+    ),
+    Mutant(
+        "files",
+        "an error of a reader is lost",
+        "dsv4.checkpoint.read_ahead:ReadAhead._read",
+        "batch.error = error",
+        "pass",
+        AHEAD + "TestReadAhead::test_an_error_of_a_reader_reaches_the_caller",
+    ),
+    Mutant(
+        "files",
+        "a slab is free while its batch is still requested",
+        "dsv4.checkpoint.read_ahead:ReadAhead.copy_to",
+        "not batch.left",
+        "True",
+        AHEAD + "TestReadAhead::test_any_order_of_requests_gives_the_bytes",
+    ),
+    Mutant(
+        "files",
+        "a file that is open may change",
+        "dsv4.checkpoint.shards:ShardReader._read",
+        "info.mark is not None and _mark(os.fstat(file.fileno())) != info.mark",
+        "False",
+        AHEAD + "TestShards::test_a_file_that_is_written_over_is_noticed",
     ),
 )

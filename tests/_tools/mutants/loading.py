@@ -110,23 +110,10 @@ MUTANTS = (
         "load",
         "layers are packed when all are read",
         "dsv4.checkpoint.filling:_Filling.run",
-        "def fill_slot(slot: Slot) -> None:\n"
-        "    slot.fill(self.checkpoint.entries, self.options)\n"
-        "    if packer is not None:\n"
-        "        packer.pack(slot.module)\n"
-        "    if self.hosting is not None and self.hosting.takes(slot.name, slot.module):\n"
-        "        self.hosting.move(slot.module)\n"
-        "self._each_slot(Progress('loading', nbytes, self.progress), fill_slot)",
-        "def fill_slot(slot: Slot) -> None:\n"
-        "    slot.fill(self.checkpoint.entries, self.options)\n"
-        "    if packer is not None:\n"
-        "        pass\n"
-        "    if self.hosting is not None and self.hosting.takes(slot.name, slot.module):\n"
-        "        self.hosting.move(slot.module)\n"
-        "self._each_slot(Progress('loading', nbytes, self.progress), fill_slot)\n"
-        "for slot in self.slots:\n"
-        "    if packer:\n"
-        "        packer.pack(slot.module)",
+        "if packer is not None:\n    packer.pack(slot.module)",
+        "if packer is not None and slot is self.slots[-1]:\n"
+        "    for other in self.slots:\n"
+        "        packer.pack(other.module)",
         TESTS + "TestPacked::test_each_layer_is_packed_before_the_next_is_read",
     ),
     Mutant(
