@@ -38,6 +38,10 @@ _ACCEPT = tl.constexpr(1)
 _RESIDUAL = tl.constexpr(2)
 _DRAFT = tl.constexpr(3)
 
+# Drafts of one sequence are a slice of its tokens, so their address need not be a multiple of 16.
+# They are read one by one.
+_ANY_ADDRESS = ["drafts"]
+
 
 @triton.jit
 def _is_finite(top):
@@ -91,7 +95,7 @@ def _highest_kernel(logits, tops, top_ids, vocab, span, BLOCK: tl.constexpr, PDL
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_ANY_ADDRESS)
 def _greedy_kernel(
     tops, top_ids, drafts, accepted, tokens, count, SPLITS: tl.constexpr, PDL: tl.constexpr
 ):
@@ -245,7 +249,9 @@ def _store_best(scores, chosen, address, best, at):
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["vocab", "span", "count"])
+@triton.jit(
+    do_not_specialize=["vocab", "span", "count"], do_not_specialize_on_alignment=_ANY_ADDRESS
+)
 def _candidates_kernel(
     logits, q, drafts, temperatures, seeds, positions, tops, top_ids, floors, masses, broken,
     accepted, scores, chosen, vocab, span, count,
@@ -306,7 +312,7 @@ def _candidates_kernel(
 
 
 @fast_launch
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_ANY_ADDRESS)
 def _emit_kernel(
     drafts, temperatures, tops, top_ids, accepted, scores, chosen, tokens, count,
     SPLITS: tl.constexpr, PDL: tl.constexpr,

@@ -407,6 +407,17 @@ def test_slices_of_a_router_s_logits_are_not_taken_for_the_logits(worker):
     assert result == {(True, False)}
 
 
+def test_drafts_of_one_sequence_may_be_at_any_address(worker):
+    """A slice of one row of tokens begins 8 bytes after it; the list is made with address 0."""
+    recipe = Recipe.of(dsv4.ModelConfig.flash())
+    steps = worker(FindJob(recipe, Target("sm_90a"), MOST, (DraftShape(1, 3, 4096),)))
+    assumed = {}
+    for request in steps.requests.values():
+        if "drafts" in request.signature:
+            assumed[request.name] = request.attrs[(list(request.signature).index("drafts"),)]
+    assert assumed == {"_greedy_kernel": [], "_candidates_kernel": [], "_emit_kernel": []}
+
+
 # Warms up where nothing has used CUDA; the GPU that is not the current one, too, if there is one.
 FRESH = """
 import torch, dsv4
