@@ -55,10 +55,16 @@ _FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
 
 
 class _Unfilled(Draw):
-    """Floating inputs are memory that nobody has written: kernels only look at their types."""
+    """Inputs that nobody has drawn: kernels only look at their types."""
 
     def normal(self, *shape, dtype=torch.bfloat16, scale=1.0):
         return torch.empty(shape, dtype=dtype)
+
+    def integers(self, low, high, shape, dtype=torch.int64):
+        return torch.full(tuple(shape), low, dtype=dtype)
+
+    def distinct(self, rows, count, below):
+        return torch.arange(count).repeat(rows, 1)
 
 
 def compile_all(
@@ -73,12 +79,13 @@ def compile_all(
     Args:
         arch: Compute capability times 10.
         ops: Operators, and names of ``EXTRA``.
-        quick: Of the last two sizes, compile only kernels that the first two have not.
+        quick: A sample: of an operator's kernel one specialisation for each of the first two
+            sizes, and of the last two sizes only kernels that these have not.
         brief: Leave out the last two sizes.
         prompt: Compile the second size alone, and no launches but the bench's.
     """
     first, others = (SIZES[1:2], ()) if prompt else (SIZES[:2], () if brief else SIZES[2:])
-    passed: set[str] = set()
+    passed: set[str] = set()  # names of kernels that are not compiled
     result: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
@@ -87,17 +94,20 @@ def compile_all(
             return None
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         result[kernel.hash] = (self.__name__, kernel)
+        if quick:
+            passed.add(self.__name__)
         return kernel
 
     capability = replace_launches(arch, compiled)
     for op in ops:
-        passed.clear()
         with interpret_triton(), device.pretend(capability=capability):
             if not prompt:
+                passed.clear()
                 _OTHERS.get(op, lambda: None)()
-            _run(op, first)
-            if quick:
-                passed.update(name for name, _ in result.values())
+            for size in first:
+                passed.clear()
+                _run(op, (size,))
+            passed.update(name for name, _ in result.values() if quick)
             _run(op, others)
         yield from (report_of(op, *result.pop(key)) for key in list(result))
 
@@ -266,10 +276,12 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def print_reports(compile_all: Callable[[int, bool], Iterator[dict]]) -> None:
-    """Run a program that compiles kernels: print a line of JSON for each."""
-    options = arguments().parse_args()
-    for report in compile_all(options.arch, options.quick):
+def print_reports(
+    compile_all: Callable[..., Iterator[dict]], parser: argparse.ArgumentParser | None = None
+) -> None:
+    """Run a program that compiles kernels with its arguments: print a line of JSON for each."""
+    options = (parser or arguments()).parse_args()
+    for report in compile_all(**vars(options)):
         print(json.dumps(report), flush=True)
 
 
