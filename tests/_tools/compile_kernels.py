@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -79,45 +80,52 @@ def compile_all(
     Args:
         arch: Compute capability times 10.
         ops: Operators, and names of ``EXTRA``.
-        quick: A sample: of an operator's kernel one specialisation for each of the first two
-            sizes, and of the last two sizes only kernels that these have not.
+        quick: A sample: of a kernel one specialisation for each of the first two sizes, whatever
+            operators launch it, and of the last two sizes only kernels that these have not.
         brief: Leave out the last two sizes.
         prompt: Compile the second size alone, and no launches but the bench's.
     """
     first, others = (SIZES[1:2], ()) if prompt else (SIZES[:2], () if brief else SIZES[2:])
-    passed: set[str] = set()  # names of kernels that are not compiled
+    # Kernels of ``quick`` by a size and their name; those of ``EXTRA`` are launched in another way.
+    sample: dict[tuple[object, ...], Any] = {}
+    size: object = None
+    extra = ""
+    reports: dict[str, dict] = {}
     result: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
-        if self.__name__ in passed:
-            return None
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = sample.get((size, extra, self.__name__)) if quick else None
+        if kernel is None:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+            sample[size, extra, self.__name__] = kernel
         result[kernel.hash] = (self.__name__, kernel)
-        if quick:
-            passed.add(self.__name__)
         return kernel
 
     capability = replace_launches(arch, compiled)
     for op in ops:
         with interpret_triton(), device.pretend(capability=capability):
+            size, extra = first[0], op if op in EXTRA else ""
             if not prompt:
-                passed.clear()
                 _OTHERS.get(op, lambda: None)()
             for size in first:
-                passed.clear()
-                _run(op, (size,))
-            passed.update(name for name, _ in result.values() if quick)
-            _run(op, others)
-        yield from (report_of(op, *result.pop(key)) for key in list(result))
+                _run(op, size)
+            size = others
+            sample.update({(others, extra, name): kernel for name, kernel in result.values()})
+            for other in others:
+                _run(op, other)
+        for key in list(result):
+            reports[key] = {**(reports.get(key) or report_of(op, *result[key])), "op": op}
+            yield reports[key]
+        result.clear()
 
 
-def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
-    for preset, tokens in sizes:
-        for case in _cases(op, preset, min(tokens, _MOST_TOKENS.get(op, tokens))):
-            problem = case.build(_Unfilled(0, torch.device("cpu")))
-            if _runs_by_triton(problem):
-                problem.run("triton")
+def _run(op: str, size: tuple[str, int]) -> None:
+    preset, tokens = size
+    for case in _cases(op, preset, min(tokens, _MOST_TOKENS.get(op, tokens))):
+        problem = case.build(_Unfilled(0, torch.device("cpu")))
+        if _runs_by_triton(problem):
+            problem.run("triton")
 
 
 def _runs_by_triton(problem: Problem) -> bool:

@@ -78,14 +78,14 @@ def compile_all(arch: int, quick: bool = False, brief: bool = False) -> Iterator
     Args:
         arch: Compute capability times 10.
         quick: Some of the sizes.
-        brief: Of these, one specialisation for each layout and tile of tokens: the first, which is
-            that with SwiGLU.
+        brief: Of these, one specialisation for each layout, tile of tokens and number of blocks
+            that are prefetched: the first, which is that with SwiGLU.
     """
     result: dict[str, tuple[str, object]] = {}
     run, seen = JITFunction.run, set()
 
     def compiled(self, *args, grid, warmup, **kwargs):
-        kind = (self.__name__, kwargs.get("LAYOUT"), kwargs.get("TOKENS"))
+        kind = (self.__name__, *map(kwargs.get, ("LAYOUT", "TOKENS", "PREFETCHED")))
         if brief and kind in seen:
             return None
         seen.add(kind)

@@ -29,7 +29,7 @@ def stores_of_x(kernel):
     ("arch", "how"),
     [
         (80, ["--brief"]),
-        (90, ["--quick"]),
+        (90, ["--brief"]),
         (120, ["--brief"]),
         *(pytest.param(arch, [], marks=pytest.mark.nightly) for arch in MOST_SHARED),
     ],
