@@ -102,8 +102,11 @@ def _share(item: pytest.Function) -> int:
     share = 1
     if _interpreted(item):
         share = getattr(item.module, "INTERPRETED_SHARE", _INTERPRETED_SHARE)
-    costly = item.get_closest_marker("costly")
-    return share * costly.args[0] if costly and _REDUCED else share
+    if _REDUCED:
+        costly = item.get_closest_marker("costly")
+        share *= costly.args[0] if costly else 1
+        share *= 2 if item.get_closest_marker("slow") else 1
+    return share
 
 
 @pytest.hookimpl(wrapper=True)

@@ -57,6 +57,7 @@ def run_chunks(
     return [torch.cat(pieces) for pieces in out]
 
 
+@pytest.mark.costly(2)
 @given(tiny_configs(numerics="transformers"), st.integers(0, 2**31), st.booleans())
 @settings(max_examples=15)
 def test_equals_transformers(config: ModelConfig, seed: int, quantised: bool) -> None:
@@ -70,6 +71,7 @@ def test_equals_transformers(config: ModelConfig, seed: int, quantised: bool) ->
         assert distance(model(ids), theirs(ids).logits) < TRANSFORMERS
 
 
+@pytest.mark.costly(2)
 @given(st.data(), tiny_configs(numerics="transformers"), st.integers(0, 2**31), st.booleans())
 @settings(max_examples=15)
 def test_paged_chunks_equal_transformers(
@@ -135,6 +137,7 @@ def _chunkings_agree(config: ModelConfig, data: st.DataObject, seed: int) -> Non
             assert distance(single, dense) < EXACT
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @given(seed=st.integers(0, 2**31), data=st.data())
 @settings(max_examples=5)
@@ -278,6 +281,7 @@ def test_any_chunking_is_the_same_at_published_widths() -> None:
         assert distance(ours, model(torch.tensor([prompt]).cuda())[0]) < EXACT
 
 
+@pytest.mark.costly(2)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 20), min_size=1, max_size=4))
 @settings(max_examples=5)
 def test_a_batch_generates_what_each_prompt_alone_does(seed: int, lengths: list[int]) -> None:

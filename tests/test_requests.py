@@ -175,6 +175,7 @@ def test_wrong_rows_are_named_as_a_list_and_as_a_tensor(model, rows, words, like
     assert cache.lengths.tolist() == [1, 4, 0]
 
 
+@pytest.mark.costly(2)
 @pytest.mark.parametrize("pools", [{}, {"pool_tokens": 512}])
 @settings(max_examples=10)
 @given(st.lists(st.sampled_from(["list", "tensor", "prepared"]), min_size=1, max_size=6))

@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -55,10 +56,16 @@ _FUNCTIONS = {op: function for function in MAKERS for op in operators(function)}
 
 
 class _Unfilled(Draw):
-    """Floating inputs are memory that nobody has written: kernels only look at their types."""
+    """Inputs that nobody has drawn: kernels only look at their types."""
 
     def normal(self, *shape, dtype=torch.bfloat16, scale=1.0):
         return torch.empty(shape, dtype=dtype)
+
+    def integers(self, low, high, shape, dtype=torch.int64):
+        return torch.full(tuple(shape), low, dtype=dtype)
+
+    def distinct(self, rows, count, below):
+        return torch.arange(count).repeat(rows, 1)
 
 
 def compile_all(
@@ -73,41 +80,52 @@ def compile_all(
     Args:
         arch: Compute capability times 10.
         ops: Operators, and names of ``EXTRA``.
-        quick: Of the last two sizes, compile only kernels that the first two have not.
+        quick: A sample: of a kernel one specialisation for each of the first two sizes, whatever
+            operators launch it, and of the last two sizes only kernels that these have not.
         brief: Leave out the last two sizes.
         prompt: Compile the second size alone, and no launches but the bench's.
     """
     first, others = (SIZES[1:2], ()) if prompt else (SIZES[:2], () if brief else SIZES[2:])
-    passed: set[str] = set()
+    # Kernels of ``quick`` by a size and their name; those of ``EXTRA`` are launched in another way.
+    sample: dict[tuple[object, ...], Any] = {}
+    size: object = None
+    extra = ""
+    reports: dict[str, dict] = {}
     result: dict[str, tuple[str, object]] = {}
     run = JITFunction.run
 
     def compiled(self, *args, grid, warmup, **kwargs):
-        if self.__name__ in passed:
-            return None
-        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        kernel = sample.get((size, extra, self.__name__)) if quick else None
+        if kernel is None:
+            kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+            sample[size, extra, self.__name__] = kernel
         result[kernel.hash] = (self.__name__, kernel)
         return kernel
 
     capability = replace_launches(arch, compiled)
     for op in ops:
-        passed.clear()
         with interpret_triton(), device.pretend(capability=capability):
+            size, extra = first[0], op if op in EXTRA else ""
             if not prompt:
                 _OTHERS.get(op, lambda: None)()
-            _run(op, first)
-            if quick:
-                passed.update(name for name, _ in result.values())
-            _run(op, others)
-        yield from (report_of(op, *result.pop(key)) for key in list(result))
+            for size in first:
+                _run(op, size)
+            size = others
+            sample.update({(others, extra, name): kernel for name, kernel in result.values()})
+            for other in others:
+                _run(op, other)
+        for key in list(result):
+            reports[key] = {**(reports.get(key) or report_of(op, *result[key])), "op": op}
+            yield reports[key]
+        result.clear()
 
 
-def _run(op: str, sizes: tuple[tuple[str, int], ...]) -> None:
-    for preset, tokens in sizes:
-        for case in _cases(op, preset, min(tokens, _MOST_TOKENS.get(op, tokens))):
-            problem = case.build(_Unfilled(0, torch.device("cpu")))
-            if _runs_by_triton(problem):
-                problem.run("triton")
+def _run(op: str, size: tuple[str, int]) -> None:
+    preset, tokens = size
+    for case in _cases(op, preset, min(tokens, _MOST_TOKENS.get(op, tokens))):
+        problem = case.build(_Unfilled(0, torch.device("cpu")))
+        if _runs_by_triton(problem):
+            problem.run("triton")
 
 
 def _runs_by_triton(problem: Problem) -> bool:
@@ -266,10 +284,12 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def print_reports(compile_all: Callable[[int, bool], Iterator[dict]]) -> None:
-    """Run a program that compiles kernels: print a line of JSON for each."""
-    options = arguments().parse_args()
-    for report in compile_all(options.arch, options.quick):
+def print_reports(
+    compile_all: Callable[..., Iterator[dict]], parser: argparse.ArgumentParser | None = None
+) -> None:
+    """Run a program that compiles kernels with its arguments: print a line of JSON for each."""
+    options = (parser or arguments()).parse_args()
+    for report in compile_all(**vars(options)):
         print(json.dumps(report), flush=True)
 
 

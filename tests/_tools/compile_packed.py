@@ -1,6 +1,6 @@
 """Compile the Triton GEMMs with four-bit weights for a GPU that this machine need not have.
 
-    python -m tests._tools.compile_packed 80 [--quick]   (without TRITON_INTERPRET)
+    python -m tests._tools.compile_packed 80 [--quick | --brief]   (without TRITON_INTERPRET)
 
 The launchers run on uninitialised CPU tensors, and a compilation replaces Triton's launch. The
 program prints one line of JSON per compiled kernel, like ``tests._tools.compile_kernels``. The line
@@ -25,7 +25,7 @@ from dsv4.ops.gemm_swiglu import gemm_swiglu
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu
 from dsv4.quant.formats import FRAGMENTS, LINEAR, MXFP4, NVFP4, SWIZZLED, QuantizedTensor
-from tests._tools.compile_kernels import print_reports, report_of, tool
+from tests._tools.compile_kernels import arguments, print_reports, report_of, tool
 from tests._tools.other_gpu import replace_launches
 
 DENSE = ((4096, 4096), (32768, 1024), (8192, 1024), (512, 4096))
@@ -56,8 +56,8 @@ def _run(quick: bool, has_fp4: bool) -> None:
                     torch.empty(tokens, shape[1], dtype=torch.bfloat16),
                     _weight(shape, layout),
                 )
-                gemm(x, weight, backend="triton")
                 gemm_swiglu(x, weight, 10.0, backend="triton")
+                gemm(x, weight, backend="triton")
     for layout in (FRAGMENTS, SWIZZLED, LINEAR):
         for tokens in counts[: 1 if quick and layout != FRAGMENTS else None]:
             for shape in EXPERTS[:1] if quick else EXPERTS:
@@ -67,17 +67,28 @@ def _run(quick: bool, has_fp4: bool) -> None:
                     _weight(shape, layout),
                 )
                 offsets = torch.empty(shape[0] + 1, dtype=torch.int32)
-                grouped_gemm(x, weight, offsets, backend="triton")
                 weights = torch.empty(rows)
                 grouped_gemm_swiglu(x, weight, offsets, 10.0, row_weight=weights, backend="triton")
+                grouped_gemm(x, weight, offsets, backend="triton")
 
 
-def compile_all(arch: int, quick: bool) -> Iterator[dict]:
-    """Compile every kernel that the sizes above launch; one report for each."""
+def compile_all(arch: int, quick: bool = False, brief: bool = False) -> Iterator[dict]:
+    """Compile every kernel that the sizes above launch; one report for each.
+
+    Args:
+        arch: Compute capability times 10.
+        quick: Some of the sizes.
+        brief: Of these, one specialisation for each layout, tile of tokens and number of blocks
+            that are prefetched: the first, which is that with SwiGLU.
+    """
     result: dict[str, tuple[str, object]] = {}
-    run = JITFunction.run
+    run, seen = JITFunction.run, set()
 
     def compiled(self, *args, grid, warmup, **kwargs):
+        kind = (self.__name__, *map(kwargs.get, ("LAYOUT", "TOKENS", "PREFETCHED")))
+        if brief and kind in seen:
+            return None
+        seen.add(kind)
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         constants = {name: kwargs[name] for name in _CONSTANTS if name in kwargs}
         result[kernel.hash] = (self.__name__, kernel, constants)
@@ -85,7 +96,7 @@ def compile_all(arch: int, quick: bool) -> Iterator[dict]:
 
     replace_launches(arch, compiled)
     with interpret_triton():
-        _run(quick, arch // 10 == 12)
+        _run(quick or brief, arch // 10 == 12)
     for name, kernel, constants in result.values():
         in_fragments = constants.get("LAYOUT") == 0
         listed = _counts(kernel) if in_fragments else {}
@@ -127,4 +138,6 @@ def _loop(listing: str) -> str:
 
 
 if __name__ == "__main__":
-    print_reports(compile_all)
+    parser = arguments()
+    parser.add_argument("--brief", action="store_true")
+    print_reports(compile_all, parser)

@@ -328,6 +328,7 @@ VALUES = st.one_of(st.none(), st.floats(1e-3, 1e5))
 
 @drawing
 class TestCharts:
+    @pytest.mark.costly(5)
     @pytest.mark.parametrize("kind", ["bars", "lines"])
     @given(values=st.lists(VALUES, min_size=3, max_size=3))
     @example(values=[5.0, None, 842.0])

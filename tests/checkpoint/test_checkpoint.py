@@ -30,6 +30,7 @@ from tests.checkpoint.cases import (
 )
 
 
+@pytest.mark.costly(3)
 @given(st.data())
 @settings(max_examples=15)
 def test_any_mixture_of_formats_comes_back_bitwise(tmp_path_factory, data):

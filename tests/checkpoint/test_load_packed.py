@@ -45,6 +45,7 @@ def fused_address(module: Any) -> int | None:
 
 
 class TestPacked:
+    @pytest.mark.costly(2)
     @given(
         seed=strategies.seeds(),
         formats=st.lists(

@@ -316,7 +316,10 @@ def check_other(compiled, ran):
 @pytest.mark.slow
 def test_steps_of_other_gpus_have_kernels():
     """Decode and prefill, on GPUs with and without conversions to E4M3."""
-    points = [(arch, "flash", formats) for arch in OTHER_GPUS for formats in FORMATS]
+    every = [(arch, "flash", formats) for arch in OTHER_GPUS for formats in FORMATS]
+    points = every if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else every[::2]
+    assert {arch for arch, _, _ in points} == set(OTHER_GPUS)
+    assert {formats for _, _, formats in points} == set(FORMATS)
     steps = traced(points)
     assert len(steps) == len(points)
     for compiled, ran in steps.values():

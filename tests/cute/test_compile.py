@@ -154,9 +154,13 @@ def plans_of_other_kinds():
     return actual - plans_of_experts() - plans_of_few_rows()
 
 
-def batches(plans, kind, option=covering.OPTION):
-    """Those of some kinds, a few at a time: the disassembler takes longer to start than to read."""
-    return covering.batches([plan for plan in plans if type(plan) in kind], _BATCH, option)
+def batches(plans, kind):
+    """Those of some kinds, a few at a time: the disassembler takes longer to start than to read.
+
+    A second of compiling is a configuration: the sample has every value of a field, and pairs of
+    values are the nightly profile's.
+    """
+    return covering.batches([plan for plan in plans if type(plan) in kind], _BATCH, option=0)
 
 
 def check_each(batch, folder, check, arch=HOPPER):
@@ -449,12 +453,9 @@ def plans_of_blackwell(arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), SMALL_M, option=0))
+@pytest.mark.parametrize("batch", batches(plans_of_blackwell("sm_100a"), SMALL_M))
 def test_blackwell(batch, tmp_path):
-    """The kernels of few tokens for another family: the same instructions, no spills.
-
-    Their sources are Hopper's, whose tests combine options: here every value of a field stands.
-    """
+    """The kernels of few tokens for another family: the same instructions, no spills."""
 
     def check(plan, image, numbers, instructions):
         def count(name):

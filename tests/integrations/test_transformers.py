@@ -102,6 +102,7 @@ def test_prefill_chunks_and_single_tokens_equal_transformers(
         assert relative(logits_in_chunks(model, ids, [1] * length), single) <= TOLERANCE
 
 
+@pytest.mark.costly(3)
 @given(
     parts=st.one_of(st.none(), st.lists(st.sampled_from(PARTS), min_size=1, unique=True)),
     seed=st.integers(0, 100),

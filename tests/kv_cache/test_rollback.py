@@ -89,6 +89,7 @@ def stories(draw: st.DrawFn):
     return prompts, rounds, draw(st.integers(0, len(rounds) - 1))
 
 
+@pytest.mark.costly(2)
 @settings(max_examples=15)
 @given(st.booleans(), stories(), st.integers(0, 99))
 def test_rejected_guesses_leave_nothing(pooled: bool, story: tuple, seed: int) -> None:

@@ -212,9 +212,16 @@ class _WithIds(nn.Module):
 _CALLS = list(_calls(ModelConfig.tiny()))
 
 
+# What ``quantize_`` leaves as it is.
+_WITHOUT_WEIGHTS = (
+    *("norm", "head norm", "rotary", "hyper connection", "hyper head"),
+    *("top-k router", "hash router"),
+)
+
+
 def _case(name: str, format: str | None) -> object:
-    """Whole layers of plain weights in the nightly profile; what they are made of always."""
-    rare = format is None and name.startswith(("layer", "mtp"))
+    """With plain weights in the nightly profile, where others are; in all, that of the model."""
+    rare = format is None and name not in _WITHOUT_WEIGHTS
     return pytest.param(name, format, marks=[pytest.mark.nightly] if rare else [])
 
 

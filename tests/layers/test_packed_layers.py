@@ -704,6 +704,7 @@ class TestAnyRouting:
         assert_within_budget(result.cpu(), truth, budget)
         assert_bitwise(experts(*inputs), result, "again")
 
+    @pytest.mark.costly(2)
     @given(**ROUTINGS)
     @settings(max_examples=15)
     def test_tokens_in_another_order(self, device, seed, tokens, top_k, lone):
@@ -713,6 +714,7 @@ class TestAnyRouting:
         result = experts(*(t[order] for t in inputs))
         assert_bitwise(result, experts(*inputs)[order], "permuted")
 
+    @pytest.mark.costly(2)
     @given(**{**ROUTINGS, "tokens": st.integers(2, 24)})
     @settings(max_examples=15)
     def test_a_bad_token_is_alone(self, device, seed, tokens, top_k, lone):
@@ -726,6 +728,7 @@ class TestAnyRouting:
         chosen = ((ids[bad] >= 0) & (ids[bad] < self.COUNT)).any()
         assert bool(result[bad].isfinite().all()) != bool(chosen)
 
+    @pytest.mark.costly(2)
     @given(**ROUTINGS, cut=st.integers(1, COUNT - 1))
     @settings(max_examples=6)
     def test_a_range_is_the_part_of_the_sum(self, device, seed, tokens, top_k, lone, cut):

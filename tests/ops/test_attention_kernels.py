@@ -22,6 +22,7 @@ from dsv4.ops.kv_cache import Pages, read_kv, write_kv
 from dsv4.testing.assertions import assert_bitwise, assert_within_budget, unit_roundoff
 from dsv4.testing.strategies import normal, seeds, strided
 from dsv4.triton import attention as kernels
+from tests._tools import large_pages
 from tests.ops.attention_cases import U, angles, rotated_back, same_nans, softmax
 
 KERNELS = ("triton",)
@@ -386,7 +387,7 @@ def test_offsets_past_two_gigabytes(device):
     count = 2**31 // 37440 + 3
     if device.type == "cuda" and torch.cuda.mem_get_info()[0] < 4 << 30:
         pytest.skip("needs 4 GB")
-    pages = Pages.allocate(count, 64, 512, 64, device=device)
+    pages = large_pages.allocate(count, 64, 512, 64, device=device)
     case = Case(0, device, 1, (3, 1), size=(512, 64))
     x = normal(1, (3, 512), BF16).to(device)
     case.slots[0] = torch.tensor([[count * 64 - 1, 5, count * 64 - 64]], device=device)

@@ -28,6 +28,7 @@ from dsv4.testing.strategies import (
     seeds,
     strided,
 )
+from tests._tools import large_pages
 
 KERNELS = ("triton",)
 # (ratio, overlap): both kinds, also where the ratio is no power of two.
@@ -1028,8 +1029,9 @@ class TestCompressWrite:
         rope_dim = 8 if entry_format == "fp8" else 0
         *norm, near, table = self.finish(0, ragged, 8, entry_format, rope_dim)
         first = 2**31 // near.page_bytes() + 1
-        size = (first + near.num_pages, self.PAGE, 32, rope_dim, entry_format)
-        far = Pages.allocate(*size, dtype=torch.float32, device=device)
+        size = (first + near.num_pages, self.PAGE, 32, rope_dim)
+        options = {"entry_format": entry_format, "dtype": torch.float32, "device": device}
+        far = large_pages.allocate(*size, **options)
         there = torch.where(table < 0, -1, table + first)
         compress_write(*ragged.args(ragged.state.clone()), *norm, near, table, overlap=True)
         compress_write(*ragged.args(ragged.state.clone()), *norm, far, there, overlap=True)

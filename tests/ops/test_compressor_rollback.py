@@ -88,6 +88,7 @@ def schedules(draw: st.DrawFn):
     return most, draw(st.lists(st.integers(0, 30), min_size=rows, max_size=rows)), steps
 
 
+@pytest.mark.costly(2)
 @settings(max_examples=30)
 @given(st.sampled_from(KINDS), seeds(), schedules())
 @example((4, True), 0, (3, [5], [[(4, 1)], [(4, 2)], [(4, 1)]]))

@@ -628,6 +628,7 @@ def assert_quantized(actual, normed, scaling="token", **options):
     assert_bitwise(actual.global_scale, expected.global_scale, "global scale")
 
 
+@pytest.mark.costly(2)
 @given(
     seed=fuzz.seeds(),
     tokens=st.integers(0, 9),

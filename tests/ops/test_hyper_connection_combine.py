@@ -74,6 +74,7 @@ def combined(rows_of, lead=None):
     return y if lead is None else y.view(*lead, y.shape[-1])
 
 
+@pytest.mark.costly(2)
 @given(case=cases)
 @example(case=FLASH)
 @example(case={**FLASH, "tokens": 9, "weighted": True, "local": 5})
@@ -82,6 +83,7 @@ def test_post_is_its_parts(device, case):
     assert_bitwise(hc_combine_post(*rows_of, *back), hc_post(combined(rows_of), *back))
 
 
+@pytest.mark.costly(2)
 @given(case=cases)
 @example(case=FLASH)
 @example(case={**FLASH, "tokens": 9, "weighted": True, "local": 5})

@@ -32,6 +32,7 @@ from dsv4.testing.strategies import (
     seeds,
     strided,
 )
+from tests._tools import large_pages
 
 KERNELS = ("triton",)
 # (head_dim, rope_dim): the model's, a short last group, no rope, rope alone.
@@ -249,7 +250,7 @@ def test_pitfall_19_scales_after_all_data_of_the_page(device, seed, slot):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_pitfall_19_offsets_past_two_gigabytes(device, index_dtype):
     """Page 58000 begins at byte 2171520000 > 2^31. On a CPU the pool is memory never touched."""
-    pages = Pages.allocate(58002, 64, 512, 64, device=device)
+    pages = large_pages.allocate(58002, 64, 512, 64, device=device)
     slots = torch.tensor([58000 * 64 + 63, 58001 * 64], dtype=index_dtype, device=device)
     assert 58000 * pages.page_bytes() > 2**31
     x, pool = normal(0, (2, 512), torch.bfloat16).to(device), pages.data
@@ -543,7 +544,7 @@ class TestNormRopeWrite:
     @pytest.mark.slow
     def test_offsets_past_two_gigabytes(self, device):
         """The bytes that they are in a small pool."""
-        near, far = (Pages.allocate(n, 64, 512, 64, device=device) for n in (2, 58002))
+        near, far = (large_pages.allocate(n, 64, 512, 64, device=device) for n in (2, 58002))
         slots = torch.tensor([63, -1, 64], device=device)
         arguments = tokens_for(0, 512, 64, torch.bfloat16, device)
         norm_rope_write_kv(near, *arguments, slots, eps=1e-6)

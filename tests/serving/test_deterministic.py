@@ -94,6 +94,7 @@ def test_other_runners_do_not_promise_it() -> None:
     assert result != expected_of(torch.float32)
 
 
+@pytest.mark.costly(3)
 @given(
     st.data(),
     st.lists(st.tuples(st.lists(st.integers(0, 127), min_size=1), option_sets()), min_size=1),

@@ -50,6 +50,7 @@ def sizes(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
+@pytest.mark.costly(3)
 @given(st.data(), sizes(), st.lists(st.tuples(prompts(), option_sets()), min_size=1, max_size=6))
 def test_the_text_of_a_request_is_its_own(data, size, asked) -> None:
     model = toy()
@@ -67,6 +68,7 @@ def test_the_text_of_a_request_is_its_own(data, size, asked) -> None:
     assert_empty(runner)
 
 
+@pytest.mark.costly(3)
 @given(st.data(), st.lists(option_sets(), min_size=2, max_size=5), st.integers(1, 3))
 def test_a_conversation_goes_on_where_it_ended(data, options, retained) -> None:
     """Prompts that are what an earlier request held, or a part of it, or go beyond it."""

@@ -97,6 +97,7 @@ def steps_of(numbers: list[tuple[int, int]]) -> list[tuple[int, int]]:
 STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(1, 9)), min_size=4, max_size=16)
 
 
+@pytest.mark.costly(2)
 @settings(max_examples=6)
 @given(numbers=STEPS)
 @example(numbers=[(0, 9)] * 4)

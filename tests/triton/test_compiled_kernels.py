@@ -37,7 +37,10 @@ def ran(body, threads=32, shared=0, size=None):
 # Left to the nightly profile: other cases run these kernels, with fewer rows or smaller groups.
 _ALIKE = {
     *("few norm static", "few gather swizzled", "few gather static", "many swiglu static"),
-    *("many rope", "many rope, parts of heads", "many quantize swizzled"),
+    *("many rope", "many rope, parts of heads", "many quantize swizzled", "many gather"),
+    *("few quantize swizzled", "few rope, parts of heads", "few swiglu", "few gather"),
+    *("many rope, half a group", "many norm static", "many gather swizzled", "many gather static"),
+    *("few quantize small", "fp8, ragged", "many fp8, part of rows", "index keys, bf16 queries"),
 }
 
 

@@ -28,9 +28,9 @@ def stores_of_x(kernel):
 @pytest.mark.parametrize(
     ("arch", "how"),
     [
-        (80, ["--quick"]),
-        (90, ["--quick"]),
-        (120, ["--quick"]),
+        (80, ["--brief"]),
+        (90, ["--brief"]),
+        (120, ["--brief"]),
         *(pytest.param(arch, [], marks=pytest.mark.nightly) for arch in MOST_SHARED),
     ],
 )

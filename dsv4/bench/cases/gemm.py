@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -215,7 +216,7 @@ def _weight(
         _last_weights.clear()
     by_seed = _last_weights.setdefault(key, {})
     if draw.seed not in by_seed:
-        own = Draw(draw.seed, draw.device)
+        own = replace(draw)  # begins with its seed again
         weight = own.quantized(
             groups * rows, columns, format=format, segments=segments, mxfp4_cast=cast
         )

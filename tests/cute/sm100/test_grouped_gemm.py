@@ -139,6 +139,7 @@ ROUTINGS = st.one_of(
 )
 
 
+@pytest.mark.costly(3)
 @settings(max_examples=12)
 @given(ROUTINGS, st.sampled_from(TOKEN_BLOCKS), st.integers(1, 5))
 @example([0] * MOST_EXPERTS, 64, 3)
