@@ -170,28 +170,28 @@ def test_nvidias_gate_and_up_share_their_global_scale(tmp_path):
     assert len(values) == SMALL.n_routed_experts
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_reader_finds_the_format_of_a_drafts_experts(tmp_path, kept):
+@pytest.mark.parametrize("stays_nvfp4", [False, True])
+def test_a_reader_finds_the_format_of_a_drafts_experts(tmp_path, stays_nvfp4):
     """Engines build MXFP4 for experts that a pattern of ``ignore`` names, NVFP4 for others."""
     model = make_model()
-    if kept:
+    if stays_nvfp4:
         model.mtp[0].layer.mlp.experts.quantize("nvfp4")
     save(model, tmp_path, layout="nvidia")
     with Checkpoint.open(tmp_path) as stored:
-        found = stored.entries["mtp.0.layer.mlp.experts.0.up_proj.weight"].format
-    assert found == (NVFP4 if kept else MXFP4)
+        stored_format = stored.entries["mtp.0.layer.mlp.experts.0.up_proj.weight"].format
+    assert stored_format == (NVFP4 if stays_nvfp4 else MXFP4)
     table = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     note = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
     assert note["exclude_modules"] == table["ignore"]
-    assert ("mtp.0.ffn.experts" in table["quantized_layers"]) == kept
+    assert ("mtp.0.ffn.experts" in table["quantized_layers"]) == stays_nvfp4
 
     def is_ignored(name):
         return any(fnmatch(name, pattern) for pattern in table["ignore"])
 
-    assert is_ignored("mtp.0.ffn.experts") == (not kept)
+    assert is_ignored("mtp.0.ffn.experts") == (not stays_nvfp4)
     for name in ("mtp.0.e_proj", "mtp.0.attn.wq_a", "mtp.0.ffn.shared_experts.w1"):
         assert is_ignored(name)
-    assert load(tmp_path, progress=False).mtp[0].layer.mlp.experts.format == found
+    assert load(tmp_path, progress=False).mtp[0].layer.mlp.experts.format == stored_format
 
 
 def test_what_a_layout_cannot_hold_is_refused(tmp_path):
