@@ -185,9 +185,14 @@ def _first(call: Call, requested: str) -> Implementation:
             return row
         reasons.append(f"{row.name}: {reason}")
     if not reasons:
-        known = ", ".join(row.name for row in implementations(call.op))
-        raise ValueError(f"{call.op}: backend is {requested!r}, wanted 'auto' or one of {known}")
+        raise _unknown(call.op, requested)
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
+
+
+def _unknown(op: str, requested: str) -> ValueError:
+    """Return the error that names what an operator's ``backend`` may be."""
+    known = ", ".join(row.name for row in implementations(op))
+    return ValueError(f"{op}: backend is {requested!r}, wanted 'auto' or one of {known}")
 
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:
@@ -323,9 +328,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         **kwargs: Likewise.
 
     Raises:
-        ValueError: if ``op`` calls no operator.
+        ValueError: if ``op`` calls no operator, or ``backend`` names no implementation of it.
     """
     caught = _caught(op, args, kwargs)
+    if caught.requested not in (AUTO, *(row.name for row in implementations(caught.call.op))):
+        raise _unknown(caught.call.op, caught.requested)
     return _explanation(caught.call, caught.requested)
 
 

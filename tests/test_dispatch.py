@@ -162,6 +162,8 @@ def test_arguments_are_what_an_implementation_takes() -> None:
 def test_an_unknown_backend_is_named() -> None:
     with pytest.raises(ValueError, match="backend is 'fast', wanted 'auto' or one of triton"):
         ops.rms_norm(X, backend="fast")
+    with pytest.raises(ValueError, match="backend is 'fast', wanted 'auto' or one of triton"):
+        dispatch.explain(ops.rms_norm, X, backend="fast")
     with pytest.raises(KeyError, match="no operator named 'norm'"):
         dispatch.implementations("norm")
     with pytest.raises(ValueError, match="called no dsv4 operator"):

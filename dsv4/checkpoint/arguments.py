@@ -79,6 +79,44 @@ def check_prepare(value: Any) -> None:
         raise ValueError(f"prepare is {value!r}, wanted True, 'kernels' or False")
 
 
+class Patterns:
+    """Shell patterns of names, and which of them matched.
+
+    Args:
+        patterns: The patterns.
+        argument: Name of the argument that they are, for messages.
+
+    Raises:
+        TypeError: if they are no sequence of texts.
+    """
+
+    def __init__(self, patterns: Sequence[str], argument: str) -> None:
+        if isinstance(patterns, str) or not all(isinstance(p, str) for p in patterns):
+            raise TypeError(f"{argument} is {patterns!r}, wanted a sequence of patterns")
+        self._patterns = tuple(patterns)
+        self._argument = argument
+        self._unmatched = set(self._patterns)
+
+    def __call__(self, name: str) -> bool:
+        """Return whether a name matches one of them."""
+        matching = {pattern for pattern in self._patterns if fnmatchcase(name, pattern)}
+        self._unmatched -= matching
+        return bool(matching)
+
+    def check_all_matched(self) -> None:
+        """Raise if one of them matched no name so far.
+
+        Raises:
+            ValueError: naming it.
+        """
+        for pattern in self._patterns:
+            if pattern in self._unmatched:
+                raise ValueError(
+                    f"{self._argument} has {pattern!r}, which no name matches, wanted patterns of "
+                    "canonical names such as 'mtp.*'"
+                )
+
+
 def name_matcher(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Return a function that says whether a name matches one of some shell patterns."""
     return lambda name: any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dsv4.checkpoint import layouts
-from dsv4.checkpoint.arguments import as_dtype, name_matcher
+from dsv4.checkpoint.arguments import Patterns, as_dtype
 from dsv4.checkpoint.folder import open_folder
 from dsv4.checkpoint.items import Item
 from dsv4.checkpoint.mxfp4 import to_mxfp4
@@ -56,7 +56,8 @@ def convert(
             written.
         FileExistsError: see ``save``.
         FileNotFoundError: if there is no source.
-        ValueError: if the layout is unknown or cannot hold a weight, or both folders are the same.
+        ValueError: if the layout is unknown or cannot hold a weight, a pattern of ``plain`` matches
+            nothing, or both folders are the same.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
@@ -68,7 +69,11 @@ def convert(
         for reason, left in {UNKNOWN: checkpoint.stray, **checkpoint.unused}.items():
             if left:
                 left_out(checkpoint.path, len(left), reason)
-        chosen = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
+        exceptions = Patterns(plain, "plain")
+        for name in checkpoint.entries:
+            exceptions(name)
+        exceptions.check_all_matched()
+        chosen = layouts.Layout(layout, exceptions, as_dtype(plain_dtype, "plain_dtype"))
         bar = Progress("convert", checkpoint.nbytes, progress)
         save(
             _items(checkpoint, chosen, bar),

@@ -11,7 +11,7 @@ from torch import nn
 
 from dsv4.checkpoint import companions as companion_files
 from dsv4.checkpoint import layouts, names, transaction
-from dsv4.checkpoint.arguments import as_dtype, name_matcher
+from dsv4.checkpoint.arguments import Patterns, as_dtype
 from dsv4.checkpoint.expert_slots import ExpertsSlot
 from dsv4.checkpoint.folder import existing
 from dsv4.checkpoint.items import Item, items_of
@@ -87,8 +87,8 @@ def save(
             is not the checkpoint's is in the way, or a file to be copied is there with another
             content and ``overwrite`` is false.
         BlockingIOError: if another save into the folder is under way.
-        ValueError: if the layout is unknown or cannot hold a weight, or the model is a rank's part
-            of one; the folder is left as it was.
+        ValueError: if the layout is unknown or cannot hold a weight, a pattern of ``plain`` matches
+            nothing, or the model is a rank's part of one; the folder is left as it was.
     """
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout is {layout!r}, wanted one of {', '.join(layouts.LAYOUTS)}")
@@ -100,7 +100,8 @@ def save(
     configuration = ModelConfig.of(_config_of(source, config))
     if isinstance(source, nn.Module):
         _check_whole(source)
-    target = layouts.Layout(layout, name_matcher(plain), as_dtype(plain_dtype, "plain_dtype"))
+    exceptions = Patterns(plain, "plain")
+    target = layouts.Layout(layout, exceptions, as_dtype(plain_dtype, "plain_dtype"))
     stream = items_of(source, target.own_format) if isinstance(source, nn.Module) else source
     pairing = Pairing(target)
     report = getattr(source, "load_report", None)
@@ -110,10 +111,12 @@ def save(
     drafts: dict[int, Format | None] = {}
     with ShardWriter(path, max_shard_bytes=max_shard_bytes, overwrite=overwrite) as writer:
         for name, value, input_scale in pairing.convert(stream):
+            exceptions(name)
             if names.is_mtp(name) and names.is_routed(name):
                 drafts[int(name.split(".")[1])] = getattr(value, "format", None)
             for stored, tensor in target.encode(name, value, input_scale):
                 writer.add(stored, tensor)
+        exceptions.check_all_matched()
         writer.finish(layouts.documents(target, configuration, drafts))
         companion_files.write(writer.folder, contents)
     pairing.report(path)

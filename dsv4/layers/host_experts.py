@@ -40,12 +40,24 @@ class HostExperts:
         staged: Experts of each of the two halves of the buffer through which long prompts pass the
             experts that have no slot; one buffer for all layers. 0: none, long prompts exchange
             the experts in the slots.
+
+    Raises:
+        TypeError: if a number is no integer, or ``counts`` no tensor.
     """
 
     static: int
     slots: int
     counts: torch.Tensor | None = None
     staged: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("static", "slots", "staged"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"HostExperts: {name} is {value!r}, wanted an integer")
+        if self.counts is not None and not isinstance(self.counts, torch.Tensor):
+            kind = type(self.counts).__name__
+            raise TypeError(f"HostExperts: counts is {kind}, wanted a tensor or None")
 
     def check(self, experts: int, layers: int, top_k: int) -> None:
         """Check it for a model.

@@ -183,6 +183,7 @@ def check_buckets(
     """Return the batch sizes, ascending.
 
     Raises:
+        TypeError: if they are no sequence of integers.
         ValueError: if one is not within 1 and ``max_sequences``, the largest is too small for a
             batch, or they are given for a deterministic runner.
     """
@@ -195,7 +196,12 @@ def check_buckets(
         return (1,)
     if buckets is None:
         return default_buckets(max_sequences) if captured else tuple(range(1, max_sequences + 1))
-    sizes = sorted({operator.index(size) for size in buckets})
+    try:
+        sizes = sorted({operator.index(size) for size in buckets})
+    except TypeError as error:
+        raise TypeError(
+            f"Runner: buckets is {buckets!r}, wanted a sequence of integers or None"
+        ) from error
     if not sizes or sizes[0] < 1 or sizes[-1] != max_sequences:
         raise ValueError(
             f"Runner: buckets are {list(buckets)}, wanted numbers from 1 to max_sequences "
@@ -216,6 +222,7 @@ def check_prompt_buckets(
     Bits depend on the padding, so a deterministic runner pads whether it captures or not.
 
     Raises:
+        TypeError: if they are no sequence of integers.
         ValueError: if one is not within 1 and ``max_chunk``, or they are given for a deterministic
             runner.
     """
@@ -227,10 +234,15 @@ def check_prompt_buckets(
         return tuple(sorted(smaller | {most})) if captured or deterministic else ()
     if deterministic:
         raise ValueError(
-            f"Runner: prompt_buckets are {list(buckets)}, wanted None with deterministic=True, "
+            f"Runner: prompt_buckets are {buckets!r}, wanted None with deterministic=True, "
             "whose bits depend on them"
         )
-    sizes = sorted({operator.index(size) for size in buckets})
+    try:
+        sizes = sorted({operator.index(size) for size in buckets})
+    except TypeError as error:
+        raise TypeError(
+            f"Runner: prompt_buckets is {buckets!r}, wanted a sequence of integers or None"
+        ) from error
     if sizes and not 1 <= sizes[0] <= sizes[-1] <= max_chunk:
         raise ValueError(
             f"Runner: prompt_buckets are {list(buckets)}, wanted numbers from 1 to max_chunk "

@@ -300,7 +300,16 @@ def lease(model: DeepseekV4ForCausalLM, need: Capacity, kind: Kind) -> Iterator[
 
 
 def release(model: DeepseekV4ForCausalLM) -> None:
-    """Free the cache and the graphs that ``generate`` keeps for a model; on all of its ranks."""
+    """Free the cache and the graphs that ``generate`` keeps for a model; on all of its ranks.
+
+    Raises:
+        TypeError: if it is no model of this package.
+    """
+    from dsv4.model import DeepseekV4ForCausalLM
+
+    if not isinstance(model, DeepseekV4ForCausalLM):
+        kind = type(model).__name__
+        raise TypeError(f"release: model is {kind}, wanted a dsv4.model.DeepseekV4ForCausalLM")
     held = model.__dict__.get(_ATTRIBUTE)
     if held is not None:
         with held.lock:

@@ -98,6 +98,19 @@ def test_an_interruption_leaves_the_target_as_it_was(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
+def test_a_pattern_of_plain_weights_that_matches_nothing_is_refused(tmp_path):
+    origin, target = saved(make_model(), tmp_path / "origin"), tmp_path / "target"
+    patterns = ("mtp.*", "*.shared_expert.*")  # it is shared_experts
+    message = r"plain has '\*\.shared_expert\.\*', which no name matches"
+    with pytest.raises(ValueError, match=message):
+        save(make_model(), target, plain=patterns)
+    with pytest.raises(ValueError, match=message):
+        convert(origin, target, plain=patterns, progress=False)
+    assert not (target / "config.json").exists()
+    with pytest.raises(TypeError, match="plain is 'mtp', wanted a sequence of patterns"):
+        save(make_model(), target, plain="mtp")
+
+
 def test_the_command(tmp_path, capsys):
     origin = saved(make_model(), tmp_path / "origin")
     arguments = ["convert", str(origin), str(tmp_path / "target"), "--layout", "bf16"]

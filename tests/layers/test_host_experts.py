@@ -329,6 +329,13 @@ class TestLayer:
         with pytest.raises(ValueError, match=message):
             layers.host_experts_(make_experts("nvfp4"), placement)
 
+    @pytest.mark.parametrize("changes", [{"static": 3.0}, {"slots": True}, {"staged": "4"}])
+    def test_numbers_of_another_type_are_refused(self, changes):
+        with pytest.raises(TypeError, match=rf"{next(iter(changes))} is .*, wanted an integer"):
+            HostExperts(**{"static": 3, "slots": 4, **changes})
+        with pytest.raises(TypeError, match="counts is list, wanted a tensor or None"):
+            HostExperts(3, 4, [1])
+
     def test_layers_that_have_no_rows_are_refused(self):
         experts = make_experts("nvfp4")
         experts.layout = "swizzled_128x4"

@@ -16,7 +16,7 @@ import dsv4.kv_cache.page_tables
 import dsv4.kv_cache.sequence_rows
 import dsv4.kv_cache.step_preparation
 import dsv4.serving
-from dsv4.serving import Request, RequestError, Runner, SamplingOptions
+from dsv4.serving import Request, RequestError, Runner, SamplingOptions, release
 from tests.serving.cases import ToyModel, assert_empty, last_hash, option_sets, plain_text
 
 _SERVING = dsv4.serving.__file__.removesuffix("__init__.py")
@@ -295,7 +295,13 @@ def test_only_what_can_never_fit_is_refused() -> None:
         ({"buckets": [0, 3]}, ValueError, r"buckets are \[0, 3\]"),
         ({"prompt_buckets": [0]}, ValueError, r"prompt_buckets are \[0\], wanted numbers from 1"),
         ({"prompt_buckets": [9, 201]}, ValueError, r"to max_chunk \(200\)"),
-        ({"prompt_buckets": ["9"]}, TypeError, "interpreted as an integer"),
+        (
+            {"prompt_buckets": ["9"]},
+            TypeError,
+            r"is \['9'\], wanted a sequence of integers or None",
+        ),
+        ({"buckets": 2}, TypeError, "Runner: buckets is 2, wanted a sequence of integers or None"),
+        ({"prompt_buckets": 9}, TypeError, "prompt_buckets is 9, wanted a sequence of integers"),
         ({"capture": True}, ValueError, "capture is True, but the model is on cpu"),
         ({"window_pages": 1}, ValueError, "window_pages is 1, wanted at least 4 for"),
     ],
@@ -305,5 +311,7 @@ def test_a_runner_that_cannot_be_is_refused(changes, error, message) -> None:
         small(toy(), **changes)
     with pytest.raises(TypeError, match="model is Linear"):
         Runner(torch.nn.Linear(1, 1), max_sequences=1, max_tokens=2)
+    with pytest.raises(TypeError, match=r"release: model is Linear, wanted a dsv4\.model\.Deep"):
+        release(torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match="request is int"):
         small(toy()).cancel(1)
