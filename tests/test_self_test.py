@@ -10,6 +10,7 @@ import torch
 
 from dsv4 import device, dispatch, self_check, self_test
 from dsv4 import implementations as table
+from dsv4.bench import guarded_self_test
 from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
@@ -351,7 +352,7 @@ def test_a_kernel_of_many_tokens_alone_is_tested(kernel, monkeypatch):
                                                            ("NaN", None, 1)])  # fmt: skip
 def test_the_status_is_0_only_where_something_is_right(monkeypatch, wrong, untested, status):
     tested = cases.Tested("rms_norm", "triton", wrong, untested, 0.1)
-    monkeypatch.setattr(cases, "run_all", lambda device: [tested])
+    monkeypatch.setattr(guarded_self_test, "run_guarded", lambda device: [tested])
     with device.pretend(capability=ADA):
         assert env._test_gpu(0) == status
 

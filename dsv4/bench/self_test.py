@@ -131,17 +131,28 @@ def run_all(
     for op in ops or dispatch.operators():
         for row in dispatch.implementations(op):
             if row.proven is not None and any(problems(op, row.name, device, tokens)):
-                yield _tested(row, device, tokens)
+                yield tested(row.op, row.name, device, tokens, keep=row.self_test is not None)
 
 
-def _tested(row: dispatch.Implementation, device: torch.device, tokens: tuple[int, ...]) -> Tested:
+def tested(
+    op: str, name: str, device: torch.device, tokens: tuple[int, ...], *, keep: bool
+) -> Tested:
+    """Test a family; earlier verdicts do not matter.
+
+    Args:
+        op: The operator.
+        name: Name of the implementation.
+        device: Where it runs.
+        tokens: Numbers of tokens.
+        keep: Whether the result becomes the verdict on the family.
+    """
+
     def test(op: str, name: str, device: torch.device) -> str | None:
         return wrong(op, name, device, tokens)
 
     start, untested, reason = time.perf_counter(), None, None
     try:
-        keep = row.self_test is not None
-        reason = self_test.retested(row.op, row.name, device, test, keep=keep)
+        reason = self_test.retested(op, name, device, test, keep=keep)
     except Unfinished as why:
         untested = str(why)
-    return Tested(row.op, row.name, reason, untested, time.perf_counter() - start)
+    return Tested(op, name, reason, untested, time.perf_counter() - start)

@@ -57,14 +57,14 @@ def test_gpus() -> int:
 def _test_gpu(index: int) -> int:
     import torch
 
-    from dsv4.bench.self_test import run_all
+    from dsv4.bench.guarded_self_test import run_guarded
     from dsv4.device import dotted
     from dsv4.self_test import mark_of_gpu
 
     device = torch.device("cuda", index)
     print(f"self-test of GPU {index}, compute capability {dotted(device)}:", flush=True)
     wrong = right = 0
-    for tested in run_all(device):
+    for tested in run_guarded(device):
         print(f"  {tested}", flush=True)
         wrong += tested.wrong is not None
         right += tested.wrong is None and tested.untested is None

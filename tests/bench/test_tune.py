@@ -13,12 +13,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4 import device as machine
+from dsv4.bench.child import Child, FailedError
 from dsv4.bench.cli import main
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.self_test import config as small_config
 from dsv4.bench.tune import command, fit, outcome, search
-from dsv4.bench.tune.child import Child, FailedError
 from dsv4.bench.tune.command import Search
 from dsv4.bench.tune.families import ALL, named
 from dsv4.bench.tune.gpu_timer import BrokenGpuError, GpuTimer

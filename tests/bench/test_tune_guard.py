@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsv4.bench.child import Child, FailedError
 from dsv4.bench.measure import Options
 from dsv4.bench.self_test import config as small_config
 from dsv4.bench.tune import search
-from dsv4.bench.tune.child import Child, FailedError
 from dsv4.bench.tune.families import ALL
 from dsv4.bench.tune.guarded_timer import GuardedTimer, Limits, Setup
 from dsv4.bench.tune.work import Work, WrongError

@@ -16,10 +16,10 @@ import torch
 
 from dsv4.bench import environment, tables
 from dsv4.bench.cases import PRESETS
+from dsv4.bench.child import Child
 from dsv4.bench.measure import Options
 from dsv4.bench.problem import UsageError
 from dsv4.bench.tune import outcome, search
-from dsv4.bench.tune.child import Child
 from dsv4.bench.tune.families import named
 from dsv4.bench.tune.guarded_timer import GuardedTimer, Setup
 from dsv4.bench.tune.outcome import Fitted

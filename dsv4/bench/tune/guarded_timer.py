@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dsv4.bench.child import Child
 from dsv4.bench.measure import Options
-from dsv4.bench.tune.child import Child
 from dsv4.bench.tune.families import named
 from dsv4.bench.tune.gpu_timer import GpuTimer
 from dsv4.bench.tune.work import Candidate, Family, Work, WrongError

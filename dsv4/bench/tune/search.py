@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 
-from dsv4.bench.tune.child import FailedError
+from dsv4.bench.child import FailedError
 from dsv4.bench.tune.work import Candidate, Measured, Timer, Work, WrongError
 
 _PREPARED = 12  # problems whose kernels are compiled together, so that all processors have work

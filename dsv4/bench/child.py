@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -35,6 +36,8 @@ class Child:
             make: Makes the object; it can be pickled.
         """
         self._make = make
+        self._changing = threading.Lock()
+        self._is_over = False
         self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
 
     def __enter__(self) -> Child:
@@ -46,6 +49,17 @@ class Child:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.end()
+
+    def stop(self) -> None:
+        """Kill the process, and start no other; a call that waits in another thread fails."""
+        with self._changing:
+            self._is_over = True
+            if self._running is not None:
+                self._running[0].kill()
+
+    def end(self) -> None:
+        """End the process, if there is one; the next call starts another."""
         self._end()
 
     def call(self, method: str, *arguments: Any, seconds: float) -> Any:
@@ -78,20 +92,24 @@ class Child:
 
     def _started(self) -> Connection:
         """Return the connection to the process, which is started if there is none."""
-        if self._running is None:
-            ours, theirs = _SPAWN.Pipe()
-            process = _SPAWN.Process(target=_serve, args=(theirs, self._make), daemon=True)
-            process.start()
-            theirs.close()
-            self._running = process, ours
-        return self._running[1]
+        with self._changing:
+            if self._is_over:
+                raise FailedError("was stopped")
+            if self._running is None:
+                ours, theirs = _SPAWN.Pipe()
+                process = _SPAWN.Process(target=_serve, args=(theirs, self._make), daemon=True)
+                process.start()
+                theirs.close()
+                self._running = process, ours
+            return self._running[1]
 
     def _end(self, patience: float = 0.0) -> int | None:
         """Kill the process, if there is one that does not end by itself; return its status."""
-        if self._running is None:
-            return None
-        process, connection = self._running
-        self._running = None
+        with self._changing:
+            if self._running is None:
+                return None
+            process, connection = self._running
+            self._running = None
         connection.close()
         process.join(patience)
         process.kill()
