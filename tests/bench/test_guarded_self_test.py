@@ -55,15 +55,15 @@ def test_a_kernel_that_ends_its_process_or_is_wrong_fails_alone(monkeypatch):
     known = self_check.Verdicts()
     monkeypatch.setattr(guarded_self_test, "verdicts", lambda: known)
     ops = ("untested", "right", "unsupported", "untested", "wrong", "untested", "crashes", "raises")
-    found = list(guarded(*ops))
-    assert [tested.op for tested in found] == [op for op in ops if op != "unsupported"]
-    first, _, second, wrong, third, crashed, raised = found
+    results = list(guarded(*ops))
+    assert [tested.op for tested in results] == [op for op in ops if op != "unsupported"]
+    first, _, second, wrong, third, crashed, raised = results
     assert first.untested == second.untested == wrong.wrong != third.untested
     assert crashed.wrong == "its test crashed: its process ended with signal SIGKILL"
     assert raised.wrong == "its test raised ZeroDivisionError: by the test"
-    kept = {configuration.op: reason for configuration, reason in known.known.items()}
+    verdicts = {configuration.op: reason for configuration, reason in known.known.items()}
     expected = {"wrong": wrong.wrong, "crashes": crashed.wrong, "raises": raised.wrong}
-    assert kept == {"right": None, **expected}
+    assert verdicts == {"right": None, **expected}
 
 
 @pytest.mark.nightly
@@ -92,6 +92,6 @@ def test_a_real_family_in_a_process():
 @pytest.mark.gpu
 def test_families_of_a_gpu_are_right():
     rows = [row for row in dispatch.implementations("quantize_nvfp4") if row.proven is not None]
-    found = list(guarded_self_test.run_guarded(torch.device("cuda", 0), families=rows))
-    assert found
-    assert [tested.wrong for tested in found] == [None] * len(found)
+    results = list(guarded_self_test.run_guarded(torch.device("cuda", 0), families=rows))
+    assert results
+    assert [tested.wrong for tested in results] == [None] * len(results)
