@@ -189,10 +189,14 @@ def _first(call: Call, requested: str) -> Implementation:
     raise NotImplementedError(f"{call.op}: " + "; ".join(reasons))
 
 
-def _unknown(op: str, requested: str) -> ValueError:
+class UnknownBackendError(ValueError):
+    """The name of an implementation that an operator does not have."""
+
+
+def _unknown(op: str, requested: str) -> UnknownBackendError:
     """Return the error that names what an operator's ``backend`` may be."""
     known = ", ".join(row.name for row in implementations(op))
-    return ValueError(f"{op}: backend is {requested!r}, wanted 'auto' or one of {known}")
+    return UnknownBackendError(f"{op}: backend is {requested!r}, wanted 'auto' or one of {known}")
 
 
 def _unproven(row: Implementation, call: Call, requested: str) -> str | None:

@@ -24,7 +24,7 @@ from dsv4.bench import baselines, environment, report, results, tables, verdict
 from dsv4.bench.arguments import parser
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
 from dsv4.bench.cases.own import Shape, own_cases
-from dsv4.bench.measure import Options, attempt
+from dsv4.bench.measure import Options, attempt, explained
 from dsv4.bench.problem import Case, Draw, UsageError
 from dsv4.bench.results import Row
 from dsv4.bench.suites import all_reduce, main_job
@@ -423,9 +423,7 @@ def _env(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     for case in _chosen(options, [options.op]):
         problem = case.build(Draw(0, _device(options)))
-        explanation = dispatch.explain(
-            problem.function, *problem.args, **problem.kwargs, backend=options.backend
-        )
+        explanation = explained(problem, options.backend)
         row = Row(case.op, case.name, case.shape, case.tokens, "")
         print(f"{verdict.where(row)}\n{dataclasses.replace(explanation, op=case.op)}\n")
     return OK

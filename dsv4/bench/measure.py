@@ -109,16 +109,20 @@ def measure(case: Case, options: Options, rates: Rates) -> Row:
     return Row(**{**row, **times, "copy_share": rates.copy_share(moved, times["us"])})
 
 
+def explained(problem: Problem, backend: str) -> dispatch.Explanation:
+    """Return which implementation a problem would run, and why.
+
+    Raises:
+        UsageError: if the operator has no implementation of that name.
+    """
+    try:
+        return dispatch.explain(problem.function, *problem.args, **problem.kwargs, backend=backend)
+    except dispatch.UnknownBackendError as error:
+        raise UsageError(str(error)) from None
+
+
 def _choice(problem: Problem, backend: str) -> tuple[str, str]:
-    explanation = dispatch.explain(
-        problem.function, *problem.args, **problem.kwargs, backend=backend
-    )
-    known = [name for name, _ in explanation.candidates]
-    if explanation.requested not in (dispatch.AUTO, *known):
-        listed = ", ".join(known)
-        raise UsageError(
-            f"{explanation.op} has no backend {explanation.requested!r}, only {listed}"
-        )
+    explanation = explained(problem, backend)
     if explanation.chosen is None:
         raise UsageError(f"{explanation.op}: {explanation.reason}")
     return explanation.chosen, explanation.reason

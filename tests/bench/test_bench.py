@@ -247,7 +247,11 @@ def test_cases_are_chosen_by_pattern_and_stand_next_to_their_other_token_counts(
         (["run", "gemm", "--shapes", "huge"], "shapes are 'huge', wanted one of tiny, flash, pro"),
         (["run", "gemm", "--tokens", "0"], "0 is below 1"),
         (["run", "gemm", "--tokens", "x"], "'x' is no integer, wanted 1 or more"),
-        (["run", "gemm", "--backend", "nonsense"], "gemm has no backend 'nonsense', only"),
+        (["run", "gemm", "--backend", "nonsense"], "gemm: backend is 'nonsense', wanted 'auto' or"),
+        (
+            ["explain", "gemm", "--backend", "foo"],
+            "gemm: backend is 'foo', wanted 'auto' or one of",
+        ),
         (["run", "gemm", "--device", "nonsense"], "--device is 'nonsense'"),
         (["run", "gemm", "--device", "cuda:99"], "--device is 'cuda:99'"),
         (["explain", "nonsense"], "operator is 'nonsense'"),
