@@ -24,8 +24,8 @@ from dsv4.self_check import verdicts
 _MOST_WORKERS = 8
 # Bytes of a GPU for a process: a context takes 0.5 to 1 GB, the cases' tensors less.
 _BYTES_OF_WORKER = 3 << 30
-# Seconds for a family. Most of them compile: 18 at most beside nothing on a fast CPU, and several
-# times as many beside other families on a slow one.
+# Seconds for a family, most of which are compilation. The slowest family takes 18 s alone on a fast
+# CPU. On a slow CPU, with other families at the same time, it takes several times as long.
 _SECONDS = 900.0
 
 

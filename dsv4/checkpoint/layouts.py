@@ -264,7 +264,7 @@ def _compressed_tensors_quantisation() -> dict[str, Any]:
 def documents(
     layout: Layout, config: ModelConfig, drafts: DraftFormats | None = None
 ) -> dict[str, Any]:
-    """Return the JSON files of a layout besides the index: name to value, config.json last.
+    """Return the contents of a layout's JSON files by name, without the index; config.json is last.
 
     Args:
         layout: The layout.

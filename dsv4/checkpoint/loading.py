@@ -109,11 +109,11 @@ def load(
             capture fails, a warning says so, and the first ``generate`` does it.
         progress: Whether to show progress on stderr; on several ranks rank 0 does.
         device_mesh: For a model on several GPUs or processes, a ``DeviceMesh`` of
-            ``torch.distributed``, a ``ProcessGroup``, or a ``ParallelContext`` with a group of
-            your own, beside ``parallel``. The mesh has one dimension, or ``"dp"`` and ``"tp"``:
-            then, with ``parallel="tp"``, the ranks of a row share a model, and rows are
-            independent. Each rank calls ``load`` with the same arguments, and reads and holds its
-            share alone.
+            ``torch.distributed``, a ``ProcessGroup``, or a ``ParallelContext`` with your own group.
+            It needs ``parallel``. A mesh has one dimension, or the dimensions ``"dp"`` and
+            ``"tp"``. In the second case ``parallel="tp"`` gives each row a model of its own, which
+            the ranks of the row share. Each rank calls ``load`` with the same arguments, and reads
+            and holds its share alone.
         parallel: ``"tp"``: attention is split by heads, the routed experts in ranges, the shared
             expert by its intermediate size, embedding and head by the vocabulary
             (``dsv4.parallel.split``); the KV cache is on every rank. ``"dp"``: each rank has

@@ -167,7 +167,7 @@ class ReadAhead:
         slabs: The memory.
         open_reader: Makes the reader of a thread; closing it closes its files.
         device: Device of the copies; on a GPU the slabs are page-locked if that is possible.
-        threads: Number of readers; None: as many as there are CPUs, at most 8.
+        threads: Number of readers; None: the number of CPUs, at most 8.
     """
 
     def __init__(

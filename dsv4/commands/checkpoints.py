@@ -102,8 +102,8 @@ def _model(options: argparse.Namespace) -> _Model:
     else:
         if options.recipe is not None:
             raise ValueError(
-                "--recipe is for --preset, or beside --gpus for a config.json without weights, and "
-                f"PATH is {options.path!r}"
+                f"--recipe is {options.recipe!r} and PATH {options.path!r} has weights, wanted "
+                "--preset, or --gpus and a PATH with config.json alone"
             )
         with Checkpoint.open(options.path) as checkpoint:
             weights = planner.Weights.of_checkpoint(checkpoint)

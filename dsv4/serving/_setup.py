@@ -177,6 +177,16 @@ def check_fits(cache: PagedCache, tokens: int) -> None:
             )
 
 
+def _distinct(name: str, sizes: Sequence[int]) -> list[int]:
+    """Return the integers of a sequence, ascending and each once."""
+    try:
+        return sorted({operator.index(size) for size in sizes})
+    except TypeError as error:
+        raise TypeError(
+            f"Runner: {name} is {sizes!r}, wanted a sequence of integers or None"
+        ) from error
+
+
 def check_buckets(
     buckets: Sequence[int] | None, max_sequences: int, captured: bool, deterministic: bool
 ) -> tuple[int, ...]:
@@ -196,12 +206,7 @@ def check_buckets(
         return (1,)
     if buckets is None:
         return default_buckets(max_sequences) if captured else tuple(range(1, max_sequences + 1))
-    try:
-        sizes = sorted({operator.index(size) for size in buckets})
-    except TypeError as error:
-        raise TypeError(
-            f"Runner: buckets is {buckets!r}, wanted a sequence of integers or None"
-        ) from error
+    sizes = _distinct("buckets", buckets)
     if not sizes or sizes[0] < 1 or sizes[-1] != max_sequences:
         raise ValueError(
             f"Runner: buckets are {list(buckets)}, wanted numbers from 1 to max_sequences "
@@ -237,12 +242,7 @@ def check_prompt_buckets(
             f"Runner: prompt_buckets are {buckets!r}, wanted None with deterministic=True, "
             "whose bits depend on them"
         )
-    try:
-        sizes = sorted({operator.index(size) for size in buckets})
-    except TypeError as error:
-        raise TypeError(
-            f"Runner: prompt_buckets is {buckets!r}, wanted a sequence of integers or None"
-        ) from error
+    sizes = _distinct("prompt_buckets", buckets)
     if sizes and not 1 <= sizes[0] <= sizes[-1] <= max_chunk:
         raise ValueError(
             f"Runner: prompt_buckets are {list(buckets)}, wanted numbers from 1 to max_chunk "

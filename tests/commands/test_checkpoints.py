@@ -96,7 +96,7 @@ def test_one_gpu_cuts_nothing(folder, capsys):
 @pytest.mark.parametrize("more", [[], ["--gpus", "H200"]])
 def test_a_recipe_beside_weights_is_refused(folder, more, capsys):
     assert command_line.main(["inspect", str(folder), "--recipe", "nvfp4", *more]) == 2
-    assert "--recipe is for --preset" in capsys.readouterr().err
+    assert "has weights, wanted --preset, or --gpus and a PATH with con" in capsys.readouterr().err
 
 
 def test_a_recipe_of_what_is_not_there(capsys):
