@@ -286,16 +286,23 @@ def _warps_and_splits(problem: Experts, tokens: int, arch: str) -> tuple[int, in
     """Warps of a CTA, and K splits: such that the last round of jobs is well filled.
 
     Rounds are those of a CTA's row tiles if every row of X has an expert of its own. Fewer warps
-    have longer splits.
+    have longer splits. A round has whole units (``GroupedSmallMPlan.sum_slots``).
     """
     tiles = problem.columns // 64
     if tokens > _SPLIT_ROWS:
         return _WARPS, 1
-    divisors = [n for n in range(1, tiles + 1) if tiles % n == 0]
-    splits = min((n for n in divisors if n <= 16), key=lambda n: abs(tiles // n - _SPLIT_TILES))
+    unit_tiles = 2 if problem.quantized_out else 1
+
+    def possible(warps: int) -> list[int]:
+        """Return the numbers of splits that divide K and a round of jobs."""
+        return [n for n in range(1, warps + 1) if tiles % n == 0 and warps % (n * unit_tiles) == 0]
+
+    splits = min(possible(_WARPS), key=lambda n: abs(tiles // n - _SPLIT_TILES))
     if arch != HOPPER or problem.float32_out or problem.row_scaled or problem.quantized_out:
         return _WARPS, splits
-    longer = min(n for n in divisors if tiles // n <= _FEWER_WARPS_TILES)
+    longer = next((n for n in possible(_FEWER_WARPS) if tiles // n <= _FEWER_WARPS_TILES), None)
+    if longer is None:
+        return _WARPS, splits
     row_tiles = tokens * problem.rows / 16 / tuned().sms  # of a CTA
 
     def filled(warps: int, splits: int) -> float:

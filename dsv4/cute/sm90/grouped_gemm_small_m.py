@@ -272,8 +272,8 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
 
     def _slot_barriers(self, shared: SharedMemory, number: Int32) -> SlotBarriers:
         """mbarriers of the slot of the CTA's ``number``-th unit."""
-        written = shared.slot_written + Uint32(number % SUM_SLOTS * 16)
-        return SlotBarriers(written, written + 8, number // SUM_SLOTS & 1)
+        written = shared.slot_written + Uint32(number % self.plan.sum_slots * 16)
+        return SlotBarriers(written, written + 8, number // self.plan.sum_slots & 1)
 
     @cute.jit
     def _write_sums(
@@ -299,7 +299,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         barriers = self._slot_barriers(shared, number)
         # The slot's sums before these have been read; passes at once in the slot's first phase.
         ptx.mbarrier_wait(barriers.read, barriers.parity ^ 1)
-        slot_job = number % SUM_SLOTS * self.plan.unit_jobs + job
+        slot_job = number % self.plan.sum_slots * self.plan.unit_jobs + job
         at = shared.sums + Uint32(slot_job * self.plan.partial_bytes + lane * 16)
         for n in cutlass.range_constexpr(self.plan.token_tiles):
             ptx.store_shared_float4(at + n * PARTIAL_BYTES, sums[n])
@@ -327,7 +327,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         self, shared: SharedMemory, number: Int32, first: Int32, lane: Int32
     ) -> list[Fragment]:
         """The sum of the K splits of a row tile, whose first job of the unit is ``first``."""
-        slot = number % SUM_SLOTS
+        slot = number % self.plan.sum_slots
         sums = [[Float32(0.0)] * 4 for _ in range(self.plan.token_tiles)]
         slot_job = slot * self.plan.unit_jobs + first
         at = shared.sums + Uint32(slot_job * self.plan.partial_bytes + lane * 16)

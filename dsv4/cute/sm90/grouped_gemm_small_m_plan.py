@@ -9,8 +9,7 @@ from dsv4.cute.runtime.kernel_abi import Float32, Int32, Int64, KernelAbi, Point
 from dsv4.cute.sm90.gemm_small_m_plan import SmallMPlan
 from dsv4.cute.sm90.grouped_gemm_wgmma_plan import TABLE_BYTES
 
-# Units whose partial sums a CTA holds at once. A warp that needs a slot again waits until its sums
-# have been read.
+# Most units whose partial sums a CTA holds at once (``GroupedSmallMPlan.sum_slots``).
 SUM_SLOTS = 8
 STATE_BYTES = 48 + 4 * 16  # twelve words of the CTA, one for each of up to 16 warps
 
@@ -123,10 +122,29 @@ class GroupedSmallMPlan(SmallMPlan):
         """Jobs of a unit: the K splits of its row tiles."""
         return self.splits * self.unit_tiles
 
+    def __post_init__(self) -> None:
+        """Check that a round of all warps has whole units, which ``sum_slots`` needs."""
+        assert self.unit_jobs == 1 or self.warps % self.unit_jobs == 0
+
+    @property
+    def sum_slots(self) -> int:
+        """Units whose partial sums a CTA holds at once, if a unit has several jobs.
+
+        A warp that needs a slot again waits for the phase in which its sums were read. mbarriers
+        tell phases by their parity alone, so a warp must not skip one: if the phase before the
+        skipped one is still open, it has the parity that the warp waits for. In a round all warps
+        take one job each. With a multiple of a round's units, a warp comes to the same slots in
+        every phase.
+        """
+        if self.unit_jobs == 1:
+            return 0
+        in_round = self.warps // self.unit_jobs
+        return SUM_SLOTS // in_round * in_round
+
     @property
     def sums_bytes(self) -> int:
         """Shared memory of partial sums; none where a job is a whole unit."""
-        return SUM_SLOTS * self.unit_jobs * self.partial_bytes if self.unit_jobs > 1 else 0
+        return self.sum_slots * self.unit_jobs * self.partial_bytes
 
     @property
     def buffer_bytes(self) -> int:

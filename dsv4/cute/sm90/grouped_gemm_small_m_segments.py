@@ -77,7 +77,7 @@ class SharedMemory(NamedTuple):
 
     Attributes:
         x: The segment's rows of X, ``plan.x_row_bytes`` each.
-        sums: ``SUM_SLOTS`` slots of a unit's partial sums.
+        sums: ``plan.sum_slots`` slots of a unit's partial sums.
         buffers: The warps' buffers for the epilogue transpose.
         x_full: mbarrier of the segment's X.
         slot_written: mbarriers of the slots, 16 bytes each: sums written and, 8 bytes on, read.
