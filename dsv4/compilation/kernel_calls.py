@@ -12,7 +12,6 @@ from torch import nn
 from dsv4.compilation import draft_steps
 from dsv4.config import ModelConfig
 from dsv4.cute import attention as cute_attention
-from dsv4.cute import expert_mlp as cute_expert_mlp
 from dsv4.cute import gemm as cute_gemm
 from dsv4.cute import (
     gemm_e4m3,
@@ -29,7 +28,6 @@ from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.supports import packed_layout_of
 from dsv4.integrations._swap import OutputHead
-from dsv4.layers._expert_weights import ONE_LAUNCH_ROWS
 from dsv4.layers._pooling import PoolingModule
 from dsv4.layers.attention import DeepseekV4Attention
 from dsv4.layers.experts import DeepseekV4Experts
@@ -142,19 +140,11 @@ class GroupedGemm:
                 return []
             return list(grouped_nvfp4.plans(self.experts, rows))
         plans: list[Any] = cute_grouped.plans(self.experts, rows, arch)
-        if arch == HOPPER and self.experts.swiglu:
-            plans += self._in_one_launch(min(rows, ONE_LAUNCH_ROWS))
         if self.is_fp8 and arch == HOPPER:
             # Gate and up have FP8 results, which down takes.
             fused = self.experts.swiglu
             plans += grouped_gemm_e4m3.plans(self.experts, rows, quantized_out=fused)
         return plans
-
-    def _in_one_launch(self, rows: int) -> list[Any]:
-        """Configurations of both GEMMs in one launch, where layers ask for that."""
-        first = self.experts
-        down = Experts(first.columns, first.rows // 2, first.experts, False, False)
-        return cute_expert_mlp.plans(first, down, rows)
 
 
 @dataclass(frozen=True)

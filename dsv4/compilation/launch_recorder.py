@@ -22,7 +22,6 @@ from dsv4 import dispatch
 from dsv4.compilation.target import Target
 from dsv4.cute import gemm_nvfp4, grouped_nvfp4
 from dsv4.ops._library import OPERATIONS
-from dsv4.ops.expert_mlp import ExpertMlpArgs, down_record, gate_up_record
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
@@ -127,10 +126,6 @@ class LaunchRecorder(TorchDispatchMode):
             elif isinstance(arguments, GroupedGemmSwigluFp8Args) and row.name == "parts":
                 inner = torch.ops.dsv4.grouped_gemm_swiglu(*gemm_record(arguments), dispatch.AUTO)
                 torch.ops.dsv4.quantize_fp8_token(inner, arguments.result_layout, dispatch.AUTO)
-            elif isinstance(arguments, ExpertMlpArgs) and row.name == "parts":
-                first = gate_up_record(arguments)
-                inner = torch.ops.dsv4.grouped_gemm_swiglu(*first, dispatch.AUTO)
-                torch.ops.dsv4.grouped_gemm(*down_record(arguments, inner), dispatch.AUTO)
             elif row.name != "reference":
                 if row.name in ("triton", "cublas") and isinstance(arguments, _GEMM_RECORDS):
                     self._before_gemm(row, arguments)

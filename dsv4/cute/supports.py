@@ -15,7 +15,7 @@ from dsv4.cute.runtime.architectures import (
     HOPPER,
     shared_limit,
 )
-from dsv4.cute.sm90 import expert_mlp_plan, gemm_fp8_small_m_plan, gemm_fp8_wgmma_plan
+from dsv4.cute.sm90 import gemm_fp8_small_m_plan, gemm_fp8_wgmma_plan
 from dsv4.cute.sm90.attention_plan import DIMS, ROPE
 from dsv4.cute.sm90.gemm_fp8_wgmma_plan import fp8_plan
 from dsv4.cute.sm90.gemm_small_m_plan import TOKENS, SmallMPlan
@@ -28,7 +28,6 @@ from dsv4.device import cached, capability, dotted, has, no_triton
 from dsv4.dispatch import Call, implementations
 from dsv4.ops._grouped_operands import chosen_for
 from dsv4.ops.attention import SparseAttentionArgs
-from dsv4.ops.expert_mlp import ExpertMlpArgs, down_record, gate_up_record
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
 from dsv4.ops.grouped_gemm import GroupedGemmArgs
@@ -247,27 +246,6 @@ def grouped_gemm(call: Call) -> str | None:
     if not all(tensor.is_contiguous() for tensor in (weight, scales, global_scale)):
         return "the weight or its scales are not contiguous"
     return misaligned(weight, scales)
-
-
-def expert_mlp(call: Call) -> str | None:
-    """Return why ``expert_mlp`` in one launch is unsupported, on Hopper: bfloat16, few rows."""
-    args: ExpertMlpArgs = call.args
-    elsewhere = not_hopper(call.device)
-    if elsewhere:
-        return elsewhere
-    for record in (gate_up_record(args), down_record(args, args.x)):
-        reason = grouped_gemm(Call(call.op, record, call.device))
-        if reason is not None:
-            return reason
-    if args.down_segments:
-        return f"down has segments {list(args.down_segments)}, wanted none"
-    if not args.counters.is_contiguous() or args.counters.data_ptr() % 4:
-        return "the counters are not contiguous"
-    sizes, rows = expert_mlp_plan.problems(args), chosen_for(args)[0]
-    reason = expert_mlp_plan.unsupported_reason(*sizes, max(rows, args.x.shape[0]))
-    if reason is None and expert_mlp_plan.expert_mlp_plan(*sizes, max(rows, 1)) is None:
-        reason = f"{rows} rows take several launches, wanted few rows of each expert"
-    return reason
 
 
 @cached

@@ -44,7 +44,6 @@ class ExpertStacks(FixedDtypeModule):
 
     stored = frozenset(p + s for p in PROJECTIONS for s in _SUFFIXES if s) | {"gate_up_row_scale"}
     gate_up_row_scale: torch.Tensor | None
-    mlp_counters: torch.Tensor | None
     gate_up_proj_exponent: torch.Tensor | None
     down_proj_exponent: torch.Tensor | None
     gate_up_proj_input_scale: torch.Tensor | None
@@ -74,8 +73,6 @@ class ExpertStacks(FixedDtypeModule):
         self.hosted: HostedExperts | None = None
         # In a packed layer [E, 2 I]: gate_up_proj_scale_2 for every row, which GEMMs need.
         self.register_buffer("gate_up_row_scale", None, persistent=False)
-        # Of layers packed for Hopper, for ``expert_mlp``: zeros between two calls.
-        self.register_buffer("mlp_counters", None, persistent=False)
         # Of packed stacks that are exact in E4M3 [E, N], see ``QuantizedTensor.row_exponent``.
         for name in PROJECTIONS:
             self.register_buffer(name + "_exponent", None, persistent=False)

@@ -11,14 +11,10 @@ from dsv4.layers._expert_stacks import HALF_PACKED, PROJECTIONS, ExpertStacks, a
 from dsv4.layers._in_place import Writes, packing, swizzling, unpacking, unswizzling
 from dsv4.layers._module import frozen, refused_while_packed
 from dsv4.layers.linear import PACKED_LAYOUTS
-from dsv4.ops.expert_mlp import COUNTERS
 from dsv4.quant import fragments
 from dsv4.quant.exact_fp8 import with_row_exponent
 from dsv4.quant.formats import FRAGMENTS, LINEAR, NVFP4, SWIZZLED
 
-# Most sorted rows of a step for which both GEMMs are one operator, ``expert_mlp``, which is one
-# launch on Hopper. 0: never, because steps of Flash are 1.4 % faster at best (H200).
-ONE_LAUNCH_ROWS = 0
 # Rows and columns of a whole tile of a matrix.
 _TILES = {FRAGMENTS: (fragments.ROWS, fragments.COLUMNS), SWIZZLED: (128, 64)}
 
@@ -134,10 +130,6 @@ class ExpertWeights(ExpertStacks):
             scales = scales.view(self._scales_shape(name, layout))
             setattr(self, name + "_scale", frozen(scales))
         self.layout = layout
-        self.mlp_counters = None
-        if layout == FRAGMENTS and ONE_LAUNCH_ROWS:
-            device = self.gate_up_proj.device
-            self.mlp_counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
     def _scales_shape(self, name: str, layout: str) -> tuple[int, ...]:
         experts, rows, half = getattr(self, name).shape

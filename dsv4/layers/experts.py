@@ -10,11 +10,10 @@ import torch
 
 from dsv4 import dispatch
 from dsv4.config import ModelConfig
-from dsv4.layers._expert_weights import ONE_LAUNCH_ROWS, ExpertWeights
+from dsv4.layers._expert_weights import ExpertWeights
 from dsv4.layers._routed_rows import RoutedRows
 from dsv4.layers._workspace import Buffers, Workspace
 from dsv4.layers.observer import AmaxObserver
-from dsv4.ops.expert_mlp import expert_mlp
 from dsv4.ops.fp8_token import code_layout, moe_gather_fp8
 from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.grouped_gemm_swiglu import grouped_gemm_swiglu, grouped_gemm_swiglu_quantize
@@ -184,39 +183,11 @@ class DeepseekV4Experts(ExpertWeights):
         weights: torch.Tensor | None = None
         if self.numerics != "deepseek":
             row_weight, weights = None, top_k_weights
-        if self._takes_one_launch(rows):
-            out = self._in_one_launch(rows, offsets, row_weight, part)
-        else:
-            inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
-            dtype = hidden_states.dtype
-            out = self._project("down_proj", inner, offsets, buffers.rows, part, dtype)
+        inner = self._activated(rows, offsets, row_weight, buffers.inner, part)
+        out = self._project("down_proj", inner, offsets, buffers.rows, part, hidden_states.dtype)
         if shared is not None:
             streams.join("shared", shared)
         return RoutedRows(out, row_of_slot, offsets, weights, shared)
-
-    def _takes_one_launch(self, rows: torch.Tensor | QuantizedTensor) -> bool:
-        """Return whether both GEMMs of sorted rows are one operator, ``expert_mlp``."""
-        plain = isinstance(rows, torch.Tensor) and not (self._quantises or self._rounds)
-        fits = 0 < rows.shape[0] <= ONE_LAUNCH_ROWS
-        return plain and fits and self.mlp_counters is not None and self.observers is None
-
-    def _in_one_launch(
-        self,
-        rows: torch.Tensor | QuantizedTensor,
-        offsets: torch.Tensor,
-        row_weight: torch.Tensor | None,
-        part: _Part,
-    ) -> torch.Tensor:
-        """Return the results of both GEMMs, ``[R, H]``."""
-        assert isinstance(rows, torch.Tensor)
-        assert self.mlp_counters is not None
-        gate_up, down = (self.quantized_weight(name) for name in ("gate_up_proj", "down_proj"))
-        return expert_mlp(
-            *(rows, gate_up, down, offsets, self.limit, self.mlp_counters),
-            row_weight=row_weight,
-            step_rows=part.step_rows,
-            step_experts=part.step_experts,
-        )
 
     def fetch(self, ids: torch.Tensor) -> torch.Tensor:
         """Load the missing experts of a step; return the slots ``[T, k]`` of all choices.

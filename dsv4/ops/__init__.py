@@ -11,7 +11,6 @@ from dsv4.ops.attention import sparse_attention
 from dsv4.ops.compressor import compress_write, compressor_update, pool_windows
 from dsv4.ops.compressor_paged import compress_write_paged
 from dsv4.ops.compressor_projections import compressor_projections
-from dsv4.ops.expert_mlp import expert_mlp
 from dsv4.ops.expert_slots import expert_decide, expert_gather
 from dsv4.ops.fp8_token import moe_gather_fp8, rms_norm_fp8, swiglu_fp8
 from dsv4.ops.gemm import gemm
@@ -53,7 +52,6 @@ __all__ = [
     "entry_slots",
     "expert_decide",
     "expert_gather",
-    "expert_mlp",
     "fake_quantize_kv",
     "gemm",
     "gemm_swiglu",

@@ -14,7 +14,6 @@ from dsv4.ops.attention import SparseAttentionArgs
 from dsv4.ops.compressor import CompressWriteArgs
 from dsv4.ops.compressor_paged import CompressWritePagedArgs
 from dsv4.ops.compressor_projections import CompressorProjectionsArgs
-from dsv4.ops.expert_mlp import down_record, gate_up_record
 from dsv4.ops.expert_slots import ExpertGatherArgs
 from dsv4.ops.gemm import GemmArgs
 from dsv4.ops.gemm_swiglu import GemmSwigluArgs
@@ -203,29 +202,18 @@ def parts(call: Call) -> str | None:
 
 def grouped_parts(call: Call) -> str | None:
     """Return why ``grouped_gemm_swiglu_fp8`` as two operators is unsupported, or None."""
-    inner = ("grouped_gemm_swiglu", gemm_record(call.args))
-    return parts(call) or _only_reference(Call(*inner, call.device))
-
-
-def expert_parts(call: Call) -> str | None:
-    """Return why ``expert_mlp`` as two operators is unsupported, or None."""
-    args = call.args
-    inner = args.x.new_empty((0, args.weight.shape[1] // 2), device="meta")
-    first = Call("grouped_gemm_swiglu", gate_up_record(args), call.device)
-    second = Call("grouped_gemm", down_record(args, inner), call.device)
-    return parts(call) or _only_reference(first) or _only_reference(second)
-
-
-def _only_reference(inner: Call) -> str | None:
-    """Return why nothing but the reference runs a GEMM, or None."""
-    reasons = {}
-    for row in implementations(inner.op):
-        why = row.unsupported_reason(inner, AUTO)
-        if why is None and not row.waits:
-            return None
-        reasons[row.name] = why
-    del reasons["reference"]
-    return f"only the reference runs the GEMM: {reasons}"
+    reason = parts(call)
+    if reason is None:
+        inner = Call("grouped_gemm_swiglu", gemm_record(call.args), call.device)
+        reasons = {}
+        for row in implementations(inner.op):
+            why = row.unsupported_reason(inner, AUTO)
+            if why is None and not row.waits:
+                return None
+            reasons[row.name] = why
+        del reasons["reference"]
+        reason = f"only the reference runs the GEMM: {reasons}"
+    return reason
 
 
 def rms_norm(call: Call) -> str | None:

@@ -87,7 +87,6 @@ MAKERS: dict[str, Maker] = {
     "moe_combine": moe.moe_combine,
     "expert_decide": expert_slots.expert_decide,
     "expert_gather": expert_slots.expert_gather,
-    "expert_mlp": moe.expert_mlp,
     "moe_send": exchange.moe_send,
     "moe_return": exchange.moe_return,
     "hc_pre": elementwise.hc_pre,

@@ -18,7 +18,6 @@ from dsv4.bench.problem import Case, Draw, Problem, nbytes
 from dsv4.config import ModelConfig
 from dsv4.cute.runtime.architectures import ARCHITECTURES, HOPPER
 from dsv4.cute.supports import packed_layout_of
-from dsv4.ops.expert_mlp import COUNTERS
 from dsv4.ops.fp8_token import code_layout
 from dsv4.quant import fragments
 from dsv4.quant.exact_fp8 import with_row_exponent
@@ -306,30 +305,3 @@ def _architecture(device: torch.device) -> str:
     if device.type != "cuda":
         return HOPPER
     return ARCHITECTURES.get(torch.cuda.get_device_capability(device), HOPPER)
-
-
-def expert_mlp(c: ModelConfig, tokens: int) -> Iterator[Case]:
-    """The routed experts of sorted rows, both GEMMs."""
-    experts, k = c.n_routed_experts, c.num_experts_per_tok
-    inner, hidden = c.moe_intermediate_size, c.hidden_size
-
-    def build(draw: Draw) -> Problem:
-        _, offsets = _sorted(c, tokens, draw)
-        x = draw.normal(tokens * k, hidden)
-        gate_up = _stack(draw, (experts, 2 * inner, hidden), "bf16")
-        down = _stack(draw, (experts, hidden, inner), "bf16")
-        if gate_up.layout != down.layout:  # one of them is no whole number of tiles
-            gate_up, down = (weight.with_layout(LINEAR) for weight in (gate_up, down))
-        live = int((offsets.diff() > 0).sum())
-        weights = live * (gate_up.nbytes + down.nbytes) // experts
-        return Problem(
-            ops.expert_mlp,
-            (x, gate_up, down, offsets, c.swiglu_limit, offsets.new_zeros(COUNTERS)),
-            {"row_weight": draw.normal(tokens * k, dtype=torch.float32)},
-            fused_judges.expert_mlp,
-            nbytes(x, offsets) + weights,
-            6 * tokens * k * inner * hidden,
-        )
-
-    sizes = {"E": experts, "H": hidden, "I": inner, "k": k}
-    yield Case("expert_mlp", "routed", sizes, tokens, build)

@@ -72,7 +72,6 @@ _FIELDS: dict[str, tuple[dict[str, str], ...]] = {
     "swiglu_fp8": (_INNER,),
     "expert_decide": ({**_EXPERTS, **_CHOSEN},),
     "expert_gather": ({**_HIDDEN, **_INNER},),
-    "expert_mlp": ({**_EXPERTS, **_HIDDEN, **_INNER, **_CHOSEN},),
     "hc_post_pre_norm": (_STREAMS,),
     "hc_reduce_post": (_STREAMS,),
     "hc_reduce_post_pre_norm": (_STREAMS,),

@@ -115,15 +115,6 @@ def _through_swiglu(gemm: Problem, limit: float | None) -> torch.Tensor:
     return 1.1 * gate_error * (up.abs() + up_error) + factor * up_error
 
 
-def expert_mlp(problem: Problem, actual: Outputs, truth: Outputs) -> Verdict:
-    """Compare with the bits of both GEMMs of the same implementation."""
-    x, gate_up, down, offsets, limit, _ = problem.args
-    first = (ops.grouped_gemm_swiglu, x, gate_up, offsets, limit)
-    inner = by_same_kernel(problem, *first, **problem.kwargs)
-    expected = by_same_kernel(problem, ops.grouped_gemm, inner, down, offsets, settled=True)
-    return same(actual[0], expected, "the result")
-
-
 QUANTIZED = ("codes", "scales", "global scale")
 
 

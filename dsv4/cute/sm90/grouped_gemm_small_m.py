@@ -222,7 +222,7 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
         warp, lane = self._reread_lane(state.address + ZERO)
         job = state.load_job(warp)
         weight = self._weight_address(args, self._weight_tile(state, job), lane)
-        rows = self._rows_of(shared, job, lane)
+        rows = self._rows(shared.x, lane)
         if cutlass.const_expr(self.plan.splits > 1):
             split = self._job_of_unit(job) % self.plan.splits
             rows = [at + Uint32(split * (self.plan.split_tiles * 128)) for at in rows]
@@ -246,10 +246,6 @@ class GroupedSmallMKernel(GroupedSmallMSegments):
             prefetched[t] = self._fetch(next_weight, t, has_next)
             right = following
         return self._joined(sums), prefetched
-
-    def _rows_of(self, shared: SharedMemory, job: Int32, lane: Int32) -> list[Uint32]:
-        """Return what ``_rows`` does for the rows of X of a job: here those of the segment."""
-        return self._rows(shared.x, lane)
 
     def _rows(self, x: Uint32, lane: Int32) -> list[Uint32]:
         """Return where the lane's row for ``ldmatrix`` begins, for each tile of 8 rows.

@@ -125,46 +125,23 @@ class GroupedSmallMSegments(SmallMTile):
         lane: Int32,
     ) -> None:
         """One warp: fill the table of experts, and write the CTA's range of units to the state."""
-        self._clear_state(shared.state, lane)
-        self._count_segments(args, shared, lane)
-        if lane == 0:
-            units = total_tiles(shared.table) * args.units
-            begin, end = self._range_of(units, cta, grid)
-            shared.state.store(NEXT_UNIT, begin)
-            shared.state.store(END_UNIT, end)
-
-    @cute.jit
-    def _clear_state(self, state: State, lane: Int32) -> None:
-        """One warp: write zeros to the words of the state."""
+        state = shared.state
         if lane < STATE_BYTES // 4:
             ptx.store_shared_int(state.address + Uint32(lane * 4), Int32(0))
-
-    @cute.jit
-    def _count_segments(self, args: GroupedSmallMArgs, shared: SharedMemory, lane: Int32) -> None:
-        """One warp: fill the table of experts."""
         selected = RowCounts(Int32(0), args.most_rows)
         count_tiles(args.offsets, shared.table, self.plan.segment_rows, lane, selected)
         cute.arch.sync_warp()
-
-    def _range_of(self, units: Int32, cta: Int32, grid: Int32) -> tuple[Int32, Int32]:
-        """First unit of a CTA's range, and the unit after its last.
-
-        Args:
-            units: Units of all segments.
-            cta: Which CTA.
-            grid: How many there are.
-        """
-        total, ctas = Uint32(units), Uint32(grid)
-        quotient = total // ctas
-        rest = total - quotient * ctas
-        ends = []
-        for end in range(2):
-            # ``total * number // ctas``, without a product above 32 bits. If the first ``rest``
-            # CTAs had one unit more each, ranges would reach over more experts' ends: Flash's
-            # down took 17.9 us instead of 12.2 at one token (H200).
-            number = Uint32(cta + end)
-            ends.append(Int32(quotient * number + rest * number // ctas))
-        return ends[0], ends[1]
+        if lane == 0:
+            total, ctas = Uint32(total_tiles(shared.table) * args.units), Uint32(grid)
+            quotient = total // ctas
+            rest = total - quotient * ctas
+            for end in cutlass.range_constexpr(2):
+                # ``total * number // ctas``, without a product above 32 bits. If the first ``rest``
+                # CTAs had one unit more each, ranges would reach over more experts' ends: Flash's
+                # down took 17.9 us instead of 12.2 at one token (H200).
+                number = Uint32(cta + end)
+                at = Int32(quotient * number + rest * number // ctas)
+                state.store((NEXT_UNIT, END_UNIT)[end], at)
 
     @cute.jit
     def _begin_segment(
@@ -257,16 +234,12 @@ class GroupedSmallMSegments(SmallMTile):
             args.scales + (Int64(tile) * SCALE_BYTES + lane // 4 * 8),
         )
 
-    def _rows_to_copy(self, state: State) -> Int32:
-        """Rows of X in shared memory: the segment's."""
-        return state.load(ROWS)
-
     @cute.jit
     def _copy_x(self, args: GroupedSmallMArgs, shared: SharedMemory) -> None:
         """One warp: start bulk copies of the segment's rows of X, a row by each lane."""
         state = shared.state
         _, lane = self._reread_lane(state.address + ZERO)
-        start, count = state.load(ROW), self._rows_to_copy(state)
+        start, count = state.load(ROW), state.load(ROWS)
         if lane == 0:
             ptx.mbarrier_arrive_expect_tx(shared.x_full, count * (self.plan.columns * 2))
         cute.arch.sync_warp()  # no copy may complete bytes before they are expected

@@ -32,7 +32,6 @@ CLASSES = {
     "GroupedE4m3Kernel": EXPERTS,
     "GroupedConvertedE4m3Kernel": EXPERTS,
     "GroupedSmallMKernel": EXPERTS,
-    "ExpertMlpKernel": EXPERTS,
     "GroupedWgmmaSharedScalesKernel": EXPERTS,
     "AttentionKernel": ATTENTION,
     "ColumnsKernel": ATTENTION,

@@ -177,30 +177,6 @@ def atomic_increment(counter: Int64) -> Uint32:
     return assembly("atom.global.add.u32 {$w0}, [{$r0}], 1;", [Uint32], [counter])
 
 
-def atomic_add(counter: Int64, value: Int32) -> Uint32:
-    """``atom.global.add.u32``, relaxed at GPU scope; returns the value before."""
-    code = "atom.global.add.u32 {$w0}, [{$r0}], {$r1};"
-    return assembly(code, [Uint32], [counter, value])
-
-
-def reduce_add_release(counter: Int64, value: Int32) -> None:
-    """``red.release.gpu.global.add.u32``: add to a counter that other CTAs wait for.
-
-    Releases, at GPU scope, what this thread wrote and what it has seen of other threads' writes,
-    e.g. those before a barrier of the CTA. Waits for this thread's loads in flight.
-    """
-    assembly("red.release.gpu.global.add.u32 [{$r0}], {$r1};", (), [counter, value])
-
-
-def load_acquire(address: Int64) -> Uint32:
-    """``ld.acquire.gpu.global.u32``: a counter of ``reduce_add_release``.
-
-    What was released before the value that is read is visible to later reads of this thread, and
-    after a barrier to the CTA's; not to bulk copies.
-    """
-    return assembly("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", [Uint32], [address])
-
-
 def store_global(address: Int64, word: Uint32) -> None:
     """``st.global.u32``."""
     assembly("st.global.u32 [{$r0}], {$r1};", (), [address, word])
