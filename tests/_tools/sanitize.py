@@ -9,17 +9,25 @@ Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share th
 ``--kernel-name kns=kernel_cutlass`` checks CuTeDSL's kernels alone. An operator has up to 41 of
 them, which a run without the tool compiles and keeps: under it that takes minutes. Without caching,
 each tensor is an allocation of its own, so a step past its end is seen.
+
+``--fused`` runs the launches of ``FUSED`` alone: those that were merged, with the options and at
+the numbers of tokens that have code of their own. ``--dry-run`` lists the calls and needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from dsv4 import dispatch
 from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
-from dsv4.bench.problem import Draw
+from dsv4.bench.cases.gemm import own_gemm
+from dsv4.bench.cases.sequence import indexer_select as selections
+from dsv4.bench.problem import Case, Draw, Outputs
 from dsv4.cute.runtime.driver import Kernel
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.ops.indexer import indexer_select
@@ -36,6 +44,103 @@ SIZES = (
 )
 # An expert has them on average: of GEMMs of few rows, of each step, and of very many.
 ROWS = (1, 6, 8, 24, 40, 60, 80, 100, 150, 300)
+
+
+@dataclass(frozen=True)
+class Launching:
+    """A call that is run.
+
+    Attributes:
+        case: The problem.
+        backend: Name of an implementation, or ``"auto"``.
+        named: Arguments by name that the case does not have.
+    """
+
+    case: Case
+    backend: str = "auto"
+    named: dict[str, Any] = field(default_factory=dict)
+
+    def run(self, device: torch.device, backend: str | None = None) -> Outputs:
+        """Draw the inputs and run; ``backend`` replaces the call's own."""
+        problem = self.case.build(Draw(0, device))
+        problem = replace(problem, kwargs=problem.kwargs | self.named)
+        return problem.run(self.backend if backend is None else backend)
+
+    def __str__(self) -> str:
+        sizes = " ".join(f"{name}={size}" for name, size in self.case.shape.items())
+        options = "".join(f", {name}={value}" for name, value in self.named.items())
+        of_case = f"{self.case.op} {self.case.name}".strip()
+        return f"{of_case}, {self.case.tokens} tokens, {sizes}: {self.backend}{options}"
+
+
+def _at(op: str, *sizes: tuple[str, int]) -> Callable[[], Iterator[Launching]]:
+    """Return a function that makes the calls of the bench's cases at some sizes."""
+
+    def make() -> Iterator[Launching]:
+        for preset, tokens in sizes:
+            yield from map(Launching, cases(op, preset, tokens))
+
+    return make
+
+
+def _slots() -> Iterator[Launching]:
+    """Selections that return slots: by Triton, and of more than 8192 entries by CuTeDSL."""
+    for preset, tokens in (("tiny", 1), ("tiny", 5), ("flash", 1), ("flash", 5), ("flash", 19)):
+        for case in cases("indexer_select", preset, tokens):
+            yield Launching(case, named={"slots": True})
+    for tokens in (1, 5):
+        for case in selections(PRESETS["flash"](), tokens, 9000):
+            yield Launching(case, named={"slots": True})
+
+
+def _fp8_few_tokens() -> Iterator[Launching]:
+    """GEMMs with FP8 weights by the kernel for few tokens, whichever kernel is faster."""
+    for tokens in (1, 8, 9, 19, 32):
+        for rows, columns, groups in _FP8_WEIGHTS:
+            for case in own_gemm(rows, columns, tokens, groups):
+                if case.name == "own fp8":
+                    yield Launching(case, "small_m")
+
+
+_FP8_WEIGHTS = ((96, 256, 1), (1536, 4096, 1), (2048, 1024, 1), (128, 512, 4))  # N, K, groups
+_DECODE = (("tiny", 1), ("tiny", 2), ("tiny", 5), ("flash", 1), ("flash", 2), ("flash", 5))
+_SUMS = (*_DECODE, ("flash", 8), ("flash", 64), ("flash", 65))  # where launches are split
+_COMPRESSED = (("tiny", 1), ("tiny", 5), ("tiny", 130), ("flash", 1), ("flash", 5), ("flash", 130))
+# Launches that several operators were merged into, and those that they wait for.
+FUSED: dict[str, Callable[[], Iterator[Launching]]] = {
+    "hc_combine_post": _at("hc_combine_post", *_SUMS),
+    "hc_combine_post_pre_norm": _at("hc_combine_post_pre_norm", *_SUMS),
+    "head_norm_rope_write_kv": _at("head_norm_rope_write_kv", *_DECODE, ("flash", 128)),
+    "compressor_projections": _at("compressor_projections", *_DECODE),
+    "indexer_select": _slots,
+    "gemm": _fp8_few_tokens,
+    "compressor_update": _at("compressor_update", *_COMPRESSED),
+    "compress_write": _at("compress_write", *_COMPRESSED),
+    "compress_write_paged": _at("compress_write_paged", *_COMPRESSED),
+}
+
+
+def fused(ops: list[str], *, dry_run: bool = False) -> int:
+    """Run the calls of ``FUSED``, or list them.
+
+    Args:
+        ops: Its operators; none: all.
+        dry_run: Whether calls are listed, not run.
+
+    Returns:
+        The number of calls.
+    """
+    calls = 0
+    for op in ops or list(FUSED):
+        for launching in FUSED[op]():
+            if dry_run:
+                print(launching)
+            else:
+                launching.run(torch.device("cuda", 0))
+                torch.cuda.synchronize()
+            calls += 1
+        print(op, flush=True)
+    return calls
 
 
 def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
@@ -114,5 +219,16 @@ if __name__ == "__main__":
     parser.add_argument("ops", nargs="*", metavar="OP")
     parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
     parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
+    parser.add_argument("--fused", action="store_true", help="the calls of FUSED alone")
+    parser.add_argument("--dry-run", action="store_true", help="with --fused: list its calls")
     arguments = parser.parse_args()
-    print(f"{main(arguments.ops, arguments.sizes, arguments.rows)} calls")
+    if arguments.dry_run and not arguments.fused:
+        parser.error("--dry-run lists the calls of --fused, which is missing")
+    unknown = [op for op in arguments.ops if arguments.fused and op not in FUSED]
+    if unknown:
+        parser.error(f"OP is {', '.join(unknown)}, wanted some of {', '.join(FUSED)}")
+    if arguments.fused:
+        number = fused(arguments.ops, dry_run=arguments.dry_run)
+    else:
+        number = main(arguments.ops, arguments.sizes, arguments.rows)
+    print(f"{number} calls")

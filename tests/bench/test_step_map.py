@@ -29,7 +29,7 @@ from dsv4.bench.suites.model.trace.graph_nodes import (
     nodes_of,
     nodes_so_far,
 )
-from dsv4.bench.suites.model.trace.marks import Mark, Marks, mark_of, marking, moved_bytes
+from dsv4.bench.suites.model.trace.marks import Mark, Marks, mark_of, marking
 from dsv4.bench.suites.model.trace.matching import Launch, launches_of, pairs_of
 from dsv4.bench.suites.model.trace.step_map import StepMap, chrome_trace, lines_of
 from dsv4.bench.suites.random_model import Weights
@@ -187,6 +187,15 @@ class TestMatching:
         assert attention.after == (2, 3)
         assert (copy.start, attention.start) == (0, pytest.approx(8))
 
+    def test_the_largest_launch_has_the_bytes_of_its_call(self):
+        """A launch of one block is there for long, because it waits."""
+        nodes = [node(0, "_update_kernel", (), grid=(16, 1, 1)), node(1, "_entry_kernel", (0,))]
+        made = events(
+            [entry("_update_kernel", 0, 2.5, grid=(16, 1, 1)), entry("_entry_kernel", 1, 3.5)]
+        )
+        marks = Marks([], [Mark("compress_write", 0, 2, 64)])
+        assert [x.bytes for x in launches_of(nodes, made, marks)] == [64, None]
+
     def test_launches_that_look_alike_follow_their_order(self):
         nodes = [node(i, "_rms_norm_kernel", range(i)[-1:]) for i in range(3)]
         made = [entry("_rms_norm_kernel", ts, 1.0) for ts in (4, 0, 2)]
@@ -225,6 +234,7 @@ class TestStepMap:
         text = "\n".join(lines_of(step_map))
         assert "step 12.0 us by the profiler; path: 3 of 4 launches" in text
         assert "layer 0, compressed_sparse_attention: 3 launches" in text
+        assert "bytes: 0.0 MB of 1 calls, 2 other launches of calls, 1 of no call" in text
 
     def test_what_cannot_be_written_loses_no_row(self, step_map, tmp_path):
         (tmp_path / "file").write_text("")
@@ -342,11 +352,7 @@ def test_layers_and_calls_are_marked():
     assert (head.name, mark_of(marks.layers, head.first)) == ("linear", None)
     assert head.bytes >= config.vocab_size * config.hidden_size * 2
     assert all(mark.bytes is None for mark in attention)
-
-
-def test_a_tensor_that_is_there_twice_is_read_once():
-    x = torch.zeros(3)
-    assert moved_bytes((x, [x, None, x[1:]], 5)) == 12 + 8
+    assert all(mark.bytes > 0 for mark in marks.counted().calls)
 
 
 def test_a_cpu_has_no_captured_step(capsys):
@@ -380,3 +386,9 @@ def test_a_captured_step_is_mapped():
     assert layers == set(range(config.num_hidden_layers))
     assert sum(v.gap + v.time for v in step_map.path) == pytest.approx(length(step_map.launches))
     assert len({launch.stream for launch in step_map.launches}) > 1
+    known = {launch.call for launch in step_map.launches if launch.bytes is not None}
+    assert known >= {"grouped_gemm_swiglu", "grouped_gemm", "sparse_attention", "compress_write"}
+    assert known == {launch.call for launch in step_map.launches if launch.call}
+    experts = [x.bytes or 0 for x in step_map.launches if x.call.startswith("grouped_gemm")]
+    weights = config.num_experts_per_tok * whole_model.expert_bytes(model)
+    assert weights <= sum(experts) <= 1.05 * weights

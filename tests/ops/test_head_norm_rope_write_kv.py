@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dsv4.ops.head_norm_rope_write_kv import head_norm_rope_write_kv
-from dsv4.ops.kv_cache import Pages, norm_rope_write_kv
+from dsv4.ops.kv_cache import Pages, norm_rope_write_kv, read_kv
 from dsv4.ops.norm import head_norm_rope_
 from dsv4.ops.rope import rope_tables
 from dsv4.testing import strategies as fuzz
@@ -132,6 +133,44 @@ def test_few_tokens_have_one_launch(case, launches, monkeypatch):
     live = rest[-1][rest[-1] >= 0]
     assert bool(live.numel()) == bool(pages.data.any())
     torch.testing.assert_close(q, expected_q, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("entry_format", "source", "value"),
+    [
+        *itertools.product(("fp8",), ("head", "entry", "angle"), (torch.nan, torch.inf)),
+        ("plain", "entry", torch.inf),
+    ],
+)
+def test_a_bad_row_stays_alone(device, entry_format, source, value):
+    """A bad head is NaN alone, and so is a bad entry; a bad angle is in all of its token."""
+    case = {**case_of(3, heads=3), "entry_format": entry_format}
+    q, pages, (kv, weight, cos, sin, slots) = build(case, device)
+    slots = torch.tensor([5, 2, 9], device=device)  # every token is stored
+    clean_q, clean = copies(q, pages)
+    head_norm_rope_write_kv(clean_q, clean, kv, weight, cos, sin, slots, **EPS)
+    kv, cos = kv.clone(), cos.clone()
+    tensor, at = {"head": (q, (1, 2, 7)), "entry": (kv, (1, 7)), "angle": (cos, (1, 3))}[source]
+    tensor[at] = value
+    head_norm_rope_write_kv(q, pages, kv, weight, cos, sin, slots, **EPS)
+    stored = read_kv(pages, slots)
+    assert stored[1].isfinite().all() == (source == "head")
+    if source == "head":
+        assert q[1, 2].isnan().all()
+        q[1, 2] = clean_q[1, 2]
+    elif source == "entry":
+        assert stored[1].isnan().all()
+    else:
+        # Value 3 of cos turns the pair 6 and 7 of the last 64 dims; the others are as they were.
+        same = [dim for dim in range(512) if dim not in (448 + 6, 448 + 7)]
+        assert not q[1, :, 448 + 6 : 448 + 8].isfinite().any()
+        assert_bitwise(q[1, :, same], clean_q[1, :, same], "dims without it")
+        q[1] = clean_q[1]
+    assert_bitwise(q, clean_q, "heads without it")
+    others = torch.tensor([slot for slot in range(12) if slot != 2], device=device)
+    assert_bitwise(read_kv(pages, others), read_kv(clean, others), "entries without it")
+    if source == "head":
+        assert_bitwise(pages.data, clean.data, "pages")
 
 
 def test_no_tokens_no_heads_and_no_pages(device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -142,6 +144,59 @@ def test_rows_are_rounded_before_they_are_written_back(device):
     comb = torch.zeros(1, 4, 4, device=device)
     out = hc_combine_post(y, rows, offsets, None, None, streams, post, comb)
     assert out.flatten().tolist() == [1.0] * 4
+
+
+SOURCES = ("expert", "weight", "shared", "stream")
+BAD = 1  # token with a value that is not finite
+
+
+def poisoned(rows_of, back, source, value):
+    """Return copies of the arguments with a bad value in column 3 of token ``BAD``.
+
+    ``source`` is where it is: a row of an expert, its weight, the shared expert's row, a stream.
+    """
+    y, rows, offsets, weights, shared = rows_of
+    streams, *others = back
+    y, weights, shared, streams = y.clone(), weights.clone(), shared.clone(), streams.clone()
+    [slot, *_] = (rows[BAD] < offsets[-1]).nonzero().flatten().tolist()  # rows of no expert: unread
+    if source == "expert":
+        y[int(rows[BAD, slot]), 3] = value
+    elif source == "weight":
+        weights[BAD, slot] = value
+    elif source == "shared":
+        shared[BAD, 3] = value
+    else:
+        streams[BAD, 2, 3] = value
+    return (y, rows, offsets, weights, shared), (streams, *others)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "source", "value"),
+    [
+        *itertools.product((3,), SOURCES, (torch.nan, torch.inf)),
+        (9, "expert", torch.nan),
+        (9, "stream", torch.inf),
+    ],
+)
+def test_a_bad_row_stays_alone(device, tokens, source, value):
+    """Also of tokens whose next start has a launch of its own, from 9 on."""
+    case = {**FLASH, "tokens": tokens, "hidden": 32, "weighted": True}
+    rows_of, back, pre = build(case, device)
+    bad_rows, bad_back = poisoned(rows_of, back, source, value)
+    rest = [row for row in range(tokens) if row != BAD]
+    clean = hc_combine_post_pre_norm(*rows_of, *back, *pre, **PRE)
+    mixed, *others = got = hc_combine_post_pre_norm(*bad_rows, *bad_back, *pre, **PRE)
+    assert_bitwise(hc_combine_post(*bad_rows, *bad_back), mixed, "streams")
+    hit = mixed[BAD] if source == "weight" else mixed[BAD, :, 3]
+    assert not hit.isfinite().any()
+    if source != "weight":
+        good_columns = [column for column in range(32) if column != 3]
+        assert_bitwise(
+            mixed[BAD][:, good_columns], clean[0][BAD][:, good_columns], "columns without it"
+        )
+    assert all(tensor[BAD].isnan().all() for tensor in others)
+    for tensor, before in zip(got, clean, strict=True):
+        assert_bitwise(tensor[rest], before[rest], "rows without it")
 
 
 def arguments(device, dtype=torch.bfloat16, tokens=3):

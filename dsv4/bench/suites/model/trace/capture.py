@@ -41,4 +41,6 @@ def mapped(step: DecodeStep, title: str) -> StepMap:
     graph, marks = captured_with_marks(step)
     nodes = nodes_of(graph.raw_cuda_graph())
     graph.replay()
-    return StepMap(title, launches_of(nodes, typical(recorded_replays(graph.replay)), marks))
+    events = typical(recorded_replays(graph.replay))
+    torch.cuda.synchronize()
+    return StepMap(title, launches_of(nodes, events, marks.counted()))

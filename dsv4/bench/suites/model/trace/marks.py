@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
 from dsv4 import dispatch
+from dsv4.bench.suites.model.trace.traffic import Count, moved_bytes, traffic_of
 from dsv4.layers.decoder import DeepseekV4DecoderLayer
 from dsv4.layers.linear import Linear
-
-# Operators that read all of their arguments once. Others read some pages, states or experts, so the
-# sizes of their arguments are not the bytes that they read.
-_WHOLE = frozenset(
-    (
-        *("gemm", "gemm_swiglu", "compressor_projections", "route_topk", "rms_norm"),
-        *("rms_norm_pair", "rms_norm_quantize", "head_norm_rope_", "swiglu", "swiglu_quantize"),
-        *("hc_pre", "hc_post", "hc_head", "hc_pre_norm", "hc_post_pre_norm", "quantize_nvfp4"),
-        *("hc_combine_post", "hc_combine_post_pre_norm"),
-        *("hc_pre_norm_quantize", "hc_post_pre_norm_quantize", "quantize_index_queries"),
-        *("rope", "rope_quantize", "quantize_fp8_token", "all_reduce"),
-        *("rms_norm_fp8", "swiglu_fp8"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -38,8 +24,10 @@ class Mark:
         name: A layer's type, or an operator.
         first: Its first node, by place in the order of launches.
         end: The node after its last.
-        bytes: Bytes that it reads and writes; None if they do not follow from sizes.
+        bytes: Bytes that it has to read and write (``traffic``); None if they are not known, or
+            not counted yet.
         layer: Number of the layer; None for an operator.
+        count: Counts the bytes once the step has run; None if that is not needed.
     """
 
     name: str
@@ -47,6 +35,11 @@ class Mark:
     end: int
     bytes: int | None = None
     layer: int | None = None
+    count: Count | None = None
+
+    def counted(self) -> Mark:
+        """Return it with its bytes, after the step has run."""
+        return self if self.count is None else replace(self, bytes=self.count(), count=None)
 
 
 @dataclass
@@ -60,6 +53,14 @@ class Marks:
 
     layers: list[Mark] = field(default_factory=list)
     calls: list[Mark] = field(default_factory=list)
+
+    def counted(self) -> Marks:
+        """Return the marks with the bytes of all calls, after the step has run.
+
+        The numbers that these depend on are those of the last replay. They are still there, because
+        the marks hold them: memory of a graph's tensors that nothing holds gets other contents.
+        """
+        return Marks(self.layers, [mark.counted() for mark in self.calls])
 
 
 @contextmanager
@@ -77,8 +78,9 @@ def marking(model: nn.Module, count: Callable[[], int]) -> Iterator[Marks]:
     def counted(op: str, args: Any, *rest: Any, **named: Any) -> Any:
         first = count()
         result = run(op, args, *rest, **named)
-        moved = moved_bytes((args, result)) if op in _WHOLE else None
-        marks.calls.append(Mark(op, first, count(), moved))
+        moved = traffic_of(op, args, result)
+        known, later = (None, moved) if callable(moved) else (moved, None)
+        marks.calls.append(Mark(op, first, count(), known, count=later))
         return result
 
     def begin(module: nn.Module, inputs: Any) -> None:
@@ -104,19 +106,6 @@ def marking(model: nn.Module, count: Callable[[], int]) -> Iterator[Marks]:
         stack.enter_context(mock.patch.object(DeepseekV4DecoderLayer, "_run", marked))
         stack.enter_context(mock.patch.object(dispatch, "run", counted))
         yield marks
-
-
-def moved_bytes(values: Any) -> int:
-    """Return the bytes of all distinct tensors in nested tuples and lists."""
-    sizes: dict[tuple[int, int], int] = {}
-    stack = [values]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            sizes[value.data_ptr(), value.nbytes] = value.nbytes
-        elif isinstance(value, (tuple, list)):
-            stack.extend(value)
-    return sum(sizes.values())
 
 
 def mark_of(marks: Sequence[Mark], node: int) -> Mark | None:

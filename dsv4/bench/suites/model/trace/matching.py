@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ class Launch:
         duration: Microseconds.
         grid: Blocks by axis.
         block: Threads of a block by axis.
-        bytes: Bytes that its call has to read and write. The call's longest launch has them all;
-            None: unknown, or another launch has them.
+        bytes: Bytes that its call has to read and write (``traffic``). One launch of the call has
+            them all, that with the most blocks times microseconds; None: unknown, or another has
+            them.
         after: Numbers of the launches that it waits for.
     """
 
@@ -161,11 +163,14 @@ def _contracted(nodes: Sequence[GraphNode], present: set[int]) -> dict[int, tupl
 def _bytes_by_node(
     pairs: Sequence[tuple[GraphNode, Event]], calls: Sequence[Mark]
 ) -> dict[int, int]:
-    """Map the longest launch of each call to the bytes of the call."""
-    durations = {node.index: event.duration for node, event in pairs}
+    """Map the largest launch of each call to the bytes of the call.
+
+    The longest one need not be it: a small launch that begins early is there while it waits.
+    """
+    sizes = {node.index: event.duration * math.prod(event.grid) for node, event in pairs}
     bytes_of = {}
     for call in calls:
-        own = [i for i in range(call.first, call.end) if i in durations]
+        own = [i for i in range(call.first, call.end) if i in sizes]
         if own and call.bytes is not None:
-            bytes_of[max(own, key=lambda i: durations[i])] = call.bytes
+            bytes_of[max(own, key=lambda i: sizes[i])] = call.bytes
     return bytes_of

@@ -122,6 +122,7 @@ def lines_of(step_map: StepMap) -> list[str]:
             f"{sum(visit.gap for visit in path):.1f} us between; nothing runs for "
             f"{idle(step_map.launches):.1f} us"
         ),
+        *wrapped(_coverage(step_map.launches)),
         *wrapped("busy us by stream: " + ", ".join(f"{s}: {us:.1f}" for s, us in busy.items())),
         *wrapped(
             "launches per layer: "
@@ -135,6 +136,16 @@ def _row(part: OperatorPart) -> list[str]:
     moved = f"{1e-6 * part.bytes:.1f}" if part.known else "-"
     figures = [f"{us:.1f}" for us in (part.us, part.path, part.hidden, part.gap)]
     return [part.operator, str(part.launches), *figures, moved]
+
+
+def _coverage(launches: Sequence[Launch]) -> str:
+    """Say of how many launches the bytes are known."""
+    known = [launch for launch in launches if launch.bytes is not None]
+    calls = sum(launch.call != "" for launch in launches)
+    return (
+        f"bytes: {1e-6 * sum(launch.bytes or 0 for launch in known):.1f} MB of {len(known)} calls, "
+        f"{calls - len(known)} other launches of calls, {len(launches) - calls} of no call"
+    )
 
 
 def _one_layer(step_map: StepMap) -> Iterator[str]:
