@@ -152,9 +152,7 @@ def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
 
 def test_rows_are_proven_on_hopper_that_were_right_there():
     assert {"triton", "cublas", "parts", "fp4"} >= {row.name for row in SELF_TESTED}
-    unseen = {row.op for row in SELF_TESTED if not row.is_always_proven(H200)}
-    grouped = {"grouped_gemm", "grouped_gemm_swiglu", "grouped_gemm_swiglu_quantize"}
-    assert unseen == {"gemm", "gemm_swiglu", *grouped}
+    assert {row.name for row in SELF_TESTED if not row.is_always_proven(H200)} == {"fp4"}
     assert not [row for row in SELF_TESTED if row.is_always_proven(ADA)]
     over_ranks = {"hc_reduce_post", "hc_reduce_post_pre_norm"}
     assert not [
@@ -230,6 +228,31 @@ def test_marks():
         assert self_test.mark_of_gpu(gpu) == self_test.NEVER
 
 
+@pytest.mark.parametrize(("version", "number"), [("3.6.0", 0), (nvfp4_supports.VERSIONS[0], 5)])
+def test_a_gpu_is_marked_run_when_every_family_is_right(monkeypatch, version, number):
+    monkeypatch.setattr(nvfp4_supports, "triton_version", lambda: version)
+    with device.pretend(capability=(12, 0)):
+        rows = self_test.families(GPU)
+        assert [row.name for row in rows].count("fp4") == number
+        subjects = [self_test.family(row.op, row.name, GPU) for row in rows]
+        known = self_check.verdicts().known
+        known.update(dict.fromkeys(subjects))
+        assert self_test.mark_of_gpu(GPU) == self_test.RUN
+        known[subjects[0]] = "wrong"
+        of_all = f"{len(rows) - 1} of {len(rows)} run"
+        assert self_test.mark_of_gpu(GPU) == of_all
+        del known[subjects[0]]
+        assert self_test.mark_of_gpu(GPU) == of_all
+
+
+@pytest.mark.parametrize("op", ["gemm", "gemm_swiglu", "grouped_gemm", "grouped_gemm_swiglu"])
+def test_four_bit_weights_in_triton_are_marked_as_measured_on_hopper(calls, op):
+    call = next(call for call in calls[op] if call.args.format == "mxfp4")
+    with device.pretend(capability=H200, packages=True):
+        explanation = dispatch._explanation(call, "triton")
+    assert (explanation.chosen, explanation.mark) == ("triton", self_test.MEASURED)
+
+
 def test_another_process_knows_what_ran(kernel):
     kernel(reference.rms_norm)
     rms_norm(*operands())
@@ -243,14 +266,14 @@ def test_explain_says_the_mark(kernel):
     assert "on GPUs like this one: measured" in str(dispatch.explain(rms_norm, *operands()))
 
 
-@pytest.mark.parametrize(("fmt", "is_proven"), [("nvfp4", False), ("fp8_block", True)])
-def test_of_gemm_the_fp8_weights_are_proven_on_hopper(fmt, is_proven):
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])
+def test_gemm_is_proven_on_hopper(fmt):
     weight = quantize(torch.ones(128, 128), fmt)
     call = dispatch.arguments(gemm, torch.ones(1, 128).bfloat16(), weight)
     call = call._replace(device=GPU)
     row = next(row for row in dispatch.implementations("gemm") if row.name == "triton")
     with device.pretend(capability=H200):
-        assert row.is_proven(call) == is_proven
+        assert row.is_proven(call)
     with device.pretend(capability=ADA):
         assert not row.is_proven(call)
 
@@ -350,11 +373,33 @@ def test_a_kernel_of_many_tokens_alone_is_tested(kernel, monkeypatch):
 
 @pytest.mark.parametrize(("wrong", "untested", "status"), [(None, None, 0), (None, "no memory", 1),
                                                            ("NaN", None, 1)])  # fmt: skip
-def test_the_status_is_0_only_where_something_is_right(monkeypatch, wrong, untested, status):
+def test_the_status_is_0_only_where_something_is_right(
+    monkeypatch, capsys, wrong, untested, status
+):
     tested = cases.Tested("rms_norm", "triton", wrong, untested, 0.1)
     monkeypatch.setattr(guarded_self_test, "run_guarded", lambda device: [tested])
     with device.pretend(capability=ADA):
         assert env._test_gpu(0) == status
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("kernels on such a GPU: compiled and interpreted")
+
+
+def test_the_command_and_inspect_say_that_every_kernel_ran(monkeypatch, capsys):
+    def run_guarded(device):
+        for row in self_test.families(device):
+            self_check.verdicts().replace(self_test.family(row.op, row.name, device), None)
+            yield cases.Tested(row.op, row.name, None, None, 0.1)
+
+    monkeypatch.setattr(guarded_self_test, "run_guarded", run_guarded)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA RTX")
+    with device.pretend(capability=(12, 0)):
+        assert env._test_gpu(0) == 0
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(self_test, "gpu", lambda device: "cuda")
+        [line] = own_gpus()
+    assert capsys.readouterr().out.splitlines()[-1].endswith("kernels on such a GPU: run")
+    assert line.endswith("NVIDIA RTX; kernels on it: run")
 
 
 def test_without_a_gpu_the_command_says_so(capsys, monkeypatch):
@@ -370,7 +415,7 @@ def test_inspect_says_the_mark_of_this_machines_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA L40S")
     with device.pretend(capability=ADA):
         [line] = own_gpus()
-    assert "NVIDIA L40S: kernels for such GPUs are compiled and interpreted; python" in line
+    assert "NVIDIA L40S; kernels on it: compiled and interpreted; python" in line
     with device.pretend(capability=H200):
         [line] = own_gpus()
-    assert line.endswith("are measured")
+    assert line.endswith("kernels on it: measured")
