@@ -114,10 +114,16 @@ def test_only_cudas_errors_speak_of_a_capture(error, expected):
     assert self_check.is_of_a_capture(error) == expected
 
 
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("out of memory"), RuntimeError(f"Triton Error [CUDA]: {REFUSED}")],
-)
+NO_FAULTS = [
+    torch.OutOfMemoryError("out of memory"),
+    MemoryError(),
+    with_code(2),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError(f"Triton Error [CUDA]: {REFUSED}"),
+]
+
+
+@pytest.mark.parametrize("error", NO_FAULTS)
 def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     def raising(args):
         raise error
@@ -127,6 +133,24 @@ def test_what_is_no_fault_of_the_kernel_is_no_verdict(kernel, error, tmp_path):
     assert not list(tmp_path.glob("*.verdict"))
     rms_norm(*operands())
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("error", NO_FAULTS)
+def test_a_case_that_cannot_be_built_is_no_verdict(kernel, monkeypatch, error, tmp_path):
+    """Its error does not reach the call that started the self-test."""
+    calls = kernel(reference.rms_norm)
+
+    def draw(*args):
+        raise error
+
+    monkeypatch.setattr(cases, "Draw", draw)
+    args = operands()
+    assert torch.equal(rms_norm(*args), rms_norm(*args, backend="reference"))
+    assert calls == []
+    [tested] = cases.run_all(CPU, (1,), ["rms_norm"])
+    assert tested.wrong is None
+    assert tested.untested
+    assert not list(tmp_path.glob("*.verdict"))
 
 
 def test_while_a_graph_is_captured_it_is_not_used_and_not_tested(kernel, monkeypatch):
