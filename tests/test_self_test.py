@@ -15,6 +15,7 @@ from dsv4.bench import self_test as cases
 from dsv4.commands import env
 from dsv4.commands.checkpoints import own_gpus
 from dsv4.ops.gemm import gemm
+from dsv4.ops.grouped_gemm import grouped_gemm
 from dsv4.ops.norm import rms_norm
 from dsv4.ops.quantize import quantize
 from dsv4.ops.swiglu import SwigluArgs
@@ -164,6 +165,57 @@ def test_while_a_graph_is_captured_it_is_not_used_and_not_tested(kernel, monkeyp
     rms_norm(*operands())
     monkeypatch.setattr(self_test, "is_capturing", lambda device: True)
     assert dispatch.choose(call).name == "triton"
+
+
+def grouped_operands(device):
+    """Operands of ``grouped_gemm``: rows, an MXFP4 weight of four experts, and offsets."""
+    x = torch.randn(6, 128, device=device).bfloat16()
+    weight = quantize(torch.randn(4, 64, 128, device=device), "mxfp4", backend="reference")
+    return x, weight, torch.tensor([0, 2, 2, 3, 6], dtype=torch.int32, device=device)
+
+
+def of_triton(op):
+    """The row of an operator's Triton kernel, as if it had never run anywhere."""
+    row = next(row for row in dispatch.implementations(op) if row.name == "triton")
+    return replace(row, proven=frozenset())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_capture_is_refused_where_only_a_kernel_that_waits_is_left(monkeypatch, backend):
+    row = replace(of_triton("grouped_gemm"), target="fake:grouped", supports=None)
+    calls = fake_kernel.install(monkeypatch, row, row.run, ADA)
+    for module in (self_test, self_check):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    with pytest.raises(NotImplementedError, match="^grouped_gemm: ") as refused:
+        grouped_gemm(*grouped_operands("cpu"), backend=backend)
+    assert "reference: it reads tensors on the host" in str(refused.value)
+    if backend == "auto":
+        assert "triton: the kernel never ran on such a GPU" in str(refused.value)
+        assert "call it once before the capture, or run python -m dsv4 env --selftest" in str(
+            refused.value
+        )
+    assert calls == []
+
+
+@pytest.mark.gpu
+def test_a_refused_capture_goes_on_and_later_holds_the_kernel(monkeypatch):
+    row = of_triton("grouped_gemm")
+    fake_kernel.install(monkeypatch, row, row.run, torch.cuda.get_device_capability())
+    operands, count = grouped_operands("cuda"), torch.zeros(1, device="cuda")
+    graph, again = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        count += 1
+        with pytest.raises(NotImplementedError, match="--selftest; reference: it reads tensors"):
+            grouped_gemm(*operands)
+    graph.replay()
+    assert int(count) == 1
+    expected = grouped_gemm(*operands)
+    family = self_test.family("grouped_gemm", "triton", operands[0].device)
+    assert self_check.verdicts().known == {family: None}
+    with torch.cuda.graph(again):
+        out = grouped_gemm(*operands)
+    again.replay()
+    assert torch.equal(out, expected)
 
 
 def test_on_hopper_nothing_is_tested(kernel, monkeypatch):
