@@ -9,6 +9,9 @@ Operators may be named, and sizes: ``gemm --sizes tiny:5,flash:19``, to share th
 ``--kernel-name kns=kernel_cutlass`` checks CuTeDSL's kernels alone. An operator has up to 41 of
 them, which a run without the tool compiles and keeps: under it that takes minutes. Without caching,
 each tensor is an allocation of its own, so a step past its end is seen.
+
+``gemm --backend triton --sizes small:1,wide:19`` runs the calls that a named kernel takes, in forms
+that the bench does not have: ``tests._tools.sanitized_problems``.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ import argparse
 import torch
 
 from dsv4 import dispatch
-from dsv4.bench.cases import MAKERS, PRESETS, cases, operators
+from dsv4.bench.cases import MAKERS, PRESETS, operators
 from dsv4.bench.problem import Draw
 from dsv4.cute.runtime.driver import Kernel
 from dsv4.cute.sm90 import indexer_logits_plan
 from dsv4.ops.indexer import indexer_select
+from tests._tools.sanitized_problems import problems
 from tests.cute.test_indexer import Coded, chosen, randomize_scales, rows_of
 
 SIZES = (
@@ -38,8 +42,10 @@ SIZES = (
 ROWS = (1, 6, 8, 24, 40, 60, 80, 100, 150, 300)
 
 
-def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
-    """Run the operators named, or all; the number of calls."""
+def main(
+    ops: list[str], sizes: list[tuple[str, int]], rows: list[int], backend: str = "auto"
+) -> int:
+    """Run the operators named, or all, by an implementation; the number of calls."""
     calls = 0
     for op in ops or list(MAKERS):
         if all(
@@ -47,12 +53,13 @@ def main(ops: list[str], sizes: list[tuple[str, int]], rows: list[int]) -> int:
         ):
             continue
         for preset, tokens in sizes:
-            for case in cases(op, preset, tokens):
-                problem = case.build(Draw(0, torch.device("cuda", 0)))
-                problem.run("auto")
+            for problem in problems(op, preset, tokens, torch.device("cuda", 0), backend):
+                problem.run(backend)
                 torch.cuda.synchronize()
                 calls += 1
         print(op, flush=True)
+        if backend not in ("auto", "cute"):
+            continue
         if op == "indexer_select":
             calls += long_rows()
         if op.startswith("grouped_gemm"):
@@ -94,7 +101,7 @@ def long_rows() -> int:
 
 
 def sizes_of(text: str) -> list[tuple[str, int]]:
-    """Presets and numbers of tokens: ``tiny:5,flash:19``."""
+    """Keys of ``sanitized_problems.CONFIGS`` and tokens: ``tiny:5,flash:19``."""
     pairs = [size.split(":") for size in listed(text)]
     return [(preset, int(tokens)) for preset, tokens in pairs]
 
@@ -112,7 +119,9 @@ def listed(text: str) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP")
+    parser.add_argument("--backend", default="auto", help="whose calls to run, such as triton")
     parser.add_argument("--sizes", type=sizes_of, default=list(SIZES))
     parser.add_argument("--rows", type=rows_of_one, default=list(ROWS))
     arguments = parser.parse_args()
-    print(f"{main(arguments.ops, arguments.sizes, arguments.rows)} calls")
+    options = (arguments.sizes, arguments.rows, arguments.backend)
+    print(f"{main(arguments.ops, *options)} calls")
