@@ -186,7 +186,7 @@ def test_a_capture_is_refused_where_only_a_kernel_that_waits_is_left(monkeypatch
     calls = fake_kernel.install(monkeypatch, row, row.run, ADA)
     for module in (self_test, self_check):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
-    with pytest.raises(NotImplementedError, match="^grouped_gemm: ") as refused:
+    with pytest.raises(NotImplementedError, match=r"^grouped_gemm: ") as refused:
         grouped_gemm(*grouped_operands("cpu"), backend=backend)
     assert "reference: it reads tensors on the host" in str(refused.value)
     if backend == "auto":

@@ -1,4 +1,4 @@
-"""Problems of ``tests._tools.sanitize``: those of the bench, and forms that only a named kernel has.
+"""Problems of ``tests._tools.sanitize``: the bench's, and forms that only a named kernel has.
 
 Besides the bench's sizes there are ``small``, the sizes of the self-test, whose weights are in
 fragments, and ``wide``, the widths of Flash with the few experts of ``tiny``.
@@ -48,9 +48,9 @@ def problems(
         return
     for case in chain(cases, other_formats(op, config, tokens)):
         problem = case.build(Draw(0, device))
-        for each in (problem, *_with_row_weights(op, problem)):
-            if _is_supported(each, backend):
-                yield each
+        for form in (problem, *_with_row_weights(op, problem)):
+            if _is_supported(form, backend):
+                yield form
 
 
 def _with_row_weights(op: str, problem: Problem) -> Iterator[Problem]:
