@@ -81,7 +81,7 @@ OLDEST = [
 ]
 
 
-# GEMMs with four-bit weights, whose fragments, tiles and scales are what other GPUs compile anew.
+# GEMMs with four-bit weights, which every architecture compiles to other code.
 FOUR_BITS = ["W4A16, 128 tokens", "experts, SwiGLU, 32 rows", "experts, MXFP4, 32 rows"]
 
 
