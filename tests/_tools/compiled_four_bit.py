@@ -55,7 +55,7 @@ def _dense(
 def _grouped(
     counts: tuple[int, ...], layout: str = FRAGMENTS, *, is_activated: bool = False
 ) -> None:
-    """Experts with these numbers of rows, and a row of none at the end; SwiGLU has weights of rows."""
+    """Experts with these numbers of rows, then a row of none; SwiGLU has weights of rows."""
     weight = weight_of(0, (len(counts), 128, 128), _CPU, layout, "segments")
     rows = sum(counts) + 1
     x = strategies.normal(1, (rows, 128), torch.bfloat16)
